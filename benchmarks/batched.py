@@ -1,10 +1,11 @@
-"""What a step of a thousand logical workers costs with all slices at once, beside the same mini-batch in a plain loop.
+"""The cost of a step of a thousand virtual workers with batched slices, relative to a plain loop on the same batch.
 
     python benchmarks/batched.py [--workers 1000] [--batch 1000] [--rounds 12] [--json FILE]
 
-Three trainings take turns, a block of steps each: the plain loop (no Holdfast), one batched worker, and ``--workers``; each ratio is taken within a
-round. Times are processor time of this process, with one thread of torch, so that a busy machine tells something too.
-The last line is a step in which a worker dies while ``forward`` goes on, which there is one of a failure.
+Three trainings take turns, a block of steps each: the plain loop (without Holdfast), one virtual worker, and
+``--workers``; each ratio is taken within a round. Times are processor time of this process, with one torch thread, so
+that the results of a busy machine are usable too. The last line is a step in which a worker dies under ``forward``; a
+run has one for each failure.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from holdfast_lab.virtual_ddp.training import Batched
 from holdfast_lab.workloads import make_model, make_optimizer
 
 BLOCK = 10
-"""Steps of a block."""
+"""Steps in a block."""
 
 
 def samples(number: int, side: int) -> TensorDataset:
-    """Return images of noise: what is in them costs nothing."""
+    """Return images of noise: their content does not affect the cost."""
     return TensorDataset(torch.rand(number, 1, side, side), torch.randint(0, 10, (number,)))
 
 
 def plain(model: torch.nn.Module, data: TensorDataset, batch: int) -> Iterator[None]:
-    """Train by the loop that everybody writes, a step at a time."""
+    """Train by the usual loop, one step for each item."""
     optimizer = make_optimizer("sgd", model.parameters())
     while True:
         order = torch.randperm(len(data))
@@ -48,7 +49,7 @@ def plain(model: torch.nn.Module, data: TensorDataset, batch: int) -> Iterator[N
 
 
 def batched(model: torch.nn.Module, data: TensorDataset, batch: int, workers: int, faults: str = "") -> Iterator[None]:
-    """Train by batched workers, a step at a time."""
+    """Train by virtual workers, one step for each item."""
     trainer = Batched(
         model,
         make_optimizer("sgd", model.parameters()),
@@ -64,7 +65,7 @@ def batched(model: torch.nn.Module, data: TensorDataset, batch: int, workers: in
 
 
 def block(training: Iterator[None], steps: int = BLOCK) -> float:
-    """Return the processor time of a step, seconds."""
+    """Return the processor time of a step, in seconds."""
     begun_s = time.process_time()
     for _ in range(steps):
         next(training)
@@ -72,7 +73,7 @@ def block(training: Iterator[None], steps: int = BLOCK) -> float:
 
 
 def measure(name: str, side: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the times of a network, by what trains it."""
+    """Return the times of a network, by method of training."""
     data = samples(4 * options.batch, side)
     kills = [f"kill:rank={rank},step={rank},phase=allreduce,bucket=0" for rank in range(1, options.workers // 2)]
 

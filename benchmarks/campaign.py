@@ -2,10 +2,10 @@
 
     python benchmarks/campaign.py [--trials 1000] [--alone 8] [--processes 2] [--rounds 3] [--json FILE]
 
-The work: a small network on digits goes on from a checkpoint for one epoch, after one bit of one of its weights was
-flipped. Who starts a new process for each trial pays for the interpreter, torch, the data and the checkpoint each time; as
-many of them run at once as the campaign has processes, each with one thread. The campaign is timed as a whole, with the
-start of its processes. The rows of both must be equal to the bit, or nothing is measured.
+The work: a small network on digits trains one epoch from a checkpoint, after one bit of one of its weights was flipped.
+The baseline starts a new process for each trial, so it pays for the interpreter, torch, the data and the checkpoint
+each time; it runs as many processes in parallel as the campaign, each with one thread. The campaign is timed as a
+whole, including the start of its processes. The rows of both must be bit-identical, or nothing is measured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from holdfast_lab.studies.warm import Held
 from holdfast_lab.workloads import load_dataset, make_model
 
 EPOCHS = 3
-"""Before the checkpoint."""
+"""Epochs before the checkpoint."""
 SEED = 0
 CELL = "one flip"
 
@@ -54,7 +54,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
 
     def epoch(self) -> list[float]:
-        """Train on every sample once, in an order from torch's generator, and return the losses."""
+        """Train one epoch, in an order from torch's generator, and return the losses."""
         losses = []
         for batch in torch.randperm(len(self.x)).split(64):
             self.optimizer.zero_grad()
@@ -66,12 +66,12 @@ class Training:
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """Return the share of test samples that it gets right."""
+        """Return the share of test samples that it classifies correctly."""
         return float((self.model(self.test_x).argmax(1) == self.test_y).float().mean())
 
 
 def write_checkpoint(path: Path) -> None:
-    """Train to the epoch of the restart, and once more undisturbed."""
+    """Train until the epoch of the restart, and one more epoch undisturbed."""
     torch.manual_seed(SEED)
     training = Training()
     for _ in range(EPOCHS):
@@ -124,7 +124,7 @@ def trial(warm: tuple[Training, Held, float], seed: int) -> dict[str, Any]:
 
 
 def warm_processes(checkpoint: Path, path: Path, trials: int, processes: int) -> float:
-    """Return how many trials an hour a campaign makes."""
+    """Return the number of trials an hour of a campaign."""
     campaign = Campaign(
         name="benchmark",
         seed=SEED,
@@ -139,7 +139,7 @@ def warm_processes(checkpoint: Path, path: Path, trials: int, processes: int) ->
 
 
 def new_processes(checkpoint: Path, trials: int, processes: int) -> tuple[float, list[dict[str, Any]]]:
-    """Return how many trials an hour new processes make, and what they found."""
+    """Return the number of trials an hour with new processes, and their results."""
 
     def one(number: int) -> dict[str, Any]:
         command = [sys.executable, __file__, "--one", str(number), "--checkpoint", str(checkpoint)]
@@ -154,13 +154,13 @@ def new_processes(checkpoint: Path, trials: int, processes: int) -> tuple[float,
 
 
 def one_trial(checkpoint: str, number: int) -> str:
-    """Do what a process does that is there for one trial."""
+    """Do the work of a process that runs a single trial."""
     torch.set_num_threads(1)
     return as_json(trial(prepare({"checkpoint": checkpoint}), seed_of(SEED, CELL, number)))
 
 
 def measure(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Return the trials an hour of both ways, a value a round."""
+    """Return the trials an hour of both methods, one value for each round."""
     rates: dict[str, list[float]] = {"warm": [], "new": []}
     with tempfile.TemporaryDirectory() as place:
         checkpoint = Path(place) / "checkpoint.pt"
@@ -172,7 +172,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
             rates["new"].append(rate)
             same = [{name: row[name] for name in alone} for alone, row in zip(found, read_rows(path), strict=False)]
             if same != found:
-                raise RuntimeError(f"the two ways do not find the same: {same} and {found}")
+                raise RuntimeError(f"the two methods give different results: {same} and {found}")
     return rates
 
 

@@ -1,18 +1,18 @@
-"""What the certificate costs: the same session with it and without.
+"""The cost of the certificate: the same session with it and without.
 
     python benchmarks/certificate.py [--workers 2] [--models mlp] [--kind whole] [--blocks 30] [--steps 256] [--json FILE]
 
 =======  ==============================================================================================================
-variant  what runs besides the training
+variant  what runs in addition to the training
 =======  ==============================================================================================================
 without  nothing
 with     a window of the weights, of the optimizer's state and of the buffers is hashed in each step, everything once in 256
 =======  ==============================================================================================================
 
-Both write their records to a file, as under the launcher, train in the same processes and take turns, block by block, in another
-order each time. A block is as long as it takes to hash everything once, and counts by its mean step. The ratio is taken within a
-round; the interval is that of the median of these ratios. ``--kind sharded`` or ``pipeline`` does the same with the model split over
-the workers, each part mirrored at one other.
+Both write their records to a file, as under the launcher, train in the same processes and take turns, block by block,
+in a different order each time. A block is long enough to hash the whole state once, and is represented by its mean
+step. The ratio is taken within a round; the interval is that of the median of these ratios. ``--kind sharded`` or
+``pipeline`` does the same with the model split over the workers, with one hot standby for each part.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Train both in turns; the first worker writes what it found."""
+    """Train both in turns; the first worker writes the results."""
     (name,) = options.models
     comms, running = connect_each(VARIANTS), {}
     for variant, comm in comms.items():

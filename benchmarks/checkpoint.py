@@ -1,28 +1,28 @@
-"""Saving and loading a checkpoint: how long it takes, how long it holds the loop, and what it notices.
+"""Saving and loading a checkpoint: how long it takes, how long it blocks the loop, and which corruption it detects.
 
     python benchmarks/checkpoint.py [--bytes 1e9] [--layers 21] [--rounds 5] [--parts save async train load flips]
                                     [--ways holdfast safetensors ...] [--dir DIR] [--json FILE]
 
-The state is that of a transformer with Adam: some thousand tensors of random numbers, from 4 bytes to 64 MB of a
-gigabyte. Everybody gets the same one, as a flat dict.
+The state is that of a transformer with Adam: about a thousand tensors of random numbers, from 4 bytes to 64 MB of a
+gigabyte. Every store gets the same state, as a flat dict.
 
 ======  =========================================================================================================
 part    what runs
 ======  =========================================================================================================
-save    From memory until all bytes are on the disk, synced; Holdfast digests them on the way and commits. ``dd``
-        is the disk's own speed: the same bytes out of a file in memory, ``bs=16M conv=fsync``
-async   How long the loop is held, and how long until the checkpoint is durable. ``copy`` is one copy of the state
-        into memory that is used again, and so is that of Holdfast and DCP
+save    From memory until all bytes are synced to the disk; Holdfast computes digests meanwhile and commits. ``dd``
+        is the disk's own speed: the same bytes from a file in memory, ``bs=16M conv=fsync``
+async   How long the loop is blocked, and how long until the checkpoint is durable. ``copy`` is one copy of the state
+        into reused memory, as are the copies of Holdfast and DCP
 train   A loop of small matrix products on one thread, alone and while a checkpoint is written
-load    From files that are in the page cache until all bytes are in the memory of the model. Holdfast has checked
-        every one; the others check none. Orbax makes new arrays
-flips   One random bit of one file flipped, loaded, flipped back: half of them among the values, half in all the rest.
-        Is it found (an error), or is the state silently wrong? In processes that may die of it
+load    From files in the page cache until all bytes are in the memory of the model. Holdfast verifies
+        every byte; the other stores verify none. Orbax creates new arrays
+flips   One random bit of one file flipped, loaded, flipped back: half of the bits are in values, half elsewhere.
+        Is it detected (an error), or is the state silently wrong? In processes that may die of it
 ======  =========================================================================================================
 
-In each round all take turns, in another order each time; what the one before left is removed and synced first. Ratios
-are taken of medians in one run, with a 95 % interval by bootstrap over rounds. Peers that are not installed
-(``make bench-peers``) are left out. The defaults take ten minutes.
+In each round all stores take turns, in a different order each time; files of the previous one are removed and synced
+first. Ratios are ratios of medians in one run, with a 95 % interval by bootstrap over rounds. Peers that are not
+installed (``make bench-peers``) are skipped. The defaults take ten minutes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from holdfast.checkpoint import FORMATS
 
 PARTS = ("save", "async", "train", "load", "flips")
 FLIP_LAYERS, FLIP_BYTES = 2, 2e5
-"""A small model for flips: so that a third of its files is no values, and thousands of loads take a minute."""
+"""Size of a small model for flips: a third of its files are not values, and thousands of loads take a minute."""
 FLIP_LIMIT_S = 60.0
 
 Way = Callable[[Path], Numbers]
@@ -63,7 +63,7 @@ Found = dict[str, list[Numbers]]
 
 
 class Ways:
-    """What takes turns: here, and at Orbax in its own environment."""
+    """The stores that take turns: in this process, and Orbax in its own environment."""
 
     def __init__(
         self, size_bytes: float, layers: int, names: Sequence[str], folder: Path, orbax: Elsewhere | None
@@ -75,16 +75,16 @@ class Ways:
 
     @property
     def size_bytes(self) -> int:
-        """Of the state."""
+        """Size of the state."""
         return sum(tensor.nbytes for tensor in self._bench.state.values())
 
     @property
     def num_tensors(self) -> int:
-        """Of the state."""
+        """Number of tensors of the state."""
         return len(self._bench.state)
 
     def save(self, source: Path) -> dict[str, Way]:
-        """Return the ways to save; ``dd`` copies ``source``."""
+        """Return the stores for synchronous saves; ``dd`` copies ``source``."""
         with source.open("wb") as file:
             for tensor in self._bench.state.values():
                 file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -93,15 +93,15 @@ class Ways:
         )
 
     def begin(self) -> dict[str, Way]:
-        """Return the ways to save beside the loop."""
+        """Return the stores for asynchronous saves."""
         return {"copy": lambda _: self._bench.copy()} | self._ways("begin", "holdfast", "dcp", "dcp, process", "orbax")
 
     def train(self) -> dict[str, Way]:
-        """Return the ways to save beside a loop that computes."""
+        """Return the stores for saves during a loop that computes."""
         return self._ways("train", "holdfast", "dcp", "dcp, process", "orbax")
 
     def load(self) -> dict[str, Way]:
-        """Return the ways to load; each has saved what it loads."""
+        """Return the stores for loading; each has saved the state that it loads."""
         names = ("holdfast", "safetensors", "torch", "torch, mapped", "dcp", "orbax")
         for way in self._ways("save", *names).items():
             way[1](self._folder / f"{way[0]} to load")
@@ -122,7 +122,7 @@ class Ways:
 
 
 def dd(source: Path, folder: Path) -> Numbers:
-    """Copy a file to the disk as fast as it takes it."""
+    """Copy a file to the disk as fast as possible."""
     folder.mkdir()
     command = ["dd", f"if={source}", f"of={folder / 'copy'}", "bs=16M", "conv=fsync"]
     text = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"LC_ALL": "C"}).stderr
@@ -131,7 +131,7 @@ def dd(source: Path, folder: Path) -> Numbers:
 
 
 def take_turns(ways: Mapping[str, Way], folder: Path, rounds: int, seed: int = 0) -> Found:
-    """Run every way once a round, after a round that does not count."""
+    """Run every store once a round, after a warm-up round."""
     order, rng = [*ways], random.Random(seed)
     found: Found = {name: [] for name in ways}
     for number in range(rounds + 1):
@@ -141,17 +141,17 @@ def take_turns(ways: Mapping[str, Way], folder: Path, rounds: int, seed: int = 0
             numbers = ways[name](place)
             if place.exists():
                 shutil.rmtree(place)
-                os.sync()  # or the next one pays for what this one left
+                os.sync()  # otherwise the next store waits for writes of this one
             if number:
                 found[name].append(numbers)
     return found
 
 
 def show(title: str, found: Found, size_bytes: int, base: str, more: Sequence[str] = ()) -> str:
-    """Return a table of how long the loop was held, beside that of ``base``, or of the first where that was not asked for."""
+    """Return a table of how long the loop was blocked, relative to ``base``, or to the first store without ``base``."""
     base = base if base in found else next(iter(found))
     columns = {"held_s": "p50, s", "durable_s": "durable, s"}
-    head = ["way", "p50, s", "p10-p90", "GB/s", f"to {base}", *(columns.get(name, name) for name in more)]
+    head = ["store", "p50, s", "p10-p90", "GB/s", f"to {base}", *(columns.get(name, name) for name in more)]
     rows = []
     for name, numbers in found.items():
         values = [each["held_s"] for each in numbers]
@@ -170,8 +170,16 @@ def show(title: str, found: Found, size_bytes: int, base: str, more: Sequence[st
 
 
 def show_train(title: str, found: Found) -> str:
-    """Return a table of what a checkpoint does to a loop."""
-    head = ["way", "held, s", "steps while it is written", "longest step, ms", "alone", "durable, s", "time lost, s"]
+    """Return a table of the effect of a checkpoint on a loop."""
+    head = [
+        "store",
+        "blocked, s",
+        "steps while it is written",
+        "longest step, ms",
+        "alone",
+        "durable, s",
+        "time lost, s",
+    ]
     keys = {"held_s": 1.0, "slower": 1.0, "longest_s": 1e3, "longest_alone_s": 1e3, "durable_s": 1.0, "lost_s": 1.0}
     rows = [
         [name, *(f"{scale * statistics.median(each[key] for each in numbers):.2f}" for key, scale in keys.items())]
@@ -184,11 +192,11 @@ def show_train(title: str, found: Found) -> str:
 # Flips
 
 Place = tuple[str, int]
-"""A byte: in which file, and where."""
+"""A byte: its file, and its offset."""
 
 
 def flip_bits(store: str, python: str, flips: int, folder: Path, seed: int) -> dict[str, Counter[str]]:
-    """Flip bits of what a store saved, one at a time; return what became of it, by where the bit was."""
+    """Flip bits of a saved state, one at a time; return the outcomes, by the kind of bytes."""
     outcomes: dict[str, Counter[str]] = {"values": Counter(), "rest": Counter()}
     worker = Elsewhere(python, FLIP_BYTES, FLIP_LAYERS)
     try:
@@ -222,7 +230,7 @@ def flip_bits(store: str, python: str, flips: int, folder: Path, seed: int) -> d
 
 
 def where_values_are(folder: Path, state: State) -> dict[str, list[tuple[str, int, int]]]:
-    """Return the ranges of files that hold values, and the others; values that are compressed are not recognized."""
+    """Return the ranges of files that hold values, and the other ranges; compressed values are not recognized."""
     ranges: dict[str, list[tuple[str, int, int]]] = {"values": [], "rest": []}
     wanted = [bytes(tensor.reshape(-1).view(torch.uint8).numpy()) for tensor in state.values()]
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -239,13 +247,13 @@ def where_values_are(folder: Path, state: State) -> dict[str, list[tuple[str, in
 
 
 def draw(ranges: Sequence[tuple[str, int, int]], rng: random.Random) -> Place:
-    """Return a random byte of some ranges, each byte as likely as any other."""
+    """Return a random byte of some ranges, all bytes equally likely."""
     file, first, last = rng.choices(ranges, [last - first for _, first, last in ranges])[0]
     return file, rng.randrange(first, last)
 
 
 def flip_all(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Counter[str]]]:
-    """Flip bits of everything, several at once."""
+    """Flip bits of all stores, several in parallel."""
     cases = {f"holdfast:{name}": (sys.executable, options.flips) for name in FORMATS if "holdfast" in options.ways}
     for name in ("safetensors", "torch", "dcp", "orbax"):
         if name in options.ways:
@@ -259,7 +267,7 @@ def flip_all(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, C
 
 
 def show_flips(found: Mapping[str, Mapping[str, Counter[str]]]) -> str:
-    """Return a table."""
+    """Return a table of the outcomes."""
     outcomes = ("found", "wrong", "no effect", "died", "hung")
     rows = [
         [name, kind, f"{sum(counts.values()):,}", *(f"{counts[outcome]:,}" for outcome in outcomes)]
@@ -267,7 +275,7 @@ def show_flips(found: Mapping[str, Mapping[str, Counter[str]]]) -> str:
         for kind, counts in kinds.items()
         if counts
     ]
-    head = ["way", "bit among", "flips", "found", "silently wrong", "no effect", "process died", "hung"]
+    head = ["store", "bit in", "flips", "detected", "silently wrong", "no effect", "process died", "hung"]
     return table("One bit flipped", head, rows)
 
 
@@ -276,32 +284,34 @@ def show_flips(found: Mapping[str, Mapping[str, Counter[str]]]) -> str:
 
 
 def has_orbax() -> bool:
-    """Return whether the environment of the peers has Orbax, and say so if it has not."""
+    """Return whether the environment of the peers has Orbax; print a line if it has not."""
     if PEERS_PYTHON.exists():
         asked = [str(PEERS_PYTHON), "-c", "import orbax.checkpoint"]
         if subprocess.run(asked, capture_output=True, check=False).returncode == 0:
             return True
-    print("Orbax is not in .venv-peers and is left out: run `make bench-peers`\n")
+    print("Orbax is not in .venv-peers and is skipped: run `make bench-peers`\n")
     return False
 
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", type=float, default=1e9, help="of the state")
-    parser.add_argument("--layers", type=int, default=21, help="of the model: fewer make fewer and larger tensors")
+    parser.add_argument("--bytes", type=float, default=1e9, help="size of the state")
+    parser.add_argument(
+        "--layers", type=int, default=21, help="layers of the model: fewer layers make fewer and larger tensors"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--ways", nargs="+", choices=[*STORES], default=[*STORES])
-    parser.add_argument("--flips", type=int, default=10_000, help="for each format of Holdfast")
-    parser.add_argument("--peer-flips", type=int, default=400, help="for each peer")
-    parser.add_argument("--dir", type=Path, help="on the disk to measure; a temporary directory")
+    parser.add_argument("--flips", type=int, default=10_000, help="flips for each format of Holdfast")
+    parser.add_argument("--peer-flips", type=int, default=400, help="flips for each peer")
+    parser.add_argument("--dir", type=Path, help="folder on the disk to measure; default: a temporary directory")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 
 
 def measure(options: argparse.Namespace, folder: Path, orbax: Elsewhere | None) -> dict[str, Any]:
-    """Take the times, and print a table of each part."""
+    """Measure, and print a table of each part."""
     torch.set_num_threads(os.cpu_count() or 1)
     ways = Ways(options.bytes, options.layers, options.ways, folder, orbax)
     what = f"{ways.size_bytes / 1e9:.2f} GB in {ways.num_tensors:,} tensors"
@@ -312,7 +322,7 @@ def measure(options: argparse.Namespace, folder: Path, orbax: Elsewhere | None) 
         print(show(f"Save, synced: {what}", found, ways.size_bytes, "dd"), end="\n\n", flush=True)
     if "async" in options.parts:
         results["async"] = found = take_turns(ways.begin(), folder, options.rounds)
-        title = f"Save beside the loop, how long it is held: {what}"
+        title = f"Asynchronous save, time that the loop is blocked: {what}"
         print(show(title, found, ways.size_bytes, "copy", ["durable_s"]), end="\n\n", flush=True)
     if "train" in options.parts:
         results["train"] = found = take_turns(ways.train(), folder, options.rounds)

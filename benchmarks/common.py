@@ -1,6 +1,6 @@
-"""What the benchmarks share: spreads, ratios with their intervals, tables, and what a reader needs to repeat them.
+"""Shared by the benchmarks: spreads, ratios with confidence intervals, tables, and a description of the machine.
 
-It imports neither torch nor Holdfast, so that a peer's environment can run it too.
+This module imports neither torch nor Holdfast, so that it also runs in the environment of the peers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
-"""The environment of the peers, made by ``make bench-peers``."""
+"""Python of the environment of the peers, created by ``make bench-peers``."""
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median and what lies around it."""
+    """Return the median and other quantiles."""
     ordered = sorted(values)
 
     def at(share: float) -> float:
@@ -44,10 +44,10 @@ def ratio(a: Sequence[float], b: Sequence[float], *, paired: bool = False, seed:
     """Return the ratio of medians of ``a`` to ``b``, with a 95 % interval by bootstrap.
 
     Args:
-        a: Values of one side.
-        b: Values of the other.
-        paired: Value ``i`` of both was measured in the same block, and blocks are drawn together.
-        seed: Of the bootstrap.
+        a: Values of the numerator.
+        b: Values of the denominator.
+        paired: Value ``i`` of both was measured in the same block, and the bootstrap draws blocks.
+        seed: Seed of the bootstrap.
     """
     rng = random.Random(seed)
 
@@ -62,7 +62,7 @@ def ratio(a: Sequence[float], b: Sequence[float], *, paired: bool = False, seed:
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in the manner of Markdown, aligned for a terminal too."""
+    """Return a Markdown table that is also aligned on a terminal."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:
@@ -77,7 +77,7 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def machine() -> dict[str, Any]:
-    """Return what a reader needs to repeat a measurement."""
+    """Return the properties of the machine needed to repeat a measurement."""
     versions = {}
     for name in ("torch", "mpi4py", "openmpi", "torchft"):
         try:
@@ -103,6 +103,6 @@ def _cpu_name() -> str:
 
 
 def write_json(path: str | Path | None, **content: Any) -> None:
-    """Write the measurement, and the machine it was made on, to ``path``; None writes nothing."""
+    """Write the measurement and a description of the machine to ``path``; None writes nothing."""
     if path:
         Path(path).write_text(json.dumps({"machine": machine(), **content}, indent=1) + "\n")

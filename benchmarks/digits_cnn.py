@@ -1,4 +1,4 @@
-"""The job of the benchmarks: the digits CNN, 72 steps of 128 samples."""
+"""The job trained by the benchmarks: the digits CNN, 72 steps of 128 samples."""
 
 from holdfast_lab.workloads.train import main
 

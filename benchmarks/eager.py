@@ -1,21 +1,21 @@
-"""What updating each bucket as soon as its sum is in gains, and what the copy to take it back from costs.
+"""The gain from updating each bucket right after its all-reduce, and the cost of the undo copy.
 
     python benchmarks/eager.py [--workers 2 4] [--models mlp transformer] [--blocks 30] [--steps 10] [--json FILE]
 
 =========  ============================================================================================================
 variant    when the optimizer runs
 =========  ============================================================================================================
-lazy       once the closing sum has returned: the default
-eager      bucket by bucket, each as soon as its sum is in, beside the sums that follow; an undo copy is made before
-no copy    as ``eager``, without the copy: nothing could be taken back
+lazy       after the commit vote: the default
+eager      bucket by bucket, each after its all-reduce, overlapped with the next all-reduces; an undo copy is made
+no copy    as ``eager``, without the undo copy: nothing could be rolled back
 =========  ============================================================================================================
 
-All train in the same processes and take turns, block by block, in another order each time; a block counts by its mean
-step. The ratio is taken within a round; the interval is that of the median of these ratios. The guard is off, so that no
-variant waits for its last update before the closing sum; ``--guard stop`` shows the default. ``--bucket-mib`` sets the size of buckets:
-the more there are, the more of the updates lies beside sums.
+All train in the same processes and take turns, block by block, in a different order each time; a block is represented
+by its mean step. The ratio is taken within a round; the interval is that of the median of these ratios. The guard is
+off, so that no variant waits for its last update before the commit vote; ``--guard stop`` measures the default.
+``--bucket-mib`` sets the size of buckets: the more there are, the more of the updates overlaps with all-reduces.
 
-Taking back is timed apart, by one process: all buckets of a step are updated, and put back.
+The rollback is timed separately, in one process: all buckets of a step are updated, and restored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from holdfast.models.overlap import Eager, Spent
 
 VARIANTS = ("lazy", "eager", "no copy")
 WARM_UP_STEPS = 5
-"""Until the memory of the copies has been touched once."""
+"""Warm-up steps: until the memory of the copies has been touched once."""
 
 
 def main() -> None:
@@ -63,12 +63,12 @@ def parse() -> argparse.Namespace:
 
 
 class Training:
-    """One variant, one step each time the next is asked for.
+    """One variant, which trains one step for each item.
 
     Args:
-        variant: Which.
-        name: Of the job.
-        comm: Of this variant alone.
+        variant: Its name.
+        name: Name of the job.
+        comm: Communicator of this variant.
         options: The command line.
     """
 
@@ -100,19 +100,19 @@ class Training:
 
     @property
     def eager(self) -> Eager | None:
-        """What updates early."""
+        """The overlapped optimizer, if any."""
         replica: Any = self._session._replica
         found: Eager | None = replica.eager
         return found
 
 
 def bucket_bytes(mib: float) -> int:
-    """Return the size of buckets."""
+    """Return the size of buckets in bytes."""
     return int(mib * (1 << 20))
 
 
 def work(options: argparse.Namespace) -> None:
-    """Train all variants in turns; the first worker writes what it found."""
+    """Train all variants in turns; the first worker writes the results."""
     (name,) = options.models
     comms = connect_each(VARIANTS)
     trainings = {variant: Training(variant, name, comm, options) for variant, comm in comms.items()}
@@ -127,11 +127,11 @@ def work(options: argparse.Namespace) -> None:
     leave(options, comms["eager"], {"blocks": blocks, "per_step": per_step, "copy_bytes": eager.size_bytes})
 
 
-# -- taking back
+# -- rollback
 
 
 def time_undo(name: str, mib: float, repetitions: int) -> list[float]:
-    """Return how long it takes to put all buckets of a step back, seconds, in one process."""
+    """Return how long it takes to restore all buckets of a step, in seconds, in one process."""
     torch.set_num_threads(1)
     model = make_model(name)
     buckets = Buckets(model, bucket_bytes(mib))
@@ -141,7 +141,7 @@ def time_undo(name: str, mib: float, repetitions: int) -> list[float]:
     for number in range(repetitions + 1):
         for bucket, result in enumerate(results):
             eager.update(bucket, result)
-        if number == 0:  # from here on the optimizer has a state
+        if number == 0:  # from here on the optimizer has state
             eager.keep()
             continue
         begun = time.perf_counter()
@@ -154,14 +154,14 @@ def time_undo(name: str, mib: float, repetitions: int) -> list[float]:
 
 
 def show(model: str, workers: int, found: dict[str, Any]) -> None:
-    """Print it, and what was timed apart."""
+    """Print it, and the separately timed rollback."""
     per_step, undo = found["per_step"], spread([1e3 * t for t in found["undo"]])
     buckets = f"{per_step['buckets']:.0f} buckets, "
     show_turns(model, workers, found["blocks"], dict.fromkeys(VARIANTS, "lazy"), buckets)
     print(
-        f"\na step: copies {1e3 * per_step['copy_s']:.2f} ms, updates {1e3 * per_step['update_s']:.2f} ms, of which the loop waited for "
+        f"\na step: copies {1e3 * per_step['copy_s']:.2f} ms, updates {1e3 * per_step['update_s']:.2f} ms, the loop waited for "
         f"{1e3 * per_step['waited_s']:.2f} ms; copies take {found['copy_bytes']:,} bytes a worker;\n"
-        f"all buckets of a step are taken back in {undo['p50']:.2f} ms (p10 {undo['p10']:.2f}, p90 {undo['p90']:.2f})"
+        f"all buckets of a step are rolled back in {undo['p50']:.2f} ms (p10 {undo['p10']:.2f}, p90 {undo['p90']:.2f})"
     )
 
 

@@ -1,20 +1,21 @@
-"""Useful work while workers keep dying: samples a second under random kills, over those of the same system without.
+"""Goodput under random kills: useful samples per second, relative to the same system without kills.
 
     python benchmarks/goodput.py [--wall 40] [--mtbf 5,10,30] [--systems holdfast,torchrun] [--seed 1] [--json FILE]
 
-Four workers train the digits CNN. At exponential times, the same for every system, a living worker is sent SIGKILL
-from outside. Useful is a sample of a committed step, counted once. What becomes of the dead differs:
+Four workers train the digits CNN. At exponentially distributed times, the same for every system, a living worker
+receives SIGKILL. A sample of a committed step is useful, and counted once. Systems differ in how they replace workers:
 
-holdfast         ``rollback``; dead workers are not replaced: the survivors go on, and when none is left, the launcher
-                 starts one new worker from the newest checkpoint (every ten steps)
-torchft          this benchmark starts a killed replica again at once, and it joins; the lighthouse is at defaults
-torchft-tuned    the same, with ``--heartbeat_timeout_ms 500`` and ``--join_timeout_ms`` as ``--join-timeout-ms`` says
-torchrun         all workers are started again; the steps since the newest checkpoint (every ten) are done again
+holdfast         ``rollback``, run here without ``--spares`` and ``--respawn``, so failed workers are not replaced: the
+                 survivors continue, and when none is left the launcher starts one new worker from the newest checkpoint
+                 (every ten steps)
+torchft          this benchmark restarts a killed replica immediately, and it joins; the lighthouse is at defaults
+torchft-tuned    the same, with ``--heartbeat_timeout_ms 500`` and ``--join_timeout_ms`` from ``--join-timeout-ms``
+torchrun         all workers are restarted; the steps since the newest checkpoint (every ten) are recomputed
 
-``lost`` are samples whose turn came and which are in no committed step: torchft drops the mini-batch of a failed step,
-of the dead and of a worker that is healing. ``again`` are samples computed more than once and counted once. On two
-cores three workers are no slower than four, so a worker that is not replaced costs less here than on a real machine;
-and torchft's mini-batch shrinks with its workers, where Holdfast's keeps its size.
+``lost`` are samples that were due and are in no committed step: torchft drops the mini-batches of a failed step, of the
+failed worker and of a worker that is healing. ``again`` are samples computed more than once and counted once. On two
+cores three workers are as fast as four, so a worker that is not replaced costs less here than on a real machine;
+and torchft's mini-batch shrinks with its workers, whereas Holdfast's keeps its size.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from peers.driver import POLL_S, Diaries, Job, Line, Torchft, Torchrun, commits,
 
 SYSTEMS = ("holdfast", "torchft", "torchft-tuned", "torchrun")
 CALM_S = 8.0
-"""How long the rate without kills is measured."""
+"""How long to measure the rate without kills, in seconds."""
 WARM_STEPS = 30
 BATCH = 128
 HEARTBEAT_TIMEOUT_MS = 500
@@ -57,7 +58,7 @@ def main() -> None:
     for system in options.systems:
         try:
             results += measure_all(system, options)
-        except (RuntimeError, TimeoutError) as error:  # the others are worth measuring all the same
+        except (RuntimeError, TimeoutError) as error:  # the other systems are still worth measuring
             print(f"{system}: {error}", file=sys.stderr)
             failed = True
     show(options, results)
@@ -66,7 +67,7 @@ def main() -> None:
 
 
 def measure_all(system: str, options: argparse.Namespace) -> list[Result]:
-    """Return the result without kills, then one for each rate of kills."""
+    """Return the result without kills, then one for each MTBF."""
     calm = measure(system, options, CALM_S, [])
     results = [{"system": system, "mtbf_s": None} | calm]
     for mtbf_s in options.mtbf:
@@ -84,7 +85,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mtbf", type=lambda text: [float(s) for s in text.split(",")], default=[5.0, 10.0, 30.0])
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEMS))
-    parser.add_argument("--join-timeout-ms", type=int, default=200, help="of torchft-tuned: see recovery.py")
+    parser.add_argument(
+        "--join-timeout-ms", type=int, default=200, help="join timeout of torchft-tuned, see recovery.py"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
@@ -97,10 +100,10 @@ def parse() -> argparse.Namespace:
 
 
 def schedule(mtbf_s: float, wall_s: float, seed: int) -> list[tuple[float, int]]:
-    """Return when to kill, and a number that chooses among those alive then.
+    """Return the times of kills, each with a number that selects among the workers alive at that time.
 
-    One seed gives one pattern, stretched by the mean time between failures. That of the default seed has about as many
-    kills as are to be expected in the default time (8, 5 and 2); in so short a time another may have none.
+    One seed gives one pattern, scaled by the mean time between failures. The default seed's has about the expected
+    number of kills in the default time (8, 5 and 2); in so short a time another seed may have none.
     """
     rng = random.Random(seed)
     kills: list[tuple[float, int]] = []
@@ -112,31 +115,31 @@ def schedule(mtbf_s: float, wall_s: float, seed: int) -> list[tuple[float, int]]
 
 
 def measure(system: str, options: argparse.Namespace, wall_s: float, kills: Iterable[tuple[float, int]]) -> Result:
-    """Train for a while under kills and return what came of it."""
+    """Train for a while under kills and return the result."""
     with make_job(system, options) as job:
         full = WARM_STEPS * (1 if system == "holdfast" else options.workers)
         job.wait_for(
             "training with all workers",
             lambda lines: sum(line["workers"] == options.workers for line in commits(lines)) >= full,
         )
-        start_s, nobody = time.monotonic(), 0
+        start_s, missed = time.monotonic(), 0
         for at_s, number in kills:
             tend_until(job, start_s + at_s)
-            nobody += job.strike(number) is None
+            missed += job.strike(number) is None
         tend_until(job, start_s + wall_s)
         lines = [line for line in job.diaries.refresh() if line["t_s"] <= start_s + wall_s]
-        time.sleep(0.5)  # the last victim is to be seen gone
+        time.sleep(0.5)  # so that the end of the last victim is recorded
         job.diaries.refresh()
         return count(lines, job.struck, start_s, wall_s) | {
             "kills": len(job.struck),
             "landed": job.killed(),
-            "nobody_to_kill": nobody,
+            "nobody_to_kill": missed,
             "workers_at_end": next(line["workers"] for line in reversed(list(commits(lines)))),
         }
 
 
 def make_job(system: str, options: argparse.Namespace) -> Job:
-    """Return the system's job, to be started."""
+    """Return the system's job, not yet started."""
     if system == "holdfast":
         return Holdfast(options.workers)
     if system == "torchrun":
@@ -147,14 +150,14 @@ def make_job(system: str, options: argparse.Namespace) -> Job:
 
 
 def tend_until(job: Job, end_s: float) -> None:
-    """Let the job train until then."""
+    """Let the job train until ``end_s``."""
     while time.monotonic() < end_s:
         job.tend()
         time.sleep(POLL_S)
 
 
 def count(lines: list[Line], struck: set[int], start_s: float, wall_s: float) -> Result:
-    """Return samples that were useful, lost and computed again from ``start_s`` on."""
+    """Return the numbers of useful, lost and recomputed samples since ``start_s``."""
     done: dict[int, Line] = {}
     seen: set[tuple[int, int]] = set()
     again = 0
@@ -177,13 +180,13 @@ def count(lines: list[Line], struck: set[int], start_s: float, wall_s: float) ->
 
 
 def in_flight(steps: list[Line], struck: set[int]) -> int:
-    """Return the samples of mini-batches that died with their workers and that nobody takes over: torchft's."""
+    """Return the samples of mini-batches lost with their workers and not reassigned: torchft's."""
     last = {line["pid"]: line["own"] for line in steps if "took_part" in line}
     return sum(own for pid, own in last.items() if pid in struck)
 
 
 class Records(Diaries):
-    """The records of Holdfast's workers, as lines of a diary."""
+    """The records of Holdfast's workers, as diary lines."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -196,12 +199,12 @@ class Records(Diaries):
         return self._folder.glob("holdfast-*/records-*.jsonl") if self.origin_s else ()
 
     def parse(self, text: bytes) -> Line | None:
-        """Return what the record says, None if it says nothing new."""
+        """Parse a record; None if it carries no new information."""
         record = json.loads(text)
         t_s, step = record["t_s"] + self.origin_s, record["step"]
         match record["event"]:
             case "StepCommitted" if (step, t_s) not in self._commits:
-                self._commits.add((step, t_s))  # a new lowest worker says the last one again
+                self._commits.add((step, t_s))  # a new lead repeats the last commit
                 samples, workers = record["samples"], record["workers"]
                 line = {"event": "step", "t_s": t_s, "step": step, "committed": True, "rank": 0, "pid": 0}
                 return line | {"workers": workers, "samples": samples, "own": samples}
@@ -217,8 +220,8 @@ class Holdfast(Job):
     """``holdfast run``, as a user would start it.
 
     Args:
-        workers: How many there are.
-        words: More of its options.
+        workers: Number of workers.
+        words: Further options.
     """
 
     name = "holdfast"
@@ -230,7 +233,7 @@ class Holdfast(Job):
         self._launcher: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the launcher; its folder for the run is made in ours."""
+        """Start the launcher; its run folder is created in this job's folder."""
         command = [
             sys.executable, "-m", "holdfast", "run", "-n", str(self.workers), "--max-restarts", "1000",
             "--checkpoint-dir", str(self.folder / "checkpoints"), "--checkpoint-every", str(CHECKPOINT_EVERY),
@@ -241,7 +244,7 @@ class Holdfast(Job):
             self._launcher = subprocess.Popen(command, env=env, stdout=log, stderr=log)
 
     def tend(self) -> None:
-        """Find out what the zero of the records' clock is."""
+        """Find the origin of the records' clock."""
         if not self.diaries.origin_s and (living := self.alive()):
             self.diaries.origin_s = float(variable(next(iter(living.values())), "HOLDFAST_ORIGIN_S") or 0)
 
@@ -250,7 +253,7 @@ class Holdfast(Job):
         return self._launcher is not None and self._launcher.poll() is not None
 
     def alive(self) -> dict[int, int]:
-        """Return process numbers of living workers by rank, as their watchers noted them."""
+        """Return the process IDs of living workers by rank, as noted by their watchers."""
         from holdfast.launch.processes import Pair
 
         paths = [path for path in self.folder.glob("holdfast-*/process-*") if not path.suffix]  # drafts have one
@@ -258,7 +261,7 @@ class Holdfast(Job):
         return {rank: pair.worker.pid for rank, pair in noted.items() if pair is not None and pair.worker.is_alive()}
 
     def killed(self) -> int:
-        """Return how many of our victims ended by SIGKILL, as the watcher beside each saw it."""
+        """Return how many victims ended by SIGKILL, as recorded by their watchers."""
         ended = {line["pid"] for line in self.diaries.lines if line["event"] == "ended" and line["exit_code"] == -9}
         return len(ended & self.struck)
 
@@ -266,7 +269,7 @@ class Holdfast(Job):
         """End the launcher, which ends its workers."""
         if self._launcher is None:
             return
-        for _ in range(2):  # the second says: at once
+        for _ in range(2):  # the second signal stops immediately
             if self._launcher.poll() is None:
                 self._launcher.send_signal(signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -295,7 +298,9 @@ def show(options: argparse.Namespace, results: list[Result]) -> None:
     head = ["", "MTBF s", "kills landed", "useful / s", "of calm", "lost", "again", "workers at end"]
     what = f"{options.workers} workers on {os.cpu_count()} cores, digits CNN, {options.wall:g} s each; samples"
     print(table(f"Goodput under kills: {what}", head, lines))
-    print("\nholdfast does not replace dead workers yet; torchft's are started again here, torchrun starts all again.")
+    print(
+        "\nholdfast ran without --spares and --respawn, so failed workers were not replaced; torchft's were restarted by this benchmark; torchrun restarted all."
+    )
 
 
 if __name__ == "__main__":

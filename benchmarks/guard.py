@@ -1,18 +1,18 @@
-"""What the guard costs while nothing is wrong: the same session with ``--guard heal``, with ``stop``, and without.
+"""The cost of the guard in a run without corruption: the same session with ``--guard heal``, ``stop`` and ``off``.
 
     python benchmarks/guard.py [--workers 2] [--models mlp] [--blocks 30] [--steps 70] [--json FILE]
 
 =======  ==============================================================================================================
-variant  what runs besides the training
+variant  what runs in addition to the training
 =======  ==============================================================================================================
 off      nothing
 stop     64 KiB of the weights and 64 KiB of the optimizer's state are hashed in each step
-heal     a 64th of both is hashed and looked at; so is a 64th of the gradients; all is copied in memory once a rotation
+heal     a 64th of both is hashed and checked, and of the gradients; all is copied in memory once a rotation
 =======  ==============================================================================================================
 
-All train in the same processes and take turns, block by block, in another order each time. Blocks are longer than a
-rotation, so that each of ``heal`` holds a copy of the whole state, and a block counts by its mean step. The ratio is taken within
-a round; the interval is that of the median of these ratios.
+All train in the same processes and take turns, block by block, in a different order each time. Blocks are longer than a
+rotation, so that each block of ``heal`` includes a copy of the whole state, and a block is represented by its mean
+step. The ratio is taken within a round; the interval is that of the median of these ratios.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from turns import connect_each, leave, make_parser, run_jobs, show_turns, take_t
 
 VARIANTS = ("off", "stop", "heal")
 WARM_UP_STEPS = 70
-"""Until fresh memory for two copies has been touched once."""
+"""Warm-up steps: until the memory of two copies has been touched once."""
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Train all variants in turns; the first worker writes what it found."""
+    """Train all variants in turns; the first worker writes the results."""
     (name,) = options.models
     comms = connect_each(VARIANTS)
     running = {variant: train(name, comm, guard=variant) for variant, comm in comms.items()}

@@ -1,4 +1,4 @@
-"""Flipping bits: in an HDF5 file in place, beside a loop over values in h5py; and in an array in memory.
+"""Flipping bits in an HDF5 file in place, compared with a loop over values in h5py; and in an array in memory.
 
     python benchmarks/injection.py [--bytes 1e9] [--tensors 60] [--flips 1000] [--rounds 5]
                                    [--values 1e8] [--live-flips 1e6 1e7] [--dir DIR] [--json FILE]
@@ -6,21 +6,21 @@
 =============  ==================================================================================================
 way            what runs
 =============  ==================================================================================================
-holdfast       ``inject`` as the command calls it: opens the file, draws from all values alike, alters, closes
-with a record  The same, and it writes the record, which says of each flip what the log of the injector of 2022 says
-injector       As the injector of 2022 does it, with its log: ``peers/injector_2022.py`` says where in its source
-by value       The same loop as short as it gets: no log, one seed; collects the names, counts the values, and for each
+holdfast       ``inject`` as the command calls it: opens the file, draws uniformly from all values, alters, closes
+with a record  The same, and writes the record, with the content of the 2022 injector's log for each flip
+injector       The method of the injector of 2022, with its log: ``peers/injector_2022.py`` refers to its source
+by value       The same loop as short as possible: no log, one seed; collects the names, counts the values, and for each
                flip looks the data set up, reads one value by h5py, flips a bit of its text, writes it by h5py
-by tensor      As a script would do it that knows numpy: reads every data set in which something is to be flipped
+by tensor      What a script with numpy would do: reads every data set in which something is to be flipped
                whole, flips, and writes it whole
 command        ``holdfast inject FILE --flips N --in-place --record`` from the start of its process to its end
 script         The injector of 2022 from the start of its process to its end
 live           ``draw`` and ``apply`` on a float32 array in memory, one thread
 =============  ==================================================================================================
 
-The ways take turns on one file, which is in the page cache; nobody waits for the disk. All is given in processor time,
-too, for machines that are busy with something else. ``--dir /dev/shm`` leaves out what a file system on a disk takes to
-note which pages were written, which is half of our time there.
+The methods take turns on one file, which is in the page cache, so no method waits for the disk. Processor time is given
+too, for machines that are busy. ``--dir /dev/shm`` excludes the time that a disk's file system takes to track dirty
+pages, which is half of Holdfast's time there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from holdfast_lab.inject.inject import inject
 
 
 def make_file(path: Path, size_bytes: float, tensors: int) -> None:
-    """Write a file of float32 data sets of two sizes, four times as many values in the one as in the other."""
+    """Write a file of float32 data sets of two sizes, one with four times as many values as the other."""
     rng = np.random.default_rng(0)
     unit = int(size_bytes / 4 / (tensors * 2.5))
     with h5py.File(path, "w") as file:
@@ -94,7 +94,7 @@ def _run(*words: str) -> None:
 
 
 def by_value(path: Path, flips: int, seed: int) -> None:
-    """Flip one value after the other through h5py."""
+    """Flip one value after another through h5py."""
     rng = random.Random(seed)
     with h5py.File(path, "r+") as file:
         names: list[str] = []
@@ -138,13 +138,13 @@ class Memory:
         return [self.raw[index] for _, index in wanted]
 
     def write(self, changes: Sequence[Change]) -> None:
-        """Replace them."""
+        """Write the changed values."""
         for change in changes:
             self.raw[change.index] = change.after
 
 
 def live(memory: Memory, flips: int, seed: int) -> tuple[float, float]:
-    """Return how long it took by the clock, and how long of the processor's time."""
+    """Return the elapsed time and the processor time, in seconds."""
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     apply(memory, draw(memory, Alteration(count=flips, seed=seed)))
     return time.perf_counter() - start_s, time.process_time() - start_cpu_s
@@ -154,7 +154,7 @@ Times = dict[str, list[float]]
 
 
 def measure_files(args: argparse.Namespace, folder: str) -> tuple[Times, Times]:
-    """Return the seconds that each way took, in turns, by the clock and of the processor's time."""
+    """Return the seconds that each method took, in turns: elapsed time and processor time."""
     path = Path(folder) / "weights.h5"
     make_file(path, args.bytes, args.tensors)
     path.read_bytes()  # into the page cache
@@ -168,7 +168,7 @@ def measure_files(args: argparse.Namespace, folder: str) -> tuple[Times, Times]:
         for name, way in ways.items():
             start_s, start_cpu_s = time.perf_counter(), _processor_s()
             way(path, args.flips, turn)
-            if turn:  # the first is for everybody to import what it needs
+            if turn:  # in the first turn the methods import their libraries
                 seconds[name].append(time.perf_counter() - start_s)
                 cpu[name].append(_processor_s() - start_cpu_s)
             os.sync()
@@ -176,13 +176,13 @@ def measure_files(args: argparse.Namespace, folder: str) -> tuple[Times, Times]:
 
 
 def _processor_s() -> float:
-    """Return the processor time of this process and of those that it waited for."""
+    """Return the processor time of this process and of the children it waited for."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def main() -> None:
-    """Measure, print, and write down."""
+    """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bytes", type=float, default=1e9)
     parser.add_argument("--tensors", type=int, default=60)
@@ -190,12 +190,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--values", type=float, default=1e8)
     parser.add_argument("--live-flips", type=float, nargs="*", default=[1e6, 1e7])
-    parser.add_argument("--dir", help="where the file is made")
+    parser.add_argument("--dir", help="folder for the file")
     parser.add_argument("--json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         measured = dict(zip(("clock", "processor"), measure_files(args, folder), strict=True))
-    # Each beside what does the same: a loop without a log beside us without a record, a process beside a process.
+    # Each is compared with its equivalent: a loop without a log with Holdfast without a record, processes likewise.
     beside = {"injector": "with a record", "command": "command", "script": "command"}
     ratios = {
         kind: {name: ratio(taken, times[beside.get(name, "holdfast")], paired=True) for name, taken in times.items()}

@@ -1,4 +1,4 @@
-"""The four jobs that are measured: a model, its data in memory, its loss. Plain torch, so that every system runs the same.
+"""The four measured jobs: a model, its data in memory, its loss. Plain torch, so that every system runs the same.
 
 ==============  ===================  ========================================  ===================
 name            parameters           one sample                                samples a worker
@@ -9,7 +9,7 @@ name            parameters           one sample                                s
 ``transformer`` 10.7 million         128 characters, each predicts the next    4
 ==============  ===================  ========================================  ===================
 
-Nothing is drawn at random during a step (no dropout), so systems that train on the same samples end with the same
+Nothing is random during a step (no dropout), so systems that train on the same samples end with the same
 weights, up to the order in which gradients are added.
 """
 
@@ -27,19 +27,19 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 CONTEXT = 128
-"""Characters that the transformer sees at once."""
+"""Sequence length of the transformer in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is trained.
+    """A model and its data.
 
     Args:
-        model: Makes the model.
-        data: Makes the dataset, of so many samples; a path, or None, says where the text is.
-        samples: Of one worker in a step.
-        steps: That are measured in one block, so that a block lasts long enough to tell and no longer.
-        learning_rate: Small enough that rounding does not grow in the steps of a benchmark.
+        model: Creates the model.
+        data: Creates a dataset of a given number of samples; a path, or None, gives the text.
+        samples: Samples of one worker in a step.
+        steps: Steps measured in one block, so that a block is long enough to measure and not longer.
+        learning_rate: Small enough that rounding differences do not grow during a benchmark.
     """
 
     model: Callable[[], nn.Module]
@@ -56,12 +56,12 @@ def make_model(name: str, *, seed: int = 0) -> nn.Module:
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that every system uses."""
+    """Return the optimizer used by every system."""
     return torch.optim.SGD(model.parameters(), lr=JOBS[name].learning_rate, momentum=0.9)
 
 
 def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the mean loss over a batch, over all characters for a text."""
+    """Return the mean loss over a batch; for text, over all characters."""
     return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
 
@@ -69,10 +69,10 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def images(channels: int, side: int, classes: int, *, seed: int = 0) -> Callable[[int, Path | None], TensorDataset]:
-    """Return what makes random images and labels."""
+    """Return a function that creates random images and labels."""
 
     def make(samples: int, text: Path | None) -> TensorDataset:
-        del text  # images need none
+        del text  # images need no text
         generator = torch.Generator().manual_seed(seed)
         pixels = torch.randn(samples, channels, side, side, generator=generator)
         return TensorDataset(pixels, torch.randint(classes, (samples,), generator=generator))
@@ -81,7 +81,7 @@ def images(channels: int, side: int, classes: int, *, seed: int = 0) -> Callable
 
 
 def characters(samples: int, text: Path | None) -> TensorDataset:
-    """Return pieces of a text, from places drawn at random, and the characters that follow each character."""
+    """Return excerpts of a text from random positions, and the character that follows each character."""
     content = text.read_text() if text else babble()
     alphabet = {character: number for number, character in enumerate(sorted(set(content)))}
     codes = torch.tensor([alphabet[character] % Transformer.CHARACTERS for character in content])
@@ -91,7 +91,7 @@ def characters(samples: int, text: Path | None) -> TensorDataset:
 
 
 def babble(length: int = 100_000, *, seed: int = 0) -> str:
-    """Return a text of made-up words, for machines that hold no other."""
+    """Return a text of made-up words, for machines without a text file."""
     rng = random.Random(seed)
     letters = "etaoinshrdlucmfwypvbgk"
     words = ["".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(500)]
@@ -111,7 +111,7 @@ def cnn() -> nn.Module:
 
 
 def mlp() -> nn.Module:
-    """Return three wide hidden layers: much to send, little to compute."""
+    """Return three wide hidden layers: much to communicate, little to compute."""
     widths = (28 * 28, 2048, 2048, 1312)
     layers = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(widths[-1], 10))
@@ -121,9 +121,9 @@ class Bottleneck(nn.Module):
     """Three convolutions around a shortcut, as in ResNet-50.
 
     Args:
-        inside: Channels that come in.
-        width: Channels of the middle convolution; four times as many go out.
-        stride: Of the middle convolution.
+        inside: Input channels.
+        width: Channels of the middle convolution; the output has four times as many.
+        stride: Stride of the middle convolution.
     """
 
     EXPANSION = 4
@@ -136,18 +136,18 @@ class Bottleneck(nn.Module):
             *(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
             *(nn.Conv2d(width, outside, 1, bias=False), nn.BatchNorm2d(outside)),
         )
-        nn.init.zeros_(self.body[-1].weight)  # begins as the shortcut alone; else rounding would soon grow to noise
+        nn.init.zeros_(self.body[-1].weight)  # starts as the identity; else rounding would soon grow to noise
         self.shortcut: nn.Module = nn.Identity()
         if inside != outside or stride != 1:
             self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add what the convolutions make to the shortcut."""
+        """Add the output of the convolutions to the shortcut."""
         return F.relu(self.body(x) + self.shortcut(x))
 
 
 def resnet() -> nn.Module:
-    """Return ResNet-50 as it is for 1,000 classes, but for the first layers, which are those for small images."""
+    """Return ResNet-50 for 1,000 classes, with first layers for small images."""
     layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)]
     inside = 64
     for width, blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
@@ -161,8 +161,8 @@ class Attention(nn.Module):
     """Causal self-attention and a two-layer perceptron, each behind a layer norm.
 
     Args:
-        width: Of the vectors.
-        heads: That the width is cut into.
+        width: Length of the vectors.
+        heads: Number of attention heads.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -175,7 +175,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Let each place look at those before it."""
+        """Let each position attend to those before it."""
         batch, places, width = x.shape
         q, k, v = self.qkv(self.norm(x)).view(batch, places, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -184,7 +184,7 @@ class Attention(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Six layers of width 384 that predict the next character, the size of a well-known tutorial's."""
+    """Six layers of width 384 that predict the next character, as large as that of a well-known tutorial."""
 
     CHARACTERS, WIDTH, HEADS, LAYERS = 65, 384, 6, 6
 
@@ -197,7 +197,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(self.WIDTH, self.CHARACTERS, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the scores of every character at every place."""
+        """Return the scores of every character at every position."""
         places = torch.arange(x.shape[1])
         return self.head(self.norm(self.layers(self.characters(x) + self.places(places))))
 
@@ -208,4 +208,4 @@ JOBS = {
     "resnet": Job(resnet, images(3, 32, 1000), samples=8, steps=2, learning_rate=0.001),
     "transformer": Job(Transformer, characters, samples=4, steps=2),
 }
-"""What is measured, by name."""
+"""The measured jobs, by name."""

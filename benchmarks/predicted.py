@@ -1,18 +1,18 @@
-"""Goodput under real kills, beside what the simulator says of it with costs that were measured in other runs.
+"""Goodput under real kills, beside the simulator's prediction from costs that were measured in other runs.
 
     python benchmarks/predicted.py [--strategies rollback,forward,restart] [--mtbf 10,20,40] [--wall 60] [--seeds 1,2,3]
                                    [--pairs 1] [--json FILE]
 
 In about half an hour on two cores: ``--mtbf 10,30 --wall 40 --seeds 1,2``.
 
-In each point workers are killed at random times, as in ``goodput.py``. Immediately before and after it, other runs say what things
-take: in them workers are killed one after the other, every so many steps, until nobody is left, and more often. The simulator is told
-who was killed and when, how long it lasted, and what these two runs measured; what came of it, it is not told. Compared are the
-steps that are done when time is up.
+At each point workers are killed at random times, as in ``goodput.py``. Immediately before and after it, two calibration
+runs measure the costs: in them workers are killed one after another, at a fixed number of steps, until none is left,
+several times. The simulator gets the victims, the times of the kills, the duration and the costs from these two runs,
+but not the result. The number of steps committed in the given time is compared.
 
-``own pace``  how far off the simulator is if a step takes what it took in the run itself: what is left is no drift of the machine
-floor         the first points of each strategy are run twice: how far apart two runs are that had the same kills
-phases        seconds on steps that count, on work that was thrown away, on recoveries and on restarts, as ``spent.py`` tells them apart
+``own pace``  error of the simulator given the step times of the run itself: the rest is not drift of the machine
+floor         the first points of each strategy are run twice: the difference between two runs with the same kills
+phases        seconds spent on steps that count, discarded work, recoveries and restarts, divided as in ``spent.py``
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from holdfast_lab.simulate.reading import Spell
 STRATEGIES = ("rollback", "forward", "restart")
 WORKERS = 4
 APART = 500
-"""Steps from one kill to the next in the runs that measure: as long as the others, because what is written to the disk for checkpoints
-slows steps down only after a while, and because the mean of 250 steps of 4 workers on 2 cores is 10 % off now and then."""
+"""Steps between two kills in the calibration runs: as long as the measured runs, because checkpoint writes slow
+steps down only after a while, and because the mean of 250 steps of 4 workers on 2 cores is sometimes off by 10 %."""
 KILLS = 6
-"""In each of them: three are survived by somebody, three are not."""
+"""Kills in each of them: three have survivors, three do not."""
 LOOK_S = 0.1
 NEAR = 0.05
 PARTS = {
@@ -55,7 +55,7 @@ PARTS = {
     "recover": ("detect", "regroup", "load"),
     "restart": ("restart", "wait"),
 }
-"""What the simulator tells apart, by the phases that are measured."""
+"""The simulator's phases, by the measured phases they correspond to."""
 
 Row = dict[str, Any]
 
@@ -64,8 +64,8 @@ class Kill(NamedTuple):
     """One worker that was killed.
 
     Args:
-        at_s: Seconds from when the clock was started.
-        rank: Of the worker.
+        at_s: Seconds since the clock was started.
+        rank: Rank of the worker.
     """
 
     at_s: float
@@ -76,10 +76,10 @@ class Trained(NamedTuple):
     """A run under kills.
 
     Args:
-        kills: That landed.
-        records: Of all workers and the launcher, in the order of time.
-        since_s: When the clock was started, on that of the records.
-        until_s: When the last was done that was to be done to it.
+        kills: Kills that landed.
+        records: Records of all workers and the launcher, ordered by time.
+        since_s: When the clock was started, in the time of the records.
+        until_s: When the last event that belongs to the run was over.
     """
 
     kills: tuple[Kill, ...]
@@ -88,17 +88,17 @@ class Trained(NamedTuple):
     until_s: float
 
     def steps(self) -> int:
-        """Return how many steps were done in time that had not been done before."""
+        """Return the number of steps committed in time for the first time."""
         done = [one for one in self.records if isinstance(one, StepCommitted) and one.t_s <= self.until_s]
         return len({one.step for one in done} - {one.step for one in done if one.t_s < self.since_s})
 
     def spent(self) -> Spent:
-        """Return what time went into."""
+        """Return how the time was spent."""
         return spent(self.records, self.since_s, self.until_s)
 
 
 def main() -> None:
-    """Measure each point between two runs that say what things take, and print the tables."""
+    """Measure each point between two calibration runs, and print the tables."""
     options = parse()
     os.environ["OMP_NUM_THREADS"] = "1"
     rows: list[Row] = []
@@ -108,7 +108,7 @@ def main() -> None:
             for row in points(strategy, options):
                 rows.append(row)
                 print(row, file=sys.stderr)
-        except (RuntimeError, TimeoutError) as error:  # the others are worth measuring all the same
+        except (RuntimeError, TimeoutError) as error:  # the other strategies are still worth measuring
             print(f"{strategy}: {error}", file=sys.stderr)
             failed = True
     if rows:
@@ -125,8 +125,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mtbf", type=lambda text: [float(s) for s in text.split(",")], default=[10.0, 20.0, 40.0])
     parser.add_argument("--wall", type=float, default=60.0, help="seconds of training under kills")
     parser.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",")], default=[1, 2, 3])
-    parser.add_argument("--pairs", type=int, default=1, help="points of each strategy that are run twice")
-    parser.add_argument("--apart", type=int, default=APART, help="steps between kills in the runs that measure")
+    parser.add_argument("--pairs", type=int, default=1, help="number of points of each strategy that are run twice")
+    parser.add_argument("--apart", type=int, default=APART, help="steps between kills in the calibration runs")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     if odd := set(options.strategies) - set(STRATEGIES):
@@ -135,7 +135,7 @@ def parse() -> argparse.Namespace:
 
 
 def points(strategy: str, options: argparse.Namespace) -> Iterator[Row]:
-    """Yield what came of each point."""
+    """Yield the result of each point."""
     before = train(strategy, lambda job, start_s: kill_regularly(job, start_s, options.apart))
     for number, (mtbf_s, seed) in enumerate(itertools.product(options.mtbf, options.seeds)):
         plan = schedule(mtbf_s, options.wall, seed)
@@ -148,11 +148,11 @@ def points(strategy: str, options: argparse.Namespace) -> Iterator[Row]:
 
 
 # ---------------------------------------------------------------------------------------------
-# What happens
+# Real runs
 
 
 def train(strategy: str, drive: Callable[[Holdfast, float], Iterable[Kill]]) -> Trained:
-    """Train with all workers, then under what ``drive`` does to the job from the time that it is given.
+    """Train with all workers, then under the kills of ``drive``, which is called with the job and the start time.
 
     Raises:
         RuntimeError: if a kill did not land.
@@ -162,7 +162,7 @@ def train(strategy: str, drive: Callable[[Holdfast, float], Iterable[Kill]]) -> 
         start_s = time.monotonic()
         kills = tuple(drive(job, start_s))
         end_s = time.monotonic()
-        time.sleep(0.5)  # the last victim is to be seen gone
+        time.sleep(0.5)  # so that the end of the last victim is recorded
         job.diaries.refresh()
         if job.killed() != len(kills):
             raise RuntimeError(f"{len(kills)} workers were killed, {job.killed()} ended by that")
@@ -174,7 +174,7 @@ def train(strategy: str, drive: Callable[[Holdfast, float], Iterable[Kill]]) -> 
 
 
 def kill_at(job: Holdfast, start_s: float, plan: Iterable[tuple[float, int]], wall_s: float) -> Iterator[Kill]:
-    """Kill those that the plan chooses; yield who was there to be killed."""
+    """Kill the workers chosen by the plan; yield the kills that found a worker."""
     for at_s, number in plan:
         tend_until(job, start_s + at_s)
         yield from strike(job, start_s, number)
@@ -182,37 +182,38 @@ def kill_at(job: Holdfast, start_s: float, plan: Iterable[tuple[float, int]], wa
 
 
 def kill_regularly(job: Holdfast, start_s: float, apart: int) -> Iterator[Kill]:
-    """Kill the worker in the second place, or the last one, whenever so many steps have been done; end after as many more.
+    """Kill the second worker, or the last one, whenever ``apart`` more steps are committed; end after as many again.
 
     Raises:
-        TimeoutError: if training does not go on.
+        TimeoutError: if training does not continue.
     """
     for number in range(KILLS + 1):
         had, limit_s = len(list(commits(job.diaries.refresh()))), time.monotonic() + WAIT_S + apart
         while len(list(commits(job.diaries.refresh()))) < had + apart:
             if time.monotonic() > limit_s or job.is_over():
-                raise TimeoutError(f"training did not go on after {number} kills:\n{job.output()[-2000:]}")
-            tend_until(job, time.monotonic() + LOOK_S)  # to look costs time that training lacks
+                raise TimeoutError(f"training did not continue after {number} kills:\n{job.output()[-2000:]}")
+            tend_until(job, time.monotonic() + LOOK_S)  # polling takes time away from training
         if number < KILLS:
             yield from strike(job, start_s, 1)
 
 
 def strike(job: Holdfast, start_s: float, number: int) -> Iterator[Kill]:
-    """Kill a worker, if anybody is there."""
+    """Kill a worker, if any is alive."""
     at_s, rank = time.monotonic() - start_s, job.strike(number)
     if rank is not None:
         yield Kill(at_s, rank)
 
 
 # ---------------------------------------------------------------------------------------------
-# What is said to happen
+# Predictions
 
 
 def measured_costs(*runs: Trained) -> Costs:
-    """Return what things took in these runs together.
+    """Return the costs measured in these runs together.
 
-    A recovery takes the mean of what all took, from the last step before to when training was in its pace again; a restart
-    likewise: means, because it is sums of them that are predicted. A step is measured with its checkpoint, so saving and loading cost nothing more.
+    A recovery takes the mean of all measured ones, from the last step before it until training has regained its pace;
+    so does a restart. Means are used because their totals are predicted. Step times include checkpoints, so saving and
+    loading cost nothing more.
     """
     steps: dict[int, list[float]] = defaultdict(list)
     breaks: dict[bool, list[float]] = defaultdict(list)
@@ -228,7 +229,7 @@ def measured_costs(*runs: Trained) -> Costs:
 
 
 def compare(strategy: str, real: Trained, costs: Costs) -> Row:
-    """Return what came of a run, and what the simulator makes of it."""
+    """Return the result of a run beside the simulator's prediction."""
     found, wall_s = real.spent(), real.until_s - real.since_s
     buckets = next(record.num_buckets for record in real.records if isinstance(record, RunStarted))
     pace = dict(costs.steps_s) | found.usual()
@@ -250,14 +251,14 @@ def compare(strategy: str, real: Trained, costs: Costs) -> Row:
 
 
 def predicted(strategy: str, kills: Sequence[Kill], wall_s: float, costs: Costs, buckets: int) -> Outcome:
-    """Return what the simulator makes of it."""
+    """Return the simulator's prediction."""
     job = Job(strategy=strategy, horizon_s=wall_s, save_every=CHECKPOINT_EVERY, buckets=buckets, start_workers=1)
     trace = Trace(tuple(spells(kills)), WORKERS, 2 * wall_s, "worker", replayed=True)
     return simulate(Scenario(Cluster(workers=WORKERS), job, costs, trace))
 
 
 def spells(kills: Sequence[Kill]) -> Iterable[Spell]:
-    """Yield who is down and when: for good, except where nobody is left, and the launcher starts one worker in the last one's place."""
+    """Yield outages: permanent, except after the last worker, which the launcher replaces by a new one."""
     alive = {rank: rank for rank in range(WORKERS)}
     for at_s, rank in kills:
         unit = alive.pop(rank) if rank in alive else alive.pop(next(iter(alive)))
@@ -273,7 +274,7 @@ def spells(kills: Sequence[Kill]) -> Iterable[Spell]:
 
 
 def show(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    """Print a line for each run, one for each point, and how far apart runs with the same kills are."""
+    """Print a line for each run, a line for each point, and the difference between runs with the same kills."""
     lines = []
     for row in rows:
         shares = [f"{100 * row[name] / row['calm']:.1f}" for name in ("steps", "predicted")]
@@ -302,17 +303,17 @@ def show(rows: Sequence[Row], options: argparse.Namespace) -> None:
         near = "yes" if abs(values.mean()) <= 100 * NEAR else "no"
         lines.append([strategy, f"{mtbf_s:g}", str(len(values)), f"{values.mean():+.1f}", interval, near])
     head = ["strategy", "MTBF s", "runs", "off by %", "95 %", f"within {100 * NEAR:g} %"]
-    print(table("\nEach point: how far off in the mean", head, lines))
+    print(table("\nEach point: mean error", head, lines))
     apart = [
         f"{point[0]} {100 * abs(one['steps'] - other['steps']) / statistics.fmean((one['steps'], other['steps'])):.1f} %"
         for point, (one, *others) in grouped(rows, "strategy", "mtbf_s", "seed")
         for other in others
     ]
-    print(f"\nfloor, two runs with the same kills are apart by: {', '.join(apart) or 'no run was repeated'}")
+    print(f"\nfloor, difference between two runs with the same kills: {', '.join(apart) or 'no run was repeated'}")
 
 
 def show_phases(rows: Sequence[Row]) -> None:
-    """Print where time went, and where the simulator has it go: means of a point, real / simulated."""
+    """Print real and simulated time by phase: means of a point."""
     lines = []
     for (strategy, mtbf_s), group in grouped(rows, "strategy", "mtbf_s"):
         cells = []
@@ -330,16 +331,16 @@ def show_phases(rows: Sequence[Row]) -> None:
         *(f"{phase} s" for phase in PARTS),
         *(f"step of {n} ms" for n in range(WORKERS, 0, -1)),
     ]
-    print(table("\nWhere time went, real / simulated", head, lines))
+    print(table("\nTime by phase, real / simulated", head, lines))
 
 
 def off_by(row: Row, name: str) -> float:
-    """Return how far the simulator is off, percent."""
+    """Return the error of the simulator, in percent."""
     return 100 * (row[name] / row["steps"] - 1)
 
 
 def grouped(rows: Iterable[Row], *names: str) -> Iterable[tuple[tuple[Any, ...], list[Row]]]:
-    """Return rows that have the same under these names together."""
+    """Group rows with the same values under these names."""
     groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
         groups[tuple(row[name] for name in names)].append(row)

@@ -1,19 +1,19 @@
-"""What being protected costs while nobody dies: the same session with recovery, without it, and adding in any order.
+"""The cost of protection in a run without failures: the same session with recovery, without, and adding in any order.
 
     python benchmarks/protection.py [--workers 2] [--models cnn mlp] [--blocks 30] [--steps 10] [--json FILE]
 
 ===========  ==========================================================================================================
 variant      what runs
 ===========  ==========================================================================================================
-protected    ``holdfast.Session`` as it is
-unprotected  the same session and the same sums; no closing sum, no digest, nothing remembered for taking a step back.
+protected    ``holdfast.Session`` with its defaults
+unprotected  the same session and the same all-reduces; no commit vote, no digest, no undo state for a rollback.
              A failure would end the job
-any order    protected, but everybody adds its own term first, so that bits depend on who adds
+any order    protected, but every worker adds its own term first, so that bits depend on the worker
 ===========  ==========================================================================================================
 
-All three train in the same processes and take turns, block by block, in another order each time. The ratio of each block's
-median step is taken within its round; the interval is that of the median of these ratios. The second table counts what
-is sent in a step when sums go by messages, which is where it can be counted.
+All three train in the same processes and take turns, block by block, in a different order each time. The ratio of each
+block's median step is taken within its round; the interval is that of the median of these ratios. The second table
+counts the data sent in a step when all-reduces use messages, since only these can be counted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from holdfast.models.runner import Reach
 from holdfast.testing.counting import CountingCommunicator
 
 VARIANTS = {"protected": "unprotected", "unprotected": "protected", "any order": "protected"}
-"""Each, and what it is held against."""
+"""Each variant, and its baseline."""
 COUNTED = ("protected", "unprotected")
 WARM_UP_STEPS = 3
 
@@ -56,23 +56,23 @@ def main() -> None:
 
 
 class Unprotected(Run):
-    """Applies a step after its last sum."""
+    """Applies a step after its last all-reduce."""
 
     def _close(self, step: int) -> bool:
-        """Go on without having heard whether all have all."""
+        """Continue without the commit vote."""
         return True
 
 
 class Forgetful(Replica):
-    """Remembers nothing of a step's beginning but the buffers, which slices start from."""
+    """Saves nothing at the start of a step but the buffers, which slices start from."""
 
     def begin_step(self, reach: Reach) -> None:
-        """Only make room."""
+        """Only allocate memory."""
         self.begin()
 
 
 def own_term_first(rank: int) -> Any:
-    """Return what adds in an order that depends on who adds."""
+    """Return an addition whose order depends on the worker."""
 
     def add(terms: Any, out: torch.Tensor) -> None:
         turned = [*terms[rank % len(terms) :], *terms[: rank % len(terms)]]
@@ -82,9 +82,9 @@ def own_term_first(rank: int) -> Any:
 
 
 def train(variant: str, name: str, comm: Communicator, **settings: Any) -> Iterator[None]:
-    """Train for ever, one step each time the next is asked for."""
+    """Train forever, one step for each item."""
     if variant == "any order":
-        adding.ORDERS["tree"] = own_term_first(comm.here[0])  # under a name that settings allow
+        adding.ORDERS["tree"] = own_term_first(comm.here[0])  # under a name that settings permit
         settings["order"] = "tree"
     job = JOBS[name]
     model = make_model(name)
@@ -108,7 +108,7 @@ def _take_closing_sum_away(steps: Any) -> None:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Train all variants in turns; the first worker writes what it found."""
+    """Train all variants in turns; the first worker writes the results."""
     (name,) = options.models
     comms = connect_each(tuple(VARIANTS))
     running = {variant: train(variant, name, comm) for variant, comm in comms.items()}
@@ -117,7 +117,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def count(variant: str, name: str) -> dict[str, Any]:
-    """Return what is sent in a step by messages: calls, and bytes that this worker gives."""
+    """Return the messages sent in a step: calls, and bytes sent by this worker."""
     comm = CountingCommunicator(connect("ulfm", 0, ""))
     steps = train(variant, name, comm, shared_bytes=0)
     for _ in range(WARM_UP_STEPS):
@@ -131,7 +131,7 @@ def count(variant: str, name: str) -> dict[str, Any]:
 
 
 def show_sent(counts: dict[str, dict[str, Any]]) -> None:
-    """Print what is sent in a step."""
+    """Print the data sent in a step."""
     kinds = sorted({kind for count in counts.values() for kind in count["calls"]})
     rows = [
         [variant, *(f"{c['calls'].get(kind, 0)} / {c['bytes'].get(kind, 0)}" for kind in kinds)]

@@ -1,23 +1,24 @@
-"""How long a kill keeps training waiting: real workers, really killed, beside torchft and torchrun.
+"""How long a kill interrupts training: real workers that receive SIGKILL, compared with torchft and torchrun.
 
     python benchmarks/recovery.py [--kills 6] [--workers 4] [--systems rollback,torchrun] [--seed 0] [--json FILE]
 
-From the SIGKILL to the first commit of a step that nobody had committed before, in three parts: ``detect``, until the
-first survivor knows; ``agree + rebuild``, until the survivors go on; ``redo``, until that commit. All systems train the
-digits CNN, 128 samples a step, and their victims die at random ranks in the same four places of a step, by their own
-SIGKILL, written down just before. Where a system computes steps again (``restart``, torchrun), they count as ``redo``.
+From the SIGKILL to the first commit of a step that was not committed before, in three parts: ``detect``, until the
+first survivor detects the failure; ``agree + rebuild``, until the survivors resume; ``redo``, until that commit. All
+systems train the digits CNN, 128 samples a step. Their victims die at random ranks at the same four points of a step,
+by a SIGKILL to themselves, recorded just before. Steps that a system recomputes (``restart``, torchrun) count as
+``redo``.
 
 rollback, forward, restart   Holdfast over Open MPI, one kill a job; ``restart`` with a checkpoint every ten steps
 rollback-gloo, ...           the same over Gloo
 torchft                      0.2.0 on Gloo, replica groups of one worker, its lighthouse at defaults
 torchft-tuned                ``--heartbeat_timeout_ms 500`` and the best of several ``--join_timeout_ms``
-torchrun                     plain DDP on Gloo, all workers started again, torch.save every ten steps
+torchrun                     plain DDP on Gloo, all workers restarted, torch.save every ten steps
 
 Peers have several kills a job: the next comes when all workers are back and have trained for a while. torchft keeps
-the timeouts of its own example (5 s for Gloo, 30 s for the manager); its DDP hook had to be repaired, without which
-a kill in a sum ends every survivor (peers/torchft_worker.py). The step that counts for it may have fewer workers than
-survive: on Gloo only the dead worker's neighbours hear of its end, and the others join a step or more later (``workers``
-in the JSON). torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which its second round hangs
+the timeouts of its own example (5 s for Gloo, 30 s for the manager). Its DDP hook had to be repaired, otherwise a kill
+in an all-reduce ends every survivor (peers/torchft_worker.py). Its first committed step may have fewer workers than
+survive: on Gloo only the failed worker's neighbours detect the failure, and the others join a step or more later
+(``workers`` in the JSON). torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which its second round hangs
 (peers/driver.py). Loopback on few cores says nothing about a cluster.
 """
 
@@ -48,12 +49,12 @@ HOLDFAST = {
 SYSTEMS = (*HOLDFAST, "torchft", "torchft-tuned", "torchrun")
 JOIN_TIMEOUTS_MS = (100, 200, 500, 1000, 2000)
 SWEEP_KILLS = 2
-"""One that strikes between sums, and one in the backward pass, which leaves others waiting in a sum."""
+"""Kills between all-reduces, and kills in the backward pass, which leave others blocked in an all-reduce."""
 HEARTBEAT_TIMEOUT_MS = 500
 GLOO_TIMEOUT_S = 5.0
 CHECKPOINT_EVERY = 10
 STEPS_BETWEEN = 10
-"""Steps that a peer trains with everybody back before the next kill, and up to ten more."""
+"""Steps that a peer trains with all workers before the next kill; up to ten more are added."""
 
 Row = dict[str, Any]
 
@@ -67,7 +68,7 @@ def main() -> None:
     for system in options.systems:
         try:
             rows[system] = measure(system, options, sweep)
-        except (RuntimeError, TimeoutError) as error:  # the others are worth measuring all the same
+        except (RuntimeError, TimeoutError) as error:  # the other systems are still worth measuring
             print(f"{system}: {error}", file=sys.stderr)
     show(options, rows, sweep)
     write_json(
@@ -83,11 +84,13 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=6, help="of each system; below about 100 the p99 is the maximum")
+    parser.add_argument(
+        "--kills", type=int, default=6, help="kills of each system; below about 100 the p99 is the maximum"
+    )
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEMS))
     parser.add_argument("--strategy", choices=STRATEGIES, help="only Holdfast, with this strategy")
-    parser.add_argument("--fabric", choices=FABRICS, help="only Holdfast, over this")
+    parser.add_argument("--fabric", choices=FABRICS, help="only Holdfast, over this fabric")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
@@ -122,12 +125,12 @@ def measure(system: str, options: argparse.Namespace, sweep: dict[int, list[Row]
 
 
 def tuned(join_ms: int) -> dict[str, int]:
-    """Return the options of a lighthouse that waits less."""
+    """Return the options of a lighthouse with shorter timeouts."""
     return {"heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS, "join_timeout_ms": join_ms}
 
 
 def draw(seed: int, workers: int, kills: int) -> list[dict[str, Any]]:
-    """Return whom to kill where; the same for every system. Each phase comes up equally often."""
+    """Return the victims and phases; the same for every system. Each phase occurs equally often."""
     rng = random.Random(seed)
     phases = [PHASES[number % len(PHASES)] for number in range(kills)]
     rng.shuffle(phases)
@@ -135,7 +138,7 @@ def draw(seed: int, workers: int, kills: int) -> list[dict[str, Any]]:
 
 
 def told(system: str, row: Row) -> Row:
-    """Print what one kill cost."""
+    """Print the cost of one kill."""
     print(f"{system}: {row}", file=sys.stderr)
     return row
 
@@ -147,14 +150,14 @@ def as_row(
     step_times_s: Sequence[float],
     **more: Any,
 ) -> Row:
-    """Return what a kill cost, in milliseconds.
+    """Return the cost of a kill, in milliseconds.
 
     Args:
-        fault: Which.
+        fault: The fault.
         fault_s: When it struck.
-        moments_s: When the first survivor knew, when the survivors went on, when the next step was committed.
-        step_times_s: Of the survivors, undisturbed.
-        more: Also in the row.
+        moments_s: When the first survivor detected it, when the survivors resumed, when the next step was committed.
+        step_times_s: Undisturbed step times of the survivors.
+        more: Further values for the row.
     """
     seen_s, decided_s, resumed_s = moments_s
     step_ms = 1e3 * statistics.median(step_times_s)
@@ -174,7 +177,7 @@ def as_row(
 
 
 def kill_once(strategy: str, fabric: str, workers: int, fault: dict[str, Any]) -> Row:
-    """Run one job with one kill, and return what it cost."""
+    """Run one job with one kill, and return its cost."""
     from holdfast.config import Settings
     from holdfast.faults.plan import Fault, FaultPlan
     from holdfast.launch.job import Job as HoldfastJob
@@ -192,7 +195,7 @@ def kill_once(strategy: str, fabric: str, workers: int, fault: dict[str, Any]) -
 
 
 def holdfast_times(fault: dict[str, Any], records: Sequence[Any]) -> Row:
-    """Return what the kill cost, from the records of the run."""
+    """Return the cost of the kill, from the records of the run."""
 
     def times_s(kind: str) -> list[float]:
         return [record.t_s for record in records if type(record).__name__ == kind]
@@ -201,7 +204,7 @@ def holdfast_times(fault: dict[str, Any], records: Sequence[Any]) -> Row:
     if ended != [-9]:
         raise RuntimeError(f"the kill {fault} did not land: worker {fault['rank']} ended with {ended}")
     (fault_s,), seen_s, decided_s = times_s("FaultFired"), min(times_s("FailureSeen")), min(times_s("Recovered"))
-    done = {r.step: r.t_s for r in reversed(records) if type(r).__name__ == "StepCommitted"}  # the first time it was
+    done = {r.step: r.t_s for r in reversed(records) if type(r).__name__ == "StepCommitted"}  # the first commit counts
     step = max(step for step, t_s in done.items() if t_s <= decided_s) + 1
     later = [done[number] for number in range(step, min(step + 8, max(done) + 1))]
     workers = next(r.workers for r in records if type(r).__name__ == "StepCommitted" and r.t_s == done[step])
@@ -220,7 +223,7 @@ Moments = tuple[float, float, float]
 
 
 def kill_torchft(name: str, workers: int, options: dict[str, int], faults: Sequence[dict[str, Any]]) -> list[Row]:
-    """Return a row for each kill, with a lighthouse that was started with ``options``."""
+    """Return a row for each kill, with a lighthouse started with ``options``."""
     return kill_peer(name, lambda: Torchft(workers, options, gloo_timeout_s=GLOO_TIMEOUT_S), torchft_times, faults)
 
 
@@ -245,7 +248,7 @@ def kill_peer(
 
 
 def wait_until_full(job: Job, since_s: float, steps: int) -> None:
-    """Wait until all workers have committed so many steps together."""
+    """Wait until all workers have committed ``steps`` steps together."""
 
     def found(lines: list[Line]) -> bool:
         full = (1 for line in commits(lines) if line["t_s"] > since_s and line["workers"] == job.workers)
@@ -255,7 +258,7 @@ def wait_until_full(job: Job, since_s: float, steps: int) -> None:
 
 
 def kill_in(job: Job, find_times: Callable[[list[Line], float, int], Moments | None], fault: dict[str, Any]) -> Row:
-    """Order one death and return what it cost."""
+    """Order one death and return its cost."""
     victim = job.alive()[fault["rank"]]
     job.order_death(fault["rank"], fault["phase"])
     struck = lambda lines: [line for line in lines if line["event"] == "fault" and line["pid"] == victim]  # noqa: E731
@@ -273,7 +276,7 @@ def kill_in(job: Job, find_times: Callable[[list[Line], float, int], Moments | N
 
 
 def torchft_times(lines: list[Line], fault_s: float, victim: int) -> Moments | None:
-    """Return the moments of the recovery, None if it is not over: it is when a new group has committed a step."""
+    """Return the moments of the recovery, None before its end, at which a new group has committed a step."""
     later = [line for line in lines if line["t_s"] > fault_s and line["pid"] != victim]
     first = {name: next((x["t_s"] for x in later if x["event"] == name), None) for name in ("error", "configure")}
     if first["configure"] is None:
@@ -286,7 +289,7 @@ def torchft_times(lines: list[Line], fault_s: float, victim: int) -> Moments | N
 
 
 def torchrun_times(lines: list[Line], fault_s: float, victim: int) -> Moments | None:
-    """Return the moments of the recovery, None if it is not over: it is when a step later than before is committed."""
+    """Return the moments of the recovery, None before its end, at which a later step than before is committed."""
     later = [line for line in lines if line["t_s"] > fault_s and line["pid"] != victim]
     starts = [line for line in later if line["event"] == "start"]
     if not starts:
@@ -325,13 +328,13 @@ def show(options: argparse.Namespace, rows: dict[str, list[Row]], sweep: dict[in
         [system, *(f"{each[part]['p50']:.1f}" for part in parts), workers_seen(rows[system])]
         for system, each in spreads.items()
     ]
-    head = ["", "detect", "agree + rebuild", "redo", "one step", "workers in it"]
+    head = ["", "detect", "agree + rebuild", "redo", "one step", "workers"]
     print()
-    print(table("Its parts, medians, ms, and who took part in the step that counts", head, halves))
+    print(table("Its parts, medians, ms, and the number of workers in the committed step", head, halves))
     if sweep:
         tried = [[str(ms), str(len(got)), *cells(summary(got)["recover_ms"])] for ms, got in sweep.items()]
         print()
-        print(table("torchft-tuned: the choice, ms", ["--join_timeout_ms", "kills", "p50", "p90", "p99", "max"], tried))
+        print(table("torchft-tuned: tuning, ms", ["--join_timeout_ms", "kills", "p50", "p90", "p99", "max"], tried))
 
 
 def workers_seen(rows: Sequence[Row]) -> str:
@@ -341,12 +344,12 @@ def workers_seen(rows: Sequence[Row]) -> str:
 
 
 def cells(values: dict[str, float]) -> list[str]:
-    """Return the figures of a row."""
+    """Return the numbers of a row."""
     return [f"{values[name]:.1f}" for name in ("p50", "p90", "p99", "max")]
 
 
 def times_rollback(rows: dict[str, list[Row]], system: str) -> str:
-    """Return how many times the median of ``rollback`` this system's is, with a 95 % interval."""
+    """Return this system's median as a multiple of that of ``rollback``, with a 95 % interval."""
     if "rollback" not in rows or system == "rollback":
         return ""
     ours, theirs = ([row["recover_ms"] for row in rows[name]] for name in ("rollback", system))

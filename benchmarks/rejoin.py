@@ -1,17 +1,17 @@
-"""How long those who are there are held when somebody comes: a spare that takes over, and a fresh process.
+"""How long the other workers are blocked when one joins: a spare that takes over, and a fresh process.
 
     python benchmarks/rejoin.py [--workers 3] [--kills 5] [--megabytes 100] [--seed 0] [--json FILE]
 
-Real workers on the ``gloo`` fabric, one of which is killed in every job. The model and its Adam have the given size
-together, and all of that is what a newcomer gets.
+Real workers on the ``gloo`` fabric, one of which is killed in every job. The model and its Adam state have the given
+size together, and a newcomer receives all of it.
 
-spare    it has taken part in every step, so it has the state: from the SIGKILL to the next committed step, and how many
-         steps that is. The step that was in progress is computed again.
+spare    it has taken part in every step, so it has the state: from the SIGKILL to the next committed step, and the
+         number of steps until then. The step in progress is recomputed.
 fresh    a new process is started and joins: from the last step without it to the first with it, less one ordinary step.
-         ``regroup`` is the shrink that lets it in, ``transfer`` giving it the state, ``memory`` what the next sum needs to
-         share memory with it. What it takes to start is not in it: the others go on meanwhile.
+         ``regroup`` is the shrink that admits it, ``transfer`` the state transfer, ``memory`` the setup of shared
+         memory for the next all-reduce. Its start-up time is not included: the other workers train meanwhile.
 
-Loopback on few cores says nothing about a cluster: there are as many copies of the model as workers in one memory.
+Loopback on few cores says nothing about a cluster: one memory holds as many copies of the model as there are workers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from common import spread, table, write_json
 Row = dict[str, float]
 
 PARTS = "HOLDFAST_BENCHMARK_PARTS"
-"""Names the folder in which a worker writes what took how long."""
+"""Environment variable with the folder in which each worker writes its timings."""
 KILL_AT = 6
 STEPS_AFTER = 8
 MOST_STEPS = 100_000
@@ -44,8 +44,8 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--kills", type=int, default=5, help="of each kind")
-    parser.add_argument("--megabytes", type=int, default=100, help="of state")
+    parser.add_argument("--kills", type=int, default=5, help="kills of each kind")
+    parser.add_argument("--megabytes", type=int, default=100, help="size of the state, in MB")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
@@ -65,12 +65,12 @@ def main() -> None:
         for kind, each in spreads.items()
         for name, values in each.items()
     ]
-    print(table(f"What holds the others: {what}", ["", "jobs", "p50", "p90", "max"], lines))
+    print(table(f"Time that the other workers are blocked: {what}", ["", "jobs", "p50", "p90", "max"], lines))
     write_json(options.json, settings=vars(options), rows=rows, summary=spreads)
 
 
 def told(kind: str, row: Row) -> Row:
-    """Print what one job showed."""
+    """Print the result of one job."""
     print(f"{kind}: {row}", file=sys.stderr)
     return row
 
@@ -102,17 +102,17 @@ def run_once(kind: str, workers: int, megabytes: int, seed: int) -> Row:
 
 
 def committed(records: Any) -> dict[int, tuple[float, int]]:
-    """Return when each step was committed, and by how many."""
+    """Return when each step was committed, and by how many workers."""
     return {r.step: (r.t_s, r.workers) for r in records if type(r).__name__ == "StepCommitted"}
 
 
 def step_ms(done: dict[int, tuple[float, int]], steps: range) -> float:
-    """Return the median time of a step among these."""
+    """Return the median time of these steps."""
     return 1e3 * statistics.median(done[b][0] - done[a][0] for a, b in itertools.pairwise(steps))
 
 
 def row_of_spare(records: Any, _: Any, victim: int) -> Row:
-    """Return what it cost that a spare took over."""
+    """Return the cost of a takeover by a spare."""
     (fault_s,) = (r.t_s for r in records if type(r).__name__ == "FaultFired" and r.rank == victim)
     done = committed(records)
     usual = step_ms(done, range(KILL_AT + 2, max(done)))
@@ -121,7 +121,7 @@ def row_of_spare(records: Any, _: Any, victim: int) -> Row:
 
 
 def row_of_fresh(records: Any, parts: list[dict[str, Any]], _: int) -> Row:
-    """Return what it cost that a fresh process came."""
+    """Return the cost of a fresh process joining."""
     joined = [r for r in records if type(r).__name__ == "Recovered" and r.joined]
     first, newcomers = joined[0].step, joined[0].joined
     done = committed(records)
@@ -151,7 +151,7 @@ def row_of_fresh(records: Any, parts: list[dict[str, Any]], _: int) -> Row:
 
 
 def train(megabytes: int, workers: int) -> None:
-    """Train until the dead are replaced, and a little longer."""
+    """Train until the failed workers are replaced, and a little longer."""
     import torch
     from torch import nn
 
@@ -174,12 +174,12 @@ def train(megabytes: int, workers: int) -> None:
 
 
 def measure_parts(session: Any, size_bytes: int) -> None:
-    """Write down how long the parts of a joining take in this worker."""
+    """Write down how long each part of a join takes in this worker."""
     from holdfast.comm import OrderedSum
     from holdfast.comm.c10d import C10dCommunicator
     from holdfast.state.restorer import Beginning
 
-    file = Path(os.environ[PARTS], str(os.getpid())).open("a")  # noqa: SIM115 - until this process ends
+    file = Path(os.environ[PARTS], str(os.getpid())).open("a")  # noqa: SIM115 - open until this process ends
 
     def timed(name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         begun_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""How long the training loop is held by a partial save of the running checkpoint: 8.5 million parameters, float32.
+"""How long a partial save of the priority checkpoint blocks the training loop: 8.5 million parameters, float32.
 
     python benchmarks/running.py [--repetitions 30] [--json FILE]
 
@@ -6,17 +6,18 @@
 column         what it is
 =============  ======================================================================================================
 step           a step of the MLP: 32 samples, SGD with momentum, one thread
-selection      from the parameters to the numbers of the blocks that are saved: distances, and the highest of them
-write          what is written of these blocks; the loop is held for the selection and this (``Running.take``)
-copy           ``index_select`` of the same blocks, as plain torch copies them
-together       as many numbers that lie together, copied: no choice of blocks can be had for less
-put            into the running checkpoint; this can be done beside the loop, as the peer does
+selection      from the parameters to the numbers of the blocks to save: distances, and the largest of them
+write          writing these blocks; the loop is blocked for the selection and the write (``Running.take``)
+copy           ``index_select`` of the same blocks, the copy in plain torch
+together       a copy of as many contiguous numbers: the lower bound for any choice of blocks
+put            into the priority checkpoint; this can run asynchronously, as in the peer
 =============  ======================================================================================================
 
-The parameters are cut into blocks of 16 numbers, none over two layers. In each repetition all ways to save take turns, in
-another order each time. Before each clock starts the MLP trains a step, so that parameters lie in the caches where
-training leaves them. Ratios are those of medians, with their 95 % intervals, drawn by repetition. A save is due every
-second step at r = 1/8, every sixteenth at r = 1: ``selection per step`` is what it comes to for each step of training.
+The parameters are divided into blocks of 16 numbers, none across two layers. In each repetition all variants take
+turns, in a different order each time. Before each clock starts the MLP trains a step, so that parameters are in the
+caches as after training. Ratios are ratios of medians, with 95 % intervals by bootstrap over repetitions. A save is due
+every second step at r = 1/8, every sixteenth at r = 1: ``selection per step`` is the average cost in each step of
+training.
 
 The defaults take a minute.
 """
@@ -51,7 +52,7 @@ PARTS = ("step", "selection", "write", "copy", "together", "put")
 
 
 class Timed(Running):
-    """A running checkpoint that notes how long writing took."""
+    """A priority checkpoint that records how long writing took."""
 
     write_s = 0.0
 
@@ -62,7 +63,7 @@ class Timed(Running):
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Return how long it took, seconds, and what it returned."""
+    """Return the seconds taken, and the result."""
     start_s = time.perf_counter()
     result = run()
     return time.perf_counter() - start_s, result
@@ -102,11 +103,11 @@ class Training:
 
 
 def measure(repetitions: int) -> dict[str, dict[str, list[float]]]:
-    """Return how long each part took in each repetition, milliseconds, by way."""
+    """Return how long each part took in each repetition, in milliseconds, by variant."""
     training = Training()
     running = {name: Timed([training.rows], saving) for name, saving in WAYS.items()}
     times: dict[str, dict[str, list[float]]] = {name: {part: [] for part in PARTS} for name in WAYS}
-    for number in range(-1, repetitions):  # the first is not counted
+    for number in range(-1, repetitions):  # the first is a warm-up
         for name in random.Random(number).sample(sorted(WAYS), len(WAYS)):
             for part, taken_s in one(training, running[name]).items():
                 if number >= 0:
@@ -115,7 +116,7 @@ def measure(repetitions: int) -> dict[str, dict[str, list[float]]]:
 
 
 def one(training: Training, running: Timed) -> dict[str, float]:
-    """Save once; return how long each part took, seconds."""
+    """Save once; return how long each part took, in seconds."""
     rows = training.rows
     step_s, _ = timed(training.train)
     running.write_s = 0.0
@@ -139,14 +140,14 @@ def show(times: dict[str, dict[str, list[float]]]) -> str:
     head = ["write / copy", "held / copy", "held / together", "selection / step", "selection per step / step"]
     return "\n\n".join(
         [
-            table("A partial save of 8.5 million parameters, ms: median (p10-p90)", ["way", *PARTS], parts),
-            table("Ratios of medians, with 95 % intervals; held is selection and write", ["way", *head], ratios),
+            table("A partial save of 8.5 million parameters, ms: median (p10-p90)", ["variant", *PARTS], parts),
+            table("Ratios of medians, with 95 % intervals; held is selection and write", ["variant", *head], ratios),
         ]
     )
 
 
 def compare(name: str, found: dict[str, list[float]]) -> list[dict[str, float]]:
-    """Return the ratios of one way."""
+    """Return the ratios of one variant."""
     held = [selection + write for selection, write in zip(found["selection"], found["write"], strict=True)]
     per_step = [selection / WAYS[name].period for selection in found["selection"]]
     pairs = [

@@ -2,18 +2,18 @@
 
     python benchmarks/scale.py [--sizes 4,8,16,32,64] [--kills 12] [--seed 0] [--json FILE]
 
-Processes add small vectors without end; one kills itself, the others recover and go on; then the next. The sequence
-is that of ``holdfast.recovery.protocol``, written down here once more because ``holdfast.comm`` brings torch along::
+Processes all-reduce small vectors in a loop; one kills itself, the others recover and continue; then the next. The
+sequence is that of ``holdfast.recovery.protocol``, reimplemented here because ``holdfast.comm`` imports torch::
 
-    R1  revoke, agree(0)     everybody alive has heard
+    R1  revoke, agree(0)     every survivor is notified
     R2  shrink, agree(1)     fence
-    R3  share progress       one Allreduce of a slot a process
-    R4  agree(1)             all know that all know: the decision
-        one small sum        of the survivors
+    R3  share progress       one Allreduce with a slot for each process
+    R4  agree(1)             all know that all have the same knowledge: the decision
+        one small all-reduce over the survivors
 
-``detect`` is from the SIGKILL to the first survivor that knows, ``agree`` to the last that has passed R1, ``rebuild``
-to the last that has passed R4, ``sum`` to the last that has its sum. At most a quarter of a job is killed, one by one,
-so that its size stays near what the table says.
+``detect`` is from the SIGKILL until the first survivor detects it, ``agree`` until the last has passed R1, ``rebuild``
+until the last has passed R4, ``sum`` until the last has completed its all-reduce. At most a quarter of a job is killed,
+one by one, so that its size stays close to the table's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from common import spread, table, write_json
 SIZES = (4, 8, 16, 32, 64)
 ELEMENTS = 1000
 CALM_S = 0.7
-"""Between a recovery and the next kill: Holdfast waits 30 ms more where two deaths are less than 0.5 s apart."""
+"""Seconds between a recovery and the next kill: Holdfast waits 30 ms more if two deaths are less than 0.5 s apart."""
 LIMIT_S = 300.0
 PARTS = ("detect", "agree", "rebuild", "sum", "whole")
 
@@ -60,7 +60,7 @@ def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")], default=list(SIZES))
-    parser.add_argument("--kills", type=int, default=12, help="of each size, at least")
+    parser.add_argument("--kills", type=int, default=12, help="kills of each size, at least")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -71,7 +71,7 @@ def parse() -> argparse.Namespace:
 
 
 def measure(size: int, kills: int, seed: int) -> list[Row]:
-    """Return a row for each kill among so many processes, of as many jobs as it takes."""
+    """Return a row for each kill among ``size`` processes, from as many jobs as needed."""
     rng = random.Random(f"{seed} {size}")
     rows: list[Row] = []
     while len(rows) < kills:
@@ -98,14 +98,14 @@ def run_job(size: int, victims: list[int], seed: int) -> list[Row]:
 
 
 def mpirun(size: int) -> list[str]:
-    """Return the command that starts processes as Holdfast does."""
+    """Return the command that starts processes in the same way as Holdfast."""
     root = ["--allow-run-as-root"] if os.getuid() == 0 else []
     flags = "--with-ft ulfm --oversubscribe --bind-to none --mca coll ^han --mca mpi_yield_when_idle 1"
     return [str(Path(sys.executable).with_name("mpirun")), *flags.split(), *root, "-n", str(size)]
 
 
 def environment() -> dict[str, str]:
-    """Return the environment without what another job left in it."""
+    """Return the environment without variables of other jobs."""
     stray = ("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_")
     return {k: v for k, v in os.environ.items() if not k.startswith(stray)} | {"OMP_NUM_THREADS": "1"}
 
@@ -136,14 +136,14 @@ def end(job: subprocess.Popen[bytes]) -> None:
 
 
 def read_kill(folder: Path, number: int, victims: list[int]) -> Row:
-    """Return the times of one kill in milliseconds, from what victim and survivors wrote."""
+    """Return the times of one kill in milliseconds, from the files of the victim and the survivors."""
     kill_s = float((folder / f"{victims[number]}.kill").read_text())
     told = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     told += [json.loads(path.read_text()) for path in folder.glob("*.until-death")]
     marks = [each[number] for each in told if len(each) > number]
     lost = [mark["lost"] for mark in marks]
     if lost != [[victims[number]]] * len(lost):
-        raise RuntimeError(f"survivors should have lost {victims[number]} alone, and say {lost}")
+        raise RuntimeError(f"survivors should have lost only {victims[number]}, and report {lost}")
     moments = [
         kill_s,
         min(mark["seen_s"] for mark in marks),
@@ -169,11 +169,11 @@ def show(rows: dict[int, list[Row]]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# What each process does
+# The processes of a job
 
 
 def work(told: dict[str, Any]) -> None:
-    """Add vectors, die when it is time, recover when another died, write down when what happened."""
+    """All-reduce vectors, die when it is time, recover when another process died, record the times."""
     import mpi4py
 
     mpi4py.rc.finalize = False  # survivors never leave through MPI_Finalize
@@ -205,19 +205,19 @@ def work(told: dict[str, Any]) -> None:
 
 
 def small_sum(comm: Any) -> None:
-    """Add a small vector over everybody, and see that nothing is missing."""
+    """All-reduce a small vector, and check that no contribution is missing."""
     import numpy as np
 
     ones, result = np.ones(ELEMENTS), np.empty(ELEMENTS)
     comm.Allreduce(ones, result)
     if not (result == comm.size).all():
-        raise RuntimeError(f"a sum over {comm.size} processes gave {result.min()} to {result.max()}")
+        raise RuntimeError(f"an all-reduce over {comm.size} processes gave {result.min()} to {result.max()}")
 
 
 def recover(comm: Any, me: int, size: int, completed: int, mark: dict[str, Any]) -> tuple[Any, list[int], int]:
-    """Carry out R1 to R4; return the new communicator, who is in it, and the sums that count as done.
+    """Carry out R1 to R4; return the new communicator, its members, and the number of completed all-reduces.
 
-    One process is killed at a time, so a failure in here is a fault of the benchmark and ends it.
+    One process is killed at a time, so a failure in here is an error of the benchmark and ends it.
     """
     import numpy as np
     from mpi4py import MPI
@@ -228,21 +228,21 @@ def recover(comm: Any, me: int, size: int, completed: int, mark: dict[str, Any])
     comm = comm.Shrink()
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     fenced = agree(comm, 1)
-    mine, everybody = np.zeros((size, 2), dtype=np.int64), np.empty((size, 2), dtype=np.int64)
+    mine, slots = np.zeros((size, 2), dtype=np.int64), np.empty((size, 2), dtype=np.int64)
     mine[me] = (1, completed)
-    comm.Allreduce(mine, everybody)
+    comm.Allreduce(mine, slots)
     if not (agree(comm, 1) and fenced):
         raise RuntimeError("a second process was lost during recovery")
     mark["decided_s"] = time.monotonic()
-    alive = [rank for rank in range(size) if everybody[rank, 0]]
-    progress = everybody[alive, 1]
+    alive = [rank for rank in range(size) if slots[rank, 0]]
+    progress = slots[alive, 1]
     if progress.max() - progress.min() > 1:
-        raise RuntimeError(f"survivors are more than one sum apart: {progress.tolist()}")
+        raise RuntimeError(f"survivors are more than one all-reduce apart: {progress.tolist()}")
     return comm, alive, int(progress.max())
 
 
 def agree(comm: Any, flag: int) -> bool:
-    """Return whether all flags are 1 and nobody was found dead."""
+    """Return whether all flags are 1 and no process was found dead."""
     from mpi4py import MPI
 
     try:
@@ -252,14 +252,14 @@ def agree(comm: Any, flag: int) -> bool:
 
 
 def die(folder: Path, me: int, marks: list[dict[str, Any]]) -> None:
-    """Write down what was seen so far and when it ends, and end."""
+    """Write the observations so far and the time of death, and die."""
     (folder / f"{me}.until-death").write_text(json.dumps(marks))
     (folder / f"{me}.kill").write_text(repr(time.monotonic()))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leave(comm: Any, path: Path, marks: list[dict[str, Any]]) -> None:
-    """Write the results, all or nothing, and end once everybody alive is here."""
+    """Write the results atomically, and end once all survivors are here."""
     agree(comm, 1)
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(marks))

@@ -1,15 +1,15 @@
-"""How fast the simulator is: one history, and a large sweep.
+"""Speed of the simulator: one history, and a large sweep.
 
     python benchmarks/simulate.py [--repetitions 1000] [--workers 100000] [--days 90] [--json FILE]
 
 ========  ==================================================================================================  ==============
-what      of                                                                                                  target
+case      simulates                                                                                           target
 ========  ==================================================================================================  ==============
 history   ``simulate``: 16,384 workers in nodes of 8 that fail, are repaired and rejoin, for 90 days          2 s
-sweep     ``monte_carlo``: every worker fails by itself, once in five years, repairs are log-normal           30 s
+sweep     ``monte_carlo``: every worker fails independently, once in five years, log-normal repairs           30 s
 ========  ==================================================================================================  ==============
 
-Times are those of the processor: both run on one core. Drawing the failures counts.
+Times are processor times: both run on one core. Drawing the failures is included.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What smaller slices cost, and what of it ``step.compute`` saves. One process, one thread.
+"""The cost of smaller slices, and how much of it ``step.compute`` saves. One process, one thread.
 
-A worker's samples in 1 to 16 slices: a step of a session that loops over them, each a forward and a backward pass of its
-own, and one that calls ``step.compute``, which takes all slices through the model at once where that gives each the bits
-that it has by itself (:mod:`holdfast.models.slice_batching`). Both train in turns, and must end with the same weights.
+A worker's samples in 1 to 16 slices: a session that loops over the slices, with a forward and a backward pass for each,
+and one that calls ``step.compute``, which batches all slices into one pass if their results stay bit-identical
+(:mod:`holdfast.models.slice_batching`). Both train in turns, and must end with the same weights.
 
-Two other ways to read the weights less often are held against the loop, by the share of the gradients' numbers that have its
-bits:
+Two other methods of reading the weights less often are compared with the loop, by the share of gradient values that are
+bit-identical to it:
 
 - ``vmap``: ``torch.func.vmap`` of the gradient, over the slices;
 - ``graph``: one forward pass over all samples, and a backward pass for each slice's loss.
@@ -36,18 +36,18 @@ import holdfast
 from holdfast.models.slice_batching import TRIALS
 
 Gradients = list[list[torch.Tensor]]
-"""Of each slice, of each parameter."""
+"""For each slice, the gradient of each parameter."""
 COUNTS = (1, 2, 4, 8, 16)
 DIGITS = "digits"
-"""A network of 26 thousand parameters for images of 8 x 8 numbers: what a pass takes here is calls, not numbers."""
+"""A network of 26 thousand parameters for images of 8 x 8 numbers, whose cost is in calls and not in arithmetic."""
 SAMPLES = 128
-"""Of the worker in a step; a sixteenth of it where a sample is a text."""
+"""Samples of the worker in a step; a sixteenth of it for text."""
 STEP_S = 0.3
-"""How long a block lasts at least: as many steps as that takes."""
+"""Minimum duration of a block in seconds, which decides its number of steps."""
 
 
 def summed_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the loss that a session takes the gradient of: the sum over the samples."""
+    """Return the loss whose gradient a session uses: the sum over the samples."""
     return loss_of(model, x, y) * len(x)
 
 
@@ -62,7 +62,7 @@ def one_by_one(model: nn.Module, xs: torch.Tensor, ys: torch.Tensor) -> Gradient
 
 
 def by_vmap(model: nn.Module, xs: torch.Tensor, ys: torch.Tensor) -> Gradients:
-    """Return the gradients of slices that go through batched kernels."""
+    """Return the gradients of slices, computed by batched kernels."""
     values = {name: p.detach() for name, p in model.named_parameters()}
     buffers = dict(model.named_buffers())
 
@@ -83,7 +83,7 @@ def by_graph(model: nn.Module, xs: torch.Tensor, ys: torch.Tensor) -> Gradients:
 
 
 def equal_share(made: Gradients, expected: Gradients) -> float:
-    """Return the share of numbers with the same bits."""
+    """Return the share of values that are bit-identical."""
     same = total = 0
     for mine, theirs in zip(made, expected, strict=True):
         for a, b in zip(mine, theirs, strict=True):
@@ -93,13 +93,13 @@ def equal_share(made: Gradients, expected: Gradients) -> float:
 
 
 class Training:
-    """One worker's session, which goes on a few steps at a time.
+    """One worker's session, which trains a few steps at a time.
 
     Args:
-        name: Of the model.
-        slices: Of each step.
-        computes: By ``step.compute``, or else by a loop.
-        folder: For the records.
+        name: Name of the model.
+        slices: Slices of each step.
+        computes: Whether ``step.compute`` is used instead of a loop.
+        folder: Folder for the records.
     """
 
     def __init__(self, name: str, slices: int, folder: Path, *, computes: bool) -> None:
@@ -112,7 +112,7 @@ class Training:
         self._steps = session.steps(TensorDataset(x, y), len(x), 1 << 20, shuffle=False)
 
     def advance(self, steps: int) -> float:
-        """Take some steps; return the processor time of one, seconds."""
+        """Train some steps; return the processor time of one, in seconds."""
         begun_s = time.process_time()
         for _ in range(steps):
             step = next(self._steps)
@@ -124,12 +124,12 @@ class Training:
         return (time.process_time() - begun_s) / steps
 
     def why_not(self) -> str:
-        """Return why slices do not go at once, "" if they do."""
+        """Return why slices are not batched, "" if they are."""
         lines = [json.loads(line) for path in self._records.glob("records-*") for line in path.read_text().splitlines()]
         return next((str(line["why_not"]) for line in lines if line["event"] == "SlicesTried"), "there is one slice")
 
     def close(self) -> None:
-        """End it in the middle."""
+        """End the session before the end of training."""
         self._steps.close()
 
 
@@ -139,7 +139,7 @@ def mean_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def model_of(name: str) -> nn.Module:
-    """Return a model, always the same."""
+    """Return a model, with the same weights each time."""
     if name != DIGITS:
         return make_model(name)
     torch.manual_seed(0)
@@ -155,13 +155,13 @@ def samples_of(name: str) -> tuple[torch.Tensor, ...]:
 
 
 def against(taken_s: list[float], other_s: list[float]) -> str:
-    """Return how many times as long it takes, with the 95 % interval."""
+    """Return the ratio of the times, with the 95 % interval."""
     found = ratio(taken_s, other_s, paired=True)
     return f"{found['ratio']:.2f} ({found['low']:.2f}-{found['high']:.2f})"
 
 
 def other_ways(name: str, slices: int) -> None:
-    """Print what share of the gradients has the bits of one slice after another."""
+    """Print the share of gradient values that are bit-identical to those of one slice after another."""
     model, (x, y) = model_of(name), samples_of(name)
     xs, ys = x.unflatten(0, (slices, -1)), y.unflatten(0, (slices, -1))
     mixes = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in model.modules())
@@ -176,7 +176,7 @@ def other_ways(name: str, slices: int) -> None:
 
 
 def measure(name: str, counts: list[int], blocks: int, folder: Path) -> None:
-    """Print what slices cost, and what of it goes."""
+    """Print the cost of slices, and how much of it is saved."""
     loops = {slices: Training(name, slices, folder, computes=False) for slices in counts}
     calls = {slices: Training(name, slices, folder, computes=True) for slices in counts if slices > 1}
     trainings = {("loop", slices): one for slices, one in loops.items()}
@@ -191,7 +191,7 @@ def measure(name: str, counts: list[int], blocks: int, folder: Path) -> None:
         if way == "compute":
             pairs = zip(loops[slices].model.parameters(), calls[slices].model.parameters(), strict=True)
             assert all(torch.equal(mine, other) for mine, other in pairs), "other weights"
-            more = f", to the loop {against(taken_s, times['loop', slices])}; {calls[slices].why_not() or 'at once'}"
+            more = f", to the loop {against(taken_s, times['loop', slices])}; {calls[slices].why_not() or 'batched'}"
         median_ms = statistics.median(taken_s) * 1e3
         print(
             f"{name}, {way}, {slices} slices: {median_ms:.2f} ms, to 1 slice {against(taken_s, times['loop', 1])}{more}"
@@ -203,7 +203,9 @@ def measure(name: str, counts: list[int], blocks: int, folder: Path) -> None:
 def main() -> None:
     """Print the bits and the times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=20, metavar="N", help="0 compares the bits of other ways alone")
+    parser.add_argument(
+        "--blocks", type=int, default=20, metavar="N", help="0 compares only the bits of the other methods"
+    )
     names = [DIGITS, "mlp", "cnn", "transformer"]
     parser.add_argument("--models", nargs="+", default=names, choices=names)
     given = parser.parse_args()

@@ -1,8 +1,8 @@
-"""What a run under kills spends its time on, by its records: steps in their usual pace, and what breaks in them cost.
+"""How a run under kills spends its time, from its records: steps at their usual pace, and the cost of interruptions.
 
-A break goes from the last commit before somebody was missed to the commit of the :data:`SETTLED` th step after, or of the last one
-before the next break. What it cost is what it took, less what these steps usually take; so slow steps after a recovery are a part of
-its costs, and so is what no record tells of.
+An interruption lasts from the last commit before a worker was missed to the commit of the :data:`SETTLED` th step after
+it, or of the last step before the next interruption. Its cost is its duration, less the usual time of its steps. Slow
+steps after a recovery are therefore part of its cost, and so is everything that no record describes.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import NamedTuple
 from holdfast.records.types import JobRestarted, Record, Recovered, StepCommitted
 
 SETTLED = 10
-"""After so many steps, training is in its pace again."""
+"""After this many steps, training has regained its pace."""
 
 Usual = Mapping[int, float]
-"""What a step takes, seconds, by the number of workers."""
+"""Usual step time in seconds, by the number of workers."""
 
 
 class Break(NamedTuple):
-    """Training stopped for a while.
+    """One interruption of training.
 
     Args:
-        restarted: The launcher started workers; otherwise survivors went on.
-        workers: Before it, and after.
-        continued: The step that was broken off was gone on with; otherwise it was begun again.
-        steps: Commits after the first one that are in it.
-        took_s: From the last commit before to the last one that is in it.
+        restarted: The launcher started workers; otherwise survivors resumed.
+        workers: Number of workers before it, and after.
+        continued: The interrupted step was continued; otherwise it was restarted.
+        steps: Further commits in it after the first one.
+        took_s: From the last commit before it to its last commit.
     """
 
     restarted: bool
@@ -39,18 +39,18 @@ class Break(NamedTuple):
     took_s: float
 
     def cost_s(self, usual: Usual) -> float:
-        """Return what it took beyond the steps in it, the one that was broken off included."""
+        """Return the time taken beyond the usual time of its steps, including the interrupted one."""
         before, after = (usual[workers] for workers in self.workers)
         return self.took_s - self.steps * after - (before if self.continued else before + after)
 
 
 class Spent(NamedTuple):
-    """What time went into.
+    """How time was spent.
 
     Args:
-        steady: Steps in their pace, as ``(step, workers, seconds)``.
-        settling: Those in breaks, the first one after a break included: ``(step, workers)``.
-        breaks: In the order of time.
+        steady: Steps at their usual pace, as ``(step, workers, seconds)``.
+        settling: Steps in interruptions, including the first one after: ``(step, workers)``.
+        breaks: Interruptions, ordered by time.
     """
 
     steady: tuple[tuple[int, int, float], ...]
@@ -58,14 +58,14 @@ class Spent(NamedTuple):
     breaks: tuple[Break, ...]
 
     def usual(self) -> dict[int, float]:
-        """Return the mean of steps in their pace, by the number of workers, fewest first."""
+        """Return the mean of the steady steps, by the number of workers, fewest first."""
         times: dict[int, list[float]] = defaultdict(list)
         for _, workers, seconds in self.steady:
             times[workers].append(seconds)
         return {workers: statistics.fmean(times[workers]) for workers in sorted(times)}
 
     def phases(self, usual: Usual) -> dict[str, float]:
-        """Return seconds: of steps that count, of work that was thrown away, of recoveries, of restarts."""
+        """Return the seconds spent on steps that count, discarded work, recoveries and restarts."""
         worked = [*self.steady, *((step, workers, usual[workers]) for step, workers in self.settling)]
         newest = {step: number for number, (step, _, _) in enumerate(worked)}
         phases = dict.fromkeys(("useful", "lost", "recover", "restart"), 0.0)
@@ -78,12 +78,12 @@ class Spent(NamedTuple):
 
 
 def spent(records: Sequence[Record], since_s: float, until_s: float) -> Spent:
-    """Return what went into the time between, commits counted that lie in it.
+    """Return how the time from ``since_s`` to ``until_s`` was spent, by the commits in it.
 
     Args:
-        records: Of all workers and the launcher, in the order of time.
-        since_s: On the clock of the records.
-        until_s: Likewise.
+        records: Records of all workers and the launcher, ordered by time.
+        since_s: Start, in the time of the records.
+        until_s: End, likewise.
     """
     steady: list[tuple[int, int, float]] = []
     settling: list[tuple[int, int]] = []
@@ -107,7 +107,7 @@ def spent(records: Sequence[Record], since_s: float, until_s: float) -> Spent:
 
 
 def _commits(records: Sequence[Record]) -> Iterator[tuple[StepCommitted, StepCommitted, list[Record]]]:
-    """Yield each commit, the next one, and recoveries and restarts between."""
+    """Yield each commit, the next one, and recoveries and restarts between them."""
     before, between = None, []
     for record in records:
         match record:
@@ -115,7 +115,7 @@ def _commits(records: Sequence[Record]) -> Iterator[tuple[StepCommitted, StepCom
                 between.append(record)
             case StepCommitted() if before is None:
                 before, between = record, []
-            # A new lowest worker writes its last one again.
+            # A new lead writes its last commit again.
             case StepCommitted() if between or record.step != before.step:
                 if record.step == before.step and not any(isinstance(one, JobRestarted) for one in between):
                     continue

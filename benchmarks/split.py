@@ -12,8 +12,8 @@ holdfast-pipeline  ``holdfast.Session`` of a ``holdfast.Pipeline`` of the same s
 =================  ================================================================================================
 
 Both systems of a pair train the same model with the same optimizer on the same samples, and take turns as in
-``step_time.py``. Holdfast mirrors each part at one other worker; ``--mirror 0`` measures it without. When the last block is
-over the weights of both are compared; a system that trained something else has failed.
+``step_time.py``. Holdfast keeps one hot standby of each part; ``--mirror 0`` measures it without. After the last block
+the weights of both are compared; a system that trained something else has failed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from torch import nn
 from torch.nn import functional as F
 
 PAIRS = {"sharded": ("fsdp2-gloo", "holdfast-sharded"), "pipeline": ("gpipe-gloo", "holdfast-pipeline")}
-"""By kind, what Holdfast is compared with, and Holdfast."""
+"""By kind: the baseline, and Holdfast."""
 MODELS = ("mlp", "transformer")
 MICRO_BATCHES = 4
-"""Of a pipeline, in a step."""
+"""Micro-batches of a pipeline in a step."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ class Embedded(nn.Module):
     """The first stage of the transformer.
 
     Args:
-        whole: Whose.
+        whole: The whole model.
     """
 
     def __init__(self, whole: Transformer) -> None:
@@ -59,7 +59,7 @@ class Embedded(nn.Module):
         self.characters, self.places = whole.characters, whole.places
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a vector for each character and its place."""
+        """Return a vector for each character and its position."""
         return self.characters(x) + self.places(torch.arange(CONTEXT))
 
 
@@ -84,12 +84,12 @@ def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 class Training:
-    """What both systems train.
+    """The model and data that both systems train.
 
     Args:
-        name: Of the model.
-        workers: How many.
-        text: Where a text is, for the transformer.
+        name: Name of the model.
+        workers: Number of workers.
+        text: Path of a text, for the transformer.
     """
 
     def __init__(self, name: str, workers: int, text: Path | None) -> None:
@@ -101,11 +101,11 @@ class Training:
         self.start = sample(self.model.parameters())
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        """Return the optimizer of some parameters."""
+        """Return the optimizer for some parameters."""
         return torch.optim.SGD(parameters, lr=self.job.learning_rate, momentum=0.9)
 
     def batches(self, turns: Turns) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the mini-batches of all workers together; as with a session, the last one is that which is asked to stop."""
+        """Yield the mini-batches of all workers together; as in a session, the last one is asked to stop."""
         step, goes_on = 0, True
         while goes_on:
             goes_on = turns.again()
@@ -115,18 +115,18 @@ class Training:
             step += 1
 
     def moved(self, parameters: Any) -> list[float]:
-        """Return how far training has moved a few numbers of each parameter of the whole model."""
+        """Return how far training has moved a few values of each parameter of the whole model."""
         return [after - before for after, before in zip(sample(parameters), self.start, strict=True)]
 
 
 def sample(parameters: Any) -> list[float]:
-    """Return a few numbers of each parameter, in order."""
+    """Return a few values of each parameter, in order."""
     flat = [parameter.detach().flatten() for parameter in parameters]
     return [value for one in flat for value in one[:: max(1, len(one) // 16)].tolist()]
 
 
 def work(system: str, name: str, workers: int, text: Path | None) -> None:
-    """Be one worker of ``system``; at the end tell how far the weights have moved."""
+    """Run one worker of ``system``; at the end report how far the weights have moved."""
     torch.set_num_threads(1)
     training = Training(name, workers, text)
     turns = Turns(list)
@@ -181,7 +181,7 @@ def work_gpipe(training: Training, turns: Turns) -> list[float]:
 
 
 def work_sharded(training: Training, turns: Turns) -> list[float]:
-    """Train with a session of a model in shards."""
+    """Train with a session of a sharded model."""
     import holdfast
 
     model = training.model
@@ -229,7 +229,7 @@ class SplitContender(Contender):
         super()._start([str(Path(__file__).resolve()), *script[1:]])
 
     def finish_with_weights(self) -> list[list[float]]:
-        """End the training, and return how far it has moved each worker's weights."""
+        """End the training, and return how far it has moved the weights of each worker."""
         return self._ask("0")
 
 
@@ -238,9 +238,9 @@ class SplitRace(Race):
 
     Args:
         options: The command line.
-        kind: Of the pair.
-        name: Of the model.
-        workers: How many.
+        kind: Kind of the pair.
+        name: Name of the model.
+        workers: Number of workers.
     """
 
     def __init__(self, options: argparse.Namespace, kind: str, name: str, workers: int) -> None:
@@ -248,7 +248,7 @@ class SplitRace(Race):
         super().__init__(argparse.Namespace(**(vars(options) | {"systems": PAIRS[kind]})), name, workers)
 
     def run(self) -> None:
-        """Start both, let them take turns, end them, compare what they computed."""
+        """Start both, let them take turns, end them, compare their results."""
         steps = self._options.steps or JOBS[self._name].steps
         try:
             self._start()
@@ -271,10 +271,10 @@ class SplitRace(Race):
         self._reference = self._reference or moved[0]
         distance = max(math.dist(worker, self._reference) for worker in moved) / math.hypot(*self._reference)
         if not distance < TOLERANCE:
-            raise SystemFailed(f"its weights differ by {distance:.2g} of the way that training moved them")
+            raise SystemFailed(f"its weights differ by {distance:.2g} of the distance that training moved them")
 
     def summary(self) -> dict[str, Any]:
-        """Return what was found, by system."""
+        """Return the results by system."""
         base, _ = PAIRS[self._kind]
         found: dict[str, Any] = {system: {"failed": text} for system, text in self.failed.items()}
         good = {system: rounds for system, rounds in self.times.items() if rounds and system not in self.failed}
@@ -286,7 +286,7 @@ class SplitRace(Race):
         return found
 
     def table(self) -> str:
-        """Return what was found as a table."""
+        """Return the results as a table."""
         base, _ = PAIRS[self._kind]
         title = f"{self._kind} {self._name}, {self._workers} workers on {os.cpu_count()} cores, {JOBS[self._name].samples} samples a worker; ms"
         rows = []
@@ -306,11 +306,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--workers", nargs="+", type=int, choices=(2, 4), default=[2, 4])
     parser.add_argument("--kinds", nargs="+", choices=[*PAIRS], default=[*PAIRS])
-    parser.add_argument("--rounds", type=int, default=5, help="blocks of each system")
-    parser.add_argument("--steps", type=int, help="that are measured in a block; default: by model")
-    parser.add_argument(
-        "--mirror", type=int, default=1, help="workers beside its own that hold each part of Holdfast's"
-    )
+    parser.add_argument("--rounds", type=int, default=5, help="number of blocks of each system")
+    parser.add_argument("--steps", type=int, help="steps measured in a block; default: by model")
+    parser.add_argument("--mirror", type=int, default=1, help="hot standbys of each part under Holdfast")
     parser.add_argument("--data", type=Path, metavar="FILE", help="a text for the transformer; default: made-up words")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
@@ -320,7 +318,7 @@ def main() -> int:
     """Measure everything and print a table for each kind, model and number of workers."""
     options = parse()
     os.environ["HOLDFAST_MIRROR"] = str(options.mirror)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the jobs are ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the jobs end too
     results, failed = [], False
     for kind in options.kinds:
         for workers in options.workers:

@@ -1,8 +1,9 @@
-"""How long those wait who only want to plan: the package, the simulator and ``holdfast plan`` are there before torch is.
+"""How long planning commands take to start: the package, the simulator and ``holdfast plan`` do not load torch.
 
     python benchmarks/start.py [--repetitions 10] [--json FILE]
 
-All are processes of their own and take turns, in another order each time. Target: less than 0.3 s, the interpreter included.
+Each runs in its own process, in turns and in a different order each time. Target: less than 0.3 s including the
+interpreter.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ LIMIT_S = 120.0
 
 
 def main() -> None:
-    """Start each so many times, print the table."""
+    """Start each of them repeatedly, print the table."""
     options = parse()
     wall: dict[str, list[float]] = {name: [] for name in COMMANDS}
     processor: dict[str, list[float]] = {name: [] for name in COMMANDS}
     rng = random.Random(0)
-    for _ in range(options.repetitions + 1):  # the first one reads files, and may write what is compiled
+    for _ in range(options.repetitions + 1):  # the first run reads files, and may write compiled files
         for name in rng.sample(list(COMMANDS), len(COMMANDS)):
             wall_s, processor_s = time_command(COMMANDS[name])
             wall[name].append(wall_s)
@@ -55,14 +56,14 @@ def parse() -> argparse.Namespace:
 
 
 def time_command(words: tuple[str, ...]) -> tuple[float, float]:
-    """Return what it takes, seconds: on the clock, and of processors."""
+    """Return the elapsed time and the processor time in seconds."""
     begun_s, before_s = time.perf_counter(), used_by_children_s()
     subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL, timeout=LIMIT_S)
     return time.perf_counter() - begun_s, used_by_children_s() - before_s
 
 
 def used_by_children_s() -> float:
-    """Return the processor time of all that were started and have ended."""
+    """Return the processor time of all children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

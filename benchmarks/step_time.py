@@ -5,7 +5,7 @@
 ============  =====================================================================================================
 system        what runs
 ============  =====================================================================================================
-alone         the plain loop in as many processes at the same time, with no communication: what the machine allows
+alone         the plain loop in as many processes in parallel, with no communication: the machine's limit
 ddp-gloo      DistributedDataParallel on Gloo
 holdfast      ``holdfast.Session``, started by ``holdfast run``
 holdfast-ddp  the script of ddp-gloo with ``init_process_group("holdfast")``, started by ``holdfast run``
@@ -13,12 +13,12 @@ torchft       torchft's DistributedDataParallel, Optimizer and Manager on Gloo, 
 ============  =====================================================================================================
 
 All jobs of a table are started first and then take turns: in each of ``--rounds`` rounds every system trains a block
-of steps while the others wait, in another order each time, so that whatever else the machine does hits all of them.
+of steps while the others wait, in a different order each time, so that other load on the machine affects all of them.
 Workers time their own steps, from the start of one to the start of the next; the first step of a block, which wakes
-everybody, is left out. Before the first round there are a few steps to get warm; after them the weights of all systems
-that exchange gradients are compared, and one that sums something else has failed.
+the workers, is excluded. There are a few warm-up steps before the first round. After them the weights of all systems
+that exchange gradients are compared; a system with a wrong all-reduce has failed.
 
-The defaults take about ten minutes on two cores that do nothing else. ``--rounds 30`` gives narrower intervals;
+The defaults take about ten minutes on two otherwise idle cores. ``--rounds 30`` gives narrower intervals;
 ``--steps`` sets the length of a block. The peers' environment comes from ``make bench-peers``.
 """
 
@@ -46,19 +46,19 @@ from models import JOBS, loss_of, make_model, make_optimizer
 
 SYSTEMS = ("alone", "ddp-gloo", "holdfast", "holdfast-ddp", "torchft")
 BASE = "ddp-gloo"
-"""The system that the others are compared with."""
+"""The baseline."""
 START_S = 180.0
-"""How long a job may take to start."""
+"""Time limit for the start of a job, in seconds."""
 BLOCK_S = 300.0
-"""How long a block may take."""
+"""Time limit for a block, in seconds."""
 WARM_UP_STEPS = 3
-"""Before the first round: buckets are laid out anew, buffers are allocated."""
+"""Steps before the first round: buckets are rebuilt, memory is allocated."""
 TOLERANCE = 1e-3
-"""Largest distance of two systems' weights after the warm-up, as a share of how far training has moved them."""
+"""Largest distance of two systems' weights after the warm-up, as a share of the distance that training moved them."""
 
 
 class SystemFailed(Exception):
-    """A system did not do what it was asked for."""
+    """A system did not work as requested."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -66,10 +66,10 @@ class SystemFailed(Exception):
 
 
 class Turns:
-    """What a worker hears from the benchmark: when to train, and for how many steps.
+    """The benchmark's instructions to a worker: when to train, and for how many steps.
 
     Args:
-        weights: Returns what is told of the weights.
+        weights: Returns the values reported about the weights.
     """
 
     def __init__(self, weights: Callable[[], list[float]]) -> None:
@@ -80,7 +80,7 @@ class Turns:
         self._times: list[float] = []
 
     def again(self) -> bool:
-        """Return whether another step is wanted. Call it where a step begins: the one before has ended."""
+        """Return whether another step is wanted. Call it at the start of a step, after the previous one has ended."""
         self._times.append(time.perf_counter())
         if len(self._times) <= self._wanted:
             return True
@@ -98,7 +98,7 @@ class Turns:
 
 
 class Training:
-    """What every system trains: the same model, samples and optimizer."""
+    """The common training of every system: the same model, samples and optimizer."""
 
     def __init__(self, name: str, workers: int, text: Path | None) -> None:
         self.job = JOBS[name]
@@ -109,7 +109,7 @@ class Training:
         self._start = self._sample()
 
     def loop(self, turns: Turns, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Train as everybody does who has torch."""
+        """Train by the usual torch loop."""
         step = 0
         while turns.again():
             at = (step * self.workers + rank) * self.job.samples % len(self.dataset)
@@ -121,7 +121,7 @@ class Training:
             step += 1
 
     def moved(self) -> list[float]:
-        """Return how far training has moved a few numbers of each parameter."""
+        """Return how far training has moved a few values of each parameter."""
         return [after - before for after, before in zip(self._sample(), self._start, strict=True)]
 
     def _sample(self) -> list[float]:
@@ -130,7 +130,7 @@ class Training:
 
 
 def work(system: str, name: str, workers: int, text: Path | None) -> None:
-    """Be one worker of ``system``."""
+    """Run one worker of ``system``."""
     torch.set_num_threads(1)
     training = Training(name, workers, text)
     turns = Turns(training.moved)
@@ -145,7 +145,7 @@ def work(system: str, name: str, workers: int, text: Path | None) -> None:
 
 
 def work_alone(training: Training, turns: Turns) -> None:
-    """Train without the others."""
+    """Train without communication."""
     training.loop(turns, int(os.environ["RANK"]), training.model, training.optimizer)
 
 
@@ -155,7 +155,7 @@ def work_ddp(training: Training, turns: Turns, *, backend: str) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     if backend == "holdfast":
-        import holdfast.distributed  # noqa: F401 - makes its backend known to torch
+        import holdfast.distributed  # noqa: F401 - registers its backend with torch
     dist.init_process_group(backend)
     model = DistributedDataParallel(training.model)
     training.loop(turns, dist.get_rank(), model, training.optimizer)
@@ -194,7 +194,7 @@ def work_torchft(training: Training, turns: Turns) -> None:
         store_port=store.port,
         replica_id=f"replica_{rank}",
         hostname="127.0.0.1",
-        init_sync=False,  # all start with the same weights; else all but one add zeros to the first sum
+        init_sync=False,  # all start with the same weights; otherwise all but one contribute zeros to the first all-reduce
     )
     steps = CountedTurns(turns)
     model = DistributedDataParallel(manager, training.model)
@@ -205,10 +205,10 @@ def work_torchft(training: Training, turns: Turns) -> None:
 
 
 class CountedTurns(Turns):
-    """Counts the steps, for a system that may leave some out without saying so.
+    """Counts the steps of a system that may silently skip some.
 
     Args:
-        turns: What is counted.
+        turns: The instructions that are counted.
     """
 
     def __init__(self, turns: Turns) -> None:
@@ -229,15 +229,15 @@ class Contender:
     """The job of one system, started and waiting for its turn.
 
     Args:
-        system: Which.
-        name: Of the model.
-        workers: How many.
-        text: Where a text is, for the transformer.
+        system: Its name.
+        name: Name of the model.
+        workers: Number of workers.
+        text: Path of a text, for the transformer.
     """
 
     def __init__(self, system: str, name: str, workers: int, text: Path | None) -> None:
         self.system = system
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the job
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the job runs
         self._workers = workers
         self._streams: list[Any] = []
         self._processes: list[subprocess.Popen[str]] = []
@@ -295,7 +295,7 @@ class Contender:
         return self._ask(str(steps))
 
     def weights(self) -> list[list[float]]:
-        """Return how far training has moved each worker's weights."""
+        """Return how far training has moved the weights of each worker."""
         return self._ask("weights")
 
     def finish(self) -> None:
@@ -303,7 +303,7 @@ class Contender:
         self._ask("0")
 
     def _ask(self, message: str) -> list[Any]:
-        with contextlib.suppress(OSError):  # of one that has died we shall hear nothing
+        with contextlib.suppress(OSError):  # a dead worker's pipe is closed
             for stream in self._streams:
                 stream.write(f"{message}\n")
                 stream.flush()
@@ -315,7 +315,7 @@ class Contender:
         except OSError:
             lines = [""]
         if not all(lines):
-            time.sleep(1)  # for its last words
+            time.sleep(1)  # for its last output
             raise SystemFailed(self._last_words())
         return [json.loads(line) for line in lines]
 
@@ -345,7 +345,7 @@ class Contender:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -360,8 +360,8 @@ class Race:
 
     Args:
         options: The command line.
-        name: Of the model.
-        workers: How many.
+        name: Name of the model.
+        workers: Number of workers.
     """
 
     def __init__(self, options: argparse.Namespace, name: str, workers: int) -> None:
@@ -372,10 +372,10 @@ class Race:
         self._reference: list[float] = []
         self.failed: dict[str, str] = {}
         self.times: dict[str, list[list[float]]] = {system: [] for system in options.systems}
-        """Milliseconds of the steps of all workers, by system and round."""
+        """Step times of all workers in milliseconds, by system and round."""
 
     def run(self) -> None:
-        """Start the jobs, compare what they compute, let them take turns, end them."""
+        """Start the jobs, compare their results, let them take turns, end them."""
         steps = self._options.steps or JOBS[self._name].steps
         try:
             self._start()
@@ -407,7 +407,7 @@ class Race:
                 self._fail(system, failure)
 
     def _measure(self, contender: Contender, steps: int) -> None:
-        # Without communication one worker may be done before the others, which then have more of the machine.
+        # Without communication one worker may finish before the others, which then get more of the machine.
         alone = contender.system == "alone"
         answer = contender.block(1 + steps + alone)
         self.times[contender.system].append([1e3 * t for worker in answer for t in worker[1 : 1 + steps]])
@@ -420,7 +420,7 @@ class Race:
         distance = max(math.dist(worker, self._reference) for worker in moved) / math.hypot(*self._reference)
         if not distance < TOLERANCE:
             raise SystemFailed(
-                f"its weights differ from those of others by {distance:.2g} of the way that training moved them"
+                f"its weights differ from those of other systems by {distance:.2g} of the distance that training moved them"
             )
 
     def _fail(self, system: str, failure: SystemFailed) -> None:
@@ -428,7 +428,7 @@ class Race:
         print(f"{self._name}, {self._workers} workers: {system} failed: {failure}", file=sys.stderr)
 
     def summary(self) -> dict[str, Any]:
-        """Return what was found, by system."""
+        """Return the results by system."""
         blocks = {
             system: [statistics.median(block) for block in rounds]
             for system, rounds in self.times.items()
@@ -447,7 +447,7 @@ class Race:
         return found
 
     def table(self) -> str:
-        """Return what was found as a table."""
+        """Return the results as a table."""
         job = JOBS[self._name]
         title = f"{self._name}, {self._workers} workers on {os.cpu_count()} cores, {job.samples} samples a worker; ms"
         head = ["system", "step p50", "p10", "p90", f"to {BASE}", "communication adds", f"to {BASE}'s"]
@@ -455,12 +455,12 @@ class Race:
 
 
 def adds(blocks: list[float], alone: list[float], base: list[float] | None) -> dict[str, Any]:
-    """Return what communication adds to a step, and its ratio to what it adds in the base system."""
+    """Return the communication time of a step, and its ratio to that of the base system."""
     added = [step - plain for step, plain in zip(blocks, alone, strict=True)]
     found: dict[str, Any] = {"adds_ms": statistics.median(added)}
     if base:
         base_added = [step - plain for step, plain in zip(base, alone, strict=True)]
-        if min(base_added) > 0:  # else it is lost in the noise, and a ratio to it says nothing
+        if min(base_added) > 0:  # otherwise it is within the noise, and a ratio to it is meaningless
             found["adds_to_base"] = ratio(added, base_added, paired=True)
     return found
 
@@ -487,8 +487,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=[*JOBS], default=[*JOBS])
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
-    parser.add_argument("--rounds", type=int, default=5, help="blocks of each system")
-    parser.add_argument("--steps", type=int, help="that are measured in a block; default: by model")
+    parser.add_argument("--rounds", type=int, default=5, help="number of blocks of each system")
+    parser.add_argument("--steps", type=int, help="steps measured in a block; default: by model")
     parser.add_argument("--data", type=Path, metavar="FILE", help="a text for the transformer; default: made-up words")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
@@ -497,7 +497,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Measure everything and print a table for each model and number of workers."""
     options = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the jobs are ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the jobs end too
     results, failed = [], False
     for workers in options.workers:
         for name in options.models:

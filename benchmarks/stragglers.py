@@ -1,11 +1,11 @@
-"""What the launcher says about stragglers, on measured series of step times.
+"""The launcher's straggler detection on measured series of step times.
 
     python benchmarks/stragglers.py --data DIR [--factor 2.0]
 
 DIR holds ``job_1_norm.csv.gz`` to ``job_4_norm.csv.gz`` of the Alibaba PAI trace of 2020 (mini-batch times of each worker in
 four training jobs, scaled to 0-1000; https://github.com/alibaba/clusterdata, CC BY 4.0). Each row of a file is one
-mini-batch of one worker; ``time`` orders them. Here a worker's series is what it took step after step, told to a beacon as
-a session does, and looked at after every step as the launcher does.
+mini-batch of one worker; ``time`` orders them. Here a worker's series is its step times in order, written to a beacon
+as by a session, and checked after every step as by the launcher.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.launch.stragglers import Stragglers
 from holdfast.records.beacon import Beacon
 
 Series = Mapping[int, Sequence[float]]
-"""What each worker took, step after step, in any unit."""
+"""The step times of each worker, in any unit."""
 
 
 def read_job(path: Path) -> dict[int, list[float]]:
@@ -38,7 +38,7 @@ def read_job(path: Path) -> dict[int, list[float]]:
 
 
 def replay(series: Series, stragglers: Stragglers) -> Iterator[tuple[int, dict[int, float], dict[int, float]]]:
-    """Yield for every step its number, who is called a straggler in it for the first time, and all scores."""
+    """Yield for every step its number, the workers first reported as stragglers in it, and all scores."""
     with tempfile.TemporaryDirectory() as folder:
         paths = {rank: Path(folder, str(rank)) for rank in series}
         beacons = {rank: Beacon(path) for rank, path in paths.items()}
@@ -51,7 +51,7 @@ def replay(series: Series, stragglers: Stragglers) -> Iterator[tuple[int, dict[i
 
 
 def main() -> None:
-    """Print a table of what was found."""
+    """Print a table of the findings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, metavar="DIR")
     parser.add_argument("--factor", type=float, default=2.0)
@@ -66,10 +66,11 @@ def main() -> None:
         found, highest = [], dict.fromkeys(series, 0.0)
         for step, stragglers, scores in replay(series, Stragglers(options.factor)):
             found += [
-                f"  worker {rank} at step {step}: {score:.1f} times the others" for rank, score in stragglers.items()
+                f"  worker {rank} at step {step}: {score:.1f} times the other workers"
+                for rank, score in stragglers.items()
             ]
             highest = {rank: max(highest[rank], scores.get(rank, 0.0)) for rank in highest}
-        print(*found or ["  nobody"], sep="\n")
+        print(*found or ["  none"], sep="\n")
         scores_text = ", ".join(f"{rank}: {score:.2f}" for rank, score in sorted(highest.items()))
         print(f"  highest scores {scores_text}; median {median(highest.values()):.2f}")
 

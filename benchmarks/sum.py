@@ -1,4 +1,4 @@
-"""How long the sum alone takes: vectors of float32 over the workers of one host.
+"""How long the all-reduce alone takes: vectors of float32 over the workers of one host.
 
     python benchmarks/sum.py [--workers 2 4] [--numbers 100000 8500000] [--ways gloo shared memcpy] [--json FILE]
 
@@ -7,15 +7,15 @@ way        what runs
 =========  ========================================================================================================
 gloo       ``torch.distributed.all_reduce`` on Gloo, in place, over the loopback interface
 openmpi    Open MPI's Allreduce through mpi4py, in the fault-tolerant mode in which Holdfast starts it
-messages   Holdfast's ordered sum between hosts: Alltoall, add in order, Allgather
-shared     Holdfast's ordered sum on one host, through shared memory
-memcpy     no sum: every worker copies one vector, all at once; those of up to a megabyte or so never leave its cache
+messages   Holdfast's deterministic all-reduce between hosts: Alltoall, add in order, Allgather
+shared     Holdfast's deterministic all-reduce on one host, through shared memory
+memcpy     no all-reduce: all workers copy a vector in parallel; up to about a megabyte it stays in the cache
 =========  ========================================================================================================
 
-One job of Open MPI a number of workers. The ways take turns: in each of ``--rounds`` rounds every way sums a few times
-in a row, in another order each time. Before the clock starts all workers write their vectors anew and meet at a
-barrier; the time of a block is that of its slowest worker. Before the first round every way sums once, and the result
-is compared with the right one; the vectors hold small whole numbers, whose sums are exact in any order.
+One job of Open MPI for each number of workers. The variants take turns: in each of ``--rounds`` rounds every variant
+runs a few times in a row, in a different order each time. Before the clock starts all workers rewrite their vectors and
+pass a barrier; the time of a block is that of its slowest worker. Before the first round every variant runs once and
+its result is checked; the vectors hold small integers, whose sums are exact in any order.
 
 The defaults take a few minutes.
 """
@@ -40,9 +40,9 @@ from common import ratio, spread, table, write_json
 WAYS = ("gloo", "openmpi", "messages", "shared", "memcpy")
 NUMBERS = (100_000, 1_000_000, 8_500_000, 25_000_000)
 BLOCK_NUMBERS = 25_000_000
-"""Numbers that a block sums, over all its sums, so that blocks of short vectors are long enough to time."""
+"""Elements reduced in a block, over all its repetitions, so that blocks of short vectors are long enough to time."""
 JOB_S = 900.0
-"""How long a job may take."""
+"""Time limit of a job, in seconds."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -51,12 +51,12 @@ JOB_S = 900.0
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to sum, its memory made.
+    """One variant of the all-reduce, with its memory allocated.
 
     Args:
-        given: Where this worker writes its vector.
-        run: Sums once.
-        result: Returns what the last sum gave.
+        given: Input vector of this worker.
+        run: Runs it once.
+        result: Returns the result of the last run.
     """
 
     given: torch.Tensor
@@ -72,7 +72,7 @@ class Worker:
 
         torch.set_num_threads(1)
         self.comm = connect("ulfm", 0, "")
-        from mpi4py import MPI  # after the fabric, which says how MPI is to be set up
+        from mpi4py import MPI  # after the fabric, which configures MPI
 
         self.mpi = MPI
         self.world = MPI.COMM_WORLD
@@ -91,7 +91,7 @@ class Worker:
         )
 
     def measure(self, numbers: int, rounds: int) -> dict[str, list[float]]:
-        """Return how long a sum took in each round, milliseconds, by way."""
+        """Return how long an all-reduce took in each round, in milliseconds, by variant."""
         mine = torch.arange(numbers).remainder_(7).add_(self.world.rank).float()
         right = torch.arange(numbers).remainder_(7).mul_(self.world.size).float()
         right += sum(range(self.world.size))
@@ -100,7 +100,7 @@ class Worker:
             way.given.copy_(mine)
             way.run()
             if not torch.equal(way.result(), mine if name == "memcpy" else right):
-                sys.exit(f"{name} gave a wrong sum of {numbers} numbers")
+                sys.exit(f"{name} gave a wrong all-reduce of {numbers} elements")
         times: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(rounds):
             shift = number % len(ways)
@@ -111,7 +111,7 @@ class Worker:
     def _time(self, way: Way, mine: torch.Tensor) -> float:
         sums = min(20, max(2, BLOCK_NUMBERS // len(mine)))
         way.given.copy_(mine)
-        way.run()  # brings the workers to the same place, and the code back into the caches
+        way.run()  # synchronises the workers, and brings the code back into the caches
         way.given.copy_(mine)
         self.world.Barrier()
         start_s = time.perf_counter()
@@ -155,15 +155,15 @@ class Worker:
 
 
 def work(ways: Sequence[str], numbers: Sequence[int], rounds: int) -> None:
-    """Be one worker; the first one prints what was measured."""
-    warnings.filterwarnings("error", message="sums go by messages")  # or shared would be another name for messages
+    """Run one worker; the first one prints the measurements."""
+    warnings.filterwarnings("error", message="sums go by messages")  # otherwise shared would measure messages
     worker = Worker(ways)
     for length in numbers:
         times = worker.measure(length, rounds)
         if worker.world.rank == 0:
             print(json.dumps({"numbers": length, "times_ms": times}), flush=True)
     worker.world.Barrier()
-    os._exit(0)  # threads of Gloo may still be there, and MPI is not finalized
+    os._exit(0)  # threads of Gloo may still run, and MPI is not finalized
 
 
 # ---------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def work(ways: Sequence[str], numbers: Sequence[int], rounds: int) -> None:
 
 
 def run_job(options: argparse.Namespace, workers: int) -> list[dict[str, Any]]:
-    """Run one job and return what its workers measured, by length."""
+    """Run one job and return the measurements of its workers, by vector length."""
     from holdfast.comm.fabrics.ulfm import mpirun_command
 
     asked = json.dumps({"ways": options.ways, "numbers": options.numbers, "rounds": options.rounds})
@@ -190,7 +190,7 @@ def run_job(options: argparse.Namespace, workers: int) -> list[dict[str, Any]]:
 
 
 def show(workers: int, numbers: int, times: dict[str, list[float]]) -> str:
-    """Return a table."""
+    """Return a table of the results."""
     head = ["way", "p50", "p10", "p90", "to gloo", "GB/s", "of memcpy"]
     rows = []
     for way, values in times.items():
@@ -203,7 +203,7 @@ def show(workers: int, numbers: int, times: dict[str, list[float]]) -> str:
         if "memcpy" in times:
             cells[6] = f"{statistics.median(times['memcpy']) / found['p50']:.0%}"
         rows.append(cells)
-    return table(f"{numbers:,} numbers, {workers} workers on {os.cpu_count()} cores; ms", head, rows)
+    return table(f"{numbers:,} elements, {workers} workers on {os.cpu_count()} cores; ms", head, rows)
 
 
 def parse() -> argparse.Namespace:
@@ -212,13 +212,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--numbers", nargs="+", type=int, default=[*NUMBERS])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
-    parser.add_argument("--rounds", type=int, default=15, help="blocks of each way")
+    parser.add_argument("--rounds", type=int, default=15, help="number of blocks of each variant")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Measure everything and print a table for each number of workers and each length."""
+    """Measure everything and print a table for each number of workers and each vector length."""
     options = parse()
     results = []
     for workers in options.workers:

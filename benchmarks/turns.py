@@ -1,7 +1,8 @@
-"""What benchmarks share that train variants of one job in the same processes and in turns, block by block.
+"""Shared by benchmarks that train variants of one job in the same processes and in turns, block by block.
 
-Such a benchmark starts itself again under mpirun, with ``--work FILE``; in there each worker trains all variants, and the first one
-writes to the file how long the steps of each block took. Ratios are taken within a round, so that drift of the machine hits all.
+Such a benchmark restarts itself under mpirun, with ``--work FILE``. There each worker trains all variants, and the
+first worker writes the step times of each block to the file. Ratios are taken within a round, so that drift of the
+machine affects all variants.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ import holdfast
 from holdfast.comm import Communicator, connect
 
 Blocks = dict[str, list[float]]
-"""Of each variant, what a step took in each block, seconds."""
+"""For each variant, the step time in each block, in seconds."""
 START_S = 300.0
 ROUND_STEP_S = 10.0
-"""More than one step of all variants takes together."""
+"""Upper bound of the time that one step of all variants takes, in seconds."""
 
 
 def make_parser(
     doc: str | None, *, steps: int, workers: Sequence[int] = (2,), models: Sequence[str] = ("mlp",)
 ) -> argparse.ArgumentParser:
-    """Return what reads the options that all have, with these defaults."""
+    """Return a parser of the common options, with these defaults."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=list(workers))
     parser.add_argument("--models", nargs="+", choices=sorted(JOBS), default=list(models))
@@ -50,14 +51,14 @@ def make_parser(
 
 
 def run_jobs(options: argparse.Namespace, *words: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Run one job after the other; write down what all found, and what was added to it, in the end.
+    """Run one job after another; write all results, including additions to them, at the end.
 
     Args:
         options: The command line.
-        words: Options of this benchmark that its workers need, too.
+        words: Options of this benchmark that its workers need too.
 
     Yields:
-        The model, how many workers, and what the first of them found.
+        The model, the number of workers, and the results of the first of them.
     """
     results = {}
     for model, workers in itertools.product(options.models, options.workers):
@@ -91,12 +92,12 @@ def connect_each(variants: Sequence[str]) -> dict[str, Communicator]:
 
 
 def train(name: str, comm: Communicator, **settings: Any) -> Iterator[None]:
-    """Train for ever, one step each time the next is asked for.
+    """Train forever, one step for each item.
 
     Args:
-        name: Of the job.
-        comm: Of this variant alone.
-        settings: Of its session.
+        name: Name of the job.
+        comm: Communicator of this variant.
+        settings: Settings of its session.
     """
     model = make_model(name)
     session = holdfast.Session(model, make_optimizer(name, model), comm=comm, **settings)
@@ -106,7 +107,7 @@ def train(name: str, comm: Communicator, **settings: Any) -> Iterator[None]:
 def steps_of(
     session: holdfast.Session, name: str, comm: Communicator, compute: Callable[[holdfast.Step], None]
 ) -> Iterator[None]:
-    """Train a session of a job for ever; each step is computed as ``compute`` does."""
+    """Train a session of a job forever; each step is computed by ``compute``."""
     job, samples = JOBS[name], JOBS[name].samples * len(comm.members)
     for step in session.steps(job.data(samples * 4, None), samples, epochs=1_000_000, shuffle=False):
         compute(step)
@@ -114,7 +115,7 @@ def steps_of(
 
 
 def by_slices(model: nn.Module) -> Callable[[holdfast.Step], None]:
-    """Return what computes a step of a model, slice by slice."""
+    """Return a function that computes a step of a model, slice by slice."""
 
     def compute(step: holdfast.Step) -> None:
         for x, y in step:
@@ -127,14 +128,14 @@ def take_turns(
     options: argparse.Namespace, running: Mapping[str, Iterator[None]], comms: Mapping[str, Communicator],
     warm_up_steps: int, typical: Callable[[Sequence[float]], float] = statistics.fmean,
 ) -> Blocks:  # fmt: skip
-    """Return what steps took, variants in another order in each round.
+    """Return step times, with the variants in a different order in each round.
 
     Args:
-        options: How many blocks, and steps in each.
+        options: Number of blocks, and of steps in each.
         running: The variants, each training.
-        comms: What they train over.
-        warm_up_steps: Before the first block, of each.
-        typical: What a block counts by, of the times of its steps.
+        comms: Their communicators.
+        warm_up_steps: Steps of each variant before the first block.
+        typical: Reduces the step times of a block to one value.
     """
     for steps in running.values():
         for _ in range(warm_up_steps):
@@ -148,7 +149,7 @@ def take_turns(
 
 
 def _time_block(steps: Iterator[None], number: int, comm: Communicator) -> list[float]:
-    """Return the steps of a block, seconds; all workers begin it together."""
+    """Return the step times of a block in seconds; all workers begin it together."""
     comm.barrier()
     next(steps)
     at = [time.perf_counter()]
@@ -159,7 +160,7 @@ def _time_block(steps: Iterator[None], number: int, comm: Communicator) -> list[
 
 
 def leave(options: argparse.Namespace, comm: Communicator, found: Mapping[str, Any]) -> NoReturn:
-    """Have the first worker write down what it found, and end: training has no end here."""
+    """Let the first worker write its results, and exit: training here has no end."""
     if comm.here[0] == 0:
         Path(options.work).write_text(json.dumps(found))
     comm.barrier()
@@ -171,14 +172,14 @@ def leave(options: argparse.Namespace, comm: Communicator, found: Mapping[str, A
 
 
 def show_turns(model: str, workers: int, blocks: Blocks, against: Mapping[str, str], what: str = "") -> None:
-    """Print what steps took.
+    """Print the step times.
 
     Args:
         model: The job.
-        workers: How many.
-        blocks: What was measured.
-        against: Of each variant, the one that it is held against.
-        what: More of the job, for the title.
+        workers: Number of workers.
+        blocks: The measurements.
+        against: For each variant, its baseline.
+        what: Further description of the job, for the title.
     """
     rows = []
     for variant, times in blocks.items():

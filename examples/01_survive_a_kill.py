@@ -1,7 +1,7 @@
 """Train a small CNN on handwritten digits, and lose nothing when workers are killed.
 
-What you will see: two of four workers die, the others take over their part of the very same mini-batch,
-and the last lines give the accuracy and a sha256 of the weights: the same as without the kills.
+What you will see: two of four workers die, and the survivors compute their slices of the very same mini-batch.
+The last lines give the accuracy and a sha256 of the weights: the same as without the kills.
 
 Run:
     holdfast run -n 4 --inject kill:rank=1,step=40 --inject kill:rank=2,step=90 examples/01_survive_a_kill.py
@@ -22,9 +22,9 @@ import holdfast
 
 BATCH_SIZE = 128  # samples of one step, over all workers
 EPOCHS = 12  # 12 steps each
-HELD_OUT = 297  # images
+HELD_OUT = 297  # images that are not trained on
 
-torch.set_num_threads(1)  # the bits may depend on the number of threads
+torch.set_num_threads(1)  # result bits may depend on the number of threads
 torch.set_deterministic_debug_mode("error")
 torch.manual_seed(0)
 
@@ -48,7 +48,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 session = holdfast.Session(model, optimizer)
 for step in session.steps(train, batch_size=BATCH_SIZE, epochs=EPOCHS):
-    for x, y in step:  # the slices that this worker holds
+    for x, y in step:  # the slices assigned to this worker
         step.backward(F.cross_entropy(model(x), y))
 
 model.eval()

@@ -1,13 +1,13 @@
-"""Go on without the dead worker's share of the step: no time is lost, some samples are.
+"""Continue without the failed worker's share of the step: no time is lost, some samples are.
 
-What you will see: the step in which a worker dies is finished by the others with what they have. The accuracy
-hardly moves, the sha256 of the weights does; report.json lists the lost samples by id under "lost".
+What you will see: the survivors finish the step in which a worker dies with the gradients they have. The accuracy
+hardly changes, the sha256 of the weights does; report.json lists the lost samples by id under "lost".
 
 Run:
     holdfast run -n 4 --inject kill:rank=1,step=40 --report out examples/02_forward.py
     python -c "import json; print(json.load(open('out/report.json'))['lost'])"
 
-*Covers:* a setting given in the script (it wins over --strategy), session.metrics, session.world_size.
+*Covers:* a setting given in the script (it takes precedence over --strategy), session.metrics, session.world_size.
 """
 
 import torch
@@ -39,4 +39,4 @@ for step in session.steps(train, batch_size=BATCH_SIZE, epochs=EPOCHS):
 
 if session.is_lead:
     figures = ", ".join(f"{name} {value:.4f}" for name, value in session.metrics.items())
-    print(f"{session.step} steps, {session.world_size} workers left; the last step: {figures}")
+    print(f"{session.step} steps, {session.world_size} workers alive; the last step: {figures}")

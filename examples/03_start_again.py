@@ -1,7 +1,7 @@
-"""Lose every worker at once, and go on from the newest checkpoint.
+"""Lose every worker at the same time, and resume from the newest checkpoint.
 
-What you will see: both workers are killed in the same step, so nobody is left to recover. The launcher starts the
-job again with a new worker, which loads the newest intact checkpoint, computes both slices of every step, and ends with
+What you will see: both workers are killed in the same step, so no survivor can recover. The launcher restarts the
+job with one new worker, which loads the newest intact checkpoint, computes both slices of every step, and ends with
 the weights of the undisturbed run.
 
 Run:
@@ -9,7 +9,7 @@ Run:
         --report out examples/03_start_again.py
     holdfast run -n 2 examples/03_start_again.py                      undisturbed: compare the sha256
 
-*Covers:* checkpoints, the launcher's restart, an optimizer with state of its own (Adam).
+*Covers:* checkpoints, the launcher's restart, an optimizer with state (Adam).
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Adam, a learning rate schedule, and an end when the training accuracy is good enough.
 
-What you will see: a line every 20 steps, and a stop well before the last epoch, at the same step whoever dies.
+What you will see: a line every 20 steps, and a stop well before the last epoch, at the same step whichever worker dies.
 
 Run:
     holdfast run -n 4 --inject kill:rank=3,step=30 examples/04_stop_early.py
@@ -19,8 +19,8 @@ import holdfast
 
 BATCH_SIZE = 128  # samples of one step, over all workers
 EPOCHS = 40  # at most
-STEPS = EPOCHS * 14  # 1797 images, the last mini-batch left out
-GOOD_ENOUGH = 0.99  # accuracy of one step
+STEPS = EPOCHS * 14  # 1797 images, the incomplete last mini-batch is dropped
+GOOD_ENOUGH = 0.99  # training accuracy of one step
 
 torch.set_num_threads(1)
 torch.set_deterministic_debug_mode("error")
@@ -38,11 +38,11 @@ for step in session.steps(train, batch_size=BATCH_SIZE, epochs=EPOCHS, drop_last
         logits = model(x)
         step.backward(F.cross_entropy(logits, y))
         step.log(accuracy=(logits.argmax(1) == y).float().mean())
-    accuracy = session.metrics.get("accuracy", 0.0)  # of the step before, over all workers
+    accuracy = session.metrics.get("accuracy", 0.0)  # of the previous step, over all workers
     if session.is_lead and step.number % 20 == 0:
         print(f"step {step.number}, epoch {step.epoch}: accuracy {accuracy:.4f}, lr {scheduler.get_last_lr()[0]:.6f}")
     if accuracy >= GOOD_ENOUGH:
-        step.stop()  # after this step, at every worker
+        step.stop()  # stops after this step, at every worker
 
 if session.is_lead:
     print(f"stopped after {session.step} of {STEPS} steps")

@@ -1,7 +1,7 @@
-"""Bring a dataset of your own, with random augmentation, and still get the same bits.
+"""Use your own dataset, with random augmentation, and still get bit-identical weights.
 
 What you will see: a sine is learned from noisy samples. The noise is drawn anew in every epoch, yet it is the same
-noise after a kill: what is random belongs to the slice of a step, not to the worker that computes it.
+noise after a kill: random numbers are seeded by the slice of a step, not by the worker that computes it.
 
 Run:
     holdfast run -n 4 --inject kill:rank=0,step=50,phase=allreduce examples/05_your_own_data.py
@@ -28,7 +28,7 @@ torch.manual_seed(0)
 
 
 class NoisySine:
-    """Points of a sine, each seen through fresh noise."""
+    """Points of a sine, each with fresh noise."""
 
     def __len__(self):
         return SAMPLES

@@ -1,7 +1,7 @@
-"""A plain DistributedDataParallel script goes on when ranks die. One word of it speaks of Holdfast: the backend's name.
+"""A plain DistributedDataParallel script survives the death of ranks. It names Holdfast once: as the backend.
 
-What you will see: two of four ranks die, rank 0 among them; the sums in the backward pass go on with the mean over
-the survivors, and the last lines show that these ended with the same weights.
+What you will see: two of four ranks die, rank 0 among them. The all-reduce in the backward pass is retried over the
+survivors and averaged over them, and the last lines show that the survivors ended with the same weights.
 
 Run:
     holdfast run -n 4 --inject kill:rank=0,step=40,phase=allreduce --inject kill:rank=2,step=90 examples/06_unmodified_ddp.py

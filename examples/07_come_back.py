@@ -1,9 +1,9 @@
-"""Replace the dead, and let workers leave and join while training goes on.
+"""Replace failed workers, and let workers leave and join during training.
 
-What you will see: the first job loses worker 1, and the spare, which has waited with the model loaded, has its slices
-from the same step on. The second job has no spare: a new process is started, gets the state from the memory of the others,
-and joins some seconds later, between two steps. Then worker 0 is told to leave, as on a machine that will be taken away.
-All jobs of the same length end with the same sha256.
+What you will see: the first job loses worker 1. The spare, which has the model loaded, computes its slices from the
+same step on. The second job has no spare: a new process is started, receives the state from the memory of the other
+workers, and joins some seconds later, between two steps. Then worker 0 receives SIGTERM, as on a preempted node, and
+leaves. All jobs of the same length end with the same sha256.
 
 Run:
     holdfast run -n 3 --spares 1 --inject kill:rank=1,step=20 examples/07_come_back.py
@@ -11,7 +11,7 @@ Run:
         --report out examples/07_come_back.py 150
     holdfast run -n 3 examples/07_come_back.py 150                    undisturbed: compare the sha256
 
-*Covers:* spares, new workers, leaving in order; momentum comes with the state.
+*Covers:* spares, new workers, graceful leaving; the optimizer's momentum is part of the transferred state.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""Build the whole application again after a failure, in processes that go on (MPI's Reinit proposal).
+"""Rebuild the whole application after a failure, in the surviving processes (MPI's Reinit proposal).
 
-What you will see: worker 1 is killed. The survivors leave the loop, let the model, the optimizer and the session go, and
-call main() once more, in the same processes; the state comes from a snapshot taken at the fault. The report says what the
-snapshot, the building and the loading took. The weights are those of the undisturbed run.
+What you will see: worker 1 is killed. The survivors leave the loop, release the model, the optimizer and the session,
+and call main() once more, in the same processes; the state comes from a snapshot taken at the failure. The report shows
+how long the snapshot, the rebuild and the loading took. The weights are those of the undisturbed run.
 
 Run:
     holdfast run -n 4 --strategy reinit --inject kill:rank=1,step=40 --report out examples/08_reinit.py

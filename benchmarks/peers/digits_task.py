@@ -1,7 +1,7 @@
-"""What the workers of the peers share: the digits CNN, its data, a diary, and death on request. Plain torch.
+"""Shared by the workers of the peers: the digits CNN, its data, a diary, and death on request. Plain torch.
 
-The benchmark passes on in the environment: PEER_DATA, an npz file with ``x`` and ``y``; PEER_DIARY, a folder for what
-workers write down; PEER_ORDERS, a folder in which it orders deaths, or nothing.
+Environment variables set by the benchmark: PEER_DATA, an npz file with ``x`` and ``y``; PEER_DIARY, the folder for the
+workers' diaries; PEER_ORDERS, a folder in which the benchmark orders deaths, or nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DistributedSampler, TensorDataset
 
 BATCH = 32
-"""Samples of one worker: 128 a step with four, as Holdfast's job has."""
+"""Samples of one worker: with four workers 128 in a step, as in Holdfast's job."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -30,7 +30,7 @@ class Diary:
     """Appends lines with the time of the monotonic clock, which all processes of a machine share.
 
     Args:
-        rank: Whose it is; one file a process.
+        rank: Rank of the worker; each process has its own file.
     """
 
     def __init__(self, rank: int) -> None:
@@ -39,17 +39,17 @@ class Diary:
         self._always = {"rank": rank, "pid": os.getpid()}
 
     def note(self, event: str, **more: Any) -> None:
-        """Write one line at once: a SIGKILL loses nothing that was written."""
+        """Write one line unbuffered: a SIGKILL loses nothing that was written."""
         line = {"t_s": time.monotonic(), "event": event, **self._always, **more}
         os.write(self._file, (json.dumps(line) + "\n").encode())
 
 
 class Death:
-    """Dies by SIGKILL where the benchmark orders it: a file named after the rank, which holds the phase.
+    """Dies by SIGKILL when the benchmark orders it: a file named after the rank, which holds the phase.
 
     Args:
-        rank: Whose death.
-        diary: Is told just before.
+        rank: Rank that dies.
+        diary: Receives a line just before.
     """
 
     def __init__(self, rank: int, diary: Diary) -> None:
@@ -60,24 +60,24 @@ class Death:
 
     @property
     def may_come(self) -> bool:
-        """Whether there is anybody who could order it."""
+        """Whether deaths can be ordered at all."""
         return self._order is not None
 
     def look(self, step: int) -> None:
-        """Look for an order; call it once a step."""
+        """Check for an order; call this once a step."""
         self._step = step
         if self._order is not None and self._order.exists():
             self._phase = self._order.read_text()
             self._order.unlink()
 
     def reach(self, phase: str) -> None:
-        """Say that this phase of the step is reached."""
+        """Declare that this phase of the step is reached."""
         if phase == self._phase:
             self._diary.note("fault", phase=phase, step=self._step)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def lurk_in_backward(self, model: nn.Sequential) -> None:
-        """Have the middle of the backward pass call :meth:`reach`."""
+        """Make the middle of the backward pass call :meth:`reach`."""
 
         def forward_hook(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
             if self._phase == "backward":
@@ -87,12 +87,12 @@ class Death:
 
 
 def die_with_parent() -> None:
-    """Have this process end when the one that started it does."""
+    """Make this process end when its parent does."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def make_data() -> TensorDataset:
-    """Return the images that the benchmark left."""
+    """Return the images that the benchmark wrote."""
     with np.load(os.environ["PEER_DATA"]) as arrays:
         return TensorDataset(torch.from_numpy(arrays["x"]), torch.from_numpy(arrays["y"]))
 
@@ -126,7 +126,7 @@ def batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield mini-batches of this worker's part, epoch after epoch, without the first ``skip``.
 
-    Each is taken out of the tensors at once, as cheap as loading can be; what is left at an epoch's end is left out.
+    Each is indexed from the tensors directly, which is the cheapest way to load; an incomplete last batch is dropped.
     """
     per_epoch = len(sampler) // BATCH
     epoch, skip = divmod(skip, per_epoch)

@@ -1,4 +1,4 @@
-"""Starts the peers' jobs, follows what their workers write down, orders deaths, and leaves no process behind."""
+"""Starts the peers' jobs, reads their workers' diaries, orders deaths, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Line = dict[str, Any]
 
 
 class Diaries:
-    """What the workers of a job have written so far, in the order of time."""
+    """The lines that the workers of a job have written so far, ordered by time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -36,7 +36,7 @@ class Diaries:
         self.lines: list[Line] = []
 
     def refresh(self) -> list[Line]:
-        """Read what is new and return all lines."""
+        """Read new lines and return all lines."""
         for path in self.paths():
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
@@ -51,7 +51,7 @@ class Diaries:
         return self._folder.glob("*.jsonl")
 
     def parse(self, text: bytes) -> Line | None:
-        """Return what a line says, None if it says nothing."""
+        """Parse a line; None if it carries no information."""
         return json.loads(text)
 
 
@@ -59,8 +59,8 @@ class Job:
     """A job of a peer, as a context.
 
     Args:
-        workers: How many there are.
-        orders: Whether workers look for orders to die.
+        workers: Number of workers.
+        orders: Whether workers check for orders to die.
     """
 
     name = ""
@@ -96,33 +96,33 @@ class Job:
         self._folder.cleanup()
 
     def start(self) -> None:
-        """Start it."""
+        """Start the job."""
         raise NotImplementedError
 
     def stop(self) -> None:
-        """End it."""
+        """End the job."""
         raise NotImplementedError
 
     def tend(self) -> None:
-        """Do what the benchmark does for the job while it runs."""
+        """Carry out the benchmark's periodic tasks for the running job."""
 
     def is_over(self) -> bool:
-        """Return whether nothing is left that could train."""
+        """Return whether no process is left that could train."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Bring killed workers back, where the job does not do so itself."""
+        """Restart killed workers, if the job does not do so itself."""
 
     def alive(self) -> dict[int, int]:
-        """Return process numbers of living workers by rank."""
+        """Return the process IDs of living workers by rank."""
         raise NotImplementedError
 
     def killed(self) -> int:
-        """Return how many workers are known to have ended by SIGKILL."""
+        """Return the number of workers known to have ended by SIGKILL."""
         raise NotImplementedError
 
     def wait_for(self, what: str, found: Callable[[list[Line]], bool], wait_s: float = WAIT_S) -> None:
-        """Wait until ``found`` says so of the lines.
+        """Wait until ``found`` returns true for the lines.
 
         Raises:
             TimeoutError: if that takes too long.
@@ -136,7 +136,7 @@ class Job:
             time.sleep(POLL_S)
 
     def strike(self, number: int) -> int | None:
-        """Send SIGKILL to the worker in this place among the living; return its rank, None if nobody lives."""
+        """Send SIGKILL to the living worker at this position; return its rank, None if none is alive."""
         living = self.alive()
         if not living:
             return None
@@ -146,7 +146,7 @@ class Job:
         return rank
 
     def order_death(self, rank: int, phase: str) -> None:
-        """Have the worker kill itself when it reaches the phase."""
+        """Make the worker kill itself when it reaches the phase."""
         draft = self.folder / f"order-{rank}"
         draft.write_text(phase)
         draft.replace(self.folder / "orders" / f"die-{rank}")
@@ -156,7 +156,7 @@ class Job:
         return (self.folder / f"{name}.log").open("ab")
 
     def output(self) -> str:
-        """Return what the processes printed."""
+        """Return the output of the processes."""
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("*.log")))
 
 
@@ -164,11 +164,11 @@ class Torchft(Job):
     """Replica groups of one worker each, and a lighthouse.
 
     Args:
-        workers: How many there are.
-        options: Of ``torchft_lighthouse``; none are its defaults.
-        gloo_timeout_s: Of the process group.
-        orders: Whether workers look for orders to die.
-        replace: Start a killed replica again at once; otherwise :meth:`restore` does.
+        workers: Number of workers.
+        options: Options of ``torchft_lighthouse``; empty for its defaults.
+        gloo_timeout_s: Timeout of the process group.
+        orders: Whether workers check for orders to die.
+        replace: Restart a killed replica immediately; otherwise :meth:`restore` does.
     """
 
     name = "torchft"
@@ -216,27 +216,27 @@ class Torchft(Job):
         return not self._replace and not self.alive()
 
     def restore(self) -> None:
-        """Start killed replicas again."""
+        """Restart killed replicas."""
         for rank, process in list(self._replicas.items()):
             if process.poll() is not None:
                 self._killed += process.returncode == -signal.SIGKILL
                 self._start_replica(rank)
 
     def tend(self) -> None:
-        """Replace, if that is wanted."""
+        """Restart killed replicas, if requested."""
         if self._replace:
             self.restore()
 
     def alive(self) -> dict[int, int]:
-        """Return process numbers of living replicas by rank."""
+        """Return the process IDs of living replicas by rank."""
         return {rank: process.pid for rank, process in self._replicas.items() if process.poll() is None}
 
     def killed(self) -> int:
-        """Return how many ended by SIGKILL, as their parent saw it."""
+        """Return how many ended by SIGKILL, as seen by their parent."""
         return self._killed + sum(p.poll() == -signal.SIGKILL for p in self._replicas.values())
 
     def stop(self) -> None:
-        """End all."""
+        """End all processes."""
         for process in [*self._replicas.values(), *([self._lighthouse] if self._lighthouse else [])]:
             if process.poll() is None:
                 process.kill()
@@ -244,11 +244,11 @@ class Torchft(Job):
 
 
 class Torchrun(Job):
-    """One agent, which starts all workers again when one is gone.
+    """One agent, which restarts all workers when one has failed.
 
     Args:
-        workers: How many there are.
-        orders: Whether workers look for orders to die.
+        workers: Number of workers.
+        orders: Whether workers check for orders to die.
     """
 
     name = "torchrun"
@@ -256,7 +256,7 @@ class Torchrun(Job):
     def __init__(self, workers: int, *, orders: bool = True) -> None:
         super().__init__(workers, orders=orders)
         self._agent: subprocess.Popen[bytes] | None = None
-        # Without this the workers of the next round find the addresses of the last one in the agent's store
+        # Without this the workers of the next round find the addresses of the previous one in the agent's store
         # and hang, or fail with "Connection refused" (torch 2.13; pytorch#135712).
         self.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
@@ -276,20 +276,20 @@ class Torchrun(Job):
         return self._agent is not None and self._agent.poll() is not None
 
     def alive(self) -> dict[int, int]:
-        """Return process numbers of living workers by rank."""
+        """Return the process IDs of living workers by rank."""
         agent = -1 if self._agent is None else self._agent.pid
         return {int(rank): pid for pid in children(agent) if (rank := variable(pid, "RANK"))}
 
     def killed(self) -> int:
-        """Return how many were sent a SIGKILL and are gone.
+        """Return how many were sent a SIGKILL and have ended.
 
-        Their parent is the agent, which names one process a round, often a survivor that raised meanwhile.
+        Their parent is the agent, which reports one process in each round, often a survivor that raised meanwhile.
         """
         struck = self.struck | {line["pid"] for line in self.diaries.lines if line["event"] == "fault"}
         return sum(not is_running(pid, "torchrun_worker.py") for pid in struck)
 
     def stop(self) -> None:
-        """End the agent; its workers go with it."""
+        """End the agent; its workers end with it."""
         if self._agent is None:
             return
         workers = self.alive().values()
@@ -299,13 +299,13 @@ class Torchrun(Job):
                 self._agent.wait(5)
             self._agent.kill()
         self._agent.wait()
-        for pid in workers:  # they go with the agent; this is for one that has not asked for that yet
+        for pid in workers:  # they end with the agent; this is for a worker that has not set that up yet
             if is_running(pid, "torchrun_worker.py"):
                 os.kill(pid, signal.SIGKILL)
 
 
 def clean_env() -> dict[str, str]:
-    """Return the environment without what other jobs left in it."""
+    """Return the environment without variables of other jobs."""
     stray = ("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_", "TORCHFT_", "PEER_", "MASTER_", "RANK", "WORLD_SIZE")
     return {name: value for name, value in os.environ.items() if not name.startswith(stray)}
 
@@ -319,7 +319,7 @@ def is_running(pid: int, script: str) -> bool:
 
 
 def children(parent: int) -> list[int]:
-    """Return the numbers of the processes that ``parent`` started."""
+    """Return the IDs of the processes that ``parent`` started."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -329,7 +329,7 @@ def children(parent: int) -> list[int]:
 
 
 def variable(pid: int, name: str) -> str:
-    """Return what the process was given as the environment variable, "" if nothing."""
+    """Return the value of an environment variable of the process, "" if unset."""
     with contextlib.suppress(OSError):
         for word in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0"):
             if word.startswith(f"{name}="):
@@ -338,7 +338,7 @@ def variable(pid: int, name: str) -> str:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at."""
+    """Return a free port."""
     with socket.socket(socket.AF_INET6) as probe:
         probe.bind(("::", 0))
         return probe.getsockname()[1]
@@ -361,7 +361,7 @@ def commits(lines: list[Line]) -> Iterator[Line]:
 
 
 def missing() -> str:
-    """Return one line that says what to do when the peers are not installed, "" if they are."""
+    """Return a one-line instruction if the peers are not installed, "" if they are."""
     if PEERS_PYTHON.exists():
         return ""
-    return f"the peers are not installed in {PEERS_PYTHON.parents[1].name}: run `make bench-peers`, or choose others with --systems"
+    return f"the peers are not installed in {PEERS_PYTHON.parents[1].name}: run `make bench-peers`, or choose other systems with --systems"

@@ -1,20 +1,21 @@
-"""The way of the injector of 2022 (https://github.com/diepe28/hdf5_corrupter), in our words.
+"""The method of the injector of 2022 (https://github.com/diepe28/hdf5_corrupter), reimplemented.
 
     python benchmarks/peers/injector_2022.py FILE FLIPS LOG
 
-What its last version does with ``injection_type`` count, probability 1, 32-bit floats, all bits, NaN allowed and random
-locations, with no option that would add to it:
+It does what the last version does with ``injection_type`` count, probability 1, 32-bit floats, all bits, NaN allowed
+and random locations, without further options:
 
 - ``hdf5_common.py``, ``get_hdf5_file_leaf_locations`` and ``count_hdf5_file_entries``: it opens the file and walks through
   all groups for the names, and once more to count the values.
 - ``corrupter.py``, ``try_corrupt_hdf5_file``: in a loop over the flips, it seeds its generator by the clock, draws a name,
   looks that data set up, and reads and writes one value of it through h5py (``try_corrupt_dataset``).
 - ``corrupter.py``, ``try_corrupt_value``, ``float_to_bin``, ``bin_to_float``: the bit is exchanged in a text of zeros and
-  ones. The generator is seeded anew before the place in the tensor is drawn, before the probability, and before the bit.
-- ``hdf5_corrupter.py``, ``main``: it logs to a file at level DEBUG, which is fixed. That makes three lines a flip, with
-  the data set, the index, the bit, and the value before and after.
+  ones. The generator is seeded again before the position in the tensor is drawn, before the probability, and before the
+  bit.
+- ``hdf5_corrupter.py``, ``main``: it logs to a file at level DEBUG, which is fixed. That makes three lines for each
+  flip, with the data set, the index, the bit, and the value before and after.
 
-It seeds with a ``datetime``, which Python 3.11 and later refuse; here with its hash, which is what earlier ones took.
+It seeds with a ``datetime``, which Python 3.11 and later refuse; here with its hash, which earlier versions used.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ WIDTH = 32
 
 
 def leaves(group: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the names of all that is no group."""
+    """Yield the names of everything that is not a group."""
     for name, thing in list(group.items()):
         path = f"{prefix}/{name}"
         if hasattr(thing, "items"):
@@ -49,12 +50,12 @@ def seed_by_the_clock() -> None:
 
 
 def to_text(value: np.float32) -> str:
-    """Return the bits of a value, the sign first."""
+    """Return the bits of a value as text, the sign first."""
     return "".join(f"{byte:b}".rjust(8, "0") for byte in struct.pack("!f", value))
 
 
 def from_text(text: str) -> np.float32:
-    """Return the value of some bits."""
+    """Return the value that the bits encode."""
     return np.float32(struct.unpack("!f", int(text, 2).to_bytes(4, "big"))[0])
 
 
@@ -71,7 +72,7 @@ def altered(value: np.float32, log: logging.Logger) -> np.float32:
 
 
 def corrupt(path: str, flips: int, log: logging.Logger) -> None:
-    """Flip one bit of one value after the other."""
+    """Flip one bit of one value after another."""
     with h5py.File(path, "r") as file:
         names = list(leaves(file))
     with h5py.File(path, "r") as file:
@@ -89,7 +90,7 @@ def corrupt(path: str, flips: int, log: logging.Logger) -> None:
 
 
 def logger(path: str) -> logging.Logger:
-    """Return what writes lines to a file, each as soon as it is said."""
+    """Return a logger that writes each line to a file immediately."""
     log = logging.getLogger("injector")
     for old in log.handlers[:]:
         log.removeHandler(old)

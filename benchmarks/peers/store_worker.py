@@ -1,4 +1,4 @@
-"""Times and tests one store after another, in this process or in another one that is told what to do line by line.
+"""Times and tests checkpoint stores, in this process or in another one that takes one command in each line.
 
 ::
 
@@ -30,15 +30,15 @@ from peers.stores import State, Store, make_state, open_store
 
 Numbers = dict[str, float]
 ADDRESS_BYTES = 64 << 30
-"""A length that a flip made huge must not take all memory of the machine."""
+"""Memory limit: a flip can make a length huge, which must not take all memory of the machine."""
 
 
 class Bench:
-    """One state, the memory of one model, and the stores that were asked for.
+    """One state, the memory of one model, and the requested stores.
 
     Args:
-        size_bytes: Of the state, about.
-        layers: Of the model.
+        size_bytes: Approximate size of the state.
+        layers: Layers of the model.
     """
 
     def __init__(self, size_bytes: float, layers: int = 21) -> None:
@@ -48,7 +48,7 @@ class Bench:
         self._copy = {key: torch.zeros_like(value) for key, value in self.state.items()}
 
     def save(self, store: str, folder: str) -> Numbers:
-        """Save the state; return how long that took, in seconds."""
+        """Save the state; return the time it took in seconds."""
         opened = self._store(store)
         start_s = time.perf_counter()
         opened.save(Path(folder), self.state)
@@ -56,7 +56,7 @@ class Bench:
         return {"held_s": taken_s, "durable_s": taken_s}
 
     def begin(self, store: str, folder: str) -> Numbers:
-        """Save beside the loop; return how long it was held, and until it was durable."""
+        """Save asynchronously; return how long the loop was blocked, and the time until the state was durable."""
         opened = self._store(store)
         start_s = time.perf_counter()
         wait = opened.begin(Path(folder), self.state)
@@ -65,7 +65,7 @@ class Bench:
         return {"held_s": held_s, "durable_s": time.perf_counter() - start_s}
 
     def load(self, store: str, folder: str) -> Numbers:
-        """Load into the model's memory; return how long that took, having made sure that it is right."""
+        """Load into the model's memory; return the time it took, after a check of the values."""
         opened = self._store(store)
         for tensor in self.model.values():
             tensor.zero_()
@@ -74,20 +74,20 @@ class Bench:
         opened.load(Path(folder), model)
         taken_s = time.perf_counter() - start_s
         if not same(model, self.state):
-            sys.exit(f"{store} loaded something else than it saved")
+            sys.exit(f"{store} loaded other values than it saved")
         return {"held_s": taken_s}
 
     def copy(self) -> Numbers:
-        """Copy the state into memory that is used again."""
+        """Copy the state into reused memory."""
         start_s = time.perf_counter()
         for key, tensor in self._copy.items():
             tensor.copy_(self.state[key])
         return {"held_s": time.perf_counter() - start_s}
 
     def train(self, store: str, folder: str) -> Numbers:
-        """Take steps of a loop like training alone, then while a checkpoint is written; return what that did to them.
+        """Run steps of a loop like training alone, then while a checkpoint is written; return the effect on them.
 
-        ``lost_s`` is how much longer everything took than the same steps alone.
+        ``lost_s`` is the additional time of everything compared with the same steps alone.
         """
         opened, threads = self._store(store), torch.get_num_threads()
         torch.set_num_threads(1)
@@ -133,7 +133,7 @@ class Bench:
             self._store(store).load(Path(folder), model)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # some libraries raise what is no Exception
+        except BaseException:  # some libraries raise a BaseException
             return "found"
         return "no effect" if same(model, self.state) else "wrong"
 
@@ -144,7 +144,7 @@ class Bench:
 
 
 def step() -> float:
-    """Compute a little in many small operations, as a training loop does; return how long it took."""
+    """Compute many small operations, as a training loop does; return the time taken."""
     start_s = time.perf_counter()
     value = WEIGHT
     for _ in range(20):
@@ -156,7 +156,7 @@ WEIGHT = torch.rand(256, 256)
 
 
 def same(found: State, wanted: State) -> bool:
-    """Return whether two states have the same bits."""
+    """Return whether two states are bit-identical."""
     return all(
         found[key].dtype == tensor.dtype
         and found[key].shape == tensor.shape
@@ -166,10 +166,10 @@ def same(found: State, wanted: State) -> bool:
 
 
 class Elsewhere:
-    """A :class:`Bench` in another process, maybe of another environment. Whatever it says on standard error is lost.
+    """A :class:`Bench` in another process, possibly of another environment. Its standard error is discarded.
 
     Args:
-        python: Which Python.
+        python: Path of the interpreter.
         size_bytes: See :class:`Bench`.
         layers: See :class:`Bench`.
     """
@@ -185,10 +185,10 @@ class Elsewhere:
         )
 
     def ask(self, do: str, limit_s: float = 600.0, **arguments: Any) -> Any:
-        """Return what a method of :class:`Bench` says.
+        """Return the result of a method of :class:`Bench`.
 
         Raises:
-            EOFError: if the process died of it.
+            EOFError: if the process died.
             TimeoutError: if it does not answer.
         """
         assert self._process.stdin is not None
@@ -211,11 +211,11 @@ class Elsewhere:
 
 
 def main() -> None:
-    """Do what standard input says until it ends."""
+    """Execute commands from standard input until it ends."""
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))
     warnings.simplefilter("ignore")
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with answers
     bench = Bench(**json.loads(sys.argv[1]))
     for line in sys.stdin:
         asked = json.loads(line)

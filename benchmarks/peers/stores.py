@@ -1,7 +1,7 @@
-"""Ways to store a training state, behind one seam, for ``benchmarks/checkpoint.py``.
+"""Ways to store a training state, behind one interface, for ``benchmarks/checkpoint.py``.
 
-A state is a flat dict of tensors. Every way saves durably: it returns when the files are synced. Libraries are imported
-by who uses them, so that this module can be read in the environment of the peers too.
+A state is a flat dict of tensors. Every store saves durably: it returns when the files are synced. Libraries are
+imported on use, so that this module can also be imported in the environment of the peers.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ class Store:
         raise NotImplementedError
 
     def load(self, folder: Path, model: State) -> None:
-        """Bring what was saved into the memory of ``model``."""
+        """Load the saved state into the memory of ``model``."""
         raise NotImplementedError
 
     def begin(self, folder: Path, state: State) -> Wait:
-        """Write the state beside the training loop; it may change when this returns.
+        """Write the state asynchronously; it may change once this returns.
 
         Returns:
-            What waits until it is durable.
+            A function that waits until the state is durable.
         """
         raise NotImplementedError
 
     def close(self) -> None:
-        """End what this way has started."""
+        """Stop everything that this store has started."""
 
 
 class Holdfast(Store):
-    """Digests of every byte, two acts, a thread of its own."""
+    """Holdfast: digests of every byte, a two-phase commit, and a writer thread."""
 
     def __init__(self, format: str = "safetensors") -> None:
         self._format = format
@@ -53,7 +53,7 @@ class Holdfast(Store):
         self._checkpoints(folder).write_tensors(1, state, {}).commit(0)
 
     def load(self, folder: Path, model: State) -> None:
-        """See :meth:`Store.load`; every byte was checked."""
+        """See :meth:`Store.load`; every byte is verified."""
         loaded = self._checkpoints(folder).load(1, into=model).state
         copy_foreign(loaded, model)
 
@@ -62,7 +62,7 @@ class Holdfast(Store):
         from holdfast.checkpoint.write_plan import take
         from holdfast.checkpoint.writer import Writer
 
-        # One writer for all rounds, as in a run: its memory is used again.
+        # One writer for all rounds, as in a run, so that its memory is reused.
         if self._writer is None:
             self._writer = Writer(self._checkpoints(folder), background=True)
         self._writer._checkpoints = self._checkpoints(folder)
@@ -85,10 +85,10 @@ class Holdfast(Store):
 
 
 class TorchSave(Store):
-    """``torch.save``, and ``torch.load`` of data only.
+    """``torch.save``, and ``torch.load`` with ``weights_only``.
 
     Args:
-        mapped: Map the file when it is loaded.
+        mapped: Map the file into memory when loading.
     """
 
     def __init__(self, mapped: bool = False) -> None:
@@ -125,10 +125,10 @@ class Safetensors(Store):
 
 
 class Dcp(Store):
-    """``torch.distributed.checkpoint`` on one worker; it syncs its files by itself.
+    """``torch.distributed.checkpoint`` on one worker, which syncs its files itself.
 
     Args:
-        process: Write beside the loop in a process of its own, not in a thread.
+        process: Write asynchronously in a separate process instead of a thread.
     """
 
     def __init__(self, process: bool = False) -> None:
@@ -143,7 +143,7 @@ class Dcp(Store):
         sync(folder)
 
     def load(self, folder: Path, model: State) -> None:
-        """See :meth:`Store.load`; it reads into the memory that it is given."""
+        """See :meth:`Store.load`; it reads into the given memory."""
         from torch.distributed import checkpoint as dcp
 
         wanted = dict(model)
@@ -151,7 +151,7 @@ class Dcp(Store):
         copy_foreign(wanted, model)
 
     def begin(self, folder: Path, state: State) -> Wait:
-        """See :meth:`Store.begin`; the memory of the copy is used again, as in Holdfast."""
+        """See :meth:`Store.begin`; the memory of the copy is reused, as in Holdfast."""
         from torch.distributed import checkpoint as dcp
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -178,7 +178,7 @@ class Dcp(Store):
 
 
 class Orbax(Store):
-    """Orbax on one worker: arrays of JAX on the CPU, which cannot be written in place; new ones are what is loaded."""
+    """Orbax on one worker: JAX arrays on the CPU, which cannot be written in place, so loading creates new ones."""
 
     def __init__(self) -> None:
         import jax
@@ -204,7 +204,7 @@ class Orbax(Store):
         return wait
 
     def load(self, folder: Path, model: State) -> None:
-        """See :meth:`Store.load`; ``model`` gets the new arrays, which torch sees without a copy."""
+        """See :meth:`Store.load`; ``model`` receives the new arrays, which torch uses without a copy."""
         arrays = self.arrays(model)
         wanted = self._jax.tree.map(self._ocp.utils.to_shape_dtype_struct, arrays)
         restored = self._checkpointer.restore(folder / "state", wanted)
@@ -212,7 +212,7 @@ class Orbax(Store):
         model.update({key: torch.utils.dlpack.from_dlpack(array) for key, array in restored.items()})
 
     def arrays(self, state: State) -> dict[str, Any]:
-        """Return the state as arrays of JAX; made once, outside of every clock."""
+        """Return the state as JAX arrays; created once, outside of every measurement."""
         if self._arrays.keys() != state.keys():
             self._arrays = {key: self._jax.numpy.asarray(value.numpy().copy()) for key, value in state.items()}
             self._jax.block_until_ready(self._arrays)
@@ -235,13 +235,13 @@ STORES: dict[str, Callable[[], Store]] = {
 
 
 def open_store(name: str) -> Store:
-    """Return a store by its name; behind ``holdfast:`` stands a format."""
+    """Return a store by its name; ``holdfast:`` may be followed by a format."""
     kind, _, format = name.partition(":")
     return Holdfast(format) if format else STORES[kind]()
 
 
 def copy_foreign(found: State, model: State) -> None:
-    """Copy what does not lie in the model's memory already."""
+    """Copy tensors that are not in the model's memory already."""
     for key, tensor in model.items():
         if found[key].data_ptr() != tensor.data_ptr():
             tensor.copy_(found[key])
@@ -258,7 +258,7 @@ def sync(*paths: Path) -> None:
 
 
 def hush() -> Wait:
-    """Keep standard error off the terminal, which DCP's process fills with notes, until what is returned is called."""
+    """Silence standard error, to which DCP's process writes notes, until the returned function is called."""
     own, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     os.close(nowhere)
@@ -271,7 +271,7 @@ def hush() -> Wait:
 
 
 def join_alone() -> None:
-    """Make a process group of one worker, which ``async_save`` asks for."""
+    """Create a process group of one worker, which ``async_save`` requires."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -280,9 +280,9 @@ def join_alone() -> None:
 
 
 def make_state(size_bytes: float, layers: int = 21, seed: int = 0) -> State:
-    """Return a transformer's weights with Adam's two moments and its step counts: tensors from 4 bytes on.
+    """Return a transformer's weights with Adam's two moments and its step counts: tensors from 4 bytes upwards.
 
-    The largest, of the vocabulary, is a fifteenth of the whole: 64 MB of 1 GB. Values are random bits.
+    The largest, the embedding, is a fifteenth of the whole: 64 MB of 1 GB. Values are random bits.
     """
     width = max(8, round((size_bytes / 12 / (62.5 + 12 * layers)) ** 0.5 / 8) * 8)
     shapes = {"embedding.weight": (round(62.5 * width), width), "norm.weight": (width,), "norm.bias": (width,)}

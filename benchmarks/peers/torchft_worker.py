@@ -1,7 +1,7 @@
 """One replica group of one worker under torchft, on Gloo: the loop of torchft's own ``train_ddp.py``.
 
-What is added only writes down when something happens. The lighthouse is named by TORCHFT_LIGHTHOUSE, the worker by
-REPLICA_GROUP_ID and NUM_REPLICA_GROUPS, as there.
+The additions only record events. TORCHFT_LIGHTHOUSE gives the lighthouse, REPLICA_GROUP_ID and NUM_REPLICA_GROUPS the
+worker, as there.
 """
 
 import logging
@@ -22,13 +22,13 @@ MANAGER_TIMEOUT = timedelta(seconds=30)
 
 
 class NotedGloo(ProcessGroupGloo):
-    """Gloo that says when it is built again, and a place to die in: after the sum was handed over."""
+    """Gloo that records when it is rebuilt, with a point to die at: after the all-reduce was submitted."""
 
     diary: Diary
     death: Death
 
     def configure(self, *args: Any, **kwargs: Any) -> None:
-        """Build the group anew."""
+        """Rebuild the group."""
         self.diary.note("configure")
         super().configure(*args, **kwargs)
         self.diary.note("configured")
@@ -41,28 +41,29 @@ class NotedGloo(ProcessGroupGloo):
 
 
 class NotedManager(Manager):
-    """A manager that says when it hears of an error, and remembers what it said last."""
+    """A manager that records when it receives an error, and remembers its last vote."""
 
     diary: Diary
     committed = False
 
     def report_error(self, e: Exception) -> None:
-        """Take note of the first error of a step."""
+        """Record the first error of a step."""
         if self.errored() is None:
             self.diary.note("error", message=str(e)[:200])
         super().report_error(e)
 
     def should_commit(self, *args: Any, **kwargs: Any) -> bool:
-        """Say whether the optimizer may run."""
+        """Return whether the optimizer may run."""
         self.committed = super().should_commit(*args, **kwargs)
         return self.committed
 
 
 class RepairedDDP(DistributedDataParallel):
-    """torchft's DDP, with its hook repaired.
+    """torchft's DDP with a repaired hook.
 
-    Where Gloo fails while a worker waits in the sum, the hook of 0.2.0 ends in ``assert fut._fut``, and with it every
-    survivor. The manager has noted the error by then, so the gradients may be anything: the step is not committed.
+    If Gloo fails while a worker waits in the all-reduce, the hook of 0.2.0 ends in ``assert fut._fut``, and with it
+    every survivor. The manager has recorded the error by then, so the gradients do not matter: the step is not
+    committed.
     """
 
     @staticmethod
@@ -77,7 +78,7 @@ class RepairedDDP(DistributedDataParallel):
 
 
 def main() -> None:
-    """Train until somebody ends the process."""
+    """Train until the process is ended."""
     die_with_parent()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -121,12 +122,12 @@ def train_step(
     diary: Diary,
     death: Death,
 ) -> None:
-    """Train on one mini-batch and write down what became of it."""
+    """Train on one mini-batch and record the result."""
     death.look(manager.current_step())
-    optimizer.zero_grad()  # asks for a quorum
+    optimizer.zero_grad()  # requests a quorum
     death.reach("forward")
     F.cross_entropy(model(x), y).backward()
-    optimizer.step()  # only if the manager finds that nothing went wrong
+    optimizer.step()  # runs only if the manager found no error
     diary.note(
         "step",
         step=manager.current_step(),

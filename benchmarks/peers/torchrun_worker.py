@@ -1,4 +1,4 @@
-"""One worker under torchrun: plain DDP on Gloo, a checkpoint every ten steps, begun again from the newest one."""
+"""One worker under torchrun: plain DDP on Gloo, a checkpoint every ten steps, restarted from the newest one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHECKPOINT = Path(os.environ["PEER_DIARY"], "checkpoint.pt")
 
 
 def main() -> None:
-    """Train until somebody ends the process, or another worker is gone."""
+    """Train until the process is ended, or another worker has failed."""
     die_with_parent()
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -29,13 +29,13 @@ def main() -> None:
     diary.note("start", began_s=STARTED_S)
     try:
         train(rank, diary, Death(rank, diary))
-    except RuntimeError as error:  # what DDP raises when a peer is gone
+    except RuntimeError as error:  # raised by DDP when a peer has failed
         diary.note("error", message=str(error)[:200])
         raise
 
 
 def train(rank: int, diary: Diary, death: Death) -> None:
-    """Go on from the newest checkpoint."""
+    """Resume from the newest checkpoint."""
     dist.init_process_group("gloo")
     data, model = make_data(), make_model()
     optimizer = make_optimizer(model)
@@ -43,7 +43,7 @@ def train(rank: int, diary: Diary, death: Death) -> None:
     death.lurk_in_backward(model)
     optimizer.register_step_pre_hook(lambda *_: death.reach("optimizer"))
     wrapped = DistributedDataParallel(model)
-    if death.may_come:  # torch's own hook, with a place to die in: after the sum was handed over
+    if death.may_come:  # torch's own hook, with a point to die at: after the all-reduce was submitted
         wrapped.register_comm_hook(None, lambda _, bucket: (allreduce_hook(None, bucket), death.reach("allreduce"))[0])
     diary.note("ready", step=step)
     for x, y in batches(data, DistributedSampler(data, shuffle=True), skip=step):
@@ -66,14 +66,14 @@ def train(rank: int, diary: Diary, death: Death) -> None:
 
 
 def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write a checkpoint, all or nothing."""
+    """Write a checkpoint atomically."""
     draft = CHECKPOINT.with_suffix(".draft")
     torch.save({"model": model.state_dict(), "optim": optimizer.state_dict(), "step": step}, draft)
     draft.replace(CHECKPOINT)
 
 
 def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return the step to go on with."""
+    """Return the step to resume at."""
     if not CHECKPOINT.exists():
         return 0
     state = torch.load(CHECKPOINT)

@@ -64,7 +64,7 @@ def test_a_bare_mpirun_survives_too():
 
     done = mpirun("mlp", "adam", HOLDFAST_FAULTS=plan)
 
-    assert "holdfast: lost [0] at step 3; 2 workers go on (redo)" in done.stderr
+    assert "holdfast: lost [0] at step 3; 2 workers resume (redo)" in done.stderr
     assert re.findall("state (.*)", done.stdout) == [reference.train("mlp", "adam")]
 
 

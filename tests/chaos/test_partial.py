@@ -319,7 +319,7 @@ def test_a_part_that_nobody_has_in_memory_comes_from_the_copy_that_its_backup_wr
     ages = restored[2]["stale_steps"]
     assert ages["blocks_of_age"].keys() == {str(step - 8), str(step - 6)}
     assert ages["mean"] < step - (5 if kind == "sharded" else 6)  # of the newest checkpoint
-    assert "the copy that its backup had written" in report["_stdout"] + report["_stderr"]
+    assert "the file that its delta standby had written" in report["_stdout"] + report["_stderr"]
 
 
 def test_where_no_copy_could_be_written_it_comes_from_the_checkpoint(tmp_path):

@@ -121,7 +121,7 @@ def test_a_stage_that_is_lost_with_its_mirror_takes_all_back_and_the_run_says_so
 
     assert_landed(report, 1, 2)
     assert "load" in decisions(report)
-    assert f"nobody is left who holds part 1 of the model: all go back to step {step}" in report["_stdout"]
+    assert f"no surviving worker holds part 1 of the model: all workers roll back to step {step}" in report["_stdout"]
     check_same(report)
 
 
@@ -131,7 +131,7 @@ def test_without_mirrors_a_death_takes_all_back_to_the_beginning(tmp_path):
 
     assert_landed(report, 2)
     assert decisions(report) == {"load"}
-    assert "nobody is left who holds part 2 of the model: all go back to step 0" in report["_stdout"]
+    assert "no surviving worker holds part 2 of the model: all workers roll back to step 0" in report["_stdout"]
     check_same(report)
 
 
@@ -144,7 +144,7 @@ def test_two_twins_of_a_stage_that_die_at_once_take_all_back_and_the_run_says_so
 
     assert_landed(report, 1, 3)
     assert "load" in decisions(report)
-    assert "nobody is left who holds part 1 of the model: all go back to step 3" in report["_stdout"]
+    assert "no surviving worker holds part 1 of the model: all workers roll back to step 3" in report["_stdout"]
     check_same(report, stages=2)
 
 

@@ -146,7 +146,8 @@ def test_a_shard_that_is_lost_with_all_who_hold_it_is_loaded(tmp_path, fabric):
     assert report["restarts"] == 0
     assert {event["decision"] for event in records(report, "Recovered")} == {"load"}
     assert (
-        "nobody is left who holds part 1 of the model: all go back to step 6" in report["_stderr"] + report["_stdout"]
+        "no surviving worker holds part 1 of the model: all workers roll back to step 6"
+        in report["_stderr"] + report["_stdout"]
     )
     check_same(report, [0, 3])
 

@@ -119,5 +119,5 @@ def test_a_strategy_that_does_not_say_whether_it_is_exact_is_refused_in_one_line
     done = jobs.holdfast("run", "-n", 2, "--report", tmp_path, "--strategy", "unsure", EXAMPLE)
 
     assert done.returncode == 2
-    assert "must say whether it is exact" in done.stderr
+    assert "must set its class attribute exact" in done.stderr
     assert done.stderr.count("\n") == 1

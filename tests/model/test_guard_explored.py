@@ -67,7 +67,7 @@ def test_who_goes_back_alone_meets_others_who_do_not():
     alone = {"make_protocol": WithoutMeeting, "lapses": Lapse.HEALS_ALONE, "workers": 3, "steps": 3}
 
     must_hold(Rollback(), deaths=0, **alone)
-    must_break("internal error: survivors are 2 sums apart", Rollback(), deaths=1, **alone)
+    must_break("internal error: survivors are 2 collectives apart", Rollback(), deaths=1, **alone)
 
 
 def test_who_loads_without_a_meeting_is_safe_because_loading_is_said_first():

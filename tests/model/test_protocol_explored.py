@@ -287,9 +287,9 @@ SMALLEST = [
     (WithoutHearing, Rollback(), 3, 1, "agree meets shrink"),
     (WithoutTold, Rollback(), 3, 1, "agree meets shrink"),
     (WithoutFence, Rollback(), 4, 2, "revoke meets shrink"),
-    (WithoutConfirming, Rollback(), 4, 2, "internal error: survivors are 2 sums apart"),
+    (WithoutConfirming, Rollback(), 4, 2, "internal error: survivors are 2 collectives apart"),
     (WithoutConfirming, Forward(), 4, 2, "rubbish is summed"),
-    (LoadsInSilence, Restart(), 4, 2, "internal error: survivors are 2 sums apart"),
+    (LoadsInSilence, Restart(), 4, 2, "internal error: survivors are 2 collectives apart"),
     (WithoutClosingSum, Rollback(), 3, 1, "bucket missing"),
     (WithoutClosingSum, Forward(), 3, 1, "bucket missing"),
     (WithoutClosingSum, Restart(), 3, 1, "bucket missing"),
@@ -412,8 +412,8 @@ COMING = [
     (MeetsInSilence, Rollback(), 3, 1, 1, "agree meets shrink"),
     (WithoutAgreeingOn, Rollback(), 2, 1, 1, "wrong state is given"),
     (WithoutInstalling, Rollback(), 2, 1, 0, "wrong step"),
-    (CountsNewcomers, Rollback(), 2, 1, 0, "internal error: survivors are 5 sums apart"),
-    (SaysThatItIsAtTheStart, Rollback(), 2, 1, 0, "internal error: survivors are 3 sums apart"),
+    (CountsNewcomers, Rollback(), 2, 1, 0, "internal error: survivors are 5 collectives apart"),
+    (SaysThatItIsAtTheStart, Rollback(), 2, 1, 0, "internal error: survivors are 3 collectives apart"),
     (EntersWithoutFence, Rollback(), 2, 1, 0, "deadlock"),
     (WelcomesOnce, Rollback(), 2, 1, 1, "wrong step"),
 ]
@@ -469,7 +469,7 @@ def test_a_change_does_not_count_before_all_have_agreed_that_they_have_it():
 def test_a_broadcast_in_the_sequence_drives_workers_apart(strategy):
     world = World(deaths=1, rooted=frozenset({1}), lossy=lossy(strategy))
 
-    must_break(strategy, world, "internal error: survivors are 2 sums apart")
+    must_break(strategy, world, "internal error: survivors are 2 collectives apart")
 
 
 def test_with_a_broadcast_as_first_bucket_a_step_is_published_that_is_not_stable():

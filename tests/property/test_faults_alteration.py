@@ -252,7 +252,7 @@ def test_scaling_multiplies_values():
         ({"count": 0}, "count of flips must be at least 1, got 0"),
         (
             {"count": 1, "rate": 0.1},
-            "one of count of flips, percent and rate is allowed, got more; leave the others out",
+            "give only one of count of flips, percent and rate, got more; leave the others out",
         ),
         ({"percent": 101}, "percent must be above 0 and at most 100, got 101"),
         ({"percent": float("nan")}, "percent must be above 0 and at most 100, got nan"),
@@ -270,10 +270,13 @@ def test_scaling_multiplies_values():
         ({"burst": 2, "mask": "11"}, "burst and mask cannot be given together; choose one"),
         (
             {"burst": 2, "rate": 0.1},
-            "rate is of single bits and does not go with burst; give count of flips or percent",
+            "rate applies to single bits and cannot be combined with burst; give count of flips or percent",
         ),
-        ({"scale": float("inf")}, "scale must be finite, got inf; to make values infinite flip bits of their exponent"),
-        ({"scale": 2.0, "bits": "sign"}, "scale multiplies whole values and does not go with bits or keep-sign"),
+        (
+            {"scale": float("inf")},
+            "scale must be finite, got inf; to make values infinite, flip bits of their exponent",
+        ),
+        ({"scale": 2.0, "bits": "sign"}, "scale multiplies whole values and cannot be combined with bits or keep-sign"),
         ({"law": "layers"}, "law must be one of bits, values, tensors, got 'layers'"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
     ],
@@ -295,7 +298,7 @@ def test_what_is_not_allowed_is_refused_in_one_line(options, said):
         ({"bits": "sign", "keep_sign": True}, "no value of 1 tensors has bits sign but the sign wide enough"),
         (
             {"bits": "critical", "finite": True},
-            "almost every alteration left makes one of these values infinite or NaN",
+            "almost every remaining alteration makes a value infinite or NaN",
         ),
     ],
 )

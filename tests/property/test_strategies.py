@@ -168,7 +168,7 @@ def test_with_enough_workers_nobody_stops(kind, event, spare):
 @each_kind
 @given(event=illegal())
 def test_survivors_more_than_one_sum_apart_are_not_believed(kind, event):
-    with pytest.raises(InternalError, match="sums apart, which cannot be"):
+    with pytest.raises(InternalError, match="collectives apart, which cannot happen"):
         kind().handle(event)
 
 

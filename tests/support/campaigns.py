@@ -1,4 +1,4 @@
-"""Campaigns for tests: trials that cost nothing and do what their cell says, and trials that train."""
+"""Campaigns for tests: free trials that do what their cell says, and trials that train."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rows_of(value):
 
 
 def leave_open(settings):
-    """Leave a directory to be removed, by a process that goes on as long as it is let."""
+    """Leave a directory to be removed, by a process that runs as long as it is allowed to."""
     left = tempfile.TemporaryDirectory(dir=settings["place"])
     _left.append(left)
     (Path(left.name) / "left").touch()
@@ -45,7 +45,7 @@ def prepare_toy(settings):
 
 
 def toy(settings, seed):
-    """Draw an outcome from the seed; do before what the settings say, for some seeds."""
+    """Draw an outcome from the seed; for some seeds, first carry out the settings' instructions."""
     chance = random.Random(seed)
     if "notes" in settings:
         with Path(settings["notes"]).open("a") as file:
@@ -58,7 +58,7 @@ def toy(settings, seed):
         msg = f"{drawn:.6f}"
         raise RuntimeError(msg)
     if settings.get("waits") and Path(settings["notes"]).read_text().count(f" {seed}\n") == 1:
-        time.sleep(DEADLINE_S)  # to be killed, the first time
+        time.sleep(DEADLINE_S)  # to be killed in the first attempt
     outcome = chance.choices((RWC, ACCR, NAN), settings.get("weights", (6, 3, 1)))[0]
     return {"outcome": outcome, "accuracy": chance.random(), "loss": float("nan") if outcome == NAN else 0.5}
 
@@ -75,11 +75,11 @@ def campaign_of(
     )
 
 
-# --------------------------------------------------------------------------------------------- that train
+# --------------------------------------------------------------------------------------------- trials that train
 
 
 class Training:
-    """A small network with everything that has to be put back: normalisation, dropout, momentum, a schedule."""
+    """A small network with all kinds of state that must be restored: normalisation, dropout, momentum, a schedule."""
 
     def __init__(self):
         torch.manual_seed(3)
@@ -129,7 +129,7 @@ def trial_of_training(warm, seed):
 
 
 def trial_that_forgets_the_optimizer(warm, seed):
-    """As one would be that puts back the weights only."""
+    """A faulty trial that restores only the weights."""
     training, held, undisturbed = warm
     moved = copy.deepcopy(training.optimizer.state_dict())
     held.restore()
@@ -155,7 +155,7 @@ def _disturbed(training, undisturbed, seed):
     }
 
 
-# --------------------------------------------------------------------------------------------- in a process of its own
+# --------------------------------------------------------------------------------------------- in a separate process
 
 
 def long_one(notes: str) -> Campaign:
@@ -166,7 +166,7 @@ def long_one(notes: str) -> Campaign:
 
 
 def endless_one(notes: str) -> Campaign:
-    """A campaign of trials that do not end while somebody watches."""
+    """A campaign of trials that do not end while a test watches."""
     return campaign_of({"a": {"takes_s": 600, "notes": notes}})
 
 

@@ -1,4 +1,4 @@
-"""What several tests of checkpoints need: states of every kind, comparing to the bit, and altering what is on disk."""
+"""Shared by tests of checkpoints: states of every kind, bitwise comparison, and altering files on disk."""
 
 import json
 import os
@@ -13,12 +13,12 @@ from holdfast.checkpoint.format import DTYPES, tensor_bytes
 
 
 def plain_bytes(tensor):
-    """The values as bytes, row-major, whatever the strides."""
+    """The values as bytes in row-major order, whatever the strides."""
     return bytes(tensor_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous()))
 
 
 def same(a, b):
-    """Equal to the bit, kinds included."""
+    """Bit-identical, including the types."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and plain_bytes(a) == plain_bytes(b)
     if type(a) is not type(b):
@@ -33,7 +33,7 @@ def same(a, b):
 
 
 def any_bits(dtype, shape, seed=0):
-    """A tensor of any bits at all, NaNs with a payload among them; but a bool has only two values."""
+    """A tensor of arbitrary bits, including NaNs with a payload; a bool has only two values."""
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
     return raw[..., 0] > 127 if dtype is torch.bool else raw.view(dtype).reshape(shape)
@@ -86,7 +86,7 @@ def flip(path, position, mask=1):
 
 
 def sealed(text):
-    """``text`` with the digest that makes it whole, so that only what it says can be wrong."""
+    """``text`` with a valid digest, so that only its content can be wrong."""
     body = text.rstrip().removesuffix("}").rstrip().encode("utf-8", "surrogatepass") + b",\n"
     return body + f'"xxh3": "{xxhash.xxh3_64_hexdigest(body)}"\n}}\n'.encode()
 
@@ -96,12 +96,12 @@ def seal(fields):
 
 
 def fields_of(root, step):
-    """The manifest as plain JSON, to be made wrong."""
+    """The manifest as plain JSON, to be altered."""
     return json.loads(manifest_file(root, step).read_bytes())
 
 
 def lie(root, step, change):
-    """Alter the manifest as somebody would who can compute its digest."""
+    """Alter the manifest and recompute its digest."""
     fields = fields_of(root, step)
     change(fields)
     manifest_file(root, step).write_bytes(seal(fields))

@@ -1,4 +1,4 @@
-"""Processes that write checkpoints and are killed while they do, each forked from one that has imported torch already."""
+"""Processes that write checkpoints and are killed meanwhile, each forked from one that has already imported torch."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ def die_at(point, nth=1):
 
 
 def write_part(root, step, value, part, parts, token, point="", nth=1, commits=True):
-    """Write a part of a checkpoint, and complete it if it is for this process to do; print why if that fails."""
+    """Write a part of a checkpoint, and complete it if this process must; print the reason if that fails."""
     die_at(point, nth)
     pending = write(root, step, take(state_of(value), part, parts), {"value": value}, token=token)
     if commits:
@@ -77,7 +77,7 @@ def write_beside(root, step, value, point, nth=1):
 
 
 def write_manifest_first(root, step, value, point):
-    """What must not be done: the manifest counts before the values are there."""
+    """A forbidden order: the manifest is complete before the values are written."""
     reach, points.reach = points.reach, lambda name: None
     pending = write_tensors(root, step, state_of(value), {"value": value})
     points.reach = reach
@@ -99,7 +99,7 @@ def write_manifest_first(root, step, value, point):
 
 
 def write_in_place(root, step, value, point):
-    """What must not be done: the values of the old checkpoint are overwritten."""
+    """A forbidden method: the values of the old checkpoint are overwritten."""
     reach, points.reach = points.reach, lambda name: None
     pending = write_tensors(root, step, state_of(value), {"value": value})
     points.reach = reach
@@ -119,7 +119,7 @@ def write_in_place(root, step, value, point):
 
 
 def save_for_ever(root, pipe, parts, keep):
-    """Save one step after another, say which is complete, remove what is too old."""
+    """Save one step after another, report complete ones, remove old ones."""
     step = newest_intact(root) or 0
     while True:
         step += 1
@@ -141,7 +141,7 @@ def save_again(root, step, times, values):
 
 
 def save_with_small_files(root, size_bytes, pipe):
-    """Save with a limit on the size of files, and say what becomes of it."""
+    """Save with a limit on file sizes, and report the result."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, size_bytes))
     try:
         write_tensors(root, 20, state_of(2), {"value": 2}).commit(0)

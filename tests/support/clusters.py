@@ -1,4 +1,4 @@
-"""Jobs on several nodes: the launchers of one job, on this machine or on hosts made of namespaces, and what they leave."""
+"""Jobs on several nodes: the launchers of one job, on this machine or on hosts made of namespaces, and their output."""
 
 import contextlib
 import functools
@@ -30,7 +30,7 @@ def free_port():
 
 
 def until(ready, what):
-    """Return what ``ready`` returns once it is true."""
+    """Wait until ``ready`` returns a true value; return it."""
     ends_s = time.monotonic() + DEADLINE_S
     while not (found := ready()):
         assert time.monotonic() < ends_s, f"{what} did not come true within {DEADLINE_S} s"
@@ -39,10 +39,10 @@ def until(ready, what):
 
 
 class Way:
-    """A way to the store that one node has for itself: it can be lost while that to all workers is there.
+    """A node's own route to the store, which can be lost while the routes to all workers work.
 
     Args:
-        url: Of the store.
+        url: URL of the store.
     """
 
     def __init__(self, url):
@@ -55,7 +55,7 @@ class Way:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def lose(self):
-        """Let nothing through from now on, and say nothing of it."""
+        """Silently drop all further traffic."""
         self._is_lost = True
 
     def close(self):
@@ -73,7 +73,7 @@ class Way:
                     continue
                 try:
                     far = socket.create_connection(self._there)
-                except OSError:  # it is not there yet; who came will try again
+                except OSError:  # the store is not there yet; the client will retry
                     near.close()
                     continue
                 self._open.append(far)
@@ -90,7 +90,7 @@ class Way:
 
 
 def is_connected(beacon):
-    """Whether the worker that has this beacon asks to be let in, and does not import any more."""
+    """Whether the worker with this beacon waits in the rendezvous, so that its imports are done."""
     position = Beacon.read(beacon)
     return position is not None and position.phase not in UNCONNECTED
 
@@ -99,13 +99,13 @@ class Cluster:
     """The launchers of one job, numbered from 0.
 
     Args:
-        folder: For all that they write.
-        count: How many.
-        options: Of ``holdfast run``, for all.
-        hosts: Where each has a host of its own; None puts all on this machine.
+        folder: Folder for all output.
+        count: Number of launchers.
+        options: Options of ``holdfast run``, for all launchers.
+        hosts: Hosts, one for each launcher; None puts all launchers on this machine.
         pause: Seconds before each step.
-        workers: On each node.
-        url: Where they meet, if not at the first.
+        workers: Workers on each node.
+        url: URL of the rendezvous, if it is not at the first launcher.
     """
 
     def __init__(self, folder, count, *options, hosts=None, pause=0.1, workers=2, url=None):
@@ -157,11 +157,11 @@ class Cluster:
         return [self.start(node) for node in range(self.count)]
 
     def hold_until(self, path):
-        """Have training wait in its middle for :meth:`come_back`."""
+        """Make training wait half-way for :meth:`come_back`."""
         self.hold = ["--hold", path]
 
     def come_back(self, node, rank):
-        """Start the launcher of a node again; training goes on when its newcomer is there."""
+        """Restart the launcher of a node; training continues once its newcomer is there."""
         back = self.start(node)
         until(lambda: any(map(is_connected, back.place.glob(f"tmp/holdfast-*/beacon-{rank}"))), f"the newcomer {rank}")
         self.hold[1].touch()
@@ -179,12 +179,12 @@ class Cluster:
         return (self.launchers[node].place / "output").read_text()
 
     def said(self):
-        """All that launchers and workers have printed, for messages."""
+        """The output of launchers and workers, for messages."""
         files = sorted(self.folder.glob("start-*/output")) + sorted(self.folder.glob("start-*/logs/*"))
         return "\n".join(f"-- {path.relative_to(self.folder)}\n{path.read_text()[-2000:]}" for path in files)
 
     def committed(self, launcher):
-        """By rank, the most steps that each worker of a launcher has committed."""
+        """The largest number of steps that each worker of a launcher has committed, by rank."""
         found = {}
         for log in (launcher.place / "logs").glob("rank-*.log"):
             counts = [int(count) for count in re.findall(r"^committed (\d+)$", log.read_text(), re.MULTILINE)]
@@ -192,7 +192,7 @@ class Cluster:
         return found
 
     def until_step(self, step, node=0):
-        """Wait until some worker of a node is so far."""
+        """Wait until some worker of a node has reached the step."""
         launcher = self.launchers[node]
 
         def is_there():
@@ -202,7 +202,7 @@ class Cluster:
         until(is_there, f"step {step} at node {node}")
 
     def live(self, launcher, kind):
-        """The records of one kind that a launcher, while it runs, has or has heard."""
+        """The records of one kind that a running launcher has written or received."""
         runs = launcher.place.glob("tmp/holdfast-*-*")
         return [record for run in runs for record in read_run(run) if type(record).__name__ == kind]
 
@@ -218,7 +218,7 @@ def of_kind(report, kind):
 
 
 def assert_complete(report):
-    """Training is over, and its result is that of one process."""
+    """Training is complete, and its result is that of one process."""
     assert report["replicas"]["state_sha256"] == expected_hash()
     assert report["replicas"]["identical"] is True
     assert report["samples"] == ALL_SAMPLES

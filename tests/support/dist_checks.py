@@ -1,9 +1,9 @@
-"""What torch.distributed promises, checked inside each worker: ``python dist_checks.py BACKEND [NAMES]...``.
+"""The contract of torch.distributed, checked inside each worker: ``python dist_checks.py BACKEND [NAMES]...``.
 
 The same checks run on any backend. Each writes one JSON line: ``bits`` is a digest of results in which this rank must
-agree with its peer on another backend, ``shared`` of those in which all ranks of the job must agree, ``notes`` tells
-what the backend refused. A failed check adds ``error``; the workers go on with the next one if they still can work
-together, and otherwise end, because nothing after that would tell of more than the first failure.
+agree with its peer on another backend, ``shared`` of those in which all ranks of the job must agree, ``notes`` lists
+calls that the backend refused. A failed check adds ``error``. The workers then run the next check if the group still
+works, and otherwise end, because all further errors would be consequences of the first failure.
 """
 
 import argparse
@@ -33,16 +33,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 DEADLINE_S = 45
 FOLDER = "DIST_CHECKS_FOLDER"
-"""Names a folder for the output, and for a store by which the workers meet between two checks."""
+"""Environment variable with the folder for the output, and for a store that synchronises workers between two checks."""
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 WHOLE = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 COMPLEX = (torch.complex64, torch.complex128)
 MOVED = (*FLOATS, *WHOLE, *COMPLEX)
-"""What Gloo's collectives carry."""
+"""Dtypes that Gloo's collectives support."""
 
 REFUSED = (torch.int16, torch.uint16)
-"""What Gloo's collectives refuse; its send and recv carry them."""
+"""Dtypes that Gloo's collectives refuse; its send and recv support them."""
 
 REJECTIONS = (RuntimeError, ValueError, TypeError)
 
@@ -56,7 +56,7 @@ def check(function):
 
 
 class Job:
-    """This worker, and what a check found in it."""
+    """This worker, and the results of a check in it."""
 
     def __init__(self, backend, folder):
         self.backend = backend
@@ -70,24 +70,24 @@ class Job:
         self.start()
 
     def start(self):
-        """Forget the results of the check before."""
+        """Drop the results of the previous check."""
         self._bits, self._shared, self.notes = hashlib.sha256(), hashlib.sha256(), []
 
     def results(self):
         return {"bits": self._bits.hexdigest(), "shared": self._shared.hexdigest(), "notes": self.notes}
 
     def exact(self, *tensors):
-        """Another backend gives these very bits to this rank."""
+        """Another backend gives bit-identical results at this rank."""
         for tensor in tensors:
             self._bits.update(_described(tensor))
 
     def shared(self, *tensors):
-        """Every rank of this job holds these very bits."""
+        """Every rank of this job holds bit-identical values."""
         for tensor in tensors:
             self._shared.update(_described(tensor))
 
     def sums(self, *tensors):
-        """Sums that all ranks hold; the order of adding decides their last bit, except between two ranks."""
+        """Sums held by all ranks; the order of adding decides their last bit, except between two ranks."""
         self.shared(*tensors)
         if self.size == 2:
             self.exact(*tensors)
@@ -98,7 +98,7 @@ def _described(tensor):
 
 
 def bits(tensor):
-    """The bytes of a tensor; of a bool only the truth, because Gloo leaves 2 where it adds True to True."""
+    """The bytes of a tensor; for a bool only its truth, because Gloo stores 2 for True plus True."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return flat != 0 if tensor.dtype == torch.bool else flat
 
@@ -114,7 +114,7 @@ def assert_close(given, expected, tolerance=1e-5):
 
 
 def values(dtype, *key, shape=(5, 3)):
-    """Numbers of the whole range of ``dtype``, the same for the same ``key`` in every process."""
+    """Numbers from the whole range of ``dtype``, the same for the same ``key`` in every process."""
     seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:6], "big")
     source = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
@@ -128,7 +128,7 @@ def values(dtype, *key, shape=(5, 3)):
 
 
 def rejects(call):
-    """``call`` raises what callers of torch.distributed catch; return it."""
+    """``call`` raises an exception that callers of torch.distributed catch; return it."""
     try:
         call()
     except REJECTIONS as error:
@@ -138,7 +138,7 @@ def rejects(call):
 
 
 def eventually(condition):
-    """Whether ``condition()`` comes true before long."""
+    """Whether ``condition()`` becomes true soon."""
     end = time.monotonic() + 15
     while not condition():
         if time.monotonic() > end:
@@ -148,14 +148,14 @@ def eventually(condition):
 
 
 def still_works(job, group=None):
-    """The group goes on after a call that it refused."""
+    """The group still works after a call that it refused."""
     one = torch.ones(2, dtype=torch.int64)
     dist.all_reduce(one, group=group)
     assert one.tolist() == [dist.get_world_size(group)] * 2
 
 
 def right_or_refused(job, name, call, verify):
-    """Gloo refuses ``call``; another backend may, or gives what ``verify`` accepts."""
+    """Gloo refuses ``call``; another backend may too, or must give a result that ``verify`` accepts."""
     if job.backend == "gloo":
         job.notes.append(f"{name}: {type(rejects(call)).__name__}")
         return
@@ -182,7 +182,7 @@ ARITHMETIC = {
 
 
 def reduced(name, inputs):
-    """The exact result, or for rounded sums and products the one of float64, with the tolerance that is fair."""
+    """The exact result, or for rounded sums and products the float64 one, with a fair tolerance."""
     dtype = inputs[0].dtype
     if dtype in REFUSED:  # torch itself cannot add some of these
         return functools.reduce(ARITHMETIC[name], [x.to(torch.int64) for x in inputs]).to(dtype), None
@@ -226,7 +226,7 @@ def gloo_refuses(name, dtype):
 
 
 def reductions():
-    """Each operation with its name and each dtype; what is undefined in any library is left out."""
+    """Each operation with its name and each dtype; operations undefined in every library are left out."""
     for name in (*ARITHMETIC, "AVG", "PREMUL_SUM"):
         op = dist._make_nccl_premul_sum(2.0) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)
         for dtype in (*MOVED, *REFUSED):
@@ -234,7 +234,7 @@ def reductions():
 
 
 def check_matrix(job, reduce, mine):
-    """``reduce(op, dtype, key)`` returns what this rank gets, ``mine(dtype, key)`` the inputs that make it up."""
+    """``reduce(op, dtype, key)`` returns this rank's result, ``mine(dtype, key)`` the inputs that it is made of."""
     for name, op, dtype in reductions():
         key = f"{name} {dtype}"
 
@@ -251,11 +251,11 @@ def check_matrix(job, reduce, mine):
             if given is not None and (name in ("MIN", "MAX") or dtype in WHOLE):
                 job.exact(given)
         elif name in ARITHMETIC and (dtype in REFUSED) and name not in ("MIN", "MAX", "SUM"):
-            continue  # two refused dtypes say the same with three operations as with seven
+            continue  # for two refused dtypes, three operations show the same as seven
         elif (name, dtype.is_floating_point or dtype.is_complex) in (("AVG", False), ("PREMUL_SUM", False)):
             job.notes.append(f"{key}: {type(rejects(call)).__name__}")
         elif name in ("BAND", "BOR", "BXOR") or (dtype.is_complex and name in ("MIN", "MAX")):
-            job.notes.append(f"{key}: {type(rejects(call)).__name__}")  # there is no right answer
+            job.notes.append(f"{key}: {type(rejects(call)).__name__}")  # there is no correct result
         else:
             right_or_refused(job, key, call, verify)
     still_works(job)
@@ -428,7 +428,7 @@ def all_to_all_single_of_every_dtype(job):
 @check
 def all_to_all_single_in_unequal_parts(job):
     def rows(sender, to):
-        return (2 * sender + 3 * to) % 4  # also none at all
+        return (2 * sender + 3 * to) % 4  # may be zero
 
     for dtype in (torch.float32, torch.int64, torch.complex64):
         sent = [values(dtype, job.rank, to, shape=(rows(job.rank, to), 2)) for to in job.ranks]
@@ -462,7 +462,7 @@ def reduce_scatter_of_unequal_shapes(job):
 
 @check
 def lists_of_unequal_shapes(job):
-    """Each right or refused: Gloo refuses both."""
+    """Each is correct or refused: Gloo refuses both."""
 
     def shape(rank):
         return (rank + 1, 2)
@@ -496,7 +496,7 @@ def lists_of_unequal_shapes(job):
 
 
 def every_collective(job, shape, dtype=torch.float32):
-    """Call each with tensors of ``shape`` and verify; sums are of whole numbers, and so exact."""
+    """Call each with tensors of ``shape`` and verify; sums are of integers, and therefore exact."""
 
     def mine(*key):
         return (values(torch.int32, *key, shape=shape) % 100).to(dtype)
@@ -538,7 +538,7 @@ def every_collective(job, shape, dtype=torch.float32):
     wait(works)
     assert_same(given, mine(job.left))
     if not shape:
-        return  # there is no first dimension to lay the parts along
+        return  # there is no first dimension to concatenate along
     given = torch.cat([empty() for _ in ranks])
     dist.all_gather_into_tensor(given, mine(here))
     assert_same(given, torch.cat([mine(rank) for rank in ranks]))
@@ -582,7 +582,7 @@ def tensors_of_odd_shapes(job):
 
 @check
 def transposed_tensors(job):
-    """Dense, but not in row order; layouts on which Gloo is right too."""
+    """Dense, but not in row order; layouts for which Gloo is correct too."""
 
     def mine(*key):
         return values(torch.int64, *key, shape=(3, 4)).t()
@@ -647,7 +647,7 @@ def mixed_layouts_in_lists(job):
 
 @check
 def tensors_with_gaps(job):
-    """Views that leave elements out: Gloo reads and writes the gaps, so it gets copies here; others must be right.
+    """Views that skip elements: Gloo reads and writes the gaps, so it gets copies here; other backends must be correct.
 
     They may also refuse, as Gloo does in all_to_all_single, send and recv; on every rank.
     """
@@ -721,7 +721,7 @@ def tensors_with_gaps(job):
 
 @check
 def slices_at_an_offset(job):
-    """A contiguous part of something larger: its neighbours stay as they are."""
+    """A contiguous part of a larger tensor: its neighbours stay unchanged."""
     around = torch.full((10,), -1.0)
     around[3:7] = float(job.rank)
     dist.all_reduce(around[3:7])
@@ -744,7 +744,7 @@ def large_tensors(job):
     dist.all_reduce(given)
     assert torch.equal(given, start * job.size + sum(job.ranks))
     floats = (start % 1000).float() + job.rank
-    dist.all_reduce(floats)  # whole numbers: exact in any order
+    dist.all_reduce(floats)  # integers: exact in any order
     assert torch.equal(floats, ((start % 1000) * job.size + sum(job.ranks)).float())
     job.exact(given, floats)
     given = start * (job.rank + 1)
@@ -835,7 +835,7 @@ def large_messages_in_both_directions_at_once(job):
     others = [rank for rank in job.ranks if rank != job.rank]
     source = torch.arange(count, dtype=torch.float32)
     given = {rank: torch.empty(count) for rank in others}
-    sends = [dist.isend(source + 2 * job.rank, rank) for rank in others]  # all send before anybody receives
+    sends = [dist.isend(source + 2 * job.rank, rank) for rank in others]  # all ranks send before any receives
     receives = [dist.irecv(given[rank], rank) for rank in others]
     wait(sends)
     wait(reversed(receives))
@@ -1001,26 +1001,26 @@ def the_coalescing_manager(job):
 def functional_collectives(job):
     world = dist.group.WORLD
     mine = torch.arange(4.0 * job.size).view(2 * job.size, 2) + job.rank
-    everybody = [torch.arange(4.0 * job.size).view(2 * job.size, 2) + rank for rank in job.ranks]
-    total = sum(everybody)
+    inputs = [torch.arange(4.0 * job.size).view(2 * job.size, 2) + rank for rank in job.ranks]
+    total = sum(inputs)
     assert_same(fc.all_reduce(mine, "sum", world) + 0, total)
-    assert_same(fc.all_reduce(mine, "max", world) + 0, everybody[-1])
+    assert_same(fc.all_reduce(mine, "max", world) + 0, inputs[-1])
     assert_close(fc.all_reduce(mine, "avg", world) + 0, total / job.size)
-    assert_same(mine, everybody[job.rank])
+    assert_same(mine, inputs[job.rank])
     for dim in (0, 1):
-        assert_same(fc.all_gather_tensor(mine, dim, world) + 0, torch.cat(everybody, dim))
+        assert_same(fc.all_gather_tensor(mine, dim, world) + 0, torch.cat(inputs, dim))
     assert_same(fc.reduce_scatter_tensor(mine, "sum", 0, world) + 0, total[2 * job.rank : 2 * job.rank + 2])
     wide = mine.repeat(1, job.size)
     assert_same(fc.reduce_scatter_tensor(wide, "sum", 1, world) + 0, total)
-    assert_same(fc.broadcast(mine, 1, world) + 0, everybody[1])
-    exchanged = torch.cat([other[2 * job.rank : 2 * job.rank + 2] for other in everybody])
+    assert_same(fc.broadcast(mine, 1, world) + 0, inputs[1])
+    exchanged = torch.cat([other[2 * job.rank : 2 * job.rank + 2] for other in inputs])
     assert_same(fc.all_to_all_single(mine, None, None, world) + 0, exchanged)
-    assert_same(fc.permute_tensor(mine.view(-1), [*list(job.ranks)[1:], 0], world) + 0, everybody[job.left].view(-1))
+    assert_same(fc.permute_tensor(mine.view(-1), [*list(job.ranks)[1:], 0], world) + 0, inputs[job.left].view(-1))
     pair = [mine, mine[:1] * 2]
     sums = [x + 0 for x in fc.all_reduce_coalesced(pair, "sum", world)]
     assert_all_same(sums, [total, total[:1] * 2])
     gathered = [x + 0 for x in fc.all_gather_into_tensor_coalesced(pair, world)]
-    assert_all_same(gathered, [torch.cat(everybody), torch.cat([x[:1] * 2 for x in everybody])])
+    assert_all_same(gathered, [torch.cat(inputs), torch.cat([x[:1] * 2 for x in inputs])])
     (scattered,) = fc.reduce_scatter_tensor_coalesced([mine], "sum", [0], world)
     assert_same(scattered + 0, total[2 * job.rank : 2 * job.rank + 2])
 
@@ -1056,7 +1056,7 @@ def who_is_who(job):
 
 
 def a_sum_in(group, members):
-    """All members of ``group`` add up their global ranks."""
+    """All members of ``group`` all-reduce their global ranks."""
     given = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(given, group=group)
     assert given.tolist() == [float(sum(members))]
@@ -1119,7 +1119,7 @@ def a_group_without_rank_0_does_everything(job):
     if job.rank in members:
         for root in members:
             given = torch.full((2,), float(job.rank))
-            dist.broadcast(given, src=root, group=group)  # roots are named by their rank in the whole job
+            dist.broadcast(given, src=root, group=group)  # roots are given by global rank
             assert given.tolist() == [float(root)] * 2
             given = torch.full((2,), float(job.rank))
             dist.broadcast(given, group_src=root - 1, group=group)
@@ -1146,7 +1146,7 @@ def a_group_without_rank_0_does_everything(job):
             if job.rank == members[0]:
                 dist.send(torch.tensor([5.0]), dst=members[-1], group=group)
             elif job.rank == members[-1]:
-                assert dist.recv(given, group=group) == members[0]  # any source; told by its rank in the whole job
+                assert dist.recv(given, group=group) == members[0]  # any source; reported by global rank
                 assert given.item() == 5.0
     else:
         assert group is dist.GroupMember.NON_GROUP_MEMBER
@@ -1157,7 +1157,7 @@ def a_group_without_rank_0_does_everything(job):
 def groups_do_not_disturb_each_other(job):
     """Two groups of all ranks, used in opposite orders, and messages with the same tag in both."""
     first, second = dist.new_group(), dist.new_group()
-    # Holdfast carries collectives out in the order in which they are called, so that must be the same everywhere.
+    # Holdfast runs collectives in the order in which they are called, which must be the same everywhere.
     groups = (first, second) if job.rank % 2 == 0 or job.backend == "holdfast" else (second, first)
     works = []
     for group in groups:
@@ -1179,7 +1179,7 @@ def halves_work_at_the_same_time(job):
     halves = [list(job.ranks)[: (job.size + 1) // 2], list(job.ranks)[(job.size + 1) // 2 :]]
     groups = [dist.new_group(half) for half in halves]
     which = int(job.rank in halves[1])
-    for count in range(1, 30):  # in the whole job nobody waits for the other half
+    for count in range(1, 30):  # no rank waits for the other half
         given = torch.full((count * 100,), float(job.rank))
         dist.all_reduce(given, group=groups[which])
         assert given.unique().tolist() == [float(sum(halves[which]))]
@@ -1190,7 +1190,7 @@ def halves_work_at_the_same_time(job):
 
 @check
 def groups_made_by_their_members_only(job):
-    """use_local_synchronization: those outside need not call; here they use the time for another group."""
+    """use_local_synchronization: ranks outside need not call; here they use the time for another group."""
     if job.rank == 0:
         group = dist.new_group([0], use_local_synchronization=True)
         a_sum_in(group, [0])
@@ -1203,7 +1203,7 @@ def groups_made_by_their_members_only(job):
 
 @check
 def groups_used_from_two_threads(job):
-    if job.backend == "holdfast":  # two threads call in no order that is the same everywhere: not supported
+    if job.backend == "holdfast":  # two threads call in different orders at different ranks: not supported
         return
     groups = [dist.new_group(), dist.new_group()]
     found = []
@@ -1236,7 +1236,7 @@ def a_mesh_and_distributed_tensors(job):
     assert mesh.get_coordinate() == here or list(mesh.get_coordinate()) == here
     a_sum_in(mesh.get_group("rows"), grid[:, here[1]].tolist())
     a_sum_in(mesh.get_group("columns"), grid[here[0]].tolist())
-    whole = torch.arange(7.0 * 6).view(7, 6)  # 7 rows: unequal shards, also by one
+    whole = torch.arange(7.0 * 6).view(7, 6)  # 7 rows: shards of unequal size
     rows = distribute_tensor(whole, mesh, [Shard(0), Replicate()])
     assert_same(rows.full_tensor(), whole)
     assert_same(rows.redistribute(mesh, [Shard(1), Replicate()]).full_tensor(), whole)
@@ -1292,7 +1292,7 @@ def handles_may_be_dropped(job):
         given = torch.full((10_000,), float(i))
         kept.append(given)
         dist.all_reduce(given, async_op=True)
-        dist.all_reduce(torch.ones(10_000), async_op=True)  # nobody keeps this tensor either
+        dist.all_reduce(torch.ones(10_000), async_op=True)  # this tensor is not kept either
     dist.barrier(async_op=True)
     assert eventually(lambda: all((x == i * job.size).all() for i, x in enumerate(kept)))
     still_works(job)
@@ -1300,7 +1300,7 @@ def handles_may_be_dropped(job):
 
 @check
 def every_collective_is_asynchronous(job):
-    """One rank comes last: it waits until the calls of all others have returned."""
+    """One rank comes last: it waits until the calls of all other ranks have returned."""
     mine, other = torch.full((4,), float(job.rank)), torch.empty(4)
     root = job.size - 1
 
@@ -1380,7 +1380,7 @@ def loss_of(model, *key):
 
 
 def expected_gradients(job, model, steps=1):
-    """Those of one process that sees all batches: the mean over the ranks, added up over the steps."""
+    """The gradients of one process that sees all batches: the mean over the ranks, summed over the steps."""
     model = copy.deepcopy(model)
     model.zero_grad()
     for step, rank in itertools.product(range(steps), job.ranks):
@@ -1418,10 +1418,10 @@ def collectives_from_gradient_hooks(job):
 @check
 def ddp_averages_gradients(job):
     for options in ({}, {"bucket_cap_mb": 0.0005}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
-        model = DistributedDataParallel(small_model(seed=job.rank), **options)  # rank 0's weights go to all
+        model = DistributedDataParallel(small_model(seed=job.rank), **options)  # rank 0's weights are broadcast
         assert_all_same(list(model.module.parameters()), list(small_model().parameters()))
         expected = expected_gradients(job, small_model())
-        for _ in range(3):  # buckets are laid out anew after the first
+        for _ in range(3):  # buckets are rebuilt after the first
             model.zero_grad()
             loss_of(model, 0, job.rank).backward()
             assert_gradients(job, model.module, expected)
@@ -1482,7 +1482,7 @@ def ddp_finds_unused_parameters(job):
     model = DistributedDataParallel(Branches(), find_unused_parameters=True)
     for step in range(2):
         model.zero_grad()
-        model(batch(step, job.rank)[0], job.rank % 2).square().mean().backward()  # layer 2 is used by nobody
+        model(batch(step, job.rank)[0], job.rank % 2).square().mean().backward()  # no rank uses layer 2
         alone = Branches()
         for rank in job.ranks:
             (alone(batch(step, rank)[0], rank % 2).square().mean() / job.size).backward()
@@ -1519,7 +1519,7 @@ def ddp_and_buffers(job):
             loss_of(model, step, job.rank).backward()
             with torch.no_grad():
                 last = step == 2 or not broadcast
-                loss_of(alone, step, job.rank if last else 0)  # each forward begins with rank 0's buffers
+                loss_of(alone, step, job.rank if last else 0)  # each forward pass begins with rank 0's buffers
         for one, other in zip(model.module.buffers(), alone.buffers(), strict=True):
             assert_close(one, other)
         job.exact(model.module[1].num_batches_tracked)
@@ -1557,7 +1557,7 @@ def ddp_communication_hooks(job):
             loss_of(model, 0, job.rank).backward()
             assert_gradients(job, model.module, expected, tolerance)
     assert max(seen) > 0, "one bucket only"
-    if job.backend == "holdfast":  # they need a future that only a backend in C++ can make
+    if job.backend == "holdfast":  # they need a future that only a C++ backend can create
         return
     for built_in, tolerance in (
         (dist.BuiltinCommHookType.ALLREDUCE, 1e-5),
@@ -1566,7 +1566,9 @@ def ddp_communication_hooks(job):
         model = DistributedDataParallel(small_model())
         model._register_builtin_comm_hook(built_in)
         loss_of(model, 0, job.rank).backward()
-        for parameter, gradient in zip(model.parameters(), expected, strict=True):  # not compared with others' bits
+        for parameter, gradient in zip(
+            model.parameters(), expected, strict=True
+        ):  # not compared bitwise with other ranks
             assert_close(parameter.grad, gradient, tolerance)
 
 
@@ -1794,7 +1796,7 @@ def misuse_is_refused_and_the_group_goes_on(job):
 
 @check
 def the_root_refuses_a_wrong_list(job):
-    """Only the root sees these; the others are not called, and the group goes on."""
+    """Only the root detects these; the other ranks do not call, and the group still works."""
 
     def zeros(*sizes):
         return [torch.zeros(size) for size in sizes]
@@ -1830,7 +1832,7 @@ def sparse_sums(job):
 
 @check
 def a_peer_that_does_not_exist(job):
-    """Gloo waits for it until its timeout, and crashes in irecv: nothing to call there but the root checks above."""
+    """Gloo waits for it until its timeout, and crashes in irecv, so only the root checks above are called."""
     if job.backend != "gloo":
         rejects(lambda: dist.isend(torch.zeros(2), job.size + 1).wait())
         rejects(lambda: dist.irecv(torch.zeros(2), job.size + 1).wait())
@@ -1844,7 +1846,7 @@ def a_collective_that_others_never_join_times_out(job):
         begun = time.monotonic()
         rejects(lambda: dist.all_reduce(torch.ones(2), group=group))
         assert 0.5 < time.monotonic() - begun < 15
-    still_works(job)  # the other groups go on
+    still_works(job)  # the other groups still work
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1865,14 +1867,14 @@ def run(job, name):
     line = {"check": name, "rank": job.rank}
     try:
         CHECKS[name](job)
-    except Exception:  # the next check may do well, and says more than no line at all
+    except Exception:  # the next check may succeed, and is worth running
         line["error"] = traceback.format_exc()
         sys.stderr.write(f"rank {job.rank}: {name}\n{line['error']}")
     return line | job.results() | {"seconds": round(time.monotonic() - begun, 3)}
 
 
 def failed_somewhere(job, line):
-    """Meet the others, so that what goes wrong in one check does not spill into the next."""
+    """Synchronise with the other workers, so that an error in one check does not affect the next."""
     name = line["check"]
     job.store.set(f"{name} {job.rank}", "failed" if "error" in line else "passed")
     keys = [f"{name} {rank}" for rank in job.ranks]
@@ -1885,7 +1887,7 @@ def main(argv):
     parser.add_argument("backend")
     parser.add_argument("names", nargs="*", default=list(CHECKS))
     args = parser.parse_args(argv)
-    warnings.simplefilter("ignore")  # every second function is to be deprecated by some release
+    warnings.simplefilter("ignore")  # many functions are deprecated in some release
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
     initialise(args.backend)

@@ -1,7 +1,7 @@
-"""Plays with deaths for torch.distributed over Holdfast: ``dist_plays.py PLAY [ARGS]...``, started by ``holdfast run``.
+"""Failure scenarios for torch.distributed over Holdfast: ``dist_plays.py PLAY [ARGS]...``, started by ``holdfast run``.
 
-Each rank writes what it saw, one JSON line a thing, for the tests to compare. A thing that fails is written down with
-its error, and the rank goes on with the next one as well as it can.
+Each rank writes its observations, one JSON line each, for the tests to compare. A failing observation is recorded with
+its error, and the rank continues with the next one if it can.
 """
 
 import copy
@@ -30,10 +30,10 @@ from holdfast.comm.allreduce.shm import SharedSum
 from holdfast.errors import PeerFailed
 
 FOLDER = "DIST_PLAYS_FOLDER"
-"""Names the folder for what the ranks saw."""
+"""Environment variable with the folder for the observations."""
 
 PATIENCE = timedelta(seconds=float(os.environ.get("DIST_PLAYS_PATIENCE_S", "40")))
-"""Of every wait."""
+"""Time limit of every wait, in seconds."""
 
 PLAYS = {}
 
@@ -45,7 +45,7 @@ def play(function):
 
 
 def note(thing, **fields):
-    """Write down what this rank saw."""
+    """Record an observation of this rank."""
     path = Path(os.environ[FOLDER], f"rank-{dist.get_rank()}.jsonl")
     with path.open("a") as out:
         out.write(json.dumps({"thing": thing, "rank": dist.get_rank()} | fields) + "\n")
@@ -72,13 +72,13 @@ def me():
 
 
 def told(error):
-    """What a script can learn from an error."""
+    """The information that a script gets from an error."""
     ranks, survivors = getattr(error, "ranks", ()), getattr(error, "survivors", ())
     return {"kind": type(error).__name__, "says": str(error), "dead": list(ranks), "survivors": list(survivors)}
 
 
 def tried(call):
-    """What ``call()`` returns, or what it raised."""
+    """The result of ``call()``, or the exception that it raised."""
     try:
         return {"result": call()}
     except Exception as error:
@@ -89,7 +89,7 @@ def tried(call):
 # DDP
 
 SMALL_BUCKETS = 1e-4
-"""So small that every parameter is a bucket."""
+"""Small enough that every parameter is a bucket."""
 
 
 def batch(rank, step, features=12):
@@ -119,7 +119,7 @@ def gradients_of(model, rank, step, loss=loss_of):
 
 
 def whose_mean(given, candidates, tolerance=1e-5):
-    """Whose gradients ``given`` is the mean of: the keys of the ``candidates`` that fit."""
+    """The ranks whose mean gradient ``given`` is: the keys of the ``candidates`` that fit."""
     return [
         key
         for key, value in candidates.items()
@@ -139,7 +139,7 @@ def means(per_rank, groups):
 
 @play
 def gradients(steps):
-    """Whose mean each parameter's gradient is, in every step; the kills come from the fault plan."""
+    """The ranks in each parameter's mean gradient, in every step; the kills come from the fault plan."""
     model = DistributedDataParallel(layers(), bucket_cap_mb=SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(int(steps)):
@@ -149,7 +149,9 @@ def gradients(steps):
         loss_of(model, me(), step).backward()
         expected = means(local, {tuple(before), tuple(alive())})
         given = [p.grad for p in model.parameters()]
-        fits = [whose_mean(grad, {who: grads[i] for who, grads in expected.items()}) for i, grad in enumerate(given)]
+        fits = [
+            whose_mean(grad, {ranks: grads[i] for ranks, grads in expected.items()}) for i, grad in enumerate(given)
+        ]
         optimizer.step()
         note("gradients", step=step, before=before, after=alive(), fits=fits, weights=sha256(model.parameters()))
 
@@ -177,7 +179,7 @@ def normed():
 
 
 def kill_in_sum(victim, after=0):
-    """Let ``victim`` die in the middle of the sum that follows ``after`` others."""
+    """Let ``victim`` die in the middle of the all-reduce that follows ``after`` others."""
     if me() != victim:
         return
     witness = dist.group.WORLD._engine.witness
@@ -191,7 +193,7 @@ def kill_in_sum(victim, after=0):
 
 
 def train(name, victim, make, loss, *, hook=None, micro=1, tolerance=1e-5, **options):
-    """Three steps, a death in the middle of the second; gradients compared with those computed by hand."""
+    """Three steps, with a failure in the middle of the second; gradients are compared with those computed by hand."""
     plain = make()
     model = DistributedDataParallel(plain, bucket_cap_mb=SMALL_BUCKETS, **options)
     if hook is not None:
@@ -218,7 +220,7 @@ def train(name, victim, make, loss, *, hook=None, micro=1, tolerance=1e-5, **opt
         expected = means(local, {tuple(alive())})
         given = [torch.zeros_like(p) if p.grad is None else p.grad for p in plain.parameters()]
         fits += [
-            (step, i, bool(whose_mean(grad, {who: grads[i] for who, grads in expected.items()}, tolerance)))
+            (step, i, bool(whose_mean(grad, {ranks: grads[i] for ranks, grads in expected.items()}, tolerance)))
             for i, grad in enumerate(given)
         ]
         optimizer.step()
@@ -232,7 +234,7 @@ def train(name, victim, make, loss, *, hook=None, micro=1, tolerance=1e-5, **opt
 
 
 def buffers_follow(victim):
-    """Before every forward pass the buffers are those of the lowest rank alive, whatever the others had."""
+    """Before every forward pass the buffers are those of the lowest rank alive, whatever other ranks had."""
     plain = normed()
     model = DistributedDataParallel(plain, bucket_cap_mb=SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -254,13 +256,13 @@ def buffers_follow(victim):
 
 
 def compress_to_bf16(state, bucket):
-    """The hook of torch, under a name of which torch does not believe that it needs CUDA."""
+    """torch's hook, under a name that torch does not associate with CUDA."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
 @play
 def reducers():
-    """DDP in all its ways, one death in each; seven ranks."""
+    """DDP in all configurations, with one failure in each; seven ranks."""
     dist.barrier()
     things = {
         "buffers": lambda: buffers_follow(0),
@@ -285,7 +287,7 @@ def hooked():
 
 @play
 def without_recovery(script):
-    """The negative control: DDP's sums fail like any other collective."""
+    """The negative control: DDP's all-reduce fails like any other collective."""
     import runpy
 
     submit = holdfast.distributed.group.HoldfastGroup._submit
@@ -304,12 +306,12 @@ def without_recovery(script):
 
 
 def at_barrier(number, before=None, after=None):
-    """Do something at this rank's ``number``-th barrier from now on: each ends or halves a collective."""
+    """Act at this rank's ``number``-th barrier from now on: each ends or halves a collective."""
     comm, meeting = dist.group.WORLD._members.comm, []
     left = iter(range(number))
 
     def pass_barrier(barrier):
-        if meeting:  # a barrier of MPI within that of a sum is the same one
+        if meeting:  # an MPI barrier within that of an all-reduce is the same barrier
             barrier()
             return
         is_due = next(left, None) == number - 1
@@ -385,7 +387,7 @@ def barrier():
 
 
 def works():
-    """What collectives over those alive give."""
+    """The results of collectives over the survivors."""
     given = torch.tensor([float(me())])
     dist.all_reduce(given, dist.ReduceOp.MAX)
     dist.barrier()
@@ -401,7 +403,7 @@ def works():
 
 
 def lose(name, call, victim, *, at_barrier=1, late=None):
-    """A rank dies within ``call``, at its ``at_barrier``-th barrier; rank ``late`` comes late, and after the death."""
+    """A rank dies within ``call``, at its ``at_barrier``-th barrier; rank ``late`` enters after the failure."""
     dist.barrier()
     if me() == victim:
         die_at_barrier(at_barrier)
@@ -413,27 +415,27 @@ def lose(name, call, victim, *, at_barrier=1, late=None):
 
 @play
 def collectives_one():
-    """A death in the middle of each, at ever other places; seven ranks."""
+    """A failure in the middle of each collective, at different points; seven ranks."""
     lose("all_reduce", all_reduce, 6, at_barrier=2, late=3)  # after its own addition
     lose("all_gather", all_gather, 5)
     lose("broadcast", lambda: broadcast(1), 4, at_barrier=1, late=2)
     lose("broadcast from the dead", lambda: broadcast(0), 0, at_barrier=2)
     lose("barrier", barrier, 3)
-    group = dist.new_group(alive())  # rank 0, which held torch's store, is dead
+    group = dist.new_group(alive())  # rank 0, which hosted torch's store, has failed
     given = torch.tensor([float(me())])
     dist.all_reduce(given, group=group)
     note("new group", sum=given.item(), alive=list(holdfast.distributed.alive(group)), size=dist.get_world_size(group))
 
 
 def later(act):
-    """Act when the other ranks are back from the barrier: if nobody alive had it behind them, it would not count."""
+    """Act once the other ranks are past the barrier: if no survivor were past it, the failure would not count."""
     time.sleep(0.5)
     act()
 
 
 @play
 def completed_elsewhere():
-    """The last barrier of each collective fails at rank 1 alone, when all have passed it. Four ranks."""
+    """The last barrier of each collective fails only at rank 1, when all have passed it. Four ranks."""
     calls = {
         "all_reduce": (all_reduce, 2),
         "broadcast": (lambda: broadcast(0), 2),
@@ -456,13 +458,13 @@ def completed_elsewhere():
         at_barrier(1, after=lambda: later(die))
     given = [torch.zeros(2) for _ in range(4)]
     answer = tried(lambda: dist.all_gather(given, torch.full((2,), float(me()))))
-    tried(barrier)  # raises, if it was in progress when the death was found
+    tried(barrier)  # raises if it was in progress when the failure was detected
     note("with a death", answer=answer, given=[t.tolist() for t in given], works=tried(works))
 
 
 @play
 def collectives_two():
-    """The others; seven ranks."""
+    """The remaining collectives; seven ranks."""
     lose("reduce_scatter", reduce_scatter, 0, late=4)
     lose("gather", lambda: gather(1), 6)
     lose("scatter", lambda: scatter(1), 2)
@@ -485,7 +487,7 @@ def receive(source):
 
 @play
 def messages():
-    """Rank 5 dies; others send to it, wait for it, or wait for each other. Six ranks."""
+    """Rank 5 dies; other ranks send to it, wait for it, or wait for each other. Six ranks."""
     dist.barrier()
     calls = {0: receive(5), 1: send(5, 1), 2: receive(3)}
     if me() == 5:
@@ -495,16 +497,16 @@ def messages():
         time.sleep(1.2)  # rank 2 waits for a message that was never sent
     if me() in calls:
         note("in flight", **tried(calls[me()]))
-    tried(dist.barrier)  # fails at all, if anybody was in it already
+    tried(dist.barrier)  # fails at all ranks if any was in it already
     dist.barrier()
-    if me() in (2, 3):  # the message between the living is repeated
+    if me() in (2, 3):  # the message between survivors is repeated
         note("repeated", **tried(receive(3) if me() == 2 else send(2, 7)))
     note("to the dead", send=tried(send(5, 1)), receive=tried(receive(5)))
     note("works", works=tried(works))
 
 
-def anybody(says, group=None):
-    """Whether any rank says so."""
+def any_rank(says, group=None):
+    """Whether any rank says yes."""
     said = torch.tensor([float(says)])
     dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
     return bool(said.item())
@@ -512,7 +514,7 @@ def anybody(says, group=None):
 
 @play
 def groups():
-    """Ranks 0, 1, 2 and 3, 4, 5 and 0, 3 are groups; rank 4 dies, while 0, 1 and 2 go on. Six ranks."""
+    """Ranks 0, 1, 2 and 3, 4, 5 and 0, 3 are groups; rank 4 dies while 0, 1 and 2 continue. Six ranks."""
     low, high, pair = dist.new_group([0, 1, 2]), dist.new_group([3, 4, 5]), dist.new_group([0, 3])
 
     def over(group):
@@ -525,12 +527,12 @@ def groups():
     if me() == 4:
         time.sleep(0.3)
         die()
-    # The group of the dead waits for it; the other one is in the middle of a long row of sums meanwhile.
+    # The group of the dead rank waits for it; meanwhile the other group runs many all-reduces.
     end = time.monotonic() + 1.0
     rounds = [tried(lambda: over(mine))]
     while me() < 3:
         rounds.append(tried(lambda: over(mine)))
-        if anybody(time.monotonic() > end, low):
+        if any_rank(time.monotonic() > end, low):
             break
     again = tried(lambda: over(mine))
     between = tried(lambda: over(pair)) if me() in (0, 3) else None
@@ -546,7 +548,7 @@ def groups():
 
 @play
 def later_world():
-    """A death that a smaller group finds: the whole world hears of it at its next collective. Four ranks."""
+    """A failure that a smaller group detects: the whole world learns of it at its next collective. Four ranks."""
     pair = dist.new_group([0, 1])
     dist.barrier()
     if me() == 1:
@@ -558,7 +560,7 @@ def later_world():
 
 @play
 def two_deaths_while_one_is_late():
-    """Rank 1 comes to its next collective after two deaths, which the others saw one by one. Four ranks."""
+    """Rank 1 enters its next collective after two failures, which its peers detected one by one. Four ranks."""
     dist.barrier()
     if me() == 3:
         die()
@@ -574,7 +576,7 @@ def two_deaths_while_one_is_late():
 
 @play
 def a_list_from_before():
-    """Rank 1 made its list before the others saw the second death, and calls with it after that. Four ranks."""
+    """Rank 1 made its list before its peers detected the second failure, and calls with it afterwards. Four ranks."""
     dist.barrier()
     if me() == 3:
         die()
@@ -589,7 +591,7 @@ def a_list_from_before():
 
 @play
 def at_random(seed, deaths):
-    """A long row of collectives in which ranks die at random, the first two at once; every rank rests at times."""
+    """Many collectives in which ranks die at random, the first two simultaneously; every rank pauses at times."""
     plan = random.Random(int(seed))
     victims = plan.sample(range(dist.get_world_size()), int(deaths))
     due, at = {}, 0
@@ -609,9 +611,9 @@ def at_random(seed, deaths):
         answer = tried(calls[number % len(calls)])
         if "result" not in answer:
             seen.append([number, answer])
-        if number % 20 == 0:  # all stop at the same one
+        if number % 20 == 0:  # all ranks stop at the same one
             all_dead = len(alive()) == dist.get_world_size() - len(victims)
-            answer = tried(functools.partial(anybody, number >= last and all_dead))
+            answer = tried(functools.partial(any_rank, number >= last and all_dead))
             if "result" not in answer:
                 seen.append([number + 0.5, answer])
             elif answer["result"]:
@@ -625,7 +627,7 @@ def at_random(seed, deaths):
 
 @play
 def sharded():
-    """FSDP2: what the dead rank held is gone, and the error says so. Three ranks."""
+    """FSDP2: the dead rank's shards are lost, and the error says so. Three ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -647,7 +649,7 @@ def sharded():
 
 @play
 def mixed(*kills):
-    """A session trains and the script has collectives of its own; ``kills`` are given to ``holdfast run``."""
+    """A session trains and the script runs its own collectives; ``kills`` are given to ``holdfast run``."""
     import reference
     from train_reference import train as train_session
 
@@ -683,7 +685,7 @@ def misuse():
 
 @play
 def unlike():
-    """Sums of different lengths, and of as many numbers of another type, without HOLDFAST_DEBUG. Two ranks."""
+    """All-reduces of different lengths, and of equal lengths with another dtype, without HOLDFAST_DEBUG. Two ranks."""
     note("lengths", **tried(lambda: dist.all_reduce(torch.ones(3 + me()))), works=tried(works))
     given = torch.full((3,), 1, dtype=torch.int32 if me() else torch.float32)
     note("dtypes", **tried(lambda: dist.all_reduce(given)), given=given.tolist(), works=tried(works))
@@ -691,7 +693,7 @@ def unlike():
 
 @play
 def very_different_lengths():
-    """Sums of different lengths, where one needs more memory than there is, and sets it up. Two ranks."""
+    """All-reduces of different lengths, one of which needs more memory than exists, and allocates it. Two ranks."""
     note("lengths", **tried(lambda: dist.all_reduce(torch.ones(3 + 100_000 * me()))))
 
 

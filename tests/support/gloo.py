@@ -1,4 +1,4 @@
-"""Workers of the gloo fabric without a launcher: ``gloo.py ADDRESS COMMANDS`` hosts their store, and tells it of deaths.
+"""Workers of the gloo fabric without a launcher: ``gloo.py ADDRESS COMMANDS`` hosts their store, and reports failures.
 
 COMMANDS is a JSON list: the words of each worker's command, by rank.
 """
@@ -14,7 +14,7 @@ from holdfast.membership import Hub, open_store
 
 
 def command(script, *words):
-    """The command of one worker, with a watcher that writes down how it ends."""
+    """The command of one worker, with a watcher that records how it ends."""
     return [sys.executable, "-m", "holdfast.launch.worker", str(script), *map(str, words)]
 
 
@@ -28,8 +28,8 @@ def main(address, commands):
     with Hub(token, address) as hub:
         url = f"holdfast://{hub.address}/test"
         store = open_store(url, token)
-        everybody = ",".join(map(str, range(len(commands))))
-        common = {"FABRIC": "gloo", "WORKERS": str(len(commands)), "RANKS": everybody, "STORE": url, "TOKEN": token}
+        all_ranks = ",".join(map(str, range(len(commands))))
+        common = {"FABRIC": "gloo", "WORKERS": str(len(commands)), "RANKS": all_ranks, "STORE": url, "TOKEN": token}
         for rank, words in enumerate(commands):
             ours = {f"HOLDFAST_{name}": value for name, value in (common | {"RANK": str(rank)}).items()}
             started.append(subprocess.Popen(words, env=os.environ | ours))

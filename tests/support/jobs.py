@@ -21,7 +21,7 @@ if os.getuid() == 0:
 
 
 def clean_env(**extra):
-    """The environment without what other jobs left in it; one thread a worker, so that bits compare."""
+    """The environment without variables of other jobs; one thread for each worker, so that bits are comparable."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_"))}
     return env | {"OMP_NUM_THREADS": "1"} | extra
 
@@ -51,21 +51,23 @@ def run_report(tmp_path, *args, exit_code=0, timeout=120, env=None):
 
 
 def exit_codes(report):
-    """How each worker's process ended, by rank, as its watcher saw it."""
+    """The exit status of each worker's process by rank, as recorded by its watcher."""
     return {e["rank"]: e["exit_code"] for e in report["_events"] if e["event"] == "WorkerEnded"}
 
 
 def assert_landed(report, *ranks):
-    """The faults struck: SIGKILL ended these workers, and a survivor saw them go."""
+    """The faults struck: SIGKILL ended these workers, and a survivor detected it."""
     codes = exit_codes(report)
     assert {rank: codes.get(rank) for rank in ranks} == dict.fromkeys(ranks, -9)
     seen = {rank for e in report["_events"] if e["event"] == "Recovered" for rank in e["lost"]}
-    assert set(ranks) <= seen, f"survivors saw {seen} go"
+    assert set(ranks) <= seen, f"survivors detected the failure of {seen}"
 
 
 def assert_landed_for_good(report, *ranks):
-    """The faults struck, and the attempt ended with them: the plan killed these workers, and others saw a failure."""
+    """The faults struck and ended the attempt: the plan killed these workers, and other workers detected a failure."""
     codes = exit_codes(report)
     assert {rank: codes.get(rank) for rank in ranks} == dict.fromkeys(ranks, -9)
     assert set(ranks) <= {e["rank"] for e in report["_events"] if e["event"] == "FaultFired"}
-    assert {e["rank"] for e in report["_events"] if e["event"] == "FailureSeen"} - set(ranks), "nobody saw them go"
+    assert {e["rank"] for e in report["_events"] if e["event"] == "FailureSeen"} - set(ranks), (
+        "no worker detected their failure"
+    )

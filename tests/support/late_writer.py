@@ -1,8 +1,8 @@
-"""A worker of a job in which one is stopped while it adds, taken for dead, and wakes up in the middle of a later step.
+"""A worker of a job in which one is stopped while it adds, is considered dead, and wakes up during a later step.
 
-``late_writer.py FOLDER [--reuse]``, started by mpirun. What mpirun starts is a wrapper, which forks the worker: once
-the wrapper is killed MPI reports a death, while the stopped worker lives on. With ``--reuse`` the survivors go on with
-the memory that the stopped worker knows, which is what the rule forbids.
+``late_writer.py FOLDER [--reuse]``, started by mpirun. mpirun starts a wrapper, which forks the worker: once
+the wrapper is killed MPI reports a failure, while the stopped worker is still alive. With ``--reuse`` the survivors
+keep using memory that the stopped worker knows, which is forbidden.
 """
 
 import os
@@ -13,10 +13,10 @@ from pathlib import Path
 
 FOLDER = Path(sys.argv[1])
 VICTIM, STOPPED_IN, WOKEN_IN = 2, 3, 6
-"""Who is stopped, in which step; in which step, three later, it is woken."""
+"""The stopped worker, its step, and the step in which it is woken, three later."""
 
 BUCKET = 1
-"""In whose sum it is stopped: one that is large enough for everybody to have a share."""
+"""The bucket in whose all-reduce it is stopped: large enough that every worker has a share."""
 
 PATIENCE_S = 90
 
@@ -24,11 +24,11 @@ PATIENCE_S = 90
 def main():
     pid = os.fork()  # before MPI and torch are loaded: neither survives a fork
     if pid == 0:
-        os.setsid()  # else the system wakes who is stopped when the wrapper, the leader of its group, dies
+        os.setsid()  # otherwise the kernel wakes the stopped process when the wrapper, its group leader, dies
         try:
             work()
         finally:
-            os.kill(os.getpid(), signal.SIGKILL)  # an end that everybody notices
+            os.kill(os.getpid(), signal.SIGKILL)  # an end that all workers detect
     _, status = os.waitpid(pid, 0)
     os._exit(0) if status == 0 else os.kill(os.getpid(), signal.SIGKILL)
 
@@ -37,7 +37,7 @@ def work():
     rank = os.environ["OMPI_COMM_WORLD_RANK"]
     log = os.open(FOLDER / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
-    os.dup2(log, 2)  # Open MPI waits for the end of what a dead worker wrote to its own pipes
+    os.dup2(log, 2)  # Open MPI waits until a dead worker's own pipes are closed
     signal.alarm(4 * PATIENCE_S)
 
     from train_reference import train
@@ -56,7 +56,7 @@ def work():
 
 
 def write(name, text):
-    """Appear whole or not at all."""
+    """Write a file atomically."""
     part = FOLDER / f".{name}"
     part.write_text(text)
     part.rename(FOLDER / name)
@@ -71,7 +71,7 @@ def wait_for(name):
 
 
 def stop_while_adding():
-    """Stop between barrier A and the worker's own addition; once woken, add, say so, and do nothing more."""
+    """Stop between barrier A and the worker's own addition; once woken, add, report it, and do nothing more."""
     from holdfast.comm.allreduce.shm import SharedSum
     from holdfast.engine.injection import FaultPoints
 
@@ -94,7 +94,7 @@ def stop_while_adding():
 
 
 def wait_before_reading():
-    """When the sums of the step are done, and before anybody reads them, let the stopped worker write."""
+    """After the all-reduces of the step, before any worker reads the results, let the stopped worker write."""
     from holdfast.engine.loop import Run
 
     apply = Run._apply
@@ -114,7 +114,7 @@ def wait_before_reading():
 
 
 def reuse_memory():
-    """Let the first result serve all generations; it shrinks by the line of the dead, and is as if it were new."""
+    """Use the first result for all generations; it shrinks by the dead worker's line and looks new."""
     from holdfast.comm.allreduce import shm as shared
 
     class Kept:

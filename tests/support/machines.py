@@ -1,6 +1,6 @@
-"""Hosts as of ``netns.py`` with processes and shared memory of their own, so that one can lose its power all at once.
+"""Hosts as in ``netns.py`` that also have their own processes and shared memory, so that one can lose its power.
 
-The first is where the launcher runs: it sees the processes of the others, but they do not see its own.
+The launcher runs on the first: it sees the processes of the other hosts, but they do not see its processes.
 """
 
 import os
@@ -10,7 +10,7 @@ import subprocess
 from netns import Hosts, make_hosts
 
 AGENT = """#!/bin/sh
-# What reaches a host, as ssh would: HOST COMMAND..., with nothing of the environment of here.
+# Runs a command on a host, as ssh would: HOST COMMAND..., without the local environment.
 init=$(cat "{folder}/$1") && shift
 exec nsenter --target "$init" --net --pid --mount --uts env -i HOME="$HOME" PATH=/usr/bin:/bin sh -c "$*"
 """
@@ -19,11 +19,11 @@ BOOT = 'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && echo up && exec sleep 
 
 
 class Machines:
-    """So many of them, numbered from 1.
+    """Machines numbered from 1.
 
     Args:
         hosts: Their networks.
-        folder: For the agent.
+        folder: Folder for the agent.
     """
 
     def __init__(self, hosts: Hosts, folder):
@@ -63,9 +63,9 @@ class Machines:
         self._inits[number] = starts, init
 
     def power_off(self, number):
-        """End everything on a machine at once."""
+        """Kill all processes of a machine simultaneously."""
         starts, init = self._inits.pop(number)
-        os.kill(init, signal.SIGKILL)  # the first of its processes: the kernel kills all others with it
+        os.kill(init, signal.SIGKILL)  # its init process: the kernel kills all others with it
         starts.wait(timeout=20)
         starts.stdout.close()
 
@@ -75,18 +75,18 @@ class Machines:
         self.hosts.remove()
 
     def cut_off(self, number):
-        """Drop everything that goes to a machine or comes from it, the agent's commands too."""
+        """Drop all traffic to and from a machine, including the agent's commands."""
         self.hosts.cut_off(number)
         address = self._folder / self.hosts.address(number)
         address.rename(address.with_suffix(".cut"))
 
     def listed(self, *workers):
-        """The hosts as ``--hosts`` wants them, with so many workers each."""
+        """The hosts in the format of ``--hosts``, with these numbers of workers."""
         return ",".join(f"{self.hosts.address(number)}:{count}" for number, count in enumerate(workers, 1))
 
 
 def make_machines(count, folder, **where):
-    """Make and start machines, or skip the test that wants them."""
+    """Create and start machines, or skip the test."""
     made = Machines(make_hosts(count, **where), folder)
     try:
         for number in range(1, count + 1):

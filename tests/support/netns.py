@@ -1,7 +1,7 @@
-"""Hosts on one switch, made of namespaces: each has a network, an address and a host name of its own.
+"""Hosts on one switch, made of namespaces: each has its own network, address and host name.
 
-They need root and iproute2, and tests that want them are left out elsewhere. The clock, the disk and /proc are shared,
-so these are not machines that fail alone; what they show is what goes over the wire, and what happens when it does not.
+They need root and iproute2; elsewhere the tests that use them are skipped. The clock, the disk and /proc are shared,
+so these are not machines that fail independently; they show network traffic, and the effect of losing it.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import subprocess
 import pytest
 
 AGENT = """#!/bin/sh
-# What Open MPI starts instead of ssh: HOST COMMAND...
+# Open MPI starts this instead of ssh: HOST COMMAND...
 name={prefix}${{1##*.}}
 shift
 exec ip netns exec "$name" unshare --uts sh -c 'hostname "$0" && exec sh -c "$1"' "$name" "$*"
@@ -25,7 +25,7 @@ def ip(*words):
 
 
 class Hosts:
-    """So many hosts, numbered from 1."""
+    """Hosts numbered from 1."""
 
     def __init__(self, count, net="10.201.0"):
         self.net = net
@@ -34,10 +34,10 @@ class Hosts:
         self._numbers = range(1, count + 1)
 
     def make(self):
-        """Make them, or nothing."""
+        """Create all of them, or none."""
         try:
             ip("netns", "add", self._switch)
-            for bridge in ("bridge0", "bridge1"):  # nobody is at the second one before the switch is divided
+            for bridge in ("bridge0", "bridge1"):  # no host is at the second one until the switch is divided
                 ip("-n", self._switch, "link", "add", "name", bridge, "type", "bridge")
                 ip("-n", self._switch, "link", "set", bridge, "up")
             for number in self._numbers:
@@ -56,7 +56,7 @@ class Hosts:
         ip("-n", name, "link", "set", "eth0", "up")
 
     def remove(self):
-        """Take away the namespaces, and with them everything that is in them, processes too."""
+        """Remove the namespaces and everything in them, including processes."""
         for number in (*self._numbers, 0):
             self.kill(number)
             subprocess.run(["ip", "netns", "del", self.name(number)], capture_output=True, check=False)
@@ -68,12 +68,12 @@ class Hosts:
         return f"{self.net}.{number}"
 
     def write_agent(self, path):
-        """Write what Open MPI can start instead of ssh."""
+        """Write the agent that Open MPI starts instead of ssh."""
         path.write_text(AGENT.format(prefix=self.prefix))
         path.chmod(0o755)
 
     def inside(self, number):
-        """The words before a command that run it on a host; the process is the command's own."""
+        """The prefix of a command that runs it on a host, in the command's own process."""
         name = self.name(number)
         return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
 
@@ -88,32 +88,32 @@ class Hosts:
         return [int(pid) for pid in listed.stdout.split()]
 
     def kill(self, number):
-        """End everything on a host at once, as if its power failed."""
+        """Kill all processes of a host simultaneously, as if its power failed."""
         for pid in self.pids(number):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def cut_off(self, number):
-        """Drop everything that goes to a host or comes from it from now on."""
+        """Drop all further traffic to and from a host."""
         ip("-n", self._switch, "link", "set", f"port{number}", "down")
 
     def divide(self, numbers):
-        """Give some hosts a switch of their own: they reach each other, and nobody else."""
+        """Give some hosts their own switch: they reach each other and no other host."""
         for number in numbers:
             ip("-n", self._switch, "link", "set", f"port{number}", "master", "bridge1")
 
     def heal(self, number):
-        """Let through again what goes to a host or comes from it."""
+        """Restore the traffic to and from a host."""
         ip("-n", self._switch, "link", "set", f"port{number}", "master", "bridge0", "up")
 
 
 def make_hosts(count, **where):
-    """Make hosts, or skip the test that wants them."""
+    """Create hosts, or skip the test."""
     if os.getuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "hostname"))):
         pytest.skip("hosts are made of namespaces, which needs root, ip, unshare and hostname")
     made = Hosts(count, **where)
     try:
         made.make()
     except subprocess.CalledProcessError as error:
-        pytest.skip(f"this machine lets nobody make network namespaces: {error.stderr.strip()}")
+        pytest.skip(f"this machine does not permit network namespaces: {error.stderr.strip()}")
     return made

@@ -1,7 +1,7 @@
-"""The judge: training in one process, in plain torch, written without Holdfast.
+"""The reference: training in one process, in plain torch, written without Holdfast.
 
-Everything random is keyed by what is computed, slices are computed one by one, gradients are added by autograd's own
-``+=`` in slice order, buffers are averaged over the slices. Whatever Holdfast does must end with these bits.
+All random numbers are seeded by their position in the computation. Slices are computed one by one, gradients are added
+by autograd's own ``+=`` in slice order, buffers are averaged over the slices. Holdfast must always end with these bits.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ SAMPLES, BATCH, EPOCHS, SLICES, SEED = 203, 32, 2, 4, 7
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
 MODELS, OPTIMIZERS = ("mlp", "cnn"), ("sgd", "adam")
 ROWS = "rows"
-"""One more model, of layers alone whose rows do not mix, without randomness."""
+"""A further model of layers whose rows do not mix, without randomness."""
 FEATURES = ("augment", "loaders", "clip", "scaler", "ema", "average", "scheduler", "evaluate")
-"""What a training may have besides. Loaders and evaluation leave no trace, so nothing here knows of them."""
+"""Additional features of a training. Loaders and evaluation do not affect the bits, so they are absent here."""
 LARGEST_NORM, DECAY = 0.5, 0.9
 
 
@@ -76,7 +76,7 @@ def make_scheduler(optimizer):
 
 
 def make_scaler():
-    """Of so large a scale that the first steps overflow, and are left out."""
+    """A scaler with so large a scale that the first steps overflow and are skipped."""
     return torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=3)
 
 
@@ -103,7 +103,7 @@ def model_hash(model):
 
 
 def state_hash(model, optimizer, average=None):
-    """That of the model, then of an average that the session keeps, then the optimizer's state by number and name."""
+    """Hash of the model, then of an average kept by the session, then of the optimizer's state by number and name."""
     digest = model_hash(model)
     if average is not None:
         digest.update(model_hash(average).digest())
@@ -123,13 +123,13 @@ def seed_all(number):
 
 
 def ema_hash(ema):
-    """48 bits that a float holds: of the average of the weights."""
+    """48 bits of the hash of the averaged weights, which fit a float."""
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in ema.module.parameters()))
     return int(digest.hexdigest()[:12], 16)
 
 
 def in_tree(terms, first, size):
-    """The sum of tensors by number, those from ``first`` on halved and halved again; None of nothing."""
+    """The sum of numbered tensors in a binary tree from ``first`` on; None if there are none."""
     if size == 1:
         return terms.get(first)
     left, right = in_tree(terms, first, size // 2), in_tree(terms, first + size // 2, size // 2)
@@ -144,7 +144,7 @@ def in_order(terms):
 
 
 def train(model_name, optimizer_name, features=(), slices=SLICES, order="fold"):
-    """Train, and return the hash of the state; with an average of its own, that one's hash, too."""
+    """Train, and return the hash of the state; also the hash of an average of its own, if any."""
     add = in_order if order == "fold" else functools.partial(in_tree, first=0, size=1 << (slices - 1).bit_length())
     torch.set_num_threads(1)
     x, y = data()

@@ -1,4 +1,4 @@
-"""A play for rosters: members agree, shrink, die, leave and come, over any store; and what must hold afterwards."""
+"""Random scenarios for rosters: members agree, shrink, die, leave and join, over any store; and their invariants."""
 
 import random
 import threading
@@ -10,21 +10,21 @@ from holdfast.membership.roster import Roster
 from holdfast.membership.store import Store
 
 LAST_GENERATION = 5
-"""From here on nobody asks for a shrink any more."""
+"""From this generation on no member requests a shrink."""
 
 
 class Killed(BaseException):
-    """The member is dead; nothing in the product answers it."""
+    """The member is dead; no code of the product catches this."""
 
 
 @dataclass
 class Part:
-    """What one member does.
+    """The script of one member.
 
     Args:
-        rank: Who it is.
-        dies_at: In which write, counting from 0; None never.
-        dies_after: The write was done.
+        rank: Its rank.
+        dies_at: The write in which it dies, counting from 0; None never.
+        dies_after: It dies after that write, not before it.
         leaves_in: The first generation that it wants to leave; None never.
         refuses: The (generation, act) in which it votes no.
     """
@@ -38,7 +38,7 @@ class Part:
 
 @dataclass
 class Seen:
-    """What the members saw."""
+    """The observations of the members."""
 
     agreed: dict = field(default_factory=lambda: defaultdict(dict))
     members: dict = field(default_factory=lambda: defaultdict(dict))
@@ -74,7 +74,7 @@ class Mortal:
 
 
 def draw_parts(seed, world=4, newcomers=2):
-    """Draw what the members of a play do; the highest of the world lives, so that somebody is left."""
+    """Draw the scripts of the members; the highest rank of the initial world survives."""
     rng = random.Random(seed)
     parts = []
     for rank in range(world + newcomers):
@@ -92,7 +92,7 @@ def draw_parts(seed, world=4, newcomers=2):
 
 
 def play(part, store, world, seen):
-    """Be one member from the beginning to the end; returns how it ended."""
+    """Play one member from start to end; return how it ended."""
     store = Mortal(store, part)
     try:
         end = _act(part, store, world, seen)
@@ -126,7 +126,7 @@ def _act(part, store, world, seen):
 
 
 def check(seen, parts, world, suspects=()):
-    """Whoever died when: what members saw is the same for all, and nobody is lost who lived."""
+    """Whichever members died when: the survivors observed the same, and no surviving member is lost."""
     for what in (seen.agreed, seen.members):
         for at, said in what.items():
             assert len(set(said.values())) == 1, f"{at}: {said}"
@@ -145,13 +145,14 @@ def check(seen, parts, world, suspects=()):
 
 
 class Explored:
-    """A store in this process that shows each member every change in order, but as late as chance will have it.
+    """A store in this process that shows each member every change in order, with a random delay.
 
-    One thread runs at a time, and whenever it reaches the store chance says which goes on; the same seed, the same run.
+    One thread runs at a time; whenever it reaches the store, the generator chooses the next one. A seed determines the
+    run.
 
     Args:
-        seed: Of chance.
-        patience: So many turns are too many.
+        seed: Seed of the generator.
+        patience: Maximum number of turns.
     """
 
     def __init__(self, seed, patience=2000):
@@ -167,14 +168,16 @@ class Explored:
         return self._seats[name]
 
     def run(self, acts):
-        """Run functions, one a name, each in a thread of its own, to their ends."""
+        """Run functions, one for each name, each in its own thread, to completion."""
         errors = []
 
         def act(name):
             self.yield_(name, begins=True)
             try:
                 acts[name]()
-            except BaseException as error:  # whatever it is, the others must go on, and the test must know
+            except (
+                BaseException
+            ) as error:  # whatever it is, the other threads must continue, and the test must report it
                 errors.append(error)
             self._leave(name)
 
@@ -208,12 +211,12 @@ class Explored:
             self._choose()
 
     def _choose(self):
-        """Let one go on who can: it has not seen everything, or is not waiting."""
+        """Resume a thread that can run: it has changes to see, or is not waiting."""
         able = [name for name, seat in self._seats.items() if not seat.waits or seat.known < len(self.log)]
         self.patience -= 1
         if self._seats and (not able or self.patience < 0):
             self.broken = (
-                self.broken or f"nobody can go on, or nobody comes to an end: {list(self._seats)}, {self.items}"
+                self.broken or f"no thread can run, or none comes to an end: {list(self._seats)}, {self.items}"
             )
         self._turn = self.rng.choice(able) if able else None
         self._lock.notify_all()

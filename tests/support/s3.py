@@ -1,4 +1,4 @@
-"""A server that speaks the language of S3, as a process of its own on this machine, and raw access to what it holds."""
+"""A server with the S3 protocol, as a separate process on this machine, and raw access to its objects."""
 
 import contextlib
 import os
@@ -14,11 +14,11 @@ from pathlib import Path
 
 START_S = 60
 SIGNED = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
-"""The server looks who signs, not whether it is true."""
+"""The server requires a signature but does not verify it."""
 
 
 class Server:
-    """Raw access, by plain HTTP: it shares no code with what is tested."""
+    """Raw access by plain HTTP, which shares no code with the tested client."""
 
     def __init__(self, url, process):
         self.url = url
@@ -32,7 +32,7 @@ class Server:
         }
 
     def use(self, patch):
-        """Make this the server that this process, and those that it starts, find."""
+        """Make this the server that this process and its children use."""
         for name in [name for name in os.environ if name.startswith("AWS_")]:
             patch.delenv(name)
         for name, value in self.env.items():
@@ -55,7 +55,7 @@ class Server:
         return sorted(re.findall("<Key>([^<]*)</Key>", self._ask("GET", f"{bucket}?list-type=2").decode()))
 
     def uploads(self, bucket):
-        """Keys of uploads in parts that have begun and not ended."""
+        """Keys of multipart uploads in progress."""
         return re.findall("<Key>([^<]*)</Key>", self._ask("GET", f"{bucket}?uploads").decode())
 
     def _ask(self, method, path, data=None):

@@ -1,4 +1,4 @@
-"""A file system of a few megabytes, to fill up."""
+"""A file system of a few megabytes, for tests of a full disk."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ import pytest
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str = "8m"):
-    """Mount a small file system on ``folder``; skips the test where that is not allowed."""
+    """Mount a small file system on ``folder``; skip the test if that is not permitted."""
     folder.mkdir(parents=True, exist_ok=True)
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], capture_output=True, text=True, check=False
@@ -24,7 +24,7 @@ def small_disk(folder: Path, size: str = "8m"):
 
 
 def fill(folder: Path) -> Path:
-    """Fill the file system of ``folder`` to the last byte; return the file to remove again."""
+    """Fill the file system of ``folder`` completely; return the file to remove again."""
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:

@@ -1,15 +1,16 @@
-"""Random plans on real processes: everything that can go wrong, mixed, over both fabrics; each plan is its seed.
+"""Random plans on real processes: all faults, mixed, over both fabrics; a plan is determined by its seed.
 
     python tests/support/soak.py --seed 17              # one plan again
     python tests/support/soak.py --runs 300             # a campaign, from --seed on
     python tests/support/soak.py --minutes 20
 
-A plan draws a model, whole at every worker or split, an optimizer, what a training may have besides (clipping, a scaler, processes
-that load, ...), a strategy that promises the bits, the fabric, 2 to 8
-workers, spares, whether the dead are replaced, how slices are cut and added, what is done about slow workers, and one to four faults: deaths of several kinds, workers that get stuck, are
-slow, or are told to leave; in any phase, also at once, during recovery, while somebody joins, and while a checkpoint is
-written. Some are told to go on with more or fewer workers. Some plans strike the launcher in the middle, by SIGTERM or SIGKILL, and resume, some with another number of workers; some have two launchers, and the node
-of the second is lost. The judge is one hash, and the account of all samples.
+A plan draws a model, replicated or split, an optimizer, additional features (clipping, a scaler, loader processes,
+...), an exact strategy, the fabric, 2 to 8 workers, spares, whether failed workers are replaced, how mini-batches are
+sliced and gradients added, the straggler policy, and one to four faults: deaths of several kinds, workers that get
+stuck, are slow, or receive SIGTERM; in any phase, also simultaneously, during recovery, while a worker joins, and while
+a checkpoint is written. Some jobs are rescaled to more or fewer workers. In some plans the launcher receives SIGTERM or
+SIGKILL and the job is resumed, sometimes with another number of workers; some plans have two launchers, and the second
+one's node is lost. The result is checked by one hash, and by the account of all samples.
 """
 
 import argparse
@@ -41,25 +42,25 @@ FEATURES = dict.fromkeys(reference.MODELS, reference.FEATURES) | {
     ),  # no worker has all of the weights
     "sharded": reference.FEATURES,
 }
-"""What a training may have besides, by model."""
+"""Additional features of a training, by model."""
 FABRICS = ("ulfm",) * 4 + ("gloo",) * 5 + ("virtual",)
 NUM_BUCKETS = 3
 LIMIT_S = 170
 HANG_S = 2
 NODE_S = 4
 GRACE_S = 90
-"""To save and stop: who is stuck in a checkpoint is found after 30 times the limit for others."""
+"""Time to save and stop, in seconds: a worker stuck in a checkpoint is detected after 30 times the usual limit."""
 KINDS = ("kill",) * 5 + ("oom", "segfault", "hang", "hang", "gil", "deadlock", "spin", "slow", "leave")
 UNWATCHED_KINDS = (*ENDS, "slow")
-"""Where the launcher is killed: nobody is left to find who is stuck."""
+"""The same if the launcher is killed: no process is left that detects stuck workers."""
 reference_hash = functools.cache(reference.train)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one seed stands for.
+    """The plan of one seed.
 
-    ``struck`` is the signal that the launcher is sent once ``struck_at`` steps are committed, 0 for none.
+    ``struck`` is the signal that the launcher receives once ``struck_at`` steps are committed, 0 for none.
     """
 
     seed: int
@@ -74,7 +75,7 @@ class Plan:
 
     @property
     def computes(self):
-        """Whether by ``step.compute``, a model whose slices may go at once, in the place of one that is drawn."""
+        """Whether to call ``step.compute``, with a model whose slices may be batched, instead of the drawn model."""
         return self.case[0] == "mlp" and random.Random(f"way of {self.seed}").random() < 0.5
 
     @property
@@ -84,13 +85,13 @@ class Plan:
 
     @property
     def features(self):
-        """What the training has besides; drawn apart, so that the rest of a plan does not depend on it."""
+        """The additional features; drawn separately, so that the rest of a plan does not depend on them."""
         rng = random.Random(f"features of {self.seed}")
         return tuple(feature for feature in FEATURES[self.case[0]] if rng.random() < 0.35)
 
     @property
     def slices(self):
-        """Of each mini-batch; 0: as many as the job finds to be good."""
+        """Slices of each mini-batch; 0: chosen by the job."""
         if self.case[0] in SPLIT:
             return reference.SLICES
         if self.computes:
@@ -99,12 +100,12 @@ class Plan:
 
     @property
     def order(self):
-        """In which slices are added."""
+        """The order in which slices are added."""
         return random.Random(f"order of {self.seed}").choice(("fold", "fold", "fold", "tree"))
 
     @property
     def more(self):
-        """Options that were not drawn with the rest; they go before those."""
+        """Options that were not drawn with the rest; they come before those."""
         rng = random.Random(f"more of {self.seed}")
         words = ["--order", self.order, *([] if self.slices else ["--slices", rng.choice(("auto", "auto:1"))])]
         if self.nodes == 1 and rng.random() < 0.15:
@@ -116,19 +117,19 @@ class Plan:
         return tuple(words)
 
     def option(self, name):
-        """What is said of an option; "" if nothing."""
+        """The value of an option; "" if it is not set."""
         return self.options[self.options.index(name) + 1] if name in self.options else ""
 
     @property
     def resumed(self):
-        """Options with which it goes on after its launcher was struck."""
+        """Options for resuming after the launcher was struck."""
         rng = random.Random(f"resumed of {self.seed}")
         workers = rng.choice((self.option("-n"), str(rng.randint(1, 6))))
         return (*self.options, *self.more, "-n", workers, "--resume")
 
     @property
     def scaled(self):
-        """With how many workers it is told to go on, and after how many commits."""
+        """The numbers of workers to rescale to, and after how many commits."""
         rng = random.Random(f"scale of {self.seed}")
         if self.fabric != "gloo" or self.nodes > 1 or self.struck or rng.random() < 0.3:
             return ()
@@ -171,7 +172,7 @@ def draw(seed, folder, fabric=None):
     kinds = UNWATCHED_KINDS if struck == signal.SIGKILL else KINDS
     of_parts = tuple(
         phase for phase in SPLIT_PHASES if phase != "mirror"
-    )  # that is one of copies, and these have mirrors
+    )  # that phase belongs to delta standbys, and these have hot standbys
     phases, buckets = (PHASES + of_parts, (None,)) if split else (PHASES, (None, *range(NUM_BUCKETS)))
     return Plan(
         seed, case, fabric, tuple(map(str, options)), tuple(_faults(rng, workers + spares, kinds, phases, buckets)),
@@ -180,7 +181,7 @@ def draw(seed, folder, fabric=None):
 
 
 def _draw_virtual(rng, seed, options):
-    """Return a plan of workers that one process plays: of deaths alone, and nothing strikes the launcher."""
+    """Return a plan for the virtual fabric: deaths only, and the launcher is not struck."""
     split = rng.random() < 0.35
     case = (rng.choice(SPLIT if split else reference.MODELS), rng.choice(reference.OPTIMIZERS))
     workers, spares = rng.choice((2, 3, 5, 8)), rng.choice((0, 1))
@@ -198,7 +199,7 @@ def _draw_virtual(rng, seed, options):
 
 
 def _draw_nodes(rng, seed, options):
-    """Return a plan of two launchers: of four workers one fails beside the node, never the first of a node."""
+    """Return a plan of two launchers: besides the node one of four workers fails, never the first of a node."""
     case, workers = (rng.choice(reference.MODELS), rng.choice(reference.OPTIMIZERS)), rng.choice((1, 2))
     options += ["-n", workers, "--nnodes", 2, "--node-timeout", NODE_S, "--strategy", "rollback"]
     phases = [p for p in PHASES if p not in ("recovery", "rejoin", "checkpoint")]
@@ -212,11 +213,11 @@ def _draw_nodes(rng, seed, options):
 
 
 def _faults(rng, workers, kinds, phases, buckets):
-    """Yield faults of different workers, one of whom is spared."""
+    """Yield faults of different workers; one worker is spared."""
     last = None
     for rank in rng.sample(range(workers), min(rng.randint(1, 4), workers - 1)):
         if last is not None and rng.random() < 0.4:
-            # With the one before: in the same phase, in another, or while the others recover from it.
+            # Relative to the previous fault: in the same phase, in another, or during the recovery from it.
             step, phase = last.step, rng.choice((last.phase, "recovery", rng.choice(phases)))
         else:
             step, phase = (
@@ -232,7 +233,7 @@ def _faults(rng, workers, kinds, phases, buckets):
 
 @functools.cache
 def split_hash(model, optimizer, features=(), order="fold"):
-    """What one worker ends with that has the whole model, part after part; see :func:`split_end`."""
+    """The final hash of one worker that has the whole model, part after part; see :func:`split_end`."""
     with tempfile.TemporaryDirectory() as folder:
         features = f"--features={','.join(features)}"
         words = (
@@ -252,7 +253,7 @@ def split_hash(model, optimizer, features=(), order="fold"):
 
 
 def split_end(report):
-    """The hash of the weights, averages and optimizers of all parts, and what the script said of its own average and evaluation."""
+    """The hash of the weights, averages and optimizers of all parts, and the script's own average and evaluation."""
     return report["replicas"]["state_sha256"], report["metrics"].get("ema"), report["metrics"].get("evaluated")
 
 
@@ -281,7 +282,7 @@ def run(plan, folder):
 
 
 def _run_nodes(plan, folder):
-    """Run one launcher a node; the first one's node is never lost, and its report counts."""
+    """Run one launcher on each node; the first one's node is never lost, and its report counts."""
     meet = ("--rdzv", f"holdfast://127.0.0.1:{free_port()}", *plan.injected)
     launchers = [_start(plan, folder / f"node-{node}", "--node-rank", node, *meet) for node in range(plan.nodes)]
     try:
@@ -295,7 +296,7 @@ def _run_nodes(plan, folder):
 
 
 def _run_struck(plan, folder):
-    """Strike the launcher in the middle of training, wait until all has ended, and go on where it had come."""
+    """Strike the launcher during training, wait until all processes have ended, and resume."""
     launcher = _start(plan, folder, *plan.injected)
     try:
         until(lambda: launcher.poll() is not None or _committed(folder) >= plan.struck_at, f"step {plan.struck_at}")
@@ -312,7 +313,7 @@ def _run_struck(plan, folder):
 
 
 def _run_scaled(plan, folder):
-    """Tell the job to go on with other numbers of workers, while faults strike it."""
+    """Rescale the job to other numbers of workers, while faults strike it."""
     launcher = _start(plan, folder, *plan.injected)
     try:
         for at, workers in plan.scaled:
@@ -343,12 +344,12 @@ def _start(plan, folder, *more):
 
 
 def _committed(folder):
-    """How many commits the workers have written down."""
+    """The number of commits that the workers have recorded."""
     return sum(path.read_bytes().count(b'"StepCommitted"') for path in folder.glob("t/holdfast-*/records-*.jsonl"))
 
 
 def _is_anybody_left(folder):
-    """Whether a process runs that was given the folder's place for temporary files."""
+    """Whether a process runs that uses the folder for temporary files."""
     mark = f"TMPDIR={folder / 't'}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -370,7 +371,7 @@ def _report(folder):
 
 
 def describe(plan, report):
-    """Return a line about a run: the second one, where the launcher was struck and training resumed."""
+    """Return a line about a run: the second one, if the launcher was struck and training resumed."""
     events = report["_events"]
     joined = sum(
         len(e.get("joined", ())) for e in events if e["event"] == "Recovered" and e["rank"] == e["survivors"][0]
@@ -387,11 +388,11 @@ def describe(plan, report):
 
 
 def main():
-    """Run a campaign and say what came out of it."""
+    """Run a campaign and print its result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1, help="of the first plan")
-    parser.add_argument("--runs", type=int, help="how many; one, if no time is given")
-    parser.add_argument("--minutes", type=float, help="no run is begun after so long")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the first plan")
+    parser.add_argument("--runs", type=int, help="number of plans; one, if no time is given")
+    parser.add_argument("--minutes", type=float, help="minutes after which no run is started")
     parser.add_argument("--fabric", choices=sorted(set(FABRICS)))
     options = parser.parse_args()
     runs = options.runs or (1 if options.minutes is None else 1 << 30)
@@ -417,7 +418,7 @@ def main():
             print(describe(plan, report), flush=True)
     print(f"{done} plans, {len(failed)} failed: {failed}")
     for fabric, (count, again) in restarts.items():
-        print(f"{fabric}: {count} ended right, {again} of them after the launcher had started the job again")
+        print(f"{fabric}: {count} ended correctly, {again} of them after the launcher had restarted the job")
     return bool(failed)
 
 

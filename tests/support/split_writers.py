@@ -1,4 +1,4 @@
-"""Workers of a split model, each a process that writes its own part of one checkpoint, and is killed while it does."""
+"""Workers of a split model, each a process that writes its own part of one checkpoint and is killed meanwhile."""
 
 import torch
 from checkpoint_writers import die_at
@@ -15,23 +15,23 @@ def stage(number, value):
 
 
 def state_of(value, stages=range(NUM_STAGES)):
-    """Return what the first writer gives: what all have, and these stages."""
+    """Return the state that the first writer gives: the common part, and these stages."""
     parts = {str(number): stage(number, value) for number in stages}
     return {"replica": {"parts": parts, "registered.mean": torch.full((9,), float(value))}, "value": value}
 
 
 def save_part(root, step, value, rank, holders, pipe, point="", nth=1):
-    """Write a part of a checkpoint and, as the first, complete it; end with why, if it does not come off.
+    """Write a part of a checkpoint and, as the first worker, complete it; exit with the reason if that fails.
 
     Args:
-        root: Where.
-        step: Which.
-        value: Of the state.
-        rank: Of this worker.
-        holders: Of each worker, the stages that it gives.
-        pipe: Tells who is alive, when everybody who is to die has.
-        point: Die there.
-        nth: When it is passed for the n-th time.
+        root: Folder of checkpoints.
+        step: The step.
+        value: Value of the state.
+        rank: Rank of this worker.
+        holders: For each worker, the stages that it writes.
+        pipe: Receives the surviving ranks, when all victims have died.
+        point: Die at this crash point.
+        nth: Die when it is passed for the n-th time.
     """
     die_at(point, nth)
     keeper = Keeper(Settings(checkpoint_dir=root, keep_last=3), background=True)

@@ -1,8 +1,8 @@
-"""Strikes at a job that is just being started: ``python tests/support/start_strikes.py [--seed S] [--plans N]``.
+"""Strikes at a job during its start: ``python tests/support/start_strikes.py [--seed S] [--plans N]``.
 
-A plan is drawn from its seed: fabric, spares, whom to strike (a worker, a watcher, mpirun, the launcher), the signal, and when.
-The job must end within the start timeout and a minute, with the bits of the undisturbed run or with one line that says why
-not, and leave nothing: no process, nothing in ``TMPDIR`` and in ``/dev/shm``.
+A seed determines a plan: fabric, spares, the target (a worker, a watcher, mpirun, the launcher), the signal, and the
+time. The job must end within the start timeout and a minute, with the bits of the undisturbed run or with one line that
+gives the reason. It must leave nothing behind: no process, nothing in ``TMPDIR`` and in ``/dev/shm``.
 """
 
 import argparse
@@ -35,7 +35,7 @@ reference_hash = functools.cache(reference.train)
 
 @dataclass(frozen=True)
 class Plan:
-    """What one seed stands for: ``after_s`` counts from the moment at which the target is there."""
+    """The plan of one seed: ``after_s`` counts from when the target exists."""
 
     seed: int
     fabric: str
@@ -68,7 +68,7 @@ class Plan:
 
 
 def processes_in(temporary):
-    """Numbers of all processes of a job, told by the folder that they were given."""
+    """IDs of all processes of a job, recognised by their folder."""
     mark, found = f"TMPDIR={temporary}".encode(), []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -80,7 +80,7 @@ def processes_in(temporary):
 
 
 def files_in(temporary):
-    """What is in a temporary directory, but for torch's own folder."""
+    """The content of a temporary directory, without torch's own folder."""
     return [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
 
 
@@ -95,7 +95,7 @@ def rank_of(pid):
 
 
 def find(plan, launcher):
-    """The process to strike, None if it is not there yet."""
+    """The process to strike, None if it does not exist yet."""
     if plan.target == "launcher":
         return Process.of(launcher)
     below = children_of(launcher)
@@ -111,7 +111,7 @@ def find(plan, launcher):
 
 
 def strike(plan, job, ends_s):
-    """Send the signal when its time has come; return whether it arrived."""
+    """Send the signal at its time; return whether it was delivered."""
     while (process := find(plan, job.pid)) is None:
         if job.poll() is not None or time.monotonic() > ends_s:
             return False
@@ -119,13 +119,13 @@ def strike(plan, job, ends_s):
     time.sleep(plan.after_s)
     landed = process.send(plan.number)
     if plan.target == "launcher" and plan.number == signal.SIGSTOP:
-        time.sleep(3.0)  # nothing watches over the launcher of a single node: it goes on when it is told to
+        time.sleep(3.0)  # nothing monitors the launcher of a single node: it continues on SIGCONT
         process.send(signal.SIGCONT)
     return landed
 
 
 def left_over(temporary, launcher, deadline_s):
-    """What is left of a job after a while; a launcher that was killed leaves its folders to the next one."""
+    """Everything left of a job after a while; a launcher that was killed leaves its folders to the next one."""
     ends_s = time.monotonic() + deadline_s
     while (left := processes_in(temporary)) and time.monotonic() < ends_s:
         time.sleep(0.05)
@@ -136,10 +136,10 @@ def left_over(temporary, launcher, deadline_s):
 
 
 def run(plan):
-    """Run a plan; return what came of it in a line.
+    """Run a plan; return the result in one line.
 
     Raises:
-        AssertionError: if it hung, ended wrongly or left something.
+        AssertionError: if it hung, ended wrongly or left something behind.
     """
     folder = Path(tempfile.mkdtemp(prefix="start-strikes-"))
     temporary = folder / "t"
@@ -174,7 +174,7 @@ def run(plan):
     elif not (plan.target == "launcher" and job.returncode == -plan.number):
         why = [line for line in said.splitlines() if line.startswith(("error: ", "holdfast: stopped", "stopped"))]
         assert job.returncode in (1, 4), f"{plan}: exit {job.returncode}\n{said}"
-        assert len(why) == 1, f"{plan}: {len(why)} lines say why\n{said}"
+        assert len(why) == 1, f"{plan}: {len(why)} lines give a reason\n{said}"
         assert "Traceback" not in said, f"{plan}\n{said}"
     shutil.rmtree(folder)
     last = said.splitlines()[-1] if job.returncode and said else "the undisturbed bits"
@@ -187,7 +187,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plans", type=int, default=60)
     options = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it starts in the background ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
     failed = 0
     for seed in range(options.seed, options.seed + options.plans):
         try:

@@ -1,4 +1,4 @@
-"""Threads as workers: they share memory as the processes of one host do."""
+"""Threads as workers: they share memory like the processes of one host."""
 
 import queue
 import threading
@@ -39,20 +39,20 @@ class Threads:
 
 
 class Meeting:
-    """Where threads meet, and what lies there."""
+    """The shared state through which threads synchronise."""
 
     def __init__(self, count):
         self.wall, self.desk = threading.Barrier(count), {}
         self.lines, self._lock = {}, threading.Lock()
 
     def posted(self, source, to):
-        """The line of messages from one to another."""
+        """The queue of messages from one thread to another."""
         with self._lock:
             return self.lines.setdefault((source, to), queue.SimpleQueue())
 
 
 def side_by_side(ranks, work, generation=0, kind=Threads):
-    """``work(comm)`` in one thread a rank; what each returned, or raised."""
+    """Run ``work(comm)`` in one thread for each rank; return each result or exception."""
     meeting, results = Meeting(len(ranks)), {}
 
     def run(rank):

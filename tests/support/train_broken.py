@@ -1,4 +1,4 @@
-"""A small training with one thing in it that breaks bits, or none: ``train_broken.py NAME``; see :data:`BREAKS`."""
+"""A small training with one source of irreproducible bits, or none: ``train_broken.py NAME``; see :data:`BREAKS`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import holdfast
 
 
 class Unseeded(nn.Module):
-    """Draws from a generator of its own that is seeded by the system."""
+    """Draws from its own generator, seeded by the system."""
 
     def __init__(self):
         super().__init__()
@@ -27,14 +27,14 @@ class Unseeded(nn.Module):
 
 
 class System(nn.Module):
-    """Draws from the system."""
+    """Draws from the system's random source."""
 
     def forward(self, x):
         return x * (1 + int.from_bytes(os.urandom(4), "little") / 2**32)
 
 
 class Sets(nn.Module):
-    """Adds in the order of a set of names."""
+    """Adds in the iteration order of a set of names."""
 
     def __init__(self):
         super().__init__()
@@ -61,11 +61,11 @@ class Right(nn.Module):
 
 
 BREAKS = {"unseeded": Unseeded, "system": System, "sets": Sets, "threads": Threads}
-"""What is in the middle of the model; with ``samples`` and ``loss`` the dataset and the loop break bits instead."""
+"""The module in the middle of the model; with ``samples`` and ``loss`` the dataset and the loop are broken instead."""
 
 
 class Samples(Dataset):
-    """Noise, and with ``samples`` more of it from a generator of its own."""
+    """Noise, and with ``samples`` additional noise from its own generator."""
 
     def __init__(self, broken):
         self._x = torch.randn(64, 9)
@@ -80,14 +80,14 @@ class Samples(Dataset):
 
 
 def train(broken, **settings):
-    """Train with something broken."""
+    """Train with one broken component."""
     torch.manual_seed(2)
     middle = nn.Sequential(nn.Tanh(), BREAKS.get(broken, Right)())
     model = nn.Sequential(nn.Linear(9, 33), middle, nn.BatchNorm1d(33), nn.Linear(33, 4))
     session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
     for step in session.steps(Samples(broken == "samples"), batch_size=16):
         if step.number:
-            sys.exit("it trains, where it should only be looked at")
+            sys.exit("it trained, but should only have been examined")
         for x, y in step:
             loss = F.cross_entropy(model(x), y)
             step.backward(loss * (1 + os.urandom(1)[0]) if broken == "loss" else loss)

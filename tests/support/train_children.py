@@ -1,7 +1,7 @@
-"""Training in which every worker has children: those of a data loader, one that is executed, one that a thread forks.
+"""Training in which every worker has children: those of a data loader, an executed one, and one forked by a thread.
 
-``train_children.py FOLDER [--deed DEED]... [--await-end-of RANK]``; the numbers of rank R's children are written to
-``FOLDER/children-R``, and once those of RANK have ended while training goes on, ``FOLDER/ended`` is.
+``train_children.py FOLDER [--deed DEED]... [--await-end-of RANK]``; the process IDs of rank R's children are written to
+``FOLDER/children-R``, and ``FOLDER/ended`` appears once the children of RANK have ended while training continues.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from train_saving import Deeds, Training
 
 
 def fork_and_sleep():
-    """A child that knows nothing of its parent's end, and holds open all that its parent has open."""
+    """A child that does not detect its parent's end, and keeps all of its parent's file descriptors open."""
     pid = os.fork()
     if pid == 0:
         time.sleep(300)
@@ -57,7 +57,7 @@ class Children:
         draft.replace(self.folder / f"children-{rank}")
 
     def check(self):
-        """They are all there, and the loader's deliver."""
+        """All children are alive, and the loader's deliver."""
         next(self.loader)
         for pid in self.started:
             if os.waitpid(pid, os.WNOHANG) != (0, 0):

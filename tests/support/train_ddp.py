@@ -1,6 +1,6 @@
-"""A script of plain DistributedDataParallel: ``train_ddp.py FOLDER [--naps] [--control]``. It names Holdfast in one word.
+"""A script with plain DistributedDataParallel: ``train_ddp.py FOLDER [--naps] [--control]``. It names Holdfast once.
 
-Each rank writes the weights that it ends with. The same is computed by hand, in one process: :func:`by_hand`.
+Each rank writes its final weights. :func:`by_hand` computes the same in one process.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def make_optimizer(model):
 
 
 def loss_of(model, rank, step):
-    """Of very different size from rank to rank, so that the order of adding shows."""
+    """A loss of very different size from rank to rank, so that the order of adding is visible."""
     source = torch.Generator().manual_seed(100 * step + rank)
     x, y = torch.randn(16, 20, generator=source), torch.randint(0, 5, (16,), generator=source)
     return F.cross_entropy(model(x), y) * 3.0**rank
@@ -42,10 +42,10 @@ def by_hand(ranks, *, order=None, dead=None, dies_in=STEPS):
     """The weights when the gradients of the ranks are added one after another.
 
     Args:
-        ranks: How many there are.
-        order: In which they are added, if not in their own.
-        dead: A rank that is dead from a step on.
-        dies_in: That step.
+        ranks: Number of ranks.
+        order: Order in which they are added, if not ascending.
+        dead: A rank that fails.
+        dies_in: The step in which it fails.
     """
     model = make()
     optimizer = make_optimizer(model)

@@ -1,7 +1,8 @@
 """Training in which bits flip in one worker's memory: ``train_flip.py [--flip RANK:STEP:WHAT:BIT]...``.
 
-WHAT is a parameter, such as 1.weight, or one of the optimizer's tensors of it, such as 1.weight/exp_avg; the bit flips in its
-last number, once, just before the step is computed: after its fingerprint is taken. The model is so large that its fingerprints take several steps.
+WHAT is a parameter, such as 1.weight, or one of its optimizer tensors, such as 1.weight/exp_avg; the bit flips in its
+last number, once, just before the step is computed: after its fingerprint is taken. The model is so large that its
+fingerprints take several steps.
 """
 
 import argparse
@@ -59,9 +60,9 @@ def parse(text):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--flip", action="append", default=[], type=parse)
-    parser.add_argument("--sticky", action="store_true", help="it flips whenever its step is begun")
+    parser.add_argument("--sticky", action="store_true", help="the bit flips whenever its step is begun")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, for newcomers to come in")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, so that newcomers can join")
     options = parser.parse_args()
     session, state = train(options.flip, options.sticky, options.lr, pause=options.pause)
     if session.is_lead:

@@ -1,6 +1,6 @@
-"""A small training in which one worker is of another kind: ``train_kinds.py RANK VARIABLE=VALUE [--wait]``.
+"""A small training in which one worker has another platform: ``train_kinds.py RANK VARIABLE=VALUE [--wait]``.
 
-With ``--wait`` the others do not go on from step 3 before that worker, a newcomer, has been refused.
+With ``--wait`` the other workers wait at step 3 until that worker, a newcomer, has been refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 if __name__ == "__main__" and os.environ["RANK"] == sys.argv[1]:
     name, _, value = sys.argv[2].partition("=")
-    os.environ[name] = value  # torch and OpenMP read it when they are loaded
+    os.environ[name] = value  # read by torch and OpenMP when they are loaded
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,7 @@ def train(before_step=lambda session, number: None, **settings) -> holdfast.Sess
 
 
 def wait_for_refusal(session, number):
-    """Wait at step 3 until the newcomer has written down that it was refused."""
+    """Wait at step 3 until the newcomer has recorded that it was refused."""
     path = records_path(Path(os.environ["HOLDFAST_RUN_DIR"]), sys.argv[1])
     ends_s = time.monotonic() + LIMIT_S
     with session.busy():

@@ -1,7 +1,7 @@
-"""Training in which chosen workers take their time: ``train_paced.py [--nap RANK STEP SECONDS HOW]...``.
+"""Training in which chosen workers are slow: ``train_paced.py [--nap RANK STEP SECONDS HOW]...``.
 
-STEP may be ``all``. HOW is ``busy``, where the script says so, or ``quiet``; the time is spent once for each slice, or in
-a step once. What is computed does not depend on it.
+STEP may be ``all``. HOW is ``busy``, if the script announces it, or ``quiet``; the time is spent once for each slice,
+or once in a step. Results do not depend on it.
 """
 
 import argparse

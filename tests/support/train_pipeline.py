@@ -22,11 +22,11 @@ from train_reference import turn_recovery_off
 
 LIMIT_S = 120
 SAMPLES = 193
-"""So that the last mini-batch of an epoch has one sample, and most slices none."""
+"""Chosen so that the last mini-batch of an epoch has one sample, and most slices none."""
 
 
 def stages(count):
-    """The stages of train_split, joined to ``count``: 1, 2 or 4."""
+    """The stages of train_split, joined into ``count``: 1, 2 or 4."""
     made = train_split.stages()
     size = len(made) // count
     join = lambda first: nn.Sequential(*(make() for make in made[first : first + size]))  # noqa: E731
@@ -37,9 +37,9 @@ def train(count, awaited=(), **settings):
     """Train; return the session.
 
     Args:
-        count: Stages.
+        count: Number of stages.
         awaited: Steps in which the lead waits for a newcomer.
-        **settings: Of the session.
+        **settings: Settings of the session.
     """
     torch.set_num_threads(1)
     model = holdfast.Pipeline(stages(count), train_split.loss)
@@ -55,7 +55,7 @@ def train(count, awaited=(), **settings):
 
 
 def wait_for_newcomer(session):
-    """Wait for who comes from outside; the others wait for this worker meanwhile."""
+    """Wait for a newcomer; the other workers wait for this worker meanwhile."""
     ends_s = time.monotonic() + LIMIT_S
     with session.busy():
         while not session._world.comm.newcomers(session._world.loop):
@@ -66,7 +66,7 @@ def wait_for_newcomer(session):
 
 @functools.cache
 def undisturbed(count):
-    """The hash of a run by one worker that nothing happened to."""
+    """The hash of an undisturbed run with one worker."""
     return train(count, workers=1, fabric="virtual")._replica.sha256s((0,))[0][1]
 
 

@@ -1,4 +1,4 @@
-"""A dataset in which one sample kills whoever reads it."""
+"""A dataset with one sample that kills the process that reads it."""
 
 import os
 import signal

@@ -18,7 +18,7 @@ from holdfast.models import slice_batching as at_once
 
 
 class OwnNoise(reference.Noisy):
-    """Noise that depends on the process that loads: what must not be."""
+    """Noise that depends on the loading process, which is forbidden."""
 
     def __getitem__(self, number):
         x, y = super().__getitem__(number)
@@ -28,17 +28,17 @@ class OwnNoise(reference.Noisy):
 def train(
     model_name, optimizer_name, raise_at=-1, pause=0.0, features=(), broken="", compute=False, **session_arguments
 ):
-    """Train like the reference does; return the session and the hash of the state.
+    """Train like the reference; return the session and the hash of the state.
 
     Args:
-        model_name: Of the reference's.
-        optimizer_name: Of the reference's.
+        model_name: A model of the reference.
+        optimizer_name: An optimizer of the reference.
         raise_at: The lowest worker raises in this step.
         pause: Seconds before each step.
-        features: Of the reference's.
-        compute: By ``step.compute`` in the place of a loop.
-        broken: One of them that is made to depend on the worker, or on the attempt, instead of the slice.
-        session_arguments: Of the session.
+        features: Features of the reference.
+        compute: Call ``step.compute`` instead of a loop.
+        broken: A feature that is made to depend on the worker, or on the attempt, instead of the slice.
+        session_arguments: Settings of the session.
     """
     torch.set_num_threads(1)
     torch.set_deterministic_debug_mode("error")
@@ -63,7 +63,7 @@ def train(
     if "augment" in features:
         dataset = OwnNoise() if broken in ("augment", "loaders") else reference.Noisy()
     if broken == "clip":
-        for parameter in model.parameters():  # of a slice by itself, or of all that this worker has
+        for parameter in model.parameters():  # of a single slice, or of all slices of this worker
             parameter.register_hook(lambda grad: grad.clamp(-0.01 * session.world_size, 0.01 * session.world_size))
     for step in session.steps(
         dataset, reference.BATCH, reference.EPOCHS, num_workers=1 if "loaders" in features else 0
@@ -98,7 +98,7 @@ def train(
 
 
 def in_precision(features, call):
-    """What is called with the precision of the training."""
+    """Return ``call`` in the precision of the training."""
 
     def called(*given):
         with reference.lower_precision(features):
@@ -108,7 +108,7 @@ def in_precision(features, call):
 
 
 def evaluate(model):
-    """Look at the accuracy, and draw some numbers: neither may matter."""
+    """Compute the accuracy, and draw some numbers: neither may affect the result."""
     x, y = reference.data()
     with torch.no_grad():
         accuracy = (model.eval()(x + torch.randn(x.shape)).argmax(1) == y).float().mean()
@@ -117,7 +117,7 @@ def evaluate(model):
 
 
 def turn_recovery_off():
-    """A failed sum raises into the script, as it does everywhere else."""
+    """A failed all-reduce raises into the script, as with any other library."""
     from holdfast.engine.loop import Run
 
     def raise_it(run, error):
@@ -127,7 +127,7 @@ def turn_recovery_off():
 
 
 def turn_undo_off():
-    """What was updated eagerly stays when its step is taken back."""
+    """Updates of the overlapped optimizer stay when their step is rolled back."""
     from holdfast.models.overlap import UndoCopy
 
     UndoCopy.put_back = UndoCopy.forget
@@ -155,17 +155,17 @@ if __name__ == "__main__":
     parser.add_argument("optimizer", choices=reference.OPTIMIZERS)
     parser.add_argument("--no-recovery", action="store_true")
     parser.add_argument("--no-undo", action="store_true")
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, for newcomers to come in")
-    parser.add_argument("--slices", type=int, default=reference.SLICES, help="0: as the job says")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, so that newcomers can join")
+    parser.add_argument("--slices", type=int, default=reference.SLICES, help="0: chosen by the job")
     parser.add_argument("--features", type=lambda text: tuple(text.split(",")) if text else (), default=())
-    parser.add_argument("--compute", action="store_true", help="by step.compute in the place of a loop over the slices")
+    parser.add_argument("--compute", action="store_true", help="call step.compute instead of a loop over the slices")
     parser.add_argument("--broken", choices=reference.FEATURES, default="")
     parser.add_argument("--raise-at", type=int, default=-1, help="the lowest worker raises in this step")
     options = parser.parse_args()
     if options.no_recovery:
         turn_recovery_off()
     if options.compute:
-        at_once.WORTH = float("inf")  # whichever is faster here: what is tested are bits
+        at_once.WORTH = float("inf")  # whichever is faster: the test is about bits
     if options.no_undo:
         turn_undo_off()
     holdfast.reinit(lambda: main(options))

@@ -1,4 +1,4 @@
-"""The reference's training as an application that can be built again: ``train_reinit.py [--die WHEN:RANK]... [--leak]``."""
+"""The reference's training as an application that can be rebuilt: ``train_reinit.py [--die WHEN:RANK]... [--leak]``."""
 
 import argparse
 import os
@@ -22,7 +22,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--die", action="append", default=[], help="build:RANK or load:RANK, in the second application")
 parser.add_argument("--leak", action="store_true", help="keep the first model")
 parser.add_argument("--forget", action="store_true", help="negative control: the snapshot lacks the optimizer's state")
-parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, for newcomers to come in")
+parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, so that newcomers can join")
 options = parser.parse_args()
 
 models = []
@@ -35,7 +35,7 @@ def die(when, rank):
 
 
 class Bomb:
-    """Something with state, at whose loading a worker may die."""
+    """An object with state, at whose loading a worker may die."""
 
     def __init__(self, session):
         self._session = session

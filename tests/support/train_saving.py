@@ -1,4 +1,4 @@
-"""Training that needs all of its state: whatever of it is left out of a checkpoint, the bits at the end differ.
+"""Training that needs all of its state: if a checkpoint lacks any part of it, the final bits differ.
 
 As a script over Holdfast: ``train_saving.py [--schedule epoch] [--ballast MB] [--deed WHAT:STEP:WHO]...``.
 """
@@ -27,13 +27,13 @@ from holdfast.records.paths import requests_path
 
 SAMPLES, BATCH, SLICES, SEED = 60, 10, 3, 11
 EPOCHS = (1, 2)
-"""Of each loop over the data."""
+"""Epochs of each loop over the data."""
 LOOP_ENDS = (6, 18)
-"""Steps behind each loop."""
+"""Steps after each loop."""
 
 
 class Mean:
-    """A running mean of weights, to which the weights are drawn."""
+    """A running mean of weights, towards which the weights are pulled."""
 
     def __init__(self, weight):
         self.value = weight.detach().clone()
@@ -49,7 +49,7 @@ class Mean:
 
 
 class Noise:
-    """A level that the script moves at random, once a step, outside the slices."""
+    """A level that the script changes at random, once a step, outside the slices."""
 
     def __init__(self):
         self.level = 0.0
@@ -65,7 +65,7 @@ class Noise:
 
 
 class Ballast:
-    """Makes the state large, and costs no sums."""
+    """Makes the state large, without gradients to reduce."""
 
     def __init__(self, megabytes):
         self.values = torch.arange(megabytes << 18, dtype=torch.float32).reshape(-1, 1 << 10)
@@ -78,12 +78,12 @@ class Ballast:
 
 
 class Training:
-    """A model and all that belongs to it.
+    """A model and everything that belongs to it.
 
     Args:
         schedule: Whether the scheduler steps once a step or once an epoch.
-        ballast_mb: Size of the state besides.
-        **settings: Of the session.
+        ballast_mb: Size of additional state.
+        **settings: Settings of the session.
     """
 
     def __init__(self, schedule="step", ballast_mb=0, **settings):
@@ -96,7 +96,7 @@ class Training:
             optimizer,
             scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + 0.3 * count)),
             schedule=schedule,
-            # No power of two: only so do the bits depend on the scale.
+            # Not a power of two, because only then do the bits depend on the scale.
             scaler=torch.amp.GradScaler("cpu", init_scale=1000.0, growth_factor=1.7, growth_interval=2),
             **({"seed": SEED, "slices": SLICES, "bucket_bytes": 1024} | settings),
         )
@@ -108,7 +108,7 @@ class Training:
         self.stopped = False
 
     def run(self, each=lambda step: None):
-        """Train; ``each`` is called in every step, behind its slices."""
+        """Train; ``each`` is called in every step, after its slices."""
         x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1))
         data = TensorDataset(x, x[:, :4].argmax(1))
         for epochs in EPOCHS:
@@ -134,13 +134,13 @@ class Training:
 
     @property
     def sha256(self):
-        """Of the model and the optimizer at the end."""
+        """Hash of the model and the optimizer at the end."""
         return self.session._world.loops.finished[0].state_sha256
 
 
 @functools.cache
 def undisturbed(schedule="step"):
-    """The hash of a run that nothing happened to."""
+    """The hash of an undisturbed run."""
     return Training(schedule).run().sha256
 
 
@@ -149,7 +149,7 @@ def launcher():
 
 
 def others():
-    """All watchers and workers of the job but this one."""
+    """All other watchers and workers of the job."""
     noted = Path(os.environ["HOLDFAST_RUN_DIR"]).glob("process-*")
     pids = {int(line.split()[0]) for pair in noted for line in pair.read_text().splitlines()}
     return sorted(pids - {os.getpid()}, key=lambda pid: pid == os.getppid())
@@ -157,12 +157,12 @@ def others():
 
 def kill(*pids):
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):  # another one may do the same
+        with contextlib.suppress(ProcessLookupError):  # another worker may do the same
             os.kill(pid, signal.SIGKILL)
 
 
 class Deeds:
-    """What is to go wrong: ``WHAT:STEP:WHO``, WHO being a rank or ``all``.
+    """Planned failures: ``WHAT:STEP:WHO``, WHO being a rank or ``all``.
 
     In a step; or at a point of its checkpoint, or in its recovery: ``WHAT@shrink:STEP:WHO``.
     """
@@ -178,7 +178,7 @@ class Deeds:
                 self.do(what.partition("@")[0])
 
     def in_recovery(self):
-        """From now on, do what is due where the living are about to go on without the dead."""
+        """From now on, carry out deeds that are due when the survivors are about to continue."""
         session, shrink = self.training.session, self.training.session._world.comm.shrink
 
         def shrink_after_deeds(**changes):
@@ -190,7 +190,7 @@ class Deeds:
         session._world.comm.shrink = shrink_after_deeds
 
     def in_step(self, step):
-        """Do what is due in the step, each deed once."""
+        """Carry out the deeds that are due in the step, each once."""
         for deed in list(self.deeds):
             what, when, who = deed
             if "@" not in what and int(when) == step.number and who in (str(self.training.session.rank), "all"):
@@ -199,12 +199,12 @@ class Deeds:
 
     def do(self, what, step=None):
         if what in ("block", "limit"):
-            self.training.session._world.keeper._writer.wait()  # what was begun before is to come off
+            self.training.session._world.keeper._writer.wait()  # an earlier save must complete
         place = Path(self.training.session._settings.checkpoint_dir)
         match what:
             case "die":
                 kill(os.getpid())
-            case "end":  # everything: the launcher first, who would start again, and the others, who would save
+            case "end":  # all processes: first the launcher, which would restart, then the workers, which would save
                 kill(launcher(), *others(), os.getpid())
             case "term":
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -238,7 +238,7 @@ class Deeds:
                 self.wait_until(lambda: self.world.told.leaves)
             case "await-request":
                 self.wait_until(requests_path(Path(os.environ["HOLDFAST_RUN_DIR"])).exists)
-            case "block":  # what cannot be written to: root may write to any directory
+            case "block":  # a path that cannot be written: root may write to any directory
                 shutil.rmtree(place, ignore_errors=True)
                 place.write_text("in the way")
             case "limit":
@@ -251,12 +251,12 @@ class Deeds:
         return self.training.session._world
 
     def wait_until(self, ready):
-        """Wait for what comes from outside; the others wait for this worker meanwhile."""
+        """Wait for an external event; the other workers wait for this worker meanwhile."""
         ends_s = time.monotonic() + 120
         with self.training.session.busy():
             while not ready():
                 if time.monotonic() > ends_s:
-                    raise TimeoutError("what was waited for did not come")
+                    raise TimeoutError("the awaited event did not happen")
                 time.sleep(0.01)
 
 

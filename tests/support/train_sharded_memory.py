@@ -1,4 +1,4 @@
-"""Train a large model in shards, and print for each worker how much memory what takes: ``memory {...}``, in bytes."""
+"""Train a large sharded model, and print each worker's memory by use: ``memory {...}``, in bytes."""
 
 import json
 import sys
@@ -15,19 +15,19 @@ WIDTH, LAYERS = 1024, 8
 
 
 def memory_of(tensors):
-    """Return the bytes that tensors lie in; what several lie in counts once, and so much as they use of it."""
+    """Return the bytes that tensors occupy; shared storage counts once, and only the used part of it."""
     return sum({t.data_ptr(): min(t.untyped_storage().nbytes(), t.nbytes) for t in tensors}.values())
 
 
 def private_memory():
-    """Return what this process has for itself, as Linux sees it."""
+    """Return the private memory of this process, as reported by Linux."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     sizes = {name: int(size) << 10 for name, size, *_ in (line.split() for line in lines)}
     return {"private": sizes["Private_Clean:"] + sizes["Private_Dirty:"], "pss": sizes["Pss:"]}
 
 
 class Probe:
-    """Its state is asked for between two steps, before anything is lent."""
+    """Its state is requested between two steps, before any memory is lent."""
 
     def __init__(self, model):
         self.model = model
@@ -44,7 +44,7 @@ class Probe:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     tiny = nn.Linear(1, 1)
-    holdfast.Session(tiny, torch.optim.Adam(tiny.parameters()))  # so that what is imported does not count
+    holdfast.Session(tiny, torch.optim.Adam(tiny.parameters()))  # so that imports do not count
     before = private_memory()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))

@@ -1,6 +1,6 @@
-"""The reference's training after a preparation that takes its time: ``train_slow_start.py [--prepare S] [--hold RANK]``.
+"""The reference's training after a slow preparation: ``train_slow_start.py [--prepare S] [--hold RANK]``.
 
-With ``--hold RANK`` that rank never asks for the others, however long they wait.
+With ``--hold RANK`` that rank never enters the rendezvous, however long the other ranks wait.
 """
 
 import argparse
@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--prepare", type=float, default=0.0, help="seconds before the session is made")
-parser.add_argument("--hold", type=int, default=-1, help="the rank that never asks for the others")
-parser.add_argument("--note", type=Path, help="folder in which each rank says that the script runs")
+parser.add_argument("--hold", type=int, default=-1, help="the rank that never enters the rendezvous")
+parser.add_argument("--note", type=Path, help="folder in which each rank records that the script runs")
 options = parser.parse_args()
 if options.note:
     (options.note / f"runs-{os.environ['RANK']}").touch()

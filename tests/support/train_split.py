@@ -22,7 +22,7 @@ WAIT_S = 60.0
 
 
 class Stage(nn.Sequential):
-    """Computes in lower precision, where the features say so."""
+    """Computes in lower precision, if the features say so."""
 
     features = ()
     dies_evaluating = False
@@ -35,7 +35,7 @@ class Stage(nn.Sequential):
 
 
 def stages():
-    """Four stages with everything that is awkward: batch norm, dropout, a stage without hidden layers."""
+    """Four stages with difficult layers: batch norm, dropout, a stage without hidden layers."""
     return [
         lambda: Stage(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
         lambda: Stage(nn.Dropout(0.3), nn.Flatten(), nn.Linear(512, 32)),
@@ -56,13 +56,13 @@ def wait_for(path):
 
 
 def note(session, step, folder):
-    """Write down the parts that are held here, as they are before the step."""
+    """Save the parts held here, as they are before the step."""
     for part, held in session._replica.holdings.held.items():
         torch.save(held.state_dict(), folder / f"part-{part}-step-{step.number}-{step.attempt}.pt")
 
 
 def evaluate(session, step, model, options):
-    """Return the loss of all samples, before the step; nothing where a worker dies meanwhile."""
+    """Return the loss of all samples, before the step; nothing if a worker dies meanwhile."""
     x, y = reference.data()
     if options.kind == "pipeline":
         Stage.dies_evaluating = (step.number, session.rank) == (3, options.dies_evaluating)
@@ -75,7 +75,7 @@ def evaluate(session, step, model, options):
 
 
 def trained_with(features):
-    """What a session is told of the features."""
+    """The session's settings for the features."""
     return {
         "clip_grad_norm": reference.LARGEST_NORM if "clip" in features else None,
         "scheduler": reference.make_scheduler if "scheduler" in features else None,
@@ -128,7 +128,7 @@ def main(options):
     if ema is not None:
         ema.update_parameters(module)
         session.log(ema=reference.ema_hash(ema))
-    if evaluated is not None:  # who came after the last evaluation knows of none
+    if evaluated is not None:  # a worker that joined after the last evaluation has none
         session.log(evaluated=evaluated)
     if session.is_lead:
         whole = model.module if options.kind == "pipeline" else module
@@ -144,12 +144,18 @@ if __name__ == "__main__":
     parser.add_argument("--optimizer", choices=reference.OPTIMIZERS, default="adam")
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument(
-        "--wait-for", nargs=2, metavar=("STEP", "PATH"), help="in this step wait until there is such a file"
+        "--wait-for", nargs=2, metavar=("STEP", "PATH"), help="in this step wait until this file exists"
     )
-    parser.add_argument("--note", type=Path, metavar="DIR", help="write the parts down there before every step")
+    parser.add_argument("--note", type=Path, metavar="DIR", help="save the parts there before every step")
     parser.add_argument("--features", type=lambda text: tuple(text.split(",")) if text else (), default=())
     parser.add_argument("--shards", type=int, default=4)
-    parser.add_argument("--dies-evaluating", type=int, default=-1, metavar="RANK", help="of the stages, in step 3")
+    parser.add_argument(
+        "--dies-evaluating",
+        type=int,
+        default=-1,
+        metavar="RANK",
+        help="the worker that dies while it evaluates the stages, in step 3",
+    )
     parser.add_argument("--no-recovery", action="store_true")
     parsed = parser.parse_args()
     if parsed.no_recovery:

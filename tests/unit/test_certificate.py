@@ -256,7 +256,7 @@ def test_a_bit_that_flips_in_a_part_is_seen_where_the_part_is_hashed_though_noth
     assert compare_runs(*reversed(runs)).parting.workers == (3,)
     assert runs[1].check() == [], "that is how it was"
     assert runs[1].check_workers()[0].what == (
-        "before step 7 workers 2, 3, who hold part 2, had different values in 2.2.weight"
+        "before step 7 workers 2, 3, which hold part 2, had different values in 2.2.weight"
     )
 
 
@@ -323,12 +323,12 @@ def test_digests_of_the_tensors_of_a_split_model_are_checked_part_by_part(split)
 
     assert first.parts > 1
     assert [finding.what for finding in Certified(altered, "it").check()] == [
-        "step 0: the digests of its tensors are not those of its state"
+        "step 0: the digests of its tensors do not match the digest of its state"
     ]
     assert (
         Certified(twice, "it")
         .check_workers()[0]
-        .what.startswith(f"before step 0 workers {first.rank}, 7, who hold part 0, had different values in ")
+        .what.startswith(f"before step 0 workers {first.rank}, 7, which hold part 0, had different values in ")
     )
     assert Certified(fewer, "it").check() == [], "its only holder died before it had written it"
 
@@ -386,7 +386,7 @@ def test_a_worker_that_had_another_state_is_named_though_nothing_came_of_it(quie
     odd = [dataclasses.replace(r, link="0" * 32) if r is ends[2] else r for r in quiet]
 
     assert Certified(odd, "it").check() == []
-    assert [finding.what[:29] for finding in Certified(odd, "it").check_workers()] == ["worker 2 had another state th"]
+    assert [finding.what[:29] for finding in Certified(odd, "it").check_workers()] == ["worker 2 had a state that dif"]
 
 
 def test_a_run_without_a_certificate_is_refused(tmp_path):
@@ -461,7 +461,7 @@ def test_runs_with_and_without_faults_are_the_same_to_the_last_step(tmp_path, qu
             lambda quiet, ends: [dataclasses.replace(r, sha256="0" * 64) if r is ends[2] else r for r in quiet],
             f"B  step {reference.STEPS}: workers 0, 1, 2, 3 ended with different states",
         ),
-        (lambda quiet, ends: [dataclasses.replace(r, link="0" * 32) if r is ends[2] else r for r in quiet], "B  worker 2 had another state"),
+        (lambda quiet, ends: [dataclasses.replace(r, link="0" * 32) if r is ends[2] else r for r in quiet], "B  worker 2 had a state that differs"),
     ],
     ids=["gap", "other end", "other state"],
 )  # fmt: skip

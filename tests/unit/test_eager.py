@@ -265,5 +265,5 @@ def test_the_report_says_what_undo_took(tmp_path):
     assert said["update_s"] > 0
     assert said["undo_s"] > 0
     (line,) = [line for line in summary_lines(report) if line.startswith("update")]
-    assert "eager: undo copies of" in line
-    assert "; 2 buckets taken back in" in line
+    assert "overlapped: undo copies of" in line
+    assert "; 2 buckets rolled back in" in line

@@ -80,10 +80,13 @@ def test_a_spec_says_what_happens_to_whom_and_when(spec, fault):
         ("kill", "after the kind there must be at least rank and step, as in kill:rank=1,step=20"),
         ("kill:", "after the kind there must be at least rank and step, as in kill:rank=1,step=20"),
         ("maim:rank=1,step=2", f"the kind before the colon must be one of {', '.join(KINDS)}, got 'maim'"),
-        ("kill:rank=1", "step is missing; rank and step are needed"),
-        ("kill:step=1", "rank is missing; rank and step are needed"),
-        ("kill:rank=1,step=2,colour=red", "unknown key 'colour'; there are rank, step, phase, bucket, slice, seconds"),
-        ("kill:rank=1,step=2,", "unknown key ''; there are rank, step, phase, bucket, slice, seconds"),
+        ("kill:rank=1", "step is missing; rank and step are required"),
+        ("kill:step=1", "rank is missing; rank and step are required"),
+        (
+            "kill:rank=1,step=2,colour=red",
+            "unknown key 'colour'; valid keys are rank, step, phase, bucket, slice, seconds",
+        ),
+        ("kill:rank=1,step=2,", "unknown key ''; valid keys are rank, step, phase, bucket, slice, seconds"),
         ("kill:rank=,step=2", "rank needs a value, as in rank=1"),
         ("kill:rank,step=2", "rank needs a value, as in rank=1"),
         ("kill:rank=1,step=2,phase=", "phase needs a value, as in phase=forward"),
@@ -113,16 +116,16 @@ def test_a_spec_says_what_happens_to_whom_and_when(spec, fault):
             )
         ),
         ("nodeloss", "after the kind there must be at least node and step, as in nodeloss:node=1,step=20"),
-        ("nodeloss:step=2", "node is missing; node and step are needed"),
+        ("nodeloss:step=2", "node is missing; node and step are required"),
         ("nodeloss:node=-1,step=2", "node must be a whole number of at least 0, got '-1'"),
         (
             "partition:rank=1,step=2",
-            "rank is not allowed here: this kind strikes a whole node, and node says which",
+            "rank is not allowed here: this kind strikes a whole node, given by node",
         ),
-        ("kill:node=1,step=2", "node is not allowed here: this kind strikes one worker, and rank says which"),
+        ("kill:node=1,step=2", "node is not allowed here: this kind strikes one worker, given by rank"),
         (
             "partition:node=1,step=2,colour=red",
-            "unknown key 'colour'; there are node, step, phase, bucket, slice, seconds",
+            "unknown key 'colour'; valid keys are node, step, phase, bucket, slice, seconds",
         ),
         ("hang:rank=1,step=2,seconds=0", "seconds must be a number from 0.001 to 1000000, got 0.0"),
         ("hang:rank=1,step=2,seconds=0.0009", "seconds must be a number from 0.001 to 1000000, got 0.0009"),
@@ -131,16 +134,16 @@ def test_a_spec_says_what_happens_to_whom_and_when(spec, fault):
         ("hang:rank=1,step=2,seconds=1e3", "seconds must be a number from 0.001 to 1000000, got '1e3'"),
         ("hang:rank=1,step=2,seconds=1.2.3", "seconds must be a number from 0.001 to 1000000, got '1.2.3'"),
         ("hang:rank=1,step=2,seconds=-1", "seconds must be a number from 0.001 to 1000000, got '-1'"),
-        ("flip:rank=1,step=2", f"target is missing; it is one of {', '.join(TARGETS)}"),
+        ("flip:rank=1,step=2", f"target is missing; it must be one of {', '.join(TARGETS)}"),
         ("flip:rank=1,step=2,target=disk", f"target must be one of {', '.join(TARGETS)}, got 'disk'"),
-        ("flip:rank=1,target=weights", "step is missing; rank and step are needed"),
+        ("flip:rank=1,target=weights", "step is missing; rank and step are required"),
         (
             "flip:rank=1,step=2,target=weights,bucket=1",
             "bucket is only allowed with target=message, got target=weights",
         ),
         (
             "flip:rank=1,step=2,target=weights,phase=forward",
-            "unknown key 'phase'; there are rank, step, bucket, target, at, count, percent, rate, probability, bits, burst, "
+            "unknown key 'phase'; valid keys are rank, step, bucket, target, at, count, percent, rate, probability, bits, burst, "
             "mask, scale, keep-sign, finite, law, seed",
         ),
         ("flip:rank=1,step=2,target=weights,finite=yes", "finite takes no value, got 'yes'"),
@@ -212,7 +215,7 @@ def test_a_fault_for_nobody_is_refused(workers, allowed):
 @pytest.mark.parametrize(
     ("nodes", "complaint"),
     [
-        (1, "nodeloss strikes one of several nodes: it needs --fabric gloo and --nnodes 2 or more"),
+        (1, "nodeloss strikes one of several nodes, so it needs --fabric gloo and --nnodes 2 or more"),
         (3, "node must be one of 0..2, got 3"),
     ],
 )
@@ -328,7 +331,7 @@ def test_the_json_of_a_flip_says_all_of_it():
         ({"count": "2"}, "count must be of type int, got '2'"),
         ({"seed": None}, "seed must be of type int, got None"),
         ({"finite": 1}, "finite must be of type bool, got 1"),
-        ({"percent": 1}, "one of count of flips, percent and rate is allowed"),
+        ({"percent": 1}, "give only one of count of flips, percent and rate"),
     ],
 )
 def test_a_flip_that_is_not_exactly_one_is_refused(change, complaint):
@@ -440,7 +443,7 @@ def test_a_random_plan_of_no_kind_is_refused():
         draw_plan(0, 4, 10, 2, 1, kinds=[])
     with pytest.raises(ConfigError, match="kind must be one of"):
         draw_plan(0, 4, 10, 2, 1, kinds=["maim"])
-    with pytest.raises(ConfigError, match="nodeloss strikes a node: say which"):
+    with pytest.raises(ConfigError, match="nodeloss strikes a node: name it"):
         draw_plan(0, 4, 10, 2, 1, kinds=["nodeloss"])
 
 

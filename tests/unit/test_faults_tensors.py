@@ -97,5 +97,5 @@ def test_a_name_that_fits_nothing_is_refused_with_those_that_there_are():
         chosen(NAMES, ["fc1", "fc"])
 
     assert str(refused.value) == (
-        "at must be, begin or match one of fc1.weight, fc1.bias, fc10.weight, fc1/step, got 'fc'"
+        "at must equal, prefix or match one of fc1.weight, fc1.bias, fc10.weight, fc1/step, got 'fc'"
     )

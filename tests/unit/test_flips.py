@@ -279,20 +279,20 @@ def test_in_a_pipeline_of_two_chains_the_holder_alone_is_altered(tmp_path):
     [
         (
             "flip:rank=1,step=3,target=weights,at=fc",
-            "at must be, begin or match one of 0.weight, 0.bias, 2.weight, 2.bias, got 'fc'",
+            "at must equal, prefix or match one of 0.weight, 0.bias, 2.weight, 2.bias, got 'fc'",
         ),
         (
             "flip:rank=1,step=3,target=activations,at=9",
-            "at must be, begin or match one of model, 0, 1, 2, got '9'",
+            "at must equal, prefix or match one of model, 0, 1, 2, got '9'",
         ),
         (
             "flip:rank=1,step=3,target=handover",
-            "target handover is what a stage of a Pipeline gives to the next, and this model has no stages",
+            "target handover is the activation that a stage of a Pipeline sends to the next, and this model has no stages",
         ),
         ("flip:rank=1,step=6,target=weights", "step must be between 0 and 5 (the run has 6 steps), got 6"),
         (
             "flip:rank=1,step=0,target=optimizer",
-            "nothing of the target optimizer is here; an optimizer keeps nothing before its first step",
+            "there is no tensor of the target optimizer here; an optimizer has no state before its first step",
         ),
     ],
 )

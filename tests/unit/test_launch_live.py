@@ -99,7 +99,7 @@ def test_before_training_under_torch_distributed_there_is_no_step_to_speak_of():
 
 
 def test_forward_goes_on_with_the_step():
-    assert told(recovered(lost=(1,), decision="continue")) == ["lost rank 1; step 5 goes on with ranks 0, 2"]
+    assert told(recovered(lost=(1,), decision="continue")) == ["lost rank 1; step 5 continues with ranks 0, 2"]
 
 
 def test_a_worker_that_is_fenced_says_why():
@@ -125,12 +125,12 @@ def test_a_flip_says_what_it_altered_and_excuses_no_death():
 
 @pytest.mark.parametrize(
     ("policy", "then"),
-    [("warn", ""), ("rebalance", "; it gets less to do"), ("replace", "; it is told to leave")],
+    [("warn", ""), ("rebalance", "; it gets fewer slices"), ("replace", "; it is replaced")],
 )
 def test_a_straggler_is_named_with_what_is_done_about_it(policy, then):
     slow = StragglerSeen(t_s=1.0, rank=2, step=40, score=3.14, policy=policy)
 
-    assert told(slow) == [f"rank 2 is slow: it takes 3.1 times as long as the others{then}"]
+    assert told(slow) == [f"rank 2 is slow: it takes 3.1 times as long as the other workers{then}"]
 
 
 def test_a_change_is_told_once_though_every_worker_says_it():

@@ -299,7 +299,7 @@ def test_torch_distributed_is_told_with_its_first_step_and_without_a_plan():
     assert [story.tell(ddp_started(rank)) for rank in range(3)] == [None] * 3
     assert story.tell(committed(0)) == "3 ranks: torch.distributed, sums inside DDP go on over the survivors"
     assert story.tell(committed(1)) is None
-    assert story.tell(goes_on(2)) == "lost rank 1; step 2 goes on with ranks 0, 2"
+    assert story.tell(goes_on(2)) == "lost rank 1; step 2 continues with ranks 0, 2"
 
 
 def test_no_step_goes_on_where_there_is_none():

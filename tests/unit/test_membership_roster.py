@@ -75,7 +75,7 @@ def test_a_roster_that_decides_by_what_it_sees_is_found_out(monkeypatch):
 
     monkeypatch.setattr(Roster, "_decide", decide_alone)
 
-    with pytest.raises(AssertionError, match=r"nobody can go on|\(\d, \d\): |generation \d: "):
+    with pytest.raises(AssertionError, match=r"no thread can run|\(\d, \d\): |generation \d: "):
         explore(0)
 
 

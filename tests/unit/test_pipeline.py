@@ -504,7 +504,10 @@ def test_a_stage_that_is_lost_with_its_mirror_takes_all_back_to_what_was_saved_a
     train(session)
 
     assert recovered(tmp_path) == [("load", (1, 2), 4 - step)]
-    assert f"nobody is left who holds part 1 of the model: all go back to step {step}" in capsys.readouterr().err
+    assert (
+        f"no surviving worker holds part 1 of the model: all workers roll back to step {step}"
+        in capsys.readouterr().err
+    )
     check_bits(model, session)
 
 
@@ -593,7 +596,7 @@ def test_a_running_job_does_not_take_a_strategy_that_goes_on_without_a_stage(tmp
 
     train(session, each=ask)
 
-    assert "--strategy forward is not there for a model that is split" in capsys.readouterr().err
+    assert "--strategy forward does not support a model that is split" in capsys.readouterr().err
     assert recovered(tmp_path) == [("redo", (1,), 1)]
     check_bits(model, session)
 
@@ -749,9 +752,7 @@ def test_a_handover_where_nothing_is_split_is_refused():
         model, torch.optim.SGD(model.parameters()), workers=2, faults=faults("kill:rank=1,step=1,phase=handover")
     )
 
-    with pytest.raises(
-        ConfigError, match="handover, rehome, mirror are those of a model that is split, and this one is not"
-    ):
+    with pytest.raises(ConfigError, match="handover, rehome, mirror exist only for a Pipeline or Sharded model"):
         next(session.steps(dataset(), BATCH))
 
 
@@ -763,8 +764,8 @@ def test_a_phase_that_a_split_model_does_not_have_is_refused():
     )
 
     for session, says in (
-        (eager, "copies are sent, phase=mirror, with --strategy partial"),
-        (shards, "this model is none"),
+        (eager, "phase=mirror needs --strategy partial and --mirror-every"),
+        (shards, "this model is not a Pipeline"),
     ):
         with pytest.raises(ConfigError, match=says):
             next(session.steps(dataset(), BATCH))

@@ -314,7 +314,7 @@ def test_every_sink_gets_every_record_from_its_subscription_on():
 def test_a_file_refuses_a_record_without_stamps(tmp_path):
     recorder = FileRecorder(tmp_path / "records.jsonl")
 
-    with pytest.raises(InternalError, match="a FailureSeen is written down without t_s, step"):
+    with pytest.raises(InternalError, match="a FailureSeen is written without t_s, step"):
         recorder.write(FailureSeen(rank=0, phase="gate"))
 
     assert (tmp_path / "records.jsonl").read_bytes() == b""

@@ -415,7 +415,7 @@ def test_newcomers_that_are_left_alone_do_not_invent_a_state():
     newcomer = play(Protocol(Rollback(), 2), COMING)
     play(newcomer, [(ProgressKnown({2: Progress(JOINING, False), 3: Progress(JOINING, False)}, 2), [AGREE_1])])
 
-    with pytest.raises(JobError, match=r"only newcomers are left, \[2, 3\]"):
+    with pytest.raises(JobError, match=r"only newcomers are alive, \[2, 3\]"):
         newcomer.handle(YES)
 
 
@@ -423,7 +423,7 @@ def test_newcomers_that_are_left_alone_do_not_invent_a_state():
 def test_workers_that_are_not_between_the_same_steps_cannot_have_admitted_anybody(others):
     newcomer = play(Protocol(Rollback(), 2), COMING, newcomer_known(*others, JOINING))
 
-    with pytest.raises(InternalError, match="not all between the same steps"):
+    with pytest.raises(InternalError, match="not all between the same two steps"):
         newcomer.handle(YES)
 
 
@@ -492,21 +492,21 @@ def test_an_event_that_cannot_happen_now_is_an_internal_error(event):
 def test_no_sum_fails_while_none_is_open():
     protocol = play(Protocol(Rollback(), 2), BEGIN[:2])
 
-    with pytest.raises(InternalError, match="no sum can fail in state COMPUTE"):
+    with pytest.raises(InternalError, match="no collective can fail in state COMPUTE"):
         protocol.handle(PeerLost())
 
 
 def test_an_order_of_a_strategy_is_not_answered_by_a_sum():
     protocol = play(Protocol(Rollback(), 2), BEGIN[:1])
 
-    with pytest.raises(InternalError, match=r"BucketSummed\(\) does not answer an order"):
+    with pytest.raises(InternalError, match=r"BucketSummed\(\) does not answer an action"):
         protocol.handle(BucketSummed())
 
 
 def test_survivors_two_sums_apart_are_an_internal_error():
     protocol = play(Protocol(Rollback(), 2), BEGIN, recovery(Progress(0, computed=True)), news(0, 2))
 
-    with pytest.raises(InternalError, match="2 sums apart"):
+    with pytest.raises(InternalError, match="2 collectives apart"):
         protocol.handle(YES)
 
 
@@ -517,12 +517,12 @@ def test_a_strategy_may_not_order_what_is_not_its_business():
 
     protocol = play(Protocol(Leaver(), 2), BEGIN, recovery(Progress(0, computed=True)), news(0, 0))
 
-    with pytest.raises(InternalError, match="may not order Leave"):
+    with pytest.raises(InternalError, match="may not order the action Leave"):
         protocol.handle(YES)
 
 
 def test_a_step_has_a_bucket():
-    with pytest.raises(InternalError, match="at least 1 bucket, or none where the model is split, got 0"):
+    with pytest.raises(InternalError, match="num_buckets must be at least 1, or 0 for a model that is split, got 0"):
         Protocol(Rollback(), 0)
     with pytest.raises(InternalError, match="got -1"):
         Protocol(Rollback(), -1, split=True)

@@ -150,9 +150,11 @@ def test_who_fills_the_place_of_the_dead_is_said(tmp_path):
     assert [r["form"] for r in report["reinitialised"]] == ["replaced", "survivors"]
     told = [what for _, what in happenings(report)]
     assert told[0].startswith(
-        "3 workers reinitialised (with the dead replaced) and went on at step 3 from each one's own"
+        "3 workers reinitialised (with failed workers replaced) and resumed at step 3 from each worker's own"
     )
-    assert told[1].startswith("2 workers reinitialised (the survivors alone) and went on at step 5 from each one's own")
+    assert told[1].startswith(
+        "2 workers reinitialised (the survivors alone) and resumed at step 5 from each worker's own"
+    )
 
 
 # -- scripts that cannot work

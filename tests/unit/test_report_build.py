@@ -303,7 +303,7 @@ def test_a_restart_of_the_job_answers_a_death_that_nobody_recovered():
     assert failure["recover_s"] == pytest.approx(3.3 - 1.35)
     assert report["checkpoints"] == 1
     assert report["workers"]["ranks_finished"] == [0, 2]
-    assert "the job was started again" in headline(report)
+    assert "the job was restarted" in headline(report)
 
 
 def test_a_worker_that_is_missing_after_a_restart_was_lost():
@@ -348,7 +348,7 @@ def test_a_run_that_gave_up_says_where_its_state_is():
     assert report["outcome"] == "gave-up"
     assert report["failures"][0]["recover_s"] is None
     assert report["checkpoint"] == "ck/step-1"
-    assert "Too few workers were left after 1 step, so it stopped; the state is in ck/step-1." in headline(report)
+    assert "Too few workers were alive after 1 step, so it stopped; the state is in ck/step-1." in headline(report)
     assert "no step was committed after it" in "\n".join(summary_lines(report))
 
 
@@ -507,10 +507,10 @@ def test_the_summary_is_a_few_lines():
     lines = summary_lines(report_of(one_kill()))
 
     assert lines == [
-        "Worker 1 of 4 was killed at step 5; training went on after 100 ms. "
-        "The three that were left ended with the same bits. Every sample counted exactly once.",
+        "Worker 1 of 4 was killed at step 5; training resumed after 100 ms. "
+        "The three survivors ended with the same bits. Every sample counted exactly once.",
         "10 steps in 3.00 s (100 ms a step), 3 of 4 workers finished; loss 0.1, accuracy 0.9",
-        "worker 1 lost at step 5, allreduce; known after 10 ms; next step committed after 100 ms; 1 step done again",
+        "worker 1 lost at step 5, allreduce; detected after 10 ms; next step committed after 100 ms; 1 step recomputed",
         "samples  400 of 400 committed, 0 lost and 0 repeated",
         "sha256   ab",
     ]
@@ -561,11 +561,11 @@ def test_a_newcomer_is_told_of_in_words():
     lines = summary_lines(report_of(replaced()))
 
     assert lines[0] == (
-        "Worker 1 of 4 was killed at step 5; training went on after 100 ms. Worker 4 joined at step 8. "
-        "The four that were there last ended with the same bits. Every sample counted exactly once."
+        "Worker 1 of 4 was killed at step 5; training resumed after 100 ms. Worker 4 joined at step 8. "
+        "The four remaining workers ended with the same bits. Every sample counted exactly once."
     )
     assert "4 of 5 workers finished" in lines[1]
-    assert "worker 4 joined at step 8; the others were held for 13 ms" in lines
+    assert "worker 4 joined at step 8; the other workers waited 13 ms" in lines
 
 
 def test_a_worker_that_left_in_order_is_no_failure():
@@ -575,8 +575,8 @@ def test_a_worker_that_left_in_order_is_no_failure():
     assert report["left"] == [{"rank": 1, "step": 5, "t_s": 1.52}]
     assert report["steps_redone"] == 0
     assert headline(report) == (
-        "4 workers trained for 10 steps and none was lost. Worker 1 left before step 5, as it was told to. "
-        "The three that were there last ended with the same bits. Every sample counted exactly once."
+        "4 workers trained for 10 steps and none was lost. Worker 1 left before step 5, after SIGTERM. "
+        "The three remaining workers ended with the same bits. Every sample counted exactly once."
     )
 
 
@@ -612,8 +612,8 @@ def test_a_worker_that_was_fenced_says_for_how_long_it_was_silent(faults, kind):
 
     (failure,) = report["failures"]
     assert (failure["kind"], failure["silent_s"], failure["why"]) == (kind, 0.7, "no sign of life for 0.7 s")
-    assert headline(report).startswith("Worker 1 of 4 got stuck at step 5 and was ended; training went on after")
-    assert "ended after 700 ms without a sign" in summary_lines(report)[2]
+    assert headline(report).startswith("Worker 1 of 4 got stuck at step 5 and was ended; training resumed after")
+    assert "ended by the launcher after 700 ms without a sign of life" in summary_lines(report)[2]
 
 
 def test_a_hang_that_passed_is_no_failure():
@@ -668,9 +668,9 @@ def test_what_every_worker_says_of_a_change_is_told_once():
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("workers", "6", "6 workers were asked for before step 4"),
-        ("workers", "1", "1 worker was asked for before step 4"),
-        ("speeds", '{"0": 1.0, "1": 0.5}', "slices were shared out by the workers' speed from step 4 on"),
+        ("workers", "6", "6 workers were requested before step 4"),
+        ("workers", "1", "1 worker was requested before step 4"),
+        ("speeds", '{"0": 1.0, "1": 0.5}', "slices were assigned by the workers' speed from step 4 on"),
     ],
 )
 def test_a_change_that_is_no_setting_of_training_is_told_in_words(name, value, words):
@@ -685,8 +685,9 @@ def test_a_straggler_is_named_with_its_score():
     report = report_of([*undisturbed(), slow])
 
     assert report["stragglers"] == [{"rank": 2, "step": 4, "t_s": 1.5, "score": 3.14, "policy": "rebalance"}]
-    assert "worker 2 was slow at step 4: it takes 3.1 times as long as the others; it gets less to do" in summary_lines(
-        report
+    assert (
+        "worker 2 was slow at step 4: it takes 3.1 times as long as the other workers; it gets fewer slices"
+        in summary_lines(report)
     )
 
 
@@ -700,7 +701,7 @@ def test_a_worker_that_is_slow_again_and_again_has_one_line():
     lines = summary_lines(report_of([*undisturbed(), *slow]))
 
     assert [line for line in lines if "slow" in line] == [
-        "worker 2 was slow 3 times, first at step 4, most at step 5: it takes 7.2 times as long as the others"
+        "worker 2 was slow 3 times, first at step 4, most at step 5: it takes 7.2 times as long as the other workers"
     ]
 
 
@@ -790,9 +791,9 @@ def test_of_a_run_that_never_began_nothing_is_known():
 
 def test_the_summary_of_torch_distributed_says_nothing_of_bits_and_samples():
     assert summary_lines(report_of(ddp_kill())) == [
-        "Rank 1 of 4 was killed at step 5; training went on after 100 ms. The three that were left finished.",
+        "Rank 1 of 4 was killed at step 5; training resumed after 100 ms. The three survivors finished.",
         "10 steps in 3.00 s (100 ms a step), 3 of 4 ranks finished",
-        "rank 1 lost at step 5, allreduce; known after 20 ms; next step committed after 100 ms",
+        "rank 1 lost at step 5, allreduce; detected after 20 ms; next step committed after 100 ms",
     ]
 
 
@@ -808,7 +809,7 @@ def test_an_undisturbed_torch_distributed_run_is_two_short_sentences(ranks, who)
 def test_the_only_rank_that_is_left_finished():
     records = [*ddp_started(1.0, range(2)), fired(1.1, 1, 0), *ddp_finished(2.0, (0,), 1)]
 
-    assert headline(report_of(records, workers=2)).endswith(" One rank was left and finished.")
+    assert headline(report_of(records, workers=2)).endswith(" One rank survived and finished.")
 
 
 def test_the_last_step_of_torch_distributed_has_no_time():
@@ -819,8 +820,8 @@ def test_the_last_step_of_torch_distributed_has_no_time():
     assert report["step_s"]["p99"] == pytest.approx(0.1)
     assert report["train_s"] == pytest.approx(0.85)
     assert at_last["failures"][0]["recover_s"] is None
-    assert headline(at_last) == "Rank 1 of 4 was killed at step 9. The three that were left finished."
-    assert summary_lines(at_last)[-1] == "rank 1 lost at step 9, allreduce; known after 20 ms; no later step began"
+    assert headline(at_last) == "Rank 1 of 4 was killed at step 9. The three survivors finished."
+    assert summary_lines(at_last)[-1] == "rank 1 lost at step 9, allreduce; detected after 20 ms; no later step began"
 
 
 def test_a_torch_distributed_script_without_ddp_has_no_steps():
@@ -839,7 +840,7 @@ def test_a_rank_that_died_where_there_are_no_steps_died_at_none():
     (failure,) = report["failures"]
     assert (failure["step"], failure["phase"], failure["recover_s"]) == (None, "", None)
     assert summary_lines(report) == [
-        "Rank 1 of 3 was lost. The two that were left finished.",
+        "Rank 1 of 3 was lost. The two survivors finished.",
         "over after 3.00 s, 2 of 3 ranks finished",
         "rank 1 lost 1.02 s after the start",
     ]

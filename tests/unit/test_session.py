@@ -317,7 +317,7 @@ def test_too_few_workers_save_and_stop_and_the_run_can_go_on(tmp_path):
         checkpoint_dir=directory,
         faults=faults("kill:rank=0,step=3", "kill:rank=1,step=5,phase=backward"),
     )
-    with pytest.raises(TooFewWorkers, match="2 of at least 3 workers are left; the state before step 5 is in"):
+    with pytest.raises(TooFewWorkers, match="2 of at least 3 workers are alive; the state before step 5 is in"):
         train(model, session)
 
     model, _, session = make(workers=2, checkpoint_dir=directory, resume=True)

@@ -93,7 +93,7 @@ def test_only_a_split_model_that_is_hashed_as_a_whole_takes_more_integers_than_s
 
 @pytest.mark.parametrize("wrong", [[], [1] * 7, [1] * 9])
 def test_an_answer_to_another_vote_is_refused(wrong):
-    with pytest.raises(InternalError, match=f"a vote of 8 integers was answered with {len(wrong)}"):
+    with pytest.raises(InternalError, match=f"a vote of 8 integers was reduced to {len(wrong)}"):
         VOTE.unpack(wrong)
 
 

@@ -1,6 +1,6 @@
-"""The training loop. ``loop`` computes, sums, votes on and applies one step after another; ``executor`` begins each attempt.
+"""The training loop. ``loop`` runs steps: compute, all-reduce, commit vote, optimizer. ``executor`` begins attempts.
 
-``regroup`` and ``acts`` carry out what :mod:`holdfast.recovery` orders, ``vote`` is what workers say as a step closes, and
-``live_config`` changes the running job. ``context`` is what outlives a loop, ``run_log`` and ``recovery_log`` write down what
-happens, and ``injection`` is where planned faults enter.
+``regroup`` and ``acts`` carry out the actions that :mod:`holdfast.recovery` orders. ``vote`` is the commit vote of a
+step. ``live_config`` reconfigures the running job. ``context`` is the job state that outlives one loop. ``run_log`` and
+``recovery_log`` write records. ``injection`` is where planned faults enter.
 """

@@ -1,6 +1,6 @@
-"""What a training loop does on the order of a recovery strategy: discard, hand over, welcome, move parts, load, stop.
+"""The recovery actions of a training loop: discard a step, hand over a bucket, send state, move parts, load, stop.
 
-Every act may be interrupted by a further failure and is then ordered again, so it is safe to do twice.
+A further failure may interrupt any action. The action is then ordered again, so each one is safe to run twice.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from holdfast.session.reinit_context import hand_over
 
 
 class Acts:
-    """Carries out the orders of a strategy.
+    """Carries out the actions that a recovery strategy orders.
 
     Args:
-        loop: What the loop is made of.
-        is_newcomer: The others have begun without this worker.
+        loop: The components of the training loop.
+        is_newcomer: This worker joined a job that was already running.
     """
 
     def __init__(self, loop: LoopParts, *, is_newcomer: bool) -> None:
@@ -46,12 +46,12 @@ class Acts:
         self._is_newcomer = is_newcomer
 
     def carry_out(self, order: Action) -> Event:
-        """Carry one order out.
+        """Carry out one action.
 
         Raises:
-            PeerFailed: if a worker that is needed for it has died.
-            StoreLost: if no agreement is possible any more.
-            Unwind: if the application is to be built again.
+            PeerFailed: if a worker that takes part in the action has died.
+            StoreLost: if the membership store is lost, so that no agreement is possible.
+            Unwind: if the application must be rebuilt.
         """
         match order:
             case HandOver(step=step, bucket=bucket, source=source):
@@ -81,23 +81,23 @@ class Acts:
             case SaveAndStop():
                 self._save_and_stop()
             case _:
-                raise InternalError(f"unknown order {order}")
+                raise InternalError(f"unknown action {order}")
         return ActDone()
 
     # -- the step in progress
 
     def discard(self) -> None:
-        """Take the step in progress back, if there is one."""
+        """Discard the step in progress, if there is one."""
         is_computing = self._loop.attempts.batch is not None
         self._loop.recovery.take_back(was_computing=is_computing)
         self._loop.watch.taken_back()
         if is_computing:
             self._loop.replica.discard_step()
-            self._forget_stop()  # whoever heard it of a closed step has no step in progress
+            self._forget_stop()  # a stop that a committed step voted for leaves no step in progress
         self._loop.attempts.batch = None
 
     def _forget_stop(self) -> None:
-        """Forget that a script asked to stop: it will ask again."""
+        """Forget the script's request to stop: the script makes it again when it recomputes the step."""
         self._loop.world.told.notes &= ~Note.STOP
         self._loop.status.heard &= ~Note.STOP
 
@@ -115,10 +115,10 @@ class Acts:
         except StateLost as lost:
             self._begin_job_again(lost)
 
-    # -- going back further
+    # -- loading and restarting
 
     def _load(self) -> int:
-        """Load a checkpoint, or what else all go back to; return the step that is next."""
+        """Load a checkpoint, or another state that all workers roll back to; return the next step."""
         try:
             return self._load_newest()
         except StateLost as lost:
@@ -134,7 +134,7 @@ class Acts:
         went_back = self._loop.beginning.load(trained=status.announced or self._is_newcomer)
         if lost and world.is_lead:
             what = f"{'parts' if len(lost) > 1 else 'part'} {', '.join(map(str, lost))} of the model"
-            self._loop.log.warn(f"nobody is left who holds {what}: all go back to step {world.step}")
+            self._loop.log.warn(f"no surviving worker holds {what}: all workers roll back to step {world.step}")
         self._loop.recovery.decide("heal" if went_back else "load", reached - world.step if status.announced else 0)
         if world.rebuilds.snapshot is not None:
             status.heard |= Note(world.rebuilds.snapshot.info["heard"])
@@ -144,11 +144,11 @@ class Acts:
         return world.step
 
     def _reached(self) -> int:
-        """Return how many steps this worker has begun."""
+        """Return the number of steps that this worker has begun."""
         return self._loop.world.step + int(self._loop.attempts.batch is not None)
 
     def _unwound(self) -> Unwind:
-        """Make everything ready for the next application, and return what tells ``holdfast.reinit`` to build it."""
+        """Save the context for the next application; return the exception that makes ``holdfast.reinit`` build it."""
         began_s, reached = self._loop.world.clock.now_s(), self._reached()
         self.discard()
         self._loop.log.write_last_step()
@@ -157,7 +157,7 @@ class Acts:
         return Unwind()
 
     def _begin_job_again(self, lost: StateLost) -> NoReturn:
-        """Let the launcher start the job again, as when all workers have died."""
+        """Let the launcher restart the job, as it does when all workers have died."""
         if not self._loop.world.settings.run_dir or isinstance(self._loop.world.comm, VirtualCommunicator):
             raise lost
         self._loop.log.warn(str(lost))

@@ -1,4 +1,4 @@
-"""What outlives one training loop: who is there, how far they are, and where things are written."""
+"""The job context that outlives one training loop: members, progress, and where records and checkpoints are written."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:  # the torch.distributed backend needs none of these
 
 @dataclass(slots=True)
 class Recovery:
-    """A recovery, or a meeting because members change.
+    """A recovery, or a planned regrouping because the membership changes.
 
     Args:
-        before: The members then.
-        decision: What was decided, as :class:`~holdfast.records.types.Recovered` has it.
-        redone_steps: How many steps are computed again.
-        held_since_s: When training was interrupted without a failure; 0 after a failure.
-        orders: How often each order was carried out, by name.
-        times_s: How long these took.
+        before: The members before it.
+        decision: The decision, named as in :class:`~holdfast.records.types.Recovered`.
+        redone_steps: Steps that are recomputed.
+        held_since_s: When a planned regrouping interrupted training, in seconds of the job's clock; 0 after a failure.
+        orders: How often each action was carried out, by name.
+        times_s: Total time of each action in seconds, by name.
     """
 
     before: tuple[int, ...]
@@ -43,7 +43,7 @@ class Recovery:
     times_s: dict[str, float] = field(default_factory=dict)
 
     def count(self, order: Action, took_s: float) -> None:
-        """Count an order that was carried out."""
+        """Count an action that was carried out."""
         name = type(order).__name__
         self.orders[name] = self.orders.get(name, 0) + 1
         self.times_s[name] = self.times_s.get(name, 0.0) + took_s
@@ -51,16 +51,16 @@ class Recovery:
 
 @dataclass(slots=True, kw_only=True)
 class Rebuilding:
-    """What is known, while the application is built again, of why and since when.
+    """Context of a recovery that must survive while the application is rebuilt.
 
     Args:
-        before: Who was there before the failure.
-        reached: Steps begun until then.
-        orders: How often each order was carried out in this recovery.
-        times_s: How long it took for them.
-        snapshot_s: To take the step in progress back, and the snapshot if one is taken here.
-        unwound_s: When it was taken, and the old application began to go.
-        connected_s: When the new session met the others.
+        before: The members before the failure.
+        reached: Steps begun before the failure.
+        orders: How often each action was carried out in this recovery.
+        times_s: Total time of each of these actions in seconds.
+        snapshot_s: Time to discard the step in progress, and to take the snapshot if there is one, in seconds.
+        unwound_s: When the snapshot was complete and the old application began to unwind.
+        connected_s: When the new session had connected to the other workers.
         loaded_s: When the state was loaded.
     """
 
@@ -76,14 +76,14 @@ class Rebuilding:
 
 @dataclass(slots=True)
 class Live:
-    """What may change while the job runs, the same at all workers. Written by :mod:`holdfast.engine.live_config` alone.
+    """Settings that can change during the job; equal at all workers. Written by :mod:`holdfast.engine.live_config` only.
 
     Args:
-        strategy: What survivors do.
+        strategy: The recovery strategy.
         checkpoint_every: Steps between checkpoints.
-        checkpoint_auto: Checkpoints are taken as often as pays.
-        taken: How many requests for a change were taken.
-        cut: How mini-batches are cut otherwise than planned, see :meth:`holdfast.data.position.Place.change`.
+        checkpoint_auto: The checkpoint interval is chosen from measured costs and failure rates.
+        taken: Number of change requests applied so far.
+        cut: Changes to how mini-batches are divided, see :meth:`holdfast.data.position.Place.change`.
     """
 
     strategy: str
@@ -94,18 +94,18 @@ class Live:
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """Return what holds at the beginning."""
+        """Return the initial values."""
         return cls(settings.strategy, settings.checkpoint_every, settings.checkpoint_auto)
 
 
 @dataclass(slots=True)
 class Committed:
-    """What the last committed step left. Written when a step is committed and when a state is loaded.
+    """The result of the last committed step. Written when a step is committed and when a state is loaded.
 
     Args:
-        step: Steps committed.
-        metrics: Of the last committed step.
-        link: The certificate's last; "" where there is none.
+        step: Number of steps committed.
+        metrics: Metrics of the last committed step.
+        link: The newest link of the certificate's hash chain; "" if there is none.
     """
 
     step: int = 0
@@ -113,25 +113,25 @@ class Committed:
     link: str = ""
 
     def begin_again(self) -> None:
-        """Go back to before the first step, for an application that is built again."""
+        """Reset to before the first step, for an application that is rebuilt."""
         self.step, self.link = 0, ""
 
 
 @dataclass(slots=True)
 class Loops:
-    """Where training is between loops, and what one loop leaves to the next.
+    """Progress across training loops, and the state that one loop leaves to the next.
 
-    Written by the session between loops, by a loop at its beginning and end, and when a state is loaded.
+    Written by the session between loops, by a loop at its start and end, and when a state is loaded.
 
     Args:
-        slices: Pieces of a mini-batch, fixed for the job.
+        slices: Slices of a mini-batch, fixed for the job.
         number: Training loops before this one.
         epoch: Epochs begun by earlier loops.
         first_step: Steps committed before this loop.
-        loaded: A checkpoint of a later loop than this one: the loops before it are left out.
+        loaded: A checkpoint that belongs to a later loop than this one; the loops before that one are skipped.
         finished: The ``Finished`` records of the last loop.
-        totals: Accounts of earlier loops.
-        sum: Adds the gradients; made by the first loop.
+        totals: Sample accounts of earlier loops.
+        sum: The gradient all-reduce; created by the first loop.
     """
 
     slices: int
@@ -144,22 +144,22 @@ class Loops:
     sum: OrderedSum | None = None
 
     def end(self, epochs: int) -> None:
-        """Go on to the next loop after one of so many epochs, which was trained or left out."""
+        """Advance to the next loop after one of ``epochs`` epochs that was trained or skipped."""
         self.number, self.epoch = self.number + 1, self.epoch + epochs
 
     def begin_again(self) -> None:
-        """Go back to before the first loop, for an application that is built again."""
+        """Reset to before the first loop, for an application that is rebuilt."""
         self.number = self.epoch = self.first_step = 0
         self.loaded, self.finished, self.totals = None, [], Account()
 
 
 @dataclass(slots=True)
 class Told:
-    """What this worker was told and the others do not know yet. Written by signals and by the script's thread.
+    """Signals and requests that only this worker knows of so far. Written by signal handlers and the script's thread.
 
     Args:
-        notes: What this worker brings to the next vote: that all are to stop.
-        leaves: Whether this worker is to leave the others.
+        notes: Flags that this worker contributes to the next commit vote, for example that all workers must stop.
+        leaves: This worker was asked to leave the job.
     """
 
     notes: Note = NO_NOTE
@@ -168,12 +168,12 @@ class Told:
 
 @dataclass(slots=True)
 class Rebuilds:
-    """The application built again in this process. Written by :mod:`holdfast.session.reinit_context` and at recoveries.
+    """Rebuilds of the application in this process. Written by :mod:`holdfast.session.reinit_context` and in recoveries.
 
     Args:
-        count: How often it was.
-        current: Since it was taken down, until training goes on.
-        snapshot: The state at the fault, as long as a worker may need it: until a step is committed.
+        count: Number of rebuilds.
+        current: The rebuild in progress, from teardown until training resumes.
+        snapshot: The state at the failure, kept until the next commit because a worker may need it until then.
     """
 
     count: int = 0
@@ -183,11 +183,11 @@ class Rebuilds:
 
 @dataclass(slots=True)
 class Platform:
-    """The kind of this worker. Written by :mod:`holdfast.state.platform_check`.
+    """The platform of this worker. Written by :mod:`holdfast.state.platform_check`.
 
     Args:
-        kind: Of this worker, see :mod:`holdfast.state.platform`.
-        given_up: How workers of different kinds broke the promise of bits, as far as this one knows; "" if they did not.
+        kind: Properties of the platform that decide result bits, see :mod:`holdfast.state.platform`.
+        given_up: Why bit-exactness no longer holds across platforms, as known to this worker; "" if it holds.
     """
 
     kind: dict[str, str] = field(default_factory=dict)
@@ -196,28 +196,28 @@ class Platform:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What outlives one training loop: who is there, and where things are written.
+    """The job context that outlives one training loop. Its fields are never reassigned.
 
-    Nothing of it is set again: what changes stands in objects of its own, divided by what writes them.
+    Mutable state is in separate objects, one for each module that writes it.
 
     Args:
-        settings: As asked for.
-        comm: The living.
-        clock: For ``t_s``.
-        log: Takes records.
-        beacon: Says where this worker is.
-        faults: Strikes as planned.
-        keeper: Checkpoints.
+        settings: The job's settings.
+        comm: The communicator of the workers that are alive.
+        clock: Gives the ``t_s`` of records.
+        log: Writes records.
+        beacon: Publishes this worker's phase and progress.
+        faults: Injects planned faults.
+        keeper: Checkpoint schedule, writers and retention.
         first_members: The workers that the job was started with.
-        committed: What the last committed step left.
-        loops: What one loop leaves to the next.
-        live: What may change while the job runs.
-        told: What this worker was told.
-        rebuilds: The application built again.
-        platform: The kind of this worker.
-        spent: On updating buckets before their step was closed. Written by :mod:`holdfast.models.overlap`.
-        altered: What did not arrive here as it was given, in the step in progress, and who gave it; -1 for a sum. Written where sums
-            and hand-overs arrive, emptied by :mod:`holdfast.integrity.checksums`.
+        committed: The result of the last committed step.
+        loops: Progress across training loops.
+        live: Settings that can change while the job runs.
+        told: Signals and requests that only this worker knows of.
+        rebuilds: Rebuilds of the application.
+        platform: The platform of this worker.
+        spent: Time spent on updating buckets before the commit vote. Written by :mod:`holdfast.models.overlap`.
+        altered: Senders of messages of the step in progress that arrived corrupted here; -1 for the result of an
+            all-reduce. Written where messages arrive, emptied by :mod:`holdfast.integrity.checksums`.
     """
 
     settings: Settings
@@ -239,7 +239,7 @@ class World:
 
     @property
     def step(self) -> int:
-        """Steps committed."""
+        """Number of steps committed."""
         return self.committed.step
 
     @property
@@ -249,9 +249,9 @@ class World:
 
     @property
     def is_lead(self) -> bool:
-        """Whether the lowest worker alive is played here: it writes what is written once."""
+        """Whether this process plays the lowest rank alive, which writes everything that is written once."""
         return self.comm.members[0] in self.comm.here
 
     def announce(self) -> None:
-        """Let those who come later know which loop goes on, and of what kind they must be."""
+        """Publish the current loop and the required platform for workers that join later."""
         self.comm.announce(self.loop, json.dumps(self.platform.kind))

@@ -1,4 +1,4 @@
-"""One attempt at a step after another: beginning it, and what belongs to the one in progress."""
+"""Executes steps: begins every attempt at a step, and holds the state of the attempt in progress."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from holdfast.session.step import Step
 
 
 class Attempts:
-    """Begins the step in progress, as often as it takes, and keeps what belongs to it.
+    """Begins the step in progress, once for each attempt, and holds its state.
 
     Args:
-        world: The workers.
-        replica: What computes.
-        place: Says how the data are seeded.
-        log: Writes down what the runner finds.
-        points: Are told where this worker is, and let faults strike.
-        total: Adds gradients.
-        source: Where inputs are from.
+        world: The job context.
+        replica: The model that computes.
+        place: The position in the data, which decides the seeds.
+        log: Records what the runner measures.
+        points: Marks the phase of this worker and triggers planned faults.
+        total: The gradient all-reduce.
+        source: Where inputs come from.
     """
 
     def __init__(
@@ -45,27 +45,27 @@ class Attempts:
         context = StepContext(world, place, log, total, source, self._loading, points.enter, points.reach_in_sum)
         self._runner = replica.runner(context)
         self.batch: MiniBatch | None = None
-        """Of the step in progress."""
+        """The mini-batch of the step in progress."""
         self._count = (-1, 0)
 
     @property
     def names(self) -> list[str]:
-        """Of the figures that the script logs."""
+        """Names of the metrics that the script logs."""
         return list(self._runner.names)
 
     def begin(self, batch: MiniBatch) -> Step:
         """Return the next attempt at a step, for the script to compute.
 
         Raises:
-            PeerFailed: if a peer died, where workers need each other to begin.
+            PeerFailed: if a peer died and workers need each other to begin a step.
         """
         self.batch = batch
         number, times = self._count
         self._count = (batch.step, times + 1 if number == batch.step else 0)
         self._points.alter_state(self._replica, batch.step)
-        self._replica.begin_step(self._points.enter)  # first of all that can fail: the step is taken back to here
+        self._replica.begin_step(self._points.enter)  # before anything that can fail: a rollback returns to this point
         if not self._replica.num_buckets:
-            self._sum.open()  # no sum of all workers would, before the closing one
+            self._sum.open()  # without buckets, no all-reduce before the commit vote would open it
         self._points.enter("forward")
         self._runner.between_slices(batch)
         return self._runner.step(batch, self._slices(batch), self._count[1])
@@ -74,11 +74,11 @@ class Attempts:
         return self._replica.slices(batch, self._world.comm.here)
 
     def close(self) -> None:
-        """End what loads ahead of time."""
+        """Stop the prefetching of inputs."""
         self._loading.close()
 
     def finish(self, attempt: Step) -> None:
-        """Do what is left of computing a step; see :meth:`Runner.finish`.
+        """Complete the computation of a step; see :meth:`Runner.finish`.
 
         Raises:
             PeerFailed: if a peer died.
@@ -91,17 +91,17 @@ class Attempts:
         return self.batch
 
     def sum_bucket(self, bucket: int) -> None:
-        """Sum the gradients of a bucket over all workers.
+        """All-reduce the gradients of a bucket over all workers.
 
         Raises:
-            PeerFailed: if it did not complete here.
+            PeerFailed: if the all-reduce did not complete here.
         """
         self._runner.sum_bucket(self.in_progress(), bucket)
 
     def hand_over(self, bucket: int, source: int) -> None:
-        """Give a sum, and the slices that are in it, to the workers that lack it.
+        """Send a reduced bucket, and the list of slices it contains, from ``source`` to the workers that lack it.
 
         Raises:
-            PeerFailed: if it did not complete here.
+            PeerFailed: if the transfer did not complete here.
         """
         self._runner.hand_over(self.in_progress(), bucket, source)

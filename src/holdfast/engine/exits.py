@@ -1,8 +1,8 @@
 """How a worker must end when no launcher watches it (``mpirun --with-ft ulfm -n 4 python train.py``).
 
-Open MPI tells the others of a worker that is killed, and does not tell them of one that ends with an exit code other
-than 0, such as by an exception; they would wait for it for ever. And an exception is a bug of the script, not a failure
-to survive, so it ends the job. ``MPI_Abort`` does not: with fault tolerance it was seen to hang.
+Open MPI reports a killed process to its peers. It does not report one that ends with a non-zero exit code, such as
+after an exception; the peers would wait for it forever. An exception is also a bug of the script and not a failure to
+survive, so it ends the job. ``MPI_Abort`` cannot be used: with fault tolerance it was observed to hang.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import NoReturn
 from holdfast.errors import ScriptError
 
 _DAEMONS = ("prterun", "prted", "mpirun")
-"""Names of Open MPI's processes that start workers."""
+"""Names of the Open MPI processes that start workers."""
 _LET_OUTPUT_THROUGH_S = 0.3
 _END_WITHIN_S = 10.0
 
 
 def kill_self() -> NoReturn:
-    """End this process the way that all peers notice."""
+    """End this process in the one way that all peers detect."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.kill(os.getpid(), signal.SIGKILL)
-    raise SystemExit(1)  # never reached: nobody outlives SIGKILL
+    raise SystemExit(1)  # never reached: SIGKILL cannot be handled
 
 
 def end_job() -> NoReturn:
-    """End all workers, by asking the process of Open MPI that started this one; ``mpirun`` then exits with 1."""
+    """End all workers by signalling the Open MPI process that started this one; ``mpirun`` then exits with 1."""
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getppid()
@@ -46,10 +46,10 @@ def end_job() -> NoReturn:
 
 
 def end_job_on_errors(check: Callable[[], None]) -> None:
-    """From now on, end the job on an exception, and at the end of the script if training is not over.
+    """From this call on, end the job on an exception, and at the end of the script if training is not complete.
 
     Args:
-        check: Raises :class:`ScriptError` if training is not over.
+        check: Raises :class:`ScriptError` if training is not complete.
     """
     show = sys.excepthook
 

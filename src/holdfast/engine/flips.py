@@ -1,4 +1,4 @@
-"""What planned flips alter of a running job; see :mod:`holdfast.faults.tensors` for how."""
+"""Which tensors of a running job planned bit flips alter; see :mod:`holdfast.faults.tensors` for how."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.faults.names import chosen
 from holdfast.faults.process import Due, Injector
 
 NOT_WATCHED = ExitStack()
-"""What :func:`watch` returns where nothing is due."""
+"""Returned by :func:`watch` if no flip is due."""
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -26,7 +26,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the tensors that the optimizer keeps, as ``fc1.weight/exp_avg``; none before its first step."""
+    """Return the optimizer's state tensors, named like ``fc1.weight/exp_avg``; empty before its first step."""
     return {
         f"{name}/{key}": value
         for name, parameter in model.named_parameters()
@@ -36,15 +36,15 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def watch(model: nn.Module, flips: Sequence[Due], faults: Injector, prefix: str = "") -> ExitStack:
-    """Let flips strike the outputs of modules in the forward pass that follows; closing what is returned ends that.
+    """Flip bits in the outputs of modules during the next forward pass. Closing the returned stack removes the hooks.
 
-    Each strikes one module: among those that it names, or else those that have no modules inside, one is drawn.
+    Each flip strikes one module, drawn from the modules that it names, or else from those without submodules.
 
     Args:
-        model: Whose modules.
-        flips: Those that are due.
+        model: The model whose modules are altered.
+        flips: The flips that are due.
         faults: Carries them out.
-        prefix: Of the names of the modules.
+        prefix: Prefix of the module names.
     """
     if not flips:
         return NOT_WATCHED
@@ -58,7 +58,7 @@ def watch(model: nn.Module, flips: Sequence[Due], faults: Injector, prefix: str 
 
 
 def module_names(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
-    """Return the modules of a model by name; one that is all there is, is called ``model``."""
+    """Return the modules of a model by name; the root module is called ``model``."""
     return {f"{prefix}{name or 'model'}": module for name, module in model.named_modules()}
 
 

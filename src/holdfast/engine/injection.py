@@ -1,4 +1,4 @@
-"""Planned faults in a session: whether they can strike, and what they strike through."""
+"""Planned faults in a session: whether each one can strike, and the points of the training loop where it does."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from holdfast.records.types import FaultFired, ValuesAltered
 
 
 class FaultPoints:
-    """The seam through which planned faults enter the training loop: it is told where the workers played here are.
+    """The interface through which planned faults enter the training loop, which reports its phases here.
 
     Args:
-        world: Whose faults; without any, nothing happens.
+        world: The job context with the fault plan; without planned faults nothing happens.
         log: Marks the phases that a beacon can show.
     """
 
@@ -34,27 +34,27 @@ class FaultPoints:
         self._log = log
 
     def enter(self, phase: str, bucket: int | None = None) -> None:
-        """Mark that a phase of the step in progress begins, and let a fault strike that is due there.
+        """Mark the start of a phase of the step in progress, and trigger a fault that is due there.
 
         Args:
-            phase: Where.
-            bucket: In a sum: the bucket summed before it. In ``handover``, which is a part of the way forward: the slice.
+            phase: The phase.
+            bucket: In an all-reduce: the bucket reduced before it. In ``handover`` (forward pass): the slice.
         """
         if phase in PHASES:
             self._log.mark(phase)
         self.reach(phase, bucket=bucket)
 
     def reach(self, phase: str, step: int | None = None, bucket: int | None = None) -> None:
-        """Let a fault strike that is due in a phase of ``step`` (default: the next one), at every worker played here."""
+        """Trigger a fault that is due in a phase of ``step`` (default: the next one), at every rank of this process."""
         for rank in self._world.comm.here:
             self._world.faults.reach(phase, self._world.step if step is None else step, rank, bucket)
 
     def reach_in_sum(self, step: int, position: int) -> None:
-        """Let a fault strike that is due in the sum at a position of the step."""
+        """Trigger a fault that is due in the all-reduce at a position of the step."""
         self.reach("allreduce", step, position - 1 if position else None)
 
     def alter_state(self, replica: Trainable, step: int) -> None:
-        """Let flips strike what a worker has before the step: that worker alone."""
+        """Flip bits in this worker's own state before the step; other workers are not affected."""
         here, faults = self._world.comm.here, self._world.faults
         for rank in here:
             for target in ("weights", "optimizer"):
@@ -63,7 +63,7 @@ class FaultPoints:
 
 
 def make_faults(settings: Settings, comm: Communicator, committed: Committed, log: Logger) -> Injector:
-    """Return what strikes as the settings say, and writes it down; without planned faults, what never strikes.
+    """Return the injector of the settings' fault plan, which records every fault; without a plan it does nothing.
 
     Raises:
         ConfigError: if a fault cannot strike on this fabric.
@@ -92,21 +92,21 @@ def make_faults(settings: Settings, comm: Communicator, committed: Committed, lo
         return PlannedFaults(plan, strike, announce, tell)
     if other := [fault for fault in plan.faults if fault.kind not in ("kill", FLIP)]:
         raise ConfigError(
-            f"--inject {other[0].to_spec()}: with --fabric virtual all workers are one process, which can only be made to lose some, kill, or to compute with wrong bits, flip"
+            f"--inject {other[0].to_spec()}: with --fabric virtual all workers share one process, so a fault must be kill or flip; use another fabric for the rest"
         )
     return PlannedFaults(plan, fail, announce, tell)
 
 
 def check_faults(planned: str, replica: Trainable, end: int) -> None:
-    """Look whether planned faults lie inside the run, and find what they are to alter.
+    """Check that planned faults lie inside the run, and resolve the tensors that they alter.
 
     Args:
         planned: The plan as JSON.
-        replica: What is trained.
+        replica: The model that is trained.
         end: Steps of the whole run.
 
     Raises:
-        ConfigError: if not.
+        ConfigError: if a fault lies outside the run or cannot strike this model.
     """
     for fault in FaultPlan.from_json(planned).faults:
         try:
@@ -121,20 +121,20 @@ def _check_place(fault: Fault, replica: Trainable) -> None:
     if fault.flip is None:
         if fault.phase in SPLIT_PHASES and replica.is_replicated:
             raise ConfigError(
-                f"the phases {', '.join(SPLIT_PHASES)} are those of a model that is split, and this one is not"
+                f"the phases {', '.join(SPLIT_PHASES)} exist only for a Pipeline or Sharded model, and this model is replicated"
             )
         if fault.slice is not None and not replica.has_stages:
             raise ConfigError(
-                "slice says between which two hand-overs of a Pipeline it strikes, and this model is none: leave it out"
+                "slice selects a hand-over between two stages of a Pipeline, and this model is not a Pipeline: leave slice out"
             )
         if fault.phase == "mirror" and not replica.sends_copies:
             raise ConfigError(
-                "copies are sent, phase=mirror, with --strategy partial and --mirror-every above 1; a mirror works in phase=allreduce"
+                "phase=mirror needs --strategy partial and --mirror-every above 1; otherwise a standby works in phase=allreduce"
             )
         return
     if fault.flip.target == "handover" and not replica.has_stages:
         raise ConfigError(
-            "target handover is what a stage of a Pipeline gives to the next, and this model has no stages"
+            "target handover is the activation that a stage of a Pipeline sends to the next, and this model has no stages"
         )
     named = replica.named(fault.flip.target)
     if named is not None:
@@ -142,7 +142,7 @@ def _check_place(fault: Fault, replica: Trainable) -> None:
 
 
 def reach_point(world: World, name: str) -> None:
-    """Let a fault strike that is due at a crash point; see :mod:`holdfast.faults.points`."""
-    # Others than the lead complete no checkpoint, but copies of parts may be completed by anybody at any time.
+    """Trigger a fault that is due at a crash point; see :mod:`holdfast.faults.points`."""
+    # Only the lead completes a checkpoint, but any worker may complete a standby copy of a part, at any time.
     if name == "checkpoint.manifest" and world.is_lead and world.keeper.is_completing:
         world.faults.reach("checkpoint", world.keeper.step or 0, world.comm.members[0])

@@ -1,9 +1,9 @@
-"""Changes to a running job: asked for in a file, taken by all workers before the same step.
+"""Live reconfiguration: changes requested in a file and applied by all workers before the same step.
 
-Whoever runs the job appends lines to ``requests.jsonl``. The lead, when it sees a line which was not taken yet, says so in the
-closing sum; before the next step whoever has read the most lines gives the new ones to all, and they count when all know
-that all have them. A line is taken once: its number is its place in the file. How many were taken belongs to the state of
-training: who loads an older one takes the later lines again.
+The user or a tool appends lines to ``requests.jsonl``. When the lead sees a new line, it says so in the commit vote.
+Before the next step the worker that has read the most lines broadcasts the new ones, and they take effect once every
+worker knows that all workers have them. Each line is applied once; its number is its position in the file. The count of
+applied lines is part of the training state: a worker that loads an older checkpoint replays the later lines.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _MOST_RANKS = 1 << 20
 
 
 class Requests:
-    """Looks for changes, and makes them.
+    """Checks for change requests and applies them.
 
     Args:
-        world: Whose.
-        replica: Takes a new learning rate.
-        place: Takes a new size of the mini-batch, and who computes how much of it.
-        set_strategy: Takes a new strategy.
+        world: The job context.
+        replica: Receives a new learning rate.
+        place: Receives a new mini-batch size, and each worker's share of it.
+        set_strategy: Receives a new strategy.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Requests:
         self._given: list[tuple[int, str]] | None = None
 
     def are_due(self) -> bool:
-        """Return whether there is a line that was not taken; costs a look at the size of a file."""
+        """Return whether there is a line that was not applied yet; costs one ``stat`` of the file."""
         self._read()
         return len(self._lines) > self._live.taken
 
     def take(self) -> None:
-        """Get what is new, all workers at the same time, and keep it aside.
+        """Fetch new requests, all workers at the same time, and keep them for :meth:`make`.
 
         Raises:
-            PeerFailed: if somebody died.
+            PeerFailed: if a worker died.
         """
         comm = self._world.comm
         me = comm.here[0]
@@ -71,7 +71,7 @@ class Requests:
         self._given = list(enumerate(json.loads(text), start=-least))
 
     def make(self) -> None:
-        """Make the changes that were kept aside."""
+        """Apply the requests that :meth:`take` fetched."""
         given, self._given = self._given, None
         for number, line in given or ():
             if number >= self._live.taken:
@@ -79,7 +79,7 @@ class Requests:
                 self._make(number, line)
 
     def state(self) -> dict[str, Any]:
-        """Return what was changed up to now, as plain JSON."""
+        """Return all changes made so far, as plain JSON."""
         live = self._live
         return {
             "job": self._world.settings.origin_s,
@@ -91,7 +91,7 @@ class Requests:
         }
 
     def go_on_from(self, state: Mapping[str, Any]) -> None:
-        """Be as far as whoever returned ``state``. Of another job only the size of the mini-batch counts."""
+        """Adopt a state returned by :meth:`state`. If it is another job's, only the mini-batch size is used."""
         live = self._live
         if state["job"] != self._world.settings.origin_s:
             self._cut({k: value for k, value in state["place"].items() if k == "batch_size"})
@@ -113,7 +113,7 @@ class Requests:
             return
         if size != self._seen_bytes:
             self._seen_bytes = size
-            lines = self._path.read_bytes().split(b"\n")[:-1]  # an incomplete line is read the next time
+            lines = self._path.read_bytes().split(b"\n")[:-1]  # an incomplete line is read on the next call
             self._lines = [line.decode(errors="replace")[: MAX_REQUEST + 1] for line in lines]
 
     def _make(self, number: int, line: str) -> None:
@@ -126,17 +126,17 @@ class Requests:
         for name, value in request.items():
             if name == "strategy" and (why := self._why_not(value)):
                 if self._world.is_lead:
-                    sys.stderr.write(f"holdfast: --strategy {value} {why}: left as it was\n")
+                    sys.stderr.write(f"holdfast: --strategy {value} {why}; the strategy is unchanged\n")
                 continue
             _CHANGES[name](self, value)
             self._world.log.write(SettingChanged(name=name, value=json.dumps(value)))
 
     def _why_not(self, strategy: str) -> str:
-        """Return why a strategy cannot be gone on with, "" if it can."""
+        """Return why the job cannot switch to a strategy, "" if it can."""
         if self._replica.kind in strategy_class(strategy).refused:
-            return "is not there for a model that is split"
+            return "does not support a model that is split"
         if self._world.settings.mirror_every > 1:
-            return "does not go with --mirror-every above 1, which only partial can go on from"
+            return "cannot be combined with --mirror-every above 1, which only partial can recover from"
         return ""
 
     def _lr(self, value: float) -> None:
@@ -190,18 +190,18 @@ _ALLOWED: dict[str, Callable[[Any], bool]] = {
     "workers": lambda value: _is_whole(value, 1),
     "speeds": _are_speeds,
 }
-"""Allowed values of each. The launcher refuses more, and says why; this is for lines that something else has written."""
+"""Allowed values of each. The launcher checks more, with messages; this is for lines written by another tool."""
 
 
 def _checked(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the request, if all of it can be done.
+    """Return the request if every change in it is valid.
 
     Raises:
-        ConfigError: if not.
+        ConfigError: if one is not.
     """
     for name, value in request.items():
         if name not in _ALLOWED:
             raise ConfigError(f"{name:.60} cannot be changed while a job runs; {', '.join(_CHANGES)} can")
         if not _ALLOWED[name](value):
-            raise ConfigError(f"{name} cannot be {value!a:.60}")
+            raise ConfigError(f"{name} cannot be set to {value!a:.60}")
     return request

@@ -1,6 +1,6 @@
-"""One training loop: computes a step, sums it, votes on it, applies it, and tells the protocol what happened.
+"""One training loop: runs each step (compute, all-reduce, commit vote, optimizer) and reports events to the protocol.
 
-What the protocol orders besides is carried out by ``regroup`` and ``acts``.
+All other actions that the protocol orders are carried out by ``regroup`` and ``acts``.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class Run:
     """One call of ``session.steps``.
 
     Args:
-        world: What outlives it.
+        world: The job context, which outlives the loop.
         replica: The model and its optimizer.
         plan: Which samples belong to which step.
-        source: Where inputs are from.
-        is_newcomer: The others have begun without this worker.
+        source: Where inputs come from.
+        is_newcomer: This worker joined a job that was already running.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Run:
         self._is_newcomer = is_newcomer
 
     def _begin_certificate(self) -> Certificate | None:
-        """Return what makes the links of this loop; None if none are asked for."""
+        """Return the hash chain of this loop; None if no certificate was requested."""
         world = self._world
         if not world.settings.certificate:
             return None
@@ -119,7 +119,7 @@ class Run:
         return Certificate(world, self._replica.figures, self._fingerprint)
 
     def _get_sum(self) -> OrderedSum:
-        """Return the sum that the world keeps, with its memory, from one training loop to the next."""
+        """Return the all-reduce, which keeps its memory in the job context from one training loop to the next."""
         world, replica = self._world, self._replica
         if world.loops.sum is None:
             world.loops.sum = OrderedSum(
@@ -134,7 +134,7 @@ class Run:
     # -- the loop
 
     def drive(self) -> Iterator[Step]:
-        """Yield steps to the script until the protocol says that this worker may leave."""
+        """Yield steps to the script until the protocol lets this worker leave."""
         try:
             yield from self._drive()
         finally:
@@ -163,7 +163,7 @@ class Run:
                         event = self._carry_out(order)
 
     def _compute(self, step: int) -> Generator[Step, None, Event]:
-        """Let the script compute a step; where the model is split, workers need each other to begin and to finish."""
+        """Let the script compute a step. In a model that is split, workers need each other to begin and to finish."""
         try:
             attempt = self._begin(step)
         except (PeerFailed, StoreLost) as error:
@@ -196,7 +196,7 @@ class Run:
             return self._answer(error)
 
     def _answer(self, error: PeerFailed | StoreLost) -> Event:
-        """Return the event that the protocol is told of a failure."""
+        """Return the event that reports a failure to the protocol."""
         if isinstance(error, StoreLost):
             self._stop_alone(error)
         self._recovery.see_failure()
@@ -222,7 +222,7 @@ class Run:
 
     def _next_batch(self, step: int) -> MiniBatch | None:
         if step != self._world.step:
-            raise InternalError(f"step {step} was ordered where step {self._world.step} is next")
+            raise InternalError(f"the protocol ordered step {step}, but step {self._world.step} is next")
         self._announce()
         self._recovery.end()
         if self._world.keeper.is_outdated(step, self._world.comm.generation):
@@ -235,7 +235,7 @@ class Run:
                 return batch
             if (
                 self._status.heard == Note.LEAVE and self._status.outcome == "done"
-            ):  # where the script stops it too, it is done
+            ):  # if the script asked to stop as well, the outcome is "done"
                 self._status.outcome = "stopped"
             if self._status.outcome == "stopped":
                 self._beginning.save()
@@ -256,16 +256,16 @@ class Run:
         return None
 
     def _close(self, step: int) -> bool:
-        """Vote on the step; return whether it is closed, or the guard found something."""
+        """Hold the commit vote on the step; return whether it is committed, False if the guard found corruption."""
         self._recovery.end()
         self._log.mark("allreduce")
         self._points.reach_in_sum(step, self._replica.num_buckets)
         mine = self._vote(step)
         said = mine.unpack(self._sum.maximum(mine.pack()))
         if said.step.differs:
-            raise InternalError(f"workers closed different steps, {said.step.smallest} and {said.step.largest}")
+            raise InternalError(f"workers voted on different steps, {said.step.smallest} and {said.step.largest}")
         if self._watch.read(step, said.guard):
-            self._recovery.see_corruption(redone_steps=int(not self._watch.corrupt))  # what else was said is said again
+            self._recovery.see_corruption(redone_steps=int(not self._watch.corrupt))  # a retry repeats the other votes
             return False
         if self._certificate is not None:
             self._certificate.read(step, said.parts)
@@ -274,12 +274,12 @@ class Run:
         return True
 
     def _vote(self, step: int) -> CommitVote:
-        """Return what this worker says of the step, which it is ready to close."""
+        """Return this worker's vote on the step, which it is ready to commit."""
         world, asked, parts = (
             self._world,
             self._world.told.notes,
             self._world.told.leaves,
-        )  # read once: a signal may come meanwhile
+        )  # read once: a signal may arrive meanwhile
         return CommitVote(
             guard=self._watch.fill(step, is_last=self._place.is_last(self._attempts.in_progress())),
             parts=self._fingerprint.parts,
@@ -294,11 +294,11 @@ class Run:
         )
 
     def _wants_to_save(self) -> bool | None:
-        """Return whether the lead wants a checkpoint after this step; None where that does not depend on its clock."""
+        """Return whether the lead wants a checkpoint after this step; None if that does not depend on its clock."""
         keeper = self._world.keeper
         if keeper.adaptive is None:
             return None
-        is_due = keeper.is_due_now()  # asked everywhere: each may be the lead one day
+        is_due = keeper.is_due_now()  # evaluated at every worker: any of them may become the lead
         return self._world.is_lead and is_due
 
     def _apply(self, step: int) -> None:
@@ -314,7 +314,7 @@ class Run:
         self._beginning.keep_after_step()
         if world.keeper.is_due(world.step) or self._status.save_due:
             if not replica.is_replicated and self._recovery.now is not None:
-                world.keeper.put_off(world.step)  # parts have homes among the dead: all save when they have new ones
+                world.keeper.put_off(world.step)  # some parts are placed on failed workers: save after they have moved
             else:
                 self._beginning.save()
 
@@ -331,7 +331,7 @@ class Run:
         keeper.publish(stable_step, world.comm.generation, is_lead=world.is_lead)
         at_gate = self._protocol.state is State.LAST_GATE
         if at_gate and keeper.step is not None:
-            self._log.mark("checkpoint")  # nobody leaves before what counts is written, which may take its time
+            self._log.mark("checkpoint")  # no worker leaves before its checkpoint is written, which may take long
         outcomes = keeper.finish() if at_gate else keeper.poll()
         for outcome in outcomes:
             self._log.saved(outcome)
@@ -339,25 +339,25 @@ class Run:
             self._check_saved(outcomes)
 
     def _check_saved(self, outcomes: list[Outcome]) -> None:
-        """Make sure that training does not stop without the state that it was to stop with."""
+        """Make sure that training does not stop before the state it stops with has been saved."""
         step = self._world.step
         if any(outcome.saved is not None and outcome.step == step for outcome in outcomes):
             return
         errors = [str(outcome.error) for outcome in outcomes if outcome.step == step and outcome.error is not None]
-        why = errors[0] if errors else "nobody wrote it"
+        why = errors[0] if errors else "no worker wrote it"
         raise CheckpointError(f"training stops before step {step}, but its state could not be saved: {why}")
 
     def _stop_alone(self, lost: StoreLost) -> NoReturn:
-        """Save the state before the step in progress, unless it is saved, and stop: no agreement is possible any more.
+        """Save the state before the step in progress, unless it is saved, and stop: the membership store is lost.
 
-        If the launcher is alive, other workers may still reach the store and continue: then only this worker ends.
+        If the launcher is alive, other workers may still reach the store and continue. Then only this worker ends.
         """
         world, run_dir = self._world, self._world.settings.run_dir
         has_begun = self._status.announced and self._protocol.progress.completed >= 0
         if has_begun and not launcher_is_gone(run_dir):
-            self._log.warn(f"{lost}; this worker cannot take part in agreements any more, so it ends as if it had died")
+            self._log.warn(f"{lost}; without agreements this worker cannot continue, so it kills itself")
             kill_self()
-        if not has_begun or not self._replica.is_replicated:  # one alone has not all of it
+        if not has_begun or not self._replica.is_replicated:  # a single worker does not hold the whole state
             raise lost
         self._acts.discard()
         with turn(run_dir):
@@ -369,7 +369,7 @@ class Run:
         self._recovery.forget()
         self._status.outcome = "stopped"
         self._leave()
-        raise InternalError(str(lost))  # never reached: who stops ends the script
+        raise InternalError(str(lost))  # never reached: stopping ends the script
 
     # -- the end
 
@@ -378,7 +378,7 @@ class Run:
         replica.leave()
         if self._status.outcome == "left":
             self._log.write(Left())
-            self._log.warn(f"left before step {world.step}, as it was told to")
+            self._log.warn(f"left the job before step {world.step} because it received SIGTERM")
             raise SystemExit(0)
         self._recovery.end()
         if (summary := replica.summary()) is not None:
@@ -391,12 +391,12 @@ class Run:
         if self._status.outcome == "gave-up":
             alive, least = len(world.comm.members), world.settings.min_workers
             raise TooFewWorkers(
-                f"{alive} of at least {least} workers are left; the state before step {world.step} is in {world.keeper.url}"
+                f"{alive} of at least {least} workers are alive; the state before step {world.step} is in {world.keeper.url}"
             )
         if self._status.outcome == "stopped":
             self._log.say(f"stopped on request; the state before step {world.step} is in {world.keeper.url}")
             raise SystemExit(4)
 
     def account(self) -> Account:
-        """Return the account of all samples, earlier loops included."""
+        """Return the account of all samples, including earlier loops."""
         return self._world.loops.totals.plus(self._place.account())

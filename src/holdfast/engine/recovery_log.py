@@ -1,4 +1,4 @@
-"""What is known of the recovery in progress, until training goes on and it is written down."""
+"""The log of the recovery in progress, which becomes a record when training resumes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from holdfast.engine.run_log import RunLog
 
 
 class Recovering:
-    """Begins a recovery when a failure is seen, or members change, and ends it when training goes on.
+    """Opens a recovery when a failure is detected or the membership changes, and closes it when training resumes.
 
     Args:
-        world: Who is there; with ``rebuilding``, the recovery that the application before this one began goes on.
-        log: Writes it down.
+        world: The job context. If the application is being rebuilt, the recovery that the previous one began continues.
+        log: Writes the record.
     """
 
     def __init__(self, world: World, log: RunLog) -> None:
@@ -26,29 +26,29 @@ class Recovering:
 
     @property
     def is_calm(self) -> bool:
-        """Whether all meet because members change, and nobody has seen a failure."""
+        """Whether this regrouping is planned: the membership changes and no worker has detected a failure."""
         return self.now is not None and self.now.decision == "grow"
 
     def meet(self) -> None:
-        """Hear that nothing failed: all meet because members change."""
+        """Note a planned regrouping: the membership changes and nothing failed."""
         if self.now is None:
             self.now = Recovery(self._world.comm.members, "grow", held_since_s=self._world.clock.now_s())
             self._log.mark("recovery")
 
     def expect(self, newcomers: Sequence[int]) -> None:
-        """Hear who comes; a newcomer does, too, because those who were there may die before they write it down."""
+        """Note the newcomers. A newcomer does so too, as the other workers may die before they write it."""
         if self.now is None or self._world.comm.here[0] in newcomers:
             self.now = Recovery(tuple(rank for rank in self._world.comm.members if rank not in newcomers))
         self.now.decision = "grow"
 
     def see_corruption(self, *, redone_steps: int) -> None:
-        """Hear that the guard found something: all meet, and do so many steps again, or find out how many."""
+        """Note that the guard found corruption: all workers regroup and recompute ``redone_steps`` steps, if known."""
         if self.now is None:
             self.now = Recovery(self._world.comm.members, "heal", redone_steps)
             self._log.mark("recovery")
 
     def see_failure(self) -> None:
-        """Hear that somebody died."""
+        """Note that a worker died."""
         if self.now is None:
             self.now = Recovery(before=self._world.comm.members)
             self._log.failure_seen()
@@ -58,23 +58,23 @@ class Recovering:
             self._log.failure_seen()
 
     def decide(self, decision: str, redone_steps: int | None = None) -> None:
-        """Hear what was decided, if this is a recovery; ``redone_steps`` where that says how many there are."""
+        """Note the decision of this recovery, and ``redone_steps`` if the decision determines it."""
         if self.now is not None:
             self.now.decision = decision
             if redone_steps is not None:
                 self.now.redone_steps = redone_steps
 
     def take_back(self, *, was_computing: bool) -> None:
-        """Hear that the step in progress is computed again, unless something else was decided."""
+        """Note that the step in progress is recomputed, unless another decision was made."""
         if self.now is not None and self.now.decision == "continue":
             self.decide("redo", int(was_computing))
 
     def rebuilding(self, *, reached: int, began_s: float) -> Rebuilding:
-        """Return what is handed to the application that is built next.
+        """Return the context that is passed to the application built next.
 
         Args:
             reached: Steps that this worker had begun.
-            began_s: When it began to take the step in progress back; it is, and a snapshot is taken.
+            began_s: When it began to discard the step in progress. That is complete, and so is the snapshot.
         """
         recovery, now_s = self.now or Recovery(self._world.comm.members), self._world.clock.now_s()
         return Rebuilding(
@@ -87,11 +87,11 @@ class Recovering:
         )
 
     def forget(self) -> None:
-        """Write nothing down: nobody is left to recover with."""
+        """Discard the recovery without a record: no worker is left to recover with."""
         self.now = None
 
     def end(self) -> None:
-        """Write down what was decided: training goes on."""
+        """Write the record of the recovery: training resumes."""
         world, recovery, self.now = self._world, self.now, None
         if recovery is not None:
             lost = any(rank not in world.comm.members for rank in recovery.before)

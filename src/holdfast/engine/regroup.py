@@ -1,8 +1,8 @@
-"""Regrouping after a failure, carried out: the only calls of ``revoke``, ``agree``, ``shrink`` and ``share_progress``.
+"""Carries out regrouping after a failure: the only calls of ``revoke``, ``agree``, ``shrink`` and ``share_progress``.
 
-The sequence is :mod:`holdfast.recovery.regroup`. The ``torch.distributed`` backend goes through it in one call of
-:func:`regroup`. In a training session the protocol goes through it, order by order, because it is then between two
-events like any other; :class:`Regroup` carries the orders out.
+The sequence is defined in :mod:`holdfast.recovery.regroup`. The ``torch.distributed`` backend runs it in one call of
+:func:`regroup`. A training session runs it one action at a time, because the protocol treats each as an event;
+:class:`Regroup` carries those actions out.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ Known = TypeVar("Known")
 
 
 def regroup(comm: Communicator, share: Callable[[], Known], *, told: bool = False) -> Known:
-    """Regroup the survivors, through all further failures, and return what all of them then know.
+    """Regroup the survivors, through all further failures, and return the shared knowledge of all survivors.
 
     Args:
-        comm: Of which a member has died; afterwards its members are the survivors.
-        share: Shares how far every survivor is; raises PeerFailed if it did not complete here.
-        told: An agreement on ``comm`` said no, so every survivor comes here by itself.
+        comm: The communicator with a failed member; afterwards its members are the survivors.
+        share: Exchanges the progress of all survivors; raises PeerFailed if that did not complete here.
+        told: An agreement on ``comm`` returned False, so every survivor regroups without a revoke.
     """
     line: Line | None = Line.SHRINK if told else Line.REVOKE
     while True:
@@ -78,11 +78,11 @@ def regroup(comm: Communicator, share: Callable[[], Known], *, told: bool = Fals
 
 
 def pass_gate(comm: Communicator, recover: Callable[[], object]) -> None:
-    """Return once all members call this: none leaves while another may need it to recover.
+    """Return once all members call this, so that no worker leaves while another may need it to recover.
 
     Args:
-        comm: Of all who leave.
-        recover: Regroups after an agreement that said no.
+        comm: The communicator of all workers that leave.
+        recover: Regroups after an agreement that returned False.
     """
     while not comm.agree(True):
         recover()
@@ -90,13 +90,13 @@ def pass_gate(comm: Communicator, recover: Callable[[], object]) -> None:
 
 @dataclass(slots=True)
 class Status:
-    """What a training loop has heard and not acted on yet, and how it will end.
+    """Results of commit votes that this loop has not acted on yet, and how the loop will end.
 
     Args:
-        heard: Flags of closing sums; a worker that missed one hears them while progress is shared.
-        save_due: A checkpoint was asked for; since a step was closed until the next one is stable.
-        outcome: ``"done"``, ``"stopped"`` (on request), ``"gave-up"`` (too few workers) or ``"left"`` (the others continue).
-        announced: The loop's first step was begun, and its start written down.
+        heard: Flags from commit votes; a worker that missed a vote receives them when progress is shared.
+        save_due: A checkpoint was requested; set from a step's commit vote until the step is durable.
+        outcome: ``"done"``, ``"stopped"`` (on request), ``"gave-up"`` (too few workers) or ``"left"`` (after SIGTERM).
+        announced: The loop's first step was begun, and the start was recorded.
     """
 
     heard: Note = NO_NOTE
@@ -107,18 +107,18 @@ class Status:
 
 @dataclass(slots=True, kw_only=True)
 class LoopParts:
-    """What a training loop is made of, for all that carries out its orders.
+    """The components of a training loop, shared by everything that carries out its actions.
 
     Args:
-        world: What outlives the loop.
+        world: The job context, which outlives the loop.
         replica: The model.
-        status: What was heard in closing sums and is forgotten with the step, or comes back with the state.
-        log: Writes down.
-        points: Let faults strike.
-        recovery: Hears of failures, and what was decided.
-        watch: The guard: whether state or messages were found corrupt.
+        status: Results of commit votes that are dropped with the step, or restored with the state.
+        log: Writes records.
+        points: Triggers planned faults.
+        recovery: Logs failures and decisions.
+        watch: The guard against silent data corruption in state or messages.
         attempts: The step in progress.
-        certificate: What closing sums said of the state; None if there is none.
+        certificate: The hash chain of committed steps; None if there is none.
         beginning: Saves and restores the state.
         requests: Changes to the running job.
     """
@@ -137,17 +137,17 @@ class LoopParts:
 
 
 class Regroup:
-    """Carries out the orders of regrouping in a training loop, and the agreements of the protocol."""
+    """Carries out the regrouping actions of a training loop, and the protocol's agreements."""
 
     def __init__(self, loop: LoopParts) -> None:
         self._loop = loop
 
     def carry_out(self, order: Revoke | Agree | Shrink | ShareProgress) -> Event:
-        """Carry one order out.
+        """Carry out one action.
 
         Raises:
             PeerFailed: if progress could not be shared.
-            StoreLost: if no agreement is possible any more.
+            StoreLost: if the membership store is lost, so that no agreement is possible.
         """
         match order:
             case Revoke():
@@ -168,7 +168,7 @@ class Regroup:
         return value
 
     def _shrink(self) -> bool:
-        """Return whether this worker is a member of what was made; it is not if it asked to leave."""
+        """Return whether this worker is a member of the new communicator; it is not if it asked to leave."""
         world, status = self._loop.world, self._loop.status
         changes, status.heard = status.heard & Note.CHANGE, status.heard & ~Note.CHANGE
         parts = bool(changes) and world.told.leaves
@@ -185,7 +185,7 @@ class Regroup:
         return True
 
     def _finish_checkpoints(self) -> None:
-        """Write what others count on before this worker leaves them; what does not count yet they begin again."""
+        """Before this worker leaves, finish the checkpoint writes that others rely on; drop those they will redo."""
         self._loop.world.keeper.drop()
         for outcome in self._loop.world.keeper.finish():
             self._loop.log.saved(outcome)
@@ -211,7 +211,7 @@ class Regroup:
         )
 
     def _hear(self, flags: Note) -> None:
-        """Take over what another worker has heard. A change is met for once; CALM, LOST and ALTERED are for the strategy."""
+        """Adopt the flags of another worker. CHANGE is handled once; CALM, LOST and ALTERED are for the strategy."""
         self._loop.status.heard |= flags & VOTED
         self._loop.status.save_due |= bool(flags & Note.SAVE)
         self._loop.watch.corrupt |= bool(flags & Note.CORRUPT)

@@ -1,4 +1,4 @@
-"""What a training loop writes down: its records, and what it tells the user."""
+"""The output of a training loop: its records, and its messages to the user."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from holdfast.records.types import (
 
 _WRONG = {
     "replicas": "replicas differ",
-    "range": "a value is out of all range",
-    "message": "a message was altered on its way",
+    "range": "a value is far out of range",
+    "message": "a message was altered in transit",
 }
-"""What the guard found, for people; by ``what`` of :class:`CorruptionFound`."""
+"""Readable descriptions of what the guard found, by ``what`` of :class:`CorruptionFound`."""
 
 
 class RunLog:
-    """Makes records of a training loop, and hands them to the job's logger.
+    """Makes the records of a training loop and passes them to the job's logger.
 
     Args:
-        world: What the records tell of.
+        world: The job context that the records describe.
     """
 
     def __init__(self, world: World) -> None:
@@ -51,7 +51,7 @@ class RunLog:
         self._last_step: list[Record] = []
 
     def mark(self, phase: str) -> None:
-        """Say where this worker is."""
+        """Mark the phase that this worker is in."""
         self._phase = phase
         self._world.beacon.mark(phase, self._world.step)
 
@@ -60,7 +60,7 @@ class RunLog:
         self._world.log.write(record)
 
     def started(self, plan: Plan, num_buckets: int, parameters: int) -> None:
-        """Training begins, or goes on."""
+        """Training begins or resumes."""
         world, settings = self._world, self._world.settings
         self.write(
             RunStarted(
@@ -89,14 +89,14 @@ class RunLog:
     def committed(
         self, batch: MiniBatch, samples: int, workers: int, lost: dict[int, tuple[int, ...]], link: Link | None = None
     ) -> None:
-        """The optimizer ran.
+        """The optimizer step was applied.
 
         Args:
-            batch: The step's.
-            samples: In the weights.
-            workers: That took part.
-            lost: By slice, the buckets it is missing from.
-            link: Of the certificate, if there is one.
+            batch: The mini-batch of the step.
+            samples: Samples that contributed to the weights.
+            workers: Workers that took part.
+            lost: By slice, the buckets that lack it.
+            link: The link of the hash chain, if there is a certificate.
         """
         world = self._world
         place: dict[str, Any] = {"rank": min(world.comm.here), "step": batch.step, "epoch": batch.epoch}
@@ -113,7 +113,7 @@ class RunLog:
         self.write_last_step()
 
     def _whole_hashed(self, step: int, link: Link) -> None:
-        """All of the state was hashed: of a split model each worker writes what it has, else whoever leads by then."""
+        """The whole state was hashed. In a split model each worker writes its parts, otherwise the lead writes."""
         if all(hashed.parts for hashed in link.tensors):
             self.hashed(step, link.before, link.tensors)
             return
@@ -130,14 +130,14 @@ class RunLog:
             self.write(_state_hashed(each, step, link))
 
     def write_last_step(self) -> None:
-        """Write the last step down where this worker leads by now."""
+        """Write the record of the last step if this worker has become the lead since."""
         if self._world.is_lead:
             for record in self._last_step:
                 self.write(record)
             self._last_step = []
 
     def slices_tried(self, tried: Tried) -> None:
-        """It is known whether slices of some sizes go through the model at once."""
+        """It is now known whether slices of certain sizes can be batched into one pass."""
         self.write(
             SlicesTried(
                 samples=tried.sizes, why_not=tried.why_not, at_once_s=tried.at_once_s, one_by_one_s=tried.one_by_one_s
@@ -152,11 +152,11 @@ class RunLog:
         self.write(FailureSeen(rank=next((rank for rank in here if rank not in dead), here[0]), phase=self._phase))
 
     def recovered(self, recovery: Recovery, held_s: float) -> None:
-        """The survivors go on, with newcomers if there are any; for ``held_s`` these kept them from computing."""
+        """The survivors resume, with newcomers if there are any; ``held_s`` is how long the newcomers delayed them."""
         world, members, before = self._world, self._world.comm.members, recovery.before
         lost = tuple(r for r in before if r not in members)
         joined = tuple(r for r in members if before and r not in before)
-        self.write_last_step()  # the one who should have may have died just before
+        self.write_last_step()  # the lead that should have written it may have just died
         for rank in world.comm.here:
             self.write(
                 Recovered(
@@ -172,10 +172,10 @@ class RunLog:
                     times_s=dict(recovery.times_s),
                 )
             )
-        self.say(f"lost {list(lost)} at step {world.step}; {len(members)} workers go on ({recovery.decision})")
+        self.say(f"lost {list(lost)} at step {world.step}; {len(members)} workers resume ({recovery.decision})")
 
     def reinitialised(self, rebuilding: Rebuilding) -> None:
-        """The application was built again, and goes on."""
+        """The application was rebuilt and resumes."""
         world = self._world
         for rank in world.comm.here:
             self.write(
@@ -191,7 +191,7 @@ class RunLog:
             )
 
     def corruption_found(self, what: str, where: Sequence[str], ranks: Sequence[int]) -> None:
-        """The guard found something wrong; what, where and whose is as :class:`CorruptionFound` has it."""
+        """The guard found corruption; the arguments are those of :class:`CorruptionFound`."""
         world = self._world
         policy = world.settings.guard
         self.write(CorruptionFound(what=what, where=tuple(where), ranks=tuple(ranks), policy=policy))
@@ -201,22 +201,22 @@ class RunLog:
     def corruption_healed(
         self, ranks: Sequence[int], found_at: int, step: int, source: str, *, is_training: bool
     ) -> None:
-        """All are past the step in which corruption was found; see :class:`CorruptionHealed`."""
+        """All workers are past the step in which corruption was found; see :class:`CorruptionHealed`."""
         self.write(
             CorruptionHealed(
                 ranks=tuple(ranks), found_at=found_at, went_back_to=step, source=source, is_training=is_training
             )
         )
         if is_training:
-            self.warn(f"what was found in step {found_at} came again with the same bits: it is the training itself")
+            self.warn(f"step {found_at} gave the same bits again: the values found come from the training itself")
 
     # -- checkpoints, the end
 
     def saved(self, outcome: Outcome) -> None:
-        """A checkpoint counts, or could not be written."""
+        """A checkpoint was committed, or could not be written."""
         world, kept = self._world, outcome.saved
         if outcome.error is not None:
-            what = "is not complete" if kept is None else "is complete, but something is wrong"
+            what = "is not complete" if kept is None else "is complete, but an error followed"
             self.warn(f"the checkpoint of step {outcome.step} {what}: {outcome.error}")
         if kept is None:
             return
@@ -232,12 +232,12 @@ class RunLog:
         )
 
     def finished(self, outcome: str, sha256s: Mapping[int, tuple[str, str]], account: Account) -> None:
-        """This worker passed the gate; the world keeps the records.
+        """This worker passed the final gate; the job context keeps the records.
 
         Args:
             outcome: See :class:`Finished`.
-            sha256s: By worker that is played here, of its model, and with the optimizer's state.
-            account: Of the samples.
+            sha256s: For each rank of this process, the hash of its model, and the hash including the optimizer state.
+            account: The account of the samples.
         """
         world = self._world
         world.loops.finished = [
@@ -259,22 +259,22 @@ class RunLog:
             for rank in world.comm.here
         ]
 
-    # -- what the user is told
+    # -- messages to the user
 
     def warn(self, text: str) -> None:
-        """Tell the user of something that went wrong and does not end training."""
+        """Report a problem that does not end training."""
         sys.stderr.write(f"holdfast: worker {self._world.comm.here[0]}: {text}\n")
         sys.stderr.flush()
 
     def say(self, text: str) -> None:
-        """Tell the user; under the launcher the records do."""
+        """Report progress to the user; under the launcher, the records do that."""
         if self._world.is_lead and not self._world.settings.run_dir:
             sys.stderr.write(f"holdfast: {text}\n")
             sys.stderr.flush()
 
 
 def _certified(link: Link | None) -> dict[str, Any]:
-    """Return what a step's record says of its link."""
+    """Return the fields of a step's record that describe its hash-chain link."""
     if link is None:
         return {}
     names = ("link", "ids", "figures", "state", "whole", "where")

@@ -1,13 +1,13 @@
-"""The commit vote: the few integers that all workers reduce as a step closes, each with its name and its reduction.
+"""The commit vote: a few integers that all workers reduce at the end of a step, each with its name and its reduction.
 
-A vote is a dataclass. The order of its fields is the order of the integers. Every integer is sent so that *one* reduction, the
-maximum, gives what its field asks for: the largest as it is, the smallest as its complement, "any of them" as a number that is not
-0. A field that is None is not sent. Which fields are None follows from the settings and the step, so it is the same at all workers.
+A vote is a dataclass, and the order of its fields is the order of the integers. Every integer is encoded so that *one*
+reduction, the maximum, gives the reduction of its field: the largest value directly, the smallest by its complement,
+"any" as a number other than 0. A field that is None is not sent. The settings and the step decide which.
 
-How it travels: up to :data:`~holdfast.comm.allreduce.shm.MAX_INTEGERS` (15) integers go through memory that workers share, at no cost.
-More go as a message, which any fabric can carry and which takes a round trip. Of a replicated model the largest vote has 15: 6 of
-the guard, 9 of the loop. Of a split model the certificate adds 2, and 2 for *each* part in a step that hashes everything
-(:data:`~holdfast.integrity.hash_chain.WHOLE_EVERY`): that is the one vote that is sent as a message, once in 256 steps.
+Transport: up to :data:`~holdfast.comm.allreduce.shm.MAX_INTEGERS` (15) integers go through shared memory at no cost.
+More go as a message, which any fabric can carry and which takes a round trip. For a replicated model the largest vote
+has 15: 6 of the guard, 9 of the loop. For a split model the certificate adds 2, and 2 for *each* part in a step that
+hashes the whole state (every :data:`~holdfast.integrity.hash_chain.WHOLE_EVERY` = 256 steps): that one is a message.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Reduction:
     """How workers reduce a value by a maximum of integers.
 
     Args:
-        sent: Returns what stands for a value in the maximum.
-        heard: Returns what the maximum says.
+        sent: Encodes a value as an integer for the maximum.
+        heard: Decodes the maximum.
     """
 
     sent: Callable[[Any], int] = operator.pos
@@ -38,27 +38,27 @@ class Reduction:
 
 
 def as_largest() -> Any:
-    """Declare a field of which all hear the largest."""
+    """Declare a field that is reduced to its largest value."""
     return field(metadata={"reduction": Reduction()})
 
 
 def as_smallest() -> Any:
-    """Declare a field of which all hear the smallest: the complement of the largest complement."""
+    """Declare a field that is reduced to its smallest value: the complement of the largest complement."""
     return field(metadata={"reduction": Reduction(operator.invert, operator.invert)})
 
 
 def as_any(yes: int = 1) -> Any:
-    """Declare a field of which all hear whether it is true anywhere; ``yes``, above 0, stands for it."""
+    """Declare a field that is reduced to whether it is true at any worker; ``yes``, above 0, encodes true."""
     return field(metadata={"reduction": Reduction(lambda value: int(yes) if value else 0, lambda maximum: maximum > 0)})
 
 
 class Ballot:
-    """A dataclass that is reduced field by field: an integer, another ballot, several of them, or None for nothing."""
+    """A dataclass that is reduced field by field: integers, other ballots, sequences of ballots, or None (not sent)."""
 
     __slots__ = ()
 
     def pack(self) -> list[int]:
-        """Return the integers whose maxima say it all, each from -2**63 to 2**63 - 1."""
+        """Return the integers to reduce by a maximum, each from -2**63 to 2**63 - 1."""
         kind: Any = type(self)
         packed: list[int] = []
         for name, reduction in _reductions(kind):
@@ -74,10 +74,10 @@ class Ballot:
         return packed
 
     def unpack(self, maxima: Sequence[int]) -> Self:
-        """Return what all say together, in the shape of what this worker said.
+        """Return the combined vote of all workers, in the shape of this worker's vote.
 
         Raises:
-            InternalError: if there are not as many as :meth:`pack` returns.
+            InternalError: if the number of maxima is not the number of integers that :meth:`pack` returns.
         """
         said = iter(maxima)
         try:
@@ -85,7 +85,7 @@ class Ballot:
         except StopIteration:
             heard = None
         if heard is None or next(said, None) is not None:
-            raise InternalError(f"a vote of {len(self.pack())} integers was answered with {len(maxima)}")
+            raise InternalError(f"a vote of {len(self.pack())} integers was reduced to {len(maxima)}")
         return heard
 
     def _unpack(self, said: Iterator[int]) -> Self:
@@ -112,11 +112,11 @@ def _reductions(kind: Any) -> tuple[tuple[str, Reduction | None], ...]:
 
 @dataclass(slots=True)
 class Spread(Ballot):
-    """The largest and the smallest of numbers that workers have: whether they differ.
+    """The largest and the smallest of a value across workers, which shows whether they differ.
 
     Args:
-        largest: Of all.
-        smallest: Of all.
+        largest: The largest value at any worker.
+        smallest: The smallest value at any worker.
     """
 
     largest: int = as_largest()
@@ -124,25 +124,25 @@ class Spread(Ballot):
 
     @classmethod
     def of(cls, numbers: Collection[int]) -> Self:
-        """Return that of some numbers from 0 to 2**62 - 1; of none, what changes nothing in that of others."""
+        """Return the spread of numbers from 0 to 2**62 - 1; of none, the neutral element of the reduction."""
         high, low = said_of_part(numbers)
         return cls(high, ~low)
 
     @property
     def differs(self) -> bool:
-        """Whether not all numbers are the same."""
+        """Whether the numbers are not all equal."""
         return self.largest != self.smallest
 
 
 @dataclass(slots=True, kw_only=True)
 class GuardVote(Ballot):
-    """What the guard says as a step closes.
+    """The guard's part of a commit vote.
 
     Args:
-        altered: A message of the step was altered on its way; None without ``guard_sums``.
+        altered: A message of the step was corrupted in transit; None without ``guard_sums``.
         replicas: Digests of the state before the step, see :mod:`holdfast.integrity.state_hashes`; None with guard ``off``.
-        ranges: What was found out of range, see :class:`~holdfast.integrity.range_check.Ranging`; None unless it is looked for.
-        odd: Ranks that computed otherwise than before; None unless it is looked for.
+        ranges: Out-of-range findings, see :class:`~holdfast.integrity.range_check.Ranging`; None if not checked.
+        odd: Ranks whose recomputation gave different results; None if not checked.
     """
 
     altered: bool | None = as_any()
@@ -153,19 +153,19 @@ class GuardVote(Ballot):
 
 @dataclass(slots=True, kw_only=True)
 class CommitVote(Ballot):
-    """What one worker says as a step closes; and, unpacked, what all say together.
+    """One worker's vote on a step; unpacked, the combined vote of all workers.
 
     Args:
-        guard: See there.
-        parts: Digests of the parts of a split model that the certificate hashes in this step; empty of a replicated one.
-        step: The step that is closed, the same everywhere.
+        guard: See :class:`GuardVote`.
+        parts: Digests of the parts of a split model that the certificate hashes in this step; empty if replicated.
+        step: The step voted on, equal everywhere.
         stop: A script asked to stop after this step.
-        leave: A worker was told to leave, so that all stop.
-        change: A worker waits to join, or was told to leave the others.
-        stays: A worker was not told to leave the others.
-        has_store: A worker reaches the store that members agree in.
-        ask: The lead knows of changes that the running job is to take.
-        save: The lead wants a checkpoint after this step; None where that does not depend on its clock.
+        leave: A worker was asked to leave in a way that stops all workers.
+        change: A worker waits to join, or was asked to leave while the job continues.
+        stays: This worker was not asked to leave.
+        has_store: This worker reaches the membership store.
+        ask: The lead knows of change requests for the running job.
+        save: The lead wants a checkpoint after this step; None if that does not depend on its clock.
     """
 
     guard: GuardVote
@@ -181,7 +181,7 @@ class CommitVote(Ballot):
 
     @property
     def notes(self) -> Note:
-        """What it says of the step that follows. If none stays, or none reaches the store, no worker would go on: all stop."""
+        """Flags for the next step. If no worker stays, or none reaches the store, none could continue: all stop."""
         continues = self.stays and self.has_store
         notes = NO_NOTE
         if self.stop:

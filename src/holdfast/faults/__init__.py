@@ -1,1 +1,1 @@
-"""Faults on purpose: what can happen (:mod:`~holdfast.faults.plan`) and how it is made to happen (:mod:`~holdfast.faults.process`)."""
+"""Fault injection: fault plans (:mod:`~holdfast.faults.plan`) and their execution (:mod:`~holdfast.faults.process`)."""

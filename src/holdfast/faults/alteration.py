@@ -1,9 +1,9 @@
-"""Altering values: which bits of which of them, drawn from a seed.
+"""Altering values: which bits of which values, drawn from a seed.
 
-What is altered lies in *places*, tensors in memory or in a file; all that is asked of them is in :class:`Values`::
+Altered values lie in *places*, which are tensors in memory or in a file; :class:`Values` is the interface they need::
 
     flips = draw(values, Alteration(count=10, bits="critical", seed=1))
-    apply(values, flips)                                  # and once more takes it back, as long as bits are flipped
+    apply(values, flips)                                  # applying bit flips a second time undoes them
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from holdfast.faults.formats import FIELDS, Format, Raw
 from holdfast.faults.reading import NotAllowed
 
 LAWS = ("bits", "values", "tensors")
-"""What is drawn evenly; see :attr:`Alteration.law`."""
+"""What is drawn uniformly; see :attr:`Alteration.law`."""
 
 _ROUNDS = 200
-"""How often sites that made a value infinite or NaN are drawn anew before it is given up."""
+"""How often sites that made a value infinite or NaN are redrawn before the draw fails."""
 
 _BATCH = 1 << 16
-"""So many sites are worked on at a time: what stays in a processor's cache is not fetched from memory again."""
+"""Number of sites in a batch: a batch that stays in the processor's cache is not fetched from memory again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Place:
     """A tensor whose values can be altered.
 
     Args:
-        path: Its name, parts joined by ``/``.
-        format: Of its values.
-        shape: Of the tensor; ``()`` for one value.
+        path: Its name, components joined by ``/``.
+        format: Number format of its values.
+        shape: Shape of the tensor; ``()`` for a scalar.
     """
 
     path: str
@@ -46,69 +46,69 @@ class Place:
 
     @property
     def count(self) -> int:
-        """Return its number of values."""
+        """Return the number of its values."""
         return math.prod(self.shape)
 
 
 class Values(Protocol):
-    """Where values can be read and written, by place and index in row-major order.
+    """Values that can be read and written, by place and index in row-major order.
 
-    Several places are asked for at once, because each call of the operating system, or of HDF5, has its price.
+    Several places are requested in one call, because every call of the operating system or of HDF5 has a cost.
     """
 
     @property
     def places(self) -> Sequence[Place]:
-        """What can be altered."""
+        """The places whose values can be altered."""
 
     def read(self, wanted: Sequence[tuple[int, NDArray[np.int64]]]) -> list[Raw]:
-        """Return raw values of different places, of shape (k,) each, for indices in rising order without repetition."""
+        """Return raw values of different places, of shape (k,) each, for strictly ascending indices."""
 
     def write(self, changes: Sequence[Change]) -> None:
-        """Replace those of different places by what they are after changes."""
+        """Write the ``after`` values of changes to different places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alteration:
-    """What is done to values, and how it is drawn.
+    """How values are altered, and how the altered values are drawn.
 
-    One of ``count``, ``percent`` and ``rate`` is given; with none of them, one value is altered.
+    Give one of ``count``, ``percent`` and ``rate``; with none of them, one value is altered.
 
     Raises:
         NotAllowed: if a value is not allowed.
     """
 
     count: int | None = None
-    """So many alterations, at least 1: bits, no bit twice; or values, where ``burst``, ``mask`` or ``scale`` is given."""
+    """Number of alterations, at least 1: distinct bits; or values, if ``burst``, ``mask`` or ``scale`` is given."""
     percent: float | None = None
-    """Of all values so many percent are altered, each once; above 0, at most 100."""
+    """Percentage of all values that are altered, each once; above 0, at most 100."""
     rate: float | None = None
-    """Each bit that may be altered is, with this probability: the bit error rate; above 0, at most 1."""
+    """Bit error rate: the probability with which each eligible bit is altered; above 0, at most 1."""
     probability: float = 1.0
-    """Each alteration that was drawn happens with this probability only; above 0, at most 1."""
+    """Probability with which each drawn alteration is applied; above 0, at most 1."""
     bits: str = "all"
     """Which bits of a value: ``FIRST:LAST`` or one number, counted from the least significant, or one of
     :data:`~holdfast.faults.formats.FIELDS`."""
     burst: int = 1
-    """So many neighbouring bits of a value are flipped together."""
+    """Number of neighbouring bits of a value that are flipped together."""
     mask: str | None = None
-    """The ones of this pattern of bits, as ``1011``, are flipped, at any place among the allowed bits where it fits."""
+    """A bit pattern such as ``1011`` whose ones are flipped, at any position among the eligible bits where it fits."""
     scale: float | None = None
-    """Values are multiplied by it; no bit is flipped."""
+    """Values are multiplied by this factor; no bit is flipped."""
     keep_sign: bool = False
-    """The sign's bit is not among those that may be altered."""
+    """The sign bit is not eligible."""
     finite: bool = False
-    """An alteration that would make a finite value infinite or NaN is drawn anew."""
+    """An alteration that would make a finite value infinite or NaN is redrawn."""
     law: str = "bits"
-    """What is drawn evenly. ``bits``: each bit that may be altered is as likely as every other, and so a wide value is hit more
-    often than a narrow one. ``values``: each value is, and then each of its bits. ``tensors``: each tensor is, whatever its size,
-    and then each of its bits, as the injector of 2022 draws. Where whole values are drawn (``percent``, ``burst``, ``mask``,
-    ``scale``), ``bits`` and ``values`` are one."""
+    """What is drawn uniformly. ``bits``: every eligible bit is equally likely, so wide values are hit more often.
+    ``values``: first a value, then one of its bits. ``tensors``: first a tensor, whatever its size, then one of its
+    bits, as the injector of 2022 draws. If whole values are drawn (``percent``, ``burst``, ``mask``, ``scale``),
+    ``bits`` and ``values`` are the same."""
     seed: int = 0
-    """Same seed, same places: same alterations."""
+    """The same seed and places give the same alterations."""
 
     def __post_init__(self) -> None:
         if sum(given is not None for given in (self.count, self.percent, self.rate)) > 1:
-            raise NotAllowed("one of {count}, {percent} and {rate} is allowed, got more; leave the others out")
+            raise NotAllowed("give only one of {count}, {percent} and {rate}, got more; leave the others out")
         _check("count", self.count, self.count is None or self.count >= 1, "at least 1")
         _check("percent", self.percent, self.percent is None or 0 < self.percent <= 100, "above 0 and at most 100")
         _check("rate", self.rate, self.rate is None or 0 < self.rate <= 1, "above 0 and at most 1")
@@ -118,7 +118,7 @@ class Alteration:
         _check("seed", self.seed, self.seed >= 0, "at least 0")
         if self.scale is not None and not math.isfinite(self.scale):
             raise NotAllowed(
-                "{scale} must be finite, got {}; to make values infinite flip bits of their exponent", self.scale
+                "{scale} must be finite, got {}; to make values infinite, flip bits of their exponent", self.scale
             )
         if self.mask is not None and (not self.mask or set(self.mask) - {"0", "1"} or "1" not in self.mask):
             raise NotAllowed("{mask} must be zeros and ones with a one among them, as 1011, got {!r}", self.mask)
@@ -128,23 +128,23 @@ class Alteration:
             raise NotAllowed(f"{' and '.join(together)} cannot be given together; choose one")
         if together and self.rate is not None:
             raise NotAllowed(
-                f"{{rate}} is of single bits and does not go with {together[0]}; give {{count}} or {{percent}}"
+                f"{{rate}} applies to single bits and cannot be combined with {together[0]}; give {{count}} or {{percent}}"
             )
         if self.scale is not None and (self.bits != "all" or self.keep_sign):
             raise NotAllowed(
-                "{scale} multiplies whole values and does not go with {bits} or {keep_sign}; leave these out"
+                "{scale} multiplies whole values and cannot be combined with {bits} or {keep_sign}; leave these out"
             )
         self._parse_bits()
 
     @property
     def pattern(self) -> tuple[int, int]:
-        """Return the bits that are flipped together, counted from where they begin, and over how many bits they reach."""
+        """Return the bits that are flipped together, counted from the first of them, and the width that they span."""
         if self.mask is not None:
             return int(self.mask, 2), len(self.mask)
         return (1 << self.burst) - 1, self.burst
 
     def offsets(self, format: Format) -> range:
-        """Return at which bits of a value of this format the pattern may begin; none if it does not fit."""
+        """Return the bits of a value of this format at which the pattern may begin; empty if it does not fit."""
         named = self._parse_bits()
         first, last = format.range_of(self.bits) if named is None else named
         if first > last:
@@ -155,7 +155,7 @@ class Alteration:
         return range(first, max(first, last - self.pattern[1] + 2))
 
     def _parse_bits(self) -> tuple[int, int] | None:
-        """Return the first and the last bit, None if they are named by field."""
+        """Return the first and the last bit, None if a field name is given."""
         if self.bits in FIELDS:
             return None
         first, colon, last = self.bits.partition(":")
@@ -171,11 +171,11 @@ class Alteration:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What happens to values of one place.
+    """Changes to values of one place.
 
     Args:
-        place: Its number.
-        index: Of the values, in rising order, none twice; int64, of shape (k,).
+        place: Number of the place.
+        index: Indices of the values, strictly ascending; int64, of shape (k,).
         before: Raw values, of shape (k,).
         after: Raw values, of shape (k,).
     """
@@ -186,25 +186,25 @@ class Change:
     after: Raw
 
     def __len__(self) -> int:
-        """Return how many values change."""
+        """Return the number of changed values."""
         return len(self.index)
 
 
 def apply(values: Values, changes: Sequence[Change]) -> None:
-    """Alter values."""
+    """Write changes to the values."""
     values.write(changes)
 
 
 def draw(values: Values, alteration: Alteration) -> list[Change]:
-    """Draw what is altered; nothing is written.
+    """Draw changes; nothing is written.
 
-    The cost grows with the number of alterations, not with that of values.
+    The cost grows with the number of alterations, not with the number of values.
 
     Returns:
-        One for each place in which something changes, in the order of the places.
+        One change for each place in which something changes, in the order of the places.
 
     Raises:
-        ConfigError: if there is nothing to alter, less than is to be altered, or nothing but what ``finite`` forbids.
+        ConfigError: if there is nothing to alter, less than requested, or nothing that ``finite`` permits.
     """
     rng = np.random.default_rng(alteration.seed)
     sites = _Sites(values.places, alteration)
@@ -215,8 +215,8 @@ def draw(values: Values, alteration: Alteration) -> list[Change]:
         rounds += 1
         if rounds > _ROUNDS:
             raise NotAllowed(
-                f"almost every alteration left makes one of these values infinite or NaN: of {wanted} that do not, {missing} "
-                f"were not found in {_ROUNDS} attempts; allow it, or choose fewer or other bits"
+                f"almost every remaining alteration makes a value infinite or NaN: of {wanted} that do not, {missing} "
+                f"were not found in {_ROUNDS} attempts; permit infinite values, or choose fewer or other bits"
             )
         for place, new in sites.draw(rng, missing, drawn).items():
             old = drawn.get(place)
@@ -226,12 +226,12 @@ def draw(values: Values, alteration: Alteration) -> list[Change]:
 
 
 class _Sites:
-    """All that can be altered, numbered within each place: by value, and by the bit at which the pattern begins."""
+    """All sites that can be altered, numbered within each place: by value, and by the first bit of the pattern."""
 
     def __init__(self, places: Sequence[Place], alteration: Alteration) -> None:
         self._alteration = alteration
         self._places = places
-        # A bit is altered once; a value that is altered as a whole is, too.
+        # Each bit is altered at most once, and so is each value that is altered as a whole.
         self._by_bit = alteration.scale is None and alteration.percent is None and alteration.pattern[1] == 1
         offsets = {
             name: range(1) if alteration.scale is not None else alteration.offsets(format)
@@ -249,7 +249,7 @@ class _Sites:
             )
 
     def wanted(self, rng: np.random.Generator) -> int:
-        """Return how many alterations are made."""
+        """Return the number of alterations to make."""
         given, total = self._alteration, int(self._units.sum())
         if given.rate is not None:
             wanted = int(rng.binomial(total, given.rate))
@@ -265,7 +265,7 @@ class _Sites:
     def draw(
         self, rng: np.random.Generator, count: int, drawn: dict[int, NDArray[np.int64]]
     ) -> dict[int, NDArray[np.int64]]:
-        """Return new sites in rising order by place, at most ``count`` altogether."""
+        """Return new sites, ascending within each place, at most ``count`` in total."""
         left = self._units - np.array([len(drawn.get(place, ())) for place in range(len(self._units))], np.int64)
         law = self._alteration.law
         if law == "bits" or (law == "values" and not self._by_bit):
@@ -282,7 +282,7 @@ class _Sites:
     def _sites(
         self, rng: np.random.Generator, place: int, ranks: NDArray[np.int64], drawn: NDArray[np.int64] | None
     ) -> NDArray[np.int64]:
-        """Return sites by their ranks among those of the place that were not drawn before."""
+        """Return sites by their ranks among the sites of the place that were not drawn before."""
         offsets = len(self._offsets[place])
         units = ranks
         if drawn is not None:
@@ -291,14 +291,14 @@ class _Sites:
         return units if self._by_bit else units * offsets + rng.integers(offsets, size=len(units))
 
     def harmless(self, values: Values, place: int, sites: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return those of a place's sites, of all that are altered there, that leave finite values finite."""
+        """Return those sites of a place, among all altered there, that leave finite values finite."""
         (change,) = self.changes(values, {place: sites})
         format = self._places[place].format
         harmed = change.index[format.is_finite(change.before) & ~format.is_finite(change.after)]
         return sites[~np.isin(sites // len(self._offsets[place]), harmed)] if len(harmed) else sites
 
     def changes(self, values: Values, drawn: Mapping[int, NDArray[np.int64]]) -> list[Change]:
-        """Return what altering all these sites does, by place in rising order."""
+        """Return the changes made by altering all these sites, by place in ascending order."""
         found = []
         if self._alteration.scale is not None:
             wanted = sorted(drawn.items())
@@ -315,16 +315,16 @@ class _Sites:
         return [change for change in found if len(change)]
 
     def _masks(self, drawn: Mapping[int, NDArray[np.int64]]) -> Iterator[tuple[int, NDArray[np.int64], Raw]]:
-        """Yield by place the indices of the values that sites are in, each once, and the bits of each that are flipped."""
+        """Yield, by place, the indices of the values that contain sites, each once, and the bits of each to flip."""
         alike: dict[str, list[int]] = {}
         for place in drawn:
             alike.setdefault(self._places[place].format.name, []).append(place)
         for places in alike.values():
             offsets, raw = self._offsets[places[0]], self._places[places[0]].format.raw
-            if len(places) == 1:  # it may be large, and is not copied
+            if len(places) == 1:  # it may be large, so it is not copied
                 yield places[0], *_merged(drawn[places[0]], offsets, self._alteration.pattern[0], raw)
                 continue
-            # Many small ones take no longer than a large one, as if their values stood one behind the other.
+            # Many small places take no longer than a large one: they are handled as one concatenated array.
             counts = np.array([self._counts[place] for place in places], np.int64)
             starts = np.cumsum(counts) - counts
             sites = [
@@ -338,12 +338,12 @@ class _Sites:
 def _merged(
     sites: NDArray[np.int64], offsets: range, pattern: int, raw: np.dtype[Any]
 ) -> tuple[NDArray[np.int64], Raw]:
-    """Return the indices of the values that sites are in, each once, and the bits of each that are flipped.
+    """Return the indices of the values that contain sites, each once, and the bits of each to flip.
 
     Args:
-        sites: In rising order; as many to a value as there are offsets.
-        offsets: At which bit of a value each of them is.
-        pattern: The bits that are flipped together, counted from there.
+        sites: Ascending; a value has as many sites as there are offsets.
+        offsets: The bit of a value at which each site begins.
+        pattern: The bits flipped together, counted from that bit.
         raw: The type of the bits.
     """
     index, masks = np.empty(len(sites), np.int64), np.empty(len(sites), raw)
@@ -354,7 +354,7 @@ def _merged(
         first = np.flatnonzero(np.diff(value, prepend=-1))
         shift = (batch - value * len(offsets) + offsets.start).astype(raw)
         mask = np.bitwise_or.reduceat(bits << shift, first)
-        if end and index[end - 1] == value[0]:  # the batch before ended within this value
+        if end and index[end - 1] == value[0]:  # the previous batch ended within this value
             masks[end - 1] |= mask[0]
             first, mask = first[1:], mask[1:]
         index[end : end + len(first)], masks[end : end + len(first)] = value[first], mask
@@ -363,10 +363,10 @@ def _merged(
 
 
 def _parts(numbers: NDArray[np.int64], starts: NDArray[np.int64]) -> list[tuple[int, slice]]:
-    """Cut rising numbers at some of them, and count those of each part from its start on: in place.
+    """Split ascending numbers at some starts, and make each part relative to its start, in place.
 
     Returns:
-        Which start each part has, and where it is; parts that are empty are left out.
+        The index of each part's start, and the slice of the part; empty parts are omitted.
     """
     ends = [*np.searchsorted(numbers, starts[1:]).tolist(), len(numbers)]
     found = [(which, slice(a, b)) for which, (a, b) in enumerate(pairwise([0, *ends])) if b > a]
@@ -376,16 +376,16 @@ def _parts(numbers: NDArray[np.int64], starts: NDArray[np.int64]) -> list[tuple[
 
 
 def _rising(rng: np.random.Generator, count: int, total: int) -> NDArray[np.int64]:
-    """Return up to ``count`` different numbers below ``total`` in rising order, each set of them as likely.
+    """Return up to ``count`` distinct numbers below ``total`` in ascending order, every set of them equally likely.
 
-    Sums of exponential gaps, scaled, are uniform numbers in order: no sort. What falls together is left out.
+    Scaled cumulative sums of exponential gaps are ordered uniform numbers, so no sort is needed. Duplicates go.
     """
     if count * 4 > total:
         return np.sort(rng.choice(total, count, replace=False, shuffle=False))
     ends = rng.standard_exponential(count + 1)
     np.cumsum(ends, out=ends)
     scale, drawn, end, last = total / ends[-1], ends.view(np.int64), 0, -1
-    for start in range(0, count, _BATCH):  # into the memory of those that were read before
+    for start in range(0, count, _BATCH):  # reuses the memory of numbers already read
         batch = np.minimum((ends[start : min(start + _BATCH, count)] * scale).astype(np.int64), total - 1)
         batch = batch[np.diff(batch, prepend=last) > 0]
         drawn[end : end + len(batch)] = batch

@@ -1,6 +1,6 @@
-"""A flip: which values of a running job are altered, as data. :mod:`~holdfast.faults.tensors` makes it happen.
+"""A flip as data: which values of a running job are altered. :mod:`~holdfast.faults.tensors` carries it out.
 
-In ``--inject`` it is a list of words, each an option of ``holdfast inject`` without its dashes::
+In ``--inject`` a flip is a list of words, each an option of ``holdfast inject`` without its dashes::
 
     target=weights,count=10,bits=critical,at=fc1,at=fc2,keep-sign
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from holdfast.faults.reading import check_keys, read_number, refuse
 
-if TYPE_CHECKING:  # it needs NumPy, and the launcher, which reads plans, does not
+if TYPE_CHECKING:  # it imports NumPy, which the launcher, a reader of plans, does not need
     from holdfast.faults.alteration import Alteration
 
 TARGETS = {
@@ -26,10 +26,10 @@ TARGETS = {
     "message": "allreduce",
     "handover": "handover",
 }
-"""What can be altered, and the phase of the step in which it is."""
+"""The possible targets, and the phase of the step in which each is altered."""
 
 SCHEMA = 2
-"""Of the JSON of a flip. In schema 1, which is not written there, the law ``bits`` was called ``values``."""
+"""Schema of a flip's JSON. In schema 1, which has no schema key, the law ``bits`` was called ``values``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Flip:
 
     Args:
         target: One of :data:`TARGETS`.
-        how: What is done to them, and how it is drawn.
-        at: Only tensors whose path begins with, or matches, one of these; none: all of the target.
+        how: The alteration, and how it is drawn.
+        at: Only tensors whose path begins with, or matches, one of these; empty: all tensors of the target.
 
     Raises:
         ConfigError: if a value is not allowed.
@@ -57,11 +57,11 @@ class Flip:
 
     @property
     def phase(self) -> str:
-        """In which phase of the step it strikes."""
+        """The phase of the step in which it strikes."""
         return TARGETS[self.target]
 
     def to_spec(self) -> str:
-        """Return the words that :func:`parse_flip` reads as this flip."""
+        """Return the words that :func:`parse_flip` parses to this flip."""
         words = [f"target={self.target}", *(f"at={pattern}" for pattern in self.at)]
         for name, (_, default) in _fields().items():
             value = getattr(self.how, name)
@@ -70,12 +70,12 @@ class Flip:
         return ",".join(words)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON."""
+        """Return the flip as plain JSON."""
         return {"schema": SCHEMA, "target": self.target, "at": list(self.at), **dataclasses.asdict(self.how)}
 
     @classmethod
     def from_json(cls, fields: Any) -> Self:
-        """Read what :meth:`to_json` returned, of this version or of one that wrote no schema.
+        """Read JSON from :meth:`to_json`, of this version or of a version that wrote no schema.
 
         Raises:
             ConfigError: if a key is missing or unknown, or a value is not allowed.
@@ -101,13 +101,13 @@ class Flip:
 
 
 def parse_flip(words: Sequence[str]) -> Flip:
-    """Read the words of a flip.
+    """Parse the words of a flip.
 
     Args:
-        words: As ``target=weights`` or ``keep-sign``; ``at`` may be there more than once.
+        words: Words such as ``target=weights`` or ``keep-sign``; ``at`` may be repeated.
 
     Raises:
-        ConfigError: if one is malformed, unknown or there twice, or the target is missing.
+        ConfigError: if a word is malformed, unknown or repeated, or the target is missing.
     """
     from holdfast.faults.alteration import Alteration
 
@@ -118,7 +118,7 @@ def parse_flip(words: Sequence[str]) -> Flip:
         key, equals, text = word.partition("=")
         name = key.replace("-", "_")
         if key not in known:
-            refuse(f"unknown key {key!r}; there are rank, step, bucket, {', '.join(known)}")
+            refuse(f"unknown key {key!r}; valid keys are rank, step, bucket, {', '.join(known)}")
         if key != "at" and name in values:
             refuse(f"{key} is given twice; give it once")
         kind = _fields().get(name, ("str",))[0]
@@ -134,7 +134,7 @@ def parse_flip(words: Sequence[str]) -> Flip:
         else:
             values[name] = _READERS[kind](key, text)
     if "target" not in values:
-        refuse(f"target is missing; it is one of {', '.join(TARGETS)}")
+        refuse(f"target is missing; it must be one of {', '.join(TARGETS)}")
     target = values.pop("target")
     return Flip(target, Alteration(**values), tuple(at))
 
@@ -157,7 +157,7 @@ _EXAMPLES = {
 
 @cache
 def _fields() -> Mapping[str, tuple[str, Any]]:
-    """Return the fields of an alteration, each with its type, None apart, and its default."""
+    """Return the fields of an alteration, each with its type (without None) and its default."""
     from holdfast.faults.alteration import Alteration
 
     found = dataclasses.fields(Alteration)
@@ -169,7 +169,7 @@ def _word(name: str) -> str:
 
 
 def _read_float(key: str, text: str) -> float:
-    # Not float(text) alone: it takes "1_0", " 1", "nan" and the digits of other scripts.
+    # Not float(text) alone, which accepts "1_0", " 1", "nan" and the digits of other scripts.
     plain = text if not set(text) - set("0123456789.eE+-") else "no number"
     try:
         return float(plain)
@@ -186,7 +186,7 @@ _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bo
 
 
 def _check_type(name: str, value: Any) -> None:
-    """Refuse a value of JSON that has another type than the field; None stands for a default that is None."""
+    """Refuse a JSON value of another type than the field; None stands for a default that is None."""
     kind, default = _fields()[name]
     if not (value is None and default is None) and type(value) not in _TYPES[kind]:
         refuse(f"{name} must be of type {kind}, got {value!r:.60}")

@@ -1,7 +1,7 @@
-"""How numbers lie in memory: which bit of a value is what.
+"""Number formats in memory: the meaning of each bit of a value.
 
-Bits are counted from the least significant one, as the papers do: the sign of a float32 is bit 31, and bit 30, the
-highest of its exponent, is the *critical* one (float16: 14, float64: 62). The injector of 2022 counts from the other end.
+Bits are counted from the least significant one, as in the papers: the sign of a float32 is bit 31, and bit 30, the
+highest of its exponent, is the *critical* bit (float16: 14, float64: 62). The 2022 injector counts from the other end.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 FIELDS = ("all", "sign", "exponent", "mantissa", "critical")
 
 Raw = NDArray[Any]
-"""Values as unsigned whole numbers of the same width."""
+"""Values as unsigned integers of the same width."""
 
 _NO_NUMPY = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
-"""What numpy has no name for."""
+"""Formats that numpy has no name for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class Format:
     """A number format.
 
     Args:
-        name: As torch and numpy call it.
+        name: Its name in torch and numpy.
         bits: Width of a value: 8, 16, 32 or 64.
-        exponent: Bits of its exponent; 0 for whole numbers.
-        signed: Whether its highest bit is a sign.
-        infinite: Whether it has infinities. Without them its highest exponent is that of numbers, too, and all ones is
-            the only NaN of a sign.
+        exponent: Number of exponent bits; 0 for integers.
+        signed: Whether the highest bit is a sign.
+        infinite: Whether it has infinities. Without them the highest exponent also encodes numbers, and all ones is
+            the only NaN for each sign.
     """
 
     name: str
@@ -42,21 +42,21 @@ class Format:
 
     @property
     def is_float(self) -> bool:
-        """Whether it has an exponent."""
+        """Whether it is a floating-point format."""
         return self.exponent > 0
 
     @property
     def mantissa(self) -> int:
-        """Return how many bits below the exponent it has."""
+        """Return the number of bits below the exponent."""
         return self.bits - 1 - self.exponent
 
     @property
     def raw(self) -> np.dtype[Any]:
-        """The unsigned whole numbers of this width."""
+        """The dtype of unsigned integers of this width."""
         return np.dtype(f"u{self.bits // 8}")
 
     def range_of(self, field: str) -> tuple[int, int]:
-        """Return the first and the last bit of a field; the last below the first if the format has no such field.
+        """Return the first and the last bit of a field; the last is below the first if the format has no such field.
 
         Args:
             field: One of :data:`FIELDS`; ``critical`` is the highest bit of the exponent.
@@ -72,17 +72,17 @@ class Format:
         return {"exponent": (low, top - 1), "critical": (top - 1, top - 1), "mantissa": (0, low - 1)}[field]
 
     def values(self, raw: Raw) -> NDArray[Any]:
-        """Return what raw numbers mean; float64, or whole numbers as they are.
+        """Return the values that raw bits encode: float64, or integers unchanged.
 
         Args:
-            raw: Unsigned, of this width; of any shape.
+            raw: Unsigned integers of this width, of any shape.
         """
         raw = np.asarray(raw, self.raw)
         if self.name == "bool":
             return raw
         if self.name not in _NO_NUMPY:
             seen: NDArray[Any] = raw.view(self.name)
-            with np.errstate(invalid="ignore"):  # a signalling NaN is one, too
+            with np.errstate(invalid="ignore"):  # a signalling NaN stays a NaN
                 return seen.astype(np.float64) if self.is_float else seen
         size = (raw & self.raw.type(self._sizes)).astype(np.int64)
         binade = np.maximum(size >> self.mantissa, 1) - 1
@@ -92,9 +92,9 @@ class Format:
         return np.asarray(np.where(raw >> (self.bits - 1), -values, values))
 
     def raw_of(self, values: NDArray[Any]) -> Raw:
-        """Return the raw numbers nearest to values; ties to even.
+        """Return the raw bits of the nearest representable values; ties to even.
 
-        Too large floats become infinite, or NaN where there is no such; too large whole numbers the largest.
+        Floats that are too large become infinite, or NaN if the format has no infinity; integers become the largest.
 
         Args:
             values: float64; of any shape.
@@ -103,43 +103,43 @@ class Format:
             return np.asarray(values != 0).astype(self.raw)
         if not self.is_float:
             info = np.iinfo(self.name)
-            # float(info.max) may be above info.max, and casting it would wrap around.
+            # float(info.max) may be above info.max, and the cast would wrap around.
             large = values >= float(info.max)
             inside = np.maximum(np.rint(np.where(large, 0.0, values)), info.min).astype(self.name)
             return np.asarray(np.where(large, np.array(info.max, self.name), inside)).view(self.raw)
         if self.name not in _NO_NUMPY:
             with np.errstate(over="ignore"):
                 return np.asarray(values.astype(self.name)).view(self.raw)
-        # In steps of the binade that the value lies in: rounded once, and from the last step of a binade into the next.
+        # In units of the value's binade: rounded once, and from the last unit of a binade into the next.
         finite = np.isfinite(values)
         size = np.where(finite, np.abs(values), 0.0)
         exponent = np.frexp(size)[1].astype(np.int64)
         binade = np.where(size > 0, np.maximum(exponent - 1 - self.mantissa - self._lowest, 0), 0)
         steps = np.rint(np.ldexp(size, -(binade + self._lowest))).astype(np.int64)
         raw = np.minimum((binade << self.mantissa) + steps, self._end)
-        quiet = 1 << (self.mantissa - 1)  # tells NaN from infinity
+        quiet = 1 << (self.mantissa - 1)  # distinguishes NaN from infinity
         raw = np.where(finite, raw, np.where(np.isnan(values), self._end | quiet, self._end))
         return np.asarray(raw | np.where(np.signbit(values), 1 << (self.bits - 1), 0)).astype(self.raw)
 
     def is_finite(self, raw: Raw) -> NDArray[np.bool_]:
-        """Return which are neither infinite nor NaN."""
+        """Return which values are neither infinite nor NaN."""
         if not self.is_float:
             return np.ones(raw.shape, np.bool_)
         return np.asarray((raw & self.raw.type(self._sizes)) < self._end)
 
     @property
     def _lowest(self) -> int:
-        """Return the exponent of the smallest number above 0, which is a power of 2."""
+        """Return the exponent of the smallest positive number, which is a power of 2."""
         return 2 - (1 << (self.exponent - 1)) - self.mantissa
 
     @property
     def _end(self) -> int:
-        """Return the first raw number, without sign, that is not finite."""
+        """Return the first raw value, without sign, that is not finite."""
         return ((1 << self.exponent) - 1) << self.mantissa if self.infinite else self._sizes
 
     @property
     def _sizes(self) -> int:
-        """Return all bits but the sign's."""
+        """Return a mask of all bits but the sign."""
         return (1 << (self.bits - 1)) - 1
 
 
@@ -161,9 +161,9 @@ FORMATS = {
 
 
 def bits_of(format: Format, before: Raw, after: Raw, scale: float | None) -> tuple[NDArray[np.int64], list[Any]]:
-    """Return of each flip which value it is in, and the bit; by value, the lowest bit first.
+    """Return the value index and the bit of every flip, ordered by value, the lowest bit first.
 
-    Where values were multiplied by ``scale`` there is one flip a value, and its bit is None.
+    If values were multiplied by ``scale`` there is one flip for each value, and its bit is None.
     """
     if scale is not None:
         return np.arange(len(before)), [None] * len(before)
@@ -174,7 +174,7 @@ def bits_of(format: Format, before: Raw, after: Raw, scale: float | None) -> tup
 
 
 def shown(format: Format, raw: Raw) -> list[float | int | str]:
-    """Return values as they stand in a record; what is infinite or NaN as the hexadecimal digits of its bits."""
+    """Return values as written in a record; an infinite value or NaN becomes the hexadecimal digits of its bits."""
     values: list[float | int | str] = format.values(raw).tolist()
     for odd in np.flatnonzero(~format.is_finite(raw)).tolist():
         values[odd] = f"0x{int(raw[odd]):0{format.bits // 4}x}"

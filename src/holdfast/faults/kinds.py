@@ -1,4 +1,4 @@
-"""A fault: one thing that goes wrong, where and when, as data and as ``--inject`` takes it."""
+"""A fault: one planned failure, with its place and time, as data and as the argument of ``--inject``."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from holdfast.faults.flip import Flip, parse_flip
 from holdfast.faults.reading import check_keys, read_number, read_seconds, refuse
 
 ENDS = ("kill", "segfault", "oom")
-"""Kinds that end the process at once."""
+"""Kinds that end the process immediately."""
 STUCK = ("hang", "gil", "spin", "deadlock")
-"""Kinds after which the process is there and gets no further, for some seconds or for ever."""
+"""Kinds after which the process exists but makes no progress, for some seconds or forever."""
 OF_WORKERS = (*ENDS, *STUCK, "slow", "leave")
 """Kinds that strike one worker."""
 FLIP = "flip"
-"""The kind that alters values of one worker, which goes on as if nothing had happened."""
+"""The kind that alters values of one worker, which continues without noticing."""
 OF_NODES = ("nodeloss", "partition")
-"""Kinds that strike a node, with all that its launcher has started."""
+"""Kinds that strike a node, with all processes that its launcher has started."""
 KINDS = (*OF_WORKERS, FLIP, *OF_NODES)
 PHASES = ("forward", "backward", "allreduce", "optimizer", "recovery", "checkpoint", "rejoin")
 SPLIT_PHASES = ("handover", "rehome", "mirror")
-"""Phases of models that are split: before a worker hands a slice over, when parts change homes, while copies are sent."""
+"""Phases of split models: before a slice is handed over, when parts move, while standbys are updated."""
 
 NOBODY = -1
-"""The rank of a fault that strikes a node, until it is known who its first worker is."""
+"""The rank of a fault that strikes a node, until the node's first worker is known."""
 
 _SHORTEST_S, _LONGEST_S = 0.001, 1e6
 _LASTING = (*STUCK, "slow", "partition")
@@ -35,36 +35,36 @@ _FLIP_EXAMPLE = "flip:rank=1,step=20,target=weights"
 _NUMBERS = ("rank", "node", "step", "bucket", "slice")
 _KEYS = ("rank", "step", "phase", "bucket", "seconds")
 _WORDS = ("step", "phase", "bucket", "slice", "seconds")
-"""Keys of a spec besides who is struck."""
+"""Keys of a spec other than the victim."""
 _OF_FLIPS = ("rank", "step", "bucket")
-"""Keys that say where a flip strikes; the others say what it alters."""
+"""Keys for the place and time of a flip; all other keys describe the alteration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong.
+    """One planned failure.
 
     Args:
-        kind: ``kill``: the process ends by SIGKILL; ``oom``: the same, from outside, as the kernel does it;
-            ``segfault``: by SIGSEGV. ``hang``: it is stopped (SIGSTOP); ``gil``: a thread keeps Python's lock; ``spin``: it
-            computes nothing, busily; ``deadlock``: it waits for a lock that it has. ``slow``: the step takes ``seconds``
-            longer. ``leave``: it is told to leave (SIGTERM), as on a machine that will be taken away. In ``checkpoint`` it
-            strikes whichever thread writes the manifest. ``nodeloss``: all processes of a node end by SIGKILL at once, its
-            launcher too; ``partition``: the network of a node is cut. The launcher of that node does it. ``flip``: values
-            of it are altered.
-        rank: Whom it strikes; the number of the first world, kept for life. With ``node``: that node's first worker, who
-            says when it is time, or :data:`NOBODY` as long as it is not known who that is.
-        step: In which step, counted from 0.
-        phase: Where in the step, one of :data:`PHASES` or :data:`SPLIT_PHASES`.
-        bucket: Only with ``allreduce``: the fault strikes after this bucket was summed, in the middle of the
-            sum that follows. None: in the middle of the step's first sum. A flip of a ``message`` strikes in the sum of
-            this bucket itself.
-        seconds: How long it lasts, 0.001 to 1,000,000; ``slow`` needs it, those that end processes or tell one to leave do
-            not have it, others last for ever without it.
-        node: Which node it strikes, for the kinds of :data:`OF_NODES`; None for the others.
-        flip: What is altered, for the kind ``flip``; None for the others. Its target says in which phase.
+        kind: ``kill``: the process ends by SIGKILL; ``oom``: the same, sent from outside, as by the kernel;
+            ``segfault``: by SIGSEGV. ``hang``: the process is stopped (SIGSTOP); ``gil``: a thread holds the GIL;
+            ``spin``: the worker busy-waits; ``deadlock``: it waits for a lock that it holds. ``slow``: the step takes
+            ``seconds`` longer. ``leave``: it receives SIGTERM, as on a preempted node. In ``checkpoint`` it strikes
+            whichever thread writes the manifest. ``nodeloss``: all processes of a node end by SIGKILL at the same time,
+            including its launcher; ``partition``: the network of a node is cut. The node's launcher carries both out.
+            ``flip``: values are altered.
+        rank: The worker that it strikes; ranks are numbers of the initial job, kept for life. With ``node``: that
+            node's first worker, which triggers the fault, or :data:`NOBODY` until that worker is known.
+        step: The step, counted from 0.
+        phase: The phase of the step, one of :data:`PHASES` or :data:`SPLIT_PHASES`.
+        bucket: Only with ``allreduce``: the fault strikes after this bucket was reduced, in the middle of the next
+            all-reduce. None: in the middle of the step's first all-reduce. A flip of a ``message`` strikes in the
+            all-reduce of this bucket.
+        seconds: Duration, 0.001 to 1,000,000. Required for ``slow``; not allowed for kinds that end a process or make
+            it leave; other kinds last forever without it.
+        node: The node that it strikes, for the kinds of :data:`OF_NODES`; None for other kinds.
+        flip: The alteration, for the kind ``flip``; None for other kinds. Its target determines the phase.
         slice: Only with ``handover``: the fault strikes between two slices, when the worker has handed over those before
-            this one and has not begun with it. None: before the first.
+            this one and has not begun it. None: before the first.
 
     Raises:
         ConfigError: if a value is not allowed.
@@ -95,7 +95,7 @@ class Fault:
         if self.phase not in PHASES + SPLIT_PHASES:
             refuse(f"phase must be one of {', '.join(PHASES + SPLIT_PHASES)}, got {self.phase!r}")
         if (self.kind == FLIP) != (self.flip is not None):
-            refuse(f"a flip says what it alters, as in {_FLIP_EXAMPLE}, and nothing else does; got {self.kind}")
+            refuse(f"a flip needs a target, as in {_FLIP_EXAMPLE}, and no other kind takes one; got {self.kind}")
         if self.flip is not None:
             self._check_flip(self.flip)
         if self.bucket is not None and self.phase != "allreduce":
@@ -109,22 +109,22 @@ class Fault:
 
     @property
     def is_of_node(self) -> bool:
-        """Whether it strikes a node, not one worker."""
+        """Whether it strikes a node and not a single worker."""
         return self.kind in OF_NODES
 
     def _check_victim(self) -> None:
         if self.is_of_node and self.node is None:
-            refuse(f"{self.kind} strikes a node: say which, as in {self.kind}:node=1,step=20")
+            refuse(f"{self.kind} strikes a node: name it, as in {self.kind}:node=1,step=20")
         if self.node is not None and not self.is_of_node:
             refuse(
-                f"node is only allowed with {', '.join(OF_NODES)}, got {self.kind}: it strikes one worker, rank says which"
+                f"node is only allowed with {', '.join(OF_NODES)}, got {self.kind}: it strikes one worker, given by rank"
             )
 
     def _check_flip(self, flip: Flip) -> None:
         if self.phase != flip.phase:
             refuse(f"phase must be {flip.phase} for a flip of {flip.target}, got {self.phase}")
         if self.bucket is None and flip.target == "message":
-            refuse("a flip of a message needs bucket: the sum that it strikes")
+            refuse("a flip of a message needs bucket: the bucket whose all-reduce it strikes")
         if self.bucket is not None and flip.target != "message":
             refuse(f"bucket is only allowed with target=message, got target={flip.target}")
 
@@ -135,7 +135,7 @@ class Fault:
             refuse(f"seconds is only allowed with {', '.join(_LASTING)}, got {self.kind}")
 
     def to_spec(self) -> str:
-        """Return the text that :func:`parse` reads as this fault."""
+        """Return the text that :func:`parse` parses to this fault."""
         phase = "" if self.phase == "forward" else f",phase={self.phase}"
         bucket = "" if self.bucket is None else f",bucket={self.bucket}"
         seconds = "" if self.seconds is None else f",seconds={self.seconds!r}"
@@ -146,7 +146,7 @@ class Fault:
         return f"{self.kind}:{victim},step={self.step}{phase}{bucket}{number}{seconds}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON."""
+        """Return the fault as plain JSON."""
         fields = {"kind": self.kind, **{key: getattr(self, key) for key in _keys(self.kind)}}
         if self.slice is not None:
             fields["slice"] = self.slice
@@ -154,13 +154,13 @@ class Fault:
 
 
 def fault_from_json(fields: Any) -> Fault:
-    """Read what :meth:`Fault.to_json` returned.
+    """Read JSON from :meth:`Fault.to_json`.
 
     Raises:
         ConfigError: if a key is missing or unknown, or a value is not allowed.
     """
     kind = fields.get("kind") if type(fields) is dict else None
-    more = ("slice",) if type(fields) is dict and "slice" in fields else ()  # only those have it that say one
+    more = ("slice",) if type(fields) is dict and "slice" in fields else ()  # only written if it is set
     check_keys("it", fields, ("kind", *_keys(kind), *more))
     if kind == FLIP:
         fields = fields | {"flip": Flip.from_json(fields["flip"])}
@@ -168,14 +168,14 @@ def fault_from_json(fields: Any) -> Fault:
 
 
 def parse(spec: str) -> Fault:
-    """Read a fault as ``--inject`` takes it: ``KIND:rank=1,step=20[,phase=allreduce[,bucket=2]][,seconds=0.5]``.
+    """Parse an argument of ``--inject``: ``KIND:rank=1,step=20[,phase=allreduce[,bucket=2]][,seconds=0.5]``.
 
-    With ``phase=handover`` it may be ``slice=2`` instead of ``bucket=2``.
-    The kinds of :data:`OF_NODES` have ``node=1`` instead of ``rank=1``. A flip is ``flip:rank=1,step=20,target=weights``
-    and what :mod:`~holdfast.faults.flip` says; in a ``message`` it strikes the sum of bucket 0 unless it says another.
+    With ``phase=handover`` there may be ``slice=2`` instead of ``bucket=2``. The kinds of :data:`OF_NODES` take
+    ``node=1`` instead of ``rank=1``. A flip is ``flip:rank=1,step=20,target=weights`` with the keys of
+    :mod:`~holdfast.faults.flip`; for a ``message`` the bucket defaults to 0.
 
     Raises:
-        ConfigError: if it is malformed; one line that begins with the spec.
+        ConfigError: if it is malformed; the message is one line that begins with the spec.
     """
     try:
         kind, colon, rest = spec.partition(":")
@@ -204,16 +204,16 @@ def _parse_flip(words: Sequence[str]) -> Fault:
 
 
 def _parse_values(words: Sequence[str], victim: str, other: str) -> dict[str, Any]:
-    """Return the values; ``victim`` is the key that says whom it strikes, ``other`` what says so with other kinds."""
+    """Return the values; ``victim`` is the key for the victim, ``other`` the key that other kinds use for it."""
     values: dict[str, Any] = {}
     keys = (victim, *_WORDS)
     for word in words:
         key, equals, value = word.partition("=")
         if key == other:
             strikes = "one worker" if victim == "rank" else "a whole node"
-            refuse(f"{other} is not allowed here: this kind strikes {strikes}, and {victim} says which")
+            refuse(f"{other} is not allowed here: this kind strikes {strikes}, given by {victim}")
         if key not in keys:
-            refuse(f"unknown key {key!r}; there are {', '.join(keys)}")
+            refuse(f"unknown key {key!r}; valid keys are {', '.join(keys)}")
         if not equals or not value:
             refuse(f"{key} needs a value, as in {key}={'forward' if key == 'phase' else '1'}")
         if key in values:
@@ -221,7 +221,7 @@ def _parse_values(words: Sequence[str], victim: str, other: str) -> dict[str, An
         values[key] = _PARSERS[key](key, value) if key in _PARSERS else value
     for key in (victim, "step"):
         if key not in values:
-            refuse(f"{key} is missing; {victim} and step are needed")
+            refuse(f"{key} is missing; {victim} and step are required")
     return values
 
 
@@ -233,7 +233,7 @@ def _either(names: Sequence[str]) -> str:
 
 
 def _keys(kind: Any) -> tuple[str, ...]:
-    """Return the keys of the JSON object of a fault of this kind, besides the kind."""
+    """Return the keys of the JSON object of a fault of this kind, except the kind."""
     if kind == FLIP:
         return (*_KEYS, "flip")
     return (*_KEYS, "node") if kind in OF_NODES else _KEYS

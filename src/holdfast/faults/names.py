@@ -1,4 +1,4 @@
-"""Choosing tensors by their paths."""
+"""Selecting tensors by their paths."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from holdfast.faults.reading import NotAllowed
 
 
 def chosen(named: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:
-    """Return what has one of some names.
+    """Return the entries whose path matches a pattern.
 
     Args:
-        named: By path.
-        patterns: Paths, beginnings of paths that end before a dot or a slash, or patterns with ``*``, ``?`` and ``[]``.
-            None: all.
+        named: Entries by path.
+        patterns: Paths, prefixes of paths that end before a dot or a slash, or patterns with ``*``, ``?`` and ``[]``.
+            Empty: all entries.
 
     Raises:
-        NotAllowed: if one of them fits nothing.
+        NotAllowed: if a pattern matches nothing.
     """
     for pattern in patterns:
         if not any(_fits(path, pattern) for path in named):
             shown = ", ".join(list(named)[:8]) + (", ..." if len(named) > 8 else "")
             raise NotAllowed(
-                "{at} must be, begin or match one of {}, got {!r}", shown or "no name: there is nothing", pattern
+                "{at} must equal, prefix or match one of {}, got {!r}", shown or "no name: there is nothing", pattern
             )
     return {path: what for path, what in named.items() if not patterns or any(_fits(path, p) for p in patterns)}
 

@@ -1,7 +1,7 @@
-"""What will go wrong, where and when: data that can be written down, sent to the workers and replayed.
+"""A fault plan: what goes wrong, where and when, as data that can be stored, sent to the workers and replayed.
 
-A fault fires once per job, restarts included. Its number is its place in the plan and never changes, so
-that records of several starts of one job speak of the same fault.
+A fault fires once per job, restarts included. Its number is its position in the plan and never changes, so
+records of several starts of one job refer to the same fault.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class FaultPlan:
     """The faults of a job.
 
     Args:
-        faults: In any order; the place of each is its number.
-        seed: That the plan was drawn with; kept so that a report can say it.
-        fired: Numbers of those that have fired already.
+        faults: In any order; the position of each is its number.
+        seed: The seed that the plan was drawn with, kept for the report.
+        fired: Numbers of the faults that have already fired.
 
     Raises:
         ConfigError: if ``seed`` is negative or ``fired`` holds a number that no fault has.
@@ -85,17 +85,17 @@ class FaultPlan:
     ) -> tuple[int, Fault] | None:
         """Return the fault that strikes here, with its number; None if there is none.
 
-        Nobody knows beforehand when a newcomer will come: in ``rejoin`` it is the first time from the fault's step on.
+        The arrival of a newcomer cannot be predicted, so a fault in ``rejoin`` strikes at the first from its step on.
 
-        Ask at every place of every step; it costs one look into a dict, or less.
+        Call this at every phase of every step; it costs at most one dict lookup.
 
         Args:
-            rank: Who asks.
+            rank: The calling worker.
             step: The step in progress.
             phase: One of :data:`PHASES`.
-            bucket: In ``allreduce``: the bucket that was summed last in this step; None in the first sum. In ``handover``:
-                the slice that comes next; None before the first.
-            target: Ask for a flip of this, and in ``allreduce`` of the bucket that is summed now; otherwise flips are left out.
+            bucket: In ``allreduce``: the bucket that was reduced last in this step; None in the first all-reduce. In
+                ``handover``: the next slice; None before the first.
+            target: Look for a flip of this target, in ``allreduce`` of the bucket being reduced; otherwise skip flips.
         """
         if not self._by_place:
             return None
@@ -107,24 +107,24 @@ class FaultPlan:
         return None if number is None else (number, self.faults[number])
 
     def without(self, fired: Iterable[int]) -> Self:
-        """Return the plan after these have fired too; the numbers of the others stay what they were."""
+        """Return the plan after these faults have fired too; the other faults keep their numbers."""
         return replace(self, fired=self.fired | frozenset(fired))
 
     def of_node(self, node: int, first: int) -> Self:
-        """Return the plan as the workers of a node need it: its ``first`` worker says when a fault of the node strikes."""
+        """Return the plan for the workers of a node: its ``first`` worker triggers faults of the node."""
         faults = tuple(replace(f, rank=first) if f.node == node else f for f in self.faults)
         return replace(self, faults=faults)
 
     def check(self, workers: Collection[int], num_buckets: int | None = None, *, nodes: int = 1) -> None:
-        """Make sure that every fault can find its victim.
+        """Check that every fault has a victim.
 
         Args:
             workers: The ranks of the job.
-            num_buckets: Buckets of a step, if it is known already.
-            nodes: How many launchers the job has.
+            num_buckets: Buckets of a step, if known.
+            nodes: Number of launchers of the job.
 
         Raises:
-            ConfigError: if a fault names a rank, a node or a bucket that there is not.
+            ConfigError: if a fault names a rank, a node or a bucket that does not exist.
         """
         for fault in self.faults:
             if fault.node is not None:
@@ -135,20 +135,20 @@ class FaultPlan:
                 refuse(f"{fault.to_spec()}: bucket must be {_ranks(range(num_buckets))}, got {fault.bucket}")
 
     def to_specs(self) -> list[str]:
-        """Return every fault, fired or not, as :func:`parse` reads it."""
+        """Return every fault, fired or not, in the syntax of :func:`parse`."""
         return [fault.to_spec() for fault in self.faults]
 
     def to_json(self) -> str:
-        """Return the plan in one line."""
+        """Return the plan as one line of JSON."""
         faults = [fault.to_json() for fault in self.faults]
         return json.dumps({"seed": self.seed, "faults": faults, "fired": sorted(self.fired)})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote.
+        """Read JSON from :meth:`to_json`.
 
         Raises:
-            ConfigError: if a key is missing, unknown or there twice, or a value is not allowed.
+            ConfigError: if a key is missing, unknown or repeated, or a value is not allowed.
         """
         try:
             fields = json.loads(text, object_pairs_hook=no_duplicates)
@@ -176,7 +176,7 @@ def _fault_from(number: int, fields: object) -> Fault:
 def _check_node(fault: Fault, nodes: int) -> None:
     if nodes < 2:
         refuse(
-            f"{fault.to_spec()}: {fault.kind} strikes one of several nodes: it needs --fabric gloo and --nnodes 2 or more"
+            f"{fault.to_spec()}: {fault.kind} strikes one of several nodes, so it needs --fabric gloo and --nnodes 2 or more"
         )
     if fault.node not in range(nodes):
         refuse(f"{fault.to_spec()}: node must be {_ranks(range(nodes))}, got {fault.node}")
@@ -185,14 +185,14 @@ def _check_node(fault: Fault, nodes: int) -> None:
 def _ranks(numbers: Collection[int]) -> str:
     ordered = sorted(numbers)
     if not ordered:
-        return "a worker of the job, and there is none"
+        return "a worker of the job, which has none"
     if ordered == list(range(ordered[0], ordered[-1] + 1)):
         return f"one of {ordered[0]}..{ordered[-1]}"
     return f"one of {', '.join(map(str, ordered))}"
 
 
 def mtbf_schedule(mtbf_s: float, seed: int, workers: Sequence[int]) -> Iterator[tuple[float, int]]:
-    """Draw when workers die and which: exponential times, a victim chosen evenly among those alive.
+    """Draw a random schedule of failures: exponential intervals, and a victim drawn uniformly among the workers alive.
 
     Args:
         mtbf_s: Mean time between failures of the *whole job*, seconds, more than 0. It stays the same
@@ -201,10 +201,10 @@ def mtbf_schedule(mtbf_s: float, seed: int, workers: Sequence[int]) -> Iterator[
         workers: The ranks of the job; one of them is spared.
 
     Returns:
-        Seconds since the start, growing, and the victim.
+        Seconds since the start, ascending, and the victim.
 
     Raises:
-        ConfigError: if ``mtbf_s`` is not a positive number, or a rank is there twice.
+        ConfigError: if ``mtbf_s`` is not a positive number, or a rank is repeated.
     """
     if not (math.isfinite(mtbf_s) and mtbf_s > 0):
         refuse(f"mtbf_s must be more than 0 and finite, got {mtbf_s}")

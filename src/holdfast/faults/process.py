@@ -1,4 +1,4 @@
-"""Making planned faults happen, at the exact step and phase."""
+"""Carries out planned faults, at the exact step and phase."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ from holdfast.errors import ConfigError
 from holdfast.faults.flip import TARGETS
 from holdfast.faults.plan import Fault, FaultPlan
 
-if TYPE_CHECKING:  # who only strikes processes does not need it
+if TYPE_CHECKING:  # not needed to strike processes
     import torch
 
 _FOR_EVER_S = 1e6
 _ANSWER_S = 60.0
-"""A launcher that has not struck its node by then will not."""
+"""How long to wait for a launcher to strike its node, in seconds."""
 _POLL_S = 0.005
 
 Due = tuple[int, Fault]
-"""A fault that is due, and its number in the plan."""
+"""A fault that is due, after its number in the plan."""
 
 
 class Injector:
-    """Is told where each worker is, and strikes where the plan says so; this one never does."""
+    """Receives the phases of each worker, and strikes when the plan says so; this base class never strikes."""
 
     def reach(self, phase: str, step: int, rank: int, bucket: int | None = None) -> None:
-        """Strike if the plan says so, because ``rank`` is at ``phase`` of ``step``.
+        """Strike if a fault is due for ``rank`` at ``phase`` of ``step``.
 
         Args:
-            phase: Where.
+            phase: The phase of the step.
             step: The step in progress.
-            rank: Who.
-            bucket: In a sum: the bucket summed before it. In ``handover``: the slice that comes next.
+            rank: The worker in that phase.
+            bucket: In an all-reduce: the bucket reduced before it. In ``handover``: the next slice.
         """
 
     def waits_for(self, phase: str, step: int, rank: int) -> bool:
-        """Return whether a fault is due there, so that costly preparations are made only then."""
+        """Return whether a fault is due there, so that expensive preparations are made only then."""
         return False
 
     def flips(self, target: str, step: int, rank: int, bucket: int | None = None) -> Sequence[Due]:
         """Return the flips of a target that are due there; see :data:`~holdfast.faults.flip.TARGETS`.
 
         Args:
-            target: What would be altered.
+            target: The target that can be altered here.
             step: The step in progress.
-            rank: Whose it is.
-            bucket: Of a message: the bucket that is summed.
+            rank: The worker that owns it.
+            bucket: Of a message: the bucket that is reduced.
         """
         return ()
 
     def carry_out(self, due: Due, named: Mapping[str, torch.Tensor]) -> None:
-        """Let a flip strike, unless it has: alter tensors where they lie.
+        """Carry a flip out, unless it already was: alter tensors in place.
 
         Raises:
-            ConfigError: if it names none of them, or cannot be done to them.
+            ConfigError: if it names none of the tensors, or cannot be applied to them.
         """
 
 
@@ -70,15 +70,15 @@ class NoFaults(Injector):
 
 
 Tell = Callable[[int, Fault, Sequence[Mapping[str, Any]], int], None]
-"""Is told what a flip did: its number, it, what became of some values, how many were altered."""
+"""Receives the result of a flip: its number, the fault, some of the altered values, and how many were altered."""
 
 
 class PlannedFaults(Injector):
     """Strikes as planned, each fault once.
 
     Args:
-        plan: What is due when.
-        strike: Makes a fault happen to the worker that it names: for real (:func:`strike`), or in the virtual world.
+        plan: Which fault is due when.
+        strike: Makes a fault happen to its worker: for real (:func:`strike`), or in the virtual world.
         announce: Called just before a fault strikes, with its number in the plan.
         tell: Called after a flip.
     """
@@ -96,7 +96,7 @@ class PlannedFaults(Injector):
         self._tell = tell
 
     def reach(self, phase: str, step: int, rank: int, bucket: int | None = None) -> None:
-        """Strike if the plan says so."""
+        """Strike if a fault is due."""
         due = self._plan.due(rank, step, phase, bucket)
         if due is None:
             return
@@ -118,7 +118,7 @@ class PlannedFaults(Injector):
         return found
 
     def carry_out(self, due: Due, named: Mapping[str, torch.Tensor]) -> None:
-        """Let a flip strike."""
+        """Carry a flip out."""
         from holdfast.faults.tensors import alter
 
         number, fault = due
@@ -134,7 +134,7 @@ class PlannedFaults(Injector):
 
 
 def ask_launcher(request: Path, step: int) -> None:
-    """Have the launcher strike this node in a step, by the file ``request``, and wait until it has removed that."""
+    """Ask the launcher by the file ``request`` to strike this node, and wait until it has removed the file."""
     draft = request.with_suffix(".draft")
     draft.write_text(str(step))
     draft.replace(request)
@@ -144,7 +144,7 @@ def ask_launcher(request: Path, step: int) -> None:
 
 
 def strike(fault: Fault) -> None:
-    """Make a fault happen to this process; see :class:`~holdfast.faults.plan.Fault`. Nodes are struck by their launchers."""
+    """Apply a fault to this process; see :class:`~holdfast.faults.plan.Fault`. Nodes are struck by their launchers."""
     sys.stdout.flush()
     sys.stderr.flush()
     limit_s = fault.seconds or _FOR_EVER_S
@@ -174,14 +174,14 @@ def strike(fault: Fault) -> None:
 
 
 def _hang(seconds: float | None) -> None:
-    """Stop this process; somebody else must wake it."""
+    """Stop this process; another process must wake it."""
     if seconds is not None:
         subprocess.Popen(["sh", "-c", f"sleep {seconds:g}; kill -CONT {os.getpid()}"], start_new_session=True)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _keep_lock(seconds: float) -> None:
-    """Keep Python's lock: a function of ``PyDLL`` is called without letting go of it."""
+    """Hold the GIL: a function of ``PyDLL`` is called without releasing it."""
     nap = ctypes.PyDLL(None).usleep
     nap.argtypes = [ctypes.c_uint]
     switch_s = sys.getswitchinterval()

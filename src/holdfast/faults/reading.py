@@ -1,4 +1,4 @@
-"""Strict reading: what is not exactly right is refused in one line."""
+"""Strict parsing: anything that is not exactly right is refused with a one-line message."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from holdfast.errors import ConfigError
 
 
 class NotAllowed(ConfigError):
-    """A value is not allowed, which its giver may know by another name than we.
+    """A value is not allowed. The caller may know the value by another name, so the message has placeholders for names.
 
     Args:
-        what: What is wrong, the names of values in braces, as ``{keep_sign}``.
-        values: What goes into its empty braces.
+        what: The problem, with the names of values in braces, such as ``{keep_sign}``.
+        values: Fill the empty braces, in order.
     """
 
     def __init__(self, what: str, *values: object) -> None:
@@ -25,13 +25,13 @@ class NotAllowed(ConfigError):
         return self.named(lambda name: _WORDS.get(name, name.replace("_", "-")))
 
     def named(self, name_of: Callable[[str], str]) -> str:
-        """Return what is wrong, each value by the name that ``name_of`` returns."""
+        """Return the message, with each value's name replaced by ``name_of`` of it."""
         names = {name: name_of(name) for _, name, _, _ in Formatter().parse(self._what) if name}
         return self._what.format(*self._values, **names)
 
 
 _WORDS = {"count": "count of flips"}
-"""Names that say too little where they stand alone."""
+"""Longer names for values whose own name is unclear outside the command line."""
 
 
 def refuse(what: str) -> NoReturn:
@@ -40,8 +40,8 @@ def refuse(what: str) -> NoReturn:
 
 
 def read_number(key: str, text: str) -> int:
-    """Return a whole number of at least 0; refuse anything else."""
-    # Not int(text) alone: it takes "1_0", " 1", "+1" and the digits of other scripts.
+    """Return an integer of at least 0; refuse anything else."""
+    # Not int(text) alone, which accepts "1_0", " 1", "+1" and the digits of other scripts.
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         refuse(f"{key} must be a whole number of at least 0, got {text!r}")
     return int(text)
@@ -55,7 +55,7 @@ def read_seconds(key: str, text: str) -> float:
 
 
 def check_keys(what: str, fields: Any, keys: Sequence[str]) -> None:
-    """Refuse what is no JSON object with exactly these keys."""
+    """Refuse anything but a JSON object with exactly these keys."""
     if type(fields) is not dict:
         refuse(f"{what} must be a JSON object, got {fields!r:.60}")
     if odd := sorted(fields.keys() ^ set(keys)):
@@ -63,7 +63,7 @@ def check_keys(what: str, fields: Any, keys: Sequence[str]) -> None:
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of a JSON object, for ``object_pairs_hook``; refuse a key that is there twice."""
+    """Return the fields of a JSON object, for ``object_pairs_hook``; refuse a repeated key."""
     for position, (name, _) in enumerate(pairs):
         if any(name == other for other, _ in pairs[:position]):
             refuse(f"the key {name!r} of a fault plan is given twice; give it once")

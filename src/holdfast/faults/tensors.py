@@ -1,7 +1,7 @@
-"""Altering tensors where they lie: :class:`~holdfast.faults.alteration.Values` over live ones, on the CPU or an accelerator.
+"""Altering tensors in place: :class:`~holdfast.faults.alteration.Values` over live CPU or accelerator tensors.
 
-What is written goes past autograd: no version is counted up, so that a backward pass computes with what lies there by
-then, as it would after a fault of the hardware.
+Writes bypass autograd: the version counter does not change, so a backward pass computes with the altered values, as it
+would after a hardware fault.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from holdfast.faults.formats import FORMATS, Raw, bits_of, shown
 from holdfast.faults.names import chosen
 
 MOST_LISTED = 64
-"""Of how many altered values it is said one by one what became of them."""
+"""Number of altered values that are listed individually."""
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers of so many bytes; torch can do little with unsigned ones of more than one."""
+"""Signed integer types by number of bytes; torch supports few operations on wider unsigned types."""
 
 
 class Tensors:
-    """The values of some tensors, read and written where they lie; no tensor is copied.
+    """The values of some tensors, read and written in place; no tensor is copied.
 
-    Tensors of formats whose values cannot be altered, as complex numbers, are left out, and so are sparse ones.
+    Tensors of formats whose values cannot be altered, such as complex numbers, are skipped, and so are sparse tensors.
 
     Args:
-        named: By path. On the CPU they may have any strides, but no value may lie in two places of one tensor.
+        named: Tensors by path. On the CPU they may have any strides, but may not overlap themselves.
     """
 
     def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
@@ -40,7 +40,7 @@ class Tensors:
         self.places: Sequence[Place] = [
             Place(path, FORMATS[_format_name(tensor)], tuple(tensor.shape)) for path, tensor in chosen.items()
         ]
-        # `.data` shares no version with the tensor.
+        # `.data` does not share the tensor's version counter.
         raw = [tensor.data.view(_WHOLE[tensor.element_size()]) for tensor in chosen.values()]
         self._raw = [tensor.view(-1) if tensor.is_contiguous() else tensor for tensor in raw]
 
@@ -70,21 +70,21 @@ class Tensors:
 
 
 def alter(named: Mapping[str, torch.Tensor], flip: Flip) -> tuple[list[dict[str, Any]], int]:
-    """Alter tensors where they lie.
+    """Alter tensors in place.
 
     Args:
-        named: By path.
-        flip: What is to be done; only to those that it names.
+        named: Tensors by path.
+        flip: The alteration, applied only to the tensors that it names.
 
     Returns:
-        What became of the first values, see :func:`listed`; and how many were altered.
+        The first altered values, see :func:`listed`; and how many were altered.
 
     Raises:
-        ConfigError: if it names none of them, or it cannot be done.
+        ConfigError: if it names none of the tensors, or cannot be applied.
     """
     if not named:
         raise ConfigError(
-            f"nothing of the target {flip.target} is here; an optimizer keeps nothing before its first step"
+            f"there is no tensor of the target {flip.target} here; an optimizer has no state before its first step"
         )
     values = Tensors(chosen(named, flip.at))
     changes = draw(values, flip.how)
@@ -93,15 +93,15 @@ def alter(named: Mapping[str, torch.Tensor], flip: Flip) -> tuple[list[dict[str,
 
 
 def listed(places: Sequence[Place], changes: Sequence[Change], scale: float | None = None) -> list[dict[str, Any]]:
-    """Return what became of the first :data:`MOST_LISTED` values, one entry a flip.
+    """Return the first :data:`MOST_LISTED` altered values, one entry for each flip.
 
-    An entry tells ``path``, ``index`` in row-major order, ``bit`` from the least significant one, and the value ``before``
-    and ``after``, all of its flips together; what is infinite or NaN is a text, the hexadecimal digits of its bits.
+    An entry has ``path``, ``index`` in row-major order, ``bit`` from the least significant one, and the value
+    ``before`` and ``after`` all of its flips; an infinite value or NaN is text, the hexadecimal digits of its bits.
 
     Args:
-        places: Of the changes.
-        changes: What was done.
-        scale: What values were multiplied by; None if bits were flipped.
+        places: The places of the changes.
+        changes: The changes made.
+        scale: The factor that values were multiplied by; None if bits were flipped.
     """
     found: list[dict[str, Any]] = []
     for change in _first(changes, MOST_LISTED):
@@ -116,7 +116,7 @@ def listed(places: Sequence[Place], changes: Sequence[Change], scale: float | No
 
 
 def _first(changes: Sequence[Change], most: int) -> Iterator[Change]:
-    """Yield the changes of the first values."""
+    """Yield the changes of the first ``most`` values."""
     for change in changes:
         if most > 0:
             yield Change(change.place, change.index[:most], change.before[:most], change.after[:most])
@@ -124,7 +124,7 @@ def _first(changes: Sequence[Change], most: int) -> Iterator[Change]:
 
 
 def _format_name(tensor: torch.Tensor) -> str:
-    """Return the name of a tensor's format, none if its values do not lie in memory one by one."""
+    """Return the name of a tensor's format, "" if its values are not stored individually in memory."""
     return str(tensor.dtype).removeprefix("torch.") if tensor.layout == torch.strided else ""
 
 

@@ -1,4 +1,4 @@
-"""What is written down of a run: types of records, the files that hold them, and beacons that tell where workers are."""
+"""Records of a run: their types, the files that hold them, and the beacons that publish what each worker is doing."""
 
 from holdfast.records.files import load_events, read_records, read_run
 

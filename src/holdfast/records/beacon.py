@@ -1,4 +1,4 @@
-"""The beacon: a small memory-mapped file that tells where a worker was when it died. Saying where it is costs a store."""
+"""The beacon: a small memory-mapped file that shows what a worker was doing when it died. An update costs one store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from holdfast.records.paths import beacon_path
 
 _COMPUTED_STEPS = 15
-"""What a worker takes to compute is the median over so many steps: one that held an evaluation does not count."""
+"""Number of steps in the median of the compute time: a single step with an evaluation in it does not count."""
 
 
 PHASES = (
@@ -32,31 +32,31 @@ PHASES = (
     "launch",
     "connect",
 )
-"""Where a worker can be. ``launch``: it imports, and runs the script, before it asks for the others. ``connect``: it waits until
-they have asked for it, too. ``start``: it is connected. ``script``: outside the training loop, between two or after."""
+"""Phases of a worker. ``launch``: it imports and runs the script, before the rendezvous. ``connect``: it waits in the
+rendezvous. ``start``: it is connected. ``script``: outside the training loop, between two loops or after the last."""
 
 
 UNCONNECTED = ("launch", "connect")
-"""Phases before a worker is connected with the others."""
+"""Phases before a worker is connected to the other workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where a worker is.
+    """What a worker is doing.
 
     Args:
-        beats: Grows whenever the worker says where it is; standing still means silence.
+        beats: Counter that grows with every update; a worker whose counter stands still is silent.
         step: Step in progress, -1 before the first.
         slice: Slice being computed, -1 outside one.
         phase: One of :data:`PHASES`.
-        pid: Its process.
+        pid: Its process ID.
         samples: Ids of the samples of the slice being computed (the first :data:`Beacon.MAX_SAMPLES`).
-        pulse: Grows, in a thread of its own, for as long as the interpreter runs; 0 if there is no such thread.
-        applied: Steps that this worker has applied, or begun to.
-        busy: The script said that what it does may take long.
-        waits: The worker waits for others.
-        compute_s: What this worker takes to compute a slice, the median over its last steps; 0 before the first.
-        in_vain: Recoveries in a row after which the members were the same as before, without a step applied since.
+        pulse: Counter that a separate thread increments while the interpreter runs; 0 if there is no such thread.
+        applied: Steps that this worker has applied, or begun to apply.
+        busy: The script announced an operation that may take long.
+        waits: The worker waits for other workers.
+        compute_s: Seconds that this worker takes to compute a slice, the median over its last steps; 0 before any.
+        in_vain: Consecutive recoveries after which the members were unchanged, without a step applied since.
     """
 
     beats: int
@@ -74,10 +74,10 @@ class Position:
 
 
 class Beacon:
-    """A worker's place in the run, readable by others at any moment, also after its death.
+    """The state of a worker, which other processes can read at any time, also after its death.
 
     Layout, little-endian int64: beats, step, slice, phase, pid, applied, number of samples, samples; pulse, busy, waits; and
-    as float64 the seconds of computing; recoveries in vain. Each has one thread that writes it, so that none waits for another.
+    as float64 the compute seconds; recoveries in vain. Each field is written by one thread, so none waits.
     """
 
     MAX_SAMPLES = 500
@@ -91,9 +91,7 @@ class Beacon:
         draft.write_bytes(bytes(self._SIZE))
         with draft.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), self._SIZE)
-        draft.replace(
-            path
-        )  # one that was there before may still be written to: it must not be cut off under its writer
+        draft.replace(path)  # an existing file may still be written to, so it must not be truncated under its writer
         self._beats = 0
         self._applied = 0
         self._pulses = 0
@@ -103,7 +101,7 @@ class Beacon:
         self._pid = os.getpid()
 
     def mark(self, phase: str, step: int, slice_: int = -1, samples: Any = ()) -> None:
-        """Say where this worker is."""
+        """Publish the phase of this worker."""
         self._beats += 1
         if phase == "optimizer":
             self._applied += 1
@@ -115,32 +113,32 @@ class Beacon:
         self._HEAD.pack_into(self._map, 0, *place)
 
     def pulse(self) -> None:
-        """Show that the interpreter runs."""
+        """Increment the pulse, which shows that the interpreter runs."""
         self._pulses += 1
         struct.pack_into("<q", self._map, self._TAIL_AT, self._pulses)
 
     def say_busy(self, *, busy: bool) -> None:
-        """Say that something begins that may take long, or that it is over; one may lie within another."""
+        """Announce the start or the end of an operation that may take long; such operations may nest."""
         self._busy += 1 if busy else -1
         struct.pack_into("<q", self._map, self._TAIL_AT + 8, self._busy)
 
     def say_waits(self, waits: bool) -> None:
-        """Say whether this worker waits for others."""
+        """Publish whether this worker waits for other workers."""
         struct.pack_into("<q", self._map, self._TAIL_AT + 16, waits)
 
     def say_recovered(self, *, in_vain: bool) -> None:
-        """Say that the members have met anew, and whether they are the same as before."""
+        """Publish that a recovery ended, and whether the members are the same as before."""
         self._in_vain = self._in_vain + 1 if in_vain else 0
         struct.pack_into("<q", self._map, self._TAIL_AT + 32, self._in_vain)
 
     def say_computed(self, seconds: float) -> None:
-        """Say how long computing a slice took, as a mean over those of a step."""
+        """Publish how long computing a slice took, as the mean over the slices of a step."""
         self._computed_s.append(seconds)
         struct.pack_into("<d", self._map, self._TAIL_AT + 24, median(self._computed_s))
 
     @classmethod
     def read(cls, path: Path) -> Position | None:
-        """Return where the worker that writes ``path`` is; None if it has not said so yet."""
+        """Return the state of the worker that writes ``path``; None if it has not published one yet."""
         try:
             data = path.read_bytes()
         except FileNotFoundError:
@@ -169,11 +167,11 @@ class Beacon:
 
 
 class Pulse:
-    """Lets a beacon pulse for as long as the interpreter runs: a stopped process does not, nor one that keeps Python's lock.
+    """Pulses a beacon while the interpreter runs. A stopped process does not pulse, nor does one that holds the GIL.
 
     Args:
-        beacon: Whose.
-        every_s: How often.
+        beacon: The beacon.
+        every_s: Seconds between pulses.
     """
 
     def __init__(self, beacon: Beacon, every_s: float) -> None:
@@ -192,11 +190,11 @@ _of_process: dict[Path, Beacon] = {}
 
 
 def show_life(path: Path, pulse_every_s: float) -> None:
-    """Make the beacon of this process before anything else runs, so that a starting worker can be told from a stuck one.
+    """Create the beacon of this process before anything else runs, so that a slow start can be told from a hang.
 
     Args:
-        path: Where it goes, as of :func:`beacon_path`.
-        pulse_every_s: How often it pulses, seconds; 0: never.
+        path: Its path, from :func:`beacon_path`.
+        pulse_every_s: Seconds between pulses; 0: never.
     """
     beacon = _of_process[path] = Beacon(path)
     beacon.mark("launch", -1)
@@ -205,13 +203,13 @@ def show_life(path: Path, pulse_every_s: float) -> None:
 
 
 def say_connecting() -> None:
-    """Mark in the beacon, if there is one, that this process waits to be connected with the others."""
+    """Mark in the beacon, if there is one, that this process waits in the rendezvous."""
     for beacon in _of_process.values():
         beacon.mark("connect", -1)
 
 
 def connected_beacon(run_dir: Path, rank: int) -> Beacon:
-    """Return the beacon of a worker that is connected: the one that :func:`show_life` made, or a new one."""
+    """Return the beacon of a connected worker: the one that :func:`show_life` made, or a new one."""
     path = beacon_path(run_dir, rank)
     beacon = _of_process.get(path) or Beacon(path)
     beacon.mark("start", -1)
@@ -219,19 +217,19 @@ def connected_beacon(run_dir: Path, rank: int) -> Beacon:
 
 
 class NoBeacon:
-    """Says nothing."""
+    """Publishes nothing."""
 
     def say_busy(self, *, busy: bool) -> None:
-        """Forget it."""
+        """Do nothing."""
 
     def say_waits(self, waits: bool) -> None:
-        """Forget it."""
+        """Do nothing."""
 
     def say_recovered(self, *, in_vain: bool) -> None:
-        """Forget it."""
+        """Do nothing."""
 
     def say_computed(self, seconds: float) -> None:
-        """Forget it."""
+        """Do nothing."""
 
     def mark(self, phase: str, step: int, slice_: int = -1, samples: Any = ()) -> None:
-        """Forget it."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""Records as dictionaries for JSON, and back."""
+"""Conversion of records to dictionaries for JSON, and back."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ RECORDS: dict[str, type[Record]] = {
     for kind in vars(types).values()
     if isinstance(kind, type) and issubclass(kind, Record) and kind is not Record
 }
-"""Every kind of record by its name, which stands under ``"event"`` in the JSON line."""
+"""Every kind of record by its name, the value of ``"event"`` in the JSON line."""
 
 
 def record_to_dict(record: Record) -> dict[str, Any]:
-    """Return ``record`` as what its JSON line holds: ``{"event": name, "t_s": ..., ...}``."""
+    """Return the content of the JSON line of ``record``: ``{"event": name, "t_s": ..., ...}``."""
     return {"event": type(record).__name__} | dataclasses.asdict(record)
 
 

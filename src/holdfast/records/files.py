@@ -1,7 +1,7 @@
-"""Writing records down, one file a worker.
+"""Record files, one for each worker.
 
-Each worker appends to a file of its own with one ``write`` a line, so that a SIGKILL loses nothing
-that was written and tears no line (the page cache outlives the process); only a full disk tears one.
+Each worker appends to its own file with one ``write`` for each line. A SIGKILL therefore loses no line that was written
+and truncates none (the page cache outlives the process); only a full disk truncates a line.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from holdfast.records.encoding import record_from_dict, record_to_dict
 from holdfast.records.types import Record, StateHashed, StepCommitted
 
 _RESERVE_BYTES = 1 << 14
-"""Room that each file of records keeps for lines that must not be lost; a recovery writes some 300 bytes."""
+"""Bytes that each record file reserves for lines that must not be lost; a recovery writes about 300 bytes."""
 
 
 _MANY = (StepCommitted, StateHashed)
-"""Records of each step."""
+"""Records written in each step."""
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -42,7 +42,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class FileRecorder:
     """Appends JSON lines to ``path``. Training must not stop for a full disk: records that cannot be written are dropped.
 
-    Room is reserved ahead of the end of the file, so that a disk that fills up costs lines about steps, of which there are many,
+    Space is reserved beyond the end of the file. A disk that fills up then costs some of the many lines about steps,
     and not those about failures and the end of a worker, on which the launcher acts.
 
     Raises:
@@ -58,17 +58,17 @@ class FileRecorder:
         except OSError as error:
             raise ConfigError(f"cannot write records to {path}: {error.strerror}") from error
         self._reserved = self._size = os.fstat(self._file).st_size
-        with contextlib.suppress(OSError):  # the first record meets the same error, and says so
+        with contextlib.suppress(OSError):  # writing the first record will raise and report the same error
             self._reserve(0)
 
     def write(self, record: Record) -> None:
-        """Append one line; if it cannot be written, say so once and drop it.
+        """Append one line; if it cannot be written, warn once and drop it.
 
         Raises:
             InternalError: if the record was not stamped; see :class:`~holdfast.records.logger.Logger`.
         """
         if missing := record.missing_stamps():
-            raise InternalError(f"a {type(record).__name__} is written down without {', '.join(missing)}")
+            raise InternalError(f"a {type(record).__name__} is written without {', '.join(missing)}")
         line = (json.dumps(record_to_dict(record)) + "\n").encode()
         try:
             if isinstance(record, _MANY):
@@ -87,7 +87,7 @@ class FileRecorder:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _reserve(self, size: int) -> None:
-        """Keep :data:`_RESERVE_BYTES` for this file beyond ``size`` more bytes, without making it longer.
+        """Reserve :data:`_RESERVE_BYTES` for this file beyond ``size`` more bytes, without making it longer.
 
         Raises:
             OSError: if the disk is full.
@@ -97,7 +97,7 @@ class FileRecorder:
         wanted = self._size + size + 2 * _RESERVE_BYTES
         if _LIBC.fallocate(self._file, _KEEP_SIZE, 0, wanted):
             error = ctypes.get_errno()
-            if error in _FULL:  # after any other error writing still works, without a reserve
+            if error in _FULL:  # other errors only prevent a reserve; writing still works
                 raise OSError(error, os.strerror(error))
         self._reserved = wanted
 
@@ -108,13 +108,13 @@ class FileRecorder:
         with contextlib.suppress(OSError):  # standard error may go to the same disk
             sys.stderr.write(
                 f"holdfast: cannot write records to {self._path}: {error.strerror}; training continues, "
-                "and the report will lack what was not written\n"
+                "and the report will lack these records\n"
             )
             sys.stderr.flush()
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records of one file; a line that is not a record, such as half a one, is left out."""
+    """Yield the records of one file; a line that is not a record, such as a truncated one, is skipped."""
     with path.open("rb") as lines:
         for line in lines:
             if line.endswith(b"\n") and (record := parse_record(line)) is not None:
@@ -122,7 +122,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def parse_record(line: bytes) -> Record | None:
-    """Return the record that a line holds, None if it holds none: it was cut short by a full disk, or altered."""
+    """Return the record in a line, None if there is none because the line was truncated by a full disk or altered."""
     try:
         return _checked(record_from_dict(json.loads(line)))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -130,7 +130,7 @@ def parse_record(line: bytes) -> Record | None:
 
 
 def load_events(directory: Path) -> list[Record]:
-    """Return the records of the run in ``directory``, in the order of time; none if it has no ``events.jsonl``.
+    """Return the records of the run in ``directory``, ordered by time; empty if it has no ``events.jsonl``.
 
     Raises:
         ConfigError: if a line is not a record.
@@ -152,15 +152,15 @@ def load_events(directory: Path) -> list[Record]:
 
 
 def _checked(record: Record) -> Record:
-    """Return a record that can be put in order; a file may have been altered."""
+    """Return a record that can be sorted by time; the file may have been altered."""
     for name, kinds in (("t_s", (int, float)), ("step", (int,)), ("rank", (int,))):
         value = getattr(record, name, 0)
         if not isinstance(value, kinds):
-            raise TypeError(f"{name} is {value!r}, no number")
+            raise TypeError(f"{name} is {value!r}, not a number")
     return record
 
 
 def read_run(run_dir: Path) -> list[Record]:
-    """Return the records of all workers and of the launcher in ``run_dir``, in the order of time."""
+    """Return the records of all workers and of the launcher in ``run_dir``, ordered by time."""
     files = sorted(run_dir.glob("records-*.jsonl"))
     return sorted((r for file in files for r in read_records(file)), key=lambda r: r.t_s)

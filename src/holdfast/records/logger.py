@@ -1,4 +1,4 @@
-"""The logger stamps records with time, rank and step, and hands each to all sinks that subscribed."""
+"""The logger stamps records with time, rank and step, and passes each to all subscribed sinks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _Record = TypeVar("_Record", bound=Record)
 
 
 class Sink(Protocol):
-    """Takes stamped records; a :class:`~holdfast.records.files.FileRecorder` is one."""
+    """Receives stamped records; a :class:`~holdfast.records.files.FileRecorder` is one."""
 
     def write(self, record: Record) -> None:
-        """Take one record at once."""
+        """Handle one record immediately."""
         ...
 
 
 class Logger:
-    """Writes down what happens in one process.
+    """Writes the records of one process.
 
     Args:
         clock: Gives ``t_s``.
-        where: Returns the rank that writes, -1 for the launcher, and the step in progress, -1 where there is none.
-        *sinks: Take the records; without any, records are dropped.
+        where: Returns the writing rank, -1 for the launcher, and the step in progress, -1 if there is none.
+        *sinks: Receive the records; without sinks, records are dropped.
     """
 
     def __init__(self, clock: Clock, where: Callable[[], tuple[int, int]], *sinks: Sink) -> None:
@@ -35,16 +35,16 @@ class Logger:
         self._sinks = list(sinks)
 
     def subscribe(self, sink: Sink) -> None:
-        """Hand all further records to ``sink``, too."""
+        """Pass all further records to ``sink`` too."""
         self._sinks.append(sink)
 
     def stamped(self, record: _Record) -> _Record:
-        """Return ``record`` with the stamps that it lacks; those that it has stay, such as the rank of another worker."""
+        """Return ``record`` with the stamps that it lacks; existing stamps stay, such as the rank of another worker."""
         stamps: dict[str, Any] = dict(zip(STAMPS, (self._clock.now_s(), *self._where()), strict=True))
         return dataclasses.replace(record, **{name: stamps[name] for name in record.missing_stamps()})
 
     def write(self, record: _Record) -> _Record:
-        """Stamp a record, hand it to all sinks, and return it as they got it."""
+        """Stamp a record, pass it to all sinks, and return the stamped record."""
         record = self.stamped(record)
         for sink in self._sinks:
             sink.write(record)

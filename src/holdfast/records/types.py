@@ -1,4 +1,4 @@
-"""What is written down: the lines of ``events.jsonl``, enough to draw the run, and to replay it."""
+"""Record types: the lines of ``events.jsonl``, sufficient to draw the run and to replay it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 _NOT_STAMPED: Any = None
 
 STAMPS = ("t_s", "rank", "step")
-"""What :class:`holdfast.records.logger.Logger` adds to a record where the record does not give it."""
+"""Fields that :class:`holdfast.records.logger.Logger` adds to a record that does not set them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One line of ``events.jsonl``. Made without stamps, it gets them from a :class:`~holdfast.records.logger.Logger`.
+    """One line of ``events.jsonl``. Created without stamps; a :class:`~holdfast.records.logger.Logger` adds them.
 
     Args:
         t_s: Seconds since the launcher started the job.
-        rank: Who wrote it; for :class:`FaultFired` and :class:`WorkerEnded`, whom it is about; -1 is the launcher.
-        step: The step in progress, -1 where there is none.
+        rank: The rank that wrote it; for :class:`FaultFired` and :class:`WorkerEnded`, its subject; -1: the launcher.
+        step: The step in progress, -1 if there is none.
     """
 
     t_s: float = _NOT_STAMPED
@@ -27,20 +27,21 @@ class Record:
     step: int = _NOT_STAMPED
 
     def missing_stamps(self) -> list[str]:
-        """Return which of :data:`STAMPS` the record lacks; none once it was written down."""
+        """Return which of :data:`STAMPS` the record lacks; empty for a record that was written."""
         return [name for name in STAMPS if getattr(self, name) is _NOT_STAMPED]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(Record):
-    """Training starts, or goes on at ``step`` after a restart. Written by every worker, also on each restart.
+    """Training starts, or resumes at ``step`` after a restart. Written by every worker, also on each restart.
 
     The ``torch.distributed`` backend writes it too, at the first step of ``DistributedDataParallel`` or at the end of a
-    script that has none. It knows neither the model nor a plan: what is planned, the buckets and the parameters are 0.
+    script without one. It knows neither the model nor a plan: the planned values, the buckets and the parameters are 0.
 
-    ``link`` is that of the step before (see :mod:`holdfast.integrity.hash_chain`): :data:`holdfast.integrity.hash_chain.GENESIS` where the links begin, "" where
-    there is none. ``kind`` is that of the worker, see :mod:`holdfast.state.platform`; under ``torch.distributed`` nobody looks. ``given_up``
-    says how another worker, or who made the checkpoint that is gone on from, differs in it, "" if nobody does.
+    ``link`` is the hash-chain link of the previous step (see :mod:`holdfast.integrity.hash_chain`):
+    :data:`holdfast.integrity.hash_chain.GENESIS` at the start of the chain, "" without a chain. ``kind`` is the
+    worker's platform, see :mod:`holdfast.state.platform`; it is not determined under ``torch.distributed``.
+    ``given_up`` says how the platform of another worker, or of the loaded checkpoint's writer, differs, or "".
     """
 
     fabric: str
@@ -64,18 +65,19 @@ class RunStarted(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCommitted(Record):
-    """The optimizer ran for ``step``. Written by the lowest worker alive; a new lowest one writes its last again.
+    """The optimizer ran for ``step``. Written by the lead (lowest rank alive); a new lead writes its last step again.
 
     Args:
-        samples: Samples whose gradients are in the step; 0 under ``torch.distributed``, where nobody knows.
+        samples: Samples whose gradients are in the step; 0 under ``torch.distributed``, where this is unknown.
         workers: Workers that took part.
-        metrics: What the script logged, mean over the samples of the step, ``loss`` among it.
-        link: Of the certificate, made of all that follows and of the link before; see :mod:`holdfast.integrity.hash_chain`. "" where there is none.
+        metrics: Values that the script logged, averaged over the samples of the step, including ``loss``.
+        link: The certificate's link, a hash of all fields below and of the previous link; see
+            :mod:`holdfast.integrity.hash_chain`. "" without a certificate.
         ids: Digest of the samples, slice by slice.
         figures: Digest of the exact metrics.
         state: Digest of a part of the state before the step, of another part in each step.
-        whole: It is of all of the state.
-        where: Which part, for people.
+        whole: The digest covers the whole state.
+        where: Readable name of the hashed part.
     """
 
     epoch: int
@@ -92,14 +94,14 @@ class StepCommitted(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateHashed(Record):
-    """All of the state before ``step``, as ``rank`` has it: every :data:`holdfast.integrity.hash_chain.WHOLE_EVERY` steps, and at the end.
+    """State of ``rank`` before ``step``, every :data:`holdfast.integrity.hash_chain.WHOLE_EVERY` steps and at the end.
 
     Args:
-        link: Of the step before, by what this worker itself has seen.
-        tensors: Digests by path, ``parameter``, ``parameter/key of the optimizer's state`` or ``buffer``; only the lowest worker gives
-            them, but at the end all do. Of a split model each worker gives those of the parts that it holds.
-        part: Of a split model, which part they are of; -1 where it is not split.
-        parts: How many there are, 0 where it is not split.
+        link: The link of the previous step, as this worker itself computed it.
+        tensors: Digests by path: ``parameter``, ``parameter/key of the optimizer's state`` or ``buffer``. Written by
+            the lead only, at the end by all. In a split model each worker writes those of the parts that it holds.
+        part: The hashed part of a split model; -1 if the model is not split.
+        parts: Number of parts, 0 if the model is not split.
     """
 
     link: str
@@ -110,13 +112,13 @@ class StateHashed(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultFired(Record):
-    """An injected fault is about to strike ``rank``, or its whole node; the line is written just before.
+    """An injected fault is about to strike ``rank``, or its whole node; written just before.
 
     Args:
         fault: Its number in the plan.
         kind: One of :data:`holdfast.faults.plan.KINDS`.
-        phase: Where in the step.
-        node: Which node it strikes, -1 if only a worker.
+        phase: The phase of the step.
+        node: The node that it strikes, -1 if it strikes a single worker.
         workers: The workers on that node.
     """
 
@@ -129,14 +131,14 @@ class FaultFired(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValuesAltered(Record):
-    """What an injected flip did to ``rank``; the line follows its :class:`FaultFired`.
+    """The result of an injected flip at ``rank``; follows its :class:`FaultFired`.
 
     Args:
         fault: Its number in the plan.
-        target: What was altered, one of :data:`holdfast.faults.flip.TARGETS`.
-        count: How many values were.
-        values: What became of the first of them, 64 at most, as :mod:`holdfast.faults.tensors` says it: for each bit that
-            was flipped ``path``, ``index`` in row-major order, ``bit`` (the least significant is 0), ``before`` and ``after``.
+        target: The altered target, one of :data:`holdfast.faults.flip.TARGETS`.
+        count: Number of altered values.
+        values: The first altered values, at most 64, in the form of :mod:`holdfast.faults.tensors`: for each flipped
+            bit ``path``, ``index`` in row-major order, ``bit`` (the least significant is 0), ``before`` and ``after``.
     """
 
     fault: int
@@ -147,7 +149,7 @@ class ValuesAltered(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureSeen(Record):
-    """A collective failed at ``rank``: it knows that somebody is gone, not yet who."""
+    """A collective failed at ``rank``: some worker has failed, but it is not yet known which."""
 
     phase: str
 
@@ -157,18 +159,18 @@ class Recovered(Record):
     """The survivors decided. Written by every survivor.
 
     Args:
-        step: The step that training goes on with.
-        lost: Ranks that were alive before and are not now.
+        step: The step at which training resumes.
+        lost: Ranks that were alive before the recovery and are not alive after it.
         survivors: Ranks alive.
         decision: ``"redo"`` the step, ``"continue"`` it over the survivors, ``"load"`` a checkpoint, ``"reinit"`` the
-            application, ``"heal"`` the state, ``"stop"``; ``"grow"`` where nothing failed and newcomers were welcomed.
-        redone_steps: Steps (the one in progress included) whose work is done again.
-        generation: How many communicators there have been.
-        joined: Ranks alive that were not there before.
-        held_s: How long the giver of this record was kept from computing for newcomers; 0 where none came.
-        orders: How often it carried out each order of the protocol in this recovery, by the order's name, such as
+            application, ``"heal"`` the state, ``"stop"``; ``"grow"`` if nothing failed and newcomers joined.
+        redone_steps: Steps that are recomputed, including the one in progress.
+        generation: Number of communicators so far.
+        joined: Ranks alive that were not members before.
+        held_s: Seconds for which newcomers kept the writer of this record from computing; 0 if none joined.
+        orders: How often the writer carried out each action of the protocol in this recovery, by its name, such as
             ``Revoke``, ``Agree``, ``Shrink``, ``Rehome``.
-        times_s: How long it took for them, waiting for others included.
+        times_s: Total time of each action in seconds, including waiting for other workers.
     """
 
     lost: tuple[int, ...]
@@ -184,15 +186,15 @@ class Recovered(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reinitialised(Record):
-    """``rank`` has built its application again, in the same process, and goes on. Written with :class:`Recovered`.
+    """``rank`` has rebuilt its application in the same process and resumes. Written with :class:`Recovered`.
 
     Args:
-        source: What it goes on from: ``"own"`` or ``"root"``, a snapshot taken at the fault, or ``"checkpoint"``, which is
-            also the beginning of training where there is none.
-        form: ``"survivors"`` if fewer workers go on than the job wants, ``"replaced"`` if spares have filled the places.
-        snapshot_s: To take the step in progress back, and the snapshot if one was taken here.
-        rebuild_s: From there until the new session met the others: the old application goes, ``main`` builds a new one.
-        load_s: From there until the state was loaded, the wait for the slowest included.
+        source: The state it resumes from: ``"own"`` or ``"root"``, a snapshot taken at the failure, or
+            ``"checkpoint"``, which also stands for the initial state if there is no checkpoint.
+        form: ``"survivors"`` if fewer workers resume than the job wants, ``"replaced"`` if spares have filled the gaps.
+        snapshot_s: Time to discard the step in progress, and to take the snapshot if one was taken here, in seconds.
+        rebuild_s: From then until the new session was connected: ``main`` builds the application again.
+        load_s: From then until the state was loaded, including the wait for the slowest worker.
         generation: As in :class:`Recovered`.
     """
 
@@ -206,14 +208,14 @@ class Reinitialised(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorruptionFound(Record):
-    """The guard found something wrong while ``step`` was closed. Written by the lowest worker, or by who found it.
+    """The guard found corruption in the commit vote of ``step``. Written by the lead, or by the worker that found it.
 
     Args:
-        what: ``"replicas"`` differ; ``"range"``: a number is not finite, or far from all that were there before;
-            ``"message"``: what was given to a sum, or came from it, was altered on its way.
-        where: What was compared in that step: names of parameters and of the optimizer's state; or ``"loss"``; or messages.
-        ranks: Whose bits are wrong, if that is known: those of the minority, or who had given what was altered.
-        policy: What is done about it: ``"warn"``, ``"heal"`` or ``"stop"``.
+        what: ``"replicas"`` differ; ``"range"``: a value is not finite, or far from all earlier ones;
+            ``"message"``: the input or the result of an all-reduce was altered in transit.
+        where: What was compared in that step: names of parameters and of optimizer state; or ``"loss"``; or messages.
+        ranks: Ranks with wrong bits, if known: those in the minority, or the senders of altered messages.
+        policy: The response: ``"warn"``, ``"heal"`` or ``"stop"``.
     """
 
     what: str
@@ -224,15 +226,15 @@ class CorruptionFound(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorruptionHealed(Record):
-    """All are past the step in which corruption was found. Written by the lowest worker.
+    """All workers are past the step in which corruption was found. Written by the lead.
 
     Args:
-        ranks: Whose history did not reproduce first: they were at fault. Empty if all had computed the same until then.
-        found_at: The step in which it was found.
-        went_back_to: The step that all went back to.
-        source: ``"snapshot"``, from memory, ``"checkpoint"`` or ``"beginning"``; ``"step"``: nobody's state was wrong, and the step
-            was done again.
-        is_training: It came again, with the same bits: it belongs to the training, such as a learning rate that is too high.
+        ranks: Ranks whose history was first not reproduced: they were at fault. Empty if all had computed the same.
+        found_at: The step in which corruption was found.
+        went_back_to: The step to which all workers rolled back.
+        source: ``"snapshot"``, from memory, ``"checkpoint"`` or ``"beginning"``; ``"step"``: no worker's state was
+            wrong, and the step was retried.
+        is_training: The same bits were recomputed, so training itself causes them, such as by too high a learning rate.
     """
 
     ranks: tuple[int, ...]
@@ -244,16 +246,16 @@ class CorruptionHealed(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRestored(Record):
-    """``rank`` restored a part of the model that nobody held any more; all else stays as it is before ``step``.
+    """``rank`` restored a part of the model without a surviving holder; everything else stays as it is before ``step``.
 
     Args:
         part: Its number.
-        source: ``"backup"``: a copy in the memory of ``rank``; ``"copy"``: one that a backup wrote to the disk;
-            ``"checkpoint"``; ``"beginning"``: as training began.
-        ages: How many steps old its blocks are: all ages that there are, ascending.
-        blocks: Of each age, how many blocks; a block is a piece of the part that is saved as a whole.
-        optimizer: What became of its optimizer's state: ``"saved"``, as old as the part, ``"reset"``, or ``"kept"``.
-        optimizer_age: How many steps old it is where it was kept: 1 if the holder died before it could send the newest.
+        source: ``"backup"``: a delta standby in the memory of ``rank``; ``"copy"``: a file that a delta standby wrote;
+            ``"checkpoint"``; ``"beginning"``: the initial values.
+        ages: Ages of its blocks in steps: every age that occurs, ascending.
+        blocks: Number of blocks of each age; a block is a piece of the part that is saved as a unit.
+        optimizer: The state of its optimizer: ``"saved"``, as old as the part, ``"reset"``, or ``"kept"``.
+        optimizer_age: Age of a kept optimizer state in steps: 1 if the holder died before it could send the newest.
     """
 
     part: int
@@ -266,15 +268,15 @@ class PartRestored(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartsHeld(Record):
-    """What ``rank`` had of a split model in its memory at the end of training: weights and optimizer's state.
+    """The parts of a split model in the memory of ``rank`` at the end of training: weights and optimizer state.
 
     Args:
         computes: Parts that it computed.
-        mirrors: Parts that it held besides.
-        backups: Parts of which it had a copy of some steps before.
-        computes_bytes: Of the parts that it computed.
-        mirrors_bytes: Of its mirrors.
-        copies_bytes: Of its backups, and of what it compared its own parts with to keep those of others up to date.
+        mirrors: Parts that it held as a hot standby.
+        backups: Parts that it held as a delta standby, in a state some steps old.
+        computes_bytes: Size of the parts that it computed.
+        mirrors_bytes: Size of its hot standbys.
+        copies_bytes: Size of its delta standbys, and of the references from which it updates those of other workers.
     """
 
     computes: tuple[int, ...]
@@ -287,17 +289,17 @@ class PartsHeld(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatedEagerly(Record):
-    """What it took ``rank`` to update buckets before their step was closed, over all of its training.
+    """The cost at ``rank`` of updating buckets before their step's commit vote, over all of its training.
 
     Args:
-        steps: Steps that were updated so, and closed.
-        buckets: Buckets that were updated, also those of steps that were taken back.
-        undone: Buckets whose update was taken back.
-        copy_bytes: Memory of the copies that updates are taken back from.
-        copy_s: To make these copies.
-        update_s: For the optimizer.
-        waited_s: For how long training waited for either: the rest went on beside the sums.
-        undo_s: To take updates back.
+        steps: Steps that were updated this way and committed.
+        buckets: Buckets that were updated, including those of steps that were rolled back.
+        undone: Buckets whose update was rolled back.
+        copy_bytes: Memory of the undo copies.
+        copy_s: Seconds spent on making these copies.
+        update_s: Seconds spent in the optimizer.
+        waited_s: Seconds for which training waited for either; the rest overlapped with all-reduces.
+        undo_s: Seconds spent on rolling updates back.
     """
 
     steps: int
@@ -312,13 +314,13 @@ class UpdatedEagerly(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicesTried(Record):
-    """``rank`` knows whether the slices of a step, where it holds so many, go through the model at once; see :meth:`holdfast.session.step.Step.compute`.
+    """Whether ``rank`` can batch a step's slices in one pass is known; see :meth:`holdfast.session.step.Step.compute`.
 
     Args:
-        samples: Of each slice.
-        why_not: Why they go one by one; "" where they go at once from now on: each has the bits that it has by itself.
-        at_once_s: The least time that they took at once, of the steps that were computed in both ways; 0 if that was impossible.
-        one_by_one_s: And one by one.
+        samples: Samples of each slice.
+        why_not: Why they are computed one by one; "" if they are batched from now on, as results stay bit-identical.
+        at_once_s: Shortest time batched, over the steps that were computed in both ways; 0 if batching was impossible.
+        one_by_one_s: Shortest time one by one.
     """
 
     samples: tuple[int, ...]
@@ -329,16 +331,16 @@ class SlicesTried(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left(Record):
-    """``rank`` leaves the others before ``step``, as it was told to (SIGTERM): all that it did is in the weights."""
+    """``rank`` leaves the job before ``step`` because it received SIGTERM; all of its work is in the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRefused(Record):
-    """``rank``, a newcomer, is of another kind than the others, whose job promises bits: it ends, and is not replaced.
+    """``rank``, a newcomer, has a different platform and the job promises bit-exactness: it ends and is not replaced.
 
     Args:
-        why: How it differs, and what to do.
-        kind: Its own, see :mod:`holdfast.state.platform`.
+        why: How its platform differs, and what to do.
+        kind: Its platform, see :mod:`holdfast.state.platform`.
     """
 
     why: str
@@ -347,11 +349,11 @@ class WorkerRefused(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplesLost(Record):
-    """``forward`` went on without these samples. Written together with :class:`StepCommitted`.
+    """``forward`` continued without these samples. Written together with :class:`StepCommitted`.
 
     Args:
         ids: The samples, by index in the dataset.
-        buckets: Buckets of the step that their gradients are missing from.
+        buckets: Buckets of the step that lack their gradients.
     """
 
     epoch: int
@@ -364,10 +366,10 @@ class CheckpointSaved(Record):
     """The checkpoint before ``step`` is complete: its manifest is written.
 
     Args:
-        path: Where it is.
-        size_bytes: Of its files.
-        seconds: How long training was held for it.
-        interval_s: How long after it the next is due, as chosen by ``--checkpoint-every auto``; 0 if that is not asked for.
+        path: Its path.
+        size_bytes: Total size of its files.
+        seconds: How long it blocked training.
+        interval_s: Seconds until the next one is due, as chosen by ``--checkpoint-every auto``; 0 without that option.
     """
 
     path: str
@@ -378,19 +380,19 @@ class CheckpointSaved(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Record):
-    """``rank`` passed the gate: training is over and nobody needs it any more.
+    """``rank`` passed the final gate: training is complete and no other worker needs it any more.
 
     Args:
         outcome: ``"done"``; ``"stopped"`` on request (SIGTERM) with its state saved; ``"gave-up"`` for too few workers.
-        sha256: Over all parameters and buffers, in path order, little-endian bytes; "" under ``torch.distributed``, where
-            nobody knows, and all that follows is 0 or empty.
-        state_sha256: Over these and the optimizer's state.
+        sha256: Hash over all parameters and buffers, in path order, little-endian bytes; "" under
+            ``torch.distributed``, where it is unknown and all following fields are 0 or empty.
+        state_sha256: Hash over these and the optimizer state.
         planned: Samples of the plan up to the last step.
-        committed: Samples of the plan that are in the weights once.
-        lost: Samples that ``forward`` went on without.
-        repeated: Samples that are in the weights more than once.
+        committed: Samples of the plan that contributed to the weights exactly once.
+        lost: Samples that ``forward`` continued without.
+        repeated: Samples that contributed to the weights more than once.
         checkpoint: Where the state was saved, or "".
-        link: Of the last step, by what this worker itself has seen, or "".
+        link: The link of the last step, as this worker itself computed it, or "".
     """
 
     outcome: str
@@ -407,7 +409,7 @@ class Finished(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptFailed(Record):
-    """The script raised, or used the session wrongly.
+    """The script raised an exception, or used the session wrongly.
 
     Args:
         exit_code: 2 for a wrong setting (:class:`~holdfast.errors.ConfigError`), otherwise 1.
@@ -422,11 +424,11 @@ class ScriptFailed(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerEnded(Record):
-    """The process of ``rank`` is gone. Written by the watcher beside it.
+    """The process of ``rank`` has ended. Written by its watcher process.
 
     Args:
         exit_code: As in :mod:`subprocess`: -9 for SIGKILL.
-        pid: Its process.
+        pid: Its process ID.
     """
 
     exit_code: int
@@ -435,11 +437,11 @@ class WorkerEnded(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerSeen(Record):
-    """``rank`` has been slower than the others for some time.
+    """``rank`` has been slower than the other workers for some time.
 
     Args:
-        score: What it takes to compute a slice, over the median of the others.
-        policy: What is done about it: ``"warn"``, ``"rebalance"`` or ``"replace"``.
+        score: Its time to compute a slice, divided by the median of the other workers.
+        policy: The response: ``"warn"``, ``"rebalance"`` or ``"replace"``.
     """
 
     score: float
@@ -448,10 +450,10 @@ class StragglerSeen(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingChanged(Record):
-    """The running job goes on otherwise from ``step`` on. Written by every worker.
+    """A setting of the running job changes at ``step``. Written by every worker.
 
     Args:
-        name: Of what was changed.
+        name: Name of the setting.
         value: The new value, as JSON.
     """
 
@@ -461,11 +463,11 @@ class SettingChanged(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFenced(Record):
-    """The launcher ends ``rank`` by SIGKILL: it is there and gets no further. Written just before.
+    """The launcher ends ``rank`` by SIGKILL because it makes no progress. Written just before.
 
     Args:
-        silent_s: For how long it had given no sign.
-        reason: Why it was taken to be stuck.
+        silent_s: Seconds since its last sign of life.
+        reason: Why it was considered stuck.
     """
 
     silent_s: float
@@ -474,12 +476,12 @@ class WorkerFenced(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRestarted(Record):
-    """The launcher starts the whole job again.
+    """The launcher restarts the whole job.
 
     Args:
         restart: 1 for the first restart.
-        workers: Ranks that it is started with.
-        reason: Why.
+        workers: Ranks that it is restarted with.
+        reason: The reason.
     """
 
     restart: int

@@ -1,8 +1,8 @@
-"""Deciding what to do: the commit rule and the strategies. Pure: no torch, no clock, no disk, no network.
+"""Recovery decisions: the commit rule and the strategies. Pure: no torch, no clock, no disk, no network.
 
-:class:`Protocol` is one worker's side of the commit and recovery protocol; a strategy answers it when
-everybody's progress is known. The same objects serve real workers, virtual ones and the explorer of the tests.
-Names are loaded when they are first used: the command line asks this package for the names of strategies alone.
+:class:`Protocol` is one worker's side of the commit and recovery protocol. A strategy decides once the progress of all
+survivors is known. The same objects serve real workers, virtual workers and the model checker of the tests. Names are
+imported on first use, because the command line only needs the names of strategies from this package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What survivors decide after a failure, as it stands in records: one table for everything that shows or judges it."""
+"""The decisions that survivors make after a failure, as named in records: one table for everything that reads them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class Decision:
     """One decision.
 
     Args:
-        sentence: What happens, for a person; ``{step}`` is the step that training goes on with.
-        goes_back: Steps that were committed before are committed again.
+        sentence: Readable description; ``{step}`` is the step at which training resumes.
+        goes_back: Steps that were committed before are recomputed and committed again.
     """
 
     sentence: str
@@ -20,16 +20,16 @@ class Decision:
 
 DECISIONS = {
     "redo": Decision(sentence="step {step} is computed again"),
-    "continue": Decision(sentence="step {step} goes on"),
-    "load": Decision(sentence="back to step {step} from the newest checkpoint", goes_back=True),
-    "reinit": Decision(sentence="the application is built again, and goes on at step {step}", goes_back=True),
-    "heal": Decision(sentence="back to step {step}, the newest that is known to be right,", goes_back=True),
-    "stop": Decision(sentence="too few to go on: saving at step {step}"),
-    "grow": Decision(sentence="members have changed"),
+    "continue": Decision(sentence="step {step} continues"),
+    "load": Decision(sentence="rollback to step {step} from the newest checkpoint", goes_back=True),
+    "reinit": Decision(sentence="the application is rebuilt and resumes at step {step}", goes_back=True),
+    "heal": Decision(sentence="rollback to step {step}, the newest verified state,", goes_back=True),
+    "stop": Decision(sentence="too few workers: saving at step {step}"),
+    "grow": Decision(sentence="the membership changed"),
 }
-"""By what :class:`~holdfast.records.types.Recovered` calls it. ``grow``: members changed, and nothing failed."""
+"""By the name in :class:`~holdfast.records.types.Recovered`. ``grow``: the membership changed and nothing failed."""
 
 
 def decision_of(name: str) -> Decision:
-    """Return the decision that a record calls ``name``; one that this version does not know goes nowhere back."""
+    """Return the decision that a record calls ``name``; an unknown name is a decision without rollback."""
     return DECISIONS.get(name, Decision(sentence=name))

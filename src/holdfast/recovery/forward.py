@@ -1,6 +1,6 @@
-"""Lossy forward recovery: keep every bucket that anybody alive has, sum the rest over the survivors.
+"""Lossy forward recovery: keep every bucket that any survivor has reduced, and all-reduce the rest over the survivors.
 
-Sources: Nicolae et al., CCGrid 2022; with nothing summed yet it is the ULFM path of Amatya et al.,
+Sources: Nicolae et al., CCGrid 2022. If no bucket is reduced yet, it is the ULFM path of Amatya et al.,
 "What does fault tolerant deep learning need from MPI?", EuroMPI 2017.
 """
 
@@ -17,25 +17,25 @@ from holdfast.recovery.strategy import PIPELINE, SHARDED, Strategy, View
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward(Strategy):
-    """Loses no time, but the dead worker's gradients of this step for the buckets not yet summed.
+    """Loses no time, only the failed worker's gradients of this step in buckets that were not yet reduced.
 
-    The rule is "summed by *anybody* alive": with "summed by all" a worker that holds a bucket has already
-    forgotten its input, and has nothing to give to a repeated sum.
+    The rule is "reduced by *any* survivor". Under "reduced by all survivors", a worker that holds a reduced bucket
+    no longer has its own gradients and could not contribute to a retried all-reduce.
 
     Args:
-        min_workers: With fewer survivors: save and stop, before the step in progress.
+        min_workers: With fewer survivors: save the state before the step in progress and stop.
     """
 
     exact: ClassVar[bool] = False
     refused: ClassVar[Mapping[str, str]] = {
-        PIPELINE: "strategy must be rollback, restart, reinit or partial for a Pipeline, got forward: a step cannot go on without a stage",
-        SHARDED: "strategy must be rollback, restart, reinit or partial for a Sharded model, got forward: a step cannot go on while a shard has no home",
+        PIPELINE: "strategy must be rollback, restart, reinit or partial for a Pipeline, got forward: a step cannot continue without a stage",
+        SHARDED: "strategy must be rollback, restart, reinit or partial for a Sharded model, got forward: a step cannot continue while no worker holds a shard",
     }
 
     min_workers: int = 1
 
     def handle(self, event: Event) -> list[Action]:
-        """Hand over the one bucket that may be missing somewhere, then go on over the survivors."""
+        """Hand over the one bucket that some survivors may lack, then continue the step over the survivors."""
         match event:
             case ProgressKnown():
                 return self._go_on(View.of(event))
@@ -43,8 +43,8 @@ class Forward(Strategy):
                 return []
 
     def _go_on(self, view: View) -> list[Action]:
-        # All must hold the gradients of one and the same distribution of slices. Where somebody has yet to
-        # catch up, or does not have its gradients, the step has not begun: it is computed by the survivors.
+        # All survivors must hold gradients of the same assignment of slices. If one still has to catch up, or has
+        # not computed its gradients, the step has not begun: the survivors compute it from its start.
         goes_back = view.loading or view.corrupt or view.altered or view.calm
         cannot_go_on = goes_back or not view.all_computed or (view.behind and view.next_sum == 0)
         if cannot_go_on or view.alive < self.min_workers:

@@ -1,7 +1,7 @@
-"""What happened (:class:`Event`) and what to do (:class:`Action`): what the protocol and a strategy hear and say.
+"""Inputs (:class:`Event`: what happened) and outputs (:class:`Action`: what to do) of the protocol and of a strategy.
 
-They never leave the process. A worker's progress is one number, ``completed``: the sums of the training sequence that it has
-completed. With ``num_buckets`` buckets a step has ``num_buckets + 1`` sums, the last of which is the closing sum.
+They never leave the process. A worker's progress is one number, ``completed``: the collectives of training that it has
+completed. A step with ``num_buckets`` buckets has ``num_buckets + 1`` collectives; the last one is the commit vote.
 """
 
 from __future__ import annotations
@@ -14,46 +14,46 @@ LOADING = -1
 """``completed`` of a worker that has decided to load a checkpoint and has not finished doing so."""
 
 JOINING = -2
-"""``completed`` of a newcomer that has been admitted and has not got the others' state yet."""
+"""``completed`` of a newcomer that has been admitted and has not received the training state yet."""
 
 
 class Note(enum.IntFlag):
-    """What workers tell each other besides sums: in the closing sum of a step, or with their progress in a recovery.
+    """Flags that workers exchange besides gradients: in commit votes, or with their progress in a recovery.
 
-    The values travel between workers and stand in snapshots, so they never change.
+    The values are sent between workers and stored in snapshots, so they never change.
     """
 
     STOP = 1
     """A script asked to stop after this step."""
     LEAVE = 2
-    """A worker was told to leave (SIGTERM), or all stop."""
+    """A worker received SIGTERM in a way that stops all workers, or all stop."""
     SAVE = 4
-    """The lead wanted a checkpoint after the last step that was closed."""
+    """The lead wanted a checkpoint after the last committed step."""
     CHANGE = 8
-    """A worker waits to join, or was told to leave the others (SIGTERM)."""
+    """A worker waits to join, or received SIGTERM and leaves while the job continues."""
     ASK = 16
-    """The lead knows of changes that the running job is to take."""
+    """The lead knows of change requests for the running job."""
     CALM = 32
-    """This worker came because members change, and has seen no failure."""
+    """This worker regroups because the membership changes, and has detected no failure."""
     LOST = 64
-    """With the dead, a part of the model is lost that no living worker holds."""
+    """A part of the model was held by failed workers only."""
     CORRUPT = 128
-    """A state was found to be corrupt: all go back to one that is known to be right."""
+    """A state was found to be corrupt: all workers roll back to a verified one."""
     ALTERED = 256
-    """A message of the step in progress was altered on its way: all do the step again."""
+    """A message of the step in progress was corrupted in transit: all workers retry the step."""
 
     def when(self, condition: object) -> Note:
-        """Return this if the condition holds, else nothing."""
+        """Return this flag if the condition holds, else no flag."""
         return self if condition else NO_NOTE
 
 
 NO_NOTE = Note(0)
 
 VOTED = Note.STOP | Note.LEAVE | Note.CHANGE | Note.ASK
-"""What closing sums say of the next step; a worker that missed the sum learns it with the progress of one that did not."""
+"""Flags of commit votes about the next step; a worker that missed the vote receives them when progress is shared."""
 
 REPORTED = Note.SAVE | Note.CALM | Note.LOST | Note.CORRUPT | Note.ALTERED
-"""What a worker says with its progress of where it stands in this recovery; it counts for this recovery alone."""
+"""Flags that a worker adds to its progress about its own state in this recovery; they apply to this recovery only."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -67,22 +67,22 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Started(Event):
-    """The worker is ready; it knows nothing of the others yet."""
+    """The worker is ready; it has not communicated with its peers yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted(Event):
-    """The worker is a newcomer, and belongs to a generation from now on."""
+    """The worker is a newcomer and belongs to a generation from now on."""
 
 
 @dataclass(frozen=True, slots=True)
 class MembersChange(Event):
-    """Everybody heard in the last closing sum that somebody waits to join, or wants to leave: all meet before the next step."""
+    """The last commit vote said that a worker waits to join or wants to leave: all regroup before the next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChangesWait(Event):
-    """Everybody heard in the last closing sum that the job is to go on otherwise than before, from the next step on."""
+    """The last commit vote said that the lead has change requests, to be applied before the next step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +92,17 @@ class Computed(Event):
 
 @dataclass(frozen=True, slots=True)
 class BucketSummed(Event):
-    """The sum of the bucket in progress is known here."""
+    """The all-reduce of the bucket in progress completed here."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepClosed(Event):
-    """The closing sum returned here: everybody alive holds every bucket of the step."""
+    """The commit vote completed here: every survivor holds every bucket of the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class CorruptionSeen(Event):
-    """The closing sum returned here and says that a state is corrupt, or a message was altered: nobody closes the step, all meet."""
+    """The commit vote reported a corrupt state or message: no worker commits the step, all regroup."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,41 +117,41 @@ class RanOut(Event):
 
 @dataclass(frozen=True, slots=True)
 class PeerLost(Event):
-    """A collective did not complete here."""
+    """A collective did not complete here because a peer failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed(Event):
-    """The members agreed; ``value`` is False too if the agreement reported a death."""
+    """The members agreed; ``value`` is False too if the agreement reported a failed worker."""
 
     value: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Revoked(Event):
-    """The communicator is revoked: nobody waits in a sum any more."""
+    """The communicator is revoked: no worker blocks in a collective any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shrunk(Event):
-    """There is a new communicator of those alive."""
+    """There is a new communicator of the survivors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parted(Event):
-    """This worker has left the others, who go on without it."""
+    """This worker has left the group; the job continues without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far one worker has come.
+    """The progress of one worker.
 
     Args:
-        completed: Sums completed since the start of training, or :data:`LOADING`.
-        computed: Whether the gradients of the step in progress are ready there.
-        flags: What it has heard in closing sums, of :data:`VOTED`, and what it reports of itself, of :data:`REPORTED`.
-        heard: What the last closing sum that it completed said of the state of a split model, from 0 to 2**62 - 1; who missed
-            that one learns it here.
+        completed: Collectives completed since the start of training, or :data:`LOADING` or :data:`JOINING`.
+        computed: Whether its gradients of the step in progress are ready.
+        flags: Flags of :data:`VOTED` that it received in commit votes, and of :data:`REPORTED` about its own state.
+        heard: Digest of a split model's state from the last commit vote that it completed, from 0 to 2**62 - 1; a
+            worker that missed that vote receives it here.
     """
 
     completed: int
@@ -162,11 +162,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class ProgressKnown(Event):
-    """Everybody's progress is known to everybody: the moment to decide.
+    """The progress of all survivors is known to all of them: the point at which the strategy decides.
 
     Args:
-        progress: By rank, of those alive.
-        num_buckets: Buckets of a step; it has one sum more.
+        progress: Progress of each survivor, by rank.
+        num_buckets: Buckets of a step; a step has one collective more.
     """
 
     progress: Mapping[int, Progress]
@@ -175,7 +175,7 @@ class ProgressKnown(Event):
 
 @dataclass(frozen=True, slots=True)
 class HandedOver(Event):
-    """The sum of ``bucket`` that somebody held is known here too."""
+    """The reduced ``bucket`` that another survivor held is available here too."""
 
     step: int
     bucket: int
@@ -183,12 +183,12 @@ class HandedOver(Event):
 
 @dataclass(frozen=True, slots=True)
 class ActDone(Event):
-    """One order of the strategy was carried out."""
+    """An action of the strategy was carried out."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLoaded(Event):
-    """The state before ``step`` was loaded; training goes on there."""
+    """The state before ``step`` was loaded; training resumes at ``step``."""
 
     step: int
 
@@ -211,7 +211,7 @@ class ComputeStep(Action):
 
 @dataclass(frozen=True, slots=True)
 class SumBucket(Action):
-    """Take part in the sum of ``bucket``."""
+    """Take part in the all-reduce of ``bucket``."""
 
     step: int
     bucket: int
@@ -219,66 +219,66 @@ class SumBucket(Action):
 
 @dataclass(frozen=True, slots=True)
 class CloseStep(Action):
-    """Take part in the closing sum of ``step``."""
+    """Take part in the commit vote of ``step``."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class ApplyStep(Action):
-    """Run the optimizer with the summed gradients of ``step``."""
+    """Run the optimizer with the reduced gradients of ``step``."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Publish(Action):
-    """``step`` is stable: what it made may leave the process (checkpoint manifests, "done")."""
+    """``step`` is durable: its results may leave the process (checkpoint manifests, "done")."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Revoke(Action):
-    """Revoke the communicator, so that everybody who waits in a sum wakes up."""
+    """Revoke the communicator, so that every worker blocked in a collective wakes up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agree(Action):
-    """Agree with everybody alive on ``flag``; the result is the AND."""
+    """Agree with all survivors on ``flag``; the result is the AND."""
 
     flag: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Shrink(Action):
-    """Make a new communicator of those alive."""
+    """Make a new communicator of the survivors."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShareProgress(Action):
-    """Tell everybody how far this worker is, and hear how far they are."""
+    """Exchange progress with all survivors."""
 
     progress: Progress
 
 
 @dataclass(frozen=True, slots=True)
 class CatchUp(Action):
-    """Those that did not close ``step`` apply it now, from what they hold."""
+    """Survivors that did not commit ``step`` apply it now, from the reduced buckets they hold."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class DiscardStep(Action):
-    """Drop everything of the attempt at ``step``; the same mini-batch is computed again."""
+    """Discard the attempt at ``step``; the same mini-batch is computed again."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class HandOver(Action):
-    """``source`` gives its sum of ``bucket`` to everybody."""
+    """``source`` broadcasts its reduced ``bucket``."""
 
     step: int
     bucket: int
@@ -287,7 +287,7 @@ class HandOver(Action):
 
 @dataclass(frozen=True, slots=True)
 class ContinueStep(Action):
-    """Go on with ``step`` at the sum number ``next_sum`` of the step, over the survivors."""
+    """Continue ``step`` over the survivors, from the collective at position ``next_sum`` of the step."""
 
     step: int
     next_sum: int
@@ -295,25 +295,25 @@ class ContinueStep(Action):
 
 @dataclass(frozen=True, slots=True)
 class LoadCheckpoint(Action):
-    """Load the newest intact checkpoint, or the initial state if there is none, the same everywhere.
+    """Load the newest intact checkpoint, or the initial state if there is none; the same one at all workers.
 
-    Training starts with it too: that is how replicas become equal.
+    Training also starts with this action, which makes the replicas equal.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Reinitialise(Action):
-    """Take a snapshot, if there is to be one; take the application down and build it again. Loading comes next.
+    """Take a snapshot if the strategy needs one, tear the application down and rebuild it. Loading follows.
 
-    Nobody sends anything meanwhile. Whoever has done so is at a beginning, and waits for the others where all load.
+    No worker sends anything meanwhile. A worker that has rebuilt waits for its peers where all of them load.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Action):
-    """Give the state before ``step`` to ``newcomers``, who keep it aside.
+    """Send the state before ``step`` to ``newcomers``, which buffer it.
 
-    Everybody who is no newcomer holds it, and nobody has begun the step.
+    Every worker that is not a newcomer holds that state, and none has begun the step.
     """
 
     step: int
@@ -322,17 +322,17 @@ class Welcome(Action):
 
 @dataclass(frozen=True, slots=True)
 class Install(Action):
-    """Everybody knows that all newcomers hold the state before ``step``: they go on from it."""
+    """All workers know that all newcomers hold the state before ``step``: the newcomers adopt it."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Rehome(Action):
-    """Give parts of the model to those who are to hold them from now on, and who keep them aside.
+    """Send parts of the model to the workers that will hold them, which buffer them.
 
     Args:
-        restores: Parts that nobody holds any more are restored first, as they were some steps ago.
+        restores: Parts without a surviving holder are restored first, from a standby some steps old.
     """
 
     restores: bool = False
@@ -340,24 +340,24 @@ class Rehome(Action):
 
 @dataclass(frozen=True, slots=True)
 class Settle(Action):
-    """Everybody knows that everybody has the parts that it is to hold: the new homes count."""
+    """All workers know that every worker has its parts: the new placement takes effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakeChanges(Action):
-    """Get the new settings, the same at all workers, and keep them aside."""
+    """Fetch the new settings, equal at all workers, and buffer them."""
 
 
 @dataclass(frozen=True, slots=True)
 class MakeChanges(Action):
-    """Everybody knows that everybody has the new settings: they count from now on."""
+    """All workers know that every worker has the new settings: they take effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveAndStop(Action):
-    """Save the state before the step in progress and stop: too few workers are left."""
+    """Save the state before the step in progress and stop: too few workers are alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leave(Action):
-    """Everybody is done: nobody needs this worker any more."""
+    """All workers are done, and none needs this worker any more."""

@@ -1,4 +1,4 @@
-"""Partial recovery: what the dead alone held is restored as it was some steps ago, and everything else stays.
+"""Partial recovery: shards without a surviving owner are restored from a standby some steps old; the rest is kept.
 
 Source: Qiao et al., "Fault tolerance in iterative-convergent machine learning", ICML 2019 (SCAR).
 """
@@ -16,9 +16,9 @@ from holdfast.recovery.strategy import REPLICATED, Strategy, View
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial(Strategy):
-    """Goes on with a perturbed model: loses what was learned about the lost parts since they were saved.
+    """Resumes with a perturbed model: the training of the lost parts since their last standby update is lost.
 
-    No sample is lost or repeated, and as long as every part has a holder no bit differs.
+    No sample is lost or repeated, and as long as every part has a surviving holder no bit differs.
 
     Args:
         min_workers: With fewer survivors: save and stop.
@@ -28,13 +28,13 @@ class Partial(Strategy):
     restores_parts: ClassVar[bool] = True
     can_change_live: ClassVar[bool] = False
     refused: ClassVar[Mapping[str, str]] = {
-        REPLICATED: "strategy partial needs a model that is split, a Pipeline or Sharded; of a replicated one nothing is lost: use rollback"
+        REPLICATED: "strategy partial needs a model that is split, a Pipeline or Sharded; a replicated model loses no parts, so use rollback"
     }
 
     min_workers: int = 1
 
     def handle(self, event: Event) -> list[Action]:
-        """Take the step in progress back, as rollback does; the lost parts are restored where they get new homes."""
+        """Roll the step in progress back, as rollback does; lost parts are restored when the new placement is made."""
         match event:
             case ProgressKnown():
                 return take_back(replace(View.of(event), lost=False), self.min_workers)

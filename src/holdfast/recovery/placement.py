@@ -1,12 +1,13 @@
-"""Who holds which part of a split model, and who takes over when somebody dies or comes. Pure.
+"""Placement of a split model: which worker holds which part, and how parts move when workers fail or join. Pure.
 
-A *part* is a stage of a pipeline or a shard. A *chain* is one worker for each part: a whole model. Several chains are
-replicas of each other, and the same part in another chain is its *twin*. A *mirror* holds a part too, and applies the
-same steps to it, but computes nothing with it. Whoever has a part is its *holder*, and any living holder can give it.
-A *backup* is no holder: it has a part as it was some steps before, and can restore it where nobody holds it any more.
+A *part* is a stage of a pipeline or a shard. A *chain* is a complete model replica: one worker for each part. Several
+chains are replicas of each other, and the same part in another chain is its *twin*. A *mirror* is a hot standby: it
+holds a part and applies the same steps to it, but computes nothing with it. A worker that has a part is its *holder*,
+and any surviving holder can send it. A *backup* is a delta standby and not a holder: it has the part in a state some
+steps old, and can restore it if no holder survives.
 
-All workers know the homes and the members, so they come to the same new homes without a message. Parts are given
-first, and the new homes count when everybody knows that everybody has its parts.
+All workers know the placement and the members, so they derive the same new placement without a message. Parts are sent
+first; the new placement takes effect once every worker knows that every worker has its parts.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from holdfast.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What the homes of a job look like as long as there are workers enough.
+    """The placement that a job aims for while it has enough workers.
 
     Args:
         parts: Parts of the model, ``>= 1``.
-        chains: The most chains, ``>= 1``.
-        copies: How many workers are to hold each part, ``>= 1``; as many as there are if there are fewer.
-        lazy: Who holds a part and computes nothing with it is a backup, not a mirror.
+        chains: Maximum number of model replicas, ``>= 1``.
+        copies: Number of workers that hold each part, ``>= 1``; all of them if the job has fewer.
+        lazy: A worker that holds a part and computes nothing with it is a delta standby, not a hot standby.
 
     Raises:
         ConfigError: if a number is not allowed.
@@ -37,13 +38,13 @@ class Shape:
     lazy: bool = False
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Check that each number is at least 1."""
         for name in ("parts", "chains", "copies"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} of a split model must be at least 1, got {getattr(self, name)}")
 
     def chains_of(self, workers: int) -> int:
-        """Return how many chains ``workers`` can make; one is made by however few there are."""
+        """Return how many model replicas ``workers`` can make; any number of workers makes at least one."""
         return max(1, min(self.chains, workers // self.parts))
 
     def copies_of(self, workers: int) -> int:
@@ -53,12 +54,12 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Homes:
-    """Who holds which part.
+    """Which worker holds which part.
 
     Args:
-        chains: Of each chain, the worker that computes each part.
-        mirrors: Of each part, the other workers that hold it, ascending.
-        backups: Of each part, the workers that have it as it was; those first who have been for longer.
+        chains: For each model replica, the worker that computes each part.
+        mirrors: For each part, the hot standbys that hold it, ascending.
+        backups: For each part, its delta standbys; those that have served longest come first.
     """
 
     chains: tuple[tuple[int, ...], ...]
@@ -67,41 +68,41 @@ class Homes:
 
     @property
     def parts(self) -> int:
-        """How many parts there are."""
+        """Number of parts."""
         return len(self.mirrors)
 
     def holders(self, part: int) -> tuple[int, ...]:
-        """Return who holds ``part``, ascending."""
+        """Return the workers that hold ``part``, ascending."""
         return tuple(sorted({chain[part] for chain in self.chains} | set(self.mirrors[part])))
 
     def held_by(self, ranks: Collection[int]) -> tuple[int, ...]:
-        """Return the parts that one of ``ranks`` holds."""
+        """Return the parts that at least one of ``ranks`` holds."""
         return tuple(part for part in range(self.parts) if not set(ranks).isdisjoint(self.holders(part)))
 
     def computed_by(self, ranks: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """Return the places, (chain, part), in which one of ``ranks`` computes."""
+        """Return the positions, (chain, part), at which one of ``ranks`` computes."""
         return tuple(
             (c, part) for c, chain in enumerate(self.chains) for part in range(self.parts) if chain[part] in ranks
         )
 
     def lost(self, members: Collection[int]) -> tuple[int, ...]:
-        """Return the parts that nobody among ``members`` holds."""
+        """Return the parts that no worker of ``members`` holds."""
         return tuple(part for part in range(self.parts) if set(members).isdisjoint(self.holders(part)))
 
     def to_json(self) -> list[list[list[int]]]:
-        """Return the homes as plain JSON."""
+        """Return the placement as plain JSON."""
         return [[list(ranks) for ranks in rows] for rows in (self.chains, self.mirrors, self.backups)]
 
     @staticmethod
     def from_json(value: Sequence[Sequence[Sequence[int]]]) -> Homes:
-        """Return the homes that :meth:`to_json` made."""
+        """Return the placement that :meth:`to_json` encoded."""
         chains, mirrors, backups = (tuple(tuple(map(int, row)) for row in rows) for rows in value)
         return Homes(chains=chains, mirrors=mirrors, backups=backups)
 
 
 @dataclass(frozen=True, slots=True)
 class Gift:
-    """A part that one worker gives to another."""
+    """The transfer of a part from one worker to another."""
 
     part: int
     giver: int
@@ -110,7 +111,7 @@ class Gift:
 
 @dataclass(frozen=True, slots=True)
 class Restoration:
-    """A part that nobody holds any more, who restores it, and the others who are then to hold it."""
+    """A part without a surviving holder, the worker that restores it, and the other workers that will hold it."""
 
     part: int
     restorer: int
@@ -118,11 +119,11 @@ class Restoration:
 
 
 def first_homes(shape: Shape, members: Sequence[int]) -> Homes:
-    """Return the homes of a job that begins, or loads what was saved; a function of the members alone.
+    """Return the placement of a job that starts, or loads a checkpoint; a function of the members alone.
 
     Args:
-        shape: Of the job.
-        members: Ascending. With fewer than there are parts, each computes neighbouring ones.
+        shape: The shape of the job.
+        members: Ascending. If there are fewer members than parts, each computes neighbouring parts.
     """
     count, parts = shape.chains_of(len(members)), shape.parts
     if len(members) < parts:
@@ -133,26 +134,26 @@ def first_homes(shape: Shape, members: Sequence[int]) -> Homes:
 
 
 def new_homes(shape: Shape, homes: Homes, members: Sequence[int]) -> Homes:
-    """Return who is to hold what now that the living are ``members``, so that little has to be given.
+    """Return the placement for the surviving ``members`` that moves little data.
 
-    Who is dead is replaced, in this order, by who has the part and computes nothing, by who computes nothing, by who
-    has the part, by who computes the fewest. Who computes several parts gives some to those who compute nothing. Where
-    workers are too few for another chain, the chain that lost most is given up: those who are left of it take the places
-    in the others. Where there are enough again, one is added.
+    A failed worker is replaced, in this order of preference, by an idle holder of the part, by an idle worker, by a
+    busy holder of the part, by the worker that computes the fewest parts. A worker that computes several parts gives
+    some to idle workers. If the workers no longer suffice for all replicas, the replica that lost most workers is
+    dissolved, and its survivors fill the gaps in other replicas. When they suffice again, a replica is added.
 
     Args:
-        shape: Of the job.
-        homes: As they were.
-        members: The living, ascending; newcomers among them.
+        shape: The shape of the job.
+        homes: The previous placement.
+        members: The workers that are alive, ascending, including newcomers.
     """
     alive = set(members)
     kept = sorted(homes.chains, key=lambda chain: -sum(rank in alive for rank in chain))[
         : shape.chains_of(len(members))
     ]
     kept = [chain for chain in homes.chains if chain in kept]
-    nobody = (-1,) * shape.parts
+    vacant = (-1,) * shape.parts
     chains = [[rank if rank in alive else -1 for rank in chain] for chain in kept]
-    chains += [list(nobody) for _ in range(shape.chains_of(len(members)) - len(chains))]
+    chains += [list(vacant) for _ in range(shape.chains_of(len(members)) - len(chains))]
     holders = [tuple(rank for rank in homes.holders(part) if rank in alive) for part in range(shape.parts)]
     backups = [tuple(rank for rank in ranks if rank in alive) for ranks in homes.backups]
     for chain, part in _empty(chains):
@@ -162,12 +163,12 @@ def new_homes(shape: Shape, homes: Homes, members: Sequence[int]) -> Homes:
 
 
 def restorations(before: Homes, after: Homes, members: Collection[int]) -> tuple[Restoration, ...]:
-    """Return who restores the parts that nobody alive holds: their first backup, else the first who is to hold them.
+    """Return the worker that restores each part without a holder: its first delta standby, else its first new holder.
 
     Args:
-        before: Who holds what, the dead too.
-        after: Who is to hold what.
-        members: The living, ascending.
+        before: The previous placement, including failed workers.
+        after: The new placement.
+        members: The workers that are alive, ascending.
     """
     found = []
     for part in before.lost(members):
@@ -177,12 +178,12 @@ def restorations(before: Homes, after: Homes, members: Collection[int]) -> tuple
 
 
 def gifts(before: Homes, after: Homes, members: Collection[int]) -> tuple[Gift, ...]:
-    """Return what must be given so that ``after`` is true, and by whom; parts that nobody alive holds are not in it.
+    """Return the transfers that lead to ``after``, without parts that no survivor holds.
 
     Args:
-        before: Who holds what, the dead too.
-        after: Who is to hold what.
-        members: The living.
+        before: The previous placement, including failed workers.
+        after: The new placement.
+        members: The workers that are alive.
     """
     found = []
     for part in range(before.parts):
@@ -200,16 +201,16 @@ def _empty(chains: list[list[int]]) -> Iterator[tuple[list[int], int]]:
 
 
 def _who_takes(chains: list[list[int]], members: Sequence[int], having: Collection[int]) -> int:
-    """Return who is to compute, in an empty place, the part that those of ``having`` have.
+    """Return the worker that will compute, at a vacant position, the part that the workers of ``having`` have.
 
-    With several chains there is a worker for every place, so nobody becomes a twin of itself.
+    With several replicas there is a worker for every position, so no worker takes the same part twice.
     """
     load = {rank: sum(chain.count(rank) for chain in chains) for rank in members}
     return min(members, key=lambda rank: (load[rank] > 0, rank not in having, load[rank], rank))
 
 
 def _relieve(chains: list[list[int]], members: Sequence[int], holders: Sequence[Collection[int]]) -> None:
-    """Let who computes nothing take over from who computes several parts."""
+    """Move parts from workers that compute several to idle workers."""
     places = [rank for chain in chains for rank in chain]
     idle = [rank for rank in members if rank not in places]
     for chain in chains:
@@ -224,9 +225,9 @@ def _relieve(chains: list[list[int]], members: Sequence[int], holders: Sequence[
 def _with_copies(
     shape: Shape, members: Sequence[int], chains: list[list[int]], having: Sequence[Sequence[int]]
 ) -> Homes:
-    """Return the homes with these chains, and with mirrors or backups up to the number of copies.
+    """Return the placement with these replicas, and with hot or delta standbys up to the number of copies.
 
-    Who has a copy keeps it first; those of ``having`` stay in the order in which they stand there.
+    A worker that has a copy keeps it first; the workers of ``having`` keep their order.
     """
     copies: list[tuple[int, ...]] = []
     held = {rank: sum(chain.count(rank) for chain in chains) for rank in members}
@@ -242,6 +243,6 @@ def _with_copies(
             held[rank] += 1
         kept = [rank for rank in having[part] if rank in chosen]
         copies.append((*kept, *(rank for rank in chosen if rank not in kept)))
-    nobody: tuple[tuple[int, ...], ...] = ((),) * shape.parts
-    mirrors = nobody if shape.lazy else tuple(tuple(sorted(ranks)) for ranks in copies)
-    return Homes(chains=tuple(map(tuple, chains)), mirrors=mirrors, backups=tuple(copies) if shape.lazy else nobody)
+    none: tuple[tuple[int, ...], ...] = ((),) * shape.parts
+    mirrors = none if shape.lazy else tuple(tuple(sorted(ranks)) for ranks in copies)
+    return Homes(chains=tuple(map(tuple, chains)), mirrors=mirrors, backups=tuple(copies) if shape.lazy else none)

@@ -1,34 +1,34 @@
 """One worker's side of the commit and recovery protocol, as a state machine.
 
-A step with B buckets is B sums and a closing sum, one at a time; the optimizer runs only after the closing
-sum. Because sums are symmetric and blocking, survivors are at most one sum apart, so whoever is behind a
-closed step already holds all of it, and no state is ever sent between survivors.
+A step with B buckets is B all-reduces and a commit vote, one at a time; the optimizer runs only after the commit vote.
+These collectives are symmetric and blocking, so survivors are at most one apart. A survivor that missed the commit vote
+of a step therefore already holds all of its buckets, and no state is ever sent between survivors.
 
-Where the model is split, a step has no buckets of the world: its parts are summed, and stages hand over, while it is
-computed, among whom it concerns. Only the closing sum is everybody's, and nobody enters it who lacks anything of the
-step for a part that it holds. So whoever is behind a closed step still holds all of it. It may fail while it is computed, and
-then nobody can go on with it, whatever the strategy: what the dead would have computed is missing.
+In a split model a step has no buckets that all workers reduce: parts are all-reduced, and stages hand over activations,
+among the workers concerned while the step is computed. Only the commit vote involves every worker, and none enters it
+before it has everything of the step for its parts. So a survivor that missed the vote still holds the whole step. A
+step can also fail while it is computed; then no strategy can continue it, as the failed worker's results are lost.
 
-When a sum fails, the survivors regroup (R1 to R4, :mod:`holdfast.recovery.regroup`). Then the strategy decides (R5), and its
-orders are carried out.
+When a collective fails, the survivors regroup (R1 to R4, :mod:`holdfast.recovery.regroup`). Then the strategy decides
+(R5), and its actions are carried out.
 
-When somebody waits to join, or wants to leave, all hear it in a closing sum and meet before the next step: agree(0),
-because a peer that missed the closing sum does the same, and on with R2. Its shrink leaves out who leaves, and admits
-newcomers if all who are in it have heard of them. Those that are no newcomers are then all between the same two steps, and
-there is nothing to decide: they give their state to the newcomers, agree(1), and only then the newcomers count.
+When a worker waits to join or wants to leave, the commit vote says so, and all regroup before the next step: agree(0),
+because a peer that missed the vote does the same, and then R2. Its shrink excludes leaving workers, and admits
+newcomers if all members know of them. All other workers are then between the same two steps, so there is nothing to
+decide: they send their state to the newcomers, agree(1), and only then the newcomers are members.
 
-Changes to the running job are heard in a closing sum too. All take them, agree(1), and only then they count: they may
-change the strategy, and all must decide by the same one.
+Changes to the running job are announced in a commit vote too. All workers fetch them, agree(1), and only then they take
+effect: they may change the strategy, and all workers must decide by the same one.
 
-A closing sum may say that somebody's state is corrupt. Whoever hears it does not close the step, and meets the others as if
-members changed: agree(0), and on with R2. With the progress it says so to those who missed the closing sum; then all load.
-Where only a message was altered on its way, nobody's state is wrong: then all take the step back, and do it again.
+A commit vote may report that a worker's state is corrupt. A worker that receives this does not commit the step, and
+regroups as for a membership change: agree(0), then R2. Its shared progress informs those that missed the vote; then all
+load. If only a message was corrupted in transit, no state is wrong: then all workers roll the step back and retry it.
 
-Where the model is split, its parts then get new homes: they are given, agree(1), and only then the new homes count.
-Under ``partial`` a part that nobody holds any more is restored there too, by one who gives it to the others.
+A split model then gets a new placement: parts are sent, agree(1), and only then the placement takes effect. Under
+``partial`` a part without a surviving holder is restored at that point too, by one of its new holders.
 
-And at the end the gate: agree(1), publish, agree(1), leave. Nobody may leave on anything weaker, because a
-survivor that must recover would wait for those who left.
+At the end comes the gate: agree(1), publish, agree(1), leave. A worker may not leave on anything weaker, because a
+survivor that must recover would wait for the workers that left.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ from holdfast.recovery.strategy import Strategy
 
 
 class State(enum.Enum):
-    """What the worker is waiting for, unless it is regrouping, and then waits at a :class:`~holdfast.recovery.regroup.Line`."""
+    """The state in which the worker waits; while it regroups, a :class:`~holdfast.recovery.regroup.Line`."""
 
     NEW = enum.auto()
     COMPUTE = enum.auto()
@@ -104,11 +104,11 @@ class State(enum.Enum):
 
 
 class Protocol:
-    """Turns what happened into what to do next; at any moment one order that needs an answer is open.
+    """Turns events into actions. At any moment one action is pending that must be answered by an event.
 
     Args:
         strategy: Decides in R5.
-        num_buckets: Buckets of a step that all workers sum, ``>= 0``.
+        num_buckets: Buckets of a step that all workers reduce, ``>= 0``.
         split: Workers hold different parts of the model.
     """
 
@@ -126,9 +126,7 @@ class Protocol:
 
     def __init__(self, strategy: Strategy, num_buckets: int, *, split: bool = False) -> None:
         if num_buckets < 0 or (num_buckets == 0 and not split):
-            raise InternalError(
-                f"a step must have at least 1 bucket, or none where the model is split, got {num_buckets}"
-            )
+            raise InternalError(f"num_buckets must be at least 1, or 0 for a model that is split, got {num_buckets}")
         self._strategy = strategy
         self._split = split
         self._num_buckets = num_buckets
@@ -140,26 +138,26 @@ class Protocol:
         self._orders: tuple[Action, ...] = ()
 
     def set_strategy(self, strategy: Strategy) -> None:
-        """Let another strategy decide from now on; all do so in :class:`MakeChanges`, a newcomer in :class:`Install`."""
+        """Switch to another strategy; all workers do so in :class:`MakeChanges`, a newcomer in :class:`Install`."""
         self._strategy = strategy
 
     @property
     def state(self) -> State | Line:
-        """What the worker is waiting for; a line of the sequence while it regroups."""
+        """The state in which the worker waits; a line of the sequence while it regroups."""
         return self._state
 
     @property
     def step(self) -> int:
-        """The step in progress, -1 while a checkpoint is being loaded."""
+        """The step in progress, -1 while a checkpoint is loaded."""
         return self._completed // self._sums
 
     @property
     def progress(self) -> Progress:
-        """How far this worker is."""
+        """The progress of this worker."""
         return Progress(self._completed, self._computed)
 
     def key(self) -> tuple[object, ...]:
-        """Return everything that decides what this worker will do: equal keys, equal futures."""
+        """Return everything that determines this worker's future actions: equal keys, equal futures."""
         known = None if self._known is None else tuple(sorted((r, p) for r, p in self._known.progress.items()))
         return (self._state, self._completed, self._computed, self._stopping, known, self._orders, self._strategy)
 
@@ -168,11 +166,11 @@ class Protocol:
         return self._num_buckets + 1
 
     def handle(self, event: Event) -> list[Action]:
-        """Take one event and say what to do now. Only the last order of the list needs an answer.
+        """Take one event and return the actions that follow. Only the last of them needs an answer.
 
         Raises:
             InternalError: if the event cannot happen in this state.
-            JobError: if only newcomers are left: nobody has the state of training.
+            JobError: if only newcomers are alive: no worker holds the training state.
         """
         if isinstance(event, PeerLost):
             return self._recover()
@@ -184,13 +182,13 @@ class Protocol:
                 self._completed = JOINING
                 return self._regroup(Line.FENCE)
             case State.COMPUTE, MembersChange():
-                return self._regroup(Line.HEARD)  # a peer may be recovering, and meets us there
+                return self._regroup(Line.HEARD)  # a recovering peer reaches the same agreement
             case State.COMPUTE, ChangesWait():
-                # A strategy is among them: it must not be another at those who missed them than at the others.
+                # Changes can include the strategy, which must be the same at workers that missed the requests.
                 self._state, self._orders = State.ACT, (TakeChanges(), Agree(flag=True), MakeChanges())
                 return self._next_order()
             case State.COMPUTE, Computed():
-                self._computed = not self._split  # where it is, nobody can go on without what the dead computed
+                self._computed = not self._split  # if split, a failed worker's results are needed to continue
                 return self._sum_next()
             case State.COMPUTE, RanOut():
                 return self._enter(State.GATE, Agree(flag=True))
@@ -199,14 +197,14 @@ class Protocol:
             case State.CLOSE, StepClosed():
                 return [*self._publish_where_closed(), *self._enter(State.APPLY, ApplyStep(self.step))]
             case State.CLOSE, CorruptionSeen():
-                return self._regroup(Line.HEARD)  # as where members change: who missed it meets us there
+                return self._regroup(Line.HEARD)  # as for a membership change: a peer that missed the vote joins here
             case State.APPLY, StepApplied():
                 self._finish_step()
                 return self._compute()
             case Line() as line, _:
                 return self._after_line(line, event)
             case ((State.TAKEN | State.GATE | State.LAST_GATE), Agreed(value=False)):
-                return self._regroup(Line.SHRINK)  # the agreement told everybody: no need to revoke
+                return self._regroup(Line.SHRINK)  # every survivor knows from the agreement: no need to revoke
             case State.TAKEN, Agreed():
                 self._state = State.ACT
                 return self._next_order()
@@ -242,15 +240,15 @@ class Protocol:
         return [*self._publish_before(), *self._sum_next()]
 
     def _publish_before(self) -> list[Action]:
-        """Return the order to publish the step before, once the first sum of this one is known.
+        """Return the action that publishes the previous step, once the first collective of this step has completed.
 
-        Everybody entered that sum, so everybody has applied the step before: it cannot be taken back.
+        Every worker entered that collective after applying the previous step, so that step cannot be rolled back.
         """
         step, position = divmod(self._completed, self._sums)
         return [Publish(step - 1)] if position == 1 else []
 
     def _publish_where_closed(self) -> list[Action]:
-        """Return the order to publish the step before, if the closing sum is the first sum of a step."""
+        """Return the action that publishes the previous step, if the commit vote is a step's first collective."""
         return [Publish(self.step - 1)] if self._num_buckets == 0 else []
 
     def _finish_step(self) -> None:
@@ -261,13 +259,15 @@ class Protocol:
 
     def _recover(self) -> list[Action]:
         waits = self._state in (State.SUM, State.CLOSE, Line.SHARE, State.ACT)
-        if not waits and not (self._split and self._state is State.COMPUTE):  # there, stages wait for each other
-            raise InternalError(f"no sum can fail in state {self._state.name}")
+        if not waits and not (
+            self._split and self._state is State.COMPUTE
+        ):  # in a split model, stages wait for each other
+            raise InternalError(f"no collective can fail in state {self._state.name}")
         self._known, self._orders = None, ()
         return self._regroup(Line.REVOKE)
 
     def _regroup(self, line: Line) -> list[Action]:
-        """Go on with the sequence at ``line``."""
+        """Continue the sequence at ``line``."""
         self._state = line
         return [order_of(line, self.progress)]
 
@@ -296,7 +296,7 @@ class Protocol:
         return self._next_order()
 
     def _welcome(self, newcomers: tuple[int, ...]) -> tuple[Action, ...]:
-        """Return the orders that make the newcomers as good as the others; with too few of both, all stop then."""
+        """Return the actions that make the newcomers full members; with too few workers in total, all stop then."""
         assert self._known is not None
         step = self._common_step(newcomers)
         together = Progress(step * self._sums, computed=False, flags=Note.CALM | Note.LOST.when(self._is_lost()))
@@ -308,9 +308,9 @@ class Protocol:
         return any(p.flags & Note.LOST for p in self._known.progress.values())
 
     def _with_new_homes(self, orders: tuple[Action, ...]) -> tuple[Action, ...]:
-        """Return the orders with those that give each part of the model a home.
+        """Return the actions, extended by those that place each part of the model.
 
-        Loading does so by itself, and who stops needs none, if all that is to be saved is there.
+        Loading includes a placement. Stopping needs none if every part that must be saved has a holder.
         """
         lost = self._is_lost()
         stops = tuple(order for order in orders if isinstance(order, SaveAndStop))
@@ -320,19 +320,19 @@ class Protocol:
         return *others, Rehome(restores=lost), Agree(flag=True), Settle(), *stops
 
     def _common_step(self, newcomers: Collection[int]) -> int:
-        """Return the step before which all are that are no newcomers.
+        """Return the step before which all workers stand that are not newcomers.
 
-        They admitted the newcomers only because all had closed the step before, and began no other since.
+        They admitted the newcomers only because all had committed the previous step, and have begun no step since.
         """
         assert self._known is not None
         others = {p.completed for r, p in self._known.progress.items() if r not in newcomers}
         if not others:
             raise JobError(
-                f"only newcomers are left, {list(newcomers)}: nobody has the state of training, but as it was saved"
+                f"only newcomers are alive, {list(newcomers)}: no worker holds the training state, so it must be loaded from a checkpoint"
             )
         if len(others) != 1 or min(others) < 0 or min(others) % self._sums:
             raise InternalError(
-                f"newcomers {list(newcomers)} were admitted by workers that were not all between the same steps: {self._known}"
+                f"newcomers {list(newcomers)} were admitted by workers that were not all between the same two steps: {self._known}"
             )
         return min(others) // self._sums
 
@@ -347,8 +347,8 @@ class Protocol:
                     self._completed, self._computed = step * self._sums, False
                     return [order]
                 case LoadCheckpoint() | Reinitialise():
-                    # Said before the first message of loading: from here on everybody loads, whoever dies,
-                    # though some may have loaded by then, and be many sums behind the others.
+                    # Set before the first message of loading: from here on all workers load, whichever of them die,
+                    # though some may have loaded by then and be many collectives apart from other workers.
                     self._completed, self._computed = LOADING, False
                     return [order]
                 case SaveAndStop():
@@ -364,7 +364,7 @@ class Protocol:
                 case ContinueStep():
                     return self._sum_next()
                 case _:
-                    raise InternalError(f"a strategy may not order {order}")
+                    raise InternalError(f"a strategy may not order the action {order}")
         return self._enter(State.GATE, Agree(flag=True)) if self._stopping else self._compute()
 
     def _after_act(self, event: Event) -> list[Action]:
@@ -379,5 +379,5 @@ class Protocol:
             case ActDone():
                 pass
             case _:
-                raise InternalError(f"{event} does not answer an order of the strategy")
+                raise InternalError(f"{event} does not answer an action of the strategy")
         return self._next_order()

@@ -1,11 +1,11 @@
-"""Strategies by name: those that come with Holdfast, and those of other packages.
+"""Registry of strategies: the built-in ones, and those that other packages provide.
 
-Another package offers a strategy by an entry point::
+Another package provides a strategy through an entry point::
 
     [project.entry-points."holdfast.strategies"]
     mine = "my_package.mine:Mine"
 
-Mine is a subclass of :class:`~holdfast.recovery.strategy.Strategy` that is made with ``min_workers=``.
+``Mine`` is a subclass of :class:`~holdfast.recovery.strategy.Strategy` whose constructor takes ``min_workers=``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BUILT_IN = {
     "reinit": "holdfast.recovery.reinit:Reinit",
     "partial": "holdfast.recovery.partial:Partial",
 }
-"""Name: module and class. The first one is the default."""
+"""Name: module and class. The first entry is the default."""
 _STRATEGIES = Registered("strategy", "holdfast.strategies", BUILT_IN)
 
 strategy_names = _STRATEGIES.names
@@ -34,16 +34,16 @@ strategy_names = _STRATEGIES.names
 
 @functools.cache
 def strategy_class(name: str) -> type[Strategy]:
-    """Return the strategy called ``name``, to read its traits or to make it.
+    """Return the class of the strategy called ``name``, to read its traits or to instantiate it.
 
     Raises:
-        ConfigError: if there is no such strategy, or what another package offers under this name is none.
+        ConfigError: if there is no such strategy, or another package provides something else under this name.
     """
     from holdfast.recovery.strategy import Strategy
 
     kind: type[Strategy] = _STRATEGIES.load(name, Strategy)
     if not isinstance(getattr(kind, "exact", None), bool):
-        raise ConfigError(f"the strategy {name!r}, {kind!r}, must say whether it is exact")
+        raise ConfigError(f"strategy {name!r} ({kind!r}) must set its class attribute exact to True or False")
     return kind
 
 
@@ -52,7 +52,7 @@ def make_strategy(name: str, *, min_workers: int = 1) -> Strategy:
 
     Args:
         name: One of :func:`strategy_names`.
-        min_workers: With fewer survivors it orders to save and stop, ``>= 1``.
+        min_workers: With fewer survivors the strategy saves and stops, ``>= 1``.
 
     Raises:
         ConfigError: if there is no such strategy.

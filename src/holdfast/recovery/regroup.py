@@ -2,17 +2,17 @@
 
 ::
 
-    R1  revoke            every peer that waits in a collective wakes up
-        agree(0)          returns when every survivor has heard; also answers the peers that wait in an agreement
+    R1  revoke            every peer blocked in a collective wakes up
+        agree(0)          returns when every survivor was notified; also answers peers that wait in an agreement
     R2  shrink            a new communicator, of the survivors
         agree(1)          the fence: no worker revokes before every worker has left the shrink
-    R3  share progress    how far every survivor is
-    R4  agree(1)          from here all know the same, and all know that all know
+    R3  share progress    the progress of every survivor
+    R4  agree(1)          from here on all have the same knowledge, and all know that all have it
 
-What R3 shares depends on the driver: a training session shares sums (:mod:`holdfast.recovery.protocol`), the
-``torch.distributed`` backend shares collectives. The sequence is the same, and the explorer checks it for both.
+R3 shares progress as the driver measures it: a training session counts all-reduces (:mod:`holdfast.recovery.protocol`),
+the ``torch.distributed`` backend counts collectives. The model checker verifies the sequence for both.
 
-It is a table of lines and not a generator because the explorer copies and compares workers, which it can do with a line only.
+It is a table of lines, not a generator, because the model checker must be able to copy and compare workers.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from holdfast.recovery.messages import Action, Agree, Progress, Revoke, SharePro
 
 
 class Line(enum.IntEnum):
-    """One line of the sequence, in order. A worker enters at the first line that not every peer is known to be past.
+    """One line of the sequence, in order. A worker enters at the first line that some peer may not have passed yet.
 
-    A failed collective enters at ``REVOKE``. A meeting that all peers know of enters at ``HEARD``: a peer that missed it is
-    recovering, and comes to the same agreement. An agreement that said no has told every survivor, so it enters at
-    ``SHRINK``. A newcomer's first line is ``FENCE``.
+    A failed collective enters at ``REVOKE``. A planned regrouping enters at ``HEARD``: a peer that missed it is
+    recovering and reaches the same agreement. After an agreement that returned False every survivor knows, so it enters
+    at ``SHRINK``. A newcomer's first line is ``FENCE``.
     """
 
     REVOKE = enum.auto()
@@ -39,7 +39,7 @@ class Line(enum.IntEnum):
 
 
 def order_of(line: Line, progress: Progress) -> Action:
-    """Return what a worker that is as far as ``progress`` does at ``line``."""
+    """Return the action of a worker with this progress at ``line``."""
     match line:
         case Line.REVOKE:
             return Revoke()
@@ -54,17 +54,17 @@ def order_of(line: Line, progress: Progress) -> Action:
 
 
 def line_after(line: Line, *, succeeded: bool) -> Line | None:
-    """Return the line that follows, None after the last one: the survivors have regrouped.
+    """Return the line that follows; None after the last one, when the survivors have regrouped.
 
     Args:
-        line: The one that was carried out.
-        succeeded: The agreement said yes, or the sharing of progress completed. The other lines cannot fail.
+        line: The line that was carried out.
+        succeeded: The agreement returned True, or sharing progress completed. The other lines cannot fail.
     """
     match line:
         case Line.SHARE if not succeeded:
-            return Line.REVOKE  # only this worker knows: the others may still wait for it
+            return Line.REVOKE  # only this worker knows: its peers may still wait for it
         case Line.FENCE | Line.CONFIRM if not succeeded:
-            return Line.SHRINK  # the agreement has told every survivor: a revoke would meet their shrink
+            return Line.SHRINK  # every survivor knows from the agreement: a revoke would collide with their shrink
         case Line.CONFIRM:
             return None
         case _:

@@ -1,7 +1,7 @@
-"""Survivors keep their processes and build the application again, from what a snapshot or a checkpoint holds.
+"""Survivors keep their processes and rebuild the application, from a snapshot or a checkpoint.
 
 Source: Amatya et al., "What does fault tolerant deep learning need from MPI?", EuroMPI 2017, and the Reinit proposal for MPI
-that it compares with.
+that the paper compares with.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from holdfast.recovery.strategy import Strategy, View
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reinit(Strategy):
-    """Loses the time to build the application again, and what the place that it goes on from does not hold.
+    """Loses the time to rebuild the application, and the training that the snapshot or checkpoint lacks.
 
     Args:
-        min_workers: With fewer survivors: save and stop, in the application that is there.
+        min_workers: With fewer survivors: save and stop, in the existing application.
     """
 
     exact: ClassVar[bool] = True
@@ -29,12 +29,12 @@ class Reinit(Strategy):
     min_workers: int = 1
 
     def handle(self, event: Event) -> list[Action]:
-        """Finish a step that somebody closed, so that all are before the same one; then build again, and load."""
+        """Finish a step that some survivor committed, so that all are before the same step; then rebuild and load."""
         match event:
             case ProgressKnown():
                 view = View.of(event)
-                # Who loads has a new application already, or has not begun with the first one. A snapshot of a state
-                # that is corrupt would be worth nothing. A step that is only to be done again needs no new application.
+                # A worker that is loading has a new application already, or has not begun. A snapshot of a corrupt
+                # state would be useless. A step that is only to be retried needs no new application.
                 if view.loading or view.corrupt or view.altered or view.calm or view.alive < self.min_workers:
                     return take_back(view, self.min_workers)
                 closed_by_some = view.behind and view.next_sum == 0

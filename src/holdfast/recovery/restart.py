@@ -1,4 +1,4 @@
-"""The classic baseline: everybody loads the newest intact checkpoint and redoes the steps since."""
+"""The classic baseline: all workers load the newest intact checkpoint and recompute the steps since."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from holdfast.recovery.strategy import Strategy, View
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart(Strategy):
-    """Loses the steps since the newest checkpoint. The processes of the survivors go on.
+    """Loses the steps since the newest checkpoint. The processes of the survivors keep running.
 
     Args:
-        min_workers: With fewer survivors: save and stop. What is saved is the step in progress, not the checkpoint.
+        min_workers: With fewer survivors: save and stop. This saves the step in progress, not the checkpoint.
     """
 
     exact: ClassVar[bool] = True
@@ -24,7 +24,7 @@ class Restart(Strategy):
     min_workers: int = 1
 
     def handle(self, event: Event) -> list[Action]:
-        """Finish a step that somebody closed, because it may be published; then load, unless the step is only to be done again."""
+        """Finish a step that some survivor committed, as it may be published; then load, unless a retry is enough."""
         match event:
             case ProgressKnown():
                 view = View.of(event)

@@ -1,4 +1,4 @@
-"""Immediate mini-batch rollback: take the step back everywhere, do the same mini-batch again.
+"""Immediate mini-batch rollback: discard the step at all workers and compute the same mini-batch again.
 
 Source: Nicolae et al., "Towards low-overhead resilience for data parallel deep learning", CCGrid 2022.
 """
@@ -14,7 +14,7 @@ from holdfast.recovery.strategy import Strategy, View
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollback(Strategy):
-    """Loses at most the work of one step; no sample is lost or repeated, and every bit stays the same.
+    """Loses at most the work of one step; no sample is lost or repeated, and the weights stay bit-identical.
 
     Args:
         min_workers: With fewer survivors: save and stop.
@@ -25,7 +25,7 @@ class Rollback(Strategy):
     min_workers: int = 1
 
     def handle(self, event: Event) -> list[Action]:
-        """Take the step in progress back, after those behind have applied a step that somebody closed."""
+        """Roll back the step in progress, after survivors that are behind have applied a committed step."""
         match event:
             case ProgressKnown():
                 return take_back(View.of(event), self.min_workers)
@@ -34,9 +34,9 @@ class Rollback(Strategy):
 
 
 def take_back(view: View, min_workers: int) -> list[Action]:
-    """Return to the beginning of the step in progress, if it was begun; stop there with fewer than ``min_workers``.
+    """Return to the start of the step in progress, if it was begun; stop there with fewer than ``min_workers``.
 
-    Where a part of the model is lost, or somebody's state is corrupt, there is no way back but to what was saved.
+    If a part of the model is lost, or a worker's state is corrupt, the only way back is a saved state.
     """
     orders: list[Action] = []
     if view.loading or view.lost or view.corrupt:

@@ -1,4 +1,4 @@
-"""What a strategy is, and the view of everybody's progress that it decides on."""
+"""The base class of strategies, and the view of all survivors' progress that they decide on."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from holdfast.errors import ConfigError, InternalError
 from holdfast.recovery.messages import LOADING, Action, Event, Note, ProgressKnown
 
 REPLICATED, PIPELINE, SHARDED = MODELS = ("replicated", "pipeline", "sharded")
-"""Kinds of models, by how their parameters lie on the workers."""
+"""Kinds of models, by how their parameters are distributed over the workers."""
 
 
 class Strategy(ABC):
-    """Answers "everybody's progress is known" with orders for everybody.
+    """Decides the actions of all workers once the progress of all survivors is known.
 
-    Pure: the same event gives the same orders at every worker, so no message is needed to agree on them.
-    The orders are carried out one after another and must be safe to do twice, because a further death may
-    interrupt them. After the last order training goes on, with the step that then is in progress.
+    Pure: the same event gives the same actions at every worker, so no message is needed to agree on them. The actions
+    are carried out one after another and must be safe to run twice, because a further failure may interrupt them. After
+    the last action training resumes, at the step that is then in progress.
 
-    What else is to be known about a strategy it declares in the traits below. No other code compares names of strategies.
-    :mod:`holdfast.recovery.registry` says how a strategy gets a name.
+    Everything else about a strategy is declared in the traits below. No other code compares names of strategies.
+    :mod:`holdfast.recovery.registry` explains how a strategy gets a name.
     """
 
     __slots__ = ()
 
     exact: ClassVar[bool]
-    """After any failures the weights are those of the undisturbed run, bit for bit."""
+    """After any failures the weights are bit-identical to those of the undisturbed run."""
     needs_checkpoint: ClassVar[bool] = False
-    """It may load a checkpoint after any failure, not only where a part of the model is lost."""
+    """It may load a checkpoint after any failure, not only if a part of the model is lost."""
     rebuilds: ClassVar[bool] = False
-    """The survivors build the application again, so the script has to end with :func:`holdfast.reinit`."""
+    """The survivors rebuild the application, so the script must end with :func:`holdfast.reinit`."""
     restores_parts: ClassVar[bool] = False
-    """A lost part of the model is restored from a copy that is some steps old, and the other parts stay."""
+    """A lost part of the model is restored from a standby some steps old, and the other parts are kept."""
     can_change_live: ClassVar[bool] = True
-    """A running job can be changed to it."""
+    """A running job can switch to it."""
     refused: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Kinds of models, of :data:`MODELS`, that it cannot train, and why."""
+    """Kinds of models, of :data:`MODELS`, that it cannot train, each with the reason."""
 
     @abstractmethod
     def handle(self, event: Event) -> list[Action]:
-        """Take one event and say what to do about it."""
+        """Take one event and return the actions that answer it."""
 
     @classmethod
     def check(cls, model: str) -> None:
-        """Make sure that the strategy can train a kind of model, one of :data:`MODELS`.
+        """Check that the strategy can train a kind of model, one of :data:`MODELS`.
 
         Raises:
-            ConfigError: if it cannot; the message says why.
+            ConfigError: if it cannot; the message gives the reason.
         """
         if model in cls.refused:
             raise ConfigError(cls.refused[model])
@@ -58,21 +58,21 @@ class Strategy(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """Everybody's progress, seen as a whole.
+    """The progress of all survivors, summarised.
 
     Args:
-        top: The most sums that anybody alive has completed.
-        behind: Somebody alive has completed one sum less.
-        step: The step that is in progress once those behind have caught up.
-        next_sum: Position in the step of the first sum that nobody has completed; 0 is "between two steps":
-            somebody closed the step before, or nobody began this one.
-        source: The lowest rank that has completed ``top`` sums.
-        all_computed: Everybody alive has the gradients of the step in progress.
-        loading: Somebody alive is loading a checkpoint, so everybody is.
-        calm: All are between the same two steps, because members change; nobody has seen a failure.
-        lost: Nobody alive holds some part of the model.
-        corrupt: Somebody's state was found to be corrupt.
-        altered: A message of the step in progress was altered, so that its sums are of no use.
+        top: The largest number of collectives that any survivor has completed.
+        behind: Some survivor has completed one collective less.
+        step: The step in progress once the survivors that are behind have caught up.
+        next_sum: Position in the step of the first collective that no survivor has completed; 0 is "between two
+            steps": some survivor committed the previous step, or none has begun this one.
+        source: The lowest rank that has completed ``top`` collectives.
+        all_computed: Every survivor has its gradients of the step in progress.
+        loading: Some survivor is loading a checkpoint, so all must.
+        calm: All are between the same two steps because the membership changes; no worker has detected a failure.
+        lost: Some part of the model has no surviving holder.
+        corrupt: Some worker's state was found to be corrupt.
+        altered: A message of the step in progress was corrupted, so that its reduced buckets are unusable.
         alive: Number of survivors.
     """
 
@@ -91,16 +91,16 @@ class View:
 
     @classmethod
     def of(cls, event: ProgressKnown) -> Self:
-        """Look at the progress of all.
+        """Summarise the progress of all survivors.
 
         Raises:
-            InternalError: if two survivors are more than one sum apart, which blocking symmetric sums exclude.
+            InternalError: if two survivors are more than one collective apart, which blocking collectives exclude.
         """
         completed = {rank: p.completed for rank, p in event.progress.items()}
         top, low = max(completed.values()), min(completed.values())
         loading = low == LOADING
         if not loading and top - low > 1:
-            raise InternalError(f"survivors are {top - low} sums apart, which cannot be: {completed}")
+            raise InternalError(f"survivors are {top - low} collectives apart, which cannot happen: {completed}")
         step, next_sum = divmod(top, event.num_buckets + 1)
         return cls(
             top=top,

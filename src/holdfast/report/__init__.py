@@ -1,8 +1,8 @@
-"""Records in; one JSON report, one HTML page, one table out.
+"""Reports: from the records of a run to a JSON report, an HTML page and a table on the terminal.
 
 ``write_report`` turns the records of a run into ``report.json`` and ``events.jsonl``;
 ``write_page`` turns those into ``index.html``. Importing this module imports neither
-matplotlib nor jinja2: every name is loaded when it is first used, and so are they.
+matplotlib nor jinja2: every name is imported on first use, and so are they.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run lost against the undisturbed one: its iteration cost, from the losses of the steps that both committed."""
+"""Iteration cost of a run against the undisturbed one, from the losses of the steps that both committed."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from holdfast.errors import ConfigError
 from holdfast.report.iteration_cost import iteration_cost, levels
 
 WINDOWS = (8, 16, 32, 64)
-"""Steps that the mean of the loss is taken over; the first with which it falls by more than chance is used."""
+"""Window lengths for the mean loss, in steps; the first is used with which the loss falls by more than noise."""
 _ALIKE = ("seed", "slices", "steps_planned", "parameters")
 
 
 def read_losses(directory: Path, metric: str = "loss") -> tuple[dict[str, Any], list[float]]:
-    """Return the report of a run, and the loss of each step that it committed, in order; of steps done again the last.
+    """Return the report of a run, and the loss of each committed step, in order; of a recomputed step the last.
 
     Args:
-        directory: What ``holdfast run --report`` was given.
-        metric: What the loss is called in the log.
+        directory: The folder given to ``holdfast run --report``.
+        metric: The name under which the loss was logged.
 
     Raises:
-        ConfigError: if it is no such folder, or the script logged no such figure.
+        ConfigError: if the folder holds no report, or the script did not log this metric.
     """
     try:
         report = json.loads((directory / "report.json").read_text())
@@ -45,17 +45,17 @@ def read_losses(directory: Path, metric: str = "loss") -> tuple[dict[str, Any], 
 def cost_against(
     directory: Path, undisturbed: Path, metric: str = "loss", windows: Sequence[int] = WINDOWS
 ) -> dict[str, Any]:
-    """Return how many steps more a run took than the undisturbed one to come to the same losses.
+    """Return how many more steps a run took than the undisturbed one to reach the same losses.
 
     Args:
         directory: The report of the run.
-        undisturbed: That of the run with the same seed, to which nothing happened.
-        metric: What the loss is called in the log.
-        windows: Steps that its mean may be taken over.
+        undisturbed: The report of the run with the same seed and without failures.
+        metric: The name under which the loss was logged.
+        windows: Permitted lengths of the window for the mean loss, in steps.
 
     Returns:
-        ``iterations``, the mean over levels of the loss that the undisturbed run comes to after the step of the first
-        failure (those before it cost nothing), null if the loss falls nowhere there by more than chance; ``levels``;
+        ``iterations``, the mean over levels of the loss that the undisturbed run reaches after the step of the first
+        failure (earlier levels cost nothing), null if the loss does not fall there by more than noise; ``levels``;
         ``censored``, how many of them the run never reached; ``window``, the steps that the loss was averaged over.
 
     Raises:

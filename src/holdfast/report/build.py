@@ -28,7 +28,7 @@ from holdfast.report.lives import Failure, Life
 from holdfast.report.platforms import workers_kinds
 
 SCHEMA = 1
-"""Version of ``report.json``: what stands in it keeps its name and meaning, more may be added."""
+"""Version of ``report.json``: existing keys keep their names and meanings, new keys may be added."""
 
 _HELD = ("rank", "computes", "mirrors", "backups", "computes_bytes", "mirrors_bytes", "copies_bytes")
 _EAGER = ("rank", "steps", "buckets", "undone", "copy_bytes", "copy_s", "update_s", "waited_s", "undo_s")
@@ -45,36 +45,36 @@ def build_report(
     job: Mapping[str, Any] | None = None,
     nodes: int = 1,
 ) -> dict[str, Any]:
-    """Return what ``report.json`` holds.
+    """Return the content of ``report.json``.
 
     ``failures`` has one entry per lost worker; workers lost in the same recovery share its times, its
-    redone steps and its lost samples (``recovery`` says which belong together). ``step_s`` is taken
+    redone steps and its lost samples (``recovery`` numbers the recovery). ``step_s`` is the time
     between the commits of consecutive steps, without the intervals that hold a failure, so it is the
     pace of undisturbed work. ``train_s`` runs from the first committed step to the last, failures
     included. A step that was committed again counts once, with its last metrics.
 
     ``api`` is ``"session"`` or ``"torch.distributed"``, null if training never began. The backend of the latter knows
-    neither the samples, the model nor a plan: what it does not know is null. A step is then one backward pass of
-    ``DistributedDataParallel``, over when the next one begins; nothing times the last.
+    neither the samples, the model nor a plan: unknown values are null. A step is then one backward pass of
+    ``DistributedDataParallel`` and ends when the next one begins, so the last step has no time.
 
-    ``workers.started`` counts those that were to share the work from the start, ``workers.spares`` those that waited
-    beside them; who came later is in ``joined``, who went as it was told to in ``left``, and neither is a failure.
-    ``reinitialised`` has one entry for each time that the survivors built the application again, with what the slowest took.
-    ``restored`` has one for each part of a split model that ``partial`` restored: of how many blocks, and how many steps old
-    these were; ``optimizer_stale_steps`` is null unless its optimizer's state was kept. ``flips`` has one for each injected
-    flip that struck: what was altered, and the first values one by one.
-    ``parts_held`` says what each worker had of a split model in its memory at the end, in bytes. ``eager`` says what it took each
-    worker to update buckets before their step was closed: seconds over all steps, and the memory of the undo copies.
+    ``workers.started`` counts the workers that computed from the start, ``workers.spares`` the spares that waited
+    beside them. Workers that joined later are in ``joined``, workers that left after SIGTERM in ``left``; neither is a
+    failure. ``reinitialised`` has one entry for each rebuild of the application by the survivors, with the times of the
+    slowest. ``restored`` has one for each part of a split model that ``partial`` restored, with its number of blocks
+    and their age in steps; ``optimizer_stale_steps`` is null unless its optimizer state was kept. ``flips`` has one for
+    each injected flip that struck, with its target and the first altered values. ``parts_held`` lists the parts of a
+    split model in each worker's memory at the end, in bytes. ``eager`` is the cost at each worker of updating buckets
+    before their step's commit vote: seconds over all steps, and the memory of the undo copies.
 
     Args:
-        records: Of all workers and of the launcher, in any order.
-        started: Ranks of the first world, without spares.
-        wall_s: From the start of the launcher to its end.
-        seed: Of the run.
-        faults_not_fired: Injected faults that never struck, as they were written.
+        records: Records of all workers and of the launcher, in any order.
+        started: Ranks of the initial job, without spares.
+        wall_s: Seconds from the start of the launcher to its end.
+        seed: Seed of the run.
+        faults_not_fired: Injected faults that never struck, in the syntax of ``--inject``.
         command: The command line that repeats the run.
-        job: What it was, so that it can be done again; see ``launch/provenance.py``.
-        nodes: How many launchers there were.
+        job: Provenance of the job, so that it can be repeated; see ``launch/provenance.py``.
+        nodes: Number of launchers.
     """
     history = History(records, started)
     finished, timed = _finished(history), history.timed
@@ -116,7 +116,7 @@ def build_report(
 
 
 def _happenings(history: History) -> dict[str, Any]:
-    """Return what happened to workers and to what they hold, each kind a list in the order of time; the guard's findings last."""
+    """Return events at workers and at their parts, each kind a list ordered by time; the guard's findings last."""
     return {
         "failures": [_failure(failure, history) for failure in history.failures],
         "joined": [_told(joining, "rank", "step", "t_s", "held_s") for joining in history.joined],
@@ -138,12 +138,12 @@ def _happenings(history: History) -> dict[str, Any]:
 
 
 def _finished(history: History) -> dict[int, Finished]:
-    """Return by rank who passed the gate, in the last life that anybody did."""
+    """Return by rank the workers that passed the gate, in the last life in which any worker did."""
     for life in reversed(history.lives):
         if records := life.of(Finished):
             last = {record.rank: record for record in sorted(records, key=lambda r: r.rank)}
             end = max(record.step for record in records)
-            # Who only passed the gate of an earlier training loop was lost, or left, since.
+            # A worker that passed only the gate of an earlier training loop has since failed or left.
             return {rank: r for rank, r in last.items() if history.is_distributed or r.step == end}
     return {}
 
@@ -184,7 +184,7 @@ def _failure(failure: Failure, history: History) -> dict[str, Any]:
 
 
 def _reinitialised(said: Sequence[Reinitialised]) -> dict[str, Any]:
-    """Return what the slowest took, part by part."""
+    """Return the times of the slowest worker, for each phase."""
     slowest = {name: max(getattr(one, name) for one in said) for name in ("snapshot_s", "rebuild_s", "load_s")}
     return {
         **_told(said[0], "step", "t_s"),
@@ -213,7 +213,7 @@ def _restored(record: PartRestored) -> dict[str, Any]:
 
 
 def _guard(history: History) -> dict[str, Any]:
-    """Return what the guard found, what became of it, and how many steps were done again for it."""
+    """Return the guard's findings, their outcomes, and the number of steps recomputed because of them."""
     return {
         "found": [_told(r, "step", "t_s", "what", "where", "ranks", "policy") for r in history.of(CorruptionFound)],
         "healed": [
@@ -239,7 +239,7 @@ def _samples(history: History, finished: Mapping[int, Finished]) -> dict[str, in
         "planned": starts[0].samples_planned if starts else None,
         "committed": sum(record.samples for record in history.steps.values()),
         "lost": len({(r.epoch, i) for r in history.of(SamplesLost) for i in r.ids}),
-        "repeated": None,  # only the ledger knows, and it speaks at the end
+        "repeated": None,  # known only from the ledger, which is written at the end
     }
 
 
@@ -247,7 +247,7 @@ def _lost(history: History) -> list[dict[str, Any]]:
     said = ((r.step, r.epoch, r.ids, r.buckets) for r in history.of(SamplesLost))
     return [
         {"step": step, "epoch": epoch, "ids": list(ids), "buckets": list(buckets)}
-        for step, epoch, ids, buckets in dict.fromkeys(said)  # a new lowest worker says it again
+        for step, epoch, ids, buckets in dict.fromkeys(said)  # a new lead writes it again
     ]
 
 
@@ -263,7 +263,7 @@ def _replicas(history: History, finished: Mapping[int, Finished]) -> dict[str, A
 
 
 def _certificate(history: History) -> dict[str, Any] | None:
-    """Return the last link and the steps that it is of; None without one."""
+    """Return the last link and the steps it covers; None without a certificate."""
     steps = [record for record in history.steps.values() if record.link]
     if not steps:
         return None
@@ -280,7 +280,7 @@ def _metrics(history: History, finished: Mapping[int, Finished]) -> dict[str, fl
 
 
 def _script_failures(life: Life) -> list[ScriptFailed]:
-    """Return the failures that ended the job: not that of a newcomer that never came to take part, if others did."""
+    """Return the failures that ended the job: not that of a newcomer that never took part, if others failed."""
     took_part = {record.rank for record in life.of(RunStarted)}
     return [record for record in life.of(ScriptFailed) if not took_part or record.rank in took_part or record.rank < 0]
 
@@ -297,7 +297,7 @@ def _step_s(history: History) -> dict[str, float | None]:
 
 
 def _quantile(times: Sequence[float], share: float) -> float | None:
-    """Return the value at ``share`` of the sorted ``times``, between neighbours in proportion."""
+    """Return the value at quantile ``share`` of the sorted ``times``, by linear interpolation."""
     if not times:
         return None
     place = share * (len(times) - 1)
@@ -307,7 +307,7 @@ def _quantile(times: Sequence[float], share: float) -> float | None:
 
 
 def _told(one: object, *names: str) -> dict[str, Any]:
-    """Return some fields as the report has them: seconds are rounded, tuples are lists."""
+    """Return some fields in the form of the report: seconds are rounded, tuples are lists."""
     return {name: _plain(name, getattr(one, name)) for name in names}
 
 

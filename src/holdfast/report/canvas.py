@@ -1,7 +1,7 @@
-"""The house style of pictures: size, colours, and how a figure becomes inline SVG.
+"""The style of figures: size, colours, and conversion to inline SVG.
 
 Everything is laid out in inches on a figure of one width, so that letters have the same size in
-every picture of a page.
+every figure of a page.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NEEDED = "a page needs jinja2 and matplotlib; install them with: pip install 'holdfast[report]'"
-"""What is said where one of them is missing."""
+"""The message if one of them is missing."""
 
 WIDTH_IN = 10.0
 
@@ -31,7 +31,7 @@ INK = "#1b2430"
 SOFT = "#5b6675"
 FAINT = "#aab2bd"
 LINE = "#e3e7ec"
-# After Okabe and Ito's palette, which is told apart with every common colour blindness.
+# After Okabe and Ito's palette, which remains distinguishable under all common forms of colour blindness.
 WORK = "#0072b2"
 WORK_LIGHT = "#a9cbe4"
 DEATH = "#c8351b"
@@ -53,7 +53,7 @@ _IN_THE_DARK = {
     DECIDED: "good",
     "#ffffff": "paper",
 }
-"""Colours that a page has others for in the dark, and what it calls them."""
+"""Colours that a page replaces in dark mode, and the names of its variables for them."""
 
 _FONTS = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
 _STYLE = {
@@ -84,10 +84,10 @@ _folder: ContextVar[Path | None] = ContextVar("folder of figures", default=None)
 
 @contextmanager
 def kept_in(folder: Path) -> Iterator[None]:
-    """Write each figure that is drawn inside the block to ``folder``, too: as SVG, and as PNG for slides.
+    """Also write each figure drawn inside the block to ``folder``: as SVG, and as PNG for slides.
 
     Raises:
-        ConfigError: if that cannot be written.
+        ConfigError: if the folder cannot be written.
     """
     token = _folder.set(folder)
     try:
@@ -99,7 +99,7 @@ def kept_in(folder: Path) -> Iterator[None]:
 
 
 def keep_rows(label: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the rows that a figure shows beside it, as CSV; does nothing where figures are not kept."""
+    """Write the rows that a figure shows as a CSV file beside it; does nothing if figures are not kept."""
     if (path := _path_of(label)) is None:
         return
     flat = [{key: value for key, value in row.items() if not isinstance(value, list | dict)} for row in rows]
@@ -110,7 +110,7 @@ def keep_rows(label: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _path_of(label: str) -> Path | None:
-    """Return where the files of a figure belong, but for what they end with; None where they are not kept."""
+    """Return the path of a figure's files without their suffix; None if figures are not kept."""
     folder = _folder.get()
     if folder is None:
         return None
@@ -119,22 +119,22 @@ def _path_of(label: str) -> Path | None:
 
 
 class Canvas:
-    """One figure, and axes placed on it in inches from its lower left corner."""
+    """One figure, with axes placed on it in inches from its lower left corner."""
 
     def __init__(self, figure: Figure, height_in: float) -> None:
         self.figure = figure
         self.height_in = height_in
 
     def axes(self, left: float, bottom: float, width: float, height: float) -> Axes:
-        """Return new axes at that place."""
+        """Return new axes at this position."""
         box = (left / WIDTH_IN, bottom / self.height_in, width / WIDTH_IN, height / self.height_in)
         return self.figure.add_axes(box)
 
     def svg(self, label: str) -> str:
-        """Return the figure as an ``<svg>`` element that takes the width of its container.
+        """Return the figure as an ``<svg>`` element that fills the width of its container.
 
         Args:
-            label: What a screen reader says.
+            label: Text for screen readers.
         """
         text = StringIO()
         self.figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
@@ -146,7 +146,7 @@ class Canvas:
 
 @contextmanager
 def canvas(height_in: float) -> Iterator[Canvas]:
-    """Give a figure of the house's width; everything drawn inside the block has the house's style.
+    """Create a figure of the standard width; everything drawn inside the block has the standard style.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -163,15 +163,15 @@ def canvas(height_in: float) -> Iterator[Canvas]:
 
 
 def _inline(svg: str, label: str) -> str:
-    """Cut what an HTML page cannot hold or would hold twice from a file that matplotlib wrote."""
+    """Remove from matplotlib's SVG file everything that an HTML page cannot hold or would hold twice."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same ids come in every figure
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # every figure uses the same ids
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
     svg = svg.replace("'DejaVu Sans', sans-serif", _FONTS).replace("'DejaVu Sans'", _FONTS)
     for colour, name in _IN_THE_DARK.items():
         svg = svg.replace(colour, f"var(--{name}, {colour})")
-    svg = svg.replace("*{stroke-linejoin", "svg *{stroke-linejoin")  # a style of a figure is one of the whole page
+    svg = svg.replace("*{stroke-linejoin", "svg *{stroke-linejoin")  # a style in a figure would apply to the whole page
     head = re.match(r"<svg[^>]*>", svg)
     assert head is not None
     viewbox = re.search(r'viewBox="[^"]*"', head[0])

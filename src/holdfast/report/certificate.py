@@ -1,6 +1,6 @@
-"""The certified steps of a run, and what its records prove by themselves: that nothing in them was altered, dropped or repeated.
+"""Certified steps of a run, and the check that its records are consistent: no line was altered, dropped or repeated.
 
-Who makes all links anew, from records that were altered, is not found so; doing the steps again finds that
+This check does not detect a party that alters records and recomputes all links. Recomputing the steps detects that
 (``holdfast verify``).
 """
 
@@ -25,10 +25,10 @@ from holdfast.recovery.decisions import decision_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that is not as it must be.
+    """An inconsistency in the records of a run.
 
     Args:
-        step: Where it shows.
+        step: The step in which it is visible.
         what: One line, which begins with the step.
     """
 
@@ -37,11 +37,11 @@ class Finding:
 
 
 class Certified:
-    """The steps of a run that have a link.
+    """The steps of a run that have a hash-chain link.
 
     Args:
-        records: Of the run.
-        name: Of the run, for messages.
+        records: Records of the run.
+        name: Name of the run, for messages.
 
     Raises:
         ConfigError: if there are none.
@@ -59,7 +59,7 @@ class Certified:
             raise ConfigError(self._why_none())
         self.first, self.last = min(*begun, *self.lines), max(self.lines)
         self.steps = {step: lines[-1] for step, lines in sorted(self.lines.items())}
-        """By number; of one that was committed again, the last line."""
+        """Lines of steps by number; for a step that was committed again, the last line."""
         self.wholes: dict[int, dict[str, str]] = {}
         """Digests of all tensors before a step, by path."""
         self._parts: dict[tuple[int, int], list[StateHashed]] = {}
@@ -72,15 +72,15 @@ class Certified:
 
     @property
     def parts(self) -> int:
-        """Parts that the model is split into, 0 where it is not."""
+        """Number of parts that the model is split into, 0 if it is not split."""
         return next((records[0].parts for records in self._parts.values()), 0)
 
     def holders(self, step: int) -> list[StateHashed]:
-        """Return what holders of the parts of a split model hashed before a step; those of one history, as far as their links say."""
+        """Return the hashes of the parts of a split model before a step, from holders whose links show one history."""
         return [r for (at, _), records in sorted(self._parts.items()) if at == step for r in _alike(records)]
 
     def digests(self, step: int) -> dict[str, set[str]]:
-        """Return the digests of all tensors before a step, by path: several of one in which those who hold it differ."""
+        """Return the digests of all tensors before a step, by path: several for one in which its holders differ."""
         found: dict[str, set[str]] = {}
         for tensors in [holder.tensors for holder in self.holders(step)] or [self.wholes.get(step, {})]:
             for path, digest in tensors.items():
@@ -93,7 +93,7 @@ class Certified:
         return f"the steps of {self.name} have no certificate: there is none with --no-certificate, under torch.distributed, and of runs of older versions"
 
     def before(self, step: int) -> set[str]:
-        """Return the links that the records have of the step before ``step``; empty if they do not say."""
+        """Return the recorded links of the step before ``step``; empty if the records have none."""
         if step > self.first:
             return {line.link for line in self.lines.get(step - 1, ())}
         starts = (r for r in self.records if isinstance(r, RunStarted) and r.step == step and r.link)
@@ -101,22 +101,22 @@ class Certified:
 
     @property
     def started(self) -> RunStarted:
-        """What the first worker that began said of the run."""
+        """The start record of the first worker that began."""
         return next(record for record in self.records if isinstance(record, RunStarted))
 
     @property
     def begins_anew(self) -> bool:
-        """Whether the links begin behind the beginning of the training: it went on from a state without one."""
+        """Whether the hash chain begins after the start of training, because it resumed from a state without one."""
         return self.first > 0 and self.before(self.first) == {GENESIS}
 
     @property
     def finished(self) -> list[Finished]:
-        """Those who were there at the end, if it came to one, the lowest first."""
+        """The workers that finished, in ascending order; empty if the run did not finish."""
         ends = [record for record in self.records if isinstance(record, Finished)]
         last = max((end.step for end in ends), default=-1)
         return [end for _, end in sorted({end.rank: end for end in ends if end.step == last}.items())]
 
-    # -- what the records prove
+    # -- checks of the records
 
     def check(self) -> list[Finding]:
         """Return where lines were altered, dropped or repeated, in the order of steps; empty if all links hold."""
@@ -124,7 +124,7 @@ class Certified:
         return sorted(found, key=lambda finding: finding.step)
 
     def _repeated(self) -> Iterator[Finding]:
-        """Yield lines of one worker about a step that it had committed, where nothing took it back."""
+        """Yield lines of one worker about a step that it had already committed and that was not rolled back."""
         newest: dict[int, int] = {}
         for record in self.records:
             if isinstance(record, JobRestarted) or (
@@ -144,27 +144,27 @@ class Certified:
             before = self.before(step)
             for line in lines.values():
                 if before and line.link not in {_link(link, line) for link in before}:
-                    what = "its link is not made of what its line says, and of the link before: something was altered"
+                    what = "its link does not match its line and the previous link: one of them was altered"
                     yield Finding(step=step, what=f"step {step}: {what}")
             for line in self.lines.get(step, ()):
                 if not fits(line.figures, line.metrics):
-                    yield Finding(step=step, what=f"step {step}: its metrics are not those that were certified")
+                    yield Finding(step=step, what=f"step {step}: its metrics differ from the certified ones")
 
     def _cut_off(self) -> Iterator[Finding]:
         end = max((record.step for record in self.finished), default=self.last + 1) - 1
         if end > self.last:
             steps = f"step {end}" if end == self.last + 1 else f"steps {self.last + 1} to {end}"
-            yield Finding(step=self.last + 1, what=f"{steps}: no lines, and training went on to step {end}")
+            yield Finding(step=self.last + 1, what=f"{steps}: no lines, but training continued to step {end}")
 
     def _other_wholes(self) -> Iterator[Finding]:
         for step, tensors in self.wholes.items():
             line = self.steps.get(step)
             if line is not None and line.whole and self._digest_of_whole(step, tensors) not in ("", line.state):
-                what = "the digests of its tensors are not those of its state"
+                what = "the digests of its tensors do not match the digest of its state"
                 yield Finding(step=step, what=f"step {step}: {what}")
 
     def _digest_of_whole(self, step: int, tensors: dict[str, str]) -> str:
-        """Return the digest of the state before a step by those of its tensors; "" if not all of them are there."""
+        """Return the digest of the state before a step, from those of its tensors; "" if some are missing."""
         of_parts = {part: records for (at, part), records in sorted(self._parts.items()) if at == step}
         if not of_parts:
             return digest_of_tensors(tensors)
@@ -177,9 +177,9 @@ class Certified:
         return f"{digest_of_parts(said):016x}"
 
     def twice(self) -> list[Finding]:
-        """Return the steps that were committed again and were not the same; the last time counts.
+        """Return the steps that were committed again with different results; the last time counts.
 
-        So it is where all went back because somebody's state was wrong, and nowhere else if the training is deterministic.
+        The reason is a rollback from a corrupt state, or otherwise training that is not deterministic.
         """
         found = []
         for step, lines in sorted(self.lines.items()):
@@ -190,7 +190,7 @@ class Certified:
         return found
 
     def check_workers(self) -> list[Finding]:
-        """Return which workers had another history than the one that is written down: of each, where it shows first."""
+        """Return the workers whose history differs from the recorded one, each with the first step that shows it."""
         agreed: dict[int, int] = {}
         found: dict[int, Finding] = {}
         for record in self.records:
@@ -200,16 +200,16 @@ class Certified:
                 agreed[record.rank] = record.step
                 continue
             since = agreed.get(record.rank, self.first)
-            what = f"worker {record.rank} had another state than is written down, since some step from {since} to {record.step - 1}"
+            what = f"worker {record.rank} had a state that differs from the records, since some step from {since} to {record.step - 1}"
             found[record.rank] = Finding(step=since, what=what)
         return [*found.values(), *self._other_holders(), *self._other_ends()]
 
     def _other_holders(self) -> Iterator[Finding]:
-        """Yield, of a split model, where those who hold a part had different values in it."""
+        """Yield the steps before which holders of a part of a split model had different values in it."""
         for (step, part), records in sorted(self._parts.items()):
             if paths := self._odd_holders(records):
                 ranks = ", ".join(str(rank) for rank in sorted({record.rank for record in records}))
-                what = f"before step {step} workers {ranks}, who hold part {part}, had different values in {', '.join(paths)}"
+                what = f"before step {step} workers {ranks}, which hold part {part}, had different values in {', '.join(paths)}"
                 yield Finding(step=step, what=what)
 
     @staticmethod
@@ -226,7 +226,7 @@ class Certified:
 
 
 def _alike(records: Sequence[StateHashed]) -> list[StateHashed]:
-    """Return those of one history, as far as their links say."""
+    """Return the hashes that belong to one history according to their links."""
     return [record for record in records if record.link == records[-1].link]
 
 
@@ -243,7 +243,7 @@ def _link(before: str, line: StepCommitted) -> str:
 
 
 def differing(one: StepCommitted, other: StepCommitted) -> list[str]:
-    """Return what of a step is not the same: ``samples``, ``state``, ``metrics``, in the order in which a step comes by them."""
+    """Return the properties in which a step differs: ``samples``, ``state``, ``metrics``, in that order."""
     found = []
     if (one.epoch, one.samples, one.ids) != (other.epoch, other.samples, other.ids):
         found.append("samples")

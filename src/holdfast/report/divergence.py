@@ -1,4 +1,4 @@
-"""Where two runs part: the first step that is not the same, and what of it."""
+"""The divergence of two runs: the first step that differs, and in which respect."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from holdfast.recovery.registry import strategy_class
 from holdfast.report.certificate import Certified, differing
 
 _DECIDE = ("seed", "slices", "order", "split", "batch", "rescale", "parameters")
-"""What a run says of itself, and bits depend on."""
+"""Settings of a run that decide its bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parting:
-    """The first step of two runs that is not the same.
+    """The first step in which two runs differ.
 
     Args:
-        step: Which; one behind the last if only the final states differ.
-        what: Of ``samples``, ``state`` (before the step), ``metrics``; empty if it is the final state.
-        where: Which part of the state differs, "" if it does not.
-        same_until: The last step before which that part of the state was hashed, and was the same; -1 if there is none.
-        tensors: Those of them that differ, where both runs hashed all tensors before that step, or before a later one.
-        tensors_step: Which step that is, -1 for none.
-        workers: Of a model that is split, those of the first run who had values in them then that nobody had in the other.
-        metrics: Those that differ, with both values.
+        step: The step; one past the last if only the final states differ.
+        what: Of ``samples``, ``state`` (before the step), ``metrics``; empty for the final state.
+        where: The part of the state that differs, "" if none does.
+        same_until: The last step before which that part of the state was hashed and equal; -1 if there is none.
+        tensors: Differing tensors, if both runs hashed all tensors before that step, or before a later one.
+        tensors_step: The step of these hashes, -1 if there is none.
+        workers: In a split model, workers of the first run with values that no worker of the other had at that step.
+        metrics: Metrics that differ, with both values.
     """
 
     step: int
@@ -41,12 +41,12 @@ class Parting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """How far two runs are the same.
+    """The range over which two runs were compared, and the result.
 
     Args:
         first: The first step that both have.
-        last: The last.
-        parting: Where they part, None if they do not.
+        last: The last step that both have.
+        parting: Their divergence, None if they are equal.
     """
 
     first: int
@@ -55,14 +55,14 @@ class Compared:
 
 
 def compare_runs(one: Certified, other: Certified, *, until: int | None = None) -> Compared | None:
-    """Compare two runs step by step; None if no step is in both.
+    """Compare two runs step by step; None if they have no step in common.
 
-    Steps are compared by what they were, not by their links, so these may begin at different steps.
+    Steps are compared by their content, not by their links, so the chains may begin at different steps.
 
     Args:
-        one: What is compared.
-        other: With what.
-        until: Steps after it do not count.
+        one: The first run.
+        other: The second run.
+        until: Steps after this one are ignored.
     """
     last = min(one.last, other.last) if until is None else min(one.last, other.last, until)
     common = [step for step in one.steps if step in other.steps and step <= last]
@@ -94,12 +94,12 @@ def _describe(one: Certified, other: Certified, step: int, what: tuple[str, ...]
 
 
 def _part(run: Certified, step: int) -> str:
-    """Return the part of a split model that a step hashes a window of; in the records of a lead that does not hold it no more stands."""
+    """Return the part of a split model that a step hashes a window of; records of a lead without it lack this."""
     return f"part {step % run.parts}" if run.parts else ""
 
 
 def _same_before(one: Certified, other: Certified, step: int, where: str) -> Iterator[int]:
-    """Yield the steps before ``step`` in which the part of the state that is now another was hashed."""
+    """Yield the steps before ``step`` in which the part of the state that now differs was hashed."""
     for number, line in one.steps.items():
         both = number < step and number in other.steps
         if both and (line.whole or (line.where or other.steps[number].where) == where):
@@ -107,7 +107,7 @@ def _same_before(one: Certified, other: Certified, step: int, where: str) -> Ite
 
 
 def _tensors(one: Certified, other: Certified, step: int) -> tuple[int, tuple[str, ...]]:
-    """Return the first step from ``step`` on before which both hashed all tensors and some differ, and which."""
+    """Return the first step from ``step`` on before which both hashed all tensors and some differ, and those."""
     for at in sorted(number for number in one.wholes if number in other.wholes and number >= step):
         a, b = one.digests(at), other.digests(at)
         paths = [*a, *(path for path in b if path not in a)]
@@ -117,7 +117,7 @@ def _tensors(one: Certified, other: Certified, step: int) -> tuple[int, tuple[st
 
 
 def _workers(one: Certified, other: Certified, step: int) -> tuple[int, ...]:
-    """Return the holders of parts, of the first run, who had values before a step that nobody had in the second."""
+    """Return the holders of parts in the first run that had values before a step that no worker had in the second."""
     known = other.digests(step)
     odd = {
         r.rank
@@ -128,7 +128,7 @@ def _workers(one: Certified, other: Certified, step: int) -> tuple[int, ...]:
 
 
 def _at_the_end(one: Certified, other: Certified, last: int) -> Parting | None:
-    """Return how the final states differ, if both end behind the same step and they do."""
+    """Return the divergence of the final states, if both runs end after the same step and the states differ."""
     ends = [run.finished[0] for run in (one, other) if run.finished]
     if len(ends) < 2 or any(end.step != last + 1 for end in ends):
         return None
@@ -141,11 +141,11 @@ def _at_the_end(one: Certified, other: Certified, last: int) -> Parting | None:
 
 
 def different_settings(runs: Sequence[Certified], reports: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, Any]]:
-    """Return what two runs had otherwise of what decides bits, as far as both say it: by name, both values.
+    """Return the settings that decide bits and differ between two runs, if both record them: by name, both values.
 
     Args:
-        runs: The two.
-        reports: Of each.
+        runs: The two runs.
+        reports: The report of each.
     """
     a, b = (_deciding(run.started, report.get("job") or {}) for run, report in zip(runs, reports, strict=True))
     return {name: (a[name], b[name]) for name in a if name in b and a[name] != b[name]}

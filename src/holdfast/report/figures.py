@@ -1,4 +1,4 @@
-"""The pictures of a report, as inline SVG: what happened, and how it learned."""
+"""The figures of a report, as inline SVG: the timeline of the run, and its learning curves."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _LEFT_IN = 0.72
-"""Room for the names of workers; pictures without them have ``_NUMBERS_IN`` for the numbers of their axis."""
+"""Room for the names of workers; figures without them have ``_NUMBERS_IN`` for the numbers of their axis."""
 _NUMBERS_IN = 0.38
 _RIGHT_IN = 0.1
 _LEGEND_IN = 0.32
 
 
 def timeline(report: Mapping[str, Any], records: Sequence[Record]) -> str:
-    """Return the picture of who worked when: a lane per worker, deaths, recoveries, and the first recovery enlarged.
+    """Return the timeline: a lane for each worker, failures, recoveries, and the first recovery enlarged.
 
     Args:
-        report: Of the run.
-        records: Of the run; without them there is no picture, and the result is "".
+        report: Report of the run.
+        records: Records of the run; without them there is no figure, and the result is "".
     """
     if not records:
         return ""
@@ -54,7 +54,7 @@ def timeline(report: Mapping[str, Any], records: Sequence[Record]) -> str:
 
 
 def curves(report: Mapping[str, Any], records: Sequence[Record]) -> str:
-    """Return the logged metrics over committed steps, failures as vertical lines; "" if nothing was logged."""
+    """Return the logged metrics over committed steps, with failures as vertical lines; "" if nothing was logged."""
     history = History(records, report["workers"].get("ranks_started", ()))
     series = _series(history)
     if not series:

@@ -26,12 +26,12 @@ _SHAPE: dict[str, type | tuple[type, ...]] = {
 
 
 def write_report(records: Sequence[Record], out_dir: Path, **about: Any) -> dict[str, Any]:
-    """Write ``report.json`` and ``events.jsonl`` to ``out_dir``, which is made if need be, and return the report.
+    """Write ``report.json`` and ``events.jsonl`` to ``out_dir``, which is created if necessary, and return the report.
 
     Args:
-        records: Of all workers and of the launcher, in any order.
-        out_dir: Where.
-        about: What :func:`~holdfast.report.build.build_report` takes besides.
+        records: Records of all workers and of the launcher, in any order.
+        out_dir: The folder.
+        about: Further arguments of :func:`~holdfast.report.build.build_report`.
 
     Raises:
         ConfigError: if the files cannot be written.
@@ -47,7 +47,7 @@ def save_report(report: Mapping[str, Any], out_dir: Path) -> None:
     """Write ``report.json`` to ``out_dir``.
 
     Raises:
-        ConfigError: if the file cannot be written; what was there stays.
+        ConfigError: if the file cannot be written; an existing file stays as it was.
     """
     _write(out_dir / "report.json", json.dumps(report, indent=1) + "\n")
 
@@ -65,7 +65,7 @@ def load_report(directory: Path) -> dict[str, Any]:
     """Return the report of the run in ``directory``.
 
     Raises:
-        ConfigError: if there is none, or if it is not what :func:`write_report` writes.
+        ConfigError: if there is none, or if :func:`write_report` cannot have written it.
     """
     path = directory / "report.json"
     if not path.is_file():
@@ -74,7 +74,7 @@ def load_report(directory: Path) -> dict[str, Any]:
 
 
 def check_keys(results: Mapping[str, Any], needed: Mapping[str, type | tuple[type, ...]], where: str) -> None:
-    """Make sure that results have all keys, with values of the right types.
+    """Check that results have all keys, with values of the right types.
 
     Raises:
         ConfigError: if not; the message begins with ``where``.
@@ -88,7 +88,7 @@ def checked_report(report: Any, where: str) -> dict[str, Any]:
     """Return ``report`` if it has the shape of a run report.
 
     Raises:
-        ConfigError: if not; the message names ``where`` and the first thing that is wrong.
+        ConfigError: if not; the message names ``where`` and the first wrong key.
     """
     if not isinstance(report, dict):
         raise ConfigError(f"{where} is not a run report: it must be an object, got {type(report).__name__}")
@@ -99,7 +99,7 @@ def checked_report(report: Any, where: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file holds.
+    """Return the content of a JSON file.
 
     Raises:
         ConfigError: if it cannot be read.
@@ -111,7 +111,7 @@ def read_json(path: Path) -> Any:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file, all or nothing."""
+    """Write a file atomically."""
     draft = path.with_name(f"{path.name}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A report in plain words: numbers with units, and the one sentence that says what happened."""
+"""Readable text from a report: numbers with units, and a summary of the run in one or two sentences."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 DASH = "\u2013"
-"""Stands where there is no number."""
+"""Replaces a missing number."""
 MINUS = "\u2212"
 
 DISTRIBUTED = "torch.distributed"
-"""``api`` of a run whose script speaks to ``torch.distributed``, and not to a session."""
+"""``api`` of a run whose script uses ``torch.distributed`` and not a session."""
 
 _KILLS = ("kill", "oom", "segfault", "nodeloss")
 _STUCK = ("hang", "gil", "spin", "deadlock")
@@ -19,7 +19,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def seconds(value: float | None) -> str:
-    """Return a duration as a person says it: ``"52 ms"``, ``"1.3 s"``, ``"2 min 5 s"``, or a dash."""
+    """Return a readable duration: ``"52 ms"``, ``"1.3 s"``, ``"2 min 5 s"``, or a dash."""
     if value is None:
         return DASH
     if value < 0.0095:
@@ -35,7 +35,7 @@ def seconds(value: float | None) -> str:
 
 
 def plain(value: float) -> str:
-    """Return a tick of an axis: as few digits as it needs, and a real minus."""
+    """Return the label of an axis tick: as few digits as possible, and a real minus sign."""
     return f"{value:g}".replace("-", MINUS)
 
 
@@ -50,7 +50,7 @@ def percent(value: float | None, *, signed: bool = False, digits: int = 1) -> st
 
 
 def clean(text: object) -> str:
-    """Return text on one line, with control characters escaped: names come from scripts and files, and may hold terminal sequences."""
+    """Return text on one line, control characters escaped: names from scripts and files may hold terminal sequences."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text))
 
 
@@ -85,30 +85,30 @@ def listing(items: Sequence[object]) -> str:
 
 
 def is_distributed(report: Mapping[str, Any]) -> bool:
-    """Return whether the script speaks to ``torch.distributed``: samples, model and plan are not known."""
+    """Return whether the script uses ``torch.distributed``, so that samples, model and plan are unknown."""
     return report.get("api") == DISTRIBUTED
 
 
 def worker(report: Mapping[str, Any]) -> str:
-    """Return what the users of the run's interface call a worker."""
+    """Return the term for a worker in the run's interface: "worker" or "rank"."""
     return "rank" if is_distributed(report) else "worker"
 
 
 def headline(report: Mapping[str, Any]) -> str:
-    """Return one or two sentences that say what happened to the run, and how it ended."""
+    """Return one or two sentences that summarise the run and its end."""
     parts = (_what_happened(report), _who_came_and_went(report), _how_it_ended(report), _samples(report))
     return " ".join(part for part in parts if part)
 
 
 def happenings(report: Mapping[str, Any]) -> list[tuple[float, str]]:
-    """Return when something happened that was no failure, and what: workers that came, went or were slow, changes."""
+    """Return times and descriptions of events other than failures: workers that joined, left or were slow, changes."""
     one = worker(report)
     found = [
-        (r["t_s"], f"{one} {r['rank']} joined at step {r['step']}; the others were held for {seconds(r['held_s'])}")
+        (r["t_s"], f"{one} {r['rank']} joined at step {r['step']}; the other workers waited {seconds(r['held_s'])}")
         for r in report.get("joined", ())
     ]
     found += [
-        (r["t_s"], f"{one} {r['rank']} left before step {r['step']}, as it was told to") for r in report.get("left", ())
+        (r["t_s"], f"{one} {r['rank']} left before step {r['step']}, after SIGTERM") for r in report.get("left", ())
     ]
     found += [(r["t_s"], _reinitialised(r)) for r in report.get("reinitialised", ())]
     found += [(r["t_s"], _restored(r)) for r in report.get("restored", ())]
@@ -124,12 +124,12 @@ def happenings(report: Mapping[str, Any]) -> list[tuple[float, str]]:
 
 
 def _corrupt(r: Mapping[str, Any]) -> str:
-    """Return what the guard found, and whose it was."""
-    whose = f", which is {listing(r['ranks'])}'s" if r["ranks"] else ""
+    """Return a description of what the guard found, and at which rank."""
+    whose = f" (rank{'s' * (len(r['ranks']) > 1)} {listing(r['ranks'])})" if r["ranks"] else ""
     what = {
         "replicas": "replicas differed in",
-        "range": "a value was out of all range in",
-        "message": "what was sent was altered on its way,",
+        "range": "a value was far out of range in",
+        "message": "a message was altered in transit,",
     }[r["what"]]
     return f"corruption was found at step {r['step']}: {what} {_some(r['where'])}{whose}"
 
@@ -140,58 +140,58 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _healed(r: Mapping[str, Any]) -> str:
-    """Return how what was found was healed."""
+    """Return a description of how corruption was healed."""
     if r["is_training"]:
-        return f"what was found at step {r['found_at']} came again with the same bits, so it is the training itself"
+        return f"the values found at step {r['found_at']} were recomputed with the same bits, so they come from the training itself"
     if r["source"] == "step":
-        return f"it was healed: all did step {r['found_at']} again"
-    sources = {"snapshot": "kept in memory", "checkpoint": "of a checkpoint", "beginning": "that training began with"}
-    whose = f"; {listing(r['ranks'])} had computed wrong" if r["ranks"] else ""
-    return f"it was healed: all went back to step {r['went_back_to']}, to the state {sources[r['source']]}{whose}"
+        return f"it was healed: all workers retried step {r['found_at']}"
+    sources = {"snapshot": "kept in memory", "checkpoint": "of a checkpoint", "beginning": "at the start of training"}
+    whose = f"; rank{'s' * (len(r['ranks']) > 1)} {listing(r['ranks'])} had computed wrong bits" if r["ranks"] else ""
+    return f"it was healed: all workers rolled back to step {r['went_back_to']}, to the state {sources[r['source']]}{whose}"
 
 
 def _changed(change: Mapping[str, Any]) -> str:
-    """Return what was asked of a running job."""
+    """Return a description of a change to a running job."""
     name, value, step = change["name"], change["value"], change["step"]
     if name == "workers":
-        return f"{count(value, 'worker')} {'was' if value == 1 else 'were'} asked for before step {step}"
-    if name == "speeds":  # of each worker: a table in itself, and nothing that anybody has asked for
-        return f"slices were shared out by the workers' speed from step {step} on"
+        return f"{count(value, 'worker')} {'was' if value == 1 else 'were'} requested before step {step}"
+    if name == "speeds":  # a table with a row for each worker, which no user requested
+        return f"slices were assigned by the workers' speed from step {step} on"
     return f"{name} was {value} from step {step} on"
 
 
 def _reinitialised(r: Mapping[str, Any]) -> str:
-    """Return who built the application again, from what, and what each part took."""
-    who = "the survivors alone" if r["form"] == "survivors" else "with the dead replaced"
+    """Return a description of a rebuild: by which workers, from which state, and the time of each phase."""
+    subject = "the survivors alone" if r["form"] == "survivors" else "with failed workers replaced"
     source = {
-        "own": "each one's own snapshot",
-        "root": "the lowest one's snapshot",
+        "own": "each worker's own snapshot",
+        "root": "the lowest rank's snapshot",
         "checkpoint": "the newest checkpoint",
     }
-    parts = f"snapshot {seconds(r['snapshot_s'])}, application built again {seconds(r['rebuild_s'])}, state loaded {seconds(r['load_s'])}"
-    return f"{count(r['workers'], 'worker')} reinitialised ({who}) and went on at step {r['step']} from {source[r['source']]}: {parts}"
+    parts = f"snapshot {seconds(r['snapshot_s'])}, application rebuilt {seconds(r['rebuild_s'])}, state loaded {seconds(r['load_s'])}"
+    return f"{count(r['workers'], 'worker')} reinitialised ({subject}) and resumed at step {r['step']} from {source[r['source']]}: {parts}"
 
 
 def _restored(r: Mapping[str, Any]) -> str:
-    """Return which part of a split model was restored from what, and how old that was."""
+    """Return a description of the restoration of a part: its source and its age."""
     sources = {
-        "backup": "its backup",
-        "copy": "the copy that its backup had written",
+        "backup": "its delta standby",
+        "copy": "the file that its delta standby had written",
         "checkpoint": "the newest checkpoint",
-        "beginning": "what training began with",
+        "beginning": "the initial values",
     }
     stale = r["stale_steps"]
     old = f"{number(stale['mean'])} steps old on average, {count(stale['max'], 'step')} at most"
     state = {
         "saved": "",
-        "reset": "; its optimizer's state was begun anew",
-        "kept": f"; its optimizer's state {count(r.get('optimizer_stale_steps') or 0, 'step')} old",
+        "reset": "; its optimizer state was reset",
+        "kept": f"; its optimizer state {count(r.get('optimizer_stale_steps') or 0, 'step')} old",
     }[r["optimizer"]]
     return f"part {r['part']} restored at step {r['step']} from {sources[r['source']]}: {count(r['blocks'], 'block')}, {old}{state}"
 
 
 def _slow(said: Sequence[Mapping[str, Any]]) -> str:
-    """Return when one worker was found to be slow, and how slow."""
+    """Return when a worker was found to be slow, and how slow it was."""
     worst = max(said, key=lambda r: float(r["score"]))
     if len(said) == 1:
         return f"at step {worst['step']}: {slowness(worst['score'], worst['policy'])}"
@@ -199,19 +199,19 @@ def _slow(said: Sequence[Mapping[str, Any]]) -> str:
 
 
 def slowness(score: float, policy: str) -> str:
-    """Return how slow a worker is, and what is done about it."""
-    done = {"rebalance": "; it gets less to do", "replace": "; it is told to leave"}.get(policy, "")
-    return f"it takes {score:.1f} times as long as the others{done}"
+    """Return how slow a worker is, and the response."""
+    done = {"rebalance": "; it gets fewer slices", "replace": "; it is replaced"}.get(policy, "")
+    return f"it takes {score:.1f} times as long as the other workers{done}"
 
 
 def everybody(report: Mapping[str, Any]) -> int:
-    """Return how many workers there were in all, spares and newcomers too."""
+    """Return the total number of workers, including spares and newcomers."""
     workers = report["workers"]
     return int(workers["started"]) + int(workers.get("spares", 0)) + len(report.get("joined", ()))
 
 
 def recoveries(report: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
-    """Return the failures, those that were answered together in one list."""
+    """Return the failures, those of the same recovery together in one list."""
     groups: dict[object, list[Mapping[str, Any]]] = {}
     for index, failure in enumerate(report["failures"]):
         together = failure.get("recovery")
@@ -231,17 +231,17 @@ def _what_happened(report: Mapping[str, Any]) -> str:
     of = set(ranks) <= set(report["workers"].get("ranks_started", ranks))
     if len(failures) == 1:
         step = failures[0]["step"]
-        who = f"{one.capitalize()} {ranks[0]}{f' of {started}' if of else ''} {what.replace('were', 'was')}"
-        who += "" if step is None else f" at step {step}"
+        subject = f"{one.capitalize()} {ranks[0]}{f' of {started}' if of else ''} {what.replace('were', 'was')}"
+        subject += "" if step is None else f" at step {step}"
     elif len(ranks) == len(failures):
-        who = f"{len(ranks)} of {count(started, one)} {what}" if of else f"{count(len(ranks), one)} {what}"
+        subject = f"{len(ranks)} of {count(started, one)} {what}" if of else f"{count(len(ranks), one)} {what}"
     else:
-        who = f"{one.capitalize()}s {what} {len(failures)} times"
-    return f"{who}{then}{_went_on(report)}."
+        subject = f"{one.capitalize()}s {what} {len(failures)} times"
+    return f"{subject}{then}{_went_on(report)}."
 
 
 def _what_was_done(failures: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Return what workers suffered, of several, and what the launcher did then."""
+    """Return the fate of workers, in the plural, and what the launcher then did."""
     if all(f.get("kind") == "hang" or (f["injected"] and f.get("kind") in _STUCK) for f in failures):
         return "got stuck", f" and {'was' if len(failures) == 1 else 'were'} ended"
     return (
@@ -257,10 +257,10 @@ def _who_came_and_went(report: Mapping[str, Any]) -> str:
     elif joined:
         said.append((joined[0]["t_s"], f"{count(len(joined), one)} joined later"))
     if len(left) == 1:
-        what = f"{one} {left[0]['rank']} left before step {left[0]['step']}, as it was told to"
+        what = f"{one} {left[0]['rank']} left before step {left[0]['step']}, after SIGTERM"
         said.append((left[0]["t_s"], what))
     elif left:
-        said.append((left[0]["t_s"], f"{count(len(left), one)} left, as they were told to"))
+        said.append((left[0]["t_s"], f"{count(len(left), one)} left after SIGTERM"))
     text = "; ".join(what for _, what in sorted(said))
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
@@ -269,9 +269,9 @@ def _went_on(report: Mapping[str, Any]) -> str:
     answered = [g for g in recoveries(report) if all(f["recover_s"] is not None for f in g)]
     alive = [_longest(group) for group in answered if group[0].get("decision") != "restart"]
     again = [_longest(group) for group in answered if group[0].get("decision") == "restart"]
-    text = f"; training went on after {_after(alive)}" if alive else ""
+    text = f"; training resumed after {_after(alive)}" if alive else ""
     if again:
-        text += f"; the job was started again and was back where it had been after {_after(again)}"
+        text += f"; the job was restarted and had caught up after {_after(again)}"
     return text
 
 
@@ -290,7 +290,7 @@ def _how_it_ended(report: Mapping[str, Any]) -> str:
     saved = f"; the state is in {kept}" if kept else ""
     match report.get("outcome"):
         case "gave-up":
-            return f"Too few workers were left after {steps}, so it stopped{saved}."
+            return f"Too few workers were alive after {steps}, so it stopped{saved}."
         case "stopped":
             return f"It was stopped on request after {steps}{saved}."
         case "failed":
@@ -300,16 +300,16 @@ def _how_it_ended(report: Mapping[str, Any]) -> str:
 
 
 def _who_finished(report: Mapping[str, Any]) -> str:
-    """Say who finished, and whether with the same bits, if that is known."""
+    """Return which workers finished, and whether with the same bits, if that is known."""
     came_and_went = report.get("joined") or report.get("left")
     finished, there = report["workers"]["finished"], everybody(report)
     few = _SMALL[finished] if finished < len(_SMALL) else str(finished)
     if not is_distributed(report) and not report["replicas"]["identical"]:
         return "The replicas that finished do not hold the same bits."
     if finished == 1:
-        return f"One {worker(report)} was left and finished." if there > 1 else ""
+        return f"One {worker(report)} survived and finished." if there > 1 else ""
     all_of_them = "Both" if finished == 2 else f"All {few}"
-    who = all_of_them if finished == there else f"The {few} that were {'there last' if came_and_went else 'left'}"
+    who = all_of_them if finished == there else f"The {few} {'remaining workers' if came_and_went else 'survivors'}"
     return f"{who} {'finished' if is_distributed(report) else 'ended with the same bits'}."
 
 

@@ -1,7 +1,7 @@
-"""What happened to the workers of a run, read from its records.
+"""The history of a run's workers, read from its records.
 
-A run is cut into *lives*: the time between two starts of the whole job. Within a life the survivors
-recover by themselves, any number of times; between lives the launcher starts the job again.
+A run is divided into *lives*: a life is the time between two starts of the whole job. Within a life the survivors
+recover without the launcher, any number of times; between lives the launcher restarts the job.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ R = TypeVar("R", bound=Record)
 
 
 _ENDS = ("kill", "segfault", "oom", "nodeloss")
-"""Kinds of injected faults that end processes at once."""
+"""Kinds of injected faults that end processes immediately."""
 
 
 def is_distributed(start: RunStarted) -> bool:
@@ -44,11 +44,11 @@ def is_distributed(start: RunStarted) -> bool:
 
 
 class History:
-    """The records of a run in the order of time, and what they say together.
+    """The records of a run ordered by time, and what follows from them together.
 
     Args:
-        records: Of all workers and of the launcher, in any order.
-        started: Ranks that the run was started with; empty takes them from the records.
+        records: Records of all workers and of the launcher, in any order.
+        started: Ranks that the run was started with; if empty, they are taken from the records.
     """
 
     def __init__(self, records: Sequence[Record], started: Sequence[int] = ()) -> None:
@@ -62,35 +62,35 @@ class History:
         self.joined = [joining for life in self.lives for joining in life.joined]
 
     def of(self, kind: type[R]) -> list[R]:
-        """Return the records of one kind, in the order of time."""
+        """Return the records of one kind, ordered by time."""
         return [record for record in self.records if isinstance(record, kind)]
 
     @property
     def ranks(self) -> list[int]:
-        """All workers that there were at any time, spares and newcomers too."""
+        """All workers of the run, including spares and newcomers."""
         members = {rank for life in self.lives for rank in life.members}
         return sorted({*self.started, *members, *(f.rank for f in self.failures)})
 
     @property
     def spares(self) -> list[int]:
-        """Workers that were there from the start to take the place of who dies."""
+        """Workers that waited from the start to replace a failed worker."""
         first = self.lives[0]
         return sorted(first.members - {*self.started} - {joining.rank for joining in first.joined})
 
     def workers_wanted(self, t_s: float) -> int:
-        """Return how many were to share the work at a time: as many as at the start, or as were asked for since."""
+        """Return the wanted number of workers at a time: the initial number, or the last one requested since."""
         asked = [change for change in self.changes if change.name == "workers" and change.t_s <= t_s]
         return int(asked[-1].value) if asked else len(self.started)
 
     @property
     def changes(self) -> list[SettingChanged]:
-        """What was changed while the job ran; every worker says it, and all say it again after a restart."""
+        """Changes to the running job, each once although every worker records it, and again after a restart."""
         said = {(record.step, record.name, record.value): record for record in reversed(self.of(SettingChanged))}
         return sorted(said.values(), key=lambda record: record.t_s)
 
     @property
     def reinitialised(self) -> list[list[Reinitialised]]:
-        """The times that the application was built again, each as all tell it who did so, in the order of time."""
+        """Rebuilds of the application, each as the records of all workers that took part, ordered by time."""
         together: dict[tuple[int, int], list[Reinitialised]] = {}
         for life in self.lives:
             for record in life.of(Reinitialised):
@@ -99,7 +99,7 @@ class History:
 
     @property
     def restored(self) -> list[PartRestored]:
-        """The parts of a split model that were restored; where a recovery was begun again, what it did last."""
+        """The restored parts of a split model; if a recovery was repeated, as restored by its last attempt."""
         last: dict[tuple[int, int, int], PartRestored] = {}
         for life in self.lives:
             last |= {(life.number, record.step, record.part): record for record in life.of(PartRestored)}
@@ -107,41 +107,41 @@ class History:
 
     @property
     def parts_held(self) -> list[PartsHeld]:
-        """What each worker had of a split model at the end."""
+        """The parts of a split model that each worker held at the end."""
         return sorted(self.lives[-1].of(PartsHeld), key=lambda record: record.rank)
 
     @property
     def updated_eagerly(self) -> list[UpdatedEagerly]:
-        """What it took each worker to update buckets before their step was closed."""
+        """The cost at each worker of updating buckets before their step's commit vote."""
         return sorted(self.lives[-1].of(UpdatedEagerly), key=lambda record: record.rank)
 
     @property
     def worker(self) -> str:
-        """What the users of the run's interface call a worker."""
+        """The term for a worker in the run's interface: "worker" or "rank"."""
         return "rank" if self.is_distributed else "worker"
 
     @property
     def steps(self) -> dict[int, StepCommitted]:
-        """The committed steps by number; of a step that was committed again, the last."""
+        """The committed steps by number; for a step that was committed again, the last."""
         return {record.step: record for record in sorted(self.commits, key=lambda r: (r.step, r.t_s))}
 
     @property
     def redone_steps(self) -> int:
-        """Steps whose work was done again, over all recoveries and restarts."""
+        """Steps that were recomputed, over all recoveries and restarts."""
         by_recovery = {f.recovery: f.redone_steps for f in self.failures if f.recovery is not None}
         alone = [recovery.redone_steps for recovery in self._healings() if not recovery.lost]
         return sum(by_recovery.values()) + sum(alone)
 
     @property
     def healed_steps(self) -> int:
-        """Steps whose work was done again because somebody's state was corrupt."""
+        """Steps that were recomputed because a state was corrupt."""
         return sum(recovery.redone_steps for recovery in self._healings())
 
     def _healings(self) -> list[Recovery]:
         return [r for life in self.lives for r in life.recoveries if r.said[-1].decision == "heal"]
 
     def step_times_s(self) -> list[float]:
-        """Return the seconds between commits of consecutive steps, without those that hold a failure."""
+        """Return the seconds between commits of consecutive steps, without intervals that hold a failure."""
         noise = [r.t_s for r in self.records if isinstance(r, (FaultFired, FailureSeen, Recovered, JobRestarted))]
         noise += [f.t_s for f in self.failures]
         pairs = zip(self.timed, self.timed[1:], strict=False)
@@ -152,18 +152,18 @@ class History:
         ]
 
     def _timed(self) -> Iterator[StepCommitted]:
-        """Yield the commits whose time tells when the step was over.
+        """Yield the commits whose time is the end of their step.
 
-        Under ``torch.distributed`` a step is over when the next one begins, and the last one when the script ends, whatever
-        that does after training.
+        Under ``torch.distributed`` a step ends when the next one begins, and the last one when the script ends, which
+        may do anything after training.
         """
         last = {record.step - 1 for record in self.of(Finished)} if self.is_distributed else set()
         yield from (commit for commit in self.commits if commit.step not in last)
 
     def _without_guesses(self, failure: Failure) -> Failure:
-        """Return ``failure`` without what survivors under ``torch.distributed`` write down and do not know.
+        """Return ``failure`` without values that survivors under ``torch.distributed`` record but cannot know.
 
-        They name the last step and the sum, also where they were in a barrier, or in no collective at all.
+        They record the last step and bucket, even if they were in a barrier, or in no collective at all.
         """
         if failure.injected or not self.is_distributed:
             return failure
@@ -223,7 +223,7 @@ class History:
             )
 
     def _unanswered(self, life: Life, explained: set[int]) -> Iterator[Failure]:
-        """Yield those that died in ``life`` without the survivors deciding about it."""
+        """Yield workers that died in ``life`` without a decision of the survivors about it."""
         for fault in life.of(FaultFired):
             struck = _victims(fault)
             seen = [r for r in life.of(FailureSeen) if r.t_s >= fault.t_s and r.rank not in struck]
@@ -262,7 +262,7 @@ class History:
 
 
 def _struck(life: Life, recovery: Recovery, rank: int) -> Failure:
-    """Say how ``rank`` was lost, as far as it is known before the recovery."""
+    """Return how ``rank`` was lost, as far as it is known before the recovery."""
     before = [f for f in life.of(FaultFired) if rank in _victims(f) and f.t_s <= recovery.last_s]
     faults = [fault for fault in before if _was_fatal(life, fault, rank)]
     if faults:
@@ -283,7 +283,7 @@ def _victims(fault: FaultFired) -> tuple[int, ...]:
 
 
 def _was_fatal(life: Life, fault: FaultFired, rank: int) -> bool:
-    """Return whether ``fault`` ended a worker: one that only got stuck, or was cut off for a while, may have gone on."""
+    """Return whether ``fault`` ended a worker: one that was only stuck or cut off for a while may have continued."""
     if fault.kind in _ENDS or fault.kind in ("slow", "leave", "flip"):
         return fault.kind in _ENDS
     if fault.kind == "partition":
@@ -296,7 +296,7 @@ def _injected(fault: FaultFired, rank: int) -> Failure:
 
 
 def _fenced(life: Life, failure: Failure) -> Failure:
-    """Return ``failure`` with what the launcher said when it ended the worker, if it did."""
+    """Return ``failure`` with the reason that the launcher recorded when it ended the worker, if it did."""
     for record in life.of(WorkerFenced):
         if record.rank == failure.rank:
             return dataclasses.replace(failure, silent_s=record.silent_s, why=record.reason)
@@ -315,7 +315,7 @@ def _lost_samples(life: Life, recovery: Recovery) -> int:
     for record in life.of(SamplesLost):
         if record.step != recovery.step:
             continue
-        # A step may fail twice; what was lost belongs to the recovery nearest in time.
+        # A step may fail twice; lost samples belong to the recovery nearest in time.
         nearest = min(same_step, key=lambda r: abs(r.first_s - record.t_s))
         if nearest.first_s == recovery.first_s:
             ids |= set(record.ids)

@@ -1,4 +1,4 @@
-"""One self-contained HTML file: of a run; :mod:`holdfast.report.pages` finds what draws other results."""
+"""The page of a run as one self-contained HTML file; :mod:`holdfast.report.pages` draws other results."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from holdfast.report.pages import draw_results
 from holdfast.report.templates import environment
 
 _FEW = 6
-"""So many workers are named one by one under a number."""
+"""Up to this number, workers are listed by rank below a count."""
 _RECENT = 20
-"""Over so many steps the key number of what was learned is a mean: that of a single mini-batch says little."""
+"""The key number for learning is a mean over this many steps, as a single mini-batch is too noisy."""
 
 
 def render_run(report: Mapping[str, Any], records: Sequence[Record] = (), title: str = "") -> str:
     """Return the page of one run.
 
     Args:
-        report: As :func:`~holdfast.report.build.build_report` makes it.
-        records: Of the run; without them the page has no pictures.
-        title: Over the page; "" names the strategy and the fabric.
+        report: A report made by :func:`~holdfast.report.build.build_report`.
+        records: Records of the run; without them the page has no figures.
+        title: Title of the page; "" names the strategy and the fabric.
     """
     from holdfast.report.figures import curves, timeline
 
@@ -50,15 +50,15 @@ def render_run(report: Mapping[str, Any], records: Sequence[Record] = (), title:
 
 
 def write_page(directory: Path) -> Path:
-    """Write ``index.html`` for the run, the demo, the study or the simulation whose files are in ``directory``, and return its path.
+    """Write ``index.html`` for the run, the demo, the study or the simulation in ``directory``, and return its path.
 
-    The records of a demo's runs are looked for in a folder of ``directory`` with the name of the run. The figures of a study and
-    of a simulation are written to a folder ``figures`` beside the page, too: SVG, PNG, and CSV of the rows that they show.
+    The records of a demo's runs are read from the folder in ``directory`` with the name of the run. The figures of a
+    study and of a simulation are also written to a folder ``figures``: SVG, PNG, and CSV of the rows that they show.
 
     Raises:
         ConfigError: if ``directory`` holds none of these, or damaged files.
     """
-    environment()  # says what is missing
+    environment()  # raises the error about missing packages
     from jinja2 import UndefinedError
 
     try:
@@ -67,7 +67,7 @@ def write_page(directory: Path) -> Path:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, UndefinedError) as error:
         raise ConfigError(
-            f"the files in {directory} are not as Holdfast writes them, {type(error).__name__}: {str(error).partition(chr(10))[0]}; was one of them edited, or cut?"
+            f"the files in {directory} are not in the form that Holdfast writes, {type(error).__name__}: {str(error).partition(chr(10))[0]}; was one of them edited, or cut?"
         ) from error
     path = directory / "index.html"
     try:
@@ -84,7 +84,7 @@ def _title(report: Mapping[str, Any]) -> str:
 
 
 def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the key numbers: value, what it is, what to know about it."""
+    """Return the key numbers: value, its name, and a note about it."""
     failures, samples = report["failures"], report["samples"]
     tiles = [(words.number(report["steps"]), "steps committed", f"in {words.seconds(report['wall_s'])}")]
     steps_matter = report["steps"] > 0 or not words.is_distributed(report)
@@ -93,12 +93,12 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         tiles.append((words.seconds(pace["p50"]), "a step", f"99 % within {words.seconds(pace['p99'])}"))
     if failures and steps_matter:
         tiles += [
-            _slowest(failures, "detect_s", "until a survivor knew"),
-            _slowest(failures, "recover_s", "until the next step"),
+            _slowest(failures, "detect_s", "until detected"),
+            _slowest(failures, "recover_s", "until the next commit"),
         ]
     if held := [joining["held_s"] for joining in report.get("joined", ())]:
-        note = "all others" if len(held) == 1 else f"the longest of {len(held)}"
-        tiles.append((words.seconds(max(held)), "held for newcomers", note))
+        note = "all other workers" if len(held) == 1 else f"the longest of {len(held)}"
+        tiles.append((words.seconds(max(held)), "waiting for newcomers", note))
     if words.is_distributed(report):
         tiles.append(_who_finished(report))
     else:
@@ -108,7 +108,7 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _learned(report: Mapping[str, Any], records: Sequence[Record]) -> list[tuple[str, str, str]]:
-    """Return the key number of what was learned: what the script logged behind the last step, else a mean over the last ones."""
+    """Return the key number for learning: a metric logged after the last step, else a mean over the last steps."""
     metrics = report["metrics"]
     by_number = {r.step: r for r in sorted(records, key=lambda r: r.t_s) if isinstance(r, StepCommitted)}
     steps = [step for _, step in sorted(by_number.items())]
@@ -132,7 +132,7 @@ def _learned(report: Mapping[str, Any], records: Sequence[Record]) -> list[tuple
 
 
 def _mean(name: str, steps: Sequence[StepCommitted]) -> float | None:
-    """Return the mean of a metric over the samples of some steps, None if it is no number."""
+    """Return the mean of a metric over the samples of some steps, None if it is not a number."""
     weights = [max(step.samples, 1) for step in steps]  # all samples of a step may be lost
     mean = statistics.fmean([step.metrics[name] for step in steps], weights)
     return mean if math.isfinite(mean) else None

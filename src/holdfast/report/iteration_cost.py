@@ -1,4 +1,4 @@
-"""Iteration cost: how many iterations more a disturbed run takes than the undisturbed one with the same randomness.
+"""Iteration cost: how many more iterations a disturbed run takes than the undisturbed one with the same randomness.
 
 Source: Qiao, Aragam, Zhang, Xing, "Fault tolerance in iterative-convergent machine learning", ICML 2019.
 """
@@ -18,17 +18,17 @@ from holdfast.errors import ConfigError
 Numbers = NDArray[np.float64]
 
 TIMES_NOISE = 4.0
-"""A level is used where the loss falls, over a window, by so many times the noise of its mean."""
+"""A level is used if the loss falls, over a window, by this many times the noise of its mean."""
 
 
 def trailing_mean(losses: ArrayLike, window: int) -> Numbers:
-    """Return, of each iteration, the mean of its loss and those before it, ``window`` in all; of fewer at the beginning.
+    """Return, for each iteration, the mean of its loss and the ones before it, ``window`` in all; fewer at the start.
 
-    To the bit what ``np.mean`` makes of the last ``window`` losses, so that a run may be ended by that.
+    Bit-identical to ``np.mean`` of the last ``window`` losses, so that a run may be ended by that criterion.
 
     Args:
-        losses: That of x(0) first; of shape (iterations + 1,).
-        window: ``>= 1``; 1 leaves the losses as they are.
+        losses: Losses, starting with that of x(0); of shape (iterations + 1,).
+        window: ``>= 1``; 1 leaves the losses unchanged.
     """
     values = np.asarray(losses, dtype=np.float64)
     if window < 1:
@@ -39,17 +39,17 @@ def trailing_mean(losses: ArrayLike, window: int) -> Numbers:
 
 
 def crossing(values: ArrayLike, level: float) -> Numbers:
-    """Return when values first are at most ``level``, in iterations, between two of them by linear interpolation.
+    """Return the iteration at which values first are at most ``level``, with linear interpolation between iterations.
 
     Args:
-        values: Of x(0) first; of shape (iterations + 1, ...): of many runs at once, if that is wanted.
-        level: To be reached.
+        values: Values, starting with that of x(0); of shape (iterations + 1, ...), so possibly of many runs.
+        level: The level to reach.
 
     Returns:
-        Of shape (...): 0 for a run that begins there, ``inf`` for one that never gets there (it is censored).
+        Of shape (...): 0 for a run that begins at or below it, ``inf`` for one that never reaches it (it is censored).
     """
     values = np.asarray(values, dtype=np.float64)
-    reached = values <= level  # false for nan: a run that blew up has not arrived
+    reached = values <= level  # false for nan: a diverged run has not reached it
     first = reached.argmax(axis=0)
     at = np.take_along_axis(values, first[None], axis=0)[0]
     before = np.take_along_axis(values, np.maximum(first - 1, 0)[None], axis=0)[0]
@@ -59,20 +59,20 @@ def crossing(values: ArrayLike, level: float) -> Numbers:
 
 
 def levels(losses: ArrayLike, window: int = 1, count: int = 7, begin: int = 0) -> list[float]:
-    """Return levels at which the iterations of a run can be counted well, the highest first.
+    """Return levels at which the iterations of a run can be counted reliably, in descending order.
 
-    They lie where an undisturbed run first gets at iterations as far apart as possible, as long as the loss falls there,
-    over the window before as over the one after, by several times the noise of its mean. A level where it hardly falls any
-    more would count chance.
+    They are the losses that an undisturbed run first reaches at iterations as far apart as possible, while the loss
+    falls, over the window before as well as after, by several times the noise of its mean. At a level where it hardly
+    falls, the count would be noise.
 
     Args:
-        losses: Of an undisturbed run; of shape (iterations + 1,).
-        window: Of the trailing mean.
-        count: How many, ``>= 1``.
-        begin: The first iteration to take a level from: what is not to be measured is before it.
+        losses: Losses of an undisturbed run; of shape (iterations + 1,).
+        window: Length of the trailing mean.
+        count: Number of levels, ``>= 1``.
+        begin: The first iteration whose loss may be a level; earlier ones are not to be measured.
 
     Returns:
-        At most ``count``, falling.
+        At most ``count`` levels, descending.
 
     Raises:
         ConfigError: if there is none.
@@ -88,7 +88,7 @@ def levels(losses: ArrayLike, window: int = 1, count: int = 7, begin: int = 0) -
     ]
     if not usable:
         raise ConfigError(
-            f"what is measured falls nowhere after iteration {begin} by {TIMES_NOISE:g} times its noise over {window} iterations; "
+            f"the loss falls nowhere after iteration {begin} by {TIMES_NOISE:g} times its noise over {window} iterations; "
             f"give a wider window or a run that still converges"
         )
     places = np.array(usable)
@@ -98,19 +98,19 @@ def levels(losses: ArrayLike, window: int = 1, count: int = 7, begin: int = 0) -
 
 
 def _noise(losses: Numbers) -> float:
-    """Return the standard deviation of a loss about its trend, from its fourth differences, in which no trend is left."""
+    """Return the standard deviation of a loss about its trend, from fourth differences, which remove the trend."""
     fourth = np.diff(losses, n=4)
     return float(np.median(np.abs(fourth)) / 0.6745 / math.sqrt(70)) if len(fourth) else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationCost:
-    """What a disturbance cost.
+    """The cost of a disturbance.
 
     Args:
-        iterations: Mean over the levels; may be below 0, since a disturbance can help. A level that the disturbed run
-            never reached counts as reached at its end: the mean is a lower bound then.
-        censored: How many levels the disturbed run never reached.
+        iterations: Mean over the levels; may be negative, since a disturbance can help. A level that the disturbed run
+            never reached counts as reached at its end; the mean is then a lower bound.
+        censored: Number of levels that the disturbed run never reached.
     """
 
     iterations: float
@@ -118,13 +118,13 @@ class IterationCost:
 
 
 def iteration_cost(disturbed: ArrayLike, undisturbed: ArrayLike, at: Sequence[float], window: int = 1) -> IterationCost:
-    """Return how many iterations more a disturbed run takes than the undisturbed one.
+    """Return how many more iterations a disturbed run takes than the undisturbed one.
 
     Args:
-        disturbed: Its losses, that of x(0) first.
-        undisturbed: Those of the run with the same randomness.
-        at: Levels, as :func:`levels` returns them.
-        window: Of the trailing mean.
+        disturbed: Its losses, starting with that of x(0).
+        undisturbed: The losses of the run with the same randomness.
+        at: Levels returned by :func:`levels`.
+        window: Length of the trailing mean.
 
     Raises:
         ConfigError: if there is no level, or the undisturbed run does not reach one.

@@ -1,4 +1,4 @@
-"""The lives of a run, and what its workers recovered from in each: a life is the time between two starts of the whole job."""
+"""The lives of a run, and the recoveries in each: a life is the time between two starts of the whole job."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class Failure:
     """One lost worker.
 
     Args:
-        rank: Who was lost.
-        kind: The kind of the injected fault; where nobody injected it ``"hang"`` if the launcher ended a worker that got
-            no further, ``"exception"`` if the script raised, else ``"kill"``.
-        step: Step in progress: of the worker where the fault was injected, otherwise of the first survivor that knew;
-            -1 where there is none.
-        phase: Where in that step, "" if nobody knows.
-        t_s: When the fault struck; where nobody injected it, when the first survivor knew.
-        known_s: When the first survivor knew, None if none ever did.
-        decided_s: When the last survivor had decided how to go on, or when the job was started again.
+        rank: The lost rank.
+        kind: The kind of the injected fault; if none was injected, ``"hang"`` if the launcher ended a worker without
+            progress, ``"exception"`` if the script raised, else ``"kill"``.
+        step: Step in progress: of the worker if the fault was injected, otherwise of the first survivor that detected
+            it; -1 if there is none.
+        phase: The phase of that step, "" if unknown.
+        t_s: When the fault struck; if none was injected, when the first survivor detected the failure.
+        known_s: When the first survivor detected the failure, None if none did.
+        decided_s: When the last survivor had decided, or when the job was restarted.
         resumed_s: When the next step was committed, None if none was.
-        recovery: Number of the recovery that answered it, counted over the run; workers lost in the same recovery
-            share it and its times. None if nothing answered.
-        silent_s: For how long the worker had given no sign when the launcher ended it; None if it did not.
-        why: What the launcher said then, "" if it did not.
-        orders: How often each order of the protocol was carried out in that recovery, at the survivor that did so most.
-        times_s: The longest that a survivor took for them.
+        recovery: Number of the recovery from it, counted over the run; workers lost in the same recovery
+            share it and its times. None if there was no recovery.
+        silent_s: Seconds since the worker's last sign of life when the launcher ended it; None if it did not.
+        why: The launcher's reason, "" if it did not end the worker.
+        orders: How often each action of the protocol was carried out in that recovery: the maximum over survivors.
+        times_s: The longest time that a survivor took for each action.
     """
 
     rank: int
@@ -64,24 +64,24 @@ class Failure:
 
     @property
     def detect_s(self) -> float | None:
-        """Seconds from the injected fault to the first survivor that knew."""
+        """Seconds from the injected fault to its detection by the first survivor."""
         return self.known_s - self.t_s if self.injected and self.known_s is not None else None
 
     @property
     def recover_s(self) -> float | None:
-        """Seconds from the fault (or from when it was first known) to the next committed step."""
+        """Seconds from the fault (or from its detection) to the next committed step."""
         return self.resumed_s - self.t_s if self.resumed_s is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joining:
-    """A worker that came while the job ran.
+    """A worker that joined the running job.
 
     Args:
-        rank: Which.
+        rank: Its rank.
         step: The first step that it took part in.
-        t_s: When it went on with the others.
-        held_s: How long they were kept from computing for it, at most.
+        t_s: When it began to compute with the other workers.
+        held_s: The longest time that it kept another worker from computing.
     """
 
     rank: int
@@ -92,19 +92,19 @@ class Joining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """One decision of the survivors, from the records of all of them."""
+    """One decision of the survivors, from the records of all survivors."""
 
     said: tuple[Recovered, ...]
     seen: tuple[FailureSeen, ...]
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Ranks that it found missing."""
+        """Ranks that the survivors found missing."""
         return tuple(sorted({rank for record in self.said for rank in record.lost}))
 
     @property
     def joined(self) -> tuple[int, ...]:
-        """Ranks that came with it."""
+        """Ranks that joined in this recovery."""
         return tuple(sorted({rank for record in self.said for rank in record.joined}))
 
     @property
@@ -119,59 +119,59 @@ class Recovery:
 
     @property
     def step(self) -> int:
-        """The step that training went on with."""
+        """The step at which training resumed."""
         return self.said[0].step
 
     @property
     def redone_steps(self) -> int:
-        """Steps whose work was done again."""
+        """Steps that were recomputed."""
         return max(record.redone_steps for record in self.said)
 
     @property
     def orders(self) -> dict[str, int]:
-        """How often each order of the protocol was carried out, at the survivor that did so most."""
+        """How often each action of the protocol was carried out: the maximum over survivors."""
         return largest(record.orders for record in self.said)
 
     @property
     def times_s(self) -> dict[str, float]:
-        """The longest that a survivor took for each order."""
+        """The longest time that a survivor took for each action."""
         return largest(record.times_s for record in self.said)
 
     def known_s(self, since_s: float) -> float | None:
-        """When the first survivor knew, after ``since_s``."""
+        """When the first survivor detected the failure, after ``since_s``."""
         return min((r.t_s for r in (*self.seen, *self.said) if r.t_s >= since_s), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """One start of the whole job, and what followed until the next."""
+    """One start of the whole job, and everything until the next."""
 
     number: int
     workers: tuple[int, ...]
     records: tuple[Record, ...]
     restart: JobRestarted | None
-    """What ended it, None for the last life."""
+    """The restart that ended it, None for the last life."""
 
     def of(self, kind: type[R]) -> list[R]:
-        """Return the records of one kind, in the order of time."""
+        """Return the records of one kind, ordered by time."""
         return [record for record in self.records if isinstance(record, kind)]
 
     @property
     def members(self) -> set[int]:
-        """All that took part in training at any time, spares and newcomers too."""
+        """All workers that took part in training at any time, including spares and newcomers."""
         began = (record.rank for record in self.of(RunStarted))
-        # Of those whom one process plays only the lowest says that it begins.
+        # Of the ranks that one process plays, only the lowest records its start.
         survived = (rank for record in self.of(Recovered) for rank in record.survivors)
         return {*self.workers, *began, *survived}
 
     @property
     def left(self) -> set[int]:
-        """Those that left in order."""
+        """Workers that left in order."""
         return {record.rank for record in self.of(Left)}
 
     @property
     def joined(self) -> Iterator[Joining]:
-        """Those that came while it ran, in the order of time."""
+        """Workers that joined the running job, ordered by time."""
         began_s = {record.rank: record.t_s for record in self.of(RunStarted)}
         for recovery in self.recoveries:
             held_s = max(record.held_s for record in recovery.said)
@@ -180,7 +180,7 @@ class Life:
 
     @property
     def recoveries(self) -> list[Recovery]:
-        """The decisions of the survivors, in the order of time."""
+        """The decisions of the survivors, ordered by time."""
         by_generation: dict[int, list[Recovered]] = {}
         for record in self.of(Recovered):
             by_generation.setdefault(record.generation, []).append(record)
@@ -190,16 +190,16 @@ class Life:
     def _recovery(self, said: Sequence[Recovered], recovered_s: dict[int, float]) -> Recovery:
         seen: list[FailureSeen] = []
         for record in said:
-            # A survivor may see the next failure before others have decided about this one: judge by its own clock.
+            # A survivor may detect the next failure before others have decided about this one, so use its own clock.
             since_s = recovered_s.get(record.rank, float("-inf"))
             seen += [f for f in self.of(FailureSeen) if f.rank == record.rank and since_s < f.t_s <= record.t_s]
             recovered_s[record.rank] = record.t_s
         return Recovery(said=tuple(said), seen=tuple(sorted(seen, key=lambda r: r.t_s)))
 
     def unnoticed(self, explained: set[int]) -> Iterator[WorkerEnded]:
-        """Yield deaths by a signal that no survivor spoke about.
+        """Yield deaths by a signal that no survivor recorded.
 
-        Where nobody finished, only the first counts: the launcher ends the others when it gives the job up.
+        If no worker finished, only the first counts: the launcher ends all other workers when it gives the job up.
         """
         finished = {r.rank for r in self.of(Finished)}
         quiet = explained | finished | {r.rank for r in self.of(ScriptFailed)}
@@ -214,7 +214,7 @@ N = TypeVar("N", int, float)
 
 
 def largest(said: Iterable[Mapping[str, N]]) -> dict[str, N]:
-    """Return of each name the largest value that any of them has said."""
+    """Return for each name the largest value in any of the mappings."""
     largest: dict[str, N] = {}
     for one in said:
         largest |= {name: max(value, largest.get(name, value)) for name, value in one.items()}

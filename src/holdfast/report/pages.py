@@ -1,4 +1,4 @@
-"""Pages of results that a run does not make: demos, studies and simulations, drawn by the lab where it is installed."""
+"""Pages for results other than runs: demos, studies and simulations, drawn by the lab if it is installed."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from holdfast.report.canvas import kept_in
 from holdfast.report.files import read_json
 
 Draw = Callable[[Any, Path], str]
-"""Returns the page of results, which the path holds; raises ConfigError if they are not what the lab writes."""
+"""Returns the page of the results in a folder; raises ConfigError if the lab cannot have written them."""
 
 
 DRAWN_BY = {"study": "holdfast_lab.pages.study:page_of", "simulated": "holdfast_lab.pages.simulated:page_of"}
-"""By the key by which ``results.json`` says what it holds: the module, and in it the :data:`Draw`."""
+"""By the key that identifies the content of ``results.json``: the module, and in it the :data:`Draw`."""
 _DEMO = "holdfast_lab.pages.demo:page_of"
-"""Draws what has none of these keys."""
+"""Draws results without any of these keys."""
 
 
 def draw_results(directory: Path) -> str | None:
-    """Return the page of the demo, the study or the simulation in ``directory``, None if there is none of them.
+    """Return the page of the demo, the study or the simulation in ``directory``, None if it holds none of them.
 
-    The figures of a study and of a simulation are written to a folder ``figures`` beside the page, too.
+    The figures of a study and of a simulation are also written to a folder ``figures``.
 
     Raises:
         ConfigError: if ``results.json`` is damaged, or if the lab is not installed.
@@ -45,7 +45,7 @@ def _find(place: str, path: Path) -> Draw:
     try:
         return cast("Draw", getattr(importlib.import_module(module), name))
     except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):  # something that the lab itself needs
+        if not f"{module}.".startswith(f"{error.name}."):  # a dependency of the lab is missing
             raise
         raise ConfigError(
             f"{path} was written by the lab, which draws its page and is not installed; install it with: pip install 'holdfast[lab]'"

@@ -1,4 +1,4 @@
-"""Of which kinds the workers of a run were, and what that gave up."""
+"""The platforms of a run's workers, and whether bit-exactness was given up for them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from holdfast.report.history import History
 
 
 def workers_kinds(history: History) -> dict[str, Any] | None:
-    """Return the kinds, who had them, what differing ones gave up, and who was refused; None where nobody looked.
+    """Return the platforms, their workers, what differing ones gave up, and refused workers; None if not recorded.
 
-    ``given_up`` is "" where all were of one kind, and where the strategy promises no bits. A kind is the last that a worker had.
+    ``given_up`` is "" for a single platform, or an inexact strategy. The last platform of a worker counts.
     """
     starts = [record for record in history.of(RunStarted) if record.kind]
     if not starts:

@@ -22,11 +22,11 @@ from holdfast.report.formatting import (
 
 
 def summary_lines(report: Mapping[str, Any], directory: Path | None = None) -> list[str]:
-    """Return the few lines that a run ends with.
+    """Return the lines printed at the end of a run.
 
     Args:
-        report: Of the run.
-        directory: Where its files are, if they were written.
+        report: Report of the run.
+        directory: The folder of its files, if they were written.
     """
     lines = [headline(report), _pace(report)]
     lines += [_failure(failure, report) for failure in report["failures"]]
@@ -37,7 +37,7 @@ def summary_lines(report: Mapping[str, Any], directory: Path | None = None) -> l
     lines.append(_eager(report.get("eager", ())))
     lines += [_samples(report), _replicas(report), _kinds(report.get("kinds"))]
     if directory is not None:
-        lines.append(f"report   {directory / 'report.json'}   (a page of it: holdfast report {directory})")
+        lines.append(f"report   {directory / 'report.json'}   (as a page: holdfast report {directory})")
     return [clean(line) for line in lines if line]
 
 
@@ -57,9 +57,9 @@ def _failure(failure: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     when = f"at step {failure['step']}" if failure["step"] is not None else f"{seconds(failure['t_s'])} after the start"
     parts = [f"{worker(report)} {failure['rank']} lost {when}" + (f", {failure['phase']}" if failure["phase"] else "")]
     if failure.get("silent_s") is not None:
-        parts.append(f"ended after {seconds(failure['silent_s'])} without a sign")
+        parts.append(f"ended by the launcher after {seconds(failure['silent_s'])} without a sign of life")
     if failure["detect_s"] is not None:
-        parts.append(f"known after {seconds(failure['detect_s'])}")
+        parts.append(f"detected after {seconds(failure['detect_s'])}")
     if failure["recover_s"] is not None:
         parts.append(f"next step committed after {seconds(failure['recover_s'])}")
     elif not is_distributed(report):
@@ -67,44 +67,44 @@ def _failure(failure: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     elif failure["step"] is not None:
         parts.append("no later step began")
     if failure["redone_steps"]:
-        parts.append(f"{count(failure['redone_steps'], 'step')} done again")
+        parts.append(f"{count(failure['redone_steps'], 'step')} recomputed")
     if failure["lost_samples"]:
         parts.append(f"{count(failure['lost_samples'], 'sample')} lost")
     return "; ".join(parts)
 
 
 def _iteration_cost(cost: Mapping[str, Any] | None) -> str:
-    """Return what the failures cost in steps, if the run was compared with an undisturbed one."""
+    """Return the cost of the failures in steps, if the run was compared with an undisturbed one."""
     if cost is None:
         return ""
     if cost["iterations"] is None:
-        return f"iteration cost against {cost['undisturbed']}: its loss falls nowhere by more than chance"
+        return f"iteration cost against {cost['undisturbed']}: its loss falls nowhere by more than noise"
     late = f"; {count(cost['censored'], 'level')} never reached" if cost["censored"] else ""
     means = f"the loss averaged over {count(cost['window'], 'step')}, at {count(len(cost['levels']), 'level')}{late}"
     return f"iteration cost against {cost['undisturbed']}: {number(cost['iterations'])} steps ({means})"
 
 
 def _parts_held(held: Mapping[str, Any]) -> str:
-    """Return what a worker had of a split model in its memory."""
-    kinds = (("computes", "computes_bytes", "parts"), ("mirrors", "mirrors_bytes", "mirrors of"))
+    """Return which parts of a split model a worker held in its memory."""
+    kinds = (("computes", "computes_bytes", "parts"), ("mirrors", "mirrors_bytes", "standbys of"))
     said = [f"{what} {listing(held[key])} ({size(held[key_bytes])})" for key, key_bytes, what in kinds if held[key]]
     if held["copies_bytes"]:
         of = f" of {listing(held['backups'])}" if held["backups"] else ""
-        said.append(f"copies{of} ({size(held['copies_bytes'])})")
+        said.append(f"delta standbys{of} ({size(held['copies_bytes'])})")
     return f"worker {held['rank']} held {listing(said) or 'nothing'} of the model"
 
 
 def _eager(workers: Sequence[Mapping[str, Any]]) -> str:
-    """Return what it took the worker that it took most to update buckets before their step was closed."""
+    """Return the cost of updating buckets before the commit vote, at the worker where it was highest."""
     if not workers:
         return ""
     most = max(workers, key=lambda worker: worker["copy_s"])
-    copied = f"update   eager: undo copies of {size(most['copy_bytes'])}"
+    copied = f"update   overlapped: undo copies of {size(most['copy_bytes'])}"
     if most["steps"]:
         copied += f", {seconds(most['copy_s'] / most['steps'])} a step"
     undone = max(workers, key=lambda worker: worker["undo_s"])
     if undone["undone"]:
-        copied += f"; {count(undone['undone'], 'bucket')} taken back in {seconds(undone['undo_s'])}"
+        copied += f"; {count(undone['undone'], 'bucket')} rolled back in {seconds(undone['undo_s'])}"
     return copied
 
 

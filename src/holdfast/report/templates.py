@@ -1,4 +1,4 @@
-"""Where the templates of pages are, and the filters that they use."""
+"""The environment of the page templates, and the filters that they use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def environment(*folders: Path) -> Environment:
-    """Return where templates are found: in this folder, and in ``folders``.
+    """Return the jinja2 environment with the templates of this folder and of ``folders``.
 
     Raises:
         ConfigError: if jinja2 is not installed.

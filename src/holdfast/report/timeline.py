@@ -1,4 +1,4 @@
-"""Drawing the lanes of a timeline: the whole run, and one recovery enlarged."""
+"""Draws the lanes of a timeline: the whole run, and one recovery enlarged."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ if TYPE_CHECKING:
 _BAR = 0.62
 _MIN_SHADE_PT = 2.0
 _NAME_ROOM = 0.1
-"""Share of the width that the name of a step needs."""
+"""Share of the width that the label of a step needs."""
 _HEADROOM = 0.95
-"""Lanes left free above the first, for the names of the committed steps."""
+"""Lanes left free above the first, for the labels of the committed steps."""
 _MOST_COMMITS = 24
-"""Of more committed steps only the one that ends a recovery is shown beside it."""
+"""With more committed steps than this, only the one that ends a recovery is labelled."""
 _EDGE = "white"
 _PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-"""Lies below words, so that no line goes through them."""
+"""Drawn below text, so that no line crosses it."""
 _LETTER_PT = 4.6
-"""Width of a letter of the legend, about."""
+"""Approximate width of a letter of the legend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """A worker at work, from when it entered the training loop until it left."""
+    """A worker at work, from entering the training loop until leaving it."""
 
     rank: int
     from_s: float
     to_s: float
     open: bool
-    """Nothing says how it ended."""
+    """No record shows how it ended."""
     waits_s: float
-    """For so long after ``from_s`` it waited as a spare, or as a newcomer too many; 0 for those that shared the work at once."""
+    """Seconds after ``from_s`` that it waited as a spare or surplus newcomer; 0 if it computed from the start."""
 
 
 def stretches(history: History, end_s: float) -> Iterator[Stretch]:
-    """Yield when each worker was at work; ``end_s`` ends what has no end."""
+    """Yield the intervals in which each worker was at work; ``end_s`` ends intervals that are open."""
     for life in history.lives:
         deaths = {f.rank: f.t_s for f in history.failures if _within(f.t_s, life)}
         for start in {r.rank: r for r in reversed(life.of(RunStarted))}.values():
@@ -59,7 +59,7 @@ def stretches(history: History, end_s: float) -> Iterator[Stretch]:
 
 
 def _begins_work_s(history: History, life: Life, start: RunStarted) -> float:
-    """Return when a worker first was among those with the lowest numbers, who share the work."""
+    """Return when a worker first was among those with the lowest ranks, which share the work."""
     if start.rank in sorted(life.workers)[: history.workers_wanted(start.t_s)]:
         return start.t_s
     shares = (
@@ -77,7 +77,7 @@ def first_answered(history: History) -> list[Failure]:
 
 
 def draw_lanes(axes: Axes, history: History, wall_s: float) -> None:
-    """Draw the whole run: bars, recoveries, deaths, workers that came and went."""
+    """Draw the whole run: bars, recoveries, failures, workers that joined and left."""
     lanes = _prepare(axes, history)
     end_s = max(wall_s, history.records[-1].t_s)
     begin_s = _shown_from_s(history, end_s)
@@ -103,13 +103,13 @@ def draw_lanes(axes: Axes, history: History, wall_s: float) -> None:
 
 
 def _shown_from_s(history: History, end_s: float) -> float:
-    """Return where the picture begins: shortly before the training, where starting took longer than all that came after it."""
+    """Return where the figure begins: shortly before training, if starting took longer than the rest of the run."""
     trains_s = min((start.t_s for start in history.of(RunStarted)), default=0.0)
     return max(0.0, trains_s - 0.1 * (end_s - trains_s)) if trains_s > end_s / 2 else 0.0
 
 
 def draw_legend(axes: Axes, left_in: float, history: History) -> None:
-    """Say above the lanes what the marks mean, as far as there are any."""
+    """Write the legend above the lanes, for the marks that occur."""
     marks = [("▬ training", style.WORK), ("▬ starting", style.FAINT)]
     if any(stretch.waits_s for stretch in stretches(history, history.records[-1].t_s)):
         marks.append(("▭ waiting as a spare", style.WORK))
@@ -120,12 +120,12 @@ def draw_legend(axes: Axes, left_in: float, history: History) -> None:
     if history.joined:
         marks.append(("▶ joined", style.DECIDED))
     if history.of(Left):
-        marks.append(("◀ left as it was told to", style.SOFT))
+        marks.append(("◀ left after SIGTERM", style.SOFT))
     _write_legend(axes, left_in, marks)
 
 
 def _write_legend(axes: Axes, left_in: float, marks: Sequence[tuple[str, str]]) -> None:
-    """Write words in their colours in a line above the axes, from so far left of them."""
+    """Write coloured words in a line above the axes, beginning ``left_in`` inches left of them."""
     place = -left_in * 72
     for words, color in marks:
         axes.annotate(
@@ -138,7 +138,7 @@ def _write_legend(axes: Axes, left_in: float, marks: Sequence[tuple[str, str]]) 
 def draw_zoom(
     axes: Axes, left_in: float, main: Axes, history: History, failures: Sequence[Failure], step_s: float | None
 ) -> None:
-    """Draw one recovery: who knew when, who had decided when, when the next step was committed."""
+    """Draw one recovery: when each survivor detected the failure, when it decided, when the next step was committed."""
     lanes = _prepare(axes, history)
     zero_s, end_s = failures[0].t_s, max(f.resumed_s or f.t_s for f in failures)
     took_s = end_s - zero_s
@@ -154,13 +154,13 @@ def draw_zoom(
     _draw_silences(axes, history, lanes)
     for failure in failures:
         _draw_death(axes, failure, lanes[failure.rank], axes.get_xlim()[1], label=True)
-    _unit_ticks(axes, zero_s, "the fault" if failures[0].injected else "the first survivor knew")
+    _unit_ticks(axes, zero_s, "the fault" if failures[0].injected else "the first survivor detected it")
     _write_legend(axes, left_in, _marks_of_zoom(axes, history, failures, zero_s, end_s))
     _tie(axes, main)
 
 
 def _prepare(axes: Axes, history: History) -> dict[int, int]:
-    """Set the lanes up and return the height of each rank's."""
+    """Set the lanes up and return the vertical position of each rank's lane."""
     ranks = history.ranks
     lanes = {rank: len(ranks) - 1 - place for place, rank in enumerate(ranks)}
     every = math.ceil(len(ranks) / 32)
@@ -194,7 +194,7 @@ def _draw_work(axes: Axes, history: History, lanes: dict[int, int], end_s: float
 
 
 def _draw_starts(axes: Axes, history: History, lanes: dict[int, int]) -> None:
-    """Draw a thin line from the start of the processes to that of their training."""
+    """Draw a thin line from the start of each process to the start of its training."""
     for life, from_s in zip(history.lives, [0.0, *(x.restart.t_s for x in history.lives if x.restart)], strict=True):
         newcomers = {joining.rank for joining in life.joined}
         for start in life.of(RunStarted):
@@ -217,17 +217,17 @@ def _draw_death(axes: Axes, failure: Failure, lane: int, right_s: float, *, labe
 
 
 def _draw_silences(axes: Axes, history: History, lanes: dict[int, int]) -> None:
-    """Show from when on a worker that the launcher ended had given no sign."""
+    """Show since when a worker that the launcher ended had given no sign of life."""
     left, right = axes.get_xlim()
     for fenced in history.of(WorkerFenced):
         from_s, to_s = max(left, fenced.t_s - fenced.silent_s), min(right, fenced.t_s)
         if fenced.rank in lanes and from_s < to_s:
-            lane = lanes[fenced.rank] - _BAR / 2  # where its death stands, too
+            lane = lanes[fenced.rank] - _BAR / 2  # at the height of its failure mark
             axes.plot([from_s, to_s], [lane] * 2, color=style.DEATH, linewidth=1.4, dashes=(3, 2), zorder=8)
 
 
 def _draw_comings(axes: Axes, history: History, lanes: dict[int, int]) -> None:
-    """Mark where workers joined and where they left in order."""
+    """Mark the times at which workers joined and at which they left in order."""
     for joining in history.joined:
         _mark(axes, joining.t_s, lanes[joining.rank], ">", style.DECIDED, size=9)
     for left in history.of(Left):
@@ -235,7 +235,7 @@ def _draw_comings(axes: Axes, history: History, lanes: dict[int, int]) -> None:
 
 
 def _draw_commits(axes: Axes, history: History, end_s: float, up_to: float) -> None:
-    """Draw when steps were committed, as lines up to a share of the height; their names stand above them, where no line goes."""
+    """Draw commits as lines up to a share of the height; their labels are above them, where no line crosses."""
     left, right = axes.get_xlim()
     shown = [c for c in history.commits if left <= c.t_s <= right]
     if len(shown) > _MOST_COMMITS:
@@ -252,7 +252,7 @@ def _draw_commits(axes: Axes, history: History, end_s: float, up_to: float) -> N
 
 
 def _named(commits: Sequence[StepCommitted], end_s: float, room_s: float) -> list[StepCommitted]:
-    """Return the commits that have room for their names; the one at ``end_s`` has it before all others."""
+    """Return the commits that have room for their labels; the one at ``end_s`` takes precedence."""
     named = [commit for commit in commits if commit.t_s == end_s][:1]
     for commit in commits:
         if all(abs(commit.t_s - other.t_s) >= room_s for other in named):
@@ -276,7 +276,7 @@ def _mark(axes: Axes, t_s: float, lane: int, marker: str, color: str, *, size: f
 
 
 def _unit_ticks(axes: Axes, zero_s: float, zero: str) -> None:
-    """Count from the fault, in milliseconds where that reads better."""
+    """Count from the fault, in milliseconds if that is more readable."""
     left, right = axes.get_xlim()
     unit, factor = ("milliseconds", 1e3) if right - left < 2 else ("seconds", 1.0)
     span = (right - left) * factor
@@ -290,7 +290,7 @@ def _unit_ticks(axes: Axes, zero_s: float, zero: str) -> None:
 def _marks_of_zoom(
     axes: Axes, history: History, failures: Sequence[Failure], zero_s: float, end_s: float
 ) -> list[tuple[str, str]]:
-    """Return what the marks mean, and how long it took until somebody knew, all had decided, and the next step was in."""
+    """Return the meanings of the marks, with the times of the first detection, last decision and next commit."""
     left, right = axes.get_xlim()
     known = min((f.known_s for f in failures if f.known_s is not None and f.injected), default=None)
     decided = failures[0].decided_s
@@ -299,17 +299,17 @@ def _marks_of_zoom(
         marks.append(("╌ no sign of life", style.DEATH))
     if failures[0].known_s is not None:
         first = "" if known is None else f", the first after {seconds(known - zero_s)}"
-        marks.append((f"● a survivor knew{first}", style.SEEN))
+        marks.append((f"● detected by a survivor{first}", style.SEEN))
     if decided is not None:
         took = seconds(decided - zero_s)
         again = failures[0].decision == "restart"
-        words = f"job started again after {took}" if again else f"◆ had decided, the last after {took}"
+        words = f"job restarted after {took}" if again else f"◆ decided, the last after {took}"
         marks.append((words, style.DECIDED))
     return [*marks, (f"┊ step committed, the next after {seconds(end_s - zero_s)}", style.INK)]
 
 
 def _tie(axes: Axes, main: Axes) -> None:
-    """Show which part of the upper axis the lower one enlarges."""
+    """Show which part of the upper axis the lower axis enlarges."""
     from matplotlib.patches import ConnectionPatch
 
     left, right = axes.get_xlim()

@@ -1,8 +1,8 @@
-"""Python imports this at its start in every process of a test: jobs that compile nothing do not load torch's compiler.
+"""Imported by Python at the start of every process of a test: jobs that compile nothing do not load torch's compiler.
 
-The first optimizer of a process imports ``torch._dynamo``, to tell a compiler that is not there what to leave alone. This is half of what a
-worker computes before its first step. Here a module stands in its place that knows ``graph_break`` and ``disable``, and that makes
-room for the real one as soon as anything else is asked of it. The examples, the demo and the benchmarks run without it.
+The first optimizer of a process imports ``torch._dynamo``, to exclude itself from compilation. That import is half of a
+worker's computation before its first step. Here a module takes its place that has ``graph_break`` and ``disable``, and
+that is replaced by the real one on any other access. The examples, the demo and the benchmarks run without it.
 """
 
 import importlib
@@ -15,17 +15,17 @@ _NAME = "torch._dynamo"
 
 
 class _NoCompiler(types.ModuleType):
-    """Stands for ``torch._dynamo`` as long as nothing is compiled."""
+    """Replaces ``torch._dynamo`` as long as nothing is compiled."""
 
     def graph_break(self, msg=""):
         """Do nothing, as without a compiler."""
 
     def disable(self, fn=None, recursive=True, **options):
-        """Return ``fn`` as it is."""
+        """Return ``fn`` unchanged."""
         return fn
 
     def __getattr__(self, name):
-        if name in ("__spec__", "__file__", "__wrapped__"):  # what inspect looks for in all modules that are there
+        if name in ("__spec__", "__file__", "__wrapped__"):  # looked up by inspect in all modules
             raise AttributeError(name)
         if sys.modules[_NAME] is self:
             del sys.modules[_NAME]
@@ -35,7 +35,7 @@ class _NoCompiler(types.ModuleType):
 
 
 class _Loaded(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the parts of the compiler that were loaded while it made room for itself."""
+    """Finds the parts of the compiler that were loaded while the replacement gave way."""
 
     def find_spec(self, name, path=None, target=None):
         if name.startswith(_NAME + ".") and name in sys.modules:
@@ -46,7 +46,7 @@ class _Loaded(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return sys.modules[spec.name]
 
     def exec_module(self, module):
-        """It was executed."""
+        """Do nothing: the module was executed already."""
 
 
 sys.modules[_NAME] = _NoCompiler(_NAME)
