@@ -263,9 +263,8 @@ class Simulator:
         if not detects.all():
             i, now, missed = i[detects], now[detects], missed[detects]
             position, there = (Position(*(column[detects] for column in one)) for one in (position, there))
-        self._progress.settle(
-            i, now, position.saves
-        )  # a checkpoint that would complete only after the detection is discarded
+        # A checkpoint that would be complete only after the failure, before its detection, does not count.
+        self._progress.settle(i, now, position.saves)
         self._progress.add(i, missed, there)
         self._clocks.since[i] = missed
         compute = segments.compute[i]
