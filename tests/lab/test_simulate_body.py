@@ -278,7 +278,7 @@ def test_who_dies_after_the_last_closing_sum_is_not_missed():
         (lambda: Job(steps=1, update="soon"), "update must be one of lazy, eager, got 'soon'"),
         (
             lambda: Job(steps=1, update="eager", model="split"),
-            "update eager needs a model that every worker has all of, got model split",
+            "update eager needs a replicated model, got model split",
         ),
         (lambda: Job(), "a job needs steps, horizon_s, or both"),
         (lambda: Job(steps=0), "steps must be at least 1 and at most 1e\\+11, got 0"),

@@ -1,4 +1,4 @@
-"""``holdfast plan``: the answer can be checked by hand, and says what it stands on."""
+"""``holdfast plan``: the answer can be checked by hand, and lists its assumptions."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ BAD = {
     "a share above one": (["--workers", 8, "--mtbf", "1h", "--whole-job-share", 2], "--whole-job-share must be at least 0 and at most 1, got 2"),
     "machines too large": (["--workers", 8, "--mtbf", "1h", "--workers-per-node", 9], "--workers-per-node must be at least 1 and at most 8"),
     "a split that is none": (["--workers", 8, "--mtbf", "1h", "--split", "odd"], "--split must be one of slices, even, got 'odd'"),
-    "no report": (["--from-report", "nowhere", "--mtbf", "1h"], "there is no nowhere/report.json; `holdfast run --report nowhere ...` writes it"),
+    "no report": (["--from-report", "nowhere", "--mtbf", "1h"], "there is no nowhere/report.json; run `holdfast run --report nowhere ...` to write it"),
     "an option that is none": (["--wokers", 8], "No such option"),
 }  # fmt: skip
 

@@ -182,5 +182,5 @@ def _scaled(part: Part, size: int | None, channels: int | None) -> Part:
     if isinstance(part, TensorDataset):
         return resize(part, size, channels) if size or channels else part
     if channels not in (None, 3) and isinstance(part, ImageFiles):
-        raise ConfigError(f"channels must be 3, as the images have, got {channels}")
+        raise ConfigError(f"channels must be 3, as in the images, got {channels}")
     return part

@@ -237,7 +237,7 @@ def resize(
     if channels is not None and channels != images.shape[1]:
         if images.shape[1] != 1:
             raise ConfigError(
-                f"channels must be {images.shape[1]}, the number of the images, got {channels}: only a single channel can be repeated"
+                f"channels must be {images.shape[1]}, as in the images, got {channels}: only a single channel can be repeated"
             )
         images = images.expand(-1, channels, -1, -1)
     return TensorDataset(images, *labels)
