@@ -283,7 +283,7 @@ def test_who_dies_after_the_last_closing_sum_is_not_missed():
         (lambda: Job(), "a job needs steps, horizon_s, or both"),
         (lambda: Job(steps=0), "steps must be at least 1 and at most 1e\\+11, got 0"),
         (lambda: Costs(load_s=-1), "load_s must be at least 0 and at most 1e"),
-        (lambda: Costs(steps_s=((4, 1.0), (2, 1.0))), "with members growing from 1, got members \\[4, 2\\]"),
+        (lambda: Costs(steps_s=((4, 1.0), (2, 1.0))), "with ascending members from 1, got members \\[4, 2\\]"),
         (lambda: Cluster(workers=0), "workers must be at least 1"),
         (lambda: Scenario(Cluster(workers=2), Job(steps=1), Costs(), Failures()), "a step must take some time"),
         (lambda: scripted(min_workers=6), "min_workers must be at least 1 and at most 5, got 6"),

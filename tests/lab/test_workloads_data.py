@@ -343,7 +343,7 @@ def test_a_cifar_file_that_is_cut_or_of_another_set_is_refused(tmp_path):
 
     for damaged, message in (
         (whole[:-1], "has 9218 bytes, expected whole records of 3073"),
-        (b"", "holds 0 bytes"),
+        (b"", "has 0 bytes"),
         (bytes([200]) + whole[1:], "a label must be from 0 to 9, row 1 has 200"),
     ):
         path.write_bytes(damaged)
@@ -478,7 +478,7 @@ def test_the_whole_of_covertype_is_divided_as_its_authors_did(tmp_path, monkeypa
     [
         ("", "has no row of numbers"),
         ("1,2,3\n", "has 3 columns, expected 54 features and the class"),
-        (covertype_rows(1), "has 1 samples, at least 2"),
+        (covertype_rows(1), "has 1 samples, but at least 2"),
         (covertype_rows(3).replace(",3\n", ",9\n"), "a class must be from 1 to 7, row 3 has 9"),
         (covertype_rows(3) + "1,2", "is not the expected table"),
         ("hello\n", "is not the expected table: could not convert"),
@@ -670,7 +670,7 @@ def test_reuters_that_is_cut_short_is_refused(tmp_path):
         archive.add(tmp_path / "sgm" / "reut2-000.sgm", "reut2-000.sgm")
     whole = (tmp_path / "reuters21578.tar.xz").read_bytes()
     (tmp_path / "reuters21578.tar.xz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(holdfast.ConfigError, match=r"cannot read .*tar\.xz as a packed archive"):
+    with pytest.raises(holdfast.ConfigError, match=r"cannot read .*tar\.xz as a compressed archive"):
         load_dataset("reuters", tmp_path)
 
 
