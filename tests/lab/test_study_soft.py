@@ -237,7 +237,7 @@ def test_each_platform_of_the_crossed_design_has_a_figure_of_its_own():
             "--only must be one of ddp, pipeline, hybrid, session, crossed, .*, networks, got 'horovod'",
         ),
         ({"only": ("bursts",), "quick": True}, "--only must be one of ddp, pipeline, hybrid, session, got 'bursts'"),
-        ({"only": ("session", "bursts")}, "--only session --only bursts leaves nothing to do: .* add --only ddp"),
+        ({"only": ("session", "bursts")}, "--only session --only bursts leaves nothing to run: .* add --only ddp"),
         ({"model": "gpt"}, "--network must be one of mlp, cnn, resnet18, resnet50, got 'gpt'"),
         ({"data": Path("/nowhere")}, "--data must be a directory with the files of one of cifar100, cifar10, fashion"),
     ],

@@ -29,14 +29,14 @@ def plan(
         str | None, typer.Option(metavar="TIME", help="Mean time between failures of the whole job.")
     ] = None,
     mtbf_node: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Mean time between failures of one machine.")
+        str | None, typer.Option(metavar="TIME", help="Mean time between failures of one node.")
     ] = None,
     mtbf_worker: Annotated[
         str | None, typer.Option(metavar="TIME", help="Mean time between failures of one worker.")
     ] = None,
     workers_per_node: Annotated[
         int | None,
-        typer.Option(metavar="W", help="Workers per machine, which fail together [8; fewer than 16 workers: 1]."),
+        typer.Option(metavar="W", help="Workers per node, which fail together [8; fewer than 16 workers: 1]."),
     ] = None,
     spares: Annotated[
         int | None, typer.Option(metavar="K", help="Spare workers beside N [enough for 99 % of the time].")
@@ -49,7 +49,7 @@ def plan(
     ] = None,
     write_bytes_per_s: Annotated[
         str | None,
-        typer.Option(metavar="SPEED", help="Write speed, all together [1GB/s per machine, at most 100GB/s]."),
+        typer.Option(metavar="SPEED", help="Write speed, all together [1GB/s per node, at most 100GB/s]."),
     ] = None,
     read_bytes_per_s: Annotated[
         str | None, typer.Option(metavar="SPEED", help="Read speed, all together [the write speed].")
@@ -86,7 +86,7 @@ def plan(
     rehome_s: Annotated[
         str | None, typer.Option(metavar="TIME", help="Time to move parts of a split model to other workers [10s].")
     ] = None,
-    repair_s: Annotated[str | None, typer.Option(metavar="TIME", help="Mean time to repair a machine [6h].")] = None,
+    repair_s: Annotated[str | None, typer.Option(metavar="TIME", help="Mean time to repair a node [6h].")] = None,
     whole_job_share: Annotated[
         float | None, typer.Option(metavar="X", help="Share of failures that end the whole job [0.15].")
     ] = None,
@@ -108,9 +108,7 @@ def plan(
     ] = None,
     with_map: Annotated[
         bool,
-        typer.Option(
-            "--map/--no-map", help="Also compute the best strategy for other numbers of workers and machines."
-        ),
+        typer.Option("--map/--no-map", help="Also compute the best strategy for other numbers of workers and nodes."),
     ] = True,
     repetitions: Annotated[int, typer.Option(metavar="R", min=2, help="Histories per strategy.")] = 100,
     seed: Annotated[int, typer.Option(metavar="S", min=0, help="Seed of everything random.")] = 0,
@@ -194,18 +192,18 @@ def _show(results: dict[str, Any]) -> None:
     print()
     columns = {
         "strategies": "checkpoints of",
-        "back": "restored every",
+        "back": "loads one every",
         "young": "Young",
         "daly": "Daly",
         "exact": "exact",
         "simulated": "simulated",
-        "range": "as good as",
+        "range": "equally good",
     }
     table(list(columns.values()), [[line[key] for key in columns] for line in interval_lines(results)])
     print()
     if results["map"]:
         heads, fields = map_table(results["map"])
-        table(["machine fails every", *(f"{head} workers" for head in heads)], fields)
+        table(["node fails every", *(f"{head} workers" for head in heads)], fields)
         print(MAP_NOTE)
         print()
     table(["based on", "", "", ""], assumption_lines(results["known"]))

@@ -15,7 +15,7 @@ from holdfast_lab.simulate.measured import MeasuredRun
 from holdfast_lab.simulate.units import DAY_S
 
 _BIG_JOB = 16
-"""From this many workers on, machines are assumed to have eight workers each."""
+"""From this many workers on, nodes are assumed to have eight workers each."""
 _BIG_STATE = 80e9
 """Memory of one of today's accelerators, bytes: a larger state is assumed to be split."""
 _LIKELY_ENOUGH = 0.99
@@ -53,10 +53,10 @@ class Question:
 
     Args:
         workers: Active workers, spares not included.
-        workers_per_node: Workers of one machine; they fail together.
-        mtbf_node_s: Mean time between failures of one machine.
+        workers_per_node: Workers of one node; they fail together.
+        mtbf_node_s: Mean time between failures of one node.
         whole_job_share: Share of failures that no strategy survives; the launcher restarts the job.
-        repair_s: Mean time until a failed machine is back.
+        repair_s: Mean time until a failed node is back.
         spares: Spare workers, in addition to ``workers``.
         step_s: Duration of a step with all workers.
         save_s: How long a checkpoint holds training.
@@ -95,7 +95,7 @@ class Question:
 
     @property
     def nodes(self) -> int:
-        """Number of machines, without those of spares."""
+        """Number of nodes, without those of spares."""
         return -(-self.workers // self.workers_per_node)
 
     @property
@@ -119,7 +119,7 @@ def ask(given: Mapping[str, Any], run: MeasuredRun | None = None) -> tuple[Quest
     workers = facts.take("workers", lambda: _needs_workers(run), "the workers of that run", measured=True)
     check_range("--workers", workers, 1, most=1_000_000)
     small = workers < _BIG_JOB
-    why = "fewer than 16 workers: each fails alone" if small else "machines of eight"
+    why = "fewer than 16 workers: each fails alone" if small else "nodes of eight workers"
     per_node = facts.take("workers_per_node", lambda: 1 if small else 8, why)
     check_range("--workers-per-node", per_node, 1, most=workers)
     mtbf_node_s = _mtbf_node_s(facts, workers, per_node)
@@ -136,7 +136,7 @@ def ask(given: Mapping[str, Any], run: MeasuredRun | None = None) -> tuple[Quest
         workers=workers, workers_per_node=per_node, mtbf_node_s=mtbf_node_s, whole_job_share=share, repair_s=repair_s, spares=spares,
         step_s=facts.take("step_s", lambda: 5.0, "typical of a large language model"),
         restart_s=facts.take("restart_s", lambda: 300.0, "processes, libraries, communicators, the model"),
-        detect_s=facts.take("detect_s", lambda: 10.0, "the default of --node-timeout, for a machine that does not respond"),
+        detect_s=facts.take("detect_s", lambda: 10.0, "the default of --node-timeout, for a node that does not respond"),
         regroup_s=facts.take("regroup_s", lambda: 1.0, "measured: 0.03 s with 64 workers; unknown for many more"),
         rejoin_s=facts.take("rejoin_s", lambda: 10.0, "newcomers receive the state from other workers' memory"),
         rebuild_s=facts.take("rebuild_s", lambda: 60.0, "reinit: the script rebuilds its model and data"),
@@ -150,14 +150,14 @@ def ask(given: Mapping[str, Any], run: MeasuredRun | None = None) -> tuple[Quest
 
 
 def enough_spares(away: float, workers: int, per_node: int) -> int:
-    """Return the spare workers, in whole machines, that suffice for 99 % of the time; 0 if that exceeds a quarter of the workers.
+    """Return the spare workers, in whole nodes, that suffice for 99 % of the time; 0 if that exceeds a quarter of the workers.
 
-    Machines fail and are repaired independently, so the number of failed machines is Poisson distributed (an M/G/infinity queue).
+    Nodes fail and are repaired independently, so the number of failed nodes is Poisson distributed (an M/G/infinity queue).
 
     Args:
-        away: Mean number of failed machines.
+        away: Mean number of failed nodes.
         workers: Active workers.
-        per_node: Workers of one machine.
+        per_node: Workers of one node.
     """
     spare, term = 0, math.exp(-away)
     total, most = term, workers // (4 * per_node)
@@ -215,7 +215,7 @@ def _mtbf_node_s(facts: _Facts, workers: int, per_node: int) -> float:
     names = ("mtbf_s", "mtbf_node_s", "mtbf_worker_s")
     found = [(name, value) for name in names if (value := facts.given(name)) is not None]
     if len(found) != 1:
-        options = "--mtbf (of the whole job), --mtbf-node (of one machine), --mtbf-worker (of one worker)"
+        options = "--mtbf (of the whole job), --mtbf-node (of one node), --mtbf-worker (of one worker)"
         hint = "; if unknown, start with --mtbf-node 264d, the rate of Llama 3" if not found else ""
         raise ConfigError(f"give one of {options}{hint}")
     name, value = found[0]
@@ -228,10 +228,10 @@ def _why_spares(away: float, workers: int, per_node: int) -> str:
     if away == 0:
         return "none: a failed worker is replaced immediately"
     if enough_spares(away, workers, per_node):
-        return f"on average {away:,.2f} machines are down; these suffice for 99 % of the time"
+        return f"on average {away:,.2f} nodes are down; these suffice for 99 % of the time"
     if math.exp(-away) >= _LIKELY_ENOUGH:
-        return f"none: on average only {away:,.2f} machines are down"
-    return f"none: on average {away:,.2f} machines are down, and a quarter more would not make up for that"
+        return f"none: on average only {away:,.2f} nodes are down"
+    return f"none: on average {away:,.2f} nodes are down, and a quarter more would not make up for that"
 
 
 def _storage(facts: _Facts, workers: int, per_node: int) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def _storage(facts: _Facts, workers: int, per_node: int) -> dict[str, Any]:
     if not (facts.has("save_s") and facts.has("load_s")) or facts.has("write_bytes_per_s"):
         nodes = -(-workers // per_node)
         write = facts.take(
-            "write_bytes_per_s", lambda: min(1e9 * nodes, 1e11), "1 GB/s per machine, at most 100 GB/s in total"
+            "write_bytes_per_s", lambda: min(1e9 * nodes, 1e11), "1 GB/s per node, at most 100 GB/s in total"
         )
         check_range("--write-bytes-per-s", write, 0, above=True)
         write_s = state / write

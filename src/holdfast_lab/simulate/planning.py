@@ -182,8 +182,8 @@ def _row(question: Question, strategy: str, save_every: int, repetitions: int, s
     row = Compared(name=strategy, scenario=scenario, sweep=sweep, chosen="").row()
     goodput = sweep.estimate("goodput")
     times = [_over(question.work_s, value) for value in (goodput.mean, goodput.high, goodput.low)]
-    everybody = question.workers + question.spares
-    hours = [None if time is None else everybody * time / 3600 for time in times]
+    total_workers = question.workers + question.spares
+    hours = [None if time is None else total_workers * time / 3600 for time in times]
     failures = sweep.estimate("failures")
     mean, low, high = (value / horizon_s * 86_400 for value in (failures.mean, failures.low, failures.high))
     per_day = Estimate(mean, low, high, failures.number)
@@ -265,7 +265,7 @@ def _without_spares(
 
 
 def _map(question: Question, seed: int, now: Say) -> list[dict[str, Any]]:
-    """Return the best strategy for other numbers of workers and other machines; step and checkpoint costs stay the same."""
+    """Return the best strategy for other numbers of workers and other nodes; step and checkpoint costs stay the same."""
     now("computing the map")
     sizes = [n for factor in (1 / 16, 1 / 4, 1, 4, 16) if 2 <= (n := round(question.workers * factor)) <= 300_000]
     cells = []
@@ -303,5 +303,5 @@ def _cell(question: Question, seed: int) -> dict[str, Any]:
 
 
 def axes_of(cells: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float]]:
-    """Return the map's numbers of workers and mean times between failures of a machine, each once, in order."""
+    """Return the map's numbers of workers and mean times between failures of a node, each once, in order."""
     return list(dict.fromkeys(c["workers"] for c in cells)), list(dict.fromkeys(c["mtbf_node_s"] for c in cells))

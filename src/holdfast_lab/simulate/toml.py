@@ -95,7 +95,7 @@ def read_scenario(path: Path) -> ScenarioFile:
         raise ConfigError(f"{path}: {error}") from error
 
 
-# -- what the tables make
+# -- conversion of tables
 
 
 def _made(file: File, folder: Path) -> ScenarioFile:
@@ -259,7 +259,7 @@ _TAKES = {
 }
 
 
-# -- what is wrong
+# -- error messages
 
 
 def _first_complaint(error: ValidationError) -> str:

@@ -60,7 +60,7 @@ def test_the_map_says_who_wins_with_more_workers_and_worse_machines(tmp_path, ca
     code = holdfast("plan", "--workers", 1024, "--mtbf-node", "264d", "--repetitions", 4, "--out", tmp_path)
 
     assert code == 0
-    assert "machine fails every" in capsys.readouterr().out
+    assert "node fails every" in capsys.readouterr().out
     cells = json.loads((tmp_path / "results.json").read_text())["map"]
     assert len(cells) == 20
     best, worst = cells[0], cells[-1]
@@ -149,7 +149,7 @@ def test_what_a_run_measured_goes_before_what_is_assumed_and_after_what_is_given
 
 BAD = {
     "nothing": ([], "--workers is missing"),
-    "no rate": (["--workers", 8], "give one of --mtbf (of the whole job), --mtbf-node (of one machine), --mtbf-worker"),
+    "no rate": (["--workers", 8], "give one of --mtbf (of the whole job), --mtbf-node (of one node), --mtbf-worker"),
     "two rates": (["--workers", 8, "--mtbf", "1h", "--mtbf-node", "1d"], "give one of --mtbf"),
     "a wrong unit": (["--workers", 8, "--mtbf", "5GB"], "--mtbf must be a time: "),
     "a size for a speed": (["--workers", 8, "--mtbf", "1h", "--write-bytes-per-s", "2GB"], "--write-bytes-per-s must be a speed: "),

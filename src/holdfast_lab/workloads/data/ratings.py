@@ -219,9 +219,9 @@ def generated_ratings(
         )
     rng = np.random.default_rng(seed)
     left, right = (rng.standard_normal((count, rank)) for count in (users, items))
-    who, what = np.divmod(rng.choice(users * items, seen, replace=False), items)
-    values = (left[who] * right[what]).sum(1) / np.sqrt(rank) + noise * rng.standard_normal(seen)
-    rows = np.column_stack([who, what, values])
+    user, what = np.divmod(rng.choice(users * items, seen, replace=False), items)
+    values = (left[user] * right[what]).sum(1) / np.sqrt(rank) + noise * rng.standard_normal(seen)
+    rows = np.column_stack([user, what, values])
     source = f"generated: rank {rank}, noise {noise:g}, seed {seed}"
     return _dataset(
         "generated ratings", source, _seeded(seed), rows, (users, items), held_out(seen, _TEST_SHARE, seed, source)
