@@ -145,7 +145,7 @@ def test_who_leaves_and_who_comes_as_planned_cost_no_sample_and_no_step():
 def test_too_few_workers_stop_and_nobody_is_not_enough():
     with pytest.raises(TooFewWorkers, match="3 of at least 4 workers are left in step 9"):
         train(Batched, kills=["kill:rank=0,step=9", *(f"kill:rank={rank},step=9" for rank in range(1, 5))], min_workers=4)  # fmt: skip
-    with pytest.raises(JobError, match="every worker has died in step 3"):
+    with pytest.raises(JobError, match="every worker has failed in step 3"):
         train(Batched, kills=[f"kill:rank={rank},step=3" for rank in range(WORKERS)])
 
 
@@ -153,8 +153,8 @@ def test_too_few_workers_stop_and_nobody_is_not_enough():
     ("settings", "message"),
     [
         ({"strategy": "partial"}, "strategy must be one of rollback, forward, restart where all slices"),
-        ({"changes": (Change(step=1, leave=(2,)), Change(step=1, leave=(3,)))}, "there may be one change before a step, got 2 of 1 steps"),
-        ({"kills": ["slow:rank=1,step=2,seconds=1"]}, "there are only kills in forward, backward, allreduce and optimizer"),
+        ({"changes": (Change(step=1, leave=(2,)), Change(step=1, leave=(3,)))}, "at most one change is allowed before a step, got 2 for 1 steps"),
+        ({"kills": ["slow:rank=1,step=2,seconds=1"]}, "only kills in forward, backward, allreduce and optimizer are possible"),
         ({"kills": ["kill:rank=9,step=2"]}, "rank must be"),
         ({"kills": ["kill:rank=1,step=2,phase=allreduce,bucket=9"]}, "bucket must be"),
     ],

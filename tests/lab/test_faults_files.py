@@ -141,7 +141,7 @@ def test_a_write_that_the_disk_did_not_take_whole_is_told(tmp_path, monkeypatch)
     monkeypatch.setattr(base.os, "pwrite", lambda _file, data, _offset: len(data) - 1)
 
     with pytest.raises(
-        CheckpointError, match="took 7 of 8 bytes that were to be altered; see whether the disk is full"
+        CheckpointError, match="took 7 of 8 bytes that were to be altered; check whether the disk is full"
     ):
         inject(Target(path), Alteration(), in_place=True)
 

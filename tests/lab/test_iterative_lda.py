@@ -240,7 +240,7 @@ def test_without_numba_it_says_what_to_install(monkeypatch):
         ({"topics": 1}, "topics must be from 2 to 32768, alpha and beta above 0, got 1, 0.1 and 0.01"),
         ({"beta": 0.0}, "got 8, 0.1 and 0"),
         ({"documents": 0}, "documents and longest must be at least 1, got 0 and 200"),
-        ({"longest": 1}, "no document of documents has from 1 to 1 tokens: longest must be greater"),
+        ({"longest": 1}, "no document of documents has from 1 to 1 tokens; increase longest"),
     ],
 )
 def test_what_is_out_of_range_is_answered_with_the_range(options, line):

@@ -309,7 +309,7 @@ def test_every_name_makes_a_program_or_asks_for_its_files(name):
         ("quadratic", {"learning_rate": 2.0}, "learning_rate above 0 and below 2, .* got 30, 2 and 0"),
         ("mlr-digits", {"batch": 0}, "batch and evaluated at least 1, got 2, 0 and 2000"),
         ("als-ratings", {"penalty": 0.0}, "penalty above 0, got 8 and 0"),
-        ("als-movielens", {}, "movielens is read from files: say in which directory they are"),
+        ("als-movielens", {}, "movielens is read from files: give their directory"),
     ],
 )
 def test_what_cannot_be_built_is_refused_in_a_line(name, options, line):

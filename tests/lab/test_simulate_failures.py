@@ -190,9 +190,9 @@ def test_a_file_that_does_not_say_how_long_it_was_watched_needs_a_span_behind_it
     with pytest.raises(ConfigError) as short:
         read_trace(path, kind, span_s=7.0)
 
-    does_not_say = f"{path} does not say how long its machines were watched"
-    assert str(missing.value) == f"{does_not_say}: give span_s, at least {last}, when the last of its events is"
-    assert str(short.value) == f"span_s must be at least {last}, when the last event of {path} is, got 7 s"
+    does_not_say = f"{path} does not say how long its machines were observed"
+    assert str(missing.value) == f"{does_not_say}: give span_s, at least {last}, the time of its last event"
+    assert str(short.value) == f"span_s must be at least {last}, the time of the last event of {path}, got 7 s"
     assert read_trace(path, kind, span_s=8.0).span_s == 8.0
     for odd in (float("nan"), 2e9):
         with pytest.raises(ConfigError, match="span_s must be"):
@@ -253,7 +253,7 @@ def test_outages_of_one_system_are_read(tmp_path):
     trace = read_trace(path, "lanl", system=2)
 
     assert (trace.units, trace.spells) == (49, ((0, 0, 360), (3, 3600, DAY_S)))
-    with pytest.raises(ConfigError, match=r"holds no outage where \{'system': 9\}"):
+    with pytest.raises(ConfigError, match=r"contains no outage where \{'system': 9\}"):
         read_trace(path, "lanl", system=9)
 
 
@@ -307,8 +307,12 @@ def test_interruptions_are_counted_by_cause(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "text", "says"),
     [
-        ("spot", "0,add,a\n1,vanish,a\n", "line 2: vanish a: add who is not there, remove who is"),
-        ("spot", "5,add,a\n1,add,b\n", "line 2: time goes back"),
+        (
+            "spot",
+            "0,add,a\n1,vanish,a\n",
+            "line 2: vanish a: only an absent machine can be added, and only a present one removed",
+        ),
+        ("spot", "5,add,a\n1,add,b\n", "line 2: the time is before that of the previous line"),
         ("spot", "0,add,a\n1,remove\n", "line 2: it must be milliseconds,add|remove,name, got '1,remove'"),
         ("spot", "0,add,a,b\n", "line 1: it must be milliseconds,add|remove,name, got '0,add,a,b'"),
         ("spot", "0,add,a\nnan,add,b\n", "line 2: 'nan' is not a time"),
@@ -317,17 +321,21 @@ def test_interruptions_are_counted_by_cause(tmp_path):
         ("table", f"{'9' * 140_000}\n", "line 1: field larger than field limit"),
         ("infinitehbd", "[" * 100_000, "is not a list of fault starts and ends: its brackets are nested too deep"),
         ("sizes", "2021-12-11 11:00:00, 2\n", "line 1: it must be date, time, machines, got '2021-12-11 11:00:00, 2'"),
-        ("sizes", "2021-12-11, 11:00:00, 2\n2021-12-11, 10:00:00, 2\n", "line 2: time goes back"),
+        (
+            "sizes",
+            "2021-12-11, 11:00:00, 2\n2021-12-11, 10:00:00, 2\n",
+            "line 2: the time is before that of the previous line",
+        ),
         ("sizes", "2021-12-11, 11:00:00, 1\n2021-12-11, 12:00:00, -1\n", "line 2: -1 machines"),
         (
             "lanl",
             "System,nodes,nodenumz,Prob Started,Prob Fixed\n20,4,1,1/2/2003 10:00,1/1/2003 10:00\n",
-            "holds no outage",
+            "contains no outage",
         ),
         ("lanl", "a,b\n", "has no column System, nodes"),
         ("table", "unit,start_s,end_s\nx,one,2\n", "line 2: could not convert"),
         ("infinitehbd", "{", "is not a list of fault starts and ends"),
-        ("table", "unit,start_s,end_s\n", "holds no outage"),
+        ("table", "unit,start_s,end_s\n", "contains no outage"),
         ("weather", "", "kind of trace must be one of infinitehbd, lanl, spot, sizes, ssd, table, got 'weather'"),
     ],
 )

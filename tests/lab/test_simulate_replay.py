@@ -94,5 +94,5 @@ def vars_of(record):
 def test_records_without_a_start_are_refused():
     lost = Recovered(t_s=1, rank=0, step=3, lost=(1,), survivors=(0,), decision="redo", redone_steps=1, generation=1)
 
-    with pytest.raises(ConfigError, match="the records say nothing of a start"):
+    with pytest.raises(ConfigError, match="the records have no start of a worker"):
         replay([lost])

@@ -88,7 +88,7 @@ def test_a_group_that_does_not_answer_in_time_is_ended(replicated):
     pids, replicated._limit_s = replicated.pids, 1.0
     os.kill(pids[0], signal.SIGSTOP)
 
-    with pytest.raises(GroupFailed, match="had not answered for 1 s"):
+    with pytest.raises(GroupFailed, match="did not answer within 1 s"):
         replicated.ask([None, None])
 
     assert replicated.pids == []

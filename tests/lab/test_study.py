@@ -412,13 +412,13 @@ def test_a_ratio_of_times_is_judged_by_its_interval(saves_s, holds):
     rows = [worker_row(save_s=save_s) for save_s in (1.0, 1.01, 0.99)]
     rows += [worker_row(workers=4, save_s=save_s) for save_s in saves_s]
 
-    assert claim(rows, "the same time at any number").holds is holds
+    assert claim(rows, "the same time with any number").holds is holds
 
 
 def test_two_repetitions_do_not_tell_about_times():
     rows = [worker_row(), worker_row(), worker_row(workers=2), worker_row(workers=2)]
 
-    found = claim(rows, "the same time at any number")
+    found = claim(rows, "the same time with any number")
 
     assert found.holds is None
     assert "fewer than 3 repetitions" in found.found
@@ -439,7 +439,7 @@ def test_a_run_that_is_the_same_though_something_was_left_out_refutes_the_claim(
 def test_extrapolated_rows_prove_nothing():
     rows = [worker_row(status="extrapolated", workers=count) for count in (1, 2, 4)]
 
-    assert claim(rows, "the same time at any number").holds is None
+    assert claim(rows, "the same time with any number").holds is None
 
 
 def page_rows() -> list[dict[str, Any]]:
@@ -449,7 +449,7 @@ def page_rows() -> list[dict[str, Any]]:
         worker_row(workers=2),
         worker_row(workers=64, status="extrapolated"),
         run_row("without sampler", "sampler", same_bits=False),
-        {**mechanism, "killed": "3x nothing", "damage": "not noticed: loads wrong values"},
+        {**mechanism, "killed": "3x nothing", "damage": "not detected: loads wrong values"},
         {"part": "cost", "framework": "orbax", "model": "resnet50", "status": NOT_RUN, "why": "<it> is not there"},
     ]
 
@@ -565,12 +565,12 @@ def test_damage_that_torch_does_not_notice_holdfast_does(tmp_path):
 def test_what_was_recorded_with_chainer_is_said_and_not_measured_again(tmp_path):
     wanted = Options(out=tmp_path, model="tiny", only=("torch",))
 
-    assert CheckpointCost().left_out(wanted)[-1].startswith("chainer: recorded result, not run any more")
+    assert CheckpointCost().left_out(wanted)[-1].startswith("chainer: recorded result, no longer run")
     with pytest.raises(
-        ConfigError, match=r"chainer: recorded result, not run any more; .* 30 times the time \(22 to 39\)"
+        ConfigError, match=r"chainer: recorded result, no longer run; .* 30 times the time \(22 to 39\)"
     ):
         CheckpointCost().tasks(Options(out=tmp_path, only=("chainer",)))
-    compressing = claim([], "Compressing the weights")
+    compressing = claim([], "Compressing a network's weights")
     assert compressing.ours is None
     assert "recorded with Chainer" in compressing.found
 

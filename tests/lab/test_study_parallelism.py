@@ -128,7 +128,7 @@ def test_a_job_that_refuses_to_start_says_why_and_breaks_no_page():
     page = render_study({"study": "s", "settings": {}, "rows": [row], "claims": [], "page": sections([row])})
 
     assert (row["completes"], row["why"], row["decision"]) == (False, "ended with 2: a split model cannot", None)
-    assert "What each recovery left" in page
+    assert "Result of each recovery" in page
     assert claim([row], "Any worker may be killed").holds is False
 
 
@@ -138,7 +138,7 @@ def test_what_cannot_be_compared_is_no_difference():
 
     assert (failed["status"], failed["why"]) == (NOT_RUN, "ended with 1: a bug")
     assert row["differs"] == "not compared"
-    assert claim([row], "leaves no trace").holds is None
+    assert claim([row], "When the survivors redo the iteration").holds is None
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_parts_need_a_checkpoint_only_where_nobody_has_a_copy_and_the_rest_never
     assert rows.keys() == STRUCTURES.keys()
     assert of_parts == dict.fromkeys(("weights", "optimizer state", "buffers"), "without a copy")
     assert rows["weights"]["pipeline"].startswith(
-        "no: a mirror has it; without it yes, 2 of 4 iterations again; without both, 4"
+        "no: a standby has it; without it yes, 2 of 4 iterations redone; without both, 4"
     )
     assert rows["random numbers"]["pipeline"] == "no: drawn from seed, iteration and slice"
     assert all(row["in_memory"] for row in rows.values())
@@ -200,9 +200,7 @@ def test_a_backup_spares_parts_the_checkpoint_if_they_came_from_it(said, is_told
         r["structure"]: r for r in structure_rows("pipeline", killed_row(), bare_row(2), backup=partial_row(**said))
     }
 
-    told = [
-        name for name, row in rows.items() if "with a backup no, but as it was 5 iterations before" in row["pipeline"]
-    ]
+    told = [name for name, row in rows.items() if "with a delta standby no, but 5 iterations old" in row["pipeline"]]
     assert told == (["weights", "optimizer state", "buffers"] if is_told else [])
 
 
@@ -314,7 +312,7 @@ def test_a_scenario_that_did_not_end_counts_against_what_is_claimed_of_it():
     failed = {**elastic_row(CASE, CASE.job("cnn", SCALE, 0), Outcome(failed="was not done after 60 s"), [])}
 
     assert failed["status"] == NOT_RUN
-    assert claim([*rows, failed], "is replaced, or added").holds is False
+    assert claim([*rows, failed], "replaces another, or is added").holds is False
 
 
 def rows_of_study() -> list[dict[str, Any]]:
@@ -362,10 +360,10 @@ def test_every_claim_holds_of_runs_that_went_well():
 def test_a_claim_of_all_runs_is_undecided_after_the_first():
     rows = [row for row in rows_of_study() if row["part"] == "bare"]
 
-    found = claim(rows, "takes a part of it along")
+    found = claim(rows, "takes its part of the model with it")
 
     assert (found.ours, found.ci, found.holds) == (1.0, pytest.approx((0.025, 1.0)), None)
-    assert claim(rows * 6, "takes a part of it along").holds is True
+    assert claim(rows * 6, "takes its part of the model with it").holds is True
 
 
 @pytest.mark.parametrize(
@@ -375,14 +373,14 @@ def test_a_claim_of_all_runs_is_undecided_after_the_first():
         ("recovery", {"identical": False}, "Survivors end with the same weights"),
         ("recovery", {"in_order": False}, "No iteration is skipped"),
         ("recovery", {"files": 1, "kind": "replicated"}, "writes no checkpoint file"),
-        ("recovery", {"differs": "sha256"}, "leaves no trace"),
-        ("recovery", {"each_once": False}, "Every sample is in the weights once"),
+        ("recovery", {"differs": "sha256"}, "When the survivors redo the iteration"),
+        ("recovery", {"each_once": False}, "Every sample contributes to the weights once"),
         ("recovery", {"restarts": 1}, "no data structure needs a checkpoint"),
-        ("recovery", {"decision": "load"}, "The lost part comes back"),
-        ("recovery", {"redone_steps": 99}, "does more iterations again"),
+        ("recovery", {"decision": "load"}, "The lost part is restored"),
+        ("recovery", {"redone_steps": 99}, "redoes more iterations"),
         ("data", {"held_once": False}, "each block once"),
-        ("bare", {"decision": "redo"}, "takes a part of it along"),
-        ("needs", {"breaks": False}, "Without any one of the calls"),
+        ("bare", {"decision": "redo"}, "takes its part of the model with it"),
+        ("needs", {"breaks": False}, "Without any one of the ULFM calls"),
     ],
 )
 def test_a_claim_does_not_hold_if_a_run_says_otherwise(part, changed, words):
@@ -396,10 +394,10 @@ def test_a_claim_does_not_hold_if_a_run_says_otherwise(part, changed, words):
 @pytest.mark.parametrize(
     ("chosen", "changed", "words"),
     [
-        ({"strategy": "partial"}, {"accuracy_loss": 0.3}, "restored as it was some iterations before"),
-        ({"strategy": "forward"}, {"redone_steps": 1}, "do the failed sum again"),
-        ({"scenario": "same"}, {"differs": "sha256"}, "is replaced, or added"),
-        ({"scenario": "up"}, {"workers_at_end": 1}, "is replaced, or added"),
+        ({"strategy": "partial"}, {"accuracy_loss": 0.3}, "Restoring one part from some iterations earlier"),
+        ({"strategy": "forward"}, {"redone_steps": 1}, "retry the failed all-reduce"),
+        ({"scenario": "same"}, {"differs": "sha256"}, "replaces another, or is added"),
+        ({"scenario": "up"}, {"workers_at_end": 1}, "replaces another, or is added"),
         ({"strategy": "reinit"}, {"recover_s": 0.1}, "as Elastic Horovod does"),
     ],
 )
@@ -427,12 +425,12 @@ def test_the_page_shows_every_part_and_its_sentences_lead_to_rows():
     assert links
     assert [link for link in links if f'id="{link}"' not in page] == []
     for title in (
-        "What each recovery took",
+        "Duration of each recovery",
         "What breaks without each call",
         "Which data structure needs a checkpoint",
-        "What was restored as it was some iterations before",
-        "Down and same: what the loss of a worker costs",
-        "Same and up: what it costs that new processes join",
+        "Parts restored from earlier iterations",
+        "Down and same: the cost of losing a worker",
+        "Same and up: the cost of joining processes",
     ):
         assert title in page
     assert "&lt;somebody&gt; waits" in page
@@ -449,7 +447,7 @@ def test_a_bar_of_several_runs_has_a_line_from_the_quickest_to_the_slowest():
         drawn[len(runs)] = shown_section(figure, runs)
 
     assert "A bar is one run" in drawn[1]["note"]
-    assert "A bar is the median of 3 runs; its line goes from the least" in drawn[3]["note"]
+    assert "A bar is the median of 3 runs; its line spans the smallest" in drawn[3]["note"]
     assert drawn[3]["svg"].count("<path") > drawn[1]["svg"].count("<path")
 
 

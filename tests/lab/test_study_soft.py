@@ -49,7 +49,7 @@ def test_a_session_that_stops_or_heals_what_was_injected_would_make_trials_void(
     calm = process.begin()
     assert process.go_on([None, MANY])[1]["ended_with"] != calm[1]["ended_with"]
 
-    for policy, what in (("stop", "stopped the training"), ("heal", "healed what was altered")):
+    for policy, what in (("stop", "stopped the training"), ("heal", "healed the alteration")):
         monkeypatch.setattr(soft_session, "GUARD", policy)
         with pytest.raises(InternalError, match=rf"a trial is void: the session's guard {what}"):
             process.go_on([None, MANY])
@@ -115,8 +115,11 @@ def test_the_whole_study_has_every_network_on_every_data_set_and_marks_what_has_
     on = {f"networks: {network} on {data}" for network in soft_errors.NETWORKS for data in ("digits", "fashion")}
     assert on - {"networks: mlp on digits"} == {name for name in names if name.startswith("networks")}
     assert names[-2:] == ["alone", "explained"]
-    assert "Trials of ResNets: 20 a cell, on 512 samples." in study.left_out(options)
-    assert (study.settings(options)["trials a cell"], study.settings(options)["of large networks"]) == (180, 20)
+    assert "Trials of ResNets: 20 per cell, on 512 samples." in study.left_out(options)
+    assert (
+        study.settings(options)["trials per cell"],
+        study.settings(options)["trials per cell of large networks"],
+    ) == (180, 20)
     some = replace(options, only=("ddp", "bursts"))
     assert [task.key for task in study.tasks(some)] == ["bursts", "explained"]
 
@@ -153,7 +156,7 @@ def test_dozens_of_flips_are_absorbed_if_the_interval_says_so(harmed, holds):
 
 @pytest.mark.parametrize(("finite", "holds"), [(0, True), (1, False)])
 def test_every_run_ends_in_nan_only_if_every_one_does(finite, holds):
-    found = claim([row({"NaN": 180 - finite, "AccR": finite}, flips=500)], "At 500")
+    found = claim([row({"NaN": 180 - finite, "AccR": finite}, flips=500)], "With 500")
 
     assert (found.holds, found.paper) == (holds, 100.0)
 
@@ -176,7 +179,7 @@ def test_the_critical_bit_is_the_worst_or_it_is_said_which_is(worst, holds):
         for bit in range(32)
     ]
 
-    found = claim(rows, "No bit does so much harm")
+    found = claim(rows, "No bit does as much harm")
 
     assert (found.ours, found.paper) == (worst, 30)
     assert found.holds is holds
@@ -234,7 +237,7 @@ def test_each_platform_of_the_crossed_design_has_a_figure_of_its_own():
             "--only must be one of ddp, pipeline, hybrid, session, crossed, .*, networks, got 'horovod'",
         ),
         ({"only": ("bursts",), "quick": True}, "--only must be one of ddp, pipeline, hybrid, session, got 'bursts'"),
-        ({"only": ("session", "bursts")}, "--only session --only bursts leaves nothing to do: .* add --only ddp"),
+        ({"only": ("session", "bursts")}, "--only session --only bursts leaves nothing to run: .* add --only ddp"),
         ({"model": "gpt"}, "--network must be one of mlp, cnn, resnet18, resnet50, got 'gpt'"),
         ({"data": Path("/nowhere")}, "--data must be a directory with the files of one of cifar100, cifar10, fashion"),
     ],

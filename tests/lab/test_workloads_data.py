@@ -214,7 +214,7 @@ def test_too_little_or_too_much_data_is_refused(tmp_path, cut, held):
     path = write_idx(tmp_path / "a", np.zeros((2, 5), np.uint8), cut=max(cut, 0))
     path.write_bytes(path.read_bytes() + bytes(max(-cut, 0)))
 
-    with pytest.raises(holdfast.ConfigError, match=rf"a holds {held} bytes of data, expected 10 for shape \(2, 5\)"):
+    with pytest.raises(holdfast.ConfigError, match=rf"a has {held} bytes of data, expected 10 for shape \(2, 5\)"):
         read_idx(path, dimensions=2)
 
 
@@ -232,7 +232,7 @@ def test_what_a_hostile_header_promises_is_not_allocated(tmp_path, name):
     tracemalloc.start()
 
     try:
-        with pytest.raises(holdfast.ConfigError, match="holds 1000 bytes of data, expected 3367254359280"):
+        with pytest.raises(holdfast.ConfigError, match="has 1000 bytes of data, expected 3367254359280"):
             read_idx(tmp_path / name, dimensions=3)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -246,7 +246,7 @@ def test_what_unpacks_to_more_than_its_header_says_is_not_unpacked(tmp_path):
     tracemalloc.start()
 
     try:
-        with pytest.raises(holdfast.ConfigError, match="holds more than 10 bytes"):
+        with pytest.raises(holdfast.ConfigError, match="has more than 10 bytes"):
             read_idx(tmp_path / "a.gz", dimensions=1)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -284,7 +284,7 @@ def test_a_flipped_bit_in_the_compressed_data_is_found(tmp_path):
 def test_images_without_labels_of_their_own_are_refused(tmp_path):
     write_idx(write_mnist(tmp_path) / "t10k-labels-idx1-ubyte.gz", np.zeros(4, np.uint8))
 
-    with pytest.raises(holdfast.ConfigError, match=r"holds 3 images, but .* holds 4 labels"):
+    with pytest.raises(holdfast.ConfigError, match=r"has 3 images, but .* has 4 labels"):
         fashion_mnist(tmp_path)
 
 
@@ -329,7 +329,9 @@ def test_the_pickled_cifar_is_refused_and_not_unpickled(tmp_path, monkeypatch, n
     path.parent.mkdir()
     path.write_bytes(pickle.dumps(Trap()))
 
-    with pytest.raises(holdfast.ConfigError, match=rf"nothing is unpickled here.*cifar-{name[5:]}-binary\.tar\.gz"):
+    with pytest.raises(
+        holdfast.ConfigError, match=rf"which is not read for safety: .*cifar-{name[5:]}-binary\.tar\.gz"
+    ):
         load_dataset(name, tmp_path if above else path.parent)
 
     assert not (tmp_path / "sprung").exists()
@@ -340,8 +342,8 @@ def test_a_cifar_file_that_is_cut_or_of_another_set_is_refused(tmp_path):
     whole = path.read_bytes()
 
     for damaged, message in (
-        (whole[:-1], "holds 9218 bytes, expected whole records of 3073"),
-        (b"", "holds 0 bytes"),
+        (whole[:-1], "has 9218 bytes, expected whole records of 3073"),
+        (b"", "has 0 bytes"),
         (bytes([200]) + whole[1:], "a label must be from 0 to 9, row 1 has 200"),
     ):
         path.write_bytes(damaged)
@@ -415,7 +417,8 @@ def test_validation_images_in_one_folder_are_refused(tmp_path):
             place.rmdir()
 
     with pytest.raises(
-        holdfast.ConfigError, match=r"must have the 2 folders of train.*sort them into their classes first"
+        holdfast.ConfigError,
+        match=r"must have the same 2 class directories as train.*sort them into their classes first",
     ):
         load_dataset("imagenet", tmp_path)
 
@@ -473,12 +476,12 @@ def test_the_whole_of_covertype_is_divided_as_its_authors_did(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds no row of numbers"),
+        ("", "has no row of numbers"),
         ("1,2,3\n", "has 3 columns, expected 54 features and the class"),
-        (covertype_rows(1), "has 1 samples, at least 2"),
+        (covertype_rows(1), "has 1 samples, but at least 2"),
         (covertype_rows(3).replace(",3\n", ",9\n"), "a class must be from 1 to 7, row 3 has 9"),
-        (covertype_rows(3) + "1,2", "is not the table that was expected"),
-        ("hello\n", "is not the table that was expected: could not convert"),
+        (covertype_rows(3) + "1,2", "is not the expected table"),
+        ("hello\n", "is not the expected table: could not convert"),
     ],
 )
 def test_a_wrong_table_is_refused(tmp_path, text, message):
@@ -528,7 +531,7 @@ def test_movielens_100k_is_divided_as_published(tmp_path):
     [
         ("ratings.csv", "user,film\n1,2\n", "must start with the line userId,movieId,rating"),
         ("ratings.dat", "1::2::9::3\n", "a rating must be from 0.5 to 5, row 1 has 9"),
-        ("ratings.dat", "1::2::3\n1::2\n", "is not the table"),
+        ("ratings.dat", "1::2::3\n1::2\n", "is not the expected table"),
         ("u.data", "1 2 nan 4\n", "a rating must be from 0.5 to 5, row 1 has nan"),
         ("u.data", "-1 2 3 4\n", "the number of a user must be from 0"),
     ],
@@ -586,7 +589,7 @@ def test_jester_as_an_excel_file_is_refused_with_what_to_do(tmp_path, packed):
 
 def test_a_wrong_jester_file_is_refused(tmp_path):
     for text, message in (
-        (JESTER_TABLE.replace("3,0", "2,0"), "row 3 says that 2 jokes were rated, and has 3 values"),
+        (JESTER_TABLE.replace("3,0", "2,0"), "row 3 says that 2 jokes were rated, but has 3 values"),
         (JESTER_TABLE.replace("8.79", "88"), "a rating must be from -10 to 10, row 1 has 88"),
     ):
         write(tmp_path / "jester-data-1.csv", text)
@@ -635,7 +638,7 @@ def test_newsgroups_of_different_groups_are_refused(tmp_path):
     write(tmp_path / "20news-bydate-train" / "a" / "1", "h\n\nwords")
     write(tmp_path / "20news-bydate-test" / "b" / "1", "h\n\nwords")
 
-    with pytest.raises(holdfast.ConfigError, match="must have posts of the same groups, a is in one alone"):
+    with pytest.raises(holdfast.ConfigError, match="must have posts of the same groups, but a is only in one"):
         load_dataset("newsgroups", tmp_path)
 
 
@@ -660,14 +663,14 @@ def test_reuters_keeps_documents_with_one_topic_that_both_parts_have(tmp_path, l
 
 def test_reuters_that_is_cut_short_is_refused(tmp_path):
     write(tmp_path / "sgm" / "reut2-000.sgm", REUTERS[: len(REUTERS) - 300])
-    with pytest.raises(holdfast.ConfigError, match=r"reut2-000\.sgm has 8 documents of which 7 end"):
+    with pytest.raises(holdfast.ConfigError, match=r"reut2-000\.sgm begins 8 documents, but only 7 are complete"):
         load_dataset("reuters", tmp_path / "sgm")
 
     with tarfile.open(tmp_path / "reuters21578.tar.xz", "w:xz") as archive:
         archive.add(tmp_path / "sgm" / "reut2-000.sgm", "reut2-000.sgm")
     whole = (tmp_path / "reuters21578.tar.xz").read_bytes()
     (tmp_path / "reuters21578.tar.xz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(holdfast.ConfigError, match=r"cannot read .*tar\.xz as a packed archive"):
+    with pytest.raises(holdfast.ConfigError, match=r"cannot read .*tar\.xz as a compressed archive"):
         load_dataset("reuters", tmp_path)
 
 
@@ -719,7 +722,7 @@ def test_a_text_is_cut_into_blocks_that_predict_their_next_character(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"\xff\xfe\x00", "not a text in UTF-8"), (b"short", "has 5 characters"), (b"", "has 0")]
+    ("content", "message"), [(b"\xff\xfe\x00", "is not UTF-8 text"), (b"short", "has 5 characters"), (b"", "has 0")]
 )
 def test_a_wrong_text_is_refused(tmp_path, content, message):
     (tmp_path / "input.txt").write_bytes(content)
@@ -733,11 +736,11 @@ def test_a_wrong_text_is_refused(tmp_path, content, message):
 
 @pytest.mark.parametrize("name", [name for name in DATASETS if name not in ("digits", "ratings", "documents")])
 def test_missing_files_are_named_with_where_they_are_to_be_had(tmp_path, name):
-    with pytest.raises(DataMissing, match="read from files: say in which directory"):
+    with pytest.raises(DataMissing, match="read from files: give their directory"):
         load_dataset(name)
     with pytest.raises(DataMissing, match=rf"is not in {tmp_path}: expected .* It is at http") as empty:
         load_dataset(name, tmp_path)
-    with pytest.raises(DataMissing, match=r"is looked for in .*nowhere, which is no directory"):
+    with pytest.raises(DataMissing, match=r"cannot be read from .*nowhere, which is not a directory"):
         load_dataset(name, tmp_path / "nowhere")
 
     assert "\n" not in str(empty.value)
@@ -771,7 +774,7 @@ def test_another_seed_makes_other_data(name):
         (lambda: resize(digits().train, 8, mode="cubic"), "mode must be bilinear or nearest, got 'cubic'"),
         (
             lambda: resize(resize(digits().train, channels=2), channels=3),
-            "channels must be 2, as the images have, got 3",
+            "channels must be 2, as in the images, got 3",
         ),
     ],
 )
@@ -789,10 +792,10 @@ def test_a_stand_in_is_taken_for_what_is_missing_and_says_so(tmp_path):
     wanted = load_first(names, tmp_path, instead_of="CIFAR-10", limit=2)
 
     assert last.describe().startswith(
-        "scikit-learn's digits in the place of CIFAR-10: 2 images of 1 x 8 x 8 to train on, 300"
+        "scikit-learn's digits instead of CIFAR-10: 2 images of 1 x 8 x 8 for training, 300"
     )
     assert second.describe() == (
-        "Fashion-MNIST in the place of CIFAR-10: 2 images of 1 x 28 x 28 to train on, 3 to test with, 10 classes; "
+        "Fashion-MNIST instead of CIFAR-10: 2 images of 1 x 28 x 28 for training, 3 for testing, 10 classes; "
         f"published split; read from {tmp_path / 'fashion-mnist'}"
     )
     assert wanted.describe().startswith("CIFAR-10: 2 images of 3 x 32 x 32")
@@ -801,7 +804,7 @@ def test_a_stand_in_is_taken_for_what_is_missing_and_says_so(tmp_path):
 def test_no_stand_in_is_taken_for_what_is_damaged(tmp_path):
     (write_cifar(tmp_path, 10) / "test_batch.bin").write_bytes(b"short")
 
-    with pytest.raises(holdfast.ConfigError, match=r"test_batch\.bin holds 5 bytes"):
+    with pytest.raises(holdfast.ConfigError, match=r"test_batch\.bin has 5 bytes"):
         load_first(("cifar10", "digits"), tmp_path, instead_of="CIFAR-10")
 
 

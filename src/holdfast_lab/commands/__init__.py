@@ -1,1 +1,1 @@
-"""The commands of the laboratory, found by the command line through entry points."""
+"""The commands of the laboratory, registered with the command line through entry points."""

@@ -1,4 +1,4 @@
-"""``holdfast demo``: what each way of surviving costs, on real processes and real data."""
+"""``holdfast demo``: the cost of each recovery strategy, measured with real processes and real data."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from holdfast.launch.job import Job, Outcome
 
 KILLS = ("kill:rank=1,step=40,phase=backward", "kill:rank=2,step=90,phase=allreduce,bucket=1")
-"""The second one strikes when two buckets of the step are summed, so ``forward`` has something to keep."""
+"""The second kill happens after two buckets of the step are reduced, so ``forward`` has something to keep."""
 
 _EPOCHS = 12  # 144 steps
 _BATCH_SIZE = 128
-_BUCKET_BYTES = 16 << 10  # small, so that the little model has five buckets
+_BUCKET_BYTES = 16 << 10  # small, so that the small model has five buckets
 _CHECKPOINT_EVERY = 25  # steps
 
 
@@ -30,10 +30,10 @@ class Run:
     """One run of the demo.
 
     Args:
-        name: In the table, and of its folder.
-        strategy: What survivors do.
-        faults: Specs, as ``holdfast run --inject`` takes them.
-        checkpoints: Whether it saves any.
+        name: Its name in the table, and the name of its directory.
+        strategy: The recovery strategy.
+        faults: Fault specs, as for ``holdfast run --inject``.
+        checkpoints: Whether it writes checkpoints.
     """
 
     name: str
@@ -51,7 +51,7 @@ RUNS = (
 
 
 def demo(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the results go.")] = Path("demo-out"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for the results.")] = Path("demo-out"),
     workers: Annotated[int, typer.Option(metavar="N", min=3, help="Worker processes; two of them are killed.")] = 4,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of a table.")] = False,
@@ -59,7 +59,7 @@ def demo(
     """Train on handwritten digits: undisturbed, then under each strategy with two workers killed.
 
     Shows that rollback ends with the weights of the undisturbed run, bit for bit, and what each strategy
-    costs. Writes DIR/results.json, DIR/index.html, and each run's report in a folder of its own.
+    costs. Writes DIR/results.json, DIR/index.html, and each run's report in its own directory.
 
     Example: holdfast demo --out demo-out --workers 4
     """
@@ -89,7 +89,7 @@ def _carry_out(run: Run, folder: Path, workers: int) -> Outcome:
 
 
 def _remove_earlier_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints of an earlier demo, recognised by the report beside them; other folders are not touched."""
+    """Remove the checkpoints of an earlier demo, recognised by the report beside them; other directories are not touched."""
     if (folder / "report.json").is_file():
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
@@ -99,7 +99,7 @@ def _job(run: Run, folder: Path, workers: int) -> Job:
     from holdfast.faults.plan import FaultPlan, parse
     from holdfast.launch.job import Job
 
-    # Not from the environment: the demo shows the same thing everywhere.
+    # Not from the environment, so that the demo has the same result everywhere.
     settings = Settings(
         fabric="ulfm",
         workers=workers,
@@ -114,7 +114,7 @@ def _job(run: Run, folder: Path, workers: int) -> Job:
 
 
 def _script() -> Path:
-    """Return the file of the workload; finding it loads no torch, importing it would."""
+    """Return the file of the workload, without importing it and thus torch."""
     package = importlib.util.find_spec("holdfast_lab")
     assert package is not None
     assert package.origin is not None
@@ -123,7 +123,7 @@ def _script() -> Path:
 
 def _settings(workers: int) -> dict[str, Any]:
     return {
-        "dataset": "scikit-learn's digits: 1497 images to train on, 300 to test with",
+        "dataset": "scikit-learn's digits: 1497 training and 300 test images",
         "model": "CNN with batch norm and dropout",
         "optimizer": "SGD with momentum",
         "workers": workers,
@@ -135,7 +135,7 @@ def _settings(workers: int) -> dict[str, Any]:
 
 
 def _give_up(run: Run, outcome: Outcome) -> int:
-    print(f"error: the run {run.name} did not end well: {outcome.message}", file=sys.stderr)
+    print(f"error: the run {run.name} failed: {outcome.message}", file=sys.stderr)
     if outcome.traceback:
         print(outcome.traceback.rstrip(), file=sys.stderr)
     return outcome.exit_code
@@ -149,26 +149,26 @@ def _show(results: Mapping[str, Any], page: Path, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(results, indent=1))
     else:
-        # A pipe has no width; the table would be cut to 80 columns.
+        # A pipe has no width, so the table would be cut at 80 columns.
         Console(width=None if sys.stdout.isatty() else 160).print(demo_table(results))
     print(f"page: {page}", file=sys.stderr)
 
 
 def _judge(reports: Mapping[str, Mapping[str, Any]]) -> int:
-    """Say whether the demo showed what it should, and return the exit code."""
+    """Print whether the demo behaved as expected, and return the exit code."""
     complaint = _complaint(reports)
     if complaint:
         print(f"error: {complaint}", file=sys.stderr)
         return 1
-    print("rollback ended with the sha256 of the undisturbed run: no bit differs", file=sys.stderr)
+    print("rollback ended with the sha256 of the undisturbed run: the weights are bit-identical", file=sys.stderr)
     return 0
 
 
 def _complaint(reports: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return what is wrong with the runs, "" if nothing is."""
+    """Return what is wrong with the runs; "" if nothing is."""
     for run in RUNS:
         report = reports[run.name]
         if report["faults_not_fired"] or len(report["failures"]) < len(run.faults):
-            return f"the run {run.name} should lose {len(run.faults)} workers, it lost {len(report['failures'])}"
+            return f"the run {run.name} must lose {len(run.faults)} workers, but lost {len(report['failures'])}"
     ours, reference = (reports[name]["replicas"]["sha256"] for name in ("rollback", "undisturbed"))
     return "" if ours == reference else f"rollback ended with sha256 {ours}, the undisturbed run with {reference}"

@@ -25,33 +25,39 @@ _File = Path | None
 def inject(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A checkpoint, a directory of them, or a file.")],
     *,
-    flips: Annotated[int | None, typer.Option(metavar="N", help="So many bits, no bit twice [1].")] = None,
-    percent: Annotated[_Number, typer.Option(metavar="P", help="Of all values, so many percent.")] = None,
-    rate: Annotated[_Number, typer.Option(metavar="R", help="Each bit, with this probability.")] = None,
-    probability: Annotated[float, typer.Option(metavar="P", help="Of those drawn, each with this one.")] = 1.0,
-    bits: Annotated[str, typer.Option(metavar="FIRST:LAST|FIELD", help="Which; 0 is the least significant.")] = "all",
-    burst: Annotated[int, typer.Option(metavar="K", help="So many neighbouring bits together.")] = 1,
-    mask: Annotated[str | None, typer.Option(metavar="BITS", help="These bits together, as 1011.")] = None,
-    scale: Annotated[_Number, typer.Option(metavar="X", help="Multiply values by X, flip no bits.")] = None,
-    keep_sign: Annotated[bool, typer.Option("--keep-sign", help="Leave signs alone.")] = False,
-    no_nan: Annotated[bool, typer.Option("--no-nan", help="Draw anew what becomes infinite or NaN.")] = False,
+    flips: Annotated[int | None, typer.Option(metavar="N", help="Flip N distinct bits [1].")] = None,
+    percent: Annotated[_Number, typer.Option(metavar="P", help="Flip bits in P percent of all values.")] = None,
+    rate: Annotated[_Number, typer.Option(metavar="R", help="Flip each bit with this probability.")] = None,
+    probability: Annotated[float, typer.Option(metavar="P", help="Apply each drawn flip with this probability.")] = 1.0,
+    bits: Annotated[
+        str, typer.Option(metavar="FIRST:LAST|FIELD", help="Bits to flip; 0 is the least significant.")
+    ] = "all",
+    burst: Annotated[int, typer.Option(metavar="K", help="Flip K neighbouring bits together.")] = 1,
+    mask: Annotated[str | None, typer.Option(metavar="BITS", help="Flip this pattern of bits, such as 1011.")] = None,
+    scale: Annotated[_Number, typer.Option(metavar="X", help="Multiply values by X instead of flipping bits.")] = None,
+    keep_sign: Annotated[bool, typer.Option("--keep-sign", help="Never flip the sign bit.")] = False,
+    no_nan: Annotated[bool, typer.Option("--no-nan", help="Redraw flips that give infinity or NaN.")] = False,
     at: Annotated[list[str] | None, typer.Option(metavar="PREFIX", help="Only these tensors; repeatable.")] = None,
-    law: Annotated[str, typer.Option(metavar="bits|values|tensors", help="What is drawn evenly.")] = "bits",
-    seed: Annotated[int, typer.Option(metavar="S", help="Same seed, same alterations.")] = 0,
-    record: Annotated[_File, typer.Option(metavar="FILE", help="Write down what is altered.")] = None,
-    replay: Annotated[_File, typer.Option(metavar="FILE", help="Do what a record says.")] = None,
-    map_: Annotated[_File, typer.Option("--map", metavar="FILE", help="Names of its tensors in FILE.")] = None,
-    partly: Annotated[bool, typer.Option("--partly", help="Leave out those that are not in FILE.")] = False,
-    out: Annotated[_File, typer.Option("-o", "--out", metavar="OUT", help="Where the altered copy goes.")] = None,
+    law: Annotated[str, typer.Option(metavar="bits|values|tensors", help="The unit that is drawn uniformly.")] = "bits",
+    seed: Annotated[int, typer.Option(metavar="S", help="Seed; same seed, same alterations.")] = 0,
+    record: Annotated[_File, typer.Option(metavar="FILE", help="Write a record of the alterations.")] = None,
+    replay: Annotated[_File, typer.Option(metavar="FILE", help="Repeat the alterations of a record.")] = None,
+    map_: Annotated[
+        _File, typer.Option("--map", metavar="FILE", help="Map the record's tensor names to FILE's.")
+    ] = None,
+    partly: Annotated[bool, typer.Option("--partly", help="Skip the record's tensors that FILE lacks.")] = False,
+    out: Annotated[_File, typer.Option("-o", "--out", metavar="OUT", help="Write the altered copy to OUT.")] = None,
     in_place: Annotated[bool, typer.Option("--in-place", help="Alter FILE itself.")] = False,
-    keep_digests: Annotated[bool, typer.Option("--keep-digests", help="Let loading find it.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be altered.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print every flip, as a record does.")] = False,
+    keep_digests: Annotated[
+        bool, typer.Option("--keep-digests", help="Leave digests as they are, so that loading fails.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be altered.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every flip as JSON, as in a record.")] = False,
 ) -> None:
     """Flip bits of values in a checkpoint, as soft errors do.
 
-    FILE is the folder of a checkpoint, a directory of checkpoints, of which the newest is taken, or a file of another program (HDF5, .safetensors, .npz, .pt). Where
-    values are not packed, the cost grows with the number of flips, not with the file.
+    FILE is the directory of a checkpoint, a directory of checkpoints (the newest is used), or a file of another program (HDF5, .safetensors, .npz, .pt). For
+    uncompressed values, the cost grows with the number of flips and not with the size of the file.
 
     Example: holdfast inject model.h5 --flips 10 --bits critical --seed 1 --record flips.json -o altered.h5
     """
@@ -90,7 +96,7 @@ def inject(
 
 _DEFAULTS: dict[str, Any] = {"probability": 1.0, "bits": "all", "burst": 1, "law": "bits", "seed": 0}
 _OPTIONS = {"count": "--flips", "finite": "--no-nan", "keep_sign": "--keep-sign"}
-"""Of fields of an alteration; of the others it is their name."""
+"""Options of the fields of an alteration whose names differ."""
 
 
 def _option(name: str) -> str:
@@ -102,7 +108,7 @@ def _alteration(map_: Path | None, partly: bool, options: dict[str, Any]) -> Alt
 
     for name, given in (("--map", map_), ("--partly", partly)):
         if given:
-            raise ConfigError(f"{name} goes with --replay; give a record, or leave it out")
+            raise ConfigError(f"{name} is only for --replay; add --replay RECORD, or leave it out")
     fields = {option.removeprefix("--"): name for name, option in _OPTIONS.items()}
     return Alteration(**{fields.get(name, name): value for name, value in options.items()})
 
@@ -114,7 +120,7 @@ def _replay(record: Path, map_: Path | None, partly: bool, options: dict[str, An
     for name, value in options.items():
         if value and value != _DEFAULTS.get(name):
             raise ConfigError(
-                f"--replay does what the record says, and --{name} would draw something else; leave one of them out"
+                f"--replay repeats a record, and --{name} would draw something else; leave one of them out"
             )
     paths = {} if map_ is None else parse_map(read_file(map_))
     return Replay(parse_record(read_file(record)), paths, partly)
@@ -156,9 +162,9 @@ def _say(done: Injection, record: Path | None) -> None:
         if len(shown) < len(rows):
             say(f"  ... and {count(len(rows) - len(shown), 'more tensor')}; --json prints them", "dim")
     if done.others:
-        say(f"{done.others:,} of them were not what they had been when the record was written")
+        say(f"{done.others:,} of them had other values when the record was written")
     if done.missing:
-        say(f"not here, and left out: {_names(done.missing)}")
+        say(f"left out, because they are not in the file: {_names(done.missing)}")
     if done.skipped:
         say(f"cannot be altered: {_names([f'{skipped.path} ({skipped.why})' for skipped in done.skipped])}", "dim")
     if record is not None:

@@ -1,4 +1,4 @@
-"""``holdfast plan``: which strategy, and how often a checkpoint, for so many workers that fail so often."""
+"""``holdfast plan``: recommends a strategy and a checkpoint interval for a number of workers and a failure rate."""
 
 from __future__ import annotations
 
@@ -24,77 +24,103 @@ _RATES = ("mtbf", "mtbf_node", "mtbf_worker")
 
 def plan(
     *,
-    workers: Annotated[int | None, typer.Option(metavar="N", help="That compute [those of --from-report].")] = None,
-    mtbf: Annotated[str | None, typer.Option(metavar="TIME", help="Between two failures of the whole job.")] = None,
-    mtbf_node: Annotated[str | None, typer.Option(metavar="TIME", help="Between two failures of one machine.")] = None,
-    mtbf_worker: Annotated[str | None, typer.Option(metavar="TIME", help="Between two failures of one worker.")] = None,
+    workers: Annotated[int | None, typer.Option(metavar="N", help="Active workers [those of --from-report].")] = None,
+    mtbf: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Mean time between failures of the whole job.")
+    ] = None,
+    mtbf_node: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Mean time between failures of one node.")
+    ] = None,
+    mtbf_worker: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Mean time between failures of one worker.")
+    ] = None,
     workers_per_node: Annotated[
-        int | None, typer.Option(metavar="W", help="They fail together [8; fewer than 16 workers: 1].")
+        int | None,
+        typer.Option(metavar="W", help="Workers per node, which fail together [8; fewer than 16 workers: 1]."),
     ] = None,
     spares: Annotated[
-        int | None, typer.Option(metavar="K", help="Workers beside N [enough for 99 % of the time].")
+        int | None, typer.Option(metavar="K", help="Spare workers beside N [enough for 99 % of the time].")
     ] = None,
-    step_s: Annotated[str | None, typer.Option(metavar="TIME", help="A step with all workers [5s].")] = None,
+    step_s: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Duration of a step with all workers [5s].")
+    ] = None,
     state_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Of a checkpoint [1GB a worker, at most 1TB].")
+        str | None, typer.Option(metavar="SIZE", help="Size of a checkpoint [1GB per worker, at most 1TB].")
     ] = None,
     write_bytes_per_s: Annotated[
-        str | None, typer.Option(metavar="SPEED", help="All together [1GB/s a machine, at most 100GB/s].")
+        str | None,
+        typer.Option(metavar="SPEED", help="Write speed, all together [1GB/s per node, at most 100GB/s]."),
     ] = None,
-    read_bytes_per_s: Annotated[str | None, typer.Option(metavar="SPEED", help="All together [as written].")] = None,
+    read_bytes_per_s: Annotated[
+        str | None, typer.Option(metavar="SPEED", help="Read speed, all together [the write speed].")
+    ] = None,
     snapshot_bytes_per_s: Annotated[
         str | None,
-        typer.Option(metavar="SPEED", help="Training is held only for a copy of this speed [for the writing]."),
+        typer.Option(metavar="SPEED", help="Training is held only for a copy at this speed [for the whole write]."),
     ] = None,
     save_s: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Training is held for a checkpoint [by size and speed].")
+        str | None, typer.Option(metavar="TIME", help="How long a checkpoint holds training [by size and speed].")
     ] = None,
     save_background_s: Annotated[
-        str | None, typer.Option(metavar="TIME", help="It is written for so long beside training [by size and speed].")
+        str | None,
+        typer.Option(metavar="TIME", help="How long it is then written in the background [by size and speed]."),
     ] = None,
     load_s: Annotated[
-        str | None, typer.Option(metavar="TIME", help="All load a checkpoint [by size and speed].")
+        str | None, typer.Option(metavar="TIME", help="Time for all to load a checkpoint [by size and speed].")
     ] = None,
-    restart_s: Annotated[str | None, typer.Option(metavar="TIME", help="The launcher starts the job [5min].")] = None,
+    restart_s: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Time for the launcher to start the job [5min].")
+    ] = None,
     detect_s: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Until survivors know of a failure [10s].")
+        str | None, typer.Option(metavar="TIME", help="Time until survivors detect a failure [10s].")
     ] = None,
-    regroup_s: Annotated[str | None, typer.Option(metavar="TIME", help="Until they have agreed [1s].")] = None,
-    rejoin_s: Annotated[str | None, typer.Option(metavar="TIME", help="All are held for newcomers [10s].")] = None,
-    rebuild_s: Annotated[str | None, typer.Option(metavar="TIME", help="reinit builds the application [1min].")] = None,
+    regroup_s: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Time until survivors have agreed [1s].")
+    ] = None,
+    rejoin_s: Annotated[
+        str | None, typer.Option(metavar="TIME", help="How long newcomers hold training [10s].")
+    ] = None,
+    rebuild_s: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Time for reinit to rebuild the application [1min].")
+    ] = None,
     rehome_s: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Parts of a split model are given to others [10s].")
+        str | None, typer.Option(metavar="TIME", help="Time to move parts of a split model to other workers [10s].")
     ] = None,
-    repair_s: Annotated[str | None, typer.Option(metavar="TIME", help="A machine is away, on average [6h].")] = None,
+    repair_s: Annotated[str | None, typer.Option(metavar="TIME", help="Mean time to repair a node [6h].")] = None,
     whole_job_share: Annotated[
-        float | None, typer.Option(metavar="X", help="Failures that end the whole job, of all [0.15].")
+        float | None, typer.Option(metavar="X", help="Share of failures that end the whole job [0.15].")
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="replicated|mirrored|split", help="Who holds it: all, some, or one each [by its size]."),
+        typer.Option(
+            metavar="replicated|mirrored|split",
+            help="Copies of the model: on all workers, several, or one [by its size].",
+        ),
     ] = None,
     split: Annotated[
-        str | None, typer.Option(metavar="slices|even", help="How survivors share the work of the dead [slices].")
+        str | None, typer.Option(metavar="slices|even", help="How survivors share a failed worker's slices [slices].")
     ] = None,
-    work_s: Annotated[str | None, typer.Option(metavar="TIME", help="Training, undisturbed [30d].")] = None,
+    work_s: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Duration of the undisturbed training [30d].")
+    ] = None,
     from_report: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Take what a run measured: its --report DIR.")
+        Path | None, typer.Option(metavar="DIR", help="Use costs measured in a run: its --report DIR.")
     ] = None,
     with_map: Annotated[
         bool,
-        typer.Option("--map/--no-map", help="Also say who wins with other numbers of workers, and other machines."),
+        typer.Option("--map/--no-map", help="Also compute the best strategy for other numbers of workers and nodes."),
     ] = True,
-    repetitions: Annotated[int, typer.Option(metavar="R", min=2, help="Histories of each strategy.")] = 100,
-    seed: Annotated[int, typer.Option(metavar="S", min=0, help="Of all that is drawn.")] = 0,
+    repetitions: Annotated[int, typer.Option(metavar="R", min=2, help="Histories per strategy.")] = 100,
+    seed: Annotated[int, typer.Option(metavar="S", min=0, help="Seed of everything random.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write results.json and a page, index.html, there.")
+        Path | None, typer.Option(metavar="DIR", help="Write results.json and a page, index.html, to DIR.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print results.json instead of the answer.")] = False,
 ) -> None:
-    """Say which strategy to use, how often to save, how many spares to keep, and why.
+    """Recommend a strategy, a checkpoint interval and a number of spares, and explain why.
 
-    Times are numbers of seconds or such as 250ms, 30s, 6h, 90d, 5y; sizes 140GB; speeds 2GiB/s. What is not given is assumed, and the
-    answer says so. Simulated, with the strategies that run in production.
+    Times are numbers of seconds or such as 250ms, 30s, 6h, 90d, 5y; sizes such as 140GB; speeds such as 2GiB/s. Values that are not given are
+    assumed, and the answer lists them. The simulation runs the strategies of production.
 
     Example: holdfast plan --workers 16384 --mtbf-node 264d --step-s 6s --state-bytes 5.7TB --write-bytes-per-s 500GB/s
     """
@@ -127,10 +153,10 @@ _NOT_ASKED = ("from_report", "with_map", "repetitions", "seed", "out", "as_json"
 
 
 def _parsed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was given, in seconds and bytes.
+    """Return the given values, in seconds and bytes.
 
     Raises:
-        ConfigError: if something has no unit, or that of something else.
+        ConfigError: if a unit is missing or wrong.
     """
     from holdfast_lab.simulate.units import parse_bytes, parse_seconds, parse_speed
 
@@ -151,7 +177,7 @@ def _parsed(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _show(results: dict[str, Any]) -> None:
-    """Print the answer: what to do, why, and what it stands on."""
+    """Print the answer, its reasons and its assumptions."""
     from holdfast_lab.pages.advice import assumption_lines, command, headline, interval_lines, reasons
     from holdfast_lab.pages.simulated import MAP_NOTE, map_table
 
@@ -166,18 +192,18 @@ def _show(results: dict[str, Any]) -> None:
     print()
     columns = {
         "strategies": "checkpoints of",
-        "back": "back to one every",
+        "back": "loads one every",
         "young": "Young",
         "daly": "Daly",
         "exact": "exact",
         "simulated": "simulated",
-        "range": "as good as",
+        "range": "equally good",
     }
     table(list(columns.values()), [[line[key] for key in columns] for line in interval_lines(results)])
     print()
     if results["map"]:
         heads, fields = map_table(results["map"])
-        table(["machine fails every", *(f"{head} workers" for head in heads)], fields)
+        table(["node fails every", *(f"{head} workers" for head in heads)], fields)
         print(MAP_NOTE)
         print()
-    table(["it stands on", "", "", ""], assumption_lines(results["known"]))
+    table(["based on", "", "", ""], assumption_lines(results["known"]))

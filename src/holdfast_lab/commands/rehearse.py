@@ -1,4 +1,4 @@
-"""``holdfast rehearse``: which way of keeping copies of a split model's parts makes failures of a training cost least?"""
+"""``holdfast rehearse``: finds the standby options of a split model with which failures cost the least."""
 
 from __future__ import annotations
 
@@ -20,21 +20,25 @@ _STOPPED = 4
 
 def rehearse(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The training script.", show_default=False)],
-    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Handed on to the script.")] = None,
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
     *,
     workers: Annotated[int, typer.Option("--workers", "-n", metavar="N", min=2, help="Virtual workers.")] = 4,
-    mirror_every: Annotated[int, typer.Option(metavar="STEPS", help="A whole copy is sent in so many.")] = 16,
-    mirror_fraction: Annotated[float, typer.Option(metavar="R", help="How much of a copy at a time.")] = 0.125,
-    failures: Annotated[int, typer.Option(metavar="F", min=1, help="Each in a run of its own, with each way.")] = 3,
-    seed: Annotated[int, typer.Option(metavar="S", min=0, help="Of the job, and of who dies when.")] = 0,
-    metric: Annotated[str, typer.Option(metavar="NAME", help="What the loss is called in the log.")] = "loss",
-    run_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For one run.")] = 3600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    mirror_every: Annotated[int, typer.Option(metavar="STEPS", help="Steps in which a whole copy is sent.")] = 16,
+    mirror_fraction: Annotated[
+        float, typer.Option(metavar="R", help="Share of a copy that is sent at a time.")
+    ] = 0.125,
+    failures: Annotated[
+        int, typer.Option(metavar="F", min=1, help="Failures per predictor and codec, each in its own run.")
+    ] = 3,
+    seed: Annotated[int, typer.Option(metavar="S", min=0, help="Seed of the job and of the failures.")] = 0,
+    metric: Annotated[str, typer.Option(metavar="NAME", help="Name of the loss in the log.")] = "loss",
+    run_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of one run.")] = 3600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> int:
-    """Kill workers in rehearsals of SCRIPT with each predictor and codec; print the options that cost fewest steps.
+    """Kill workers in rehearsals of SCRIPT with each predictor and codec; print the options that cost the fewest steps.
 
-    The model must be split, and its loss logged in every step. One process plays all workers, in one run after the other. The
-    options are the last line, for holdfast run.
+    The model must be split, and its loss logged in every step. One process runs all workers, one run after the other. The last
+    line of the output has the options for holdfast run.
 
     Example: holdfast rehearse -n 4 train.py --epochs 3
     """
@@ -56,7 +60,7 @@ def rehearse(
         with sigterm_as_interrupt():
             tried = tried_by(this, lambda line: print(f"rehearsal: {line}", file=sys.stderr, flush=True))
     except KeyboardInterrupt:
-        print("stopped; what was rehearsed is not kept", file=sys.stderr)
+        print("stopped; the results of this rehearsal are not kept", file=sys.stderr)
         return _STOPPED
     _show(tried, as_json=as_json)
     return 0

@@ -1,4 +1,4 @@
-"""``holdfast simulate``: what each strategy costs, without a machine."""
+"""``holdfast simulate``: simulates the cost of each strategy, without hardware."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def simulate(
     ],
     *,
     repetitions: Annotated[
-        int | None, typer.Option(metavar="N", help="Histories of each strategy [the file's, or 100].")
+        int | None, typer.Option(metavar="N", help="Histories per strategy [the file's, or 100].")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(metavar="S", min=0, help="Of all that is drawn [the file's, or 0].")
+        int | None, typer.Option(metavar="S", min=0, help="Seed of everything random [the file's, or 0].")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write results.json and a page, index.html, there.")
+        Path | None, typer.Option(metavar="DIR", help="Write results.json and a page, index.html, to DIR.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print results.json instead of the table.")] = False,
 ) -> None:
     """Simulate a job under failures, once for each strategy, with the same failures for all.
 
-    The strategies are the code that runs in production; costs take the place of tensors. Goodput is the time that the work would have taken undisturbed with all
-    workers, over the time it took. Intervals are 95 % intervals of the mean.
+    The strategies are the production code, with costs in place of tensors. Goodput is the time that the work would have taken undisturbed with all
+    workers, divided by the time that it took. Intervals are 95 % intervals of the mean.
 
     Example: holdfast simulate examples/scenarios/spot.toml --out out
     """
@@ -42,7 +42,7 @@ def simulate(
 
     file = read_scenario(scenario)
     if repetitions is not None and repetitions < 2:
-        raise ConfigError(f"--repetitions must be at least 2: one history has no interval; got {repetitions}")
+        raise ConfigError(f"--repetitions must be at least 2, because one history gives no interval; got {repetitions}")
     repetitions = repetitions or file.repetitions
     seed = file.seed if seed is None else seed
     from holdfast_lab.simulate.comparing import compare
@@ -64,7 +64,7 @@ def simulate(
 
 
 def settings_of(seed: int, repetitions: int) -> dict[str, Any]:
-    """Return what makes a result repeatable: versions, seed, the command."""
+    """Return what a repetition of the result needs: versions, seed, the command."""
     import platform
 
     import numpy as np
@@ -90,11 +90,11 @@ def show_rows(results: dict[str, Any]) -> None:
         [[row["name"], *(row[key] for key, _ in shown)] for row in rows],
     )
     print()
-    table(["strategy", "where the rest of the time goes"], [[row["name"], row["where"] or "nowhere"] for row in rows])
+    table(["strategy", "rest of the time"], [[row["name"], row["where"] or "nowhere"] for row in rows])
 
 
 def write(results: dict[str, Any], out: Path) -> None:
-    """Write the files, and say on stderr where the page is."""
+    """Write the files, and print the location of the page to stderr."""
     from holdfast.report import write_page, write_results
 
     write_results(results, out)

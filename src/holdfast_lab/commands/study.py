@@ -16,26 +16,28 @@ _STOPPED = 4
 
 
 def study(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Which; --list names them.")] = "",
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the study; --list names them.")] = "",
     *,
-    listing: Annotated[bool, typer.Option("--list", help="List the studies and what they repeat.")] = False,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where results go  [study-NAME]")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="List the studies and the papers they repeat.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory for the results  [study-NAME]")] = None,
     data: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where datasets are that are read from files.")
+        Path | None, typer.Option(metavar="DIR", help="Directory of data sets that are read from files.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="End within a minute, and say what was left out.")] = False,
-    seed: Annotated[int, typer.Option(metavar="S", min=0, help="Of everything that is drawn.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="Finish within a minute, and list what was left out.")] = False,
+    seed: Annotated[int, typer.Option(metavar="S", min=0, help="Seed of everything random.")] = 0,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Measure this framework, parallelism or program alone; repeatable."),
+        typer.Option(metavar="NAME", help="Measure only this framework, parallelism or program; repeatable."),
     ] = None,
-    network: Annotated[str, typer.Option(metavar="NAME", help="Measure this network alone.")] = "",
-    repetitions: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of each measurement.")] = None,
+    network: Annotated[str, typer.Option(metavar="NAME", help="Measure only this network.")] = "",
+    repetitions: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Number of repetitions of each measurement.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print results.json instead of the verdicts.")] = False,
 ) -> int:
-    """Repeat a published experiment on this code: measure, hold its claims against what was found, draw a page.
+    """Repeat a published experiment on this code: measure, check its claims against the results, write a page.
 
-    Writes DIR/results.json and DIR/index.html. Interrupted, it goes on where it was when it is started again.
+    Writes DIR/results.json and DIR/index.html. An interrupted study resumes when it is started again.
 
     Example: holdfast study checkpoint-cost --quick --out study-out
     """
@@ -47,11 +49,11 @@ def study(
         return 0
     if name not in STUDIES:
         raise ConfigError(
-            f"the study must be one of {', '.join(STUDIES)}, got {name!r}; holdfast study --list says what they are"
+            f"the study must be one of {', '.join(STUDIES)}, got {name!r}; holdfast study --list describes them"
         )
     out = out or Path(f"study-{name}")
     if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out must be a directory, or nothing yet, got {str(out)!r}, which is a file")
+        raise ConfigError(f"--out must be a directory or a new path, got {str(out)!r}, which is a file")
     options = Options(
         out=out,
         data=data,
@@ -74,9 +76,9 @@ def study(
 def _stopped(out: Path) -> str:
     from holdfast.report import write_page
 
-    if not (out / "results.json").is_file():  # it had not begun, or was stopped again while it put its results together
-        return f"stopped; the same command goes on where it was, {out} has what was measured"
-    return f"stopped; {write_page(out)} shows what was measured, the same command goes on from there"
+    if not (out / "results.json").is_file():  # stopped before its first results, or again while it collected them
+        return f"stopped; the same command resumes, {out} has the measurements so far"
+    return f"stopped; {write_page(out)} shows the measurements so far, and the same command resumes"
 
 
 def _list(*, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""Drawing fault plans for soak tests from a seed."""
+"""Draws fault plans for soak tests from a seed."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def draw_plan(
 ) -> FaultPlan:
     """Draw a plan for a soak test: faults in any phase, alone, in sequence and several at once.
 
-    No rank is struck twice and at least one of the first is never named. Not every fault must come to strike: one in
-    ``checkpoint`` needs its victim to write a checkpoint there, one in ``rejoin`` that somebody comes.
+    No rank gets two faults, and at least one of the initial ranks gets none. A fault may never happen: one in
+    ``checkpoint`` needs its rank to write a checkpoint then, and one in ``rejoin`` needs a newcomer.
 
     Args:
         seed: Same seed, same plan.
         workers: The job has the ranks 0 to ``workers - 1``.
         steps: The job has the steps 0 to ``steps - 1``.
-        kills: How many of them are struck, less than ``workers``.
+        kills: Number of ranks with a fault, less than ``workers``.
         num_buckets: Buckets of a step.
-        kinds: Kinds of :data:`~holdfast.faults.plan.OF_WORKERS` to choose from; one that is there twice comes twice as often.
-        newcomers: Ranks from ``workers`` on that may come later; about half of them are struck too.
+        kinds: Kinds of :data:`~holdfast.faults.plan.OF_WORKERS` to choose from; one that is listed twice is twice as frequent.
+        newcomers: Ranks from ``workers`` on that may join later; about half of them get a fault, too.
 
     Raises:
-        ConfigError: if a number is out of range, or there is no such kind.
+        ConfigError: if a number is out of range, or a kind is unknown.
     """
     if not kinds:
         refuse("kinds must name at least one kind")
@@ -59,17 +59,17 @@ def _draw(
     rng: random.Random, rank: int, steps: int, num_buckets: int, phases: Sequence[str], last: Fault | None
 ) -> Fault:
     if last is not None and rng.random() < 0.4:
-        # With the one before: in the same phase, in another, or while the others recover from it.
+        # With the previous fault: in the same phase, in another, or during the recovery from it.
         step, phase = last.step, rng.choice((last.phase, "recovery", rng.choice(phases)))
     else:
-        # Nobody recovers in a step in which nobody else dies.
+        # A step in which no other rank fails has no recovery.
         step, phase = rng.randrange(steps), rng.choice([p for p in phases if p != "recovery"])
     bucket = rng.choice((None, *range(num_buckets))) if phase == "allreduce" else None
     return Fault("kill", rank, step, phase, bucket)
 
 
 def _of_some_kind(rng: random.Random, fault: Fault, kinds: Sequence[str]) -> Fault:
-    """Return ``fault`` with a kind of ``kinds``; who gets stuck mostly stays so."""
+    """Return ``fault`` with a kind of ``kinds``; a rank that gets stuck usually stays stuck."""
     kind = rng.choice(kinds)
     if kind == "slow":
         return replace(fault, kind=kind, seconds=rng.choice((0.2, 1.0)))

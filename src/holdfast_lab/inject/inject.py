@@ -1,4 +1,4 @@
-"""``holdfast inject``: altering a checkpoint file, in place or in a copy."""
+"""``holdfast inject``: alters a checkpoint file, in place or in a copy."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from holdfast_lab.inject.record import Record, record_of
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What is done again.
+    """A repetition of recorded alterations.
 
     Args:
-        record: What was altered then.
+        record: The recorded alterations.
         paths: Names of tensors here; see :func:`~holdfast_lab.inject.files.replay.parse_map`.
-        partly: Leave out tensors that are not here, as where a file holds one stage of several.
+        partly: Skip tensors that are not here, as where a file holds one stage of several.
     """
 
     record: Record
@@ -35,16 +35,16 @@ class Replay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injection:
-    """What was altered.
+    """The result of an alteration.
 
     Args:
-        written: What has the alterations now; None if nothing was written.
-        kind: Of the file.
-        num_tensors: How many could be altered.
-        record: Which were, and how.
-        skipped: What else is in the file.
-        missing: Of a replay, tensors that are not here.
-        others: Of a replay, how many values were not what they had been then.
+        written: The altered file or directory; None if nothing was written.
+        kind: Kind of the file.
+        num_tensors: Number of tensors that can be altered.
+        record: The alterations.
+        skipped: The rest of the file.
+        missing: In a replay, tensors that are not here.
+        others: In a replay, the number of values that differed from the record beforehand.
     """
 
     written: str | None
@@ -57,7 +57,7 @@ class Injection:
 
 
 class Part:
-    """Some of the places of values; see :class:`~holdfast.faults.alteration.Values`."""
+    """A subset of the places of values; see :class:`~holdfast.faults.alteration.Values`."""
 
     def __init__(self, values: Values, chosen: Sequence[int]) -> None:
         self._values = values
@@ -87,29 +87,29 @@ def inject(
     """Alter a checkpoint, or a file of another program.
 
     Args:
-        target: Which.
-        what: What is done to which values.
-        at: Only to those of tensors whose path is, begins or matches one of these; see
+        target: The file or checkpoint.
+        what: The alteration.
+        at: Alter only tensors whose path equals, begins with or matches one of these; see
             :func:`~holdfast.faults.names.chosen`.
-        out: Where the altered copy goes: a new file; of a checkpoint, a directory of checkpoints.
+        out: Path of the altered copy: a new file; for a checkpoint, a directory of checkpoints.
         in_place: Alter the file itself.
         dry_run: Alter nothing; the record is written.
-        keep_digests: Leave what the file says of its own bytes, so that whoever loads it can find the alterations.
-        record: Where is written what was altered, before it is.
+        keep_digests: Leave the file's own digests unchanged, so that loading it detects the alterations.
+        record: File for the record, which is written before the alteration.
 
     Raises:
-        ConfigError: if it cannot be done as it is asked for.
+        ConfigError: if the arguments are inconsistent or not applicable.
         CheckpointError: if the file cannot be read or altered.
     """
     if out is not None and in_place:
         raise ConfigError("an altered copy (-o) and --in-place exclude each other; leave one of them out")
     if out is None and not in_place and not dry_run:
         raise ConfigError(
-            f"say where the alterations go: -o OUT for an altered copy, or --in-place to alter {target} itself"
+            f"no destination is given: use -o OUT for an altered copy, or --in-place to alter {target} itself"
         )
     if record is not None and record.exists():
         raise ConfigError(
-            f"{record} is there already, and may be needed to take something back; name another file for the record"
+            f"{record} already exists, and may be needed to undo an alteration; give another file for the record"
         )
     to_copy = None if dry_run else out
     with opened(target, write=in_place and not dry_run) if to_copy is None else copied(target, to_copy) as values:
@@ -149,8 +149,8 @@ def _changes(values: Values, what: Alteration | Replay) -> Replayed:
     found = replay(values, what.record, what.paths)
     if found.missing and not what.partly:
         raise ConfigError(
-            f"tensors of the record are not here: {', '.join(found.missing[:8])}{', ...' if len(found.missing) > 8 else ''}; "
-            "name them in --map, or leave them out with --partly"
+            f"tensors of the record are not in the file: {', '.join(found.missing[:8])}{', ...' if len(found.missing) > 8 else ''}; "
+            "map their names with --map, or skip them with --partly"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""What was altered: value by value, before and after, as :func:`~holdfast.faults.tensors.listed` says it."""
+"""The record of an alteration: every value before and after, in the form of :func:`~holdfast.faults.tensors.listed`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from holdfast.faults.formats import Raw, bits_of, shown
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What happened to one tensor.
+    """The alterations of one tensor.
 
     Args:
-        place: Which.
-        index: Of the values, in rising order; of shape (k,).
-        before: Of shape (k,).
-        after: Of shape (k,).
+        place: The tensor.
+        index: Indices of the values, ascending; shape (k,).
+        before: Shape (k,).
+        after: Shape (k,).
     """
 
     place: Place
@@ -33,11 +33,11 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What was altered.
+    """A record of alterations.
 
     Args:
-        tensors: In which tensors, in the order in which they were altered.
-        scale: What values were multiplied by; None if bits were flipped.
+        tensors: The altered tensors, in the order of alteration.
+        scale: The factor of the values; None if bits were flipped.
     """
 
     tensors: tuple[Recorded, ...]
@@ -50,7 +50,7 @@ def record_of(places: Sequence[Place], changes: Sequence[Change], scale: float |
 
 
 def entries(record: Record) -> Iterator[dict[str, Any]]:
-    """Yield what a record says of each flip."""
+    """Yield the record's entry for each flip."""
     for path, flips in flips_of(record, lambda value: value):
         for index, bit, before, after in flips:
             yield {"path": path, "index": index, "bit": bit, "before": before, "after": after}
@@ -59,9 +59,9 @@ def entries(record: Record) -> Iterator[dict[str, Any]]:
 def flips_of(
     record: Record, say: Callable[[Any], Any]
 ) -> Iterator[tuple[str, Iterator[tuple[int, int | None, Any, Any]]]]:
-    """Yield of each tensor its path, and of each flip index, bit, and the values before and after as ``say`` says them.
+    """Yield the path of each tensor with its flips: index, bit, and the values before and after, as formatted by ``say``.
 
-    By value, the lowest bit first. Where values were multiplied there is one flip a value, and its bit is None.
+    Ordered by value, the lowest bit first. If values were multiplied, each has one entry, whose bit is None.
     """
     values = _values(record.tensors, say)
     for number, tensor in enumerate(record.tensors):
@@ -73,7 +73,7 @@ def flips_of(
 
 
 def _values(tensors: Sequence[Recorded], say: Callable[[Any], Any]) -> list[tuple[list[Any], list[Any]]]:
-    """Return what the values of tensors were before and after; all of one format together, as they are many small ones."""
+    """Return the values of tensors before and after; tensors of one format are processed together, because many are small."""
     alike: dict[str, list[int]] = {}
     for number, tensor in enumerate(tensors):
         alike.setdefault(tensor.place.format.name, []).append(number)

@@ -1,30 +1,31 @@
-"""Body three: the strategies of :mod:`holdfast.recovery` with costs in the place of tensors. No torch.
+"""Simulates the strategies of :mod:`holdfast.recovery` with costs in place of tensors. Does not need torch.
 
-What goes in is a :class:`Scenario` of four parts, each plain data:
+The input is a :class:`Scenario` with four parts of plain data:
 
 :class:`Cluster`
-    How many workers, in nodes and racks, and how many spares.
+    Number of workers, in nodes and racks, and number of spares.
 :class:`Job`
-    What is done about failures: strategy, how often it saves, how much is to be done.
+    Recovery strategy, checkpoint interval and amount of work.
 :class:`Costs`
-    Seconds and bytes: a step, its sums, detecting, regrouping, saving, loading, starting, joining.
+    Seconds and bytes: a step, its all-reduces, detection, regrouping, saving, loading, starting, joining.
 :class:`Failures` or :class:`Trace`
-    Who is down and when: drawn from distributions (:class:`Exponential`, :class:`Weibull`, :class:`LogNormal`,
-    :class:`Bathtub`, :class:`Constant`) for workers, nodes and racks (:class:`Source`), or as it was written down somewhere
-    (:func:`read_trace`). Whether a machine is up never depends on the job, so one drawing serves all strategies.
+    Which machines are down, and when: drawn from distributions (:class:`Exponential`, :class:`Weibull`, :class:`LogNormal`,
+    :class:`Bathtub`, :class:`Constant`) for workers, nodes and racks (:class:`Source`), or read from a recorded trace
+    (:func:`read_trace`). Outages never depend on the job, so all strategies can be compared on the same history.
 
-What comes out::
+Usage::
 
     scenario = Scenario(cluster, job, costs, failures)
     outcome = simulate(scenario, seed=1)               # one history: an Outcome
-    sweep = monte_carlo(scenario, 1000, seed=1)        # many at once: a Sweep, whose repetition r is simulate(..., repetition=r)
+    sweep = monte_carlo(scenario, 1000, seed=1)        # many: a Sweep, whose repetition r is simulate(..., repetition=r)
     sweep.estimate("goodput")                          # an Estimate: mean and 95 % interval
-    best_interval(scenario, 200, seed=1)               # steps between two checkpoints, found by trying
-    replay(records)                                    # a real run's failures, decided once more
+    best_interval(scenario, 200, seed=1)               # steps between two checkpoints, found by search
+    replay(records)                                    # decide a real run's failures again
 
-:func:`daly_expected_s` and :func:`exact_interval_s` are closed forms to hold it against. What is modelled, and what is not, stands in docs/explanation/simulation-model.md.
+:func:`daly_expected_s` and :func:`exact_interval_s` are closed forms to compare with. docs/explanation/simulation.md says what is
+modelled and what is not.
 
-Importing this imports nothing more: every name is loaded when it is first used.
+Importing this package imports nothing else: every name is loaded on first use.
 """
 
 from __future__ import annotations

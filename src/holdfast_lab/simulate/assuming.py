@@ -1,4 +1,4 @@
-"""What a plan knows and what it must assume: given in options, measured in a run, or a default that is said aloud."""
+"""The inputs of a plan: given in options, measured in a run, or assumed by a default that the plan reports."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from holdfast_lab.simulate.measured import MeasuredRun
 from holdfast_lab.simulate.units import DAY_S
 
 _BIG_JOB = 16
-"""From so many workers on, they are taken to be in machines of eight."""
+"""From this many workers on, nodes are assumed to have eight workers each."""
 _BIG_STATE = 80e9
-"""What one accelerator of today holds, bytes: a larger state is taken to be split."""
+"""Memory of one of today's accelerators, bytes: a larger state is assumed to be split."""
 _LIKELY_ENOUGH = 0.99
-"""Share of the time in which spares are to suffice."""
+"""Share of the time in which the default number of spares suffices."""
 
 WHOLE_JOB_SHARE = 63 / 419
-"""Of Llama 3's 419 unexpected interruptions, software bugs (54), dependencies (2) and NCCL's watchdog (7) end a job whatever survives
-(The Llama 3 Herd of Models, 2024, table 5)."""
+"""Of Llama 3's 419 unexpected interruptions, software bugs (54), dependencies (2) and NCCL's watchdog (7) end a job regardless of survivors
+(The Llama 3 Herd of Models, 2024, table 5).
+"""
 
 LLAMA = {"failures": 419, "days": 54, "workers": 16_384, "nodes": 2_048}
-"""The same table: what to hold other rates against."""
+"""The same table, as a reference for other failure rates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """One number, and where it comes from.
+    """One number, and its source.
 
     Args:
         name: As in :class:`Question`.
-        value: In seconds, bytes, or a plain number or word.
+        value: Seconds, bytes, or a plain number or word.
         source: ``"given"``, ``"measured"``, ``"derived"`` (from others) or ``"assumed"``.
-        why: What it was measured in, derived from, or taken from.
+        why: The run it was measured in, or the values or reference it was derived or taken from.
     """
 
     name: str
@@ -48,28 +49,28 @@ class Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a plan is made for. Times in seconds.
+    """The job that a plan is made for. Times in seconds.
 
     Args:
-        workers: That compute.
-        workers_per_node: A machine fails with all of them.
-        mtbf_node_s: Mean time between two failures of one machine.
-        whole_job_share: Of all failures, those that no strategy survives; the launcher starts all again.
-        repair_s: How long a machine is away, on average.
-        spares: Workers beside ``workers``.
-        step_s: A step, when all are there.
-        save_s: How long training is held for a checkpoint.
-        save_background_s: How long it is written after that, beside training.
-        load_s: All load a checkpoint.
-        restart_s: The launcher starts the job: processes, libraries, the model.
-        detect_s: Until all survivors know of a failure.
-        regroup_s: Until they have agreed on how to go on.
-        rejoin_s: All are held while newcomers get the state.
-        rebuild_s: ``reinit`` builds the application again.
-        rehome_s: Parts of a split model are given to others.
+        workers: Active workers, spares not included.
+        workers_per_node: Workers of one node; they fail together.
+        mtbf_node_s: Mean time between failures of one node.
+        whole_job_share: Share of failures that no strategy survives; the launcher restarts the job.
+        repair_s: Mean time until a failed node is back.
+        spares: Spare workers, in addition to ``workers``.
+        step_s: Duration of a step with all workers.
+        save_s: How long a checkpoint holds training.
+        save_background_s: How long it is then written in the background.
+        load_s: Time for all workers to load a checkpoint.
+        restart_s: Time for the launcher to start the job: processes, libraries, the model.
+        detect_s: Time until all survivors have detected a failure.
+        regroup_s: Time until they have agreed on the recovery.
+        rejoin_s: How long training is held for state transfer to newcomers.
+        rebuild_s: Time for ``reinit`` to rebuild the application.
+        rehome_s: Time to move parts of a split model to other workers.
         model: One of :data:`~holdfast_lab.simulate.scenario.MODELS`.
         split: ``"slices"`` or ``"even"``.
-        work_s: How long training takes undisturbed.
+        work_s: Duration of the training without disturbance.
     """
 
     workers: int
@@ -94,53 +95,53 @@ class Question:
 
     @property
     def nodes(self) -> int:
-        """Machines with workers, without those of spares."""
+        """Number of nodes, without those of spares."""
         return -(-self.workers // self.workers_per_node)
 
     @property
     def mtbf_s(self) -> float:
-        """Mean time between two failures of the job; spares fail besides."""
+        """Mean time between failures of the job; failures of spares are not counted."""
         return self.mtbf_node_s / self.nodes
 
 
 def ask(given: Mapping[str, Any], run: MeasuredRun | None = None) -> tuple[Question, list[Known]]:
-    """Return the question with everything that was left open filled in, and where each number comes from.
+    """Fill in every value of the question that is not given, and return the question and the source of each number.
 
     Args:
-        given: By the names of :class:`Question`, what is known; besides, one of ``mtbf_s`` (of the whole job) and ``mtbf_worker_s``,
-            ``state_bytes``, ``write_bytes_per_s``, ``read_bytes_per_s``, ``snapshot_bytes_per_s``.
-        run: A run whose costs count where nothing is given.
+        given: Known values, by the names of :class:`Question`; in addition one of ``mtbf_s`` (of the whole job) and ``mtbf_worker_s``,
+            and ``state_bytes``, ``write_bytes_per_s``, ``read_bytes_per_s``, ``snapshot_bytes_per_s``.
+        run: A run whose measured costs are used where nothing is given.
 
     Raises:
-        ConfigError: if nothing says how often something fails, or a number is out of range.
+        ConfigError: if no failure rate is given, or a number is out of range.
     """
     facts = _Facts(given, run)
     workers = facts.take("workers", lambda: _needs_workers(run), "the workers of that run", measured=True)
     check_range("--workers", workers, 1, most=1_000_000)
     small = workers < _BIG_JOB
-    why = "fewer than 16 workers: each fails alone" if small else "machines of eight"
+    why = "fewer than 16 workers: each fails alone" if small else "nodes of eight workers"
     per_node = facts.take("workers_per_node", lambda: 1 if small else 8, why)
     check_range("--workers-per-node", per_node, 1, most=workers)
     mtbf_node_s = _mtbf_node_s(facts, workers, per_node)
     share = facts.take(
-        "whole_job_share", lambda: WHOLE_JOB_SHARE, "software bugs and the like among Llama 3's interruptions"
+        "whole_job_share", lambda: WHOLE_JOB_SHARE, "software bugs and similar causes among Llama 3's interruptions"
     )
     check_range("--whole-job-share", share, 0, most=1)
-    repair_s = facts.take("repair_s", lambda: 6 * 3600.0, "the mean of LANL's 23,739 outages, 1996 to 2005")
+    repair_s = facts.take("repair_s", lambda: 6 * 3600.0, "mean of LANL's 23,739 outages, 1996 to 2005")
     rate = -(-workers // per_node) * repair_s / (mtbf_node_s + repair_s)
     spares = facts.take("spares", lambda: enough_spares(rate, workers, per_node), _why_spares(rate, workers, per_node))
     check_range("--spares", spares, 0, most=1_000_000)
     storage = _storage(facts, workers, per_node)
     question = Question(
         workers=workers, workers_per_node=per_node, mtbf_node_s=mtbf_node_s, whole_job_share=share, repair_s=repair_s, spares=spares,
-        step_s=facts.take("step_s", lambda: 5.0, "a large language model's, roughly"),
+        step_s=facts.take("step_s", lambda: 5.0, "typical of a large language model"),
         restart_s=facts.take("restart_s", lambda: 300.0, "processes, libraries, communicators, the model"),
-        detect_s=facts.take("detect_s", lambda: 10.0, "the default of --node-timeout: a machine that is silent"),
-        regroup_s=facts.take("regroup_s", lambda: 1.0, "measured: 0.03 s with 64 workers; for many more unknown"),
-        rejoin_s=facts.take("rejoin_s", lambda: 10.0, "newcomers are given the state from others' memory"),
-        rebuild_s=facts.take("rebuild_s", lambda: 60.0, "reinit: the script builds its model and data again"),
-        rehome_s=facts.take("rehome_s", lambda: 10.0, "parts of a split model are given from memory to memory"),
-        split=facts.take("split", lambda: "slices", "whole slices change hands: the bits stay"),
+        detect_s=facts.take("detect_s", lambda: 10.0, "the default of --node-timeout, for a node that does not respond"),
+        regroup_s=facts.take("regroup_s", lambda: 1.0, "measured: 0.03 s with 64 workers; unknown for many more"),
+        rejoin_s=facts.take("rejoin_s", lambda: 10.0, "newcomers receive the state from other workers' memory"),
+        rebuild_s=facts.take("rebuild_s", lambda: 60.0, "reinit: the script rebuilds its model and data"),
+        rehome_s=facts.take("rehome_s", lambda: 10.0, "parts of a split model are sent from memory to memory"),
+        split=facts.take("split", lambda: "slices", "whole slices are reassigned, which keeps the bits"),
         work_s=facts.take("work_s", lambda: 30 * DAY_S, "a month of training"),
         **storage,
     )  # fmt: skip
@@ -149,14 +150,14 @@ def ask(given: Mapping[str, Any], run: MeasuredRun | None = None) -> tuple[Quest
 
 
 def enough_spares(away: float, workers: int, per_node: int) -> int:
-    """Return as many spare workers, in whole machines, as suffice for 99 % of the time; none if that were more than a quarter.
+    """Return the spare workers, in whole nodes, that suffice for 99 % of the time; 0 if that exceeds a quarter of the workers.
 
-    Machines fail and are repaired by themselves, so the number of those away has Poisson's distribution (the queue M/G/infinity).
+    Nodes fail and are repaired independently, so the number of failed nodes is Poisson distributed (an M/G/infinity queue).
 
     Args:
-        away: How many machines are away on average.
-        workers: That compute.
-        per_node: Workers of one machine.
+        away: Mean number of failed nodes.
+        workers: Active workers.
+        per_node: Workers of one node.
     """
     spare, term = 0, math.exp(-away)
     total, most = term, workers // (4 * per_node)
@@ -168,13 +169,13 @@ def enough_spares(away: float, workers: int, per_node: int) -> int:
 
 
 class _Facts:
-    """Looks each number up where it may be, and writes down where it was."""
+    """Looks up each number in its possible sources, and records which source was used."""
 
     def __init__(self, given: Mapping[str, Any], run: MeasuredRun | None) -> None:
         self._given = {name: value for name, value in given.items() if value is not None}
         self._run = run
         self._measured = {} if run is None else dict(run.costs)
-        if not self._given.keys().isdisjoint(OF_STORAGE):  # what was measured is of another size, or another disk
+        if not self._given.keys().isdisjoint(OF_STORAGE):  # the measured values are for another size or another disk
             self._measured = {name: one for name, one in self._measured.items() if name not in SAVING}
         self.known: list[Known] = []
 
@@ -183,17 +184,17 @@ class _Facts:
         return name in self._given or name in self._measured
 
     def is_measured(self, name: str) -> bool:
-        """Return whether the measured value is what counts."""
+        """Return whether the measured value is used."""
         return name not in self._given and self.has(name)
 
     def given(self, name: str) -> Any:
-        """Return what was given and write it down, None if nothing was."""
+        """Return and record the given value; None if there is none."""
         return self.take(name, lambda: None, "") if name in self._given else None
 
     def take(
         self, name: str, default: Callable[[], Any], why: str, *, source: str = "assumed", measured: bool = False
     ) -> Any:
-        """Return the number that is given, else measured, else the default."""
+        """Return the given number, else the measured one, else the default."""
         if name in self._given:
             self.known.append(Known(name, self._given[name], "given"))
         elif self._run is not None and name in self._measured:
@@ -206,7 +207,7 @@ class _Facts:
 
 def _needs_workers(run: MeasuredRun | None) -> int:
     if run is None:
-        raise ConfigError("--workers is missing: how many workers compute?")
+        raise ConfigError("--workers is missing: give the number of active workers")
     return run.workers
 
 
@@ -214,8 +215,8 @@ def _mtbf_node_s(facts: _Facts, workers: int, per_node: int) -> float:
     names = ("mtbf_s", "mtbf_node_s", "mtbf_worker_s")
     found = [(name, value) for name in names if (value := facts.given(name)) is not None]
     if len(found) != 1:
-        options = "--mtbf (of the whole job), --mtbf-node (of one machine), --mtbf-worker (of one worker)"
-        hint = "; if you do not know it, begin with --mtbf-node 264d, which is Llama 3's rate" if not found else ""
+        options = "--mtbf (of the whole job), --mtbf-node (of one node), --mtbf-worker (of one worker)"
+        hint = "; if unknown, start with --mtbf-node 264d, the rate of Llama 3" if not found else ""
         raise ConfigError(f"give one of {options}{hint}")
     name, value = found[0]
     check_range(f"--{name.removesuffix('_s').replace('_', '-')}", value, 0, above=True)
@@ -225,22 +226,22 @@ def _mtbf_node_s(facts: _Facts, workers: int, per_node: int) -> float:
 
 def _why_spares(away: float, workers: int, per_node: int) -> str:
     if away == 0:
-        return "none: whoever dies is replaced at once"
+        return "none: a failed worker is replaced immediately"
     if enough_spares(away, workers, per_node):
-        return f"on average {away:,.2f} machines are away; these suffice for 99 % of the time"
+        return f"on average {away:,.2f} nodes are down; these suffice for 99 % of the time"
     if math.exp(-away) >= _LIKELY_ENOUGH:
-        return f"none: on average only {away:,.2f} machines are away"
-    return f"none: on average {away:,.2f} machines are away, and a quarter more would not make up for that"
+        return f"none: on average only {away:,.2f} nodes are down"
+    return f"none: on average {away:,.2f} nodes are down, and a quarter more would not make up for that"
 
 
 def _storage(facts: _Facts, workers: int, per_node: int) -> dict[str, Any]:
-    """Return what checkpoints cost, and who holds the model."""
+    """Return the costs of checkpoints, and how the model is held."""
     write_s: float | None = None
     if not (facts.has("save_s") and facts.has("load_s")) or facts.has("state_bytes"):
         state = facts.take(
             "state_bytes",
             lambda: min(1e9 * workers, 1e12),
-            "1 GB a worker, 1 TB at most: 70 billion parameters with Adam",
+            "1 GB per worker, at most 1 TB: 70 billion parameters with Adam",
         )
         check_range("--state-bytes", state, 0, above=True)
     else:
@@ -248,7 +249,7 @@ def _storage(facts: _Facts, workers: int, per_node: int) -> dict[str, Any]:
     if not (facts.has("save_s") and facts.has("load_s")) or facts.has("write_bytes_per_s"):
         nodes = -(-workers // per_node)
         write = facts.take(
-            "write_bytes_per_s", lambda: min(1e9 * nodes, 1e11), "1 GB/s a machine, 100 GB/s at most, all together"
+            "write_bytes_per_s", lambda: min(1e9 * nodes, 1e11), "1 GB/s per node, at most 100 GB/s in total"
         )
         check_range("--write-bytes-per-s", write, 0, above=True)
         write_s = state / write
@@ -258,7 +259,7 @@ def _storage(facts: _Facts, workers: int, per_node: int) -> dict[str, Any]:
         if speed is not None:
             check_range(name, speed, 0, above=True)
     held_s = write_s if snapshot is None else state / snapshot
-    is_beside = snapshot is not None or facts.is_measured("save_s")  # Holdfast writes beside training
+    is_beside = snapshot is not None or facts.is_measured("save_s")  # Holdfast writes in the background
     why = "training is held while the state is copied" if snapshot else "training is held while the state is written"
     big = state > _BIG_STATE
     return {
@@ -266,16 +267,16 @@ def _storage(facts: _Facts, workers: int, per_node: int) -> dict[str, Any]:
         "save_background_s": facts.take(
             "save_background_s",
             lambda: write_s if is_beside and write_s is not None else 0.0,
-            "written beside training" if is_beside and write_s is not None else "nothing is written beside training",
+            "written in the background" if is_beside and write_s is not None else "nothing is written in the background",
             source="derived",
         ),
         "load_s": facts.take(
             "load_s", lambda: write_s if read is None else state / read,
-            "read as fast as written" if read is None else "all read", source="derived",
+            "read as fast as written" if read is None else "read by all", source="derived",
         ),
         "model": facts.take(
             "model", lambda: "mirrored" if big else "replicated",
-            f"{state / 1e9:,.0f} GB are {'more' if big else 'not more'} than one accelerator holds" if state else "size not known",
+            f"{state / 1e9:,.0f} GB {'exceed' if big else 'fit into'} one accelerator's memory" if state else "size unknown",
         ),
     }  # fmt: skip
 

@@ -8,17 +8,17 @@ from holdfast.errors import ConfigError
 from holdfast_lab.simulate.checks import check_choice, check_range
 
 LEVELS = ("worker", "node", "rack")
-"""What may fail; all workers in it are down with it."""
+"""Units that may fail; a unit takes all its workers down with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Workers in nodes in racks, numbered through.
+    """Workers in nodes in racks, numbered consecutively.
 
     Args:
-        workers: That compute, ``>= 1``.
-        spares: That take part in every sum with nothing of their own until a place is free, ``>= 0``. They fail like
-            the others, and all notice.
+        workers: Active workers, ``>= 1``.
+        spares: Hot spares, ``>= 0``. They take part in every all-reduce without slices of their own until a worker must be replaced.
+            They fail like active workers, and all members notice.
         workers_per_node: ``>= 1``.
         nodes_per_rack: ``>= 1``.
 
@@ -40,15 +40,15 @@ class Cluster:
 
     @property
     def total(self) -> int:
-        """Workers and spares."""
+        """Workers and spares together."""
         return self.workers + self.spares
 
     def width(self, level: str) -> int:
-        """Return how many workers one worker, node or rack has."""
+        """Return the number of workers of one worker, node or rack."""
         check_choice("level", level, LEVELS)
         widths = {"worker": 1, "node": self.workers_per_node, "rack": self.workers_per_node * self.nodes_per_rack}
         return widths[level]
 
     def units(self, level: str) -> int:
-        """Return how many there are; the last may not be full."""
+        """Return the number of units of a level; the last one may be incomplete."""
         return -(-self.total // self.width(level))

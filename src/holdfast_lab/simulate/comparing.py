@@ -1,4 +1,4 @@
-"""Several ways to survive, side by side: all meet the same failures."""
+"""Compares several settings on the same failures."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from holdfast_lab.simulate.toml import Setting
 from holdfast_lab.simulate.traces import Trace
 
 MEASURES = ("goodput", "lost_share", "total_s", "worker_hours", "failures", "starts")
-"""What a row says with an interval."""
+"""Measures that a row gives with an interval."""
 
 _TRIES = 20
-"""Repetitions with which each number of steps between two checkpoints is tried: differences are small, but of the same failures."""
+"""Repetitions per tried checkpoint interval; few suffice, because all intervals are tried on the same failures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One way to survive, and what came of it.
+    """One setting, and its result.
 
     Args:
-        name: What it is called.
-        scenario: With the interval that was chosen.
+        name: The name of the setting.
+        scenario: The scenario with the chosen interval.
         sweep: The histories.
-        chosen: How the interval was chosen, in words.
+        chosen: How the interval was chosen, as text.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Compared:
     chosen: str
 
     def row(self) -> dict[str, Any]:
-        """Return it flat: ``goodput``, ``goodput_low``, ``goodput_high`` and so on, and ``in_save`` and so on, the share of time of each part."""
+        """Return a flat row: ``goodput``, ``goodput_low``, ``goodput_high`` etc., and the share of time of each part as ``in_save`` etc."""
         job, total = self.scenario.job, self.sweep.total_ns.sum()
         found: dict[str, Any] = {
             "name": self.name,
@@ -60,23 +60,23 @@ class Compared:
 
 
 def flat(name: str, estimate: Estimate) -> dict[str, float]:
-    """Return an estimate under three keys."""
+    """Return an estimate as three keys."""
     return {name: estimate.mean, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
 
 
 def compare(
     settings: Iterable[Setting], repetitions: int, *, seed: int = 0, now: Callable[[str], None] = lambda text: None
 ) -> list[Compared]:
-    """Simulate each setting, with the interval between checkpoints that it asks for.
+    """Simulate each setting with the checkpoint interval that it asks for.
 
     Args:
-        settings: What is compared.
-        repetitions: Histories of each, ``>= 2``; the same failures for all.
+        settings: The settings to compare.
+        repetitions: Histories per setting, ``>= 2``; all settings use the same failures.
         seed: Same seed, same failures.
-        now: Is told what is being done.
+        now: Called with progress messages.
 
     Raises:
-        ConfigError: if an interval cannot be worked out.
+        ConfigError: if an interval cannot be determined.
     """
     found = []
     for setting in settings:
@@ -101,8 +101,8 @@ def choose_every(setting: Setting, *, seed: int = 0) -> tuple[int, str]:
         case "best":
             best = best_interval(scenario, _TRIES, seed=seed, least=_least(scenario))
             if 2 * best.interval_s > scenario.horizon_s or best.save_every >= (scenario.job.steps or math.inf):
-                return 0, "no checkpoint pays"
-            return best.save_every, f"best of {len(best.tried)} that were tried"
+                return 0, "no checkpoint is worth its cost"
+            return best.save_every, f"best of {len(best.tried)} tried"
         case "young" | "daly":
             formula = young if every == "young" else daly
             interval_s = formula(scenario.costs.save_s, _mtbf_s(scenario))
@@ -120,7 +120,7 @@ def _mtbf_s(scenario: Scenario) -> float:
 
 
 def _least(scenario: Scenario) -> int:
-    """Return a number of steps below which the best cannot lie: far below what is best if every failure leads back to a checkpoint."""
+    """Return a lower bound of the best number of steps, far below the optimum for a job that restores a checkpoint at every failure."""
     mtbf_s, save_s = _mtbf_s(scenario), scenario.costs.save_s
     if save_s == 0 or not math.isfinite(mtbf_s):
         return 1

@@ -1,4 +1,4 @@
-"""What everything takes: plain data. What follows from it for each number of members stands in ``price_table.py``."""
+"""The cost of every operation, as plain data. ``price_table.py`` derives the costs by number of members."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from holdfast.errors import ConfigError
 from holdfast_lab.simulate.checks import LONGEST_S, check_range
 
 OF_STORAGE = ("state_bytes", "write_bytes_per_s", "read_bytes_per_s", "snapshot_bytes_per_s")
-"""Size and speeds from which :data:`SAVING` follows; see :meth:`Costs.of_storage`."""
+"""Size and speeds from which :data:`SAVING` is derived; see :meth:`Costs.of_storage`."""
 SAVING = ("save_s", "save_background_s", "load_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds and bytes, all ``>= 0``; ``n`` are the members, spares included.
+    """Seconds and bytes, all ``>= 0``; ``n`` is the number of members, spares included.
 
     Args:
-        slice_s: One worker computes the gradients of one slice.
-        straggle: A step waits for the slowest: standard deviation of a worker's time over its mean. Times are taken to be
+        slice_s: Time for one worker to compute the gradients of one slice.
+        straggle: Standard deviation of a worker's time over its mean; a step waits for the slowest worker. Times are assumed
             normal, so the slowest of ``m`` takes ``1 + straggle * E[largest of m normal numbers]`` times the mean.
-        sum_s: All sums of a step, and the optimizer if ``update_s`` does not say it: what does not depend on ``n``.
-        sum_hop_s: Latency: ``sum_hop_s * log2(n)`` for all sums of a step.
+        sum_s: The part of a step's all-reduces that does not depend on ``n``; includes the optimizer unless ``update_s`` is given.
+        sum_hop_s: Latency: ``sum_hop_s * log2(n)`` for all all-reduces of a step.
         sum_bytes: Gradients of a step; with ``link_bytes_per_s`` they take ``2 (n-1)/n * sum_bytes / link_bytes_per_s``
             (reduce-scatter and allgather: Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005).
-        link_bytes_per_s: Of one worker's link, ``> 0``.
-        steps_s: Measured steps, as ``(members, seconds)``: in the place of the formula of the whole step. Straight lines lie
-            between them, and beyond the ends it stays as it is. The sums keep their formula, and the rest is computing.
-        update_s: The optimizer updates all buckets of a step, where that is not in the step already: it is added.
-        copy_s: With updates that are eager, the undo copies of all buckets of a step.
-        undo_s: All buckets of a step are put back; of fewer, their share of it.
-        detect_s: From a death to the last survivor that knows, once survivors wait in a sum.
-        regroup_s: From there until all know everybody's progress: revoke, agree, shrink, agree, share, agree.
-        regroup_hop_s: More of that: ``regroup_hop_s * log2(n)``.
-        save_s: How long training is held for a checkpoint.
-        save_background_s: How long after that it is written. Training goes on meanwhile; until then it is no help. The next one
-            waits for it. It is complete no earlier than its step is stable: when the first sum of the next one is done.
-        load_s: Everybody loads a checkpoint.
-        restart_s: The launcher starts the job: processes, libraries, the model.
-        rebuild_s: ``reinit`` takes the application down and builds it again, the snapshot included.
-        rehome_s: Parts of a split model get new homes, restored if need be.
-        spawn_s: From the repair of a machine until a new worker waits there to be let in. Nobody waits for it.
-        rejoin_s: Give a newcomer the state. All wait for it, after they have regrouped.
+        link_bytes_per_s: Bandwidth of one worker's link, ``> 0``.
+        steps_s: Measured steps, as ``(members, seconds)``; replaces the formula of the whole step. Values between them are
+            interpolated linearly, and constant beyond the ends. The all-reduces keep their formula; the rest is computing.
+        update_s: Time for the optimizer to update all buckets of a step, added to the step. Give it only if the step excludes it.
+        copy_s: With the overlapped optimizer, time for the undo copies of all buckets of a step.
+        undo_s: Time to undo the updates of all buckets of a step; fewer buckets take a proportional share.
+        detect_s: From a failure to its detection by the last survivor, once survivors wait in an all-reduce.
+        regroup_s: From there until all know each other's progress: revoke, agree, shrink, agree, share, agree.
+        regroup_hop_s: Further regrouping time: ``regroup_hop_s * log2(n)``.
+        save_s: How long a checkpoint holds training.
+        save_background_s: How long it is then written in the background. It is of no use until then, and the next checkpoint
+            waits for it. It is complete only when its step is durable: after the first all-reduce of the next step.
+        load_s: Time for all workers to load a checkpoint.
+        restart_s: Time for the launcher to start the job: processes, libraries, the model.
+        rebuild_s: Time for ``reinit`` to tear down and rebuild the application, including the snapshot.
+        rehome_s: Time to move parts of a split model to new owners, including restoring them.
+        spawn_s: From the repair of a machine until a new worker there is ready to join. No other worker waits for it.
+        rejoin_s: State transfer to a newcomer. All members wait for it after they have regrouped.
 
     Raises:
         ConfigError: if a number is negative, or ``steps_s`` is not in order.
@@ -82,24 +82,24 @@ class Costs:
         members = [number for number, _ in self.steps_s]
         if members != sorted(set(members)) or any(number < 1 for number in members):
             raise ConfigError(
-                f"steps_s must be pairs (members, seconds) with members growing from 1, got members {members}"
+                f"steps_s must be pairs (members, seconds) with ascending members from 1, got members {members}"
             )
         for number, seconds in self.steps_s:
-            check_range(f"steps_s of {number} members", seconds, 0, above=True, most=LONGEST_S)
+            check_range(f"the time in steps_s for {number} members", seconds, 0, above=True, most=LONGEST_S)
 
     @classmethod
     def of_storage(
         cls, state_bytes: float, write_bytes_per_s: float, *, read_bytes_per_s: float | None = None,
         snapshot_bytes_per_s: float | None = None, **others: float,
     ) -> Costs:  # fmt: skip
-        """Return costs whose saving and loading follow from sizes and speeds.
+        """Return costs whose saving and loading are derived from sizes and speeds.
 
         Args:
-            state_bytes: What a checkpoint holds.
-            write_bytes_per_s: All writers together.
-            read_bytes_per_s: All readers together; by default the same.
-            snapshot_bytes_per_s: How fast the state is copied while training is held, all together; the rest is written beside training.
-                By default all is written while it is held.
+            state_bytes: Size of a checkpoint.
+            write_bytes_per_s: Write speed of all writers together.
+            read_bytes_per_s: Read speed of all readers together; by default the write speed.
+            snapshot_bytes_per_s: Speed at which all workers together copy the state while training is held; it is then written in the background.
+                By default training is held while the state is written.
             **others: The other costs.
 
         Raises:
@@ -112,7 +112,7 @@ class Costs:
             held_s = _over("snapshot_bytes_per_s", state_bytes, snapshot_bytes_per_s)
         behind_s = 0.0 if snapshot_bytes_per_s is None else write_s
         chosen: dict[str, float] = {"save_s": held_s, "save_background_s": behind_s, "load_s": load_s}
-        return cls(**(chosen | others))  # type: ignore[arg-type]  # the names are checked by the constructor
+        return cls(**(chosen | others))  # type: ignore[arg-type]  # the constructor checks the names
 
 
 def _over(name: str, state_bytes: float, bytes_per_s: float) -> float:

@@ -1,7 +1,7 @@
-"""What the protocol decides, as a table: the simulator looks the answers up.
+"""The protocol's decisions as a table, in which the simulator looks them up.
 
-The protocol's answer depends on where the members are and on whether enough of them are left, not on when it is asked. So each
-case is asked once, of the same objects.
+A decision depends on the members' phase and on whether enough of them are left, but not on the time. So the production protocol
+is run once per case.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Flags = npt.NDArray[np.bool_]
 
 
 class Case(enum.IntEnum):
-    """Where the members are when one of them fails.
+    """The members' phase when one of them fails.
 
-    ``STEP``: in a step; the failure is detected in a sum, or while a split model is computed. ``BOUNDARY``: between two steps, while
+    ``STEP``: in a step; the failure is detected in an all-reduce, or while a split model computes. ``BOUNDARY``: between two steps, while
     newcomers are admitted. ``LOADING``: while a checkpoint is loaded.
     """
 
@@ -43,10 +43,10 @@ class Case(enum.IntEnum):
 
 
 class Stage(enum.IntEnum):
-    """What a recovery does, one after the other in this order.
+    """Stages of a recovery, in this order.
 
-    ``REGROUP``: survivors regroup and decide. ``UNDO``: updates of buckets are taken back. ``RESTART``: the application is built again.
-    ``LOAD``: a checkpoint is loaded, or parts are restored. ``SAVE``: all is saved, before all stop.
+    ``REGROUP``: survivors regroup and decide. ``UNDO``: bucket updates are undone. ``RESTART``: the application is rebuilt.
+    ``LOAD``: a checkpoint is loaded, or parts are restored. ``SAVE``: everything is saved before the job stops.
     """
 
     REGROUP = 0
@@ -63,20 +63,20 @@ PART_OF = {
     Stage.LOAD: "load",
     Stage.SAVE: "save",
 }
-"""Which of :data:`~holdfast_lab.simulate.outcome.PARTS` the time of a stage belongs to."""
+"""The entry of :data:`~holdfast_lab.simulate.outcome.PARTS` that a stage's time counts as."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What the protocol decides in one case.
+    """The protocol's decision in one case.
 
     Args:
-        takes: What each stage takes, nanoseconds. Regrouping depends on the number of members and is 0 here; undoing is that of all buckets.
+        takes: Duration of each stage, nanoseconds. Regrouping depends on the number of members and is 0 here; undoing is for all buckets.
         discards: The step in progress is lost.
-        goes_back: All since the newest checkpoint is lost.
+        goes_back: Everything since the newest checkpoint is lost.
         loads: A checkpoint is loaded; a failure meanwhile is of case ``LOADING``.
         resumes: The step in progress is continued.
-        stops: All stop.
+        stops: The whole job stops.
     """
 
     takes: dict[Stage, int]
@@ -89,7 +89,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionTable:
-    """All decisions: arrays with one entry for each :class:`Case` with too few survivors and with enough; see :meth:`column`.
+    """All decisions: arrays with one entry for each :class:`Case`, with too few survivors and with enough; see :meth:`column`.
 
     Args:
         takes: By :class:`Stage`, shape ``(stages, columns)``; the others have the shape ``(columns,)``. See :class:`Decision`.
@@ -104,12 +104,12 @@ class DecisionTable:
 
     @staticmethod
     def column(case: Ticks, enough: Flags) -> Ticks:
-        """Return where the decisions stand."""
+        """Return the columns of these cases."""
         return case * 2 + enough
 
 
 def decision_table(scenario: Scenario) -> DecisionTable:
-    """Return what the protocol decides, by where the members are and whether enough of them are left."""
+    """Return the protocol's decisions, by case and by whether enough members are left."""
     rules = _rules(scenario)
     decisions = [_decide(scenario, rules, case, enough) for case in Case for enough in (False, True)]
     return DecisionTable(
@@ -171,7 +171,7 @@ def _decide(scenario: Scenario, rules: Rules, case: Case, enough: bool) -> Decis
 
 
 def _failed(rules: Rules, case: Case) -> Recovery:
-    """Return a recovery right after the failure was reported."""
+    """Return a recovery just after the failure was reported."""
     recovery = Recovery(rules, 1, 0 if case is not Case.BOUNDARY else None)
     if case is Case.BOUNDARY:
         recovery.members_change()
@@ -184,7 +184,7 @@ def _failed(rules: Rules, case: Case) -> Recovery:
 
 
 def _loading(rules: Rules) -> Recovery:
-    """Return a recovery that has come to loading; where none ever does, one of a failure in a step."""
+    """Return a recovery that has started loading; if the strategy never loads, a recovery from a failure in a step."""
     recovery = Recovery(rules, 1, 0)
     recovery.peer_lost()
     while not (isinstance(recovery.open, LoadCheckpoint) or recovery.is_over):

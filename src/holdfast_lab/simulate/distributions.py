@@ -1,4 +1,4 @@
-"""How long things last: until something fails, and until it is repaired."""
+"""Distributions of times to failure and to repair."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Seconds = npt.NDArray[np.float64]
 
 
 class Distribution(Protocol):
-    """Of times in seconds, 0 or more."""
+    """A distribution of times in seconds, ``>= 0``."""
 
     @property
     def mean_s(self) -> float:
-        """The mean, seconds."""
+        """The mean, in seconds."""
         ...
 
     def draw(self, rng: np.random.Generator, size: int, age_s: float = 0.0) -> Seconds:
-        """Return how much longer ``size`` things last that have lasted ``age_s`` already; shape ``(size,)``."""
+        """Return the remaining lifetimes of ``size`` units of age ``age_s``; shape ``(size,)``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Always the same; what is older than that ends at once.
+    """A constant time; a unit older than that ends immediately.
 
     Args:
         mean_s: ``>= 0``.
@@ -41,13 +41,13 @@ class Constant:
         check_range("mean_s", self.mean_s, 0)
 
     def draw(self, rng: np.random.Generator, size: int, age_s: float = 0.0) -> Seconds:
-        """Return what is left, ``size`` times."""
+        """Return the remaining time, ``size`` times."""
         return np.full(size, max(self.mean_s - age_s, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Exponential:
-    """Without memory: what is old fails as often as what is new.
+    """Memoryless: old units fail as often as new ones.
 
     Args:
         mean_s: Mean time between failures of *one* unit, ``> 0``.
@@ -65,7 +65,7 @@ class Exponential:
 
 @dataclass(frozen=True, slots=True)
 class Weibull:
-    """Hazard ``(shape / scale) (t / scale)^(shape - 1)``: falling with age where the shape is below 1.
+    """Hazard ``(shape / scale) (t / scale)^(shape - 1)``, which falls with age if the shape is below 1.
 
     LANL's failures fit shapes of 0.7 to 0.8 (Schroeder and Gibson, DSN 2006).
 
@@ -83,11 +83,11 @@ class Weibull:
 
     @property
     def scale_s(self) -> float:
-        """The time that a share of 1/e of new units reaches, seconds."""
+        """The time that a share of 1/e of new units survives, in seconds."""
         return self.mean_s / math.gamma(1 + 1 / self.shape)
 
     def draw(self, rng: np.random.Generator, size: int, age_s: float = 0.0) -> Seconds:
-        """Return times left: the cumulative hazard ``(t / scale)^shape`` grows by an exponential number."""
+        """Return remaining times: the cumulative hazard ``(t / scale)^shape`` grows by an exponential random number."""
         spent = (age_s / self.scale_s) ** self.shape
         grown = rng.standard_exponential(size) + spent
         left: Seconds = self.scale_s * grown ** (1 / self.shape) - age_s
@@ -96,9 +96,9 @@ class Weibull:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """The logarithm is normal: many short times and some very long ones, as repairs are.
+    """The logarithm is normal: many short times and some very long ones, as with repairs.
 
-    LANL's repairs fit it best (Schroeder and Gibson, DSN 2006).
+    It is the best fit to LANL's repairs (Schroeder and Gibson, DSN 2006).
 
     Args:
         mean_s: ``> 0``.
@@ -113,7 +113,7 @@ class LogNormal:
         check_range("sigma", self.sigma, 0.01, most=10)
 
     def draw(self, rng: np.random.Generator, size: int, age_s: float = 0.0) -> Seconds:
-        """Return times left; of what is old, normal numbers above its age (Robert, Statistics and Computing 5, 1995)."""
+        """Return remaining times; for old units, normal numbers above their age (Robert, Statistics and Computing 5, 1995)."""
         mu = math.log(self.mean_s) - self.sigma**2 / 2
         if age_s <= 0:
             return rng.lognormal(mu, self.sigma, size)
@@ -123,7 +123,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Bathtub:
-    """What comes first of three: an early failure, a chance one, or wear.
+    """The first of three independent failures: early, chance or wear.
 
     Args:
         chance_s: Mean time of the chance failures, ``> 0``.
@@ -153,15 +153,15 @@ class Bathtub:
 
     @property
     def mean_s(self) -> float:
-        """The mean of new units: the survival function integrated by the rule of trapezoids over 20,000 points."""
+        """The mean of new units: the survival function integrated by the trapezoidal rule over 20,000 points."""
         far_s = 40 * min(self.chance_s, self.wear_s)
-        at_s = far_s * np.linspace(0, 1, 20_001) ** 4  # close together where early failures happen
+        at_s = far_s * np.linspace(0, 1, 20_001) ** 4  # dense where early failures happen
         hazard = (at_s / self.early_s) ** self.early_shape + at_s / self.chance_s
         alive = np.exp(-hazard - (at_s / self.wear_s) ** self.wear_shape)
         return float(np.trapezoid(alive, at_s))
 
     def draw(self, rng: np.random.Generator, size: int, age_s: float = 0.0) -> Seconds:
-        """Return the shortest of three times left: the three do not know of each other."""
+        """Return the shortest of three independent remaining times."""
         early, chance, wear = (part.draw(rng, size, age_s) for part in self._parts)
         return np.minimum(np.minimum(early, chance), wear)
 
@@ -173,10 +173,10 @@ def make_distribution(kind: str, mean_s: float, **shape: Any) -> Distribution:
         kind: ``"constant"``, ``"exponential"``, ``"weibull"`` (``shape``), ``"lognormal"`` (``sigma``) or ``"bathtub"``
             (``early_s``, ``wear_s``, and the shapes), whose ``mean_s`` is that of the chance failures.
         mean_s: Mean, seconds.
-        **shape: What else it takes.
+        **shape: The kind's other parameters.
 
     Raises:
-        ConfigError: if there is no such kind, or a number is out of range.
+        ConfigError: if the kind is unknown, or a number is out of range.
     """
     kinds: dict[str, Any] = {
         "constant": Constant,
@@ -191,7 +191,7 @@ def make_distribution(kind: str, mean_s: float, **shape: Any) -> Distribution:
 
 
 def _normal_above(least: float, rng: np.random.Generator, size: int) -> Seconds:
-    """Return standard normal numbers that are above ``least``, by rejection."""
+    """Return standard normal numbers above ``least``, by rejection."""
     kept = np.empty(0)
     steep = (least + math.sqrt(least**2 + 4)) / 2
     while kept.size < size:

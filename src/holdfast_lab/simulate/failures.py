@@ -1,7 +1,7 @@
-"""Who is down, and when: it never depends on the job.
+"""Outages of machines, which never depend on the job.
 
-Every unit, a worker, a node or a rack, lives, fails and is repaired by itself. So a history is drawn once, as a list of
-outages, and every strategy meets the same one. A worker is down as long as anything that it is part of is.
+Every unit (a worker, a node or a rack) fails and is repaired independently. So a history is drawn once, as a list of
+outages, and every strategy is simulated on it. A worker is down while any unit that contains it is down.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Ticks = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Outages:
-    """A history of one cluster, in the order of time. All arrays have the shape ``(outages,)``.
+    """A history of one cluster, in time order. All arrays have the shape ``(outages,)``.
 
     Args:
-        start: When it goes down, nanoseconds.
-        end: When it is repaired, not before ``start``.
+        start: Begin of the outage, nanoseconds.
+        end: End of the repair, not before ``start``.
         first: The first worker that is down.
-        width: How many are.
+        width: Number of workers that are down.
     """
 
     start: Ticks
@@ -38,7 +38,7 @@ class Outages:
 
     @classmethod
     def of(cls, start: Ticks, end: Ticks, first: Ticks, width: Ticks) -> Outages:
-        """Return them in the order of time; of those at the same time, the lower worker is first."""
+        """Return the outages in time order; at equal times the lower worker is first."""
         order = np.lexsort((width, first, start))
         return cls(start[order], end[order], first[order], width[order])
 
@@ -46,9 +46,9 @@ class Outages:
         return len(self.start)
 
     def ready(self, spawn: int) -> Ticks:
-        """Return when a new worker waits where each outage was, ``spawn`` nanoseconds after its end.
+        """Return when a new worker is ready after each outage, ``spawn`` nanoseconds after its end.
 
-        No two are at the same time: where they would be, the later ones wait a nanosecond.
+        No two times are equal: where they would be, the later ones are a nanosecond later.
         """
         at = self.end + spawn
         order = np.argsort(at, kind="stable")
@@ -60,31 +60,31 @@ class Outages:
 
 
 class Down(Protocol):
-    """Says who is down and when."""
+    """A source of outages."""
 
     def draw(self, cluster: Cluster, horizon_s: float, seed: tuple[int, int]) -> Outages:
         """Return the outages that begin before ``horizon_s``.
 
         Args:
-            cluster: Whose.
+            cluster: The cluster that fails.
             horizon_s: Seconds.
-            seed: Of the study, and the number of the repetition: same numbers, same outages.
+            seed: Seed of the study and number of the repetition: same numbers, same outages.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One reason for which units fail, and how long they are down for it.
+    """One cause of failures of a unit, and the time to repair it.
 
     Args:
-        level: ``"worker"``, ``"node"`` or ``"rack"``: what fails as a whole.
-        lifetime: Of one unit, from its repair to its next failure.
-        repair: How long it is down; by default no time: the process is gone, the machine is not.
-        age_s: How old the units are at the beginning, ``>= 0``.
+        level: ``"worker"``, ``"node"`` or ``"rack"``: the unit that fails as a whole.
+        lifetime: Time from a unit's repair to its next failure.
+        repair: Time that it is down; by default 0, as when the process dies but the machine is fine.
+        age_s: Age of the units at the beginning, ``>= 0``.
 
     Raises:
-        ConfigError: if there is no such level, or units would fail without end at one moment.
+        ConfigError: if the level is unknown, or units would fail infinitely often at one moment.
     """
 
     level: str
@@ -101,10 +101,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Failures from distributions; the sources do not know of each other.
+    """Failures drawn from independent sources.
 
     Args:
-        sources: Any number; none means that nothing fails.
+        sources: Any number; without sources nothing fails.
     """
 
     sources: tuple[Source, ...] = ()
@@ -113,14 +113,14 @@ class Failures:
     def of_count(
         cls, number: int, *, span_s: float, units: int, level: str = "node", repair: Distribution | None = None
     ) -> Failures:
-        """Return failures without memory that come as often as they were counted.
+        """Return memoryless failures at a counted rate.
 
         Args:
-            number: Of failures, ``>= 1``.
-            span_s: In so many seconds.
-            units: Of so many workers, nodes or racks.
+            number: Number of failures, ``>= 1``.
+            span_s: The seconds in which they were counted.
+            units: The number of workers, nodes or racks observed.
             level: Which of these.
-            repair: How long one is down; by default no time.
+            repair: Time that a unit is down; by default 0.
 
         Raises:
             ConfigError: if a number is out of range.
@@ -131,7 +131,7 @@ class Failures:
         return cls((Source(level, Exponential(span_s * units / number), repair or Constant(0.0)),))
 
     def draw(self, cluster: Cluster, horizon_s: float, seed: tuple[int, int]) -> Outages:
-        """Return the outages that begin before ``horizon_s``: each source has random numbers of its own."""
+        """Return the outages that begin before ``horizon_s``; each source has its own random numbers."""
         drawn = [
             _draw(source, cluster, horizon_s, np.random.default_rng((*seed, number)))
             for number, source in enumerate(self.sources)
@@ -140,7 +140,7 @@ class Failures:
         return Outages.of(*columns)
 
     def mtbf_s(self, cluster: Cluster) -> float:
-        """Return the mean time between two failures of anything, seconds; that of a unit is divided by their number."""
+        """Return the mean time between any two failures, seconds: that of a unit divided by the number of units."""
         rates = [cluster.units(s.level) / (s.lifetime.mean_s + s.repair.mean_s) for s in self.sources]
         return 1 / sum(rates) if rates else float("inf")
 
@@ -148,7 +148,7 @@ class Failures:
 def _draw(
     source: Source, cluster: Cluster, horizon_s: float, rng: np.random.Generator
 ) -> tuple[Ticks, Ticks, Ticks, Ticks]:
-    """Return start, end, first worker and width of the outages from one source."""
+    """Return start, end, first worker and width of one source's outages."""
     units, width = cluster.units(source.level), cluster.width(source.level)
     horizon = round(horizon_s * NS)
     starts, ends, whose = [], [], []
@@ -160,7 +160,7 @@ def _draw(
         starts.append(start)
         ends.append(end)
         whose.append(unit)
-        # Two failures of one unit never fall on the same nanosecond: time goes on between them.
+        # At least a nanosecond lies between two failures of a unit.
         at = end + np.maximum(_ticks(source.lifetime.draw(rng, len(unit))), 1)
     if not starts:
         none = np.empty(0, np.int64)

@@ -1,7 +1,7 @@
-"""Which workers are up, and which of those are members, in many histories at once.
+"""Available workers and members of many histories at once.
 
-A worker is up until something that it is part of goes down, and again when a new one waits in its place. A worker that was ready
-when members were last admitted is a member, unless it has gone down since: so one number for each is enough, when it is ready, or was.
+A worker is up until a unit that contains it goes down, and again when its replacement is ready. A worker that was ready
+at the last admission is a member, unless it has gone down since. So one number per worker is enough: when it is or was ready.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from holdfast_lab.simulate.failures import Outages
 
 Ticks = npt.NDArray[np.int64]
 NEVER = np.int64(1 << 62)
-"""After everything."""
+"""Later than every event."""
 
 
 class Losses(NamedTuple):
-    """What outages struck; shape ``(histories,)``.
+    """The workers that an outage hit; shape ``(histories,)``.
 
     Args:
         gone: Workers that were up.
-        members: Members that died.
-        newcomers: Workers that died while they were being admitted.
+        members: Members that failed.
+        newcomers: Workers that failed while they were being admitted.
     """
 
     gone: Ticks
@@ -34,44 +34,44 @@ class Losses(NamedTuple):
 
 
 class Fleet(Protocol):
-    """Outages one after another, of many histories."""
+    """Applies the outages of many histories one by one."""
 
     def go_down(self, outage: Ticks, now: Ticks, admitted: Ticks, admitting: Ticks) -> Losses:
-        """Let one outage of each of some histories begin."""
+        """Begin one outage in each of some histories."""
         ...
 
     def come_up(self, outage: Ticks, now: Ticks) -> Ticks:
-        """Return how many workers wait after one outage of each of some histories."""
+        """Return the number of workers that are ready after one outage in each of some histories."""
         ...
 
 
 class Calendar:
-    """The outages of many histories, one history after another, each ended by one that never comes.
+    """The outages of many histories, concatenated; each history ends with an outage that never comes.
 
     Args:
         histories: The outages of each.
-        spawn: From the end of an outage until a new worker waits, nanoseconds.
+        spawn: From the end of an outage until a new worker is ready, nanoseconds.
     """
 
     def __init__(self, histories: Sequence[Outages], spawn: int) -> None:
         lengths = np.array([len(one) for one in histories], dtype=np.int64)
         ready = [one.ready(spawn) for one in histories]
         self.begin: Ticks = np.concatenate(([0], np.cumsum(lengths + 1)[:-1]))
-        """Where in the arrays each history begins."""
+        """Index at which each history begins in the arrays."""
         self.history: Ticks = np.repeat(np.arange(len(histories)), lengths + 1)
         self.start = _ended([one.start for one in histories])
-        """When each outage begins, and when a new worker waits after it."""
+        """Begin of each outage, and the time at which a new worker is ready after it."""
         self.ready = _ended(ready)
         self.first, self.width = _ended([one.first for one in histories]), _ended([one.width for one in histories])
         order = [np.argsort(one) for one in ready]
         self.by_ready = np.concatenate(
             [np.append(begin + one, begin + len(one)) for begin, one in zip(self.begin, order, strict=True)]
         )
-        """Outages in the order in which new workers wait after them."""
+        """Outages in the order in which new workers are ready after them."""
 
 
 class SeparateUnits:
-    """Units that are never part of each other: all workers of a unit have the same history.
+    """Disjoint units: all workers of a unit have the same history.
 
     Args:
         calendar: The outages.
@@ -90,7 +90,7 @@ class SeparateUnits:
         self._comes[order] = np.where(until > ready, calendar.width[order], 0)
 
     def go_down(self, outage: Ticks, now: Ticks, admitted: Ticks, admitting: Ticks) -> Losses:
-        """Let one outage of each of some histories begin."""
+        """Begin one outage in each of some histories."""
         since, width = self._since[outage], self._width[outage]
         member = since <= admitted
         return Losses(
@@ -100,16 +100,16 @@ class SeparateUnits:
         )
 
     def come_up(self, outage: Ticks, now: Ticks) -> Ticks:
-        """Return how many workers wait after one outage of each of some histories."""
+        """Return the number of workers that are ready after one outage in each of some histories."""
         return self._comes[outage]
 
 
 class NestedUnits:
-    """Units that are part of each other, or have several outages at once: every worker has a history of its own.
+    """Nested units, or units with overlapping outages: every worker has its own history.
 
     Args:
         calendar: The outages.
-        total: Workers and spares.
+        total: Workers and spares together.
     """
 
     def __init__(self, calendar: Calendar, total: int) -> None:
@@ -117,7 +117,7 @@ class NestedUnits:
         self._ready_at = np.zeros((len(calendar.begin), total), dtype=np.int64)
 
     def go_down(self, outage: Ticks, now: Ticks, admitted: Ticks, admitting: Ticks) -> Losses:
-        """Let one outage of each of some histories begin."""
+        """Begin one outage in each of some histories."""
         struck = Losses(*(np.zeros(len(outage), dtype=np.int64) for _ in range(3)))
         for some, rows, columns in self._places(outage):
             since = self._ready_at[rows, columns]
@@ -130,14 +130,14 @@ class NestedUnits:
         return struck
 
     def come_up(self, outage: Ticks, now: Ticks) -> Ticks:
-        """Return how many workers wait after one outage of each of some histories."""
+        """Return the number of workers that are ready after one outage in each of some histories."""
         came = np.zeros(len(outage), dtype=np.int64)
         for some, rows, columns in self._places(outage):
             came[some] = (self._ready_at[rows, columns] == now[some, None]).sum(axis=1)
         return came
 
     def _places(self, outage: Ticks) -> list[tuple[Ticks, Ticks, Ticks]]:
-        """Return, for each width of outages, which have it, and the rows and columns of their workers."""
+        """Return, for each width, the outages of that width, and the rows and columns of their workers."""
         widths = self._calendar.width[outage]
         places = []
         for width in np.unique(widths):
@@ -148,5 +148,5 @@ class NestedUnits:
 
 
 def _ended(columns: Sequence[Ticks]) -> Ticks:
-    """Return the columns of all histories, one after another, each with one more entry that never comes."""
+    """Concatenate the columns of all histories, each followed by an entry that never comes."""
     return np.concatenate([np.append(column, NEVER) for column in columns])

@@ -1,4 +1,4 @@
-"""Closed forms for failures without memory, to hold the simulators against. All times in seconds."""
+"""Closed forms for memoryless failures, to check the simulators against. All times in seconds."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from holdfast.checkpoint.interval import check_times
 from holdfast_lab.simulate.checks import check_range
 
 _LARGEST = 700.0
-"""Exponents above this have no floating-point number."""
+"""Larger exponents overflow a float."""
 
 
 def daly_expected_s(work_s: float, interval_s: float, save_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Return how long work takes with checkpoints at equal distances and exponential failures, on average.
+    """Return the mean duration of work with equally spaced checkpoints and exponential failures.
 
-    ``M e^(R/M) (e^((tau + delta)/M) - 1) W/tau``. Failures come while it works, saves and restarts; every one costs the work
-    since the newest checkpoint, and a restart, which may fail too.
+    ``M e^(R/M) (e^((tau + delta)/M) - 1) W/tau``. Failures occur during work, saves and restarts; each costs the work
+    since the newest checkpoint and a restart, which may fail too.
 
     Args:
         work_s: ``W``, without failures and checkpoints, ``> 0``.
         interval_s: ``tau``, work between two checkpoints, ``> 0``.
-        save_s: ``delta``, what a checkpoint costs, ``>= 0``.
-        restart_s: ``R``, from a failure until work goes on, ``>= 0``.
+        save_s: ``delta``, the cost of a checkpoint, ``>= 0``.
+        restart_s: ``R``, from a failure until work resumes, ``>= 0``.
         mtbf_s: ``M``, mean time between failures of the whole job, ``> 0``.
 
     Returns:
-        Seconds; infinity where no floating-point number is large enough.
+        Seconds; infinity if the result overflows a float.
 
     Raises:
         ConfigError: if a number is out of range.
@@ -43,20 +43,20 @@ def daly_expected_s(work_s: float, interval_s: float, save_s: float, restart_s: 
 
 
 def exact_interval_s(save_s: float, mtbf_s: float) -> float:
-    """Return the work between two checkpoints that makes :func:`daly_expected_s` smallest.
+    """Return the work between two checkpoints that minimises :func:`daly_expected_s`.
 
-    It is where ``(1 - tau/M) e^((tau + delta)/M) = 1``, found by halving; between 0 and ``M``, and it does not depend on ``R``.
+    It solves ``(1 - tau/M) e^((tau + delta)/M) = 1`` by bisection, lies between 0 and ``M``, and does not depend on ``R``.
     Young's and Daly's formulas (:mod:`holdfast.checkpoint.interval`) approximate it.
 
     Args:
-        save_s: ``delta``, what a checkpoint costs, ``> 0``.
+        save_s: ``delta``, the cost of a checkpoint, ``> 0``.
         mtbf_s: ``M``, mean time between failures of the whole job, ``> 0``.
 
     Returns:
         Seconds.
 
     Raises:
-        ConfigError: if one is not positive.
+        ConfigError: if a value is not positive.
     """
     check_range("save_s", save_s, 0, above=True)
     check_range("mtbf_s", mtbf_s, 0, above=True)
@@ -74,11 +74,11 @@ def young(cost_s: float, mtbf_s: float) -> float:
     """Return the first-order optimum of the time between two checkpoints, ``sqrt(2 C M)``, seconds.
 
     Args:
-        cost_s: What one checkpoint costs, ``> 0``.
+        cost_s: The cost of one checkpoint, ``> 0``.
         mtbf_s: Mean time between failures of the whole job, ``> 0``.
 
     Raises:
-        ConfigError: if one is not positive.
+        ConfigError: if a value is not positive.
 
     Source:
         Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974.

@@ -1,4 +1,4 @@
-"""The state of many histories: declared arrays, each with one entry for each history. Times are nanoseconds."""
+"""The state of many histories: declared arrays with one entry per history. Times are nanoseconds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Ticks = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 NEVER_ADMITTED = -1
-"""An admission before all others: no worker was ready by then."""
+"""An admission before all others, when no worker was ready yet."""
 
 
 class Phase:
-    """What a history is doing: plain integers, which arrays are compared with five times faster than with members of an enum.
+    """The phase of a history, as plain integers: arrays compare with them five times faster than with enum members.
 
-    ``RUN``: the members train. ``DETECT``: a member is dead, and not all survivors know. ``RECOVER``: the members regroup and carry
-    a decision out, or admit newcomers. ``START``: the launcher starts the job again. ``WAIT``: too few workers are up to start it.
+    ``RUN``: the members train. ``DETECT``: a member has failed, and not all survivors know. ``RECOVER``: the members regroup and
+    execute a decision, or admit newcomers. ``START``: the launcher restarts the job. ``WAIT``: too few workers are up to start it.
     ``OVER``: the job is done, or the horizon is reached.
     """
 
@@ -37,16 +37,16 @@ class Phase:
 
 @dataclass(slots=True)
 class Clocks:
-    """Where each history is in time.
+    """The time of each history, and its next events.
 
     Args:
         next_down: The outage that begins next, as an index of the calendar.
-        next_ready: The outage after which a new worker waits next, as an index of the calendar's ``by_ready``.
+        next_ready: The outage after which a new worker is ready next, as an index of the calendar's ``by_ready``.
         phase: One of :class:`Phase`.
-        since: Time up to here belongs to one of the parts already.
-        wake: When the phase ends by itself.
-        at_once: The phase takes no time: it ends before anything else happens at this moment.
-        ends: When training ends, undisturbed.
+        since: Time up to here is already assigned to a part.
+        wake: The scheduled end of the phase.
+        at_once: The phase has no duration: it ends before any other event at the same time.
+        ends: When training ends if undisturbed.
     """
 
     next_down: Ticks
@@ -74,17 +74,17 @@ class Clocks:
 
 @dataclass(slots=True)
 class Workers:
-    """Which workers are up, and which of those are members.
+    """Available workers and members.
 
     Args:
-        available: How many are up.
-        members: How many of those are members.
-        members_since: Since when there have been as many.
-        member_ns: Members, summed over time until then.
-        admitted: When members were admitted last.
-        admitting: Since when newcomers are being admitted, :data:`NEVER_ADMITTED` if none are.
-        newcomers: How many of them.
-        killed: Members that died since training was resumed last.
+        available: Number of workers that are up.
+        members: Number of these that are members.
+        members_since: Time of the last change of ``members``.
+        member_ns: Members, integrated over time until then.
+        admitted: Time of the last admission.
+        admitting: Begin of the current admission of newcomers, :data:`NEVER_ADMITTED` without one.
+        newcomers: Number of workers being admitted.
+        killed: Members that failed since training last resumed.
     """
 
     available: Ticks
@@ -111,23 +111,23 @@ class Workers:
         )
 
     def set_members(self, i: Ticks, now: Ticks, members: Ticks | int) -> None:
-        """Let the histories ``i`` have so many members from now on."""
+        """Set the number of members of the histories ``i`` from now on."""
         self.member_ns[i] += self.members[i] * (now - self.members_since[i]).astype(np.float64)
         self.members[i], self.members_since[i] = members, now
 
 
 @dataclass(slots=True)
 class Recoveries:
-    """What is recovered from, and how far that is.
+    """The current recovery, and its progress.
 
     Args:
-        is_down: No member trains or recovers: the launcher starts the job, or will.
-        is_admission: Nothing failed, newcomers are being admitted.
-        case: Where the members were, one of :class:`~holdfast_lab.simulate.decision_table.Case`.
+        is_down: No member trains or recovers: the launcher restarts the job now or later.
+        is_admission: Nothing failed; newcomers are being admitted.
+        case: The members' phase at the failure, a :class:`~holdfast_lab.simulate.decision_table.Case`.
         decision: The column of the decision table.
-        sums: Sums of the step in progress that are done, -1 if it was not computed to its end.
+        sums: Completed all-reduces of the step in progress; -1 if its computation was not finished.
         from_snapshot: The state is in a snapshot: loading loses nothing more.
-        takes: What each stage takes, by :class:`~holdfast_lab.simulate.decision_table.Stage`; shape ``(stages, histories)``.
+        takes: Duration of each stage, by :class:`~holdfast_lab.simulate.decision_table.Stage`; shape ``(stages, histories)``.
     """
 
     is_down: Flags
@@ -140,7 +140,7 @@ class Recoveries:
 
     @classmethod
     def at_start(cls, number: int) -> Recoveries:
-        """Return those of histories in which the job is yet to be started."""
+        """Return the recoveries of histories in which the job is yet to be started."""
         return cls(
             is_down=np.ones(number, dtype=bool),
             is_admission=_flags(number),
@@ -154,10 +154,10 @@ class Recoveries:
 
 @dataclass(slots=True)
 class Totals:
-    """What has come of each history so far; see :class:`~holdfast_lab.simulate.Outcome`.
+    """The results of each history so far; see :class:`~holdfast_lab.simulate.Outcome`.
 
     Args:
-        number: Of histories.
+        number: Number of histories.
     """
 
     number: int

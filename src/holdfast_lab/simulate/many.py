@@ -1,4 +1,4 @@
-"""Histories of one scenario: one, or many, a few hundred at a time."""
+"""Simulates one or many histories of a scenario, in batches of a few hundred."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from holdfast_lab.simulate.scenario import Scenario
 from holdfast_lab.simulate.vectorized import Simulator
 
 _OUTAGES = 6_000_000
-"""Outages that are held at a time: up to 1 GB, with what it takes to sort them."""
+"""Outages held in memory per batch: up to 1 GB, including the sort."""
 _WORKERS = 25_000_000
-"""Workers whose histories are held at a time, where each has one of its own: 200 MB."""
+"""Worker histories held in memory per batch, if each worker has its own: 200 MB."""
 
 
 def simulate(scenario: Scenario, *, seed: int = 0, repetition: int = 0) -> Outcome:
-    """Return what comes of one history.
+    """Return the outcome of one history.
 
     Args:
-        scenario: What is simulated.
+        scenario: The scenario.
         seed: Same seed, same outages, whatever the job.
-        repetition: Which of the histories with this seed, ``>= 0``.
+        repetition: Number of the history with this seed, ``>= 0``.
     """
     outages = scenario.failures.draw(scenario.cluster, scenario.horizon_s, (seed, repetition))
     return Simulator(scenario, [outages], nested=_is_nested(scenario)).run().history(0)
 
 
 def monte_carlo(scenario: Scenario, repetitions: int, *, seed: int = 0) -> Sweep:
-    """Return what comes of many histories; that of repetition ``r`` is ``simulate(scenario, seed=seed, repetition=r)``.
+    """Return the outcomes of many histories; that of repetition ``r`` is ``simulate(scenario, seed=seed, repetition=r)``.
 
     Args:
-        scenario: What is simulated.
-        repetitions: How many, ``>= 1``.
+        scenario: The scenario.
+        repetitions: Number of histories, ``>= 1``.
         seed: Same seed, same outages, whatever the job.
     """
     check_range("repetitions", repetitions, 1)
@@ -58,7 +58,7 @@ def _is_nested(scenario: Scenario) -> bool:
 
 
 def _joined(sweeps: list[Sweep]) -> Sweep:
-    """Return all histories, in order."""
+    """Concatenate the histories, in order."""
     columns = {
         one.name: np.concatenate([getattr(sweep, one.name) for sweep in sweeps])
         for one in fields(Sweep)

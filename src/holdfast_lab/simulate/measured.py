@@ -1,4 +1,4 @@
-"""What a real run says of what things take: ``report.json`` and ``events.jsonl`` of ``holdfast run --report DIR``."""
+"""Costs measured in a real run, from ``report.json`` and ``events.jsonl`` of ``holdfast run --report DIR``."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from holdfast.records.files import load_events
 from holdfast.records.types import CheckpointSaved, JobRestarted, Record, RunStarted, StepCommitted, UpdatedEagerly
 
 _APART = {"LoadCheckpoint": "load_s", "Rehome": "rehome_s"}
-"""Orders of a recovery that are costs of their own. What survivors build again, or give to a newcomer, the report says apart."""
+"""Orders of a recovery that are costs of their own. The report lists rebuilding and state transfer separately."""
 _MANY = {"recovery": "recoveries", "start of the job": "starts of the job"}
 _NOT_MEETING = {*_APART, "Reinitialise", "Welcome"}
 _INSIDE = {"waited_s": "step_s", "discard_s": "regroup_s"}
-"""What eager updates take, and what it was measured as a part of."""
+"""Costs of the overlapped optimizer, and the costs that include them in a measurement."""
 
 
 class Measured(NamedTuple):
-    """One cost.
+    """One measured cost.
 
     Args:
         value: Seconds, or bytes.
-        how: Of what it is the median, in words.
+        how: What it is the median of, as text.
     """
 
     value: float
@@ -36,13 +36,13 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """What was found in the files of one run.
+    """The costs found in the files of one run.
 
     Args:
-        directory: Where they are.
-        workers: That the run was started with.
-        costs: By their names in :class:`holdfast_lab.simulate.Costs`; and ``step_s``, the whole step, and ``state_bytes``. Where updates
-            were eager, ``step_s`` and ``regroup_s`` have ``waited_s`` and ``discard_s`` in them: waiting for updates, taking them back.
+        directory: The directory of the files.
+        workers: Number of workers that the run was started with.
+        costs: By their names in :class:`holdfast_lab.simulate.Costs`; also ``step_s``, the whole step, and ``state_bytes``. With the
+            overlapped optimizer, ``step_s`` and ``regroup_s`` include ``waited_s`` and ``discard_s``: waiting for updates, undoing them.
     """
 
     directory: Path
@@ -50,12 +50,12 @@ class MeasuredRun:
     costs: Mapping[str, Measured]
 
     def apart(self) -> dict[str, float]:
-        """Return the costs with nothing in two of them: steps and regrouping without eager updates, which are costs of their own."""
+        """Return the costs without overlap: steps and regrouping exclude the overlapped optimizer, which has its own costs."""
         return updates_apart({name: one.value for name, one in self.costs.items()})
 
 
 def updates_apart(costs: Mapping[str, float]) -> dict[str, float]:
-    """Return costs as :attr:`MeasuredRun.costs` has them without those of eager updates in others."""
+    """Subtract the costs of the overlapped optimizer from the costs that include them, as in :attr:`MeasuredRun.costs`."""
     found = dict(costs)
     for part, whole in _INSIDE.items():
         inside = found.pop(part, 0.0)
@@ -65,7 +65,7 @@ def updates_apart(costs: Mapping[str, float]) -> dict[str, float]:
 
 
 def read_measured(directory: Path) -> MeasuredRun:
-    """Return the costs that the run in ``directory`` shows; what never happened in it is not among them.
+    """Return the costs of the run in ``directory``, except for operations that never occurred.
 
     Raises:
         ConfigError: if there is no report, it is damaged, or no step was timed.
@@ -78,7 +78,7 @@ def read_measured(directory: Path) -> MeasuredRun:
         raise ConfigError(f"{directory / 'report.json'} is not the report of a run: {error!r}") from error
     if "step_s" not in costs or workers < 1:
         raise ConfigError(
-            f"{directory / 'report.json'} has no time of a step: too few steps were committed to measure one"
+            f"{directory / 'report.json'} has no duration of a step: too few steps were committed to measure one"
         )
     return MeasuredRun(directory, workers, costs)
 
@@ -111,7 +111,7 @@ def _costs(report: Mapping[str, Any], records: Sequence[Record]) -> Iterable[tup
 
 
 def _updates(workers: Sequence[UpdatedEagerly]) -> Iterable[tuple[str, Measured]]:
-    """Yield what eager updates of all buckets of a step took, those of steps that were taken back counted by their buckets."""
+    """Yield the durations of the overlapped optimizer over all buckets of a step; undone steps count by their number of buckets."""
     buckets = [(one.buckets - one.undone) / one.steps for one in workers]
     pairs = list(zip(workers, buckets, strict=True))
     yield from _median("update_s", "worker", [one.update_s / one.buckets * number for one, number in pairs])
@@ -121,7 +121,7 @@ def _updates(workers: Sequence[UpdatedEagerly]) -> Iterable[tuple[str, Measured]
 
 
 def _recoveries(failures: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Return the failures that survivors answered, those that were answered together in one list."""
+    """Group the failures that survivors recovered from; failures of one recovery are in one list."""
     groups: dict[int, list[Mapping[str, Any]]] = {}
     for failure in failures:
         if failure.get("recovery") is not None and failure.get("decision") != "restart":
@@ -130,14 +130,14 @@ def _recoveries(failures: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str,
 
 
 def _late_s(failure: Mapping[str, Any], begun: Sequence[float], step_s: float) -> float:
-    """Return how long a death went unnoticed when survivors had nothing left to compute.
+    """Return the detection time of a failure, counted from when survivors had nothing left to compute.
 
-    What they still computed is no cost of noticing it: the simulators count it as what it is.
+    Their computing until then is not a cost of detection; the simulators count it as work.
 
     Args:
-        failure: Of the report.
-        begun: When steps began, in order.
-        step_s: What a step takes.
+        failure: A failure of the report.
+        begun: Begin of each step, in order.
+        step_s: Duration of a step.
     """
     dead_s, seen_s = float(failure["t_s"]), float(failure["t_s"]) + float(failure["detect_s"])
     before = bisect_right(begun, dead_s)
@@ -146,9 +146,9 @@ def _late_s(failure: Mapping[str, Any], begun: Sequence[float], step_s: float) -
 
 
 def _starts(records: Sequence[Record]) -> list[float]:
-    """Return how long it took from each start of the job by the launcher until its workers trained.
+    """Return the seconds from each start of the job by the launcher until its workers trained.
 
-    The first alone has nothing in the page cache yet, so where there were others it does not count.
+    The first start has a cold page cache, so it counts only if there was no other.
     """
     begun = sorted(record.t_s for record in records if isinstance(record, JobRestarted)) or [0.0]
     trained = sorted(record.t_s for record in records if isinstance(record, RunStarted))
@@ -167,7 +167,7 @@ def _median(name: str, what: str, values: Sequence[float]) -> Iterable[tuple[str
 
 def _load_report(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
-        raise ConfigError(f"there is no {path}; `holdfast run --report {path.parent} ...` writes it")
+        raise ConfigError(f"there is no {path}; run `holdfast run --report {path.parent} ...` to write it")
     try:
         report = json.loads(path.read_text())
     except (OSError, ValueError) as error:

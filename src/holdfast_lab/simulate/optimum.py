@@ -1,4 +1,4 @@
-"""How many steps should lie between two checkpoints: found by trying, with the same failures for all."""
+"""Searches the best number of steps between two checkpoints; all candidates are simulated on the same failures."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from holdfast_lab.simulate.scenario import Scenario
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimum:
-    """The best of those that were tried.
+    """The best candidate.
 
     Args:
         save_every: Steps between two checkpoints.
         interval_s: The same in seconds of undisturbed work.
         goodput: Its estimate.
-        tried: All that were tried, ascending: steps, and the estimate.
+        tried: All candidates, ascending: steps, and the estimate.
     """
 
     save_every: int
@@ -31,18 +31,18 @@ class Optimum:
 def best_interval(
     scenario: Scenario, repetitions: int = 100, *, seed: int = 0, least: int = 1, most: int | None = None
 ) -> Optimum:
-    """Return the number of steps between two checkpoints with which goodput is highest.
+    """Return the number of steps between two checkpoints with the highest goodput.
 
-    First powers of two are tried, then what lies around the best of them, ever closer. All meet the same failures, so what
-    differs between two of them is known far better than either. Goodput is flat around its optimum: a second seed may find
-    another one that is as good.
+    The search tries powers of two first, then ever closer numbers around the best. All candidates are simulated on the same
+    failures, so the difference of two is known much better than either. Goodput is flat around its optimum: another seed may
+    find another number that is as good.
 
     Args:
-        scenario: Its own ``save_every`` does not matter.
-        repetitions: For each number that is tried, ``>= 2``.
+        scenario: The scenario; its own ``save_every`` does not matter.
+        repetitions: Histories per candidate, ``>= 2``.
         seed: Same seed, same result.
-        least: The smallest number to try.
-        most: The largest; by default as many steps as fit into the horizon.
+        least: The smallest candidate.
+        most: The largest candidate; by default as many steps as fit into the horizon.
 
     Raises:
         ConfigError: if nothing lies between ``least`` and ``most``.

@@ -1,4 +1,4 @@
-"""What came of it."""
+"""The results of a simulation."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ Numbers = npt.NDArray[np.float64]
 Ticks = npt.NDArray[np.int64]
 
 PARTS = ("useful", "lost", "save", "detect", "regroup", "load", "restart", "rejoin", "wait")
-"""What time goes into. Every nanosecond belongs to one of them:
+"""The parts of the time. Every nanosecond belongs to one of them:
 
-``useful``   work on steps that count in the end, in the pace of those who did it
-``lost``     work on steps that was thrown away, and done again if there was time
+``useful``   work on steps that count in the end, at the pace of the workers that did it
+``lost``     work on steps that were discarded, and redone if there was time
 ``save``     training is held for a checkpoint
-``detect``   somebody is dead and not all know it
-``regroup``  survivors meet and decide
-``load``     a checkpoint is loaded, a part is restored
-``restart``  processes are started, or applications built again
+``detect``   a worker has failed, and not all survivors know
+``regroup``  survivors regroup and decide
+``load``     a checkpoint is loaded, or a part is restored
+``restart``  processes are started, or applications rebuilt
 ``rejoin``   training is held for newcomers
-``wait``     too few workers are there
+``wait``     too few workers are available
 """
 
 MEASURES = ("goodput", "lost_share", "total_s", "ideal_s", "worker_hours", *(f"{part}_s" for part in PARTS))
-"""What can be asked of an outcome: shares (``lost_share`` is that of all work), seconds, and hours of members, summed."""
+"""Measures of an outcome: shares (``lost_share`` is a share of all work), seconds, and total hours of members."""
 COUNTS = ("steps", "failures", "lost_workers", "joins", "starts", "lost_slices")
-"""What was counted; see :class:`Outcome`."""
+"""Counts of an outcome; see :class:`Outcome`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One history.
+    """The result of one history.
 
     Args:
-        parts_ns: How long each of :data:`PARTS` took, whole nanoseconds; their sum is ``total_ns``.
-        total_ns: How long it was looked at: until the job was done, or to the horizon.
-        ideal_ns: How long the samples that are in the weights take with all workers and no failures, no checkpoints.
-        finished: The job was done.
+        parts_ns: Duration of each of :data:`PARTS`, whole nanoseconds; their total is ``total_ns``.
+        total_ns: Simulated time: until the job was done, or the horizon.
+        ideal_ns: How long the samples that contribute to the weights take with all workers, without failures or checkpoints.
+        finished: Whether the job was done.
         steps: Committed steps that count.
-        failures: How often members were lost, several at once counted as one.
-        lost_workers: How many members were lost.
+        failures: How often members were lost; simultaneous losses count once.
+        lost_workers: Number of members lost.
         joins: How often members were held for newcomers.
-        starts: How often the launcher started the job again.
-        lost_slices: Contributions to steps that ``forward`` went on without, of workers that computed.
-        member_ns: Members, summed over time; more than 64 bits hold, so it is a float.
+        starts: How often the launcher restarted the job.
+        lost_slices: Contributions of computing workers that steps committed by ``forward`` lack.
+        member_ns: Members, integrated over time; a float, because it may exceed 64 bits.
     """
 
     parts_ns: Mapping[str, int]
@@ -68,21 +68,21 @@ class Outcome:
 
     @property
     def goodput(self) -> float:
-        """Share of the time that the work would have taken undisturbed with all workers, ``ideal / total``."""
+        """Time that the work would have taken undisturbed with all workers, as a share of the total: ``ideal / total``."""
         return self.ideal_ns / self.total_ns
 
     def value(self, name: str) -> float:
         """Return a measure, one of :data:`MEASURES` and :data:`COUNTS`.
 
         Raises:
-            ConfigError: if there is no such measure.
+            ConfigError: if the name is unknown.
         """
         return float(_measure(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """Many histories of one scenario. All arrays have the shape ``(repetitions,)`` and mean what :class:`Outcome` says."""
+    """Many histories of one scenario. All arrays have the shape ``(repetitions,)``; see :class:`Outcome` for their meaning."""
 
     parts_ns: Mapping[str, Ticks]
     total_ns: Ticks
@@ -108,10 +108,10 @@ class Sweep:
         )
 
     def values(self, name: str) -> Numbers:
-        """Return a measure, by name as in :meth:`Outcome.value`, of every history.
+        """Return a measure of every history, by name as in :meth:`Outcome.value`.
 
         Raises:
-            ConfigError: if there is no such measure.
+            ConfigError: if the name is unknown.
         """
         return np.asarray(_measure(self, name), dtype=np.float64)
 
@@ -141,13 +141,13 @@ def _measure(of: Outcome | Sweep, name: str) -> float | Numbers:
 
 
 class Estimate(NamedTuple):
-    """A mean, and where it lies with a confidence of 95 %.
+    """A mean and its 95 % confidence interval.
 
     Args:
-        mean: Of all repetitions.
+        mean: Mean over all repetitions.
         low: Lower end of the interval (Student's t).
         high: Upper end.
-        number: Of repetitions.
+        number: Number of repetitions.
     """
 
     mean: float
@@ -160,7 +160,7 @@ class Estimate(NamedTuple):
         """Return the estimate from independent values.
 
         Raises:
-            ConfigError: if there are fewer than two: one says nothing of how far it is off.
+            ConfigError: if there are fewer than two, which give no interval.
         """
         number = len(values)
         if number < 2:
@@ -171,7 +171,7 @@ class Estimate(NamedTuple):
 
 
 def _student(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t, by the expansion of Cornish and Fisher; exact for 1 and 2 degrees."""
+    """Return the 97.5 % quantile of Student's t, by the Cornish-Fisher expansion; exact for 1 and 2 degrees of freedom."""
     if freedom <= 2:
         return (12.706204736, 4.302652730)[freedom - 1]
     z = 1.959963985

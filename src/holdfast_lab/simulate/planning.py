@@ -1,4 +1,4 @@
-"""Which strategy, and how often a checkpoint: the strategies side by side, the best interval, and a map of who wins where."""
+"""Plans a job: compares the strategies, searches the best checkpoint interval, and maps the best strategy by cluster."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from holdfast_lab.simulate.scenario import Scenario
 from holdfast_lab.simulate.toml import of_step
 
 REPETITIONS = 100
-"""Histories of each strategy, if nothing else is asked for."""
+"""Histories per strategy, by default."""
 
 ENOUGH = 0.005
-"""Half a point of goodput: less than that is no reason to choose another strategy."""
+"""Half a point of goodput; a smaller difference is no reason to choose another strategy."""
 
 _FEWEST, _MOST = 30, 60
-"""Failures in one history, about: many histories are simulated at once, so that more of them cost less than longer ones."""
+"""Approximate bounds of the failures in one history: histories are simulated together, so many short ones cost less than few long ones."""
 _LONGEST_S = 1e8
 _MAP_REPETITIONS, _MAP_FAILURES = 16, 25
 _MAP_STRATEGIES = ("relaunch", "rollback", "forward")
 _AROUND = 8
-"""How far around the formula the best interval is looked for, as a factor."""
+"""Search range of the best interval around the formula's, as a factor."""
 _TRIES = 40
 
 _GO_BACK = ("relaunch", "restart")
-"""Strategies in which every failure leads back to a checkpoint; in the others only one that ends the job does."""
+"""Strategies that restore a checkpoint at every failure; the others do so only when a failure ends the job."""
 
 Say = Callable[[str], None]
 
@@ -51,18 +51,18 @@ def plan(
     with_map: bool = True,
     now: Say = lambda text: None,
 ) -> dict[str, Any]:
-    """Answer a question.
+    """Plan a job.
 
     Args:
-        question: What is asked.
-        repetitions: Histories of each strategy, ``>= 2``.
-        seed: Same seed, same answer.
-        with_map: Draw the map.
-        now: Is told what is being done.
+        question: The job, and its costs and failures.
+        repetitions: Histories per strategy, ``>= 2``.
+        seed: Same seed, same plan.
+        with_map: Whether to compute the map.
+        now: Called with progress messages.
 
     Returns:
-        Plain data: ``question``; ``rows``, one a strategy, the best ``best``; ``optimum``, the intervals that were tried for the best;
-        ``without_spares``, the best strategy with none, by ``split``; ``map``, who wins where, empty if it is not drawn.
+        Plain data: ``question``; ``rows``, one per strategy; ``best``, the recommended one; ``optimum``, the intervals tried for it;
+        ``without_spares``, the best strategy without spares, by ``split``; ``map``, the best strategy by cluster, empty without a map.
     """
     names = ["relaunch", "restart", "reinit", "rollback", "forward"] + ["partial"] * (question.model == "split")
     rows = []
@@ -71,7 +71,7 @@ def plan(
         rows.append(_row(question, name, _usual_every(question, name), repetitions, seed))
     best = recommended({row["name"]: row["goodput"] for row in rows})
     place = names.index("rollback" if best in ("any", "none") else best)
-    now(f"looking for the best interval of {names[place]}")
+    now(f"searching the best interval of {names[place]}")
     optimum = _optimum(question, names[place], seed)
     if optimum is not None and not _is_flat(optimum, rows[place]["save_every"]):
         rows[place] = _row(question, names[place], optimum.save_every, repetitions, seed)
@@ -90,10 +90,10 @@ def plan(
 
 
 def recommended(goodput: Mapping[str, float]) -> str:
-    """Return which strategy to use, from the goodput of each: ``rollback`` unless another is better by :data:`ENOUGH`.
+    """Return the strategy to use, from the goodput of each: ``rollback`` unless another is better by :data:`ENOUGH`.
 
     Returns:
-        A strategy; ``"any"`` if not even ``relaunch`` is worse by as much; ``"none"`` if with all of them next to nothing gets done.
+        A strategy; ``"any"`` if not even ``relaunch`` is worse by that much; ``"none"`` if hardly any work gets done with any of them.
     """
     best = max(goodput.values())
     if best < 10 * ENOUGH:
@@ -105,13 +105,13 @@ def recommended(goodput: Mapping[str, float]) -> str:
 
 
 def scenario_of(question: Question, strategy: str, save_every: int, horizon_s: float) -> Scenario:
-    """Return what is simulated for one strategy."""
+    """Return the scenario of one strategy."""
     total_nodes = -(-(question.workers + question.spares) // question.workers_per_node)
     cluster = Cluster(
         workers=question.workers,
         spares=question.spares,
         workers_per_node=question.workers_per_node,
-        nodes_per_rack=total_nodes,  # all are in one rack: what takes that down ends the job
+        nodes_per_rack=total_nodes,  # all nodes are in one rack, so a rack failure ends the job
     )
     job = Job(strategy=strategy, horizon_s=horizon_s, save_every=save_every, model=question.model, split=question.split)
     names = (
@@ -130,9 +130,9 @@ def scenario_of(question: Question, strategy: str, save_every: int, horizon_s: f
 
 
 def mtbf_back_s(question: Question, strategy: str) -> float:
-    """Return the mean time between two failures that lead back to a checkpoint, seconds; infinity if none does."""
+    """Return the mean time between failures that restore a checkpoint, seconds; infinity if none does."""
     loses_parts = question.model == "split" and strategy != "partial"
-    loads = strategy == "reinit" and question.model != "replicated"  # a snapshot of one does not hold the others' parts
+    loads = strategy == "reinit" and question.model != "replicated"  # a snapshot of one worker lacks the others' parts
     if strategy in _GO_BACK or loses_parts or loads or question.nodes == 1:
         return question.mtbf_s
     return question.mtbf_s / question.whole_job_share if question.whole_job_share else math.inf
@@ -149,13 +149,13 @@ def _failures(question: Question) -> Failures:
 
 
 def _horizon_s(question: Question) -> float:
-    """Return how long each history is: as long as the work, but with enough failures, and not too many."""
+    """Return the length of a history: the length of the work, adjusted to contain enough failures, but not too many."""
     fewest, most = _FEWEST * question.mtbf_s, _MOST * question.mtbf_s
     return min(max(min(question.work_s, most), fewest, 20 * question.step_s), _LONGEST_S)
 
 
 def _formulas(question: Question, strategy: str) -> dict[str, float | None]:
-    """Return what the closed forms say of the time between two checkpoints, None where none is needed or they cost nothing."""
+    """Return the closed forms' time between two checkpoints; None if no checkpoint is needed or they cost nothing."""
     back_s, save_s = mtbf_back_s(question, strategy), question.save_s
     if save_s <= 0 or not math.isfinite(back_s):
         return {"young_s": None, "daly_s": None, "exact_s": None}
@@ -167,7 +167,7 @@ def _formulas(question: Question, strategy: str) -> dict[str, float | None]:
 
 
 def _usual_every(question: Question, strategy: str) -> int:
-    """Return steps between two checkpoints by the closed form; one that is still being written holds the next one up."""
+    """Return the steps between two checkpoints by the closed form; a checkpoint waits for the previous one to be written."""
     exact_s = _formulas(question, strategy)["exact_s"]
     if exact_s is None and math.isinf(mtbf_back_s(question, strategy)):
         return 0
@@ -182,8 +182,8 @@ def _row(question: Question, strategy: str, save_every: int, repetitions: int, s
     row = Compared(name=strategy, scenario=scenario, sweep=sweep, chosen="").row()
     goodput = sweep.estimate("goodput")
     times = [_over(question.work_s, value) for value in (goodput.mean, goodput.high, goodput.low)]
-    everybody = question.workers + question.spares
-    hours = [None if time is None else everybody * time / 3600 for time in times]
+    total_workers = question.workers + question.spares
+    hours = [None if time is None else total_workers * time / 3600 for time in times]
     failures = sweep.estimate("failures")
     mean, low, high = (value / horizon_s * 86_400 for value in (failures.mean, failures.low, failures.high))
     per_day = Estimate(mean, low, high, failures.number)
@@ -215,7 +215,7 @@ def _finite(value: float) -> float | None:
 
 
 def _optimum(question: Question, strategy: str, seed: int) -> Optimum | None:
-    """Try numbers of steps around what the closed form says; None if no checkpoint is needed."""
+    """Search around the closed form's number of steps; None if no checkpoint is needed."""
     usual = _usual_every(question, strategy)
     if not usual:
         return None
@@ -226,13 +226,13 @@ def _optimum(question: Question, strategy: str, seed: int) -> Optimum | None:
 
 
 def _is_flat(optimum: Optimum, every: int) -> bool:
-    """Return whether ``every`` is as good as the best for all that anybody can tell."""
+    """Return whether ``every`` is statistically as good as the best."""
     near = min(optimum.tried, key=lambda one: abs(math.log(one[0] / max(every, 1))))
     return near[1].mean >= optimum.goodput.mean - ENOUGH / 5
 
 
 def _tried(optimum: Optimum) -> dict[str, Any]:
-    """Return the best, and from where to where it costs next to nothing to be beside it."""
+    """Return the best candidate, and the range of candidates that cost almost nothing more."""
     good = [every for every, goodput in optimum.tried if goodput.mean >= optimum.goodput.mean - ENOUGH / 5]
     step_s = optimum.interval_s / optimum.save_every
     return {
@@ -249,7 +249,7 @@ def _tried(optimum: Optimum) -> dict[str, Any]:
 def _without_spares(
     question: Question, best: Mapping[str, Any], repetitions: int, seed: int
 ) -> dict[str, float] | None:
-    """Return the goodput of the best strategy, and of ``relaunch``, with no spares; None if there are none anyway."""
+    """Return the goodput of the best strategy, and of ``relaunch``, without spares; None if the job has none."""
     if not question.spares:
         return None
     found = {}
@@ -265,19 +265,19 @@ def _without_spares(
 
 
 def _map(question: Question, seed: int, now: Say) -> list[dict[str, Any]]:
-    """Return who wins, for other numbers of workers and other machines; step and checkpoint stay as they are."""
-    now("drawing the map")
+    """Return the best strategy for other numbers of workers and other nodes; step and checkpoint costs stay the same."""
+    now("computing the map")
     sizes = [n for factor in (1 / 16, 1 / 4, 1, 4, 16) if 2 <= (n := round(question.workers * factor)) <= 300_000]
     cells = []
     for factor in (4, 1, 1 / 4, 1 / 16):
         for workers in sizes:
-            now(f"drawing the map: {workers} workers")
+            now(f"computing the map: {workers} workers")
             cells.append(_cell(_scaled(question, workers, question.mtbf_node_s * factor), seed))
     return cells
 
 
 def _scaled(question: Question, workers: int, mtbf_node_s: float) -> Question:
-    """Return the question for another cluster, with as many spares as suffice there, if there are any."""
+    """Return the question for another cluster; if the job has spares, with as many as suffice there."""
     per_node = min(question.workers_per_node, workers)
     away = -(-workers // per_node) * question.repair_s / (mtbf_node_s + question.repair_s)
     spares = enough_spares(away, workers, per_node) if question.spares else 0
@@ -303,5 +303,5 @@ def _cell(question: Question, seed: int) -> dict[str, Any]:
 
 
 def axes_of(cells: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float]]:
-    """Return the numbers of workers and the times between failures of a machine that a map has, each once, in order."""
+    """Return the map's numbers of workers and mean times between failures of a node, each once, in order."""
     return list(dict.fromkeys(c["workers"] for c in cells)), list(dict.fromkeys(c["mtbf_node_s"] for c in cells))

@@ -1,4 +1,4 @@
-"""What a step and a meeting take, by the number of members: it follows from the costs, the cluster and the job."""
+"""Durations of a step and of regrouping by number of members, derived from costs, cluster and job."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Ticks = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceTable:
-    """What the simulator needs by the number of members. Arrays of shape ``(total + 1,)``, nanoseconds; entry 0 is that of one member.
+    """The simulator's durations by number of members. Arrays of shape ``(total + 1,)``, nanoseconds; entry 0 equals that of one member.
 
     Args:
-        compute: A step, before its first sum.
-        sums: All sums of a step, at least 1.
+        compute: Computing of a step, before its first all-reduce.
+        sums: All all-reduces of a step, at least 1.
         exposed: How long all wait for the optimizer in a step.
-        regroup: From when all survivors know of a death until all know each other's progress.
-        weight: What a step counts, in shares of ``1/workers`` of a full one; no time.
+        regroup: From the detection of a failure by all survivors until all know each other's progress.
+        weight: What a step counts, in shares of ``1/workers`` of a full step; not a duration.
     """
 
     compute: Ticks
@@ -38,7 +38,7 @@ class PriceTable:
 
 
 def price_table(cluster: Cluster, job: Job, costs: Costs) -> PriceTable:
-    """Return what a step and a meeting take, by the number of members."""
+    """Return the durations of a step and of regrouping, by number of members."""
     members, seats = _members(cluster)
     compute, sums = step_parts_s(cluster, job, costs)
     return PriceTable(
@@ -51,10 +51,10 @@ def price_table(cluster: Cluster, job: Job, costs: Costs) -> PriceTable:
 
 
 def step_parts_s(cluster: Cluster, job: Job, costs: Costs) -> tuple[Seconds, Seconds]:
-    """Return what a step takes to compute, and to sum, by the number of members.
+    """Return the durations of computing and of all-reduces in a step, by number of members.
 
     Returns:
-        Two arrays of shape ``(total + 1,)``, seconds; entry 0 is that of one member.
+        Two arrays of shape ``(total + 1,)``, seconds; entry 0 equals that of one member.
     """
     members, seats = _members(cluster)
     sums = costs.sum_s + costs.sum_hop_s * np.log2(members)
@@ -69,10 +69,10 @@ def step_parts_s(cluster: Cluster, job: Job, costs: Costs) -> tuple[Seconds, Sec
 
 
 def exposed_s(cluster: Cluster, job: Job, costs: Costs) -> Seconds:
-    """Return how long all wait for the optimizer in a step, by the number of members.
+    """Return how long all wait for the optimizer in a step, by number of members.
 
-    Updates that are lazy come after the closing sum. Eager ones come one after the other, each no earlier than its sum, beside
-    the sums that follow; what is left when the last of these is in lies before the closing sum.
+    Without overlap, updates follow the commit vote. With the overlapped optimizer they run one after the other, each after its bucket's
+    all-reduce, beside the all-reduces that follow. What remains when the last all-reduce is done delays the commit vote.
 
     Returns:
         An array of shape ``(total + 1,)``, seconds.
@@ -85,13 +85,13 @@ def exposed_s(cluster: Cluster, job: Job, costs: Costs) -> Seconds:
 
 
 def _members(cluster: Cluster) -> tuple[Ticks, Ticks]:
-    """Return all numbers of members, and how many of them have a part of the mini-batch."""
+    """Return all numbers of members, and the number of them that have slices of the mini-batch."""
     members = np.maximum(np.arange(cluster.total + 1), 1)
     return members, np.minimum(members, cluster.workers)
 
 
 def _share(cluster: Cluster, job: Job, seats: Ticks) -> Seconds:
-    """Return how many slices the busiest worker computes."""
+    """Return the number of slices of the busiest worker."""
     slices = job.slices or cluster.workers
     if job.batch == "local":
         return np.full(seats.shape, slices / cluster.workers)
@@ -101,7 +101,7 @@ def _share(cluster: Cluster, job: Job, seats: Ticks) -> Seconds:
 
 
 def _slowest(straggle: float, seats: Ticks) -> Seconds:
-    """Return how far the largest of so many normal numbers lies above the mean (Blom, 1958)."""
+    """Return the expected excess of the largest of ``seats`` normal numbers over the mean (Blom, 1958)."""
     if straggle == 0:
         return np.zeros(seats.shape)
     return np.array(_largest_normal(int(seats.max())))[seats]

@@ -1,4 +1,4 @@
-"""What is done, what of it is safe, and what was lost, in many histories at once."""
+"""Completed, saved and lost work of many histories at once."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from holdfast_lab.simulate.segments import FAR, Position, Segments
 
 Ticks = npt.NDArray[np.int64]
 _STEP, _WEIGHT, _RAN = range(3)
-"""Rows of what a checkpoint holds: the step it is of, what the steps before it count, and the work in them."""
+"""Rows of a checkpoint's content: its step, the weight of the steps before it, and the work in them."""
 
 
 class Progress:
-    """How far the jobs are; everything has an entry for each history.
+    """The progress of many jobs; every attribute has one entry per history.
 
     Args:
-        number: Of histories.
-        target: What all steps of a job count; None if it goes on for ever.
+        number: Number of histories.
+        target: Total weight of the steps of a job; None if it has no end.
         segments: The segments that it counts.
     """
 
@@ -26,7 +26,7 @@ class Progress:
         self.step, self.weight, self.ran, self._attempt, self.lost, self.held = (
             np.zeros(number, np.int64) for _ in range(6)
         )
-        # The newest checkpoint that is complete, and the one that is being written.
+        # The newest complete checkpoint, and the one that is being written.
         self._safe, self._pending = np.zeros((3, number), np.int64), np.zeros((3, number), np.int64)
         self._pending_at = np.full(number, FAR)
 
@@ -40,7 +40,7 @@ class Progress:
         return None if self._target is None else -((self.weight[i] - self._target) // self._segments.weight[i])
 
     def add(self, i: Ticks, now: Ticks, position: Position) -> None:
-        """Count the segments of the histories ``i``, which end now, where ``position`` says."""
+        """Count the segments of the histories ``i``, which end now at ``position``."""
         segments = self._segments
         steps = position.step - segments.first[i]
         self.held[i] += now - segments.start[i] - position.ran
@@ -52,7 +52,7 @@ class Progress:
         self.step[i] = position.step
 
     def settle(self, i: Ticks, now: Ticks, saves: Ticks) -> None:
-        """See which checkpoints are complete by now, of as many as the segments have; before they are counted."""
+        """Determine which of the segments' ``saves`` checkpoints are complete by now; call it before counting the segments."""
         self.settle_pending(i, now)
         if not (saved := saves > 0).any():
             return
@@ -70,12 +70,12 @@ class Progress:
         self._pending_at[i] = np.where(complete, FAR, at)
 
     def settle_pending(self, i: Ticks, now: Ticks) -> None:
-        """See whether the checkpoint of an earlier segment is complete by now."""
+        """Determine whether the checkpoint of an earlier segment is complete by now."""
         done = i[self._pending_at[i] <= now]
         self._safe[:, done], self._pending_at[done] = self._pending[:, done], FAR
 
     def spoil(self, i: Ticks) -> None:
-        """Give up the checkpoint that is being written: a worker that held a part of it died."""
+        """Discard the checkpoint that is being written: a worker that held a part of it failed."""
         self._pending_at[i] = FAR
 
     def discard(self, i: Ticks) -> None:
@@ -83,12 +83,12 @@ class Progress:
         self._waste(i, self._attempt[i])
 
     def go_back(self, i: Ticks) -> None:
-        """Lose what was done since the newest checkpoint."""
+        """Lose the work since the newest checkpoint."""
         self._waste(i, self.ran[i] - self._safe[_RAN, i])
         self.step[i], self.weight[i] = self._safe[_STEP, i], self._safe[_WEIGHT, i]
 
     def secure(self, i: Ticks) -> None:
-        """Save all that is done."""
+        """Save all completed work."""
         self._safe[_STEP, i], self._safe[_WEIGHT, i], self._safe[_RAN, i] = self.step[i], self.weight[i], self.ran[i]
 
     def _waste(self, i: Ticks, ran: Ticks) -> None:
@@ -97,7 +97,7 @@ class Progress:
         self._attempt[i] = 0
 
     def _saved(self, i: Ticks, number: Ticks) -> Ticks:
-        """Return what a checkpoint holds; shape ``(3, histories)``."""
+        """Return the content of a checkpoint; shape ``(3, histories)``."""
         segments = self._segments
         step = segments.step_at_save(i, number)
         weight = self.weight[i] + (step - segments.first[i]) * segments.weight[i]

@@ -1,7 +1,7 @@
-"""The recovery protocol of production in the simulator: one recovery, order by order, as :class:`~holdfast.recovery.Protocol` gives them.
+"""Runs the production recovery protocol in the simulator: one recovery, order by order, from :class:`~holdfast.recovery.Protocol`.
 
-One survivor's protocol stands for those of all. A strategy that looks at the progress of all members is shown a few of them: it can
-tell that one is behind, that one is new, and whether enough are left. Of many members that are alike it could tell no more.
+One survivor's protocol represents all. A strategy that checks the progress of all members receives a few representatives, which suffice to
+show that a member is behind, that one is new, and whether enough are left. Further equal members would not change its decision.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from holdfast.recovery.messages import (
 )
 
 _ENOUGH = 4
-"""Stand-ins for enough members; one less stands for too few. Among so many one may be behind and one new."""
+"""Representatives for enough members; one fewer means too few. Among these, one may be behind and one may be new."""
 
 _DECISIONS = {
     Welcome: "grow",
@@ -55,20 +55,20 @@ _DECISIONS = {
     Reinitialise: "reinit",
     SaveAndStop: "stop",
 }
-"""What an order says of what was decided, as :class:`~holdfast.records.types.Recovered` has it."""
+"""The decision that an order implies, as in :class:`~holdfast.records.types.Recovered`."""
 
 _RANK = {decision: rank for rank, decision in enumerate(("continue", "grow", *list(_DECISIONS.values())[1:]))}
-"""Of several orders the one that goes farther names the decision: an application that is built again loads, too."""
+"""Among several orders, the most severe names the decision: an application that is rebuilt also loads."""
 
 
 class Rules(NamedTuple):
-    """By what a job recovers.
+    """The recovery rules of a job.
 
     Args:
-        strategy: Decides.
-        buckets: Sums of a step beside the closing one.
+        strategy: The recovery strategy.
+        buckets: All-reduces of a step besides the commit vote.
         split: Workers hold different parts of the model.
-        loses_parts: A worker that dies takes a part of the model with it that no other worker holds.
+        loses_parts: A failed worker's part of the model is lost, because no other worker holds it.
     """
 
     strategy: Strategy
@@ -81,7 +81,7 @@ def rules_of(strategy: str, *, min_workers: int, buckets: int, model: str) -> Ru
     """Return the rules of a job.
 
     Raises:
-        ConfigError: if there is no such strategy.
+        ConfigError: if the strategy is unknown.
     """
     made = make_strategy(strategy, min_workers=_ENOUGH if min_workers > 1 else 1)
     return Rules(made, buckets, model != "replicated", model == "split")
@@ -92,10 +92,10 @@ class Recovery:
     """One recovery from a failure, or one admission of newcomers. One order at a time is open.
 
     Args:
-        rules: By what they decide.
+        rules: The recovery rules.
         step: The step in progress.
-        sums: How many of its sums are done, at most ``rules.buckets``; None if it was not computed to its end.
-        some_behind: One survivor has completed one sum less.
+        sums: Its completed all-reduces, at most ``rules.buckets``; None if its computation was not finished.
+        some_behind: One survivor has completed one all-reduce less.
     """
 
     rules: Rules
@@ -103,11 +103,11 @@ class Recovery:
     sums: int | None = None
     some_behind: bool = False
     open: Action = field(init=False)
-    """What is being done."""
+    """The order being executed."""
     decision: str = field(init=False, default="continue")
-    """What was decided so far, as :class:`~holdfast.records.types.Recovered` has it."""
+    """The decision so far, as in :class:`~holdfast.records.types.Recovered`."""
     orders: dict[str, int] = field(init=False, default_factory=dict)
-    """How often each order was carried out, by its name."""
+    """How often each order was executed, by its name."""
     _protocol: Protocol = field(init=False)
     _calm: bool = field(init=False, default=False)
     _newcomers: bool = field(init=False, default=False)
@@ -123,10 +123,10 @@ class Recovery:
                 self._handle(BucketSummed())
 
     def peer_lost(self) -> None:
-        """Report a death: by a sum that failed, or by an agreement."""
+        """Report a failure, detected by an all-reduce or an agreement."""
         if self._calm:
             self._calm, self._newcomers, self.decision = False, False, "continue"
-        while isinstance(self.open, Revoke | Shrink):  # these succeed all the same
+        while isinstance(self.open, Revoke | Shrink):  # these succeed nevertheless
             self.carry_out(enough=True)
         if self._has_begun:
             self._count(self.open)
@@ -134,24 +134,24 @@ class Recovery:
         self._handle(Agreed(value=False) if isinstance(self.open, Agree) else PeerLost())
 
     def members_change(self) -> None:
-        """Report newcomers: no member died, they are admitted before the step."""
+        """Report newcomers: no member failed, and they are admitted before the step."""
         self._calm = self._newcomers = self._has_begun = True
         self.decision = "grow"
         self._handle(MembersChange())
 
     def carry_out(self, *, enough: bool, checkpoint: int = 0) -> None:
-        """Carry the open order out; then another is open.
+        """Execute the open order; the protocol then opens the next one.
 
         Args:
-            enough: As many members are left as are needed.
-            checkpoint: The step that a checkpoint is loaded of.
+            enough: Whether enough members are left.
+            checkpoint: The step of the checkpoint that is loaded.
         """
         self._count(self.open)
         self._handle(self._answer(self.open, enough, checkpoint))
 
     @property
     def is_over(self) -> bool:
-        """Whether training resumes: a step is to be computed, or its sums continued."""
+        """Whether training resumes: a step is to be computed, or its all-reduces continued."""
         return isinstance(self.open, ComputeStep | SumBucket | CloseStep)
 
     @property
@@ -189,10 +189,10 @@ class Recovery:
         return crowd
 
     def _handle(self, event: Event) -> None:
-        *_, self.open = self._protocol.handle(event)  # what comes before the last needs no answer: it is published
+        *_, self.open = self._protocol.handle(event)  # earlier actions only publish, and need no answer
         if self._has_begun and (decision := _DECISIONS.get(type(self.open), "")):
             self.decision = max(self.decision, decision, key=_RANK.__getitem__)
-            self.some_behind = False  # they catch up first
+            self.some_behind = False  # the late member catches up first
 
     def _count(self, order: Action) -> None:
         name = type(order).__name__

@@ -1,4 +1,4 @@
-"""Reading failure traces, each in the form in which it was published."""
+"""Reads published failure traces in their original formats."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Spell(NamedTuple):
     """One outage.
 
     Args:
-        unit: Which machine, from 0.
+        unit: Number of the machine, from 0.
         start_s: When it went down, seconds from the begin of the trace.
-        end_s: When it was up again; after the end of the trace, if it is up only when the trace has begun again.
+        end_s: When it was up again; after the end of the trace if it comes up only after the trace has started over.
     """
 
     unit: int
@@ -36,12 +36,12 @@ class Spell(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What was found in a file.
+    """The content of a file.
 
     Args:
         spells: The outages, in any order.
-        units: How many machines were watched.
-        span_s: For how long.
+        units: Number of machines observed.
+        span_s: Length of the observation.
     """
 
     spells: tuple[Spell, ...]
@@ -54,31 +54,33 @@ def _watched_s(path: Path, span_s: float | None, last_s: float) -> float:
 
     Args:
         path: The file.
-        span_s: What was given.
-        last_s: When its last event is.
+        span_s: The given length, if any.
+        last_s: Time of the last event.
 
     Raises:
-        ConfigError: if nothing was given, or less than there is in the file.
+        ConfigError: if no length is given, or it is shorter than the file's events.
     """
     if span_s is None:
         raise ConfigError(
-            f"{path} does not say how long its machines were watched: give span_s, at least {last_s:g} s, when the last of its events is"
+            f"{path} does not say how long its machines were observed: give span_s, at least {last_s:g} s, the time of its last event"
         )
     check_range("span_s", span_s, 0, above=True, most=LONGEST_S)
     if span_s < last_s:
-        raise ConfigError(f"span_s must be at least {last_s:g} s, when the last event of {path} is, got {span_s:g} s")
+        raise ConfigError(
+            f"span_s must be at least {last_s:g} s, the time of the last event of {path}, got {span_s:g} s"
+        )
     return span_s
 
 
 def _still_down(spells: Sequence[Spell], down: Mapping[int, float], span_s: float) -> list[Spell]:
     """Return the outages of machines that are down when a trace ends: they last until the repeated trace brings the machine back.
 
-    A machine that never comes back is up again when the trace begins again.
+    A machine that never comes back is up again when the trace starts over.
 
     Args:
         spells: The other outages.
-        down: By machine, since when.
-        span_s: When the trace ends.
+        down: Begin of the outage, by machine.
+        span_s: End of the trace.
     """
     back_s: dict[int, float] = {}
     for spell in spells:
@@ -88,14 +90,14 @@ def _still_down(spells: Sequence[Spell], down: Mapping[int, float], span_s: floa
 
 
 _DAMAGED = (lzma.LZMAError, zlib.error, zipfile.BadZipFile)
-"""What packed files raise that are not whole."""
+"""Errors of damaged compressed files."""
 
 
 def open_text(path: Path) -> io.TextIOBase:
-    """Return what is in a file, unpacked.
+    """Return the content of a file, decompressed.
 
     Raises:
-        ConfigError: if it is not there, or is damaged.
+        ConfigError: if it is missing or damaged.
     """
     try:
         data = path.read_bytes()
@@ -106,13 +108,13 @@ def open_text(path: Path) -> io.TextIOBase:
         elif path.suffix == ".zip":
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 data = archive.read(archive.namelist()[0])
-    except (OSError, EOFError, IndexError, RuntimeError, *_DAMAGED) as error:  # zipfile raises bare RuntimeErrors, too
+    except (OSError, EOFError, IndexError, RuntimeError, *_DAMAGED) as error:  # zipfile also raises bare RuntimeErrors
         raise ConfigError(f"{path} cannot be read: {error}") from error
     return io.StringIO(data.decode("utf-8", errors="replace"), newline="")
 
 
 def read_infinitehbd(path: Path, units: int = 400) -> Read:
-    """Read faults of GPU servers; one without an end lasts to the end of the trace, of 348 days at least."""
+    """Read faults of GPU servers; a fault without an end lasts to the end of the trace, which is at least 348 days."""
     with open_text(path) as file:
         try:
             events = json.load(file)
@@ -149,9 +151,9 @@ def read_infinitehbd(path: Path, units: int = 400) -> Read:
 
 
 def read_lanl(path: Path, system: int = 20) -> Read:
-    """Read the outages of one of LANL's 22 systems; one without an end is not counted.
+    """Read the outages of one of LANL's 22 systems; an outage without an end is not counted.
 
-    A system was watched from its first outage to its last or, if it was in use to the end, to the last of the whole file.
+    A system was observed from its first to its last outage or, if it was in use to the end, to the last outage of the whole file.
     """
     spells: list[tuple[int, datetime, datetime]] = []
     units, is_in_use = 0, False
@@ -181,9 +183,9 @@ def read_lanl(path: Path, system: int = 20) -> Read:
 
 
 def read_spot(path: Path, span_s: float | None = None) -> Read:
-    """Read when spot machines were given and taken away. One that is given takes the lowest place that is free.
+    """Read when spot machines were granted and revoked. A granted machine takes the lowest free place.
 
-    There are as many places as machines were ever there at once; a free place is down.
+    There are as many places as machines at the peak; a free place is down.
     """
     places: dict[str, int] = {}
     free: dict[int, float] = {}
@@ -194,9 +196,9 @@ def read_spot(path: Path, span_s: float | None = None) -> Read:
             at_ms, what, name = _three(line, "milliseconds,add|remove,name")
             next_s = _time(at_ms) / 1000
             if what not in ("add", "remove") or (what == "add") is (name in places):
-                raise ValueError(f"{what} {name}: add who is not there, remove who is")
+                raise ValueError(f"{what} {name}: only an absent machine can be added, and only a present one removed")
             if next_s < at_s:
-                raise ValueError("time goes back")
+                raise ValueError("the time is before that of the previous line")
         except ValueError as error:
             raise _bad_line(path, number, error) from error
         at_s = next_s
@@ -215,7 +217,7 @@ def read_spot(path: Path, span_s: float | None = None) -> Read:
 
 
 def read_sizes(path: Path) -> Read:
-    """Read how many machines there were; of those, which came first went first."""
+    """Read the number of machines over time; the oldest machine leaves first."""
     sizes: list[tuple[datetime, int]] = []
     for number, line in _lines(path):
         try:
@@ -226,7 +228,7 @@ def read_sizes(path: Path) -> Read:
         except ValueError as error:
             raise _bad_line(path, number, error) from error
         if len(sizes) > 1 and sizes[-1][0] < sizes[-2][0]:
-            raise _bad_line(path, number, ValueError("time goes back"))
+            raise _bad_line(path, number, ValueError("the time is before that of the previous line"))
     if not sizes:
         return Read((), 1, 1.0)
     units, begin = max(size for _, size in sizes), sizes[0][0]
@@ -247,17 +249,17 @@ def read_sizes(path: Path) -> Read:
 
 
 def read_ssd(path: Path, room: int = 0, repair_s: float = _DAY_S, nodes_per_rack: int = 16) -> Read:
-    """Read drives that failed: each takes its node down. Only racks in which something failed are in it.
+    """Read failed drives; each takes its node down. The file lists only racks with a failure.
 
     Args:
         path: The file.
         room: Number of the machine room; 0 takes all.
-        repair_s: How long a node is down for it.
-        nodes_per_rack: A rack has so many nodes, or as many as failed in it.
+        repair_s: How long a failed drive keeps its node down.
+        nodes_per_rack: Nodes per rack; at least as many as failed in it.
     """
     check_range("repair_s", repair_s, 0)
     found: list[tuple[int, int, datetime]] = []
-    begin, end = datetime.max, datetime.min  # of all rooms: they were watched for the same time
+    begin, end = datetime.max, datetime.min  # over all rooms, which were observed for the same time
     for number, row in _rows(path, ("failure_time", "node_id", "rack_id", "machine_room_id")):
         try:
             at = datetime.fromisoformat(row["failure_time"])
@@ -284,7 +286,7 @@ def read_ssd(path: Path, room: int = 0, repair_s: float = _DAY_S, nodes_per_rack
 
 
 def read_table(path: Path, span_s: float | None = None) -> Read:
-    """Read outages of units that may have any names. One may end after the trace does."""
+    """Read outages of units with arbitrary names. An outage may end after the trace."""
     numbers: dict[str, int] = {}
     spells: list[Spell] = []
     for number, row in _rows(path, ("unit", "start_s", "end_s")):
@@ -306,14 +308,14 @@ READERS: Mapping[str, tuple[Callable[..., Read], tuple[str, ...]]] = {
     "ssd": (read_ssd, ("room", "repair_s", "nodes_per_rack")),
     "table": (read_table, ("span_s",)),
 }
-"""By kind: what reads it, and what may be chosen."""
+"""The reader of each kind, and its options."""
 
 
 def read_interruptions(path: Path) -> dict[str, int]:
     """Read how often a job was interrupted, by cause: a CSV with the columns ``component`` and ``count``.
 
     Raises:
-        ConfigError: if it cannot be read as that.
+        ConfigError: if the file has another format.
     """
     counts: dict[str, int] = {}
     for number, row in _rows(path, ("component", "count")):
@@ -325,7 +327,7 @@ def read_interruptions(path: Path) -> dict[str, int]:
 
 
 def _american(text: str) -> datetime:
-    return datetime.strptime(text.strip(), "%m/%d/%Y %H:%M")  # the trace knows no time zone
+    return datetime.strptime(text.strip(), "%m/%d/%Y %H:%M")  # the trace has no time zone
 
 
 def _time(text: str) -> float:
@@ -336,7 +338,7 @@ def _time(text: str) -> float:
 
 
 def _three(line: str, form: str) -> list[str]:
-    """Return the parts of a line that has three."""
+    """Return the three parts of a line."""
     parts = [part.strip() for part in line.split(",")]
     if len(parts) != 3:
         shown = line.strip()
@@ -353,7 +355,7 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, dict[str,
     """Yield the line number and the row of each line of a CSV file.
 
     Raises:
-        ConfigError: if it has not all of these columns.
+        ConfigError: if a column is missing.
     """
     with open_text(path) as file:
         reader = csv.DictReader(file)

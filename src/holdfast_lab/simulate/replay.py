@@ -1,7 +1,7 @@
-"""A run that happened, decided once more: its failures go through the simulator's brain, and the decisions are compared.
+"""Replays a run's failures through the simulator's protocol and compares the decisions.
 
-What is taken from the records is who was lost, in which step, and whether that step had been computed; what was decided is
-not. It is decided anew by the strategy that the run had.
+From the records it takes the lost ranks, the step, and whether that step had been computed, but not the decision. The run's
+strategy decides again.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from holdfast_lab.simulate.protocol_model import Recovery, rules_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """One recovery, as it was and as it is decided again.
+    """One recovery with its recorded and its replayed decision.
 
     Args:
         t_s: When the first survivor had decided.
-        step: The step that was in progress.
-        lost: Ranks.
-        was: What was decided, as :class:`~holdfast.records.types.Recovered` has it.
-        again: What the simulator decides.
-        orders_were: The orders of the protocol, and how often each was carried out.
-        orders_again: Those of the simulator.
+        step: The step in progress.
+        lost: The lost ranks.
+        was: The recorded decision, as in :class:`~holdfast.records.types.Recovered`.
+        again: The simulator's decision.
+        orders_were: How often each protocol order was executed in the run.
+        orders_again: The same in the simulator.
     """
 
     t_s: float
@@ -39,22 +39,21 @@ class Replayed:
 
     @property
     def agrees(self) -> bool:
-        """Whether the same was decided."""
+        """Whether both decisions are the same."""
         return self.was == self.again
 
 
 def replay(records: Iterable[Record], *, min_workers: int = 1) -> tuple[Replayed, ...]:
-    """Return all recoveries of a run in the order of time, decided once more.
+    """Return all recoveries of a run in time order, decided again.
 
-    Admissions of newcomers are among them; where the guard took everybody back to a state that is right, nothing failed, and
-    they are left out.
+    Admissions of newcomers are included. Rollbacks by the guard are left out, because nothing failed.
 
     Args:
-        records: Of ``events.jsonl``, in any order.
-        min_workers: As the run had it; the records do not say.
+        records: Records of ``events.jsonl``, in any order.
+        min_workers: The run's value, which the records do not contain.
 
     Raises:
-        ConfigError: if nobody started, or the model was split: the records do not say who held what.
+        ConfigError: if no start is recorded, or the model was split: the records do not say which worker held which part.
     """
     strategy, buckets = "", 0
     seen: list[FailureSeen] = []
@@ -74,7 +73,7 @@ def replay(records: Iterable[Record], *, min_workers: int = 1) -> tuple[Replayed
                 told.add(generation)
                 if not strategy or not buckets:
                     raise ConfigError(
-                        "the records say nothing of a start, or that the model was split: who held what, they do not say"
+                        "the records have no start of a worker, or the model was split: they do not say which worker held which part"
                     )
                 if record.decision != "heal":
                     replayed.append(_decide_again(record, seen, strategy, buckets, min_workers))
@@ -89,7 +88,7 @@ def _decide_again(was: Recovered, seen: list[FailureSeen], strategy: str, bucket
         recovery = Recovery(rules, was.step)
         recovery.members_change()
     else:
-        # Somebody may have closed the step that others missed a worker in, and have begun the next one.
+        # A survivor may have committed the step in which others missed a worker, and have begun the next one.
         latest = max(record.step for record in seen)
         recovery = Recovery(rules, latest, 0, some_behind=latest > step)
         recovery.peer_lost()

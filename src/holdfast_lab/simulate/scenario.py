@@ -1,4 +1,4 @@
-"""What is simulated: the machines, and the job that runs on them."""
+"""A scenario: the machines, and the job that runs on them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from holdfast_lab.simulate.price_table import exposed_s, step_parts_s
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Everything that decides what comes out, but the seed.
+    """All inputs of a simulation except the seed.
 
     Args:
         cluster: The machines.
-        job: What runs on them.
-        costs: What everything takes.
-        failures: Who is down and when: :class:`~holdfast_lab.simulate.Failures` or :class:`~holdfast_lab.simulate.Trace`.
+        job: The job that runs on them.
+        costs: The duration of every operation.
+        failures: The outages: :class:`~holdfast_lab.simulate.Failures` or :class:`~holdfast_lab.simulate.Trace`.
 
     Raises:
-        ConfigError: if the parts do not go together.
+        ConfigError: if the parts are inconsistent.
     """
 
     cluster: Cluster
@@ -41,24 +41,24 @@ class Scenario:
                 f"start_workers must be at least min_workers, {self.job.min_workers}, got {self.job.start_workers}"
             )
         if not self.full_step_s > 0:
-            raise ConfigError("a step must take some time: give slice_s, sum_s or steps_s of the costs")
+            raise ConfigError("a step must take some time: give slice_s, sum_s or steps_s in the costs")
 
     @property
     def quorum(self) -> int:
-        """How many workers must be there for the job to be started."""
+        """Number of available workers needed to start the job."""
         usual = self.cluster.workers if self.job.strategy == "relaunch" else self.job.min_workers
         return self.job.start_workers or usual
 
     @property
     def full_step_s(self) -> float:
-        """What a step takes when everybody is there, seconds."""
+        """Duration of a step with all workers, seconds."""
         parts = self.cluster, self.job, self.costs
         compute, sums = step_parts_s(*parts)
         return float(compute[-1] + sums[-1] + exposed_s(*parts)[-1])
 
     @property
     def horizon_s(self) -> float:
-        """When the simulation stops looking, seconds."""
+        """When the simulation ends, seconds."""
         if self.job.horizon_s is not None:
             return self.job.horizon_s
         assert self.job.steps is not None
@@ -66,5 +66,5 @@ class Scenario:
         return min(10 * (self.job.steps * self.full_step_s + saves * self.costs.save_s), LONGEST_S)
 
     def save_steps(self, interval_s: float) -> int:
-        """Return how many steps lie between two checkpoints that are ``interval_s`` of undisturbed work apart, at least 1."""
+        """Return the number of steps between two checkpoints that are ``interval_s`` of undisturbed work apart, at least 1."""
         return max(1, round(min(interval_s, LONGEST_S) / self.full_step_s)) if math.isfinite(interval_s) else 0

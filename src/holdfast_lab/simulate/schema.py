@@ -1,6 +1,6 @@
-"""What may stand in a scenario file. Loads pydantic, so it is imported only where a file is read.
+"""The schema of scenario files. Imports pydantic, so it is imported only when a file is read.
 
-Nothing has a default here that the simulator has: what is not written is not handed on.
+The schema defines no defaults that the simulator has: a missing key is not passed on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from holdfast.errors import ConfigError
 from holdfast_lab.simulate.units import parse_bytes, parse_seconds, parse_speed
 
 EVERY = ("best", "young", "daly", "never")
-"""Words for ``save_every``: found by trying, by either formula, or no checkpoints."""
+"""Words for ``save_every``: found by search, by either formula, or no checkpoints."""
 
 
 def _named(info: ValidationInfo) -> str:
@@ -33,7 +33,7 @@ def _speed(value: object, info: ValidationInfo) -> float:
 
 
 def _every(value: object, info: ValidationInfo) -> int | float | str:
-    """Return steps as a whole number, a time as a float, a word as it is."""
+    """Return steps as an integer, a time as a float, a word unchanged."""
     if isinstance(value, str) and value not in EVERY:
         try:
             return float(parse_seconds(value, _named(info)))
@@ -68,17 +68,17 @@ Pairs = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_pairs)]
 
 
 class Table(BaseModel):
-    """A table of the file: no other keys than those, and no whole number in the form of text."""
+    """A table of the file: unknown keys, and integers written as text, are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     def given(self, *leave_out: str) -> dict[str, Any]:
-        """Return what was written, but for some keys."""
+        """Return the keys that were written, except for ``leave_out``."""
         return {name: getattr(self, name) for name in self.model_fields_set if name not in leave_out}
 
 
 class ClusterTable(Table):
-    """As :class:`holdfast_lab.simulate.Cluster`."""
+    """The keys of :class:`holdfast_lab.simulate.Cluster`."""
 
     workers: int
     spares: int = 0
@@ -87,7 +87,7 @@ class ClusterTable(Table):
 
 
 class Policies(Table):
-    """What a job, or one of the strategies that are compared, may say of :class:`holdfast_lab.simulate.Job`."""
+    """The keys of :class:`holdfast_lab.simulate.Job` that a job or one of the compared strategies may set."""
 
     save_every: Every = "best"
     min_workers: int = 1
@@ -102,7 +102,7 @@ class Policies(Table):
 
 
 class JobTable(Policies):
-    """The job: ``steps``, or ``work_s`` as time that they take undisturbed; ``horizon_s`` is when to stop looking."""
+    """The job: ``steps``, or ``work_s`` as their undisturbed duration; ``horizon_s`` ends the simulation."""
 
     steps: int | None = None
     work_s: Seconds | None = None
@@ -110,7 +110,7 @@ class JobTable(Policies):
 
 
 class StrategyTable(Policies):
-    """One of what is compared; what it says goes before what the job says."""
+    """One of the compared settings; its keys override those of the job."""
 
     strategy: str
     name: str = ""
@@ -118,7 +118,7 @@ class StrategyTable(Policies):
 
 
 class CostsTable(Table):
-    """As :class:`holdfast_lab.simulate.Costs`; and sizes and speeds from which costs follow, or a run that they were measured in."""
+    """The keys of :class:`holdfast_lab.simulate.Costs`; also sizes and speeds that costs are derived from, or a run in which they were measured."""
 
     from_report: str = ""
     step_s: Seconds | None = None
@@ -150,7 +150,7 @@ class CostsTable(Table):
 
 
 class TimesTable(Table):
-    """Times from a distribution, as :func:`holdfast_lab.simulate.make_distribution`."""
+    """Times from a distribution, as in :func:`holdfast_lab.simulate.make_distribution`."""
 
     distribution: str = "exponential"
     mean_s: Seconds | None = None
@@ -163,12 +163,12 @@ class TimesTable(Table):
 
 
 def _repair(value: object) -> object:
-    """Let a time stand for one that is always the same."""
+    """Accept a plain time as a constant distribution."""
     return value if isinstance(value, dict) else {"distribution": "constant", "mean_s": value}
 
 
 class SourceTable(TimesTable):
-    """As :class:`holdfast_lab.simulate.Source`; or how many failures were counted, of how many units, in which time."""
+    """The keys of :class:`holdfast_lab.simulate.Source`; or a count of failures, with the number of units and the time."""
 
     level: str = "node"
     age_s: Seconds = 0.0
@@ -179,7 +179,7 @@ class SourceTable(TimesTable):
 
 
 class TraceTable(Table):
-    """As :func:`holdfast_lab.simulate.read_trace`."""
+    """The arguments of :func:`holdfast_lab.simulate.read_trace`."""
 
     path: str
     kind: str
@@ -194,7 +194,7 @@ class TraceTable(Table):
 
 
 def _strategies(value: object) -> object:
-    """Let a name stand for a table with nothing else in it."""
+    """Accept a name in place of a table with only that name."""
     if not isinstance(value, list):
         return value
     return [{"strategy": one} if isinstance(one, str) else one for one in value]
@@ -217,7 +217,7 @@ class File(Table):
     def _has_one_reason(self) -> File:
         if (self.failures is None) == (self.trace is None):
             raise ConfigError(
-                "there must be either [[failures]] or [trace]: what fails, and when; failures = [] if nothing does"
+                "there must be either [[failures]] or [trace], which say what fails and when; write failures = [] if nothing fails"
             )
         return self
 
@@ -232,4 +232,4 @@ TABLES: dict[str, type[Table]] = {
     "trace": TraceTable,
     "strategies": StrategyTable,
 }
-"""By the name of the table."""
+"""The model of each table, by name."""

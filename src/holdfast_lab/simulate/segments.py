@@ -1,4 +1,4 @@
-"""Segments of undisturbed training: all steps of one take the same, so one division says where training is at any moment."""
+"""Segments of undisturbed training: all steps of a segment have the same duration, so one division gives the position at any time."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy.typing as npt
 
 Ticks = npt.NDArray[np.int64]
 FAR = np.int64(1 << 61)
-"""Later than any simulation looks, and small enough to be added to."""
+"""Later than the end of any simulation, but small enough to add to."""
 
 
 class Position(NamedTuple):
-    """Where training is; all arrays have the shape ``(histories,)``.
+    """The position of training; all arrays have the shape ``(histories,)``.
 
     Args:
         step: The step in progress.
-        into: How far it is, nanoseconds; 0 while training is held for a checkpoint.
-        hold_left: How long it is still held for a checkpoint, 0 if it is not.
-        saves: Checkpoints of the segment for which training is held no longer.
+        into: Elapsed time of the step, nanoseconds; 0 while training is held for a checkpoint.
+        hold_left: How long training is still held for a checkpoint, 0 if it is not.
+        saves: Checkpoints of the segment that no longer hold training.
         ran: Work since the segment began, nanoseconds.
     """
 
@@ -31,14 +31,14 @@ class Position(NamedTuple):
 
 
 class Segments:
-    """One segment for each history, begun anew again and again: steps one after another, with checkpoints in between.
+    """The current segment of each history: consecutive steps, with checkpoints in between. Segments are restarted repeatedly.
 
     The time from the end of one checkpoint to the end of the next is a cycle.
 
     Args:
-        number: Of histories.
+        number: Number of histories.
         every: Steps between two checkpoints, 0 for none.
-        buckets: Sums of a step beside the closing one.
+        buckets: All-reduces of a step besides the commit vote.
     """
 
     def __init__(self, number: int, every: int, buckets: int) -> None:
@@ -52,16 +52,16 @@ class Segments:
         """Begin the segments of the histories ``i``.
 
         Args:
-            i: Which.
-            start: When.
-            first: The step that is in progress then.
-            into: How much of that is done.
-            compute: A step takes this before its first sum.
-            sums: And this for all of them.
-            waits: From so far into a step on, all wait for the optimizer,
-            exposed: and for so long.
-            hold: How long training is held for a checkpoint.
-            behind: How long after that it is written; the next one waits for it.
+            i: Indices of the histories.
+            start: Start time.
+            first: The step in progress at the start.
+            into: Elapsed time of that step.
+            compute: Duration of a step before its first all-reduce.
+            sums: Duration of all its all-reduces.
+            waits: Time in a step from which all wait for the optimizer.
+            exposed: Duration of that wait.
+            hold: How long a checkpoint holds training.
+            behind: How long it is then written; the next checkpoint waits for that.
             weight: What a step counts.
         """
         step, every = compute + sums + exposed, self._every
@@ -76,7 +76,7 @@ class Segments:
             self._works[i] = product(every - before, step) - into
 
     def at(self, i: Ticks, now: Ticks) -> Position:
-        """Return where the histories ``i`` are at ``now``."""
+        """Return the position of the histories ``i`` at ``now``."""
         every, elapsed, step, first = self._every, now - self.start[i], self.step[i], self.first[i]
         done = self._into[i] + elapsed
         number = done // step
@@ -90,8 +90,8 @@ class Segments:
             return Position(first + number, into, none, none, elapsed)
         j, after, step = i[late], after[late], step[late]
         hold, cycle = self._hold[j], self._cycle[j]
-        after -= hold  # the end of the first checkpoint, which may be still to come
-        cycles = after // cycle  # -1 then
+        after -= hold  # the end of the first checkpoint, possibly in the future
+        cycles = after // cycle  # -1 before that end
         rest = after - cycles * cycle
         steps = np.minimum(rest // step, every)
         inside = rest - steps * step
@@ -112,9 +112,9 @@ class Segments:
         return np.where(waits, self.waited[i] - position.into, 0)
 
     def missed(self, i: Ticks, position: Position) -> tuple[Ticks, Position]:
-        """Return how long it takes from ``position`` to the first sum of the step, and where training is then.
+        """Return the time from ``position`` to the first all-reduce of the step, and the position then.
 
-        Where training is in a sum already, it takes no time.
+        It is 0 where training is already in an all-reduce.
         """
         compute = self.compute[i]
         computes = position.into < compute
@@ -133,7 +133,7 @@ class Segments:
         return later
 
     def boundary(self, i: Ticks, now: Ticks) -> Ticks:
-        """Return when the next step begins: now, if one does so just then. Held for a checkpoint, after that."""
+        """Return when the next step begins, which may be now; if training is held for a checkpoint, after that."""
         position = self.at(i, now)
         left = np.where(position.into > 0, self.step[i] - position.into, 0)
         if self._every:
@@ -141,7 +141,7 @@ class Segments:
         return now + np.where(position.hold_left > 0, position.hold_left, left)
 
     def complete_at(self, i: Ticks, number: Ticks) -> Ticks:
-        """Return when checkpoint ``number`` of the segment is complete, 1 is the first."""
+        """Return when checkpoint ``number`` of the segment is complete; 1 is the first."""
         return self.start[i] + self._works[i] + self._hold[i] + (number - 1) * self._cycle[i] + self._lag[i]
 
     def ran_at_save(self, i: Ticks, number: Ticks) -> Ticks:
@@ -149,10 +149,10 @@ class Segments:
         return self._works[i] + (number - 1) * (self._cycle[i] - self._hold[i])
 
     def step_at_save(self, i: Ticks, number: Ticks) -> Ticks:
-        """Return the step that a checkpoint is of."""
+        """Return the step of that checkpoint."""
         return self.first[i] - self._before[i] + number * self._every
 
 
 def product(a: Ticks | int, b: Ticks) -> Ticks:
-    """Return ``a * b``, or :data:`FAR` where it is more."""
+    """Return ``a * b``, at most :data:`FAR`."""
     return np.where(np.asarray(a, dtype=np.float64) * b < 2e18, a * b, FAR)

@@ -1,4 +1,4 @@
-"""Scenario files: TOML in; what is to be simulated, strategy by strategy, out. docs/how-to/write-a-scenario.md lists their keys."""
+"""Reads scenario files: from TOML to one scenario per strategy. docs/how-to/planning.md describes the format."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 _NOT_OF_JOB = ("strategy", "name", "spares", "save_every", "work_s")
 _WHOLE_JOB, _ONE_RACK = "job", 10_000_000
-"""What ends the whole job is, to the simulator, what takes down the rack that all are in."""
+"""The simulator models a failure of the whole job as a failure of the one rack that contains all nodes."""
 _ENDLESS_S = 1.0
-"""A horizon that stands in until the length of a step is known."""
+"""A placeholder horizon until the length of a step is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One of what is compared.
+    """One of the compared settings.
 
     Args:
-        name: What to call it.
-        scenario: What is simulated; its ``save_every`` is 0 and does not count.
-        every: How often it saves: steps, a time in seconds as a float, or one of :data:`~holdfast_lab.simulate.schema.EVERY`.
+        name: Its name.
+        scenario: Its scenario, in which ``save_every`` is 0 and does not count.
+        every: The checkpoint interval: steps, a time in seconds as a float, or one of :data:`~holdfast_lab.simulate.schema.EVERY`.
     """
 
     name: str
@@ -50,13 +50,13 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioFile:
-    """What a scenario file asks for.
+    """The content of a scenario file.
 
     Args:
-        title: Over the page, or "".
-        repetitions: Histories of each setting, ``>= 2``.
-        seed: Of all that is drawn.
-        settings: What is compared, with names that differ.
+        title: Title of the page, or "".
+        repetitions: Histories per setting, ``>= 2``.
+        seed: Seed of everything random.
+        settings: The settings to compare, with distinct names.
     """
 
     title: str
@@ -66,19 +66,17 @@ class ScenarioFile:
 
 
 def read_scenario(path: Path) -> ScenarioFile:
-    """Read a scenario file. Paths in it are relative to the folder that it is in.
+    """Read a scenario file. Paths in it are relative to its directory.
 
     Raises:
-        ConfigError: if it cannot be read, or what stands in it is not allowed; the message says where.
+        ConfigError: if it cannot be read, or a value is not allowed; the message says where.
     """
     try:
         from pydantic import ValidationError
 
         from holdfast_lab.simulate.schema import File
     except ImportError:
-        raise ConfigError(
-            "scenario files are checked by pydantic, which is not installed: pip install 'holdfast[lab]'"
-        ) from None
+        raise ConfigError("scenario files need pydantic, which is not installed: pip install 'holdfast[lab]'") from None
     try:
         table = tomllib.loads(path.read_text())
     except OSError as error:
@@ -97,7 +95,7 @@ def read_scenario(path: Path) -> ScenarioFile:
         raise ConfigError(f"{path}: {error}") from error
 
 
-# -- what the tables make
+# -- conversion of tables
 
 
 def _made(file: File, folder: Path) -> ScenarioFile:
@@ -106,7 +104,7 @@ def _made(file: File, folder: Path) -> ScenarioFile:
     names = [setting.name for setting in settings]
     if double := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(
-            f"two strategies are called {double[0]!r}; give each a name of its own, such as {{strategy = ..., name = ...}}"
+            f"two strategies have the name {double[0]!r}; give each its own name, such as {{strategy = ..., name = ...}}"
         )
     return ScenarioFile(title=file.title, repetitions=file.repetitions, seed=file.seed, settings=tuple(settings))
 
@@ -121,10 +119,10 @@ def _setting(file: File, strategy: StrategyTable, down: Down, folder: Path) -> S
     policies = file.job.given(*_NOT_OF_JOB) | strategy.given(*_NOT_OF_JOB)
     if file.job.steps is None and file.job.work_s is None and file.job.horizon_s is None:
         raise ConfigError(
-            "[job] needs steps, work_s (as time that they take undisturbed) or horizon_s: otherwise it never ends"
+            "[job] needs steps, work_s (their undisturbed duration) or horizon_s; otherwise it never ends"
         )
     if file.job.steps is not None and file.job.work_s is not None:
-        raise ConfigError("[job] has both steps and work_s, which say the same; leave one out")
+        raise ConfigError("[job] has both steps and work_s, which mean the same; leave one out")
     policies.setdefault("horizon_s", None if file.job.steps else _ENDLESS_S)
     job = Job(strategy=strategy.strategy, **policies)
     scenario = _with_costs(file.costs, cluster, job, down, folder)
@@ -137,24 +135,24 @@ def _setting(file: File, strategy: StrategyTable, down: Down, folder: Path) -> S
 
 
 def _steps(work_s: float, step_s: float) -> int:
-    """Return how many steps take so long."""
+    """Return the number of steps that take ``work_s``."""
     check_range("work_s", work_s, 0, most=LONGEST_S)
     if work_s > MOST_STEPS * step_s:
         raise ConfigError(
-            f"work_s is more than {MOST_STEPS:g} steps of {step_s:g} s, which are not simulated; is the time of a step right?"
+            f"work_s is more than {MOST_STEPS:g} steps of {step_s:g} s, the largest number that can be simulated; check the duration of a step"
         )
     return max(1, round(work_s / step_s))
 
 
 def _with_costs(table: CostsTable, cluster: Cluster, job: Job, down: Down, folder: Path) -> Scenario:
-    """Return the scenario with the costs of the table: those that were measured, and before them those that are written."""
+    """Return the scenario with the costs of the table; written costs take precedence over measured ones."""
     measured: dict[str, float] = {}
     if table.from_report:
         measured = read_measured(folder / table.from_report).apart()
     given = table.given("from_report", "step_s", *OF_STORAGE)
     says_step = {"slice_s", "steps_s"} & set(given)
     if table.step_s is not None and says_step:
-        raise ConfigError(f"[costs] has both step_s and {says_step.pop()}, which say the same; leave one out")
+        raise ConfigError(f"[costs] has both step_s and {says_step.pop()}, which mean the same; leave one out")
     step_s = table.step_s if says_step or table.step_s is not None else measured.get("step_s")
     others = {n: value for n, value in measured.items() if n not in ("step_s", "state_bytes")} | given
     speeds = {name: value for name in OF_STORAGE if (value := getattr(table, name)) is not None}
@@ -163,7 +161,7 @@ def _with_costs(table: CostsTable, cluster: Cluster, job: Job, down: Down, folde
         speeds.setdefault("state_bytes", measured.get("state_bytes", -1.0))
         if speeds["state_bytes"] < 0 or "write_bytes_per_s" not in speeds:
             raise ConfigError(
-                f"[costs] has {', '.join(speeds)}: what a checkpoint takes needs both state_bytes and write_bytes_per_s"
+                f"[costs] has {', '.join(speeds)}: the cost of a checkpoint needs both state_bytes and write_bytes_per_s"
             )
         costs = Costs.of_storage(**speeds, **others)
     else:
@@ -172,41 +170,41 @@ def _with_costs(table: CostsTable, cluster: Cluster, job: Job, down: Down, folde
 
 
 def of_step(cluster: Cluster, job: Job, costs: Costs, down: Down, step_s: float | None) -> Scenario:
-    """Return the scenario in which a step takes ``step_s`` when all are there, and ``update_s`` is not in it; what is not sums is computing.
+    """Return the scenario in which a step takes ``step_s`` with all workers, excluding ``update_s``; the rest besides the all-reduces is computing.
 
     Args:
         cluster: The machines.
-        job: What runs on them.
-        costs: Without the time of a slice; with it if ``step_s`` is None.
-        down: Who is down and when.
+        job: The job that runs on them.
+        costs: Costs without the time of a slice; with it if ``step_s`` is None.
+        down: The outages.
         step_s: Seconds.
 
     Raises:
-        ConfigError: if the sums alone take as long.
+        ConfigError: if the all-reduces alone take as long.
     """
     if step_s is None:
         return Scenario(cluster, job, costs, down)
     probe = Scenario(cluster, job, _replaced(costs, slice_s=1.0), down)
     compute, sums = step_parts_s(probe.cluster, probe.job, probe.costs)
     if step_s <= sums[-1]:
-        raise ConfigError(f"step_s must be more than what its sums take, {sums[-1]:g} s, got {step_s:g}")
+        raise ConfigError(f"step_s must be more than the time of its all-reduces, {sums[-1]:g} s, got {step_s:g}")
     return Scenario(cluster, job, _replaced(costs, slice_s=float((step_s - sums[-1]) / compute[-1])), down)
 
 
 def _replaced(costs: Costs, **changes: float) -> Costs:
     import dataclasses
 
-    return dataclasses.replace(costs, **changes)  # type: ignore[arg-type]  # all that is changed is a number
+    return dataclasses.replace(costs, **changes)  # type: ignore[arg-type]  # all changes are numbers
 
 
 def _down(file: File, folder: Path) -> Down:
     if file.trace is not None:
         return _trace(file.trace, folder)
-    cluster = Cluster(**file.cluster.given("spares"))  # failures are counted of those that work
+    cluster = Cluster(**file.cluster.given("spares"))  # counted failures are those of active workers
     levels = {table.level for table in file.failures or ()}
     if _WHOLE_JOB in levels and "rack" in levels:
         raise ConfigError(
-            "[[failures]] are of level job and of level rack: one of them only, because to the simulator a job is a rack with all in it"
+            "[[failures]] has both level job and level rack; use one of them, because the simulator models a job failure as a failure of one rack with all nodes"
         )
     failures = Failures(tuple(_source(number, table, cluster) for number, table in enumerate(file.failures or (), 1)))
     check_mtbf(failures.mtbf_s(cluster))
@@ -225,11 +223,13 @@ def _source(number: int, table: SourceTable, cluster: Cluster) -> Source:
     if table.count is None:
         if table.span_s is not None or table.units is not None:
             raise ConfigError(
-                f"{where} has span_s or units, which belong to count: so many failures, of so many units, in such a time"
+                f"{where} has span_s or units but no count; they give the time and the number of units of a count"
             )
         return Source(level, _times(table, where), repair, table.age_s)
     if table.span_s is None or table.mean_s is not None:
-        raise ConfigError(f"{where} has a count: it needs span_s, the time in which they were counted, and no mean_s")
+        raise ConfigError(
+            f"{where} has a count: it needs span_s, the time in which failures were counted, and no mean_s"
+        )
     counted = Failures.of_count(
         table.count, span_s=table.span_s, units=units or cluster.units(level), level=level, repair=repair
     )
@@ -255,15 +255,15 @@ _SHAPES = ("shape", "sigma", "early_s", "early_shape", "wear_s", "wear_shape")
 _TAKES = {
     "weibull": ("shape",),
     "lognormal": ("sigma",),
-    "bathtub": ("early_s", "wear_s", "early_shape (if it is not 0.5)", "wear_shape (if it is not 5)"),
+    "bathtub": ("early_s", "wear_s", "early_shape (if not 0.5)", "wear_shape (if not 5)"),
 }
 
 
-# -- what is wrong
+# -- error messages
 
 
 def _first_complaint(error: ValidationError) -> str:
-    """Return one line on the first thing that is wrong."""
+    """Return one line about the first error."""
     wrong = error.errors()[0]
     *path, key = wrong["loc"] or ("",)
     where = _place(path)
@@ -272,7 +272,7 @@ def _first_complaint(error: ValidationError) -> str:
             return f"{where} has no key {str(key)!r}{_near(path, str(key))}"
         case "missing":
             what = f"table [{key}]" if not path and key not in ("strategies",) else f"key {str(key)!r}"
-            return f"{where} has no {what}, which is needed"
+            return f"{where} has no {what}, which is required"
         case "value_error":
             return str(wrong["ctx"]["error"]) if not wrong["loc"] else f"{_place(path)}: {wrong['ctx']['error']}"
         case _:
@@ -281,7 +281,7 @@ def _first_complaint(error: ValidationError) -> str:
 
 
 def _place(path: Sequence[int | str]) -> str:
-    """Return a table of the file as it is written there."""
+    """Return the name of a table as it is written in the file."""
     if not path:
         return "the file"
     table, *rest = path
@@ -293,7 +293,7 @@ def _place(path: Sequence[int | str]) -> str:
 
 
 def _near(path: Sequence[int | str], key: str) -> str:
-    """Return what may have been meant, and what there is."""
+    """Return a hint with the nearest key, and the allowed keys."""
     from holdfast_lab.simulate.schema import TABLES
 
     table = next(str(part) for part in (*reversed(path), "") if isinstance(part, str))

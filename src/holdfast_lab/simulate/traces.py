@@ -1,4 +1,4 @@
-"""Failures as they were written down somewhere."""
+"""Failures from recorded traces."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ Seconds = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Who was down, and when, on some real machines.
+    """The recorded outages of real machines.
 
-    The units of the trace become the workers, nodes or racks of the cluster. Where the cluster has more of them, the trace is
-    laid on it several times; where it runs for longer, the trace begins again: a unit that is up
-    at its end stays up until its next failure, also if the trace begins with that unit down.
+    The units of the trace become the workers, nodes or racks of the cluster. If the cluster has more of them, the trace is
+    used several times side by side. If the simulation is longer, the trace starts over: a unit that is up
+    at its end stays up until its next failure, even if the trace begins with that unit down.
 
     Args:
         spells: Unit, begin and end of each outage, seconds from the begin of the trace; a unit may have several at once. An
-            outage may end after the trace: it lasts until then in the trace that has begun again.
-        units: How many there were, those that never failed among them, 1 to 10,000,000.
-        span_s: How long it was watched, ``> 0``.
-        level: What a unit becomes: ``"worker"``, ``"node"`` or ``"rack"``.
-        replayed: Every repetition meets the trace from its begin, unit by unit. Otherwise each begins at a random moment of it, and
-            another one for each time that it is laid on the cluster; units that fail together still do.
+            outage may end after the trace: it then lasts until that time in the repeated trace.
+        units: Number of units, including those that never failed, 1 to 10,000,000.
+        span_s: Length of the observation, ``> 0``.
+        level: The level of a unit: ``"worker"``, ``"node"`` or ``"rack"``.
+        replayed: Every repetition uses the trace from its begin, unit by unit. Otherwise each repetition begins at a random time in it,
+            and at another one for each copy side by side; units that fail together still do.
         name: Where it comes from.
 
     Raises:
@@ -59,7 +59,7 @@ class Trace:
                 )
 
     def draw(self, cluster: Cluster, horizon_s: float, seed: tuple[int, int]) -> Outages:
-        """Return the outages that begin before ``horizon_s``; who is down at the begin is so from 0 on."""
+        """Return the outages that begin before ``horizon_s``; units that are down at the begin are down from 0 on."""
         rng = np.random.default_rng(seed)
         units, width = cluster.units(self.level), cluster.width(self.level)
         spells = np.array(self.spells, dtype=np.float64).reshape(-1, 3)
@@ -81,8 +81,8 @@ class Trace:
     def _met_again(self, spells: Seconds) -> npt.NDArray[np.bool_]:
         """Return which outages occur in repetitions of the trace.
 
-        An outage that starts with the trace occurs only if it continues one at the end: a unit that is up at the end stays up, and
-        one that is down beyond the end is down already.
+        An outage at the start of the trace occurs only if it continues one at the end: a unit that is up at the end stays up, and
+        one that is down beyond the end is already down.
         """
         failed, whose = np.unique(spells[:, 0], return_inverse=True)
         last_s = np.zeros(len(failed))
@@ -93,7 +93,7 @@ class Trace:
     def _over_and_over(
         self, laid: Seconds, again: npt.NDArray[np.bool_], begin_s: float, horizon_s: float
     ) -> list[Seconds]:
-        """Return the outages of the trace from ``begin_s`` on, begun again as often as it takes."""
+        """Return the outages of the trace from ``begin_s`` on, starting over as often as necessary."""
         found = []
         for time in range(-1, int((begin_s + horizon_s) // self.span_s) + 1):
             shifted = laid[again] if time > 0 else laid.copy()
@@ -102,13 +102,13 @@ class Trace:
         return found if not self.replayed else found[1:]
 
     def mtbf_s(self, cluster: Cluster) -> float:
-        """Return the mean time between two failures of anything on this cluster, seconds."""
-        seen = sum(spell.start_s > 0 for spell in self.spells)  # who is down from the begin interrupts nobody
+        """Return the mean time between any two failures on this cluster, seconds."""
+        seen = sum(spell.start_s > 0 for spell in self.spells)  # a unit that is down from the begin interrupts no job
         rate = seen / self.span_s * cluster.units(self.level) / self.units
         return 1 / rate if rate else float("inf")
 
     def as_level(self, level: str) -> Trace:
-        """Return the same trace for other things than it was written of: spot machines as workers, say."""
+        """Return the same trace for another level, for instance spot machines as workers."""
         return replace(self, level=level)
 
 
@@ -118,39 +118,39 @@ def read_trace(
     """Read a failure trace.
 
     ===============  =========================================================================================
-    ``infinitehbd``  JSON of fault starts and ends (InfiniteHBD-Trace, SIGCOMM 2025); ``units`` servers were watched, 400
+    ``infinitehbd``  JSON of fault starts and ends (InfiniteHBD-Trace, SIGCOMM 2025); ``units`` servers were observed, 400
     ``lanl``         CSV of all outages of LANL's systems (LA-UR-05-7318), of one ``system`` by number
-    ``spot``         CSV ``milliseconds,add|remove,name`` (Bamboo, NSDI 2023): what has not been added is down; needs ``span_s``
-    ``sizes``        CSV ``date, time, machines`` (the same): those that came first go first
+    ``spot``         CSV ``milliseconds,add|remove,name`` (Bamboo, NSDI 2023): down until added; needs ``span_s``
+    ``sizes``        CSV ``date, time, machines`` (the same): the oldest machine leaves first
     ``ssd``          CSV of drives that failed with node and rack (Alibaba, FAST 2021), of one ``room``; ``repair_s`` and
-                     ``nodes_per_rack`` are not in it. Nodes of one rack come one after another
+                     ``nodes_per_rack`` are not in it. Nodes of one rack are numbered consecutively
     ``table``        CSV with a header ``unit,start_s,end_s``; needs ``span_s``
     ===============  =========================================================================================
 
     The file says how long the machines were observed. ``spot`` and ``table`` files do not, and need ``span_s``: seconds from the begin
-    of the trace, not less than its last event. A quiet end belongs to a trace: without it failures come too often.
-    Files that end in ``.gz``, ``.xz`` or ``.zip`` are unpacked.
+    of the trace, not less than its last event. Include a quiet period at the end; without it the failure rate is too high.
+    Files that end in ``.gz``, ``.xz`` or ``.zip`` are decompressed.
 
     Args:
         path: The file.
         kind: One of those above.
-        level: What a unit becomes.
+        level: The level of a unit.
         replayed: As for :class:`Trace`.
-        **choices: What else the kind takes.
+        **choices: Further options of the kind.
 
     Raises:
-        ConfigError: if there is no such file or kind, or it cannot be read as that.
+        ConfigError: if the file is missing, the kind is unknown, or the file has another format.
     """
     check_choice("kind of trace", kind, tuple(READERS))
     reader, takes = READERS[kind]
     _check_choices(kind, list(choices), takes)
     read = reader(Path(path), **choices)
     if not read.spells:
-        raise ConfigError(f"{path} holds no outage" + (f" where {choices}" if choices else ""))
+        raise ConfigError(f"{path} contains no outage" + (f" where {choices}" if choices else ""))
     return Trace(read.spells, read.units, read.span_s, level, replayed, f"{kind} {Path(path).name}")
 
 
 def _check_choices(kind: str, given: Sequence[str], takes: Sequence[str]) -> None:
     if odd := sorted(set(given) - set(takes)):
-        allowed = f"takes {', '.join(takes)}" if takes else "takes nothing else"
+        allowed = f"takes {', '.join(takes)}" if takes else "takes no options"
         raise ConfigError(f"a trace of kind {kind} {allowed}, got {', '.join(odd)}")

@@ -1,4 +1,4 @@
-"""Times, sizes and speeds as people write them: ``90d``, ``1h30min``, ``140GB``, ``2GiB/s``, ``400Gbit/s``."""
+"""Parses times, sizes and speeds with units: ``90d``, ``1h30min``, ``140GB``, ``2GiB/s``, ``400Gbit/s``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SPEEDS = {
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?"
 _TIME_HELP = "a number of seconds, or one with us, ms, s, min, h, d, w or y, such as 250ms, 1h30min or 5y"
 _SIZE_HELP = "a number of bytes, or one with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 140GB"
-_SPEED_HELP = "a number of bytes a second, or one with MB/s, GB/s, GiB/s, Gbit/s and so on, such as 2GiB/s"
+_SPEED_HELP = "a number of bytes per second, or one with MB/s, GB/s, GiB/s, Gbit/s and so on, such as 2GiB/s"
 
 
 def parse_seconds(value: object, name: str) -> float:
@@ -41,7 +41,7 @@ def parse_seconds(value: object, name: str) -> float:
 
     Args:
         value: A number of seconds, or text.
-        name: What to call it in an error.
+        name: Its name in an error.
 
     Raises:
         ConfigError: if it is not a time, or not finite.
@@ -58,7 +58,7 @@ def parse_bytes(value: object, name: str) -> float:
 
     Args:
         value: A number of bytes, or text.
-        name: What to call it in an error.
+        name: Its name in an error.
 
     Raises:
         ConfigError: if it is not a size, or not finite.
@@ -67,11 +67,11 @@ def parse_bytes(value: object, name: str) -> float:
 
 
 def parse_speed(value: object, name: str) -> float:
-    """Return a speed in bytes a second.
+    """Return a speed in bytes per second.
 
     Args:
-        value: A number of bytes a second, or text.
-        name: What to call it in an error.
+        value: A number of bytes per second, or text.
+        name: Its name in an error.
 
     Raises:
         ConfigError: if it is not a speed, or not finite.

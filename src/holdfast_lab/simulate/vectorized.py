@@ -1,7 +1,7 @@
-"""Many histories at once, each array an entry for each: the strategies of production, with the protocol's answers from a table.
+"""Simulates many histories at once, with one array entry per history: the production strategies, with decisions from a table.
 
-Every history is at a time of its own. All take a turn together: first what comes by itself before the next outage, then
-the next outage, or the end of one.
+Every history has its own time. In each round every history advances: first through scheduled events before the next outage, then
+through the next outage or the end of one.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Ticks = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 _REPEATS = np.int64(-1)
-"""In the place of a number of sums: the step in progress is computed again."""
+"""In place of a number of all-reduces: the step in progress is computed again."""
 
 
 class _Reached(NamedTuple):
-    """How far recoveries are; shape ``(histories,)``.
+    """Progress of recoveries; shape ``(histories,)``.
 
     Args:
         decided: The survivors have regrouped and decided.
-        loading: They have come to loading, if there is anything to load.
-        loaded: They are past it.
+        loading: They have started loading, if there is anything to load.
+        loaded: They have finished loading.
     """
 
     decided: Flags
@@ -47,7 +47,7 @@ class _Reached(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """What does not depend on the number of members, nanoseconds."""
+    """Durations that do not depend on the number of members, nanoseconds."""
 
     horizon: int
     detect: int
@@ -72,12 +72,12 @@ class _Times:
 
 
 class Simulator:
-    """Carries out what the strategies decide, in many histories.
+    """Executes the strategies' decisions in many histories.
 
     Args:
-        scenario: What is simulated.
-        histories: The outages of each.
-        nested: A worker may be part of several units that fail.
+        scenario: The scenario.
+        histories: The outages of each history.
+        nested: Whether a worker may be part of several units that fail.
     """
 
     def __init__(self, scenario: Scenario, histories: Sequence[Outages], *, nested: bool) -> None:
@@ -95,7 +95,7 @@ class Simulator:
         self._recoveries, self._totals = Recoveries.at_start(number), Totals(number)
 
     def run(self) -> Sweep:
-        """Go on until all histories are over."""
+        """Run until all histories are over."""
         calendar, clocks, horizon = self._calendar, self._clocks, self._times.horizon
         active = np.arange(len(clocks.phase))
         while active.size:
@@ -168,7 +168,7 @@ class Simulator:
     # -- training
 
     def _resume(self, i: Ticks, now: Ticks, sums: Ticks | None = None) -> None:
-        """Train from here: a step is begun, or continued where so many of its sums are done."""
+        """Start training: a step begins, or continues with its completed all-reduces."""
         members, into = self._workers.members[i], np.zeros_like(now)
         prices, buckets, eager = self._prices, self._job.buckets, self._job.update == "eager"
         compute, rest, exposed = prices.compute[members], prices.sums[members], prices.exposed[members]
@@ -196,14 +196,14 @@ class Simulator:
         self._plan(i, now)
 
     def _plan(self, i: Ticks, now: Ticks) -> None:
-        """Wake up where training ends, or where newcomers are admitted."""
+        """Schedule the end of training or the next admission of newcomers."""
         workers, horizon = self._workers, self._times.horizon
         ends, left = np.full(len(i), horizon), self._progress.left(i)
         if left is not None:
             ends = self._segments.until_step(i, left)
         self._clocks.ends[i] = np.minimum(ends, horizon)
         if not self._relaunches:
-            # Where a dead member is not detected before time is up, nothing is admitted any more.
+            # Where a failed member is not detected before the horizon, no more workers are admitted.
             admits = (workers.available[i] > workers.members[i]) & (workers.killed[i] == 0)
             if admits.any():
                 ends[admits] = np.minimum(ends[admits], self._segments.boundary(i[admits], now[admits]))
@@ -231,7 +231,7 @@ class Simulator:
     # -- failures
 
     def _lose(self, i: Ticks, now: Ticks) -> None:
-        """A member died, or a newcomer that was about to be admitted: the others will detect it."""
+        """A member failed, or a newcomer that was about to be admitted: the others will detect it."""
         phase = self._clocks.phase[i]
         detects = np.ones(len(i), dtype=bool)
         if (runs := phase == Phase.RUN).any():
@@ -249,7 +249,7 @@ class Simulator:
         self._clocks.wake[i] = np.maximum(now, self._clocks.since[i]) + self._times.detect
 
     def _stop_training(self, i: Ticks, now: Ticks) -> Flags:
-        """Let survivors train until a sum fails; return whether one does before all is done, or time is up."""
+        """Let survivors train until an all-reduce fails; return whether one does before the job is done or the horizon is reached."""
         segments, buckets = self._segments, self._job.buckets
         position = there = segments.at(i, now)
         missed = now
@@ -263,7 +263,8 @@ class Simulator:
         if not detects.all():
             i, now, missed = i[detects], now[detects], missed[detects]
             position, there = (Position(*(column[detects] for column in one)) for one in (position, there))
-        self._progress.settle(i, now, position.saves)  # what was to be complete when it is missed is not
+        # A checkpoint that would be complete only after the failure, before its detection, does not count.
+        self._progress.settle(i, now, position.saves)
         self._progress.add(i, missed, there)
         self._clocks.since[i] = missed
         compute = segments.compute[i]
@@ -274,7 +275,7 @@ class Simulator:
         return detects
 
     def _detect(self, i: Ticks, now: Ticks) -> None:
-        """All survivors know of the failure: they recover, or the job is started again."""
+        """All survivors know of the failure: they recover, or the job is restarted."""
         self._spend(i, now, "detect")
         recoveries, members = self._recoveries, self._workers.members
         gone = recoveries.is_down[i] | (members[i] == 0) | self._relaunches
@@ -291,12 +292,12 @@ class Simulator:
     # -- recoveries
 
     def _recover(self, i: Ticks, now: Ticks, takes: Ticks) -> None:
-        """Begin a recovery, or an admission, that takes so long."""
+        """Begin a recovery, or an admission, with these durations."""
         clocks = self._clocks
         clocks.phase[i], clocks.wake[i], clocks.at_once[i] = Phase.RECOVER, now + takes, takes == 0
 
     def _break_off(self, i: Ticks, now: Ticks) -> None:
-        """A worker died in a recovery: it begins anew."""
+        """A worker failed during a recovery: it begins again."""
         recoveries, reached = self._recoveries, self._reached(i, now)
         self._spend_recovery(i, now)
         self._take_effect(i[reached.decided], reached.loading[reached.decided])
@@ -326,7 +327,7 @@ class Simulator:
             left -= spent
 
     def _take_effect(self, i: Ticks, loading: Flags) -> None:
-        """Lose what a decision discards, and, where a checkpoint is being loaded, all since it. What is in a snapshot is lost no more."""
+        """Apply a decision's losses: what it discards and, while a checkpoint is loaded, all work since it. A snapshot's content is not lost."""
         decisions, column = self._decisions, self._recoveries.decision[i]
         goes_back, from_snapshot = decisions.goes_back[column], self._recoveries.from_snapshot
         self._progress.discard(i[decisions.discards[column]])
@@ -362,7 +363,7 @@ class Simulator:
     # -- starting
 
     def _stop(self, i: Ticks, now: Ticks) -> None:
-        """No member is left: what was done since the newest checkpoint is lost."""
+        """No member is left: the work since the newest checkpoint is lost."""
         self._progress.go_back(i)
         self._workers.set_members(i, now, 0)
         self._workers.admitted[i], self._recoveries.is_down[i] = NEVER_ADMITTED, True
@@ -376,7 +377,7 @@ class Simulator:
         self._spend(i, now, "wait")
         self._workers.set_members(i, now, self._workers.available[i])
         self._workers.admitted[i] = now
-        begins = now == 0  # that the job was started once is no loss
+        begins = now == 0  # the job's first start loses nothing
         if begins.any():
             self._resume(i[begins], now[begins])
         i, now = i[~begins], now[~begins]
@@ -396,7 +397,7 @@ class Simulator:
     # -- the end
 
     def _close(self, i: Ticks, now: Ticks) -> None:
-        """Time is up."""
+        """The horizon is reached."""
         phase = self._clocks.phase[i]
         for which, part in ((Phase.DETECT, "detect"), (Phase.WAIT, "wait")):
             self._spend(i[phase == which], now[phase == which], part)
@@ -418,7 +419,9 @@ class Simulator:
     def _sweep(self) -> Sweep:
         progress, prices, totals, workers = self._progress, self._prices, self._totals, self._cluster.workers
         full = sum(int(one[workers]) for one in (prices.compute, prices.sums, prices.exposed))
-        ideal = [weight * full // workers for weight in progress.weight.tolist()]  # more than 64 bits on the way
+        ideal = [
+            weight * full // workers for weight in progress.weight.tolist()
+        ]  # intermediate values may exceed 64 bits
         return Sweep(
             parts_ns=totals.parts
             | {"useful": progress.ran, "lost": progress.lost, "save": totals.parts["save"] + progress.held},

@@ -1,1 +1,1 @@
-"""Many logical data-parallel workers in one process, with all slices of a step at once."""
+"""Many virtual data-parallel workers in one process, with all slices of a step computed together."""

@@ -1,4 +1,4 @@
-"""What happens to a training by batched workers, and what came of it."""
+"""Planned changes and faults of a training by virtual workers, and its recovery decisions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from holdfast.faults.plan import Fault, FaultPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Workers leave, or come, as planned: between two steps, so nothing is lost.
+    """A planned change of the workers between two steps, in which nothing is lost.
 
     Args:
-        step: Before which, ``>= 1``.
-        leave: Who leaves.
-        join: Who comes: numbers that nobody had before.
+        step: The step before which it happens, ``>= 1``.
+        leave: Ranks that leave.
+        join: Ranks that join; they must be new.
     """
 
     step: int
@@ -27,13 +27,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What came of a meeting.
+    """The result of regrouping.
 
     Args:
-        step: The step in progress when it began.
+        step: The step in progress at its begin.
         what: ``"redo"`` the step, ``"continue"`` it over the survivors, ``"load"`` a checkpoint, ``"stop"``; ``"grow"`` if
-            newcomers were let in, ``"leave"`` if some only left.
-        redone_steps: Whose work is done again, the one in progress included.
+            newcomers were admitted, ``"leave"`` if workers only left.
+        redone_steps: Steps whose work is redone, including the one in progress.
     """
 
     step: int
@@ -44,10 +44,10 @@ class Decision:
 def faults_by_step(
     settings: Settings, members: Sequence[int], num_buckets: int
 ) -> dict[int, list[tuple[int, int, int]]]:
-    """Return by step the faults: number, position of the sum that does not complete, and who dies.
+    """Return the faults by step: number of the fault, position of the all-reduce that does not complete, and the rank that fails.
 
     Raises:
-        ConfigError: if one cannot strike here.
+        ConfigError: if a fault is not supported here.
     """
     if not settings.faults:
         return {}
@@ -61,7 +61,7 @@ def faults_by_step(
 
 
 def _place(fault: Fault) -> tuple[int, int]:
-    """Return in which step and before which sum somebody is missed."""
+    """Return the step and the all-reduce in which the failed worker is missed."""
     if fault.kind == "kill" and fault.phase in ("forward", "backward"):
         return fault.step, 0
     if fault.kind == "kill" and fault.phase == "allreduce":
@@ -69,5 +69,5 @@ def _place(fault: Fault) -> tuple[int, int]:
     if fault.kind == "kill" and fault.phase == "optimizer":
         return fault.step + 1, 0
     raise ConfigError(
-        f"{fault.to_spec()}: with all slices at once there are only kills in forward, backward, allreduce and optimizer"
+        f"{fault.to_spec()}: with all slices computed together, only kills in forward, backward, allreduce and optimizer are possible"
     )

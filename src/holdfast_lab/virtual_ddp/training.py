@@ -1,14 +1,13 @@
-"""Training by many virtual workers with all slices of a step at once: for what a failure does to the accuracy, at any scale.
+"""Trains many virtual workers with all slices of a step together, to find the effect of failures on accuracy at any scale.
 
-The protocol and the strategies are those of production, and so are the buckets, and how mini-batches are cut and slices
-change hands. They are asked first: a step is computed when it is to be applied, and what was discarded is not computed at
-all. Then all samples of the step that go into the same sums go through the model together: all of them, but where workers
-died in the middle of a step that ``forward`` goes on with. There each sum has its own samples, and those of the dead go through by themselves, the
-dead of one sum together.
+Protocol, strategies, buckets, slicing and reassignment are those of production. The protocol decides first: a step is computed
+when it is to be applied, and discarded work is never computed. Then all samples that contribute to the same all-reduces go through
+the model together. That is the whole mini-batch, unless workers failed in the middle of a step that ``forward`` continues. Then each
+all-reduce has its own samples, and the samples of failed workers go through separately, grouped by the all-reduce they missed.
 
-So a thousand workers cost what one does, and no hash is promised: sums are added in another order; what is random in the
-model is drawn for the whole mini-batch; and batch norm, in training, takes mean and variance of the mini-batch instead of those of each
-slice, which is other mathematics.
+So a thousand workers cost as much as one, but no hash is promised. Gradients are added in another order; random numbers in the
+model are drawn for the whole mini-batch; and batch norm in training uses mean and variance of the mini-batch instead of each
+slice, which is a different computation.
 """
 
 from __future__ import annotations
@@ -74,19 +73,19 @@ from holdfast_lab.virtual_ddp.plan import Change, Decision, faults_by_step
 __all__ = ["STRATEGIES", "Batched", "Change", "Decision", "Snapshot"]
 
 STRATEGIES = ("rollback", "forward", "restart")
-"""Those that have something to do here; ``reinit`` trains as ``rollback`` does, and ``partial`` is for split models."""
+"""The strategies that differ here; ``reinit`` trains like ``rollback``, and ``partial`` is for split models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A copy of all that a training has come to.
+    """A copy of the state of a training.
 
     Args:
-        step: Steps that are in the weights.
-        cursor: How far the plan has been used up.
+        step: Number of committed steps.
+        cursor: Position in the data plan.
         model: All parameters and buffers by name.
-        optimizer: Its state.
-        ledger: Its state.
+        optimizer: State of the optimizer.
+        ledger: State of the ledger.
     """
 
     step: int
@@ -98,7 +97,7 @@ class Snapshot:
 
 @dataclass(slots=True)
 class _Attempt:
-    """A step in progress: its mini-batch, in one piece where nobody can die in it, and who died before which sum."""
+    """A step in progress: its mini-batch, in one piece if no worker can fail in it, and the all-reduce before which each failed."""
 
     batch: MiniBatch
     full_size: int
@@ -106,20 +105,20 @@ class _Attempt:
 
 
 class Batched:
-    """Plays all workers of a job, with one copy of the model.
+    """Runs all workers of a job with one copy of the model.
 
     Args:
-        model: Trained in place, on any device.
-        optimizer: Of its parameters.
-        changes: Workers that leave or come as planned.
-        begin: Where it goes on: :meth:`snapshot` of a training with the same data, seed and ``batch_size``, in which nothing has
-            happened yet. None: at the first step.
-        **settings: Fields of :class:`holdfast.config.Settings`; that count ``workers``, ``spares``, ``strategy``, ``slices``, ``split``,
+        model: The model, trained in place, on any device.
+        optimizer: The optimizer of its parameters.
+        changes: Planned changes of the workers.
+        begin: Starting point: a :meth:`snapshot` of a training with the same data, seed and ``batch_size`` in which nothing has
+            happened yet. None: start at the first step.
+        **settings: Fields of :class:`holdfast.config.Settings`. Used are ``workers``, ``spares``, ``strategy``, ``slices``, ``split``,
             ``batch``, ``rescale``, ``min_workers``, ``checkpoint_every`` (in memory), ``bucket_bytes``, ``seed`` and ``faults``,
-            of which there may be kills in a pass or a sum.
+            which may be kills in a forward or backward pass or an all-reduce.
 
     Raises:
-        ConfigError: if a setting is not allowed, or a fault cannot strike here.
+        ConfigError: if a setting is not allowed, or a fault is not supported here.
     """
 
     def __init__(
@@ -134,25 +133,25 @@ class Batched:
         self._settings = Settings(**settings)
         if self._settings.strategy not in STRATEGIES:
             raise ConfigError(
-                f"strategy must be one of {', '.join(STRATEGIES)} where all slices are computed at once, got {self._settings.strategy}"
+                f"strategy must be one of {', '.join(STRATEGIES)} where all slices are computed together, got {self._settings.strategy}"
             )
         self.model, self.optimizer = model, optimizer
         self._buckets = Buckets(model, self._settings.bucket_bytes)
         self.members = tuple(range(self._settings.workers + self._settings.spares))
-        """Who is alive."""
+        """Ranks that are alive."""
         self._changes = {change.step: change for change in changes}
         if len(self._changes) < len(changes):
             raise ConfigError(
-                f"there may be one change before a step, got {len(changes)} of {len(self._changes)} steps; put those of a step together"
+                f"at most one change is allowed before a step, got {len(changes)} for {len(self._changes)} steps; merge the changes of a step"
             )
         self._faults = faults_by_step(self._settings, self.members, len(self._buckets))
         self._fired: set[int] = set()
         self.step = 0
-        """Steps that are in the weights."""
+        """Number of steps in the weights."""
         self.loss: torch.Tensor | None = None
-        """Mean over the samples in the last sum of the last step."""
+        """Mean over the samples of the last all-reduce of the last step."""
         self.decisions: list[Decision] = []
-        """What came of each meeting."""
+        """The decision of each regrouping."""
         self._cursor = Cursor(epoch=0, offset=0)
         self._attempt: _Attempt | None = None
         self._dead: set[int] = set()
@@ -165,28 +164,28 @@ class Batched:
 
     @property
     def num_buckets(self) -> int:
-        """Buckets of a step."""
+        """Number of buckets of a step."""
         return len(self._buckets)
 
     def account(self) -> Account:
-        """Return what became of the samples."""
+        """Return the account of the samples."""
         return self._ledger.account(self._cursor)
 
     def steps(
         self, dataset: Any, batch_size: int, epochs: int = 1, *, shuffle: bool = True, drop_last: bool = False
     ) -> Iterator[Step]:
-        """Yield the steps that get into the weights, or got there before a checkpoint was loaded: ``session.steps``, slices together.
+        """Yield the steps that are committed, like ``session.steps`` with slices together; a loaded checkpoint may undo some of them.
 
         Args:
             dataset: Anything with ``len`` and ``[]``.
-            batch_size: Samples of a step, over all workers.
+            batch_size: Samples per step, over all workers.
             epochs: Passes over the dataset.
-            shuffle: In an order that depends on the seed and the epoch alone.
-            drop_last: Leave out the short mini-batch at the end of an epoch.
+            shuffle: Use an order that depends only on the seed and the epoch.
+            drop_last: Drop the short mini-batch at the end of an epoch.
 
         Raises:
             TooFewWorkers: if fewer than ``min_workers`` are left.
-            JobError: if nobody is left.
+            JobError: if no worker is left.
         """
         settings = self._settings
         self._dataset = dataset
@@ -253,13 +252,13 @@ class Batched:
                 self._decide("stop", 0)
                 self._stopped = True
             case _:
-                raise InternalError(f"{order} is not for training with all slices at once")
+                raise InternalError(f"{order} is not supported with all slices computed together")
         return ActDone()
 
-    # -- who is there
+    # -- members
 
     def _strike(self, step: int, position: int) -> bool:
-        """Let the faults of a sum strike; return whether anybody died in it."""
+        """Apply the faults at an all-reduce; return whether any worker failed."""
         if self._met:  # and nothing was discarded
             self._decide("continue", 0)
         for number, at, rank in self._faults.get(step, ()):
@@ -278,7 +277,7 @@ class Batched:
         self.members = tuple(sorted({*self.members, *join} - self._dead - set(leave)))
         self._dead.clear()
         if not self.members:
-            raise JobError(f"every worker has died in step {self.step}")
+            raise JobError(f"every worker has failed in step {self.step}")
         if self._change:
             self._decide("grow" if join else "leave", 0)
         self._met = not self._change
@@ -286,7 +285,7 @@ class Batched:
         return Shrunk()
 
     def _progress(self, mine: Progress) -> dict[int, Progress]:
-        """Return everybody's progress: all are where this process is, but for those who come."""
+        """Return the progress of all members: that of this process, except for newcomers."""
         flags = Note.CALM.when(self._change is not None)
         known = dict.fromkeys(self.members, dataclasses.replace(mine, flags=flags))
         if self._change:
@@ -308,12 +307,12 @@ class Batched:
     # -- a step
 
     def _recut(self) -> None:
-        """Find out of how many samples a step is among those who are there now."""
+        """Determine the number of samples of a step for the current members."""
         plan, self._batches = self._plan, Batches(self._plan)
         cut = self._batches.mini_batch(self.step, plan.start, self.members)
         assert cut is not None
         size = plan.batch_size if plan.batch == "global" else -(-plan.batch_size * len(cut.slices) // plan.slices)
-        # The same samples in one piece: a thousand slices that nobody looks at take as long to cut as a small model to train.
+        # Same samples in one piece: cutting a thousand slices takes as long as training a small model.
         self._whole = Batches(
             dataclasses.replace(
                 plan,
@@ -339,7 +338,7 @@ class Batched:
         return Computed()
 
     def _apply(self) -> Iterator[Step]:
-        """Let the script compute the step, in groups of samples that are in the same sums, and run the optimizer."""
+        """Let the script compute the step, in groups of samples that contribute to the same all-reduces, and run the optimizer."""
         attempt = self._attempt
         assert attempt is not None
         groups = _groups(attempt, self.num_buckets)
@@ -359,12 +358,12 @@ class Batched:
         self.step += 1
         every = self._settings.checkpoint_every
         if every and self.step % every == 0 and self._settings.strategy == "restart":
-            self._saved.append(self.snapshot())  # which counts when its step is stable
+            self._saved.append(self.snapshot())  # which counts once its step is durable
 
     def begin_slice(self, batch: MiniBatch, number: int) -> Any:
         """Return the inputs of a group."""
         if self._groups[number][0] < self.num_buckets:
-            # Of the dead: what they give to sums that they did not live to see does not count, nor do their buffers.
+            # For failed workers: gradients of all-reduces that they missed do not count, nor do their buffers.
             self._before = [buffer.clone() for buffer in self.model.buffers()]
             self._kept = [parameter.grad for parameter in self._later(number)]
             for parameter in self._later(number):
@@ -373,7 +372,7 @@ class Batched:
         return fetch(self._dataset, batch.slices[number], None)
 
     def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None:
-        """Compute the gradients of a group: of the mean over the step, or of sums that are divided later."""
+        """Compute the gradients of a group, either of the mean over the step or as sums that are divided later."""
         samples = len(batch.slices[number])
         if self._is_whole:
             assert self._attempt is not None
@@ -383,7 +382,7 @@ class Batched:
             (loss * samples).backward()
 
     def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
-        """Take back what is not to count."""
+        """Undo the effects that are not to count."""
         if self._groups[number][0] < self.num_buckets:
             for parameter, gradient in zip(self._later(number), self._kept, strict=True):
                 parameter.grad = gradient
@@ -392,33 +391,35 @@ class Batched:
         self.loss = torch.as_tensor(metrics["loss"])
 
     def at_once(self, *_: Any) -> AbstractContextManager[Collection[int]]:
-        """Leave each slice to itself."""
+        """Do not batch slices further."""
         return ONE_BY_ONE
 
     def between_slices(self, batch: MiniBatch) -> None:
-        """Make what the script draws outside the groups independent of them."""
+        """Make random numbers that the script draws between the groups independent of the groups."""
         seed_slice(self._plan.seed, batch.step, -1)
 
     def ask_to_stop(self) -> None:
-        """Refuse: training by batched workers goes to its end.
+        """Refuse: training by virtual workers runs to its end.
 
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("training with all slices at once cannot be stopped from inside a step; give fewer epochs")
+        raise ConfigError(
+            "training with all slices computed together cannot be stopped inside a step; give fewer epochs"
+        )
 
     @property
     def _is_whole(self) -> bool:
-        """Whether all samples of the step are in all of its sums."""
+        """Whether all samples of the step contribute to all of its all-reduces."""
         return [position for position, _ in self._groups] == [self.num_buckets]
 
     def _later(self, number: int) -> list[nn.Parameter]:
-        """Return the parameters whose gradients of a group are in no sum."""
+        """Return the parameters whose gradients from a group are in no all-reduce."""
         position = self._groups[number][0]
         return [place.parameter for bucket in self._buckets.layouts[position:] for place in bucket.places]
 
     def _average(self, full_size: int) -> None:
-        """Divide the sum of each bucket by the samples that are in it, or would be in it with everybody alive."""
+        """Divide each bucket's sum by the number of samples in it, or by the number with all workers alive."""
         for number, bucket in enumerate(self._buckets.layouts):
             inside = sum(samples for position, samples in self._groups if position > number)
             divisor = max(1, inside) if self._settings.rescale == "survivors" else full_size
@@ -429,7 +430,7 @@ class Batched:
     # -- checkpoints
 
     def snapshot(self) -> Snapshot:
-        """Return a copy of the state as it is after ``step`` steps; also while the next one is in progress, before it is computed."""
+        """Return a copy of the state after ``step`` steps; valid also while the next step is in progress but not computed."""
         return Snapshot(
             step=self.step,
             cursor=self._cursor,
@@ -450,7 +451,7 @@ class Batched:
         self._saved = stable[-1:] + self._saved[len(stable) :]
 
     def _load(self) -> int:
-        """Go back to the newest state that counts: all do so at the beginning, too."""
+        """Go back to the newest valid state; every training starts with this, too."""
         if not self._met:
             return self.step
         saved, self._saved = self._saved[0], self._saved[:1]
@@ -461,11 +462,11 @@ class Batched:
 
 
 def _groups(attempt: _Attempt, num_buckets: int) -> list[tuple[int, list[int]]]:
-    """Return the slices that go through the model together: in how many buckets they are, and which; survivors last."""
+    """Return the slices that go through the model together, as number of buckets and slice numbers; survivors last."""
     if not attempt.died_at:
         return [(num_buckets, list(range(len(attempt.batch.slices))))]
     groups: dict[int, list[int]] = {}
     for number, owner in attempt.batch.owners.items():  # of slices that have samples
         groups.setdefault(attempt.died_at.get(owner, num_buckets), []).append(number)
-    groups.pop(0, None)  # in no sum
+    groups.pop(0, None)  # in no all-reduce
     return sorted(groups.items())

@@ -1,4 +1,4 @@
-"""Two optimizers, with settings that suit the models beside them."""
+"""Two optimizers, with settings that suit the models of this package."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from holdfast.errors import ConfigError
 
 OPTIMIZERS = ("sgd", "adam")
-"""What :func:`make_optimizer` knows."""
+"""Names that :func:`make_optimizer` accepts."""
 
 
 def make_optimizer(name: str, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Return the optimizer called ``name``: ``"sgd"`` with momentum 0.9, or ``"adam"``.
 
     Raises:
-        ConfigError: if there is no such optimizer.
+        ConfigError: if the name is unknown.
     """
     match name:
         case "sgd":

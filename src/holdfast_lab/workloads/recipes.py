@@ -1,4 +1,4 @@
-"""How published experiments trained their networks, as data."""
+"""Training recipes of published experiments, as data."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import torch
 class Recipe:
     """Stochastic gradient descent whose learning rate falls in steps (Caffe's policy ``step``).
 
-    Caffe multiplies the gradient by the rate before it goes into the momentum, torch afterwards: the two differ for some
-    steps after the rate has changed. Caffe's files also give biases twice the rate and no decay; this does not.
+    Caffe multiplies the gradient by the rate before it enters the momentum, torch afterwards, so the two differ for some
+    steps after a change of the rate. Caffe's files also give biases twice the rate and no decay; this recipe does not.
     """
 
     learning_rate: float
-    """Of the first step."""
+    """Learning rate of the first step."""
     momentum: float
-    """Share of the last update that goes into the next."""
+    """Share of the last update that enters the next."""
     weight_decay: float
-    """Times the weights, added to the gradient."""
+    """Factor of the weights that is added to the gradient."""
     gamma: float
-    """What the learning rate is multiplied by, every ``every_steps``."""
+    """Factor of the learning rate, applied every ``every_steps``."""
     every_steps: int
     """Steps of the optimizer, not epochs."""
     batch: int
-    """Samples of one process in a step."""
+    """Samples per process and step."""
     source: str
-    """Where the numbers stand."""
+    """Where the numbers are published."""
 
     def optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.SGD:
         """Return the optimizer for ``parameters``."""
@@ -38,7 +38,7 @@ class Recipe:
         )
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.StepLR:
-        """Return what lowers the rate of ``optimizer``, to be stepped after each of its steps."""
+        """Return the schedule of ``optimizer``, to be stepped after each of its steps."""
         return torch.optim.lr_scheduler.StepLR(optimizer, self.every_steps, self.gamma)
 
 
@@ -62,4 +62,4 @@ RECIPES = {
         source="BVLC/caffe, which that branch contains, models/bvlc_googlenet: solver.prototxt and train_val.prototxt",
     ),
 }
-"""By network: what V. Amatya et al. 2017 (arXiv 1709.03316) trained with."""
+"""The recipes of V. Amatya et al. 2017 (arXiv 1709.03316), by network."""

@@ -1,4 +1,4 @@
-"""Train a model on a dataset, both chosen by name, and log the accuracy on its test set.
+"""Train a model on a data set, both chosen by name, and log the accuracy on its test set.
 
 Run as one worker with ``python -m holdfast_lab.workloads.train``, as several with
 ``holdfast run -n 4 src/holdfast_lab/workloads/train.py --epochs 3``.
@@ -20,7 +20,7 @@ from holdfast_lab.workloads.models import IMAGE_MODELS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train as ``arguments`` say; the settings of the session come from the environment."""
+    """Run the training that ``arguments`` describe; the settings of the session come from the environment."""
     options = _parser().parse_args(arguments)
     torch.set_num_threads(1)  # the number of threads may change the bits
     torch.set_deterministic_debug_mode("error")
@@ -37,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def accuracy(model: torch.nn.Module, test: Part) -> float:
-    """Return the fraction of ``test``, images and labels, that ``model`` classifies rightly.
+    """Return the fraction of ``test``, images and labels, that ``model`` classifies correctly.
 
-    The model is left in the mode that it was in.
+    The model is left in its training or evaluation mode.
     """
     was_training = model.training
     model.eval()
@@ -58,11 +58,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", choices=IMAGE_MODELS, default="cnn")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=128, help="samples of one step, over all workers")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="where datasets are that are read from files")
-    parser.add_argument("--limit", type=int, metavar="N", help="train on the first N samples only")
+    parser.add_argument("--batch-size", type=int, default=128, help="samples per step, over all workers")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="directory of data sets that are read from files")
+    parser.add_argument("--limit", type=int, metavar="N", help="train on only the first N samples")
     parser.add_argument("--size", type=int, metavar="N", help="scale images to N x N pixels")
-    parser.add_argument("--bucket-bytes", type=int, metavar="N", help="size of what is summed together")
+    parser.add_argument("--bucket-bytes", type=int, metavar="N", help="size of a gradient bucket")
     return parser
 
 

@@ -27,7 +27,7 @@ def reports(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def test_a_good_demo_ends_well(capsys):
     assert demo._judge(reports()) == 0
-    assert "no bit differs" in capsys.readouterr().err
+    assert "the weights are bit-identical" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_good_demo_ends_well(capsys):
             {"rollback": {"replicas": {"sha256": "ab"}}},
             "rollback ended with sha256 ab, the undisturbed run with same",
         ),
-        ({"forward": {"failures": [{}]}}, "the run forward should lose 2 workers, it lost 1"),
+        ({"forward": {"failures": [{}]}}, "the run forward must lose 2 workers, but lost 1"),
         ({"restart": {"faults_not_fired": ["kill:rank=1,step=40"]}}, "the run restart should lose 2 workers"),
     ],
 )

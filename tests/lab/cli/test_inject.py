@@ -105,9 +105,11 @@ def test_equivalent_injection_by_a_map_into_a_file_that_holds_a_part(holdfast):
     code, out, _ = holdfast(*replay, "--partly")
 
     assert refused[0] == 2
-    assert "tensors of the record are not here: conv/bias, conv2/kernel; name them in --map" in refused[2]
+    assert (
+        "tensors of the record are not in the file: conv/bias, conv2/kernel; map their names with --map" in refused[2]
+    )
     assert code == 0
-    assert "not here, and left out: conv/bias, conv2/kernel" in out
+    assert "left out, because they are not in the file: conv/bias, conv2/kernel" in out
     with h5py.File("m.h5") as h5, np.load("out.npz") as npz:
         altered = h5["conv/kernel"][()].transpose(3, 2, 0, 1)
         np.testing.assert_array_equal(np.ascontiguousarray(altered).view("u4"), npz["0.weight"].view("u4"))
@@ -126,11 +128,11 @@ def test_a_copy_leaves_other_files_beside_it_alone(holdfast):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["m.h5"], "say where the alterations go: -o OUT for an altered copy, or --in-place to alter m.h5 itself"),
+        (["m.h5"], "no destination is given: use -o OUT for an altered copy, or --in-place to alter m.h5 itself"),
         (["m.h5", "-o", "n.h5", "--in-place"], "an altered copy (-o) and --in-place exclude each other"),
-        (["m.h5", "-o", "m.h5"], "m.h5 is there already; name a new file, or remove it"),
+        (["m.h5", "-o", "m.h5"], "m.h5 already exists; name a new file, or remove it"),
         (["m.h5", "-o", "no/where/n.h5", "--flips", "0"], "--flips must be at least 1, got 0"),
-        (["m.h5", "--in-place", "--record", "m.h5"], "m.h5 is there already, and may be needed to take something back"),
+        (["m.h5", "--in-place", "--record", "m.h5"], "m.h5 already exists, and may be needed to undo an alteration"),
         (["m.h5", "--in-place", "--record", "no/r.json"], "cannot write the record no/r.json: No such file or directory"),
         (["m.h5", "--in-place", "--at", "dense"], "--at must equal, prefix or match one of conv/bias, conv/kernel, conv2/kernel, got 'dense'"),
         (["m.h5", "--in-place", "--flips", "x"], "--flips must be a whole number, got 'x'"),
@@ -140,16 +142,16 @@ def test_a_copy_leaves_other_files_beside_it_alone(holdfast):
         (["m.h5", "--in-place", "--burst", "2", "--mask", "11"], "--burst and --mask cannot be given together; choose one"),
         (["m.h5", "--in-place", "--scale", "2", "--keep-sign"], "--scale multiplies whole values and cannot be combined with --bits or --keep-sign"),
         (["m.h5", "--in-place", "--flips", "999999"], "--flips must be at most 27904, the bits that may be altered, got 999999"),
-        (["m.h5", "--in-place", "--map", "map.json"], "--map goes with --replay; give a record, or leave it out"),
-        (["m.h5", "--in-place", "--replay", "m.h5"], "m.h5 is no text in UTF-8; give a file that --record wrote"),
+        (["m.h5", "--in-place", "--map", "map.json"], "--map is only for --replay; add --replay RECORD, or leave it out"),
+        (["m.h5", "--in-place", "--replay", "m.h5"], "m.h5 is not UTF-8 text; give a file that --record wrote"),
         (["m.h5", "--in-place", "--replay", "r.json"], "cannot read r.json: No such file or directory"),
-        (["m.h5", "--in-place", "--replay", "r.json", "--seed", "3"], "--replay does what the record says, and --seed would draw"),
+        (["m.h5", "--in-place", "--replay", "r.json", "--seed", "3"], "--replay repeats a record, and --seed would draw"),
         (["gone.h5", "--in-place"], "there is no 'gone.h5'; name a checkpoint, a directory of checkpoints, or a file"),
         (["s3://bucket/m.h5", "--in-place"], "s3://bucket/m.h5 must be on this machine to be altered; fetch it first"),
         (["empty", "--in-place"], "there is no complete checkpoint in empty; name a directory that has one, or a file"),
         (["dcp", "--in-place"], "its index is a pickle, which is not read: save it as .safetensors"),
-        (["text.txt", "--in-place"], "text.txt is no file that can be altered; it must be HDF5, or its name end with one of .pt"),
-        (["runs", "-o", "runs"], "is there already; name another directory, or remove it"),
+        (["text.txt", "--in-place"], "text.txt is not a file that can be altered; it must be HDF5, or its name must end with one of .pt"),
+        (["runs", "-o", "runs"], "already exists; name another directory, or remove it"),
     ],
 )  # fmt: skip
 def test_wrong_usage_is_told_in_one_line_and_alters_nothing(holdfast, tmp_path, words, said):

@@ -1,4 +1,4 @@
-"""``holdfast plan``: the answer can be checked by hand, and says what it stands on."""
+"""``holdfast plan``: the answer can be checked by hand, and lists its assumptions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_map_says_who_wins_with_more_workers_and_worse_machines(tmp_path, ca
     code = holdfast("plan", "--workers", 1024, "--mtbf-node", "264d", "--repetitions", 4, "--out", tmp_path)
 
     assert code == 0
-    assert "machine fails every" in capsys.readouterr().out
+    assert "node fails every" in capsys.readouterr().out
     cells = json.loads((tmp_path / "results.json").read_text())["map"]
     assert len(cells) == 20
     best, worst = cells[0], cells[-1]
@@ -149,7 +149,7 @@ def test_what_a_run_measured_goes_before_what_is_assumed_and_after_what_is_given
 
 BAD = {
     "nothing": ([], "--workers is missing"),
-    "no rate": (["--workers", 8], "give one of --mtbf (of the whole job), --mtbf-node (of one machine), --mtbf-worker"),
+    "no rate": (["--workers", 8], "give one of --mtbf (of the whole job), --mtbf-node (of one node), --mtbf-worker"),
     "two rates": (["--workers", 8, "--mtbf", "1h", "--mtbf-node", "1d"], "give one of --mtbf"),
     "a wrong unit": (["--workers", 8, "--mtbf", "5GB"], "--mtbf must be a time: "),
     "a size for a speed": (["--workers", 8, "--mtbf", "1h", "--write-bytes-per-s", "2GB"], "--write-bytes-per-s must be a speed: "),
@@ -159,7 +159,7 @@ BAD = {
     "a share above one": (["--workers", 8, "--mtbf", "1h", "--whole-job-share", 2], "--whole-job-share must be at least 0 and at most 1, got 2"),
     "machines too large": (["--workers", 8, "--mtbf", "1h", "--workers-per-node", 9], "--workers-per-node must be at least 1 and at most 8"),
     "a split that is none": (["--workers", 8, "--mtbf", "1h", "--split", "odd"], "--split must be one of slices, even, got 'odd'"),
-    "no report": (["--from-report", "nowhere", "--mtbf", "1h"], "there is no nowhere/report.json; `holdfast run --report nowhere ...` writes it"),
+    "no report": (["--from-report", "nowhere", "--mtbf", "1h"], "there is no nowhere/report.json; run `holdfast run --report nowhere ...` to write it"),
     "an option that is none": (["--wokers", 8], "No such option"),
 }  # fmt: skip
 

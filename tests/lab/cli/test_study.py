@@ -54,7 +54,7 @@ def test_a_file_is_no_place_for_results(tmp_path):
     done = study("scar", "--quick", "--out", str(taken))
 
     assert (done.returncode, taken.read_text()) == (2, "mine")
-    assert done.stderr == f"error: --out must be a directory, or nothing yet, got {str(taken)!r}, which is a file\n"
+    assert done.stderr == f"error: --out must be a directory or a new path, got {str(taken)!r}, which is a file\n"
 
 
 @pytest.mark.chaos

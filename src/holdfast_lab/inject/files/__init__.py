@@ -1,7 +1,7 @@
-"""Values in checkpoint files, read and written where ``locate`` says that they lie. HDF5 needs no torch.
+"""Reads and writes values in checkpoint files, at the places that ``locate`` finds. HDF5 needs no torch.
 
-Of values that lie in a file as they are, one behind the other, nothing else of the file is looked at. What HDF5 has packed
-is unpacked chunk by chunk, and only the chunks that are needed.
+If values are stored uncompressed and contiguously, the rest of the file is not read. Compressed HDF5 data
+are decompressed chunk by chunk, and only the chunks that are needed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
 def find(text: str) -> Target:
-    """Return what is meant by a path: a file, a checkpoint, or the newest one of a directory.
+    """Return the target of a path: a file, a checkpoint, or the newest checkpoint of a directory.
 
     Raises:
-        ConfigError: if there is nothing, or something else.
+        ConfigError: if the path does not exist or is something else.
         CheckpointMissing: if a directory has no complete checkpoint.
     """
     path = Path(text.removeprefix("file://"))
@@ -41,12 +41,12 @@ def find(text: str) -> Target:
 
 @contextmanager
 def opened(target: Target, *, write: bool) -> Iterator[FileValues]:
-    """Open what is to be altered in place.
+    """Open a target to alter it in place.
 
     Raises:
-        ConfigError: if it is of no known kind.
+        ConfigError: if its kind is unknown.
         CheckpointCorrupt: if it is damaged.
-        CheckpointError: if it cannot be read, or altered.
+        CheckpointError: if it cannot be read or altered.
     """
     with ExitStack() as stack:
         if target.step is None:
@@ -60,19 +60,19 @@ def opened(target: Target, *, write: bool) -> Iterator[FileValues]:
 
 @contextmanager
 def copied(target: Target, out: Path) -> Iterator[FileValues]:
-    """Open a copy of what is to be altered; it is there, under its name, when this ends well, and else nothing is.
+    """Open a copy of a target. The copy gets its final name only on success; otherwise it is removed.
 
     Args:
-        target: What is copied.
-        out: The new file; of a checkpoint, the directory of checkpoints in which the same step is made.
+        target: The source of the copy.
+        out: The new file; for a checkpoint, the directory of checkpoints in which the same step is created.
 
     Raises:
-        ConfigError: if there is something of that name.
+        ConfigError: if the name is already taken.
     """
     with ExitStack() as stack:
         if target.step is None:
             if out.exists():
-                raise ConfigError(f"{out} is there already; name a new file, or remove it")
+                raise ConfigError(f"{out} already exists; name a new file, or remove it")
             draft = out.with_name(f"{out.name}.{secrets.token_hex(4)}.tmp")
             stack.callback(draft.unlink, missing_ok=True)
             _copy(target.path, draft)
@@ -89,7 +89,7 @@ def copied(target: Target, out: Path) -> Iterator[FileValues]:
         folder = root / step_folder(target.step)
         if out.is_file() or folder.exists():
             raise ConfigError(
-                f"{out if out.is_file() else folder} is there already; name another directory, or remove it"
+                f"{out if out.is_file() else folder} already exists; name another directory, or remove it"
             )
         done = stack.enter_context(ExitStack())
         done.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -101,7 +101,7 @@ def copied(target: Target, out: Path) -> Iterator[FileValues]:
 
 
 def _foreign(path: Path, named: Path, stack: ExitStack, *, write: bool) -> FileValues:
-    """Open a file of another program, whose kind the name ``named`` tells."""
+    """Open a file of another program, whose kind is determined by the name ``named``."""
     with explained(path), path.open("rb") as file:
         is_hdf5 = file.read(len(_HDF5)) == _HDF5
     kind = named.suffix.lower()
@@ -112,7 +112,7 @@ def _foreign(path: Path, named: Path, stack: ExitStack, *, write: bool) -> FileV
         known = locators()
         if kind not in known:
             raise ConfigError(
-                f"{named} is no file that can be altered; it must be HDF5, or its name end with one of {', '.join(known)}"
+                f"{named} is not a file that can be altered; it must be HDF5, or its name must end with one of {', '.join(known)}"
             )
         locate = known[kind]
     archives = kind not in (".hdf5", ".safetensors")
@@ -120,7 +120,7 @@ def _foreign(path: Path, named: Path, stack: ExitStack, *, write: bool) -> FileV
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a file; where the file system can, the copy shares its blocks until one of them is altered."""
+    """Copy a file; where the file system supports it, the copy shares blocks until they are altered."""
     with explained(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with source.open("rb") as old, target.open("xb") as new:
@@ -128,6 +128,6 @@ def _copy(source: Path, target: Path) -> None:
             try:
                 while left and (done := os.copy_file_range(old.fileno(), new.fileno(), left)):
                     left -= done
-            except OSError:  # not every file system can
+            except OSError:  # not supported by every file system
                 old.seek(new.seek(0, os.SEEK_END))
                 shutil.copyfileobj(old, new, 1 << 20)

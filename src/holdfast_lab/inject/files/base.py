@@ -1,4 +1,4 @@
-"""Values in files: read and written where they lie, so that the cost grows with how many there are of them, not with the file."""
+"""Reads and writes values in place in files, so that the cost grows with their number and not with the size of the file."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from holdfast.faults.formats import FORMATS, Raw
 from holdfast_lab.inject.locate.base import Chunk, Index, Located, Places, Unreachable, member_start
 
 _NEAR_BYTES = 1 << 9
-"""Values no farther apart are read together: what is between them costs less than a call."""
+"""Values at most this far apart are read together, because the bytes in between cost less than a call."""
 _MOST_BYTES = 1 << 22
-"""No more is read at a time."""
+"""Largest single read."""
 _MOST_VALUES = 1 << 18
-"""Tensors are joined until they have so many values: beyond, a call for each costs little, and joining takes memory."""
+"""Tensors are joined up to this many values: beyond it, a call per tensor costs little, and joining takes memory."""
 
 _Runs = list[tuple[tuple["Bytes", int, str], list[tuple[int, Any, Index]]]]
-"""Of each file, width and order: the tensor, positions among its values that are asked for, and the first byte of each."""
+"""For each file, width and byte order: the tensor, positions among its requested values, and the first byte of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """What is in a file and cannot be altered.
+    """An entry of a file that cannot be altered.
 
     Args:
         path: Its name.
-        why: In words, as the end of a sentence that begins with the path.
+        why: The reason, as the end of a sentence that begins with the path.
     """
 
     path: str
@@ -54,7 +54,7 @@ class Target:
 
     Args:
         path: A file of another program, or a directory of checkpoints.
-        step: Which checkpoint of a directory; None for a file.
+        step: The checkpoint of a directory; None for a file.
     """
 
     path: Path
@@ -68,12 +68,12 @@ class FileValues:
     """See :class:`~holdfast.faults.alteration.Values`.
 
     Args:
-        kind: Of the file.
-        located: Where each tensor lies.
-        files: All files in which tensors lie.
+        kind: Kind of the file.
+        located: Location of each tensor.
+        files: All files that contain tensors.
         stack: Closes them.
         write: Whether they may be altered.
-        archives: Those with a checksum of the bytes of each tensor, as ZIP archives have.
+        archives: Files with a checksum for the bytes of each tensor, like ZIP archives.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class FileValues:
         self._archives = archives
         self._tensors: list[Located] = []
         self.places: list[Place] = []
-        """What can be altered."""
+        """The tensors that can be altered."""
         skipped = []
         for name, tensor in located.items():
             if isinstance(tensor, Unreachable):
@@ -106,7 +106,7 @@ class FileValues:
         self.skipped = tuple(skipped)
 
     def read(self, wanted: Sequence[tuple[int, Index]]) -> list[Raw]:
-        """See :meth:`holdfast.faults.alteration.Values.read`; all that lies in one file as it is is read at once."""
+        """See :meth:`holdfast.faults.alteration.Values.read`; uncompressed values of one file are read together."""
         found = {place: np.empty(len(index), self.places[place].format.raw) for place, index in wanted}
         runs, chunks = self._find(wanted)
         for (file, width, order), parts in runs:
@@ -119,7 +119,7 @@ class FileValues:
         return [found[place] for place, _ in wanted]
 
     def write(self, changes: Sequence[Change]) -> None:
-        """See :meth:`holdfast.faults.alteration.Values.write`; all that lies in one file as it is is written at once."""
+        """See :meth:`holdfast.faults.alteration.Values.write`; uncompressed values of one file are written together."""
         after = {change.place: change.after for change in changes}
         runs, chunks = self._find([(change.place, change.index) for change in changes])
         for (file, width, order), parts in runs:
@@ -131,7 +131,7 @@ class FileValues:
             chunk.exchange(values)
 
     def _find(self, wanted: Sequence[tuple[int, Index]]) -> tuple[_Runs, list[tuple[int, Chunk]]]:
-        """Return values that lie in files as they are, those together that are read and written at once; and the chunks of others."""
+        """Return the uncompressed values, grouped as they are read and written together, and the chunks of the others."""
         runs: dict[tuple[Bytes, int, str, int], list[tuple[int, Any, Index]]] = {}
         chunks: list[tuple[int, Chunk]] = []
         before = 0
@@ -146,9 +146,9 @@ class FileValues:
         return [(alike[:3], parts) for alike, parts in runs.items()], chunks
 
     def seal(self, *, keep_digests: bool) -> None:
-        """Make right whatever checksums the files have of what was written, unless they are to be kept.
+        """Update the files' checksums of what was written, unless they are to be kept.
 
-        Members of an archive in which something was written are read whole.
+        Altered members of an archive are read whole.
         """
         if self._archives and not keep_digests:
             for path, file in self._files.items():
@@ -157,10 +157,10 @@ class FileValues:
 
 
 class Bytes:
-    """An open file, altered in place.
+    """An open file that is altered in place.
 
     Args:
-        path: Which.
+        path: The file.
         write: Whether it may be altered.
     """
 
@@ -172,7 +172,7 @@ class Bytes:
             self._number = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def read(self, at: Index, width: int, order: str) -> Raw:
-        """Return values that begin at some bytes, each of so many bytes in this order; of shape (k,)."""
+        """Return the values that begin at the bytes ``at``, each of ``width`` bytes in this order; shape (k,)."""
         found = np.empty(len(at), f"u{width}")
         alone, runs = _apart(at)
         found[alone] = self._read_each(at[alone], width, order)
@@ -183,7 +183,7 @@ class Bytes:
         return found
 
     def write(self, at: Index, width: int, order: str, raw: Raw) -> None:
-        """Replace them."""
+        """Replace the values that begin at the bytes ``at``."""
         new = raw.astype(f"{order}u{width}", copy=False)
         self.touched.append(at)
         alone, runs = _apart(at)
@@ -207,14 +207,14 @@ class Bytes:
             done = sum(map(os.pwrite, repeat(self._number), values, at.tolist()))
         if done < new.nbytes:
             raise CheckpointError(
-                f"{self._path} took {done} of {new.nbytes} bytes that were to be altered; see whether the disk is full"
+                f"{self._path} took {done} of {new.nbytes} bytes that were to be altered; check whether the disk is full"
             )
 
     def get(self, offset: int, size_bytes: int) -> NDArray[np.uint8]:
         """Return some bytes.
 
         Raises:
-            CheckpointCorrupt: if the file ends before they do.
+            CheckpointCorrupt: if the file ends before them.
         """
         data = np.empty(size_bytes, np.uint8)
         if self.read_into(offset, data.data) < size_bytes:
@@ -222,7 +222,7 @@ class Bytes:
         return data
 
     def read_into(self, offset: int, out: memoryview) -> int:
-        """Fill memory with the bytes from an offset on; return how many there were."""
+        """Fill memory with the bytes from an offset on; return the number of bytes read."""
         done = 0
         with explained(self._path):
             while done < len(out) and (got := os.preadv(self._number, [out[done:]], offset + done)):
@@ -238,7 +238,7 @@ class Bytes:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file."""
+        """The size of the file."""
         return os.fstat(self._number).st_size
 
     def sync(self) -> None:
@@ -247,7 +247,7 @@ class Bytes:
             os.fsync(self._number)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         os.close(self._number)
 
     def _refuse(self, end: int) -> NoReturn:
@@ -255,7 +255,7 @@ class Bytes:
 
 
 def _apart(at: Index) -> tuple[Index, list[Index]]:
-    """Return which values have no other near, and of the others, in the order of the file, those that are near each other."""
+    """Return the values with no other nearby, and groups of the rest that are close together in the file."""
     order = np.argsort(at, kind="stable")
     is_far = np.ones(len(at) + 1, np.bool_)
     if len(at):
@@ -271,7 +271,7 @@ def _bytes_of(at: Index, width: int) -> Index:
 
 
 def _renew_checksums(path: Path, file: Bytes) -> None:
-    """Make the CRC of every member right in which a value was written; reads these members whole."""
+    """Update the CRC of every member that was written to, which reads these members whole."""
     touched = np.sort(np.concatenate(file.touched))
     with zipfile.ZipFile(path) as archive:
         line = archive.start_dir
@@ -284,7 +284,7 @@ def _renew_checksums(path: Path, file: Bytes) -> None:
 
 
 def _renew(file: Bytes, member: zipfile.ZipInfo, line: int, start: int, end: int) -> None:
-    """Write the CRC of a member whose data have these ends, and whose line in the table of contents begins at ``line``."""
+    """Write the CRC of a member whose data have these bounds, and whose entry in the central directory begins at ``line``."""
     crc = 0
     for first in range(start, end, PART_BYTES):
         crc = zlib.crc32(file.get(first, min(PART_BYTES, end - first)).data, crc)
@@ -292,21 +292,21 @@ def _renew(file: Bytes, member: zipfile.ZipInfo, line: int, start: int, end: int
     file.replace(line + 16, new)
     if not member.flag_bits & 8:
         file.replace(member.header_offset + 14, new)
-    else:  # it stands behind the data, mostly with a mark before it
+    else:  # it follows the data, usually after a signature
         is_marked = bytes(file.get(end, 4)) == b"PK\7\x08"
         file.replace(end + (4 if is_marked else 0), new)
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn what the operating system says into one line."""
+    """Turn an error of the operating system into one line."""
     try:
         yield
     except OSError as error:
         advice = {
             errno.EACCES: "give a file that this user may alter",
             errno.EPERM: "give a file that this user may alter",
-            errno.EROFS: "copy it to a disk that may be written, with -o",
+            errno.EROFS: "copy it to a writable disk with -o",
             errno.ENOSPC: "free some space",
-        }.get(error.errno or 0, "see to it that it can be read and written")
+        }.get(error.errno or 0, "make sure that it can be read and written")
         raise CheckpointError(f"cannot alter {path}: {error.strerror or error}; {advice}") from error

@@ -1,4 +1,4 @@
-"""Checkpoints of ours, in any format: the manifest says where every value lies."""
+"""Holdfast checkpoints in any format: the manifest gives the place of every value."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class CheckpointValues(FileValues):
     """The values of a checkpoint; see :class:`~holdfast_lab.inject.files.base.FileValues`.
 
     Args:
-        root: In which directory of checkpoints.
-        manifest: What it holds. It need not stand there yet: :meth:`seal` writes it.
+        root: The directory of checkpoints.
+        manifest: Its content. It need not exist there yet: :meth:`seal` writes it.
         write: Whether they may be altered.
         stack: Closes the files.
     """
@@ -45,7 +45,7 @@ class CheckpointValues(FileValues):
         return Boxes(dtype=entry.dtype, shape=entry.shape, width=width, boxes=tuple(boxes))
 
     def seal(self, *, keep_digests: bool) -> None:
-        """See :meth:`FileValues.seal`; the blocks and archives in which something was written are read whole."""
+        """See :meth:`FileValues.seal`; altered blocks and archives are read whole."""
         super().seal(keep_digests=keep_digests)
         manifest = self._manifest
         if not keep_digests:
@@ -70,7 +70,7 @@ class CheckpointValues(FileValues):
         )
 
     def _blocks(self, piece: Piece, touched: Index) -> tuple[str, ...]:
-        """Return the digests of a piece, of blocks in which something was written new ones."""
+        """Return the digests of a piece, with new ones for the altered blocks."""
         ends = np.searchsorted(touched, (piece.offset, piece.offset + piece.size_bytes))
         stale = set(np.unique((touched[ends[0] : ends[1]] - piece.offset) // BLOCK_BYTES).tolist())
         return tuple(
@@ -79,7 +79,7 @@ class CheckpointValues(FileValues):
         )
 
     def _rest(self, name: str) -> FileEntry:
-        """Return what the manifest says of a file in which something was written; checksums in it may have changed, too."""
+        """Return the manifest's entry for an altered file; checksums inside it may have changed, too."""
         pieces = [piece for entry in self._manifest.tensors.values() for piece in entry.pieces if piece.file == name]
         size_bytes = self._files[self._paths[name]].size_bytes
         return FileEntry(size_bytes=size_bytes, rest_xxh3=self._digest(name, gaps(size_bytes, pieces)))
@@ -91,7 +91,7 @@ class CheckpointValues(FileValues):
 
 
 def find_checkpoint(text: str) -> Target:
-    """Return what is meant by a path; see :func:`holdfast_lab.inject.files.find`."""
+    """Return the target of a path; see :func:`holdfast_lab.inject.files.find`."""
     if is_remote(text):
         raise ConfigError(f"{text} must be on this machine to be altered; fetch it first")
     path = Path(text.removeprefix("file://"))
@@ -105,12 +105,12 @@ def find_checkpoint(text: str) -> Target:
         step = step_of(path.resolve().name)
         if step is None:
             raise ConfigError(
-                f"{path} holds a checkpoint under another name than that of its step; call it step-00000020 for step 20"
+                f"{path} has a checkpoint whose name does not match its step; call it step-00000020 for step 20"
             )
         return Target(path.resolve().parent if path.name in ("", "..") else path.parent, step)
     if (path / ".metadata").exists():
         raise ConfigError(
-            f"{path} is a folder of torch.distributed.checkpoint without a manifest.json of holdfast; its index is a pickle, "
+            f"{path} is a directory of torch.distributed.checkpoint without a manifest.json of holdfast; its index is a pickle, "
             "which is not read: save it as .safetensors"
         )
     if not (complete := steps(path)):

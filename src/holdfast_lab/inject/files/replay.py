@@ -1,4 +1,4 @@
-"""A record of what was altered, as a JSON file, and doing the same again: in an equal file to the bit, or in another one by a map.
+"""A record of alterations as a JSON file, and its replay: to the bit in an equal file, or in another file through a map.
 
 ::
 
@@ -12,8 +12,8 @@
     }
 
 ``index`` counts values in row-major order, ``bit`` from the least significant one. ``before`` and ``after`` are those of
-the value, all of its flips together; what is infinite or NaN is a text, the hexadecimal digits of its bits. Where
-values were multiplied by ``scale`` there is one entry a value, and ``bit`` is null.
+the value, with all of its flips; infinity and NaN are written as text, the hexadecimal digits of their bits. If
+values were multiplied by ``scale`` there is one entry per value, and ``bit`` is null.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from holdfast_lab.inject.record import Record, Recorded, flips_of
 
 SCHEMA = 1
 _MAX_BYTES = 1 << 30
-"""Of a record or a map; more is not read into memory."""
+"""Largest record or map that is read into memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the values of a tensor are in another program's state.
+    """The place of a tensor's values in another program's state.
 
     Args:
-        path: Under this name.
-        axes: Axis ``i`` there is axis ``axes[i]`` here; None: as here.
+        path: The name of the tensor.
+        axes: Axis ``i`` there is axis ``axes[i]`` here; None: the same order.
     """
 
     path: str
@@ -54,12 +54,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a record comes to in some values.
+    """A record applied to values.
 
     Args:
-        changes: What is to be done.
-        missing: Paths that are not there.
-        others: How many values are not what they were in the record.
+        changes: The changes to make.
+        missing: Paths that do not exist.
+        others: Number of values that differ from the record beforehand.
     """
 
     changes: list[Change]
@@ -76,7 +76,7 @@ def lines(record: Record) -> Iterator[str]:
     separator = "\n"
     for path, flips in flips_of(record, lambda value: f'"{value}"' if type(value) is str else repr(value)):
         start = f'{{"path": {json.dumps(path)}, "index": '
-        for index, bit, before, after in flips:  # as json.dumps of an entry, which takes ten times as long
+        for index, bit, before, after in flips:  # equal to json.dumps of an entry, which takes ten times as long
             shown = "null" if bit is None else bit
             yield f'{separator}{start}{index}, "bit": {shown}, "before": {before}, "after": {after}}}'
             separator = ",\n"
@@ -87,7 +87,7 @@ def parse_record(text: str) -> Record:
     """Read a record.
 
     Raises:
-        ConfigError: if it is not exactly as :func:`lines` writes it.
+        ConfigError: if it does not have exactly the format of :func:`lines`.
     """
     fields = _read_json("the record", text)
     check_keys("the record", fields, ("schema", "scale", "places", "flips"))
@@ -112,10 +112,10 @@ def parse_record(text: str) -> Record:
 def parse_map(text: str) -> dict[str, Target]:
     """Read a map: ``{"schema": 1, "paths": {FROM: TO, FROM: {"path": TO, "axes": [3, 2, 0, 1]}}}``.
 
-    FROM is the path of a tensor, or the beginning of paths, up to a slash or a dot, of which TO is another beginning.
+    FROM is the path of a tensor, or a prefix of paths up to a slash or a dot, which TO replaces.
 
     Raises:
-        ConfigError: if it is not exactly so.
+        ConfigError: if it does not have exactly this format.
     """
     fields = _read_json("the map", text)
     check_keys("the map", fields, ("schema", "paths"))
@@ -126,17 +126,17 @@ def parse_map(text: str) -> dict[str, Target]:
 
 
 def replay(values: Values, record: Record, paths: Mapping[str, Target] | None = None) -> Replayed:
-    """Return what a record comes to in some values; nothing is written.
+    """Return the changes of a record in some values; nothing is written.
 
-    Bits are flipped in what is there, and what is there is multiplied: it need not be what it was in the record.
+    Existing bits are flipped, and existing values multiplied; they need not equal those of the record.
 
     Args:
-        values: Where.
-        record: What.
-        paths: Other names of tensors; those that are not in it have the name that they had.
+        values: The values to change.
+        record: The record.
+        paths: New names of tensors; other tensors keep their names.
 
     Raises:
-        ConfigError: if a tensor has another format or shape than the recorded one, or two have become one.
+        ConfigError: if a tensor's format or shape differs from the record, or two tensors are mapped to one.
     """
     numbers = {place.path: number for number, place in enumerate(values.places)}
     found: dict[int, tuple[Recorded, NDArray[np.int64], NDArray[np.int64]]] = {}
@@ -148,7 +148,7 @@ def replay(values: Values, record: Record, paths: Mapping[str, Target] | None = 
             missing.append(target.path)
             continue
         if number in found:
-            refuse(f"the map leads two tensors of the record to {target.path!r:.80}; map each to one of its own")
+            refuse(f"the map leads two tensors of the record to {target.path!r:.80}; map each to its own tensor")
         index = _moved(tensor, target, values.places[number])
         order = np.argsort(index)
         found[number] = tensor, index[order], order
@@ -175,12 +175,12 @@ def read_file(path: Path) -> str:
     """
     try:
         if path.stat().st_size > _MAX_BYTES:
-            refuse(f"{path} has more than {_MAX_BYTES} bytes, which is not believed")
+            refuse(f"{path} has more than {_MAX_BYTES} bytes, the most that is read")
         return path.read_text("utf-8")
     except OSError as error:
         refuse(f"cannot read {path}: {error.strerror or error}")
     except UnicodeDecodeError:
-        refuse(f"{path} is no text in UTF-8; give a file that --record wrote")
+        refuse(f"{path} is not UTF-8 text; give a file that --record wrote")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def read_file(path: Path) -> str:
 
 
 def _mapped(path: str, paths: Mapping[str, Target]) -> Target:
-    """Return where a tensor is: by its own name, else by the longest beginning of it."""
+    """Return the mapped path of a tensor, by its own name or else by its longest mapped prefix."""
     if path in paths:
         return paths[path]
     beginnings = [name for name in paths if path.startswith((f"{name}/", f"{name}."))]
@@ -196,16 +196,16 @@ def _mapped(path: str, paths: Mapping[str, Target]) -> Target:
         return Target(path)
     longest = max(beginnings, key=len)
     if paths[longest].axes is not None:
-        refuse(f"the map gives axes for {longest!r:.80}, which begins {path!r:.80}; give them for the tensor itself")
+        refuse(f"the map gives axes for {longest!r:.80}, a prefix of {path!r:.80}; give them for the tensor itself")
     return Target(paths[longest].path + path[len(longest) :])
 
 
 def _moved(tensor: Recorded, target: Target, place: Place) -> NDArray[np.int64]:
-    """Return the indices of a tensor's values where they are now."""
+    """Return the indices of a tensor's values after mapping."""
     shape = tensor.place.shape
     if place.format.name != tensor.place.format.name:
         refuse(
-            f"{place.path!r:.80} is of {place.format.name}, the record of {tensor.place.format.name}: their bits are others"
+            f"{place.path!r:.80} is of {place.format.name}, the record of {tensor.place.format.name}: their bits differ"
         )
     axes = tuple(range(len(shape))) if target.axes is None else target.axes
     if sorted(axes) != list(range(len(shape))):
@@ -249,15 +249,15 @@ def _read_tensor(place: Place, flips: list[dict[str, Any]], scale: float | None)
     for index, was, became in zip(sorted(values), before, after, strict=True):
         where = f"the value {index} of {place.path!r:.80} in the record"
         if len({*was}) > 1 or len({*became}) > 1:
-            refuse(f"{where} has several values before, or after")
+            refuse(f"{where} has several different values before, or after")
         bits = [flip["bit"] for flip in values[index]]
         if scale is not None:
             if bits != [None]:
-                refuse(f"{where} must be there once, with bit null, because scale is given")
+                refuse(f"{where} must occur once, with bit null, because scale is given")
         elif not all(type(bit) is int and 0 <= bit < place.format.bits for bit in bits) or len({*bits}) < len(bits):
             refuse(f"{where} must have different bits from 0 to {place.format.bits - 1}, got {bits!r:.60}")
         elif was[0] ^ became[0] != sum(1 << bit for bit in bits):
-            refuse(f"{where} differs before and after by other bits than {bits!r:.60}")
+            refuse(f"{where} differs before and after in other bits than {bits!r:.60}")
     raw = place.format.raw
     return Recorded(
         place,
@@ -309,13 +309,13 @@ def _read_json(what: str, text: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) < len(pairs):
-            refuse(f"a key stands twice in one object of {what}")
+            refuse(f"a key occurs twice in one object of {what}")
         return fields
 
     def no_number(name: str) -> Any:
-        refuse(f"{name} in {what} is no number of JSON")
+        refuse(f"{name} in {what} is not a JSON number")
 
     try:
         return json.loads(text, object_pairs_hook=unique, parse_constant=no_number)
     except (json.JSONDecodeError, RecursionError) as error:
-        refuse(f"{what} is no JSON: {error}")
+        refuse(f"{what} is not JSON: {error}")

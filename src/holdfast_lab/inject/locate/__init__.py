@@ -1,4 +1,4 @@
-"""Where in a file the values of each tensor lie, so that single ones can be altered in place. HDF5 needs no torch."""
+"""Locates the values of each tensor in a file, so that single values can be altered in place. HDF5 needs no torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 from holdfast_lab.inject.locate.base import Places
 
 Locate = Callable[[Path, ExitStack], Places]
-"""Returns where the values of each tensor of a file lie; no value is read, and nothing in the file is run.
+"""Returns the places of the values of each tensor of a file, without reading values or executing content.
 
-The stack closes what is kept open to reach packed values. Raises :class:`~holdfast.errors.CheckpointCorrupt` if the file is
-not what its format should be, :class:`~holdfast.errors.CheckpointError` if values do not lie in this file at all.
+The stack closes what is kept open to reach compressed values. Raises :class:`~holdfast.errors.CheckpointCorrupt` if the file
+violates its format, :class:`~holdfast.errors.CheckpointError` if values are not stored in this file at all.
 """
 
 HDF5_KINDS = (".h5", ".hdf5")
 
 
 def locators() -> dict[str, Locate]:
-    """Return how values are located in other programs' files, by what the file's name ends with, but for HDF5."""
+    """Return the functions that locate values in other programs' files, by file name extension, except for HDF5."""
     from holdfast_lab.inject.locate.foreign import locate_npz, locate_safetensors, locate_torch
 
     kinds = dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), locate_torch)

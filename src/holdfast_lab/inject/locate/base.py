@@ -1,4 +1,4 @@
-"""Where the values of tensors lie in files: :class:`Located` where they are found, :class:`Unreachable` where they are not."""
+"""Places of tensor values in files: :class:`Located` if they were found, :class:`Unreachable` if they cannot be altered."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ Index = NDArray[np.int64]
 
 
 class Chunk(NamedTuple):
-    """Values that lie packed in a file: all of a chunk are read, and written, together."""
+    """Values stored compressed or chunked in a file; a chunk is read and written as a whole."""
 
     which: Index
-    """Positions of the values among those that were asked for."""
+    """Positions of the values among the requested ones."""
     inner: tuple[Index, ...]
-    """Where each of them is in the chunk."""
+    """Index of each of them in the chunk."""
     exchange: Callable[[NDArray[Any] | None], NDArray[Any]]
-    """Writes a chunk as it is given, or returns it as it is, given None."""
+    """Writes a given chunk, or given None returns the chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located(ABC):
-    """Where the values of a tensor lie.
+    """The place of a tensor's values.
 
     Args:
-        dtype: As torch calls it.
-        shape: Of the tensor.
+        dtype: Its name in torch.
+        shape: Shape of the tensor.
         width: Bytes of a value.
         order: ``<`` if the least significant byte of a value comes first, ``>`` if it comes last.
     """
@@ -49,26 +49,26 @@ class Located(ABC):
 
     @abstractmethod
     def find(self, index: Index) -> tuple[list[tuple[Path, Any, Index]], list[Chunk]]:
-        """Return where some values are, each once.
+        """Return the places of some values, each once.
 
         Args:
-            index: Of the values, in rising order.
+            index: Indices of the values, ascending.
 
         Returns:
-            Of values that lie in a file as they are: the file, their positions in ``index``, and the first byte of each.
+            For values stored uncompressed: the file, their positions in ``index``, and the first byte of each.
             And the chunks of the others.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box of a tensor, whose values lie in a file as they are.
+    """A box of a tensor whose values are stored uncompressed in a file.
 
     Args:
-        file: Which.
+        file: The file.
         offset: The first byte of its first value.
         start: Its first index in each dimension of the tensor.
-        shape: Of the box.
+        shape: Shape of the box.
         strides: From one index to the next in each dimension, in values.
     """
 
@@ -81,10 +81,10 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boxes(Located):
-    """A tensor whose values lie in files as they are; see :class:`Located`.
+    """A tensor whose values are stored uncompressed in files; see :class:`Located`.
 
     Args:
-        boxes: Fill it.
+        boxes: The boxes that fill it.
     """
 
     boxes: tuple[Box, ...]
@@ -108,25 +108,25 @@ class Unreachable:
     """A tensor whose values cannot be altered in place.
 
     Args:
-        why: In words, as the end of a sentence that begins with its name.
+        why: The reason, as the end of a sentence that begins with its name.
     """
 
     why: str
 
 
 Places = Mapping[str, Located | Unreachable]
-"""By name of the tensor, where its values lie, or why they cannot be altered."""
+"""The place of each tensor's values by its name, or why they cannot be altered."""
 
 
 def in_place(path: Path, entry: Entry, offset: int, strides: tuple[int, ...] | None = None, order: str = "<") -> Boxes:
-    """Return where a tensor lies whose values lie in one file as they are.
+    """Return the place of a tensor whose values are stored uncompressed in one file.
 
     Args:
-        path: Of the file.
-        entry: What is known of the tensor.
+        path: The file.
+        entry: Description of the tensor.
         offset: The first byte of its first value.
-        strides: From one index to the next in each dimension, in values; None: row by row.
-        order: Of the bytes of a value.
+        strides: From one index to the next in each dimension, in values; None: row-major.
+        order: Byte order of a value.
     """
     start, strides = (0,) * len(entry.shape), row_major(entry.shape) if strides is None else strides
     dtype, box = str(entry.dtype).removeprefix("torch."), Box(path, offset, start, entry.shape, strides)
@@ -134,9 +134,9 @@ def in_place(path: Path, entry: Entry, offset: int, strides: tuple[int, ...] | N
 
 
 def apart(located: Mapping[str, Boxes]) -> Places:
-    """Return tensors of one box each, without those that share a value with one before, or have two at one place.
+    """Return tensors of one box each, except those that share a value with an earlier one or store two values at one place.
 
-    Altered both, the second writing would take back what the first one altered.
+    Altering both would overwrite the first alteration with the second.
     """
     shared, end = set(), 0
     for name, tensor in sorted(located.items(), key=lambda item: item[1].boxes[0].offset):
@@ -156,7 +156,7 @@ def apart(located: Mapping[str, Boxes]) -> Places:
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of values that lie behind one another, the last index changing first."""
+    """Return the strides of contiguous values in row-major order."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
@@ -166,5 +166,5 @@ def member_start(path: Path, member: zipfile.ZipInfo) -> int:
         file.seek(member.header_offset)
         head = file.read(30)
     if len(head) < 30 or head[:4] != b"PK\x03\x04":
-        damaged(path, f"has no member {member.filename!r:.80} where its table of contents says")
+        damaged(path, f"has no member {member.filename!r:.80} where its central directory says")
     return member.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")

@@ -1,4 +1,4 @@
-"""Where values lie in the files of other programs, but for those of HDF5."""
+"""Locates values in the files of other programs, except for HDF5."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast_lab.inject.locate.base import Boxes, Places, apart, in_place, memb
 
 
 def locate_safetensors(path: Path, stack: ExitStack) -> Places:
-    """See :data:`~holdfast_lab.inject.locate.Locate`; tensors follow each other, and none shares values with another."""
+    """See :data:`~holdfast_lab.inject.locate.Locate`; tensors are consecutive, and none shares values with another."""
     with path.open("rb") as file:
         tensors, starts, _ = read_header(path, file)
     return {name: in_place(path, entry, starts[name]) for name, entry in tensors.items()}
@@ -34,21 +34,23 @@ def locate_npz(path: Path, stack: ExitStack) -> Places:
 def _place(path: Path, archive: zipfile.ZipFile, name: str, array: NpzArray) -> Boxes:
     member, shape = archive.getinfo(array.member), array.entry.shape
     if member.compress_type != zipfile.ZIP_STORED:
-        refuse(path, f"has the compressed array {name!r:.80}, whose values lie nowhere; use numpy.savez")
+        refuse(path, f"has the compressed array {name!r:.80}, whose values have no place in the file; use numpy.savez")
     strides = row_major(shape[::-1])[::-1] if array.is_fortran else row_major(shape)
     order = ">" if array.dtype.byteorder == ">" else "<"
     return in_place(path, array.entry, member_start(path, member) + array.header_bytes, strides, order)
 
 
 def locate_torch(path: Path, stack: ExitStack) -> Places:
-    """See :data:`~holdfast_lab.inject.locate.Locate`. Tensors that are tied stand there once; others may share some of their values.
+    """See :data:`~holdfast_lab.inject.locate.Locate`. Tied tensors are listed once; others may share some of their values.
 
     Raises:
-        CheckpointError: also if torch wrote the file in its format of before 1.6, or does not say where values are.
+        CheckpointError: also if torch wrote the file in its format before 1.6, or does not expose the places of values.
     """
     with path.open("rb") as file:
         if file.read(4) != ZIP:
-            refuse(path, "is in torch's format of before 1.6, in which values are not found; load it and save it again")
+            refuse(
+                path, "is in torch's format before 1.6, in which values cannot be located; load it and save it again"
+            )
     with fake_tensors():
         found = load_data(path)
     with zipfile.ZipFile(path) as archive:
@@ -59,7 +61,7 @@ def locate_torch(path: Path, stack: ExitStack) -> Places:
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         start = offset_in_file(tensor)
         if sizes.get(start, -1) < tensor.untyped_storage().nbytes():
-            refuse(path, f"cannot be altered: torch {torch.__version__} does not say where its values are")
+            refuse(path, f"cannot be altered: torch {torch.__version__} does not expose the places of its values")
         offset = start + int(tensor.storage_offset()) * tensor.element_size()
         entry = Entry(tensor.dtype, tuple(tensor.shape))
         place = in_place(path, entry, offset, tuple(tensor.stride()), ">" if order == b"big" else "<")

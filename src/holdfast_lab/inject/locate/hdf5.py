@@ -1,8 +1,7 @@
-"""Where values lie in an HDF5 file, of any writer: Keras, Chainer, PyTorch with h5py, ours. No torch.
+"""Locates values in an HDF5 file of any writer: Keras, Chainer, h5py with PyTorch, Holdfast. Needs no torch.
 
-What HDF5 keeps as it is, a whole data set or a chunk of one, is altered where it lies, and not through HDF5. What it has
-packed, or not set aside yet, goes through HDF5: the touched chunks are read, altered and written again. Nothing outside of
-the file is opened.
+Uncompressed data, a whole data set or a chunk of one, are altered in place without HDF5. Compressed data, and data without
+allocated storage, go through HDF5: the affected chunks are read, altered and written again. No other file is opened.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from holdfast_lab.inject.locate.base import Box, Boxes, Chunk, Index, Located, P
 _ALTERED = "cannot be read or altered as HDF5"
 
 _LOSSLESS = {code: name for code, name in FILTERS.items() if name not in ("nbit", "scaleoffset")}
-"""Those that give back the bits that were put in."""
+"""Lossless filters."""
 
 _FLOATS = {
     (8 * width, (8 * width - 1, mantissa, exponent, 0, mantissa), (1 << (exponent - 1)) - 1): name
@@ -36,11 +35,11 @@ _FLOATS = {
         ("float8_e5m2", 1, 5, 2),
     )
 }
-"""Known floats by their bits, the places of sign, exponent and mantissa, and the bias, as HDF5 says it."""
+"""Known float formats by their bits: the positions of sign, exponent and mantissa, and the bias, in HDF5's terms."""
 
 
 def locate(path: Path, stack: ExitStack) -> Places:
-    """Return where the values of each data set lie; links that may lead to other files are not followed."""
+    """Return the place of each data set's values; links that may lead to other files are not followed."""
     library = _Library(path)
     stack.callback(library.close)
     with explained(path, _ALTERED):
@@ -48,7 +47,7 @@ def locate(path: Path, stack: ExitStack) -> Places:
 
 
 class _Library:
-    """A file as h5py has it open: for reading, and for writing from when that is first needed."""
+    """A file open in h5py: for reading, and for writing once that is needed."""
 
     def __init__(self, path: Path) -> None:
         self.h5py = import_h5py(ConfigError("HDF5 files need h5py to be altered; pip install 'holdfast[hdf5]'"))
@@ -57,7 +56,7 @@ class _Library:
 
     @property
     def userblock_bytes(self) -> int:
-        """How many bytes of the file are before HDF5's own."""
+        """Number of bytes before HDF5's own data."""
         return int(self._file.userblock_size)
 
     def names(self) -> list[str]:
@@ -72,17 +71,17 @@ class _Library:
         return found
 
     def dataset(self, name: str) -> Any:
-        """Return a data set, as HDF5 itself knows it: what is around it in h5py takes longer than all that is asked."""
+        """Return a data set of the low-level API; h5py's wrapper takes longer than all that is asked of it."""
         return self.h5py.h5d.open(self._file.id, name.encode("utf-8", "surrogateescape"))
 
     def begin_writing(self) -> None:
-        """Have it open for writing; data sets that were returned before are closed."""
+        """Open the file for writing; data sets returned before are closed."""
         if self._file.mode == "r":
             self._file.close()
             self._file = self._open("r+")
 
     def close(self) -> None:
-        """Close it; what was written is in the file then."""
+        """Close the file, which completes the writing."""
         self._file.close()
 
     def _open(self, mode: str) -> Any:
@@ -104,11 +103,11 @@ def _look_at(library: _Library, name: str) -> Located | Unreachable:
     for number in range(made.get_nfilters()):
         code = made.get_filter(number)[0]
         if code not in _LOSSLESS or not h5.h5z.get_filter_info(code) & h5.h5z.FILTER_CONFIG_ENCODE_ENABLED:
-            return Unreachable(f"is packed by the filter {_LOSSLESS.get(code, code)}, which cannot write it again")
+            return Unreachable(f"is compressed by the filter {_LOSSLESS.get(code, code)}, which cannot write it again")
     is_big = kind.get_class() != h5.h5t.OPAQUE and kind.get_order() == h5.h5t.ORDER_BE
     shape: tuple[int, ...] = space.shape
     what: dict[str, Any] = {"dtype": dtype, "shape": shape, "width": kind.get_size(), "order": ">" if is_big else "<"}
-    # Without values there is no place, whatever HDF5 says.
+    # Without values there is no place, whatever HDF5 reports.
     is_plain = layout == h5.h5d.CONTIGUOUS and dataset.get_storage_size() > 0
     if is_plain and (offset := dataset.get_offset()) is not None:
         return Boxes(**what, boxes=(Box(library.path, offset, (0,) * len(shape), shape, row_major(shape)),))
@@ -118,20 +117,20 @@ def _look_at(library: _Library, name: str) -> Located | Unreachable:
         name=name,
         library=library,
         chunk=made.get_chunk() if has_chunks else shape,
-        # Chunks behind a user block some versions find elsewhere.
+        # Some versions misplace chunks behind a user block.
         has_plain_chunks=has_chunks and not made.get_nfilters() and not library.userblock_bytes,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Packed(Located):
-    """A data set that does not lie in the file as it is, or in chunks.
+    """A data set that is compressed, or not stored contiguously.
 
     Args:
-        name: Of the data set.
+        name: Name of the data set.
         library: The file.
-        chunk: Shape of a chunk; that of the whole if there are none.
-        has_plain_chunks: Whether chunks lie in the file as they are, once they are set aside.
+        chunk: Shape of a chunk; that of the whole data set without chunks.
+        has_plain_chunks: Whether chunks are stored uncompressed once they are allocated.
     """
 
     name: str
@@ -162,7 +161,7 @@ class _Packed(Located):
         return plain, packed
 
     def _exchange(self, corner: tuple[int, ...], values: Any = None) -> Any:
-        """Write a chunk as it is given, or return it as it is; in the file's own type, so that no bit is converted."""
+        """Write a given chunk, or return it, in the file's own type, so that no bit is converted."""
         if values is not None:
             self.library.begin_writing()
         dataset = self.library.dataset(self.name)
@@ -185,21 +184,21 @@ def _dtype_of(h5: Any, dataset: Any, kind: Any) -> str | Unreachable:
     """Return torch's name of a data set's values, which are of an HDF5 type ``kind``, or why they cannot be altered."""
     t, bits, code = h5.h5t, kind.get_size() * 8, kind.get_class()
     if code == t.FLOAT:
-        unknown = Unreachable(f"is of floats of {bits} bits in a form that is not known")
+        unknown = Unreachable(f"has floats of {bits} bits in an unknown format")
         return _FLOATS.get((bits, kind.get_fields(), kind.get_ebias()), unknown)
-    # What HDF5 had no name for when it was written is bytes or whole numbers, and an attribute says what they mean.
+    # Types that HDF5 had no name for are stored as bytes or integers, and an attribute gives their meaning.
     meant = ""
     if code in (t.INTEGER, t.OPAQUE):
         notes = h5.Dataset(dataset).attrs
         meant = next((str(notes[key]) for key in ("torch_dtype", "dtype") if key in notes), "")
     if meant in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         fits = np.dtype(STAND_INS[meant]).itemsize * 8 == bits
-        return meant if fits else Unreachable(f"is said to be of {meant}, and its values have {bits} bits")
+        return meant if fits else Unreachable(f"is declared as {meant}, but its values have {bits} bits")
     if code == t.INTEGER and meant.startswith("float8"):
         return Unreachable(f"is of {meant}")
     if code == t.INTEGER:
         if bits in (8, 16, 32, 64) and kind.get_precision() == bits:
             return f"{'' if kind.get_sign() else 'u'}int{bits}"
-        return Unreachable(f"is of whole numbers of {kind.get_precision()} of {bits} bits")
+        return Unreachable(f"has integers of {kind.get_precision()} of {bits} bits")
     names = {t.STRING: "texts", t.ENUM: "a bool or another enumeration", t.COMPOUND: "a compound type"}
     return Unreachable(f"is of {names.get(code, 'a type that is no number')}")

@@ -1,4 +1,4 @@
-"""What the study says, held against the rows."""
+"""Checks the claims of the study of checkpoint cost against the measured rows."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from holdfast_lab.studies.stats import bootstrap, median
 
 DERIVED = "derived from the study's subject; its text gives no number for it"
 ABSTRACT = "subject of the abstract; the check is derived"
-NOT_CHECKED = "not checked: nothing was measured that tells"
+NOT_CHECKED = "not checked: no measurement decides it"
 COMPRESSING = "30 times the time (22 to 39) and saved 7.3 % of the bytes"
-"""Found with Chainer, the one framework that also saves the same format uncompressed, in November 2026; it is not run any more."""
+"""Found with Chainer, the only framework that also saves the same format uncompressed, in November 2026; no longer run."""
 
 COPIES = {"none": 1, "momentum": 2, "adam": 3}
-"""So many values are saved for each parameter."""
+"""Values saved per parameter."""
 _TOLERANCE = 0.02
 _FEWEST = 3
-"""Fewer repetitions have no interval worth the name: nothing is said of a ratio of times then."""
+"""With fewer repetitions than this, no ratio of times is judged."""
 _SAME_COST = 4 / 3
-"""Two costs are called the same when the whole interval of their ratio lies within this factor of 1."""
+"""Two costs are equal when the whole interval of their ratio lies within this factor of 1."""
 
 
 def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
-    """Return every claim with what was found."""
+    """Return every claim with the finding."""
     measured = [row for row in rows if row["status"] == MEASURED]
     cost = [row for row in measured if row["part"] == "cost"]
     workers = [row for row in measured if row["part"] == "workers"]
@@ -41,7 +41,7 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
 
 
 def _plain(rows: Sequence[Row]) -> list[Row]:
-    """Return those of ways that save everything, uncompressed."""
+    """Return the rows of ways that save everything, uncompressed."""
     return [row for row in rows if row["whole"] and not row["packed"]]
 
 
@@ -54,7 +54,7 @@ def _by(rows: Sequence[Row], *names: str) -> dict[tuple[str, ...], list[Row]]:
 
 def _size_claim(cost: Sequence[Row], optimizer: str, copies: int, seed: int) -> Claim:
     with_what = {"none": "without an optimizer", "momentum": "with momentum", "adam": "with Adam"}[optimizer]
-    words = f"An FP32 checkpoint {with_what} has {4 * copies} bytes a parameter"
+    words = f"An FP32 checkpoint {with_what} has {4 * copies} bytes per parameter"
     ratios = {
         key: group[0]["bytes"] / (4 * group[0]["parameters"])
         for key, group in _by(
@@ -72,13 +72,13 @@ def _size_claim(cost: Sequence[Row], optimizer: str, copies: int, seed: int) -> 
         off <= _TOLERANCE,
         f"mean of {len(ratios)}; farthest off: {' '.join(worst)}, by {off:.2%}",
         ci=ci,
-        unit="times 4 bytes a parameter",
+        unit="times 4 bytes per parameter",
     )
 
 
 def _formats_agree(cost: Sequence[Row], seed: int) -> Claim:
     words = "Formats without compression agree within 2 % in size"
-    # Values, not parameters: what a framework calls a parameter of a norm differs, the bytes per value do not.
+    # Values, not parameters: frameworks disagree on which values of a norm are parameters, but not on bytes per value.
     groups = [
         group for group in _by(_plain(cost), "model", "optimizer").values() if len(_by(group, "framework", "way")) > 1
     ]
@@ -102,27 +102,25 @@ def _formats_agree(cost: Sequence[Row], seed: int) -> Claim:
 
 
 def _compression(cost: Sequence[Row], seed: int) -> Claim:
-    words = "Compressing the weights of a network costs many times the time and saves little"
+    words = "Compressing a network's weights takes many times as long and saves little"
     pairs = []
     for group in _by(cost, "framework", "model", "optimizer").values():
         ways = _by(group, "way")
         for plain, packed in (("npz", "npz compressed"), ("hdf5", "hdf5 gzip")):
             if (plain,) in ways and (packed,) in ways:
                 pairs.append((ways[plain,], ways[packed,]))
-    claim = statement(
-        words, DERIVED, found=f"{NOT_CHECKED}; recorded with Chainer, which is not run any more: {COMPRESSING}"
-    )
+    claim = statement(words, DERIVED, found=f"{NOT_CHECKED}; recorded with Chainer, no longer run: {COMPRESSING}")
     if not pairs:
         return claim
     slower = [_median_of(packed, "save_s") / _median_of(plain, "save_s") for plain, packed in pairs]
     smaller = [1 - packed[0]["bytes"] / plain[0]["bytes"] for plain, packed in pairs]
     found = f"median of {len(pairs)} pairs of ways: {median(slower):.1f} x the time, {median(smaller):.1%} fewer bytes"
     ci = bootstrap([slower], lambda drawn: median(drawn[0]), seed)
-    return claim.judged(median(slower), ci[0] > 2 and max(smaller) < 0.2, found, ci=ci, unit="times the time")
+    return claim.judged(median(slower), ci[0] > 2 and max(smaller) < 0.2, found, ci=ci, unit="times as long")
 
 
 def _root_is_constant(workers: Sequence[Row], seed: int) -> Claim:
-    words = "Saving at the root alone takes the same time at any number of workers"
+    words = "Saving at the root alone takes the same time with any number of workers"
     return _ratio_claim(
         _first_and_last(workers, "root"),
         words,
@@ -130,25 +128,25 @@ def _root_is_constant(workers: Sequence[Row], seed: int) -> Claim:
         seed,
         paper=1.0,
         holds=_is_about_one,
-        unit="times the time of one worker",
+        unit="times one worker's time",
     )
 
 
 def _is_about_one(low: float, high: float) -> bool | None:
-    """Return None where the interval is too wide to tell."""
+    """Return whether an interval lies around 1; None where it is too wide to decide."""
     if low >= 1 / _SAME_COST and high <= _SAME_COST:
         return True
     return False if low > 1 or high < 1 else None
 
 
 def _root_share_grows(workers: Sequence[Row], seed: int) -> Claim:
-    """Two workers on two cores: the last number of workers whose step may be shorter than one worker's."""
+    """Check the claim up to two workers, the most on two cores whose step may be shorter than one worker's."""
     pairs = [
         (one, two)
         for one, two in _first_and_last([row for row in workers if row["workers"] <= 2], "root")
         if two[0]["step_s"] < one[0]["step_s"]
     ]
-    words = "The share of training time that saving at the root takes grows as the step shrinks"
+    words = "The share of training time spent saving at the root grows as the step gets shorter"
     return _ratio_claim(
         pairs,
         words,
@@ -161,7 +159,7 @@ def _root_share_grows(workers: Sequence[Row], seed: int) -> Claim:
 
 
 def _rank_bytes_grow(workers: Sequence[Row], seed: int) -> Claim:
-    words = "Saving at every rank writes as many times the bytes as there are workers"
+    words = "Saving at every rank multiplies the bytes by the number of workers"
     pairs = _first_and_last(workers, "rank")
     normed = [
         (one, [{**row, "bytes": row["bytes"] * one[0]["workers"] / row["workers"]} for row in many])
@@ -174,12 +172,12 @@ def _rank_bytes_grow(workers: Sequence[Row], seed: int) -> Claim:
         seed,
         paper=1.0,
         holds=lambda low, high: abs(low - 1) <= _TOLERANCE and abs(high - 1) <= _TOLERANCE,
-        unit="times the bytes of one worker and the workers",
+        unit="times one worker's bytes times the workers",
     )
 
 
 def _first_and_last(workers: Sequence[Row], scheme: str) -> list[tuple[list[Row], list[Row]]]:
-    """Return, by framework, the rows of the fewest and of the most measured workers."""
+    """Return, by framework, the rows of the smallest and of the largest measured number of workers."""
     pairs = []
     for group in _by([row for row in workers if row["scheme"] == scheme], "framework").values():
         counts = _by(group, "workers")
@@ -198,7 +196,7 @@ def _ratio_claim(
     holds: Callable[[float, float], bool | None],
     unit: str,
 ) -> Claim:
-    """Hold a ratio of medians, the mean over frameworks, against what is claimed of its interval."""
+    """Judge a ratio of medians, averaged over frameworks, by a test of its interval."""
     claim = statement(words, DERIVED, paper, found=NOT_CHECKED)
     if not pairs:
         return claim
@@ -215,29 +213,29 @@ def _ratio_claim(
         for one, many in pairs
     )
     few = key != "bytes" and min(map(len, groups)) < _FEWEST
-    each += f"; fewer than {_FEWEST} repetitions do not tell" if few else ""
+    each += f"; fewer than {_FEWEST} repetitions are too few to decide" if few else ""
     verdict = None if few else holds(*ci)
     return claim.judged(ratio(groups), verdict, each, ci=ci, unit=unit)
 
 
 def _deterministic(measured: Sequence[Row]) -> Claim:
     words = (
-        "A resumed run gives the bits of one that never stopped if, and only if, model, optimizer, schedule, random "
-        "numbers and place in the data are all restored"
+        "A resumed run gives the bits of an uninterrupted run if, and only if, model, optimizer, schedule, random "
+        "numbers and data position are all restored"
     )
     runs = [row for row in measured if row["part"] == "determinism"]
     if not runs:
         return statement(words, ABSTRACT, found=NOT_CHECKED)
     wrong = [row for row in runs if row["same_bits"] != (row["left_out"] == "nothing")]
     whole = sum(row["left_out"] == "nothing" for row in runs)
-    found = f"{whole} runs with everything, {len(runs) - whole} with something left out"
+    found = f"{whole} runs with everything restored, {len(runs) - whole} with a piece left out"
     found += "; against the claim: " + ", ".join(f"{row['framework']} {row['run']}" for row in wrong) if wrong else ""
     ours = 1 - len(wrong) / len(runs)
     return statement(words, ABSTRACT, 1.0).judged(ours, not wrong, found, unit=SHARE)
 
 
 def _loads_equal(cost: Sequence[Row]) -> Claim:
-    words = "What is loaded is what was saved, in every format"
+    words = "Every format loads exactly what was saved"
     if not cost:
         return statement(words, DERIVED, found=NOT_CHECKED)
     wrong = sorted({_name(row) for row in cost if not row["loads_equal"]})

@@ -1,4 +1,4 @@
-"""How the study's rows are shown, and what follows from them for users and for those who write frameworks."""
+"""Report sections of the study of checkpoint cost, and its advice to users and to framework developers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from holdfast_lab.studies.stats import median
 _PARTS = ("gather", "serialise", "compress", "write", "undivided", "sync")
 _COST_BY = ["model", "optimizer", "framework", "way"]
 _SLOW = 3.0
-"""A way that takes so many times as long as the fastest is worth a word of advice."""
+"""A way to save that takes this many times as long as the fastest is mentioned in the advice."""
 _LARGE = 1.1
-"""A way whose file is so many times as large as need be is worth one, too."""
+"""A way to save whose file is this many times as large as necessary is mentioned in the advice."""
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
@@ -44,8 +44,8 @@ def sections(rows: Sequence[Row]) -> list[Section]:
         _DETERMINISM_TABLE,
         _MECHANISMS_TABLE,
         _ELSEWHERE_TABLE,
-        sentences("users", "What users should take from it", _for_users(rows)),
-        sentences("developers", "What framework developers should take from it", _for_developers(rows)),
+        sentences("users", "Advice to users", _for_users(rows)),
+        sentences("developers", "Advice to framework developers", _for_developers(rows)),
         _NOT_RUN,
     ]
 
@@ -57,7 +57,7 @@ def _cost_figure(rows: Sequence[Row]) -> Section:
     return bars(
         "save",
         f"A save, part by part: {model} with {optimizer}",
-        "Medians. Where a framework writes from compiled code, serialising, compressing and writing cannot be told apart.",
+        "Medians. Where a framework writes from compiled code, serialising, compressing and writing cannot be separated.",
         where=measured("cost", model=model, optimizer=optimizer),
         by=["framework", "way"],
         values=[[f"{part}_s", part] for part in _PARTS],
@@ -67,9 +67,9 @@ def _cost_figure(rows: Sequence[Row]) -> Section:
 
 _COST_TABLE = table(
     "cost",
-    "What each way costs",
-    "Medians over repetitions, one process, one thread a framework, a local disk. A save ends when all bytes are on "
-    "the disk (fsync), whoever asks for it; the loop is held until the call returns. Cold: after the files were dropped from the page cache.",
+    "Cost of each way to save",
+    "Medians over repetitions, one process, one thread per framework, a local disk. A save ends when all bytes are on "
+    "the disk (fsync), with or without the framework's own fsync; the loop is held until the call returns. Cold: after the files were dropped from the page cache.",
     where=measured("cost"),
     by=_COST_BY,
     columns=[
@@ -87,9 +87,9 @@ _COST_TABLE = table(
 
 _SHARE_FIGURE = lines(
     "share-figure",
-    "The share of training time that saving takes, one save in 100 steps",
-    "Filled: measured, on the cores of this machine, so more workers than cores do not make a shorter step. Hollow: "
-    "extrapolated from one worker, whose step is divided by the workers and whose disk is shared by all.",
+    "Share of training time spent saving, one save per 100 steps",
+    "Filled: measured, on the cores of this machine, so more workers than cores do not shorten the step. Hollow: "
+    "extrapolated from one worker: the step is divided by the number of workers, and all workers share one disk.",
     where={"part": "workers"},
     series=["framework", "scheme"],
     x=["workers", "workers"],
@@ -99,9 +99,9 @@ _SHARE_FIGURE = lines(
 
 _SHARE_TABLE = table(
     "workers",
-    "Frequency, number of workers, and who saves",
-    "Root: worker 0 saves, the others wait. Rank: every worker saves its own copy under name.rank.iteration, as "
-    "ChainerMN does. Shared: each worker writes a part of one checkpoint, with PyTorch's DCP or with Holdfast. The mini-batch of all workers together stays the same.",
+    "Frequency, number of workers, and saving scheme",
+    "Root: worker 0 saves, the others wait. Rank: every worker saves its own copy as name.rank.iteration, like "
+    "ChainerMN. Shared: each worker writes a part of one checkpoint, with PyTorch's DCP or with Holdfast. The global mini-batch stays the same.",
     where={"part": "workers"},
     by=["framework", "model", "scheme", "workers", "status"],
     columns=[
@@ -120,8 +120,8 @@ _SHARE_TABLE = table(
 
 _DETERMINISM_TABLE = table(
     "determinism",
-    "Is the resumed run the run that never stopped?",
-    "A small network with batch norm, dropout, momentum, a schedule, shuffled digits and noise; saved half-way and resumed "
+    "Is the resumed run identical to an uninterrupted run?",
+    "A small network with batch norm, dropout, momentum, a schedule, shuffled digits and noise, saved half-way and resumed "
     "in a new process. Distance: of the final weights from those of the undisturbed run, relative.",
     where=measured("determinism"),
     by=["framework", "run", "left_out"],
@@ -131,11 +131,11 @@ _DETERMINISM_TABLE = table(
 
 _MECHANISMS_TABLE = table(
     "mechanisms",
-    "Mechanisms, as they behaved",
-    "Killed: the process died at 25, 50 and 75 % of a save over an older checkpoint; what could be loaded then. "
-    "Damage: seven bits of the largest file were flipped. Rotation: told to keep two of seven steps, so many were left; blank where "
-    "the way has none. Loop held: for what share of a save. What one call saves, and what it leaves out, is in the table above; who saves "
-    "is in that of the workers.",
+    "Mechanisms as observed",
+    "Killed: the process died at 25, 50 and 75 % of a save over an older checkpoint; what could be loaded afterwards. "
+    "Damage: seven bits of the largest file were flipped. Rotation: how many of seven steps remained when asked to keep two; blank if the "
+    "way has no rotation. Loop held: as a share of the save. The contents of a single call, and its omissions, are in the table above; the saving worker "
+    "is in the table of workers.",
     where=measured("mechanisms"),
     by=["framework", "way"],
     columns=[
@@ -149,11 +149,11 @@ _MECHANISMS_TABLE = table(
 
 _ELSEWHERE_TABLE = table(
     "elsewhere",
-    "Loaded by another number of workers",
-    "Saved by two workers; so many of one, or of three, then found their state, another one, or an error.",
+    "Loading with another number of workers",
+    "Saved by two workers; how many of one, or of three, then found their state, another state, or an error.",
     where=measured("elsewhere"),
     by=["framework", "scheme", "saved_by", "workers"],
-    columns=[text("found", "found by them")],
+    columns=[text("found", "what they found")],
 )
 
 
@@ -185,7 +185,7 @@ def _cost_groups(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
 
 
 def _fastest(rows: Sequence[Row]) -> list[Sentence]:
-    """Say which way of each framework holds the loop for the shortest time, for the largest state measured."""
+    """Name the way of each framework that holds the loop for the shortest time, for the largest state measured."""
     groups = _cost_groups(rows)
     items = []
     for framework in dict.fromkeys(key[2] for key in groups):
@@ -213,7 +213,7 @@ def _must_restore(rows: Sequence[Row]) -> list[Sentence]:
         if diverged:
             worst = max(diverged, key=lambda row: row["distance"])
             text = (
-                f"{framework}: save and restore all of it: leaving out any of {len(diverged)} pieces changed the run, the most the "
+                f"{framework}: save and restore every piece: leaving out any of {len(diverged)} pieces changed the run, most of all the "
                 f"{worst['left_out']} ({worst['distance']:.2%} of the weights)."
             )
             items.append(sentence(text, "determinism", framework, worst["run"], worst["left_out"]))
@@ -221,7 +221,7 @@ def _must_restore(rows: Sequence[Row]) -> list[Sentence]:
 
 
 def _share_advice(rows: Sequence[Row]) -> list[Sentence]:
-    """Name the fewest steps between two saves that keep the cost at the root below 1 %."""
+    """Name the shortest interval between saves that keeps the cost at the root below 1 %."""
     items = []
     for row in rows:
         if (
@@ -232,7 +232,7 @@ def _share_advice(rows: Sequence[Row]) -> list[Sentence]:
             and row["repetition"] == 0
         ):
             steps = 99 * row["save_s"] / row["step_s"]
-            text = f"{row['framework']}, 2 workers, {row['model']}: below 1 % of the time with one save at the root in {steps:.0f} steps or more."
+            text = f"{row['framework']}, 2 workers, {row['model']}: below 1 % of the time with one save at the root every {steps:.0f} steps or more."
             items.append(sentence(text, "workers", row["framework"], row["model"], "root", 2, MEASURED))
     return items
 
@@ -243,14 +243,14 @@ def _mechanisms(rows: Sequence[Row]) -> list[Row]:
 
 def _unharmed(rows: Sequence[Row]) -> list[Sentence]:
     return [
-        sentence(f"{row['framework']} {row['way']}: never save over the only checkpoint: after saves killed half-way over "
-              f"an older one, this could be loaded: {row['killed']}.", "mechanisms", row["framework"], row["way"])
+        sentence(f"{row['framework']} {row['way']}: never save over the only checkpoint. After saves killed half-way over "
+                 f"an older one, this could be loaded: {row['killed']}.", "mechanisms", row["framework"], row["way"])
         for row in _mechanisms(rows) if "nothing" in row["killed"] or "other" in row["killed"]
     ]  # fmt: skip
 
 
 def _slow_defaults(rows: Sequence[Row]) -> list[Sentence]:
-    """Say what compression by default costs."""
+    """Report the cost of compression by default."""
     items, groups = [], _cost_groups(rows)
     for plain, packed in (("npz", "npz compressed"), ("hdf5", "hdf5 gzip")):
         for key, group in groups.items():
@@ -265,7 +265,7 @@ def _slow_defaults(rows: Sequence[Row]) -> list[Sentence]:
 
 
 def _too_many_bytes(rows: Sequence[Row]) -> list[Sentence]:
-    """Name the ways whose files are larger than another's for the same values."""
+    """Name the ways whose files are larger than another way's for the same values."""
     items, groups = [], _cost_groups(rows)
     for key, group in groups.items():
         same = [
@@ -281,8 +281,8 @@ def _too_many_bytes(rows: Sequence[Row]) -> list[Sentence]:
 
 def _defaults_that_diverge(rows: Sequence[Row]) -> list[Sentence]:
     return [
-        sentence(f"{row['framework']}: what one call saves leaves out {row['left_out']}; the resumed run is another run "
-              f"({row['distance']:.2%} of the weights).", "determinism", row["framework"], row["run"], row["left_out"])
+        sentence(f"{row['framework']}: a single save call leaves out {row['left_out']}; the resumed run differs "
+                 f"({row['distance']:.2%} of the weights).", "determinism", row["framework"], row["run"], row["left_out"])
         for row in rows
         if row["part"] == "determinism" and row["status"] == MEASURED and row["run"] == "what one call saves" and not row["same_bits"]
     ]  # fmt: skip
@@ -290,7 +290,7 @@ def _defaults_that_diverge(rows: Sequence[Row]) -> list[Sentence]:
 
 def _unnoticed(rows: Sequence[Row]) -> list[Sentence]:
     return [
-        sentence(f"{row['framework']} {row['way']}: flipped bits are loaded as if they were weights; a digest would tell.",
+        sentence(f"{row['framework']} {row['way']}: flipped bits are loaded as weights; a digest would detect them.",
               "mechanisms", row["framework"], row["way"])
         for row in _mechanisms(rows) if "wrong values" in row["damage"]
     ]  # fmt: skip
@@ -298,7 +298,7 @@ def _unnoticed(rows: Sequence[Row]) -> list[Sentence]:
 
 def _not_atomic(rows: Sequence[Row]) -> list[Sentence]:
     return [
-        sentence(f"{row['framework']} {row['way']}: a save killed half-way over an older checkpoint leaves neither; the old one should go when the new one is whole.",
+        sentence(f"{row['framework']} {row['way']}: a save killed half-way over an older checkpoint leaves neither; remove the old one only when the new one is complete.",
               "mechanisms", row["framework"], row["way"])
         for row in _mechanisms(rows) if "nothing" in row["killed"] or "other" in row["killed"]
     ]  # fmt: skip
@@ -306,7 +306,7 @@ def _not_atomic(rows: Sequence[Row]) -> list[Sentence]:
 
 def _elsewhere(rows: Sequence[Row]) -> list[Sentence]:
     return [
-        sentence(f"{row['framework']}, saved by {row['scheme']}: what {row['saved_by']} workers saved, {row['workers']} cannot all load: {row['found']}.",
+        sentence(f"{row['framework']}, saved by {row['scheme']}: a checkpoint of {row['saved_by']} workers cannot be loaded by all of {row['workers']}: {row['found']}.",
               "elsewhere", row["framework"], row["scheme"], row["saved_by"], row["workers"])
         for row in rows if row["part"] == "elsewhere" and row["status"] == MEASURED and not row["loads"]
     ]  # fmt: skip
@@ -314,6 +314,6 @@ def _elsewhere(rows: Sequence[Row]) -> list[Sentence]:
 
 def _rotation(rows: Sequence[Row]) -> list[Sentence]:
     return [
-        sentence(f"{row['framework']} {row['way']}: told to keep 2 of 7 steps, it kept {row['kept']}.", "mechanisms", row["framework"], row["way"])
+        sentence(f"{row['framework']} {row['way']}: asked to keep 2 of 7 steps, it kept {row['kept']}.", "mechanisms", row["framework"], row["way"])
         for row in _mechanisms(rows) if row["kept"] not in (None, 2)
     ]  # fmt: skip

@@ -1,7 +1,7 @@
 """What checkpoints cost, framework by framework: the study of Rojas and others (2020), on today's frameworks.
 
-Every number is measured by ``workers/measure.py`` in the framework's own environment and process; what is computed
-from measurements is marked ``extrapolated``, and what could not be measured ``not run``, with the reason.
+Every number is measured by ``workers/measure.py`` in the framework's own environment and process. Values computed
+from measurements are marked ``extrapolated``; what could not be measured is marked ``not run``, with the reason.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ EXTRAPOLATED_WORKERS = (16, 64, 256, 1024)
 _COST_LIMIT_S = 1800.0
 _LIMIT_S = 600.0
 _KILL_AT = (0.25, 0.5, 0.75)
-"""When a save is killed, as a share of its time."""
+"""Times at which a save is killed, as shares of its duration."""
 _KEPT_BY = 2
-"""So many workers save what others load."""
+"""Number of workers that save what other numbers of workers load."""
 _QUICK = ("torch", "holdfast")
 _SHARING = {
     "torch": ("root", "rank", "shared", "shared by holdfast"),
@@ -47,14 +47,14 @@ _TRAINING = ("torch", "tensorflow")
 _TRAINING_STEPS = 40
 
 CHAINER = (
-    "chainer: recorded result, not run any more; Chainer 7.8.1 in November 2026, docs/papers/checkpoint-cost.md. VGG-16 with momentum: saved in 0.57 s as HDF5 and in "
-    f"1.04 s as npz, loaded in 0.14 s and 0.77 s. Compressing took {COMPRESSING}. A resumed run had the bits of the undisturbed one if all was restored, and "
-    "not with what one call saves, which leaves out random numbers. After a save killed half-way over an older one npz left nothing; HDF5 loaded flipped bits."
+    "chainer: recorded result, no longer run; Chainer 7.8.1 in November 2026, docs/papers/studies.md. VGG-16 with momentum: saved in 0.57 s as HDF5 and in "
+    f"1.04 s as npz, loaded in 0.14 s and 0.77 s. Compressing took {COMPRESSING}. A resumed run had the bits of the undisturbed one if everything was restored, but "
+    "not from a single save call, which leaves out random numbers. After a save killed half-way over an older one, npz left nothing; HDF5 loaded flipped bits."
 )
 
 
 class CheckpointCost:
-    """See the head of this file."""
+    """See the module docstring."""
 
     name = "checkpoint-cost"
     title = "What a checkpoint costs, framework by framework"
@@ -84,7 +84,7 @@ class CheckpointCost:
         """See :meth:`Study.tasks`.
 
         Raises:
-            ConfigError: if the data are not there; better now than after the first hour.
+            ConfigError: if the data are missing, so that the study fails at its start.
         """
         if options.data is not None:
             load_dataset("fashion", options.data, limit=1)
@@ -138,10 +138,10 @@ class _Plan:
         told += [f"Networks: {', '.join(networks)}."] if networks else []
         if self._options.quick:
             told += [
-                "Adam, which has three values a parameter.",
+                "Adam, which stores three values per parameter.",
                 "More than 2 workers are extrapolated, not measured.",
-                "Mechanisms: saves killed half-way, damaged files, rotation, loading by another number of workers.",
-                f"Repetitions: each measurement is made {self.repetitions} time{'' if self.repetitions == 1 else 's'}; three are needed to compare times.",
+                "Mechanisms: saves killed half-way, damaged files, rotation, loading with another number of workers.",
+                f"Repetitions: each measurement is made {self.repetitions} time{'' if self.repetitions == 1 else 's'}; comparing times needs three.",
             ]
         return [*told, CHAINER]
 
@@ -199,7 +199,7 @@ class _Plan:
             "layers": _layers(model),
             "model": model,
             "side": {TINY: 16, "resnet50": 64}.get(model, 128),
-            "batch": 16,  # of all workers together
+            "batch": 16,  # over all workers
             "steps": 3 if self._options.quick else 5,
             "schemes": _SHARING[name],
             "repetitions": self.repetitions,
@@ -217,7 +217,7 @@ class _Plan:
         return self._guarded(about, measured)
 
     def _elsewhere(self, name: str, task: Row) -> list[Row]:
-        """Have fewer and more workers load what :data:`_KEPT_BY` of them saved."""
+        """Load a checkpoint of :data:`_KEPT_BY` workers with fewer and with more workers."""
         rows = []
         for count in (_KEPT_BY - 1, _KEPT_BY + 1):
             FRAMEWORKS[name].run_ranks({**task, "do": "elsewhere"}, count, _LIMIT_S)
@@ -228,7 +228,7 @@ class _Plan:
         return rows
 
     def _extrapolate(self, name: str, known: Sequence[Row]) -> list[Row]:
-        """Compute what more workers would find, from one worker's measured times, on one shared disk of this speed."""
+        """Extrapolate to more workers from one worker's measured times and one shared disk of this speed."""
         alone = [
             row
             for row in known
@@ -255,7 +255,7 @@ class _Plan:
                         "workers": workers,
                         "scheme": scheme,
                         "status": EXTRAPOLATED,
-                        "why": "one worker's step divided by the workers, communication free; all bytes at one worker's pace",
+                        "why": "one worker's step divided by the number of workers, communication free; all bytes at one worker's write speed",
                         **times,
                         **_shares(times["save_s"], times["step_s"]),
                     }
@@ -271,7 +271,7 @@ class _Plan:
             ways = _described(name, known)["ways"]
             rows = self._run(name, {**task, "do": "damage", "ways": ways}, _LIMIT_S)
             killed = self._killed(name, task, ways)
-            found = {"old": "not noticed, no value was hit", "other": "not noticed: loads wrong values"}
+            found = {"old": "not detected, no value was hit", "other": "not detected: loads wrong values"}
             return [
                 {
                     "way": row["way"],
@@ -286,7 +286,7 @@ class _Plan:
         return self._guarded(about, measured)
 
     def _killed(self, name: str, task: Row, ways: Sequence[str]) -> dict[str, str]:
-        """Kill saves over an older checkpoint; return what was found after them, in words."""
+        """Kill saves over an older checkpoint; return what could be loaded afterwards, as text."""
         folder = self._fresh()
         times_s = {
             row["way"]: row["save_s"] for row in self._run(name, {**task, "do": "save_times", "ways": ways}, _LIMIT_S)
@@ -301,7 +301,7 @@ class _Plan:
         found: dict[str, list[str]] = {way: [] for way in ways}
         for row in self._run(name, {**task, "do": "after_kill", "cases": cases}, _LIMIT_S):
             found[row["way"]].append(row["found"].split(" (")[0])
-        return {way: _counted(what) or "every save was over too soon" for way, what in found.items()}
+        return {way: _counted(what) or "every save ended before the kill" for way, what in found.items()}
 
     # -- helpers
 
@@ -317,7 +317,7 @@ class _Plan:
         return self._scratch
 
     def _guarded(self, about: Row, measure: Callable[[], list[Row]]) -> list[Row]:
-        """Return the rows with what they are about; one that says why if they cannot be had."""
+        """Return the rows with the columns of ``about``; if measuring fails, one row with the reason."""
         try:
             rows = measure()
         except WorkerFailed as error:
@@ -328,7 +328,7 @@ class _Plan:
 
 
 def _chosen(options: Options) -> tuple[str, ...]:
-    """Return the frameworks; Holdfast's own formats stand beside PyTorch's, whose states they hold."""
+    """Return the frameworks; Holdfast's formats come with PyTorch's, because they save the same states."""
     wanted = options.only or (_QUICK if options.quick else tuple(FRAMEWORKS))
     if "chainer" in wanted:
         raise ConfigError(CHAINER)
@@ -357,7 +357,7 @@ def _described(name: str, known: Sequence[Row]) -> Row:
         if row["part"] == "versions" and row["framework"] == name:
             return row
     why = [row["why"] for row in known if row["framework"] == name and row["status"] == NOT_RUN]
-    raise WorkerFailed(why[0] if why else f"{name} was not asked what it can do")
+    raise WorkerFailed(why[0] if why else f"{name} was not queried for its capabilities")
 
 
 def _training(name: str, *, saves: bool = False, leave_out: Sequence[str] | None = None) -> Row:
@@ -384,7 +384,7 @@ def _distance(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
 
 
 def _held(name: str, way: str, known: Sequence[Row]) -> float | None:
-    """Return for what share of its saves a way held the loop, the median over all states; None if it was not measured."""
+    """Return the share of its saves for which a way held the loop, median over all states; None if it was not measured."""
     rows = [row for row in known if row["part"] == "cost" and row["framework"] == name and row["status"] == MEASURED]
     shares = [row["blocked_s"] / row["save_s"] for row in rows if row["way"] == way]
     return statistics.median(shares) if shares else None
@@ -395,5 +395,5 @@ def _counted(words: Sequence[str]) -> str:
 
 
 def _shares(save_s: float, step_s: float) -> Row:
-    """Return the share of training time that saving takes, by steps between two checkpoints."""
+    """Return the share of training time spent saving, by steps between two checkpoints."""
     return {f"share_{every}": save_s / (save_s + every * step_s) for every in EVERY}

@@ -1,4 +1,4 @@
-"""What the study of parallelism says, held against the rows."""
+"""Checks the claims of the study of parallelism against the measured rows."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ DERIVED = "derived"
 ELASTIC = "our reading of Li, Bosilca, Bouteiller, Nicolae (2023)"
 ELASTIC_ABSTRACT = "abstract of Li, Bosilca, Bouteiller, Nicolae (2023): by a significant factor; it gives no number"
 _LITTLE = 0.02
-"""An accuracy that is so much lower, as a fraction of 1, is little lower."""
+"""Accuracy counts as little lower if it drops by at most this, as a fraction of 1."""
 _LEARNED = 0.5
-"""A network that is less accurate without a kill has not learned yet, so it has nothing to lose."""
+"""A network below this accuracy without a kill has not learned yet, so it has nothing to lose."""
 _FEWEST = 3
-"""Fewer runs have no interval worth the name."""
+"""With fewer runs than this, no interval is given."""
 
 
 def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
-    """Return every claim with what was found."""
+    """Return every claim with the finding."""
     measured = [row for row in rows if row["status"] == MEASURED]
     killed = [row for row in measured if row["part"] == "recovery"]
     attempted = [row for row in rows if row["part"] == "recovery" and "completes" in row]
@@ -60,34 +60,34 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
             lambda row: row["completes"] and not row["files"],
         ),
         _share(
-            "Redone by the survivors, the iteration leaves no trace: the bits are those of the undisturbed run",
+            "When the survivors redo the iteration, the final bits are those of the undisturbed run",
             DERIVED,
             exact,
             lambda row: row["completes"] and row["differs"] == "nothing",
         ),
         _share(
-            "Every sample is in the weights once: the survivors' samples are the whole data set",
+            "Every sample contributes to the weights once: the survivors' samples are the whole data set",
             CODE_DERIVED,
             [row for row in killed if row["strategy"] != FORWARD],
             lambda row: row["each_once"],
         ),
         _share(
-            "Survivors that read the blocks of the dead again hold the whole data set, each block once",
+            "Survivors that reread the dead worker's blocks hold the whole data set, each block once",
             CODE,
             [row for row in measured if row["part"] == "data"],
             lambda row: row["held_once"],
         ),
         _loses_little(
-            "Going on without the dead worker's part of the iteration costs little accuracy",
+            "Continuing without the dead worker's part of the iteration costs little accuracy",
             [row for row in killed if row["strategy"] == FORWARD],
-            lambda rows: f"which went on without {sum(row['lost_samples'] for row in rows)} samples",
+            lambda rows: f"which continued without {sum(row['lost_samples'] for row in rows)} samples",
             seed,
         ),
         _loses_little(
-            "A part that is restored as it was some iterations before, while all else stays, costs little accuracy",
+            "Restoring one part from some iterations earlier, while the rest stays current, costs little accuracy",
             [row for row in killed if row["strategy"] == PARTIAL and row.get("restored_parts")],
             lambda rows: (
-                f"whose parts were restored from {max(row['restored_oldest'] for row in rows)} iterations before, at most"
+                f"whose parts were restored from at most {max(row['restored_oldest'] for row in rows)} iterations earlier"
             ),
             seed,
         ),
@@ -106,7 +106,7 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
 def _share(
     words: str, source: str, rows: Sequence[Row], is_true: Callable[[Row], object], paper: float | None = 1.0
 ) -> Claim:
-    """Hold that something is true of every run, and name those of which it is not."""
+    """Check that a property holds in every run, and name the runs in which it does not."""
     claim = statement(words, source, paper)
     if not rows:
         return claim
@@ -126,30 +126,30 @@ def _iterations(rows: Sequence[Row]) -> str:
 
 def _name(row: Row) -> str:
     if row["part"] == "elastic":
-        return f"{row['scenario']}, {row['comes']} comes, {row['fabric']}, {row['strategy']}, {row['workers']} workers"
+        return f"{row['scenario']}, joins: {row['comes']}, {row['fabric']}, {row['strategy']}, {row['workers']} workers"
     return f"{row['kind']}, {row['strategy']}, {row['workers']} workers, rank {row['kill_rank']} in iteration {row['kill_step']}"
 
 
 def _loses_little(words: str, rows: Sequence[Row], which: Callable[[Sequence[Row]], str], seed: int) -> Claim:
-    """Hold that the accuracy is little lower than in the undisturbed run."""
+    """Check that the accuracy is little lower than in the undisturbed run."""
     compared = [row for row in rows if row.get("accuracy_loss") is not None]
     rows = [row for row in compared if row["accuracy_undisturbed"] >= _LEARNED]
     if not rows:
         return statement(words, DERIVED)
     losses = [row["accuracy_loss"] for row in rows]
     ci = bootstrap([losses], lambda drawn: sum(drawn[0]) / len(drawn[0]), seed)
-    found = f"accuracy of the undisturbed run less that of the disturbed one, mean of {len(rows)} runs, {which(rows)}"
+    found = f"accuracy of the undisturbed run minus that of the disturbed run, mean of {len(rows)} runs, {which(rows)}"
     if idle := len(compared) - len(rows):
-        found += f"; {idle} more, of networks that had not learned yet, are left out"
+        found += f"; {idle} further runs are left out because their networks had not learned yet"
     few = len(rows) < _FEWEST
-    found += f"; fewer than {_FEWEST} runs do not tell" if few else ""
+    found += f"; fewer than {_FEWEST} runs are too few to decide" if few else ""
     return statement(words, DERIVED, 0.0).judged(
         sum(losses) / len(losses), None if few else ci[1] < _LITTLE, found, ci=ci
     )
 
 
 def _no_checkpoint_needed(kept: Sequence[Row]) -> Claim:
-    words = "With a replica, a twin or a mirror of all that a worker holds, no data structure needs a checkpoint"
+    words = "With a replica, a pipeline replica or a standby of everything that a worker holds, no data structure needs a checkpoint"
     rows = [row for row in kept if row["from"] != "checkpoint"]
     return _share(
         words,
@@ -160,15 +160,13 @@ def _no_checkpoint_needed(kept: Sequence[Row]) -> Claim:
 
 
 def _part_is_lost(measured: Sequence[Row]) -> Claim:
-    words = "A worker of a split model takes a part of it along, where nobody else has a copy"
+    words = "A worker of a split model takes its part of the model with it, unless another worker has a copy"
     rows = [row for row in measured if row["part"] == "bare"]
     return _share(words, ABSTRACT, rows, lambda row: row["decision"] == LOAD or row["restarts"] > 0)
 
 
 def _part_comes_back(killed: Sequence[Row]) -> Claim:
-    words = (
-        "The lost part comes back from a neighbour's memory, or from the other pipeline: one iteration is done again"
-    )
+    words = "The lost part is restored from a neighbour's memory, or from the other pipeline: one iteration is redone"
     rows = [row for row in killed if row["kind"] in (PIPELINE, SHARDED, HYBRID) and row["strategy"] == ROLLBACK]
     return _share(
         words,
@@ -179,7 +177,7 @@ def _part_comes_back(killed: Sequence[Row]) -> Claim:
 
 
 def _restart_redoes_more(killed: Sequence[Row], seed: int) -> Claim:
-    words = "Going back to a checkpoint does more iterations again than going on from memory"
+    words = "Restoring a checkpoint redoes more iterations than recovering from memory"
     more = [row["redone_steps"] for row in killed if row["strategy"] == RESTART]
     less = [row["redone_steps"] for row in killed if row["strategy"] == ROLLBACK]
     claim = statement(words, DERIVED)
@@ -190,14 +188,14 @@ def _restart_redoes_more(killed: Sequence[Row], seed: int) -> Claim:
         return sum(drawn[0]) / len(drawn[0]) - sum(drawn[1]) / len(drawn[1])
 
     ci = bootstrap([more, less], gap, seed)
-    found = f"done again, restart less rollback, means of {len(more)} and {len(less)} runs"
+    found = f"redone iterations, restart minus rollback, means of {len(more)} and {len(less)} runs"
     ours = gap([more, less])
     runs = min(len(more), len(less))
     return claim.judged(ours, ci[0] > 0, found, ci=ci, unit="iterations", runs=runs)
 
 
 def _rebuilding_takes_longer(killed: Sequence[Row], seed: int) -> Claim:
-    words = "Survivors that go on as they are (ULFM) have the next iteration sooner than those that build the application again (Reinit)"
+    words = "Survivors that continue in place (ULFM) commit the next iteration sooner than those that rebuild the application (Reinit)"
     times: dict[tuple[Any, ...], dict[str, list[float]]] = {}
     for row in killed:
         if row["kind"] == REPLICATED and row["strategy"] in (REINIT, ROLLBACK) and row.get("recover_s"):
@@ -211,20 +209,20 @@ def _rebuilding_takes_longer(killed: Sequence[Row], seed: int) -> Claim:
     claim = statement(words, ABSTRACT)
     if not ratios:
         return claim
-    # The longer an iteration, which both do again, the nearer they are: networks are not mixed.
+    # Networks are not mixed: both redo the iteration, so the longer it is, the closer the ratio is to 1.
     network, group = next(iter(ratios.items()))
     ci = bootstrap([group], lambda drawn: median(drawn[0]), seed)
     few = len(group) < _FEWEST
     found = f"from the kill to the next commit, reinit over rollback, {network}, median of {len(group)} pairs of runs"
     found += "".join(f"; {name} {median(more):.1f} ({len(more)})" for name, more in ratios.items() if name != network)
-    found += f"; fewer than {_FEWEST} pairs do not tell" if few else ""
+    found += f"; fewer than {_FEWEST} pairs are too few to decide" if few else ""
     holds = None if few or ci[0] <= 1 <= ci[1] else ci[0] > 1
     ours = median(group)
     return claim.judged(ours, holds, found, ci=ci, unit="times as long")
 
 
 def _every_call_is_needed(measured: Sequence[Row]) -> Claim:
-    words = "Without any one of the calls of ULFM that recovery makes, some run goes wrong"
+    words = "Without any one of the ULFM calls that recovery makes, some run goes wrong"
     rows = [row for row in measured if row["part"] == "needs"]
     if not rows:
         return statement(words, ABSTRACT)
@@ -240,11 +238,11 @@ def _every_call_is_needed(measured: Sequence[Row]) -> Claim:
 
 
 # ---------------------------------------------------------------------------------------------
-# What the resilient collectives of 2023 added
+# The resilient collectives of 2023
 
 
 def _collective_is_done_again(elastic: Sequence[Row]) -> Claim:
-    words = "Where the survivors do the failed sum again among themselves, no iteration is done again"
+    words = "Where the survivors retry the failed all-reduce among themselves, no iteration is redone"
     rows = [row for row in elastic if row["strategy"] == FORWARD]
     return _share(
         words,
@@ -256,9 +254,9 @@ def _collective_is_done_again(elastic: Sequence[Row]) -> Claim:
 
 
 def _newcomers_leave_no_trace(elastic: Sequence[Row]) -> Claim:
-    words = "A worker that is replaced, or added, is given all from the others' memory: the bits are those of the undisturbed run"
+    words = "A worker that replaces another, or is added, receives its whole state from the others' memory: the bits are those of the undisturbed run"
     came = [row for row in elastic if row["strategy"] == ROLLBACK and row["comes"] != NOBODY]
-    # Without the undisturbed run there is nothing to compare with; a run that did not end well counts all the same.
+    # Without the undisturbed run there is nothing to compare with; a run that failed still counts.
     rows = [row for row in came if not row.get("completes") or row.get("differs", NOT_COMPARED) != NOT_COMPARED]
     return _share(
         words,
@@ -270,7 +268,7 @@ def _newcomers_leave_no_trace(elastic: Sequence[Row]) -> Claim:
 
 
 def _is_quicker_than_elastic_horovod(elastic: Sequence[Row], seed: int) -> Claim:
-    words = "Doing the failed sum again (over ULFM) has the next commit sooner than going back to the last one and meeting again, as Elastic Horovod does (over Gloo)"
+    words = "Retrying the failed all-reduce (over ULFM) reaches the next commit sooner than rolling back to the last one with a new rendezvous, as Elastic Horovod does (over Gloo)"
 
     def times(strategy: str, fabric: str) -> list[float]:
         chosen = [row for row in elastic if (row["strategy"], row["fabric"]) == (strategy, fabric)]
@@ -285,10 +283,10 @@ def _is_quicker_than_elastic_horovod(elastic: Sequence[Row], seed: int) -> Claim
         return claim
     ci = bootstrap(groups, ratio, seed)
     few = min(map(len, groups)) < _FEWEST
-    found = "from the kill to the next commit, medians: reinit from a checkpoint over Gloo, which stands for Elastic Horovod, over "
+    found = "from the kill to the next commit, medians: reinit from a checkpoint over Gloo, which models Elastic Horovod, over "
     found += f"forward over ULFM; {len(groups[0])} and {len(groups[1])} runs"
     if milder := times(RESTART, GLOO):
-        found += f"; restart, which builds nothing again: {ratio([milder, groups[1]]):.2f} times as long"
-    found += f"; fewer than {_FEWEST} runs do not tell" if few else ""
+        found += f"; restart, which does not rebuild the application: {ratio([milder, groups[1]]):.2f} times as long"
+    found += f"; fewer than {_FEWEST} runs are too few to decide" if few else ""
     holds = None if few or ci[0] <= 1 <= ci[1] else ci[0] > 1
     return claim.judged(ratio(groups), holds, found, ci=ci, unit="times as long")

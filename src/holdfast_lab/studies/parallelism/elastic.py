@@ -1,9 +1,9 @@
 """Jobs that shrink, keep their size or grow: the three scenarios of Li and others (2023), on this code.
 
 J. Li, G. Bosilca, A. Bouteiller, B. Nicolae, "Elastic deep learning through resilient collective operations", SC-W 2023,
-DOI 10.1145/3624062.3626080, put ULFM into the collectives of Horovod: those that are left do the failed collective again.
-It is held against Elastic Horovod, in which all go back to the last commit and meet again. The paper's text was not at
-hand: what stands here for either is our reading.
+DOI 10.1145/3624062.3626080, put ULFM into the collectives of Horovod: the survivors retry the failed collective.
+They compare it with Elastic Horovod, in which all workers roll back to the last commit and rendezvous again. The paper's
+text was not available; what this module says of either is our reading.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from holdfast_lab.studies.parallelism.jobs import (
 from holdfast_lab.studies.parallelism.rows import row_of
 
 DOWN, SAME, UP = SCENARIOS = ("down", "same", "up")
-"""The dead worker is not replaced; it is; nobody dies, and there are to be twice as many."""
+"""Down: a worker is killed and not replaced. Same: it is replaced. Up: no worker fails, and their number doubles."""
 CALM = "undisturbed"
-"""Stands in the place of a scenario: the run whose bits the others are compared with."""
+"""Used in place of a scenario for the run whose bits the others are compared with."""
 NOBODY, SPARE, PROCESS = ("nobody", "a spare", "a new process")
-"""Who comes."""
+"""The kind of worker that joins."""
 ULFM, GLOO = ("ulfm", "gloo")
 
 _WAYS = {ULFM: (FORWARD, ROLLBACK, RESTART), GLOO: (FORWARD, ROLLBACK, RESTART, REINIT)}
-"""Ways of recovering; ``reinit`` from a checkpoint over Gloo is what comes nearest to Elastic Horovod."""
+"""Recovery strategies; ``reinit`` from a checkpoint over Gloo comes nearest to Elastic Horovod."""
 _COMES: dict[str, dict[str, tuple[str, ...]]] = {
     DOWN: {NOBODY: (ULFM, GLOO)},
     SAME: {SPARE: (ULFM, GLOO), PROCESS: (GLOO,)},
 }
-"""Who comes where, over which fabrics: Open MPI cannot take new processes in."""
+"""Kinds of joining workers by scenario and fabric; Open MPI cannot admit new processes."""
 _FEWEST = {NOBODY: 4, SPARE: 4, PROCESS: 2}
-"""With fewer workers nobody is left to do a collective with; who comes as a new process joins one that is alone, too."""
+"""Smallest number of workers, by kind; fewer leave no survivors for a collective. A new process can join a single worker."""
 
 _STEPS = 64
 _EVENT_STEP = 30
@@ -55,10 +55,10 @@ class Case:
 
     Args:
         scenario: One of :data:`SCENARIOS`, or :data:`CALM`.
-        comes: Who comes.
-        fabric: How the workers talk.
-        strategy: What survivors do; where nobody dies it makes no difference.
-        workers: As many as share the work before a death, or when all have come.
+        comes: The kind of worker that joins.
+        fabric: The fabric that the workers use.
+        strategy: The recovery strategy; without a failure it makes no difference.
+        workers: Number of active workers before a kill, or after all have joined.
     """
 
     scenario: str
@@ -69,11 +69,11 @@ class Case:
 
     @property
     def key(self) -> str:
-        """Name of its task."""
+        """Name of the task of this case."""
         return f"elastic: {self.scenario}, {self.comes} comes, {self.fabric}, {self.strategy}, {self.workers} workers"
 
     def job(self, network: str, scale: Scale, seed: int) -> Job:
-        """Return the job that is run."""
+        """Return the job to run."""
         options, arguments = ["--fabric", self.fabric], list[str]()
         if self.comes == PROCESS:
             arguments = ["--wanted", str(self.workers), "--since", str(_EVENT_STEP)]
@@ -96,7 +96,7 @@ class Case:
 
 
 def cases(counts: Sequence[int]) -> list[Case]:
-    """Return all that is run, the undisturbed run first.
+    """Return all cases, the undisturbed run first.
 
     Args:
         counts: Numbers of workers, ascending.
@@ -116,7 +116,7 @@ def cases(counts: Sequence[int]) -> list[Case]:
 
 
 def _shortened(scale: Scale) -> Scale:
-    """Return a run that is just long enough: until some time after the event."""
+    """Shorten a run to end soon after the event."""
     per_epoch = min(_STEPS, scale.samples // scale.batch)
     return replace(
         scale,
@@ -128,7 +128,7 @@ def _shortened(scale: Scale) -> Scale:
 
 
 def elastic_row(case: Case, job: Job, outcome: Outcome, known: Sequence[Row]) -> Row:
-    """Return the row of a run; ``known`` are those of the runs before it."""
+    """Return the row of a run; ``known`` are the rows of earlier runs."""
     calm = next((row for row in known if row["part"] == "elastic" and row["scenario"] == CALM), None)
     about: Row = {"part": "elastic", "scenario": case.scenario, "comes": case.comes, "fabric": case.fabric}
     row = {**row_of(job, outcome, calm), **about, "workers": case.workers}
@@ -138,27 +138,29 @@ def elastic_row(case: Case, job: Job, outcome: Outcome, known: Sequence[Row]) ->
 
 
 def _divided(outcome: Outcome) -> Row:
-    """Return the time from the kill to the next commit in three parts, of which the first is ``detect_s``."""
+    """Split the time from the kill to the next commit into three parts, the first of which is ``detect_s``."""
     failures = outcome.report["failures"]
     if not failures or failures[0]["detect_s"] is None or failures[0]["recover_s"] is None:
         return {}
     first = failures[0]
     went_on_s = [record["t_s"] for record in outcome.of("Recovered") if first["rank"] in record["lost"]]
-    if not went_on_s:  # the job was started again
+    if not went_on_s:  # the job was restarted
         return {}
     until_s = max(went_on_s) - first["t_s"]
     return {"repair_s": until_s - first["detect_s"], "redo_s": first["recover_s"] - until_s}
 
 
 def _joined(outcome: Outcome) -> Row:
-    """Return who came, when, and for how long that kept the others from computing."""
+    """Return which workers joined, when, and for how long the join kept the others from computing."""
     report = outcome.report
     joined: list[dict[str, Any]] = report["joined"]
     commits = outcome.of("StepCommitted")
     about: Row = {"workers_at_end": commits[-1]["workers"] if commits else None, "joined": len(joined)}
     if not joined:
         return about
-    held_s = {one["step"]: one["held_s"] for one in joined}  # who comes before the same step is waited for once
+    held_s = {
+        one["step"]: one["held_s"] for one in joined
+    }  # workers that join before the same step are waited for once
     since_s = [one["t_s"] for one in (*report["failures"], *report["changed"])]
     given_s = [
         sum(record["times_s"].get(order, 0.0) for order in _GIVE)

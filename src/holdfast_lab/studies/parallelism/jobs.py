@@ -1,4 +1,4 @@
-"""One job of the study of parallelism: a network, split or not, trained by real processes of which some are killed."""
+"""One job of the study of parallelism: a replicated or split network, trained by real processes, some of which are killed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import torch
 from holdfast_lab.workloads import load_dataset
 
 SCRIPTS = Path(__file__).with_name("workers")
-"""Scripts that run in processes of their own."""
+"""Scripts that the workers run."""
 
 REPLICATED, PIPELINE, SHARDED, HYBRID = KINDS = ("replicated", "pipeline", "sharded", "hybrid")
-"""How the work is divided; hybrid: two pipelines, which are replicas of each other."""
+"""How the model is divided; hybrid: two pipelines that are replicas of each other."""
 CHAINS = 2
 """Pipelines of a hybrid job."""
 
@@ -31,10 +31,10 @@ PARTIAL = "partial"
 """The strategy that only split models have."""
 
 BACKUPS = ("--mirror-every", "16", "--mirror-fraction", "0.125")
-"""How backups are kept under :data:`PARTIAL`: an eighth of a part every other iteration."""
+"""Standby settings under :data:`PARTIAL`: an eighth of a part every other iteration."""
 
 ONE_BUCKET_BYTES = 1 << 40
-"""All gradients in one sum, as in the code of 2017."""
+"""All gradients in one all-reduce, as in the code of 2017."""
 
 _OWN = ("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_")
 _LAST_WORDS = 300
@@ -42,17 +42,17 @@ _LAST_WORDS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How much is trained.
+    """The size of a training.
 
     Args:
-        dataset: Its name.
-        side: Of the images, which are scaled to it; None: as they are.
-        samples: So many are trained on, a multiple of ``batch``.
-        batch: Of all workers together.
-        epochs: Passes over them.
-        slices: Of a mini-batch, which ``batch`` is a multiple of.
+        dataset: Name of the data set.
+        side: Height and width to which images are scaled; None: unscaled.
+        samples: Number of training samples, a multiple of ``batch``.
+        batch: Mini-batch of all workers together.
+        epochs: Passes over the samples.
+        slices: Slices of a mini-batch; ``batch`` is a multiple of it.
         kills: The iterations in which a worker is killed.
-        checkpoint_every: Iterations, where there are checkpoints.
+        checkpoint_every: Iterations between checkpoints, where there are checkpoints.
     """
 
     dataset: str
@@ -72,23 +72,23 @@ class Scale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What one run is like.
+    """The settings of one run.
 
     Args:
         kind: One of :data:`KINDS`.
         strategy: One of :data:`STRATEGIES`.
-        network: Which.
-        workers: That share the work.
-        scale: How much is trained.
+        network: Name of the network.
+        workers: Number of active workers.
+        scale: The size of the training.
         kills: Rank and iteration of each kill.
-        spares: Workers that take the places of the dead.
-        mirror: Copies of a part that others keep; None: as Holdfast does by itself.
-        checkpoints: Whether any are taken.
+        spares: Hot spares that replace failed workers.
+        mirror: Standby copies of each part on other workers; None: Holdfast's default.
+        checkpoints: Whether checkpoints are written.
         blocks: Whether each worker holds contiguous blocks of the data, read from a file.
-        seed: Of everything that is drawn.
-        reinit_from: What ``reinit`` goes on from.
-        options: More of those of ``holdfast run``.
-        arguments: More of those of the workers' script.
+        seed: Seed of everything random.
+        reinit_from: What ``reinit`` restores from.
+        options: Further options of ``holdfast run``.
+        arguments: Further arguments of the workers' script.
     """
 
     kind: str
@@ -108,16 +108,16 @@ class Job:
 
     @property
     def parts(self) -> int:
-        """Stages or shards that the model is cut into."""
+        """Number of stages or shards of the model."""
         return {REPLICATED: 1, HYBRID: self.workers // CHAINS}.get(self.kind, self.workers)
 
     @property
     def form(self) -> str:
-        """Who goes on."""
+        """Whether failed workers are replaced, as text."""
         return "replaced" if self.spares else "survivors only"
 
     def about(self) -> dict[str, Any]:
-        """Return the columns that say what the run was like."""
+        """Return the columns that describe the run."""
         rank, step = self.kills[0] if self.kills else (None, None)
         return {
             "kind": self.kind,
@@ -134,7 +134,7 @@ class Job:
         }
 
     def words(self, folder: Path) -> list[str]:
-        """Return the command line, behind ``holdfast run``."""
+        """Return the command line after ``holdfast run``."""
         words = ["-n", self.workers, "--strategy", self.strategy, "--slices", self.scale.slices, "--seed", self.seed]
         words += ["--no-page", "--report", folder / "report", "--spares", self.spares]
         words += [] if self.mirror is None else ["--mirror", self.mirror]
@@ -159,20 +159,20 @@ class Job:
         return [str(word) for word in words]
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the workers: nothing of another job in it."""
+        """Return the environment of the workers, without the variables of any other job."""
         return own_environment()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a run left behind.
+    """The results of a run.
 
     Args:
         report: ``report.json``, empty if there is none.
         events: The records.
-        notes: What each worker that ended noted.
-        files: How many files the job wrote besides its report and notes.
-        failed: Why it did not end well, in a line; "" if it did.
+        notes: The notes of each worker that ended.
+        files: Number of files that the job wrote besides its report and notes.
+        failed: Why it failed, in a line; "" if it succeeded.
     """
 
     report: dict[str, Any] = field(default_factory=dict)
@@ -187,13 +187,13 @@ class Outcome:
 
 
 def own_environment() -> dict[str, str]:
-    """Return the environment of a job's processes: nothing of another job in it, one thread, no accelerator."""
+    """Return the environment of a job's processes: no variables of another job, one thread, no accelerator."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_OWN)}
     return own | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def write_data(folder: Path, scale: Scale, data: Path | None) -> None:
-    """Write the samples as four arrays that workers read pieces of."""
+    """Write the samples as four arrays that workers read in pieces."""
     folder.mkdir(parents=True)
     dataset = load_dataset(scale.dataset, data, limit=scale.samples, size=scale.side)
     for prefix, part in (("", dataset.train), ("test-", dataset.test)):
@@ -203,12 +203,12 @@ def write_data(folder: Path, scale: Scale, data: Path | None) -> None:
 
 
 def carry_out(job: Job, data: Path | None, timeout_s: float) -> Outcome:
-    """Run a job and return what it left.
+    """Run a job and return its results.
 
     Args:
-        job: Which.
-        data: Where datasets are that are read from files.
-        timeout_s: After so long it is ended, and has failed.
+        job: The job.
+        data: Directory of the data sets that are read from files.
+        timeout_s: The job is ended after this many seconds, and has failed.
     """
     with tempfile.TemporaryDirectory(prefix="holdfast-study-") as name:
         folder = Path(name)
@@ -216,11 +216,11 @@ def carry_out(job: Job, data: Path | None, timeout_s: float) -> Outcome:
         (folder / "notes").mkdir()
         words = [sys.executable, "-m", "holdfast", "run", *job.words(folder)]
         code, said = ended(words, job.environment(), folder, timeout_s)
-        return _read(folder, "" if code == 0 else f"ended with {code}: {said}")
+        return _read(folder, "" if code == 0 else f"ended with exit code {code}: {said}")
 
 
 def ended(words: Sequence[str], env: dict[str, str], folder: Path, timeout_s: float) -> tuple[int, str]:
-    """Run a command to its end, in ``folder/here``; return its exit code and the last line that it said."""
+    """Run a command to its end in ``folder/here``; return its exit code and its last line of output."""
     output, here = folder / "said", folder / "here"
     here.mkdir()
     with output.open("wb") as said:
@@ -239,10 +239,10 @@ def ended(words: Sequence[str], env: dict[str, str], folder: Path, timeout_s: fl
         return -signal.SIGKILL, f"was not done after {timeout_s:g} s"
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # its own session: nobody else is in it
+            os.killpg(process.pid, signal.SIGKILL)  # safe: the process group is the command's own session
             process.wait()
     lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
-    return code, (lines or ["it said nothing"])[-1][:_LAST_WORDS]
+    return code, (lines or ["no output"])[-1][:_LAST_WORDS]
 
 
 def _read(folder: Path, failed: str) -> Outcome:

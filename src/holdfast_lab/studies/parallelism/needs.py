@@ -1,7 +1,7 @@
-"""What recovery needs of MPI: the protocol without one of its calls, tried in every run of a small job.
+"""What recovery needs of MPI: the protocol with one MPI call left out, tried in every run of a small job.
 
-The explorer drives the protocol that real workers run, over an engine that promises what ULFM promises: a call that
-fails at some may succeed at others, a revoke wakes all, an agreement is the same at all who return from it.
+The explorer drives the protocol of real workers over an engine that makes the promises of ULFM: a call that fails at
+some ranks may succeed at others, a revoke interrupts all ranks, and an agreement has the same result at every rank that returns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from holdfast.recovery import Forward, Protocol, Restart, Rollback, Strategy
 from holdfast_lab.studies.base import MEASURED, Row
 
-NEEDS_CHECKOUT = "What breaks without each call of MPI: the model checker that tries it is not installed with Holdfast; run this from a checkout of the repository."
+NEEDS_CHECKOUT = "What breaks without each MPI call: the model checker is not installed with Holdfast; run this from a checkout of the repository."
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class Checker:
 
     Args:
         explore: Tries every run of a strategy in a world.
-        world: Where it is tried.
-        broken: Has the protocols that lack something, by their names.
+        world: The simulated job.
+        broken: The incomplete protocols, by name.
     """
 
     explore: Callable[..., Any]
@@ -36,9 +36,9 @@ class Checker:
 
 
 def model_checker() -> Checker | None:
-    """Return the model checker, None where there is no checkout of the repository.
+    """Return the model checker; None without a checkout of the repository.
 
-    It belongs to the tests and is not installed: it is looked for as a package in ``tests/`` of the checkout that this file is in.
+    It belongs to the tests and is not installed. It is looked up as a package in ``tests/`` of the checkout that this file is in.
     """
     tests = next((path / "tests" for path in Path(__file__).parents if (path / "tests" / "model").is_dir()), None)
     if tests is None:
@@ -55,18 +55,18 @@ def model_checker() -> Checker | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Omission:
-    """A call left out, and where that is tried.
+    """A call left out, and the job in which that is tried.
 
     Args:
-        call: Of MPI.
-        purpose: What it is for.
+        call: The MPI call.
+        purpose: What the call is for.
         instead: What happens in its place.
-        protocol: The name of the protocol that does so, beside the model checker; "" for the real one.
-        workers: Of the smallest job in which it can go wrong.
-        deaths: How many die at most; none: who has left looks dead.
-        uniform: Whether agreements are the same at all who return from them.
-        in_place: Whether a sum that fails spoils its input.
-        strategies: For which it is tried; empty: for all of :data:`STRATEGIES`.
+        protocol: The name of the incomplete protocol in the model checker; "" for the real one.
+        workers: Size of the smallest job in which it can go wrong.
+        deaths: Largest number of failed ranks; 0: a rank that has left looks failed.
+        uniform: Whether an agreement has the same result at every rank that returns.
+        in_place: Whether a failed all-reduce spoils its input.
+        strategies: Strategies to try; empty: all of :data:`STRATEGIES`.
     """
 
     call: str
@@ -85,47 +85,47 @@ STRATEGIES: dict[str, Strategy] = {"rollback": Rollback(), "forward": Forward(),
 OMISSIONS = (
     Omission(
         call="MPI_Comm_revoke",
-        purpose="wakes who waits in a sum for the dead",
-        instead="each finds out by itself",
+        purpose="interrupts ranks that wait in an all-reduce for a failed rank",
+        instead="each rank detects the failure on its own",
         protocol="WithoutRevoke",
     ),
     Omission(
         call="MPI_Comm_agree, the first",
-        purpose="nobody shrinks before all have heard",
+        purpose="no rank shrinks before all know of the failure",
         instead="shrink right after the revoke",
         protocol="WithoutHearing",
     ),
     Omission(
         call="MPI_Comm_shrink",
-        purpose="a communicator without the dead",
-        instead="go on with the one there is",
+        purpose="a communicator without the failed ranks",
+        instead="keep using the old one",
         protocol="WithoutShrink",
     ),
     Omission(
         call="MPI_Comm_agree, the second",
-        purpose="nobody uses the new communicator before all have it",
-        instead="use it at once",
+        purpose="no rank uses the new communicator before all have it",
+        instead="use it immediately",
         protocol="WithoutFence",
         workers=4,
         deaths=2,
     ),
     Omission(
         call="MPI_Comm_agree, the third",
-        purpose="all decide on the same knowledge",
-        instead="decide as soon as one knows",
+        purpose="all ranks decide on the same knowledge",
+        instead="decide as soon as one rank knows",
         protocol="WithoutConfirming",
         workers=4,
         deaths=2,
     ),
     Omission(
         call="MPI_Comm_agree, uniform",
-        purpose="the same result at all, also if somebody dies meanwhile",
-        instead="an agreement that may fail at some",
+        purpose="the same result at all ranks, even if one fails during the call",
+        instead="an agreement that may fail at some ranks",
         uniform=False,
     ),
     Omission(
         call="MPI_Comm_agree, at the end",
-        purpose="nobody leaves while others may have to recover",
+        purpose="no rank leaves while others may have to recover",
         instead="leave after the last step",
         protocol="WithoutGate",
         workers=2,
@@ -133,7 +133,7 @@ OMISSIONS = (
     ),
     Omission(
         call="MPI_Comm_agree, at the end",
-        purpose="nobody leaves while others may have to recover",
+        purpose="no rank leaves while others may have to recover",
         instead="leave after a barrier",
         protocol="BarrierForGate",
         workers=2,
@@ -141,8 +141,8 @@ OMISSIONS = (
     ),
     Omission(
         call="MPI_Allreduce out of place",
-        purpose="a failed sum leaves its input as it was",
-        instead="sum in place, as the code of 2017 does",
+        purpose="a failed all-reduce leaves its input unchanged",
+        instead="all-reduce in place, as the code of 2017 does",
         workers=2,
         in_place=True,
     ),
@@ -150,7 +150,7 @@ OMISSIONS = (
 
 
 def need_rows(omission: Omission) -> list[Row]:
-    """Try a call left out with each strategy; a row for each, with what goes wrong, "" if nothing does.
+    """Try leaving out a call under each strategy; return a row for each, with what goes wrong, or "" if nothing does.
 
     Without the model checker there are no rows.
     """
@@ -191,8 +191,8 @@ def need_rows(omission: Omission) -> list[Row]:
 
 
 def _in_words(violation: str) -> str:
-    """Return what went wrong up to where the explorer names orders and states."""
+    """Return the description of a violation up to where the explorer lists orders and states."""
     words = re.split(r"[\[({<]", violation, maxsplit=1)[0].rstrip()
     if words == violation or words.endswith(":"):
         return words.rstrip(":")
-    return words.rpartition(":")[0]  # the last sentence was cut in the middle
+    return words.rpartition(":")[0]  # the last sentence was cut off

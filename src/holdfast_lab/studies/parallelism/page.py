@@ -1,4 +1,4 @@
-"""How the rows of the study of parallelism are shown."""
+"""Report sections of the study of parallelism."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from holdfast_lab.studies.sections import (
 
 _BY = ["network", "kind", "strategy", "form", "workers", "kill_step"]
 _IF_THEY_DIFFER = ("network", "form")
-"""Columns that are left out where all runs have the same."""
+"""Columns that are omitted where all runs have the same value."""
 
 _TIMES = [
     ["detect_s", "detect"],
@@ -68,12 +68,12 @@ def sections(rows: Sequence[Row]) -> list[Section]:
 
 
 def _in_figure(row: Row, rows: Sequence[Row]) -> bool:
-    """Return whether a run is of the first network, its dead not replaced."""
+    """Return whether a run uses the first network and does not replace failed workers."""
     return bool(row["network"] == rows[0]["network"] and row["form"] == "survivors only")
 
 
 def _answers(rows: Sequence[Row], by: Sequence[str]) -> Section:
-    """Say for each parallelism which way of recovering had the next iteration soonest, and what the others took."""
+    """For each parallelism, name the strategy that finished the next iteration soonest, and the time of the others."""
     items = []
     killed = sorted((row for row in rows if row.get("recover_s")), key=lambda row: float(row["recover_s"]))
     for kind in dict.fromkeys(row["kind"] for row in rows if row.get("recover_s")):
@@ -83,30 +83,30 @@ def _answers(rows: Sequence[Row], by: Sequence[str]) -> Section:
             f"{row['strategy']} {row['recover_s'] / best['recover_s']:.1f} times as long, {_again(row)}"
             for row in slower
         ]
-        told = f"{kind}: {best['strategy']} had the next iteration done {best['recover_s']:.3f} s after the kill, {_again(best)}"
+        told = f"{kind}: {best['strategy']} finished the next iteration {best['recover_s']:.3f} s after the kill, {_again(best)}"
         told += f"; {'; '.join(others)}" if others else ""
         items.append(sentence(f"{told}.", "times", *(best[name] for name in by)))
-    title = "What a kill cost, in a line for each parallelism: of each strategy the run in the middle"
+    title = "What a kill costs, one line per parallelism: the median run of each strategy"
     return sentences("answers", title, items)
 
 
 def _again(row: Mapping[str, Any]) -> str:
     steps = row["redone_steps"]
-    words = "no iteration done again" if not steps else f"{steps} iteration{'' if steps == 1 else 's'} done again"
+    words = "no iteration redone" if not steps else f"{steps} iteration{'' if steps == 1 else 's'} redone"
     if row.get("restored_parts"):
         words += f", a part {row['restored_age']:.3g} iterations old"
     return words
 
 
 def _bars(rows: Sequence[Row], section: dict[str, Any]) -> Section:
-    """Return a picture of bars that says in its note of how many runs a bar is, and what its line is."""
+    """Return a bar chart whose note says how many runs a bar covers, and what its line is."""
     chosen = [row for row in rows if all(row.get(name) == value for name, value in section["where"].items())]
     counts = [len(group) for group in grouped(chosen, section["by"]).values()]
     if max(counts, default=1) == 1:
-        told = "A bar is one run, so that there is no spread to show."
+        told = "A bar is one run, so no spread is shown."
     else:
-        told = f"A bar is the median of {_between(counts)}; its line goes from the least sum of the parts in a run to the greatest"
-        told += ", and where there is none the bar is one run." if min(counts) == 1 else "."
+        told = f"A bar is the median of {_between(counts)}; its line spans the smallest to the largest total of a run"
+        told += "; a bar without a line is one run." if min(counts) == 1 else "."
     return section | {"note": f"{section['note']} {told}", "range": True}
 
 
@@ -118,9 +118,9 @@ def _between(counts: Sequence[int]) -> str:
 def _times_figure(rows: Sequence[Row], network: str | None) -> Section:
     section = bars(
         "times-figure",
-        "From the kill until the survivors go on",
-        f"By parallelism, strategy and number of workers; {network}, the dead not replaced. The iteration that is done again is not in "
-        "it. Each part is the longest at any survivor, so a bar may be longer than all of it took.",
+        "From the kill until the survivors resume",
+        f"By parallelism, strategy and number of workers; {network}, failed workers not replaced. The redone iteration is not "
+        "included. Each part is the longest at any survivor, so a bar may be longer than the whole recovery.",
         where=measured("recovery", network=network, form="survivors only"),
         by=["kind", "strategy", "workers"],
         values=_TIMES,
@@ -132,11 +132,11 @@ def _times_figure(rows: Sequence[Row], network: str | None) -> Section:
 def _times_table(by: list[str]) -> Section:
     return table(
         "times",
-        "What each recovery took",
-        "Milliseconds. Detect: from the SIGKILL, before the iteration is computed, to the first survivor that knows, which first computes "
-        "its part. Each other time is the longest at any survivor, waiting for others included. Share: everybody's progress. Parts: of a split model, given to those "
-        "who hold them from now on. Rebuild and load: the application, and its state. Next commit: from the kill; what is more than the parts is the iteration "
-        "that is done again. Redone: iterations. They count from 0.",
+        "Duration of each recovery",
+        "Milliseconds. Detect: from the SIGKILL, before the iteration is computed, to the first survivor that detects it; survivors compute "
+        "their part first. Each other time is the longest at any survivor, waiting included. Share: exchange of progress. Parts: transfer of a split model's "
+        "parts to their new owners. Rebuild and load: the application and its state. Next commit: counted from the kill; the time beyond the parts is the redone "
+        "iteration. Redone: iterations. They count from 0.",
         where=measured("recovery"),
         by=by,
         columns=[
@@ -151,15 +151,15 @@ def _times_table(by: list[str]) -> Section:
 def _end_table(by: list[str]) -> Section:
     return table(
         "end",
-        "What each recovery left",
-        "Bits: all weights, buffers and momenta as in the undisturbed run; partial promises other ones, and is judged by "
-        "the accuracy. Accuracy on the test set at the end of these short runs. Files: "
+        "Result of each recovery",
+        "Bits: all weights, buffers and momenta equal the undisturbed run's; partial does not promise that, and is judged by "
+        "the accuracy. Accuracy is on the test set at the end of these short runs. Files: "
         "written by the job besides its report.",
         where=measured("recovery"),
         by=by,
         columns=[
             truth("completes"),
-            truth("identical", "survivors alike"),
+            truth("identical", "survivors equal"),
             truth("same_bits"),
             number("lost_samples", "samples lost"),
             percent("accuracy"),
@@ -172,10 +172,10 @@ def _end_table(by: list[str]) -> Section:
 
 _RESTORED_TABLE = table(
     "restored",
-    "What was restored as it was some iterations before (partial)",
-    "Backups in the place of mirrors: an eighth of a part is sent every other iteration, the blocks first that have changed most. The part of the "
-    "dead worker is restored from there, and all else stays. Age: iterations since a block was sent, mean and most, of blocks that may not have changed since. "
-    "The bits are others than the undisturbed run's; what that costs is the accuracy at the end, lost less gained.",
+    "Parts restored from earlier iterations (partial)",
+    "Delta standbys in place of hot standbys: an eighth of a part is sent every other iteration, the most changed blocks first. The part of the "
+    "dead worker is restored from there; the rest stays current. Age: iterations since a block was sent, mean and maximum; a block may not have changed since. "
+    "The bits differ from the undisturbed run; the cost is the loss of accuracy at the end.",
     where=measured("recovery", strategy=PARTIAL),
     by=["network", "kind", "workers", "kill_step"],
     columns=[
@@ -194,8 +194,8 @@ _RESTORED_TABLE = table(
 
 _CALLS_TABLE = table(
     "calls",
-    "What each recovery asked of MPI",
-    "Calls by one survivor in one recovery, counted as it carried out the orders of the protocol. Besides these, errors that are "
+    "MPI calls of each recovery",
+    "Calls by one survivor in one recovery, counted as it executed the protocol's orders. Recovery also needs errors that are "
     "returned instead of ending the job, and MPI_Comm_get_failed for the report.",
     where=measured("recovery"),
     by=["kind", "strategy"],
@@ -206,9 +206,9 @@ _CALLS_TABLE = table(
 _NEEDS_TABLE = table(
     "needs",
     "What breaks without each call",
-    "The protocol that the workers run, with one call left out, in every run of a job of so many workers. Moves: "
-    "of the shortest run that goes wrong, the middle of the strategies. Deadlock: somebody waits for ever. Agree or revoke meets shrink: survivors are in calls that do not fit together, which MPI "
-    "leaves undefined. Rubbish: terms of different sums, or a spoiled input. Where nobody need die, who has left looks dead.",
+    "The workers' protocol with one call left out, in every run of a job with this many workers. Moves: "
+    "of the shortest run that goes wrong, median over strategies. Deadlock: a rank waits forever. Agree or revoke meets shrink: survivors are in calls that do not match, which MPI "
+    "leaves undefined. Rubbish: an all-reduce of mismatched terms, or a spoiled input. Where no rank need fail, a rank that has left looks failed.",
     where=measured("needs"),
     by=["call"],
     columns=[
@@ -225,8 +225,8 @@ _NEEDS_TABLE = table(
 _STRUCTURES_TABLE = table(
     "structures",
     "Which data structure needs a checkpoint",
-    "Whether it does, and where it comes from. Found by killing a worker with no checkpoint anywhere, and, where the model is split, again with "
-    "nobody keeping a copy (--mirror 0) of what the worker held.",
+    "Whether a checkpoint is needed, and where the data comes from otherwise. Found by killing a worker without checkpoints and, for split models, again "
+    "without standbys (--mirror 0).",
     where=measured("structures"),
     by=["structure"],
     columns=[*(text(kind) for kind in KINDS), text("how", "checked by")],
@@ -235,8 +235,8 @@ _STRUCTURES_TABLE = table(
 
 _BARE_TABLE = table(
     "bare",
-    "Split models of which nobody keeps a copy",
-    "--mirror 0: what the dead held is gone. All go back to the newest checkpoint, or begin again.",
+    "Split models without standbys",
+    "--mirror 0: what the dead worker held is lost. All workers go back to the newest checkpoint, or to the beginning.",
     where=measured("bare"),
     by=["kind", "from", "workers", "kill_step"],
     columns=[
@@ -252,9 +252,9 @@ _BARE_TABLE = table(
 
 _PACE_TABLE = table(
     "pace",
-    "An iteration with nobody killed",
-    "Medians over iterations, then over workers, of each column by itself, so they need not add up. Communication is what is neither "
-    "computing nor the optimizer: the sums and the wait for others; of a pipeline, handing over between stages is in computing.",
+    "An iteration without a kill",
+    "Medians over iterations, then over workers, each column separately, so they need not add up. Communication is the time beyond "
+    "computing and the optimizer: all-reduce and waiting. In a pipeline, transfers between stages count as computing.",
     where=measured("undisturbed"),
     by=["network", "kind", "workers"],
     columns=[
@@ -283,8 +283,8 @@ def _step_figure(rows: Sequence[Row]) -> Section:
 
 _STEP_TABLE = table(
     "step",
-    "What protection costs while nothing fails",
-    "MPI alone: one sum of all gradients. ULFM on: the same with --with-ft ulfm. Protected: a session, whose sums keep their order.",
+    "Cost of protection without failures",
+    "MPI alone: one all-reduce of all gradients. ULFM on: the same with --with-ft ulfm. Protected: a session, whose reductions have a fixed order.",
     where=measured("step"),
     by=["network", "workers", "mode"],
     columns=[milliseconds("step_s", "iteration"), number("parameters"), number("batch", "samples")],
@@ -293,15 +293,15 @@ _STEP_TABLE = table(
 
 _DATA_TABLE = table(
     "data",
-    "The paper's data policy: survivors read the blocks of the dead again",
-    "Each worker holds contiguous blocks of the data set, read from a file. Read again: by all survivors together; more than the dead "
+    "The paper's data policy: survivors reread the blocks of a dead worker",
+    "Each worker holds contiguous blocks of the data set, read from a file. Reread: by all survivors together, and more than the dead worker "
     "held, because runs of blocks stay contiguous. The time is that of the slowest survivor, from a warm page cache.",
     where=measured("data"),
     by=["workers", "kills"],
     columns=[
-        milliseconds("reread_s", "reading again"),
-        number("reread_samples", "samples read again"),
-        number("resident_lost", "samples that the dead held"),
+        milliseconds("reread_s", "rereading"),
+        number("reread_samples", "samples reread"),
+        number("resident_lost", "samples of the dead worker"),
         truth("held_once", "each block held once"),
         truth("each_once", "each sample used once"),
     ],
@@ -314,9 +314,9 @@ _ELASTIC_BY = ["scenario", "comes", "fabric", "strategy", "workers"]
 def _elastic_figure(rows: Sequence[Row]) -> Section:
     section = bars(
         "elastic-figure",
-        "A worker dies: down (it is not replaced) and same (it is)",
-        "From the kill to the next commit, by number of workers. Repair: until the last survivor goes on. Redone: from there to "
-        "the commit, the iterations that are done again.",
+        "A worker fails: down (not replaced) and same (replaced)",
+        "From the kill to the next commit, by number of workers. Repair: until the last survivor resumes. Redone: from there to "
+        "the commit, which covers the redone iterations.",
         where=measured("elastic", kills=1),
         by=["scenario", "comes", "fabric", "strategy", "workers"],
         values=[["detect_s", "detect"], ["repair_s", "repair"], ["redo_s", "redone"]],
@@ -327,11 +327,11 @@ def _elastic_figure(rows: Sequence[Row]) -> Section:
 
 _ELASTIC_TABLE = table(
     "elastic",
-    "Down and same: what the loss of a worker costs",
-    "After Li, Bosilca, Bouteiller, Nicolae, SC-W 2023, in our reading. Milliseconds. Their resilient collectives are forward over ULFM: the survivors "
-    "do the failed sum again. What stands for Elastic Horovod is reinit from a checkpoint over Gloo: all go back to the last commit and build "
-    "the application again; restart goes back, and builds nothing. Repair has revoke, agree, shrink, rebuild and load in it. A new process "
-    "joins later, and is in the next table.",
+    "Down and same: the cost of losing a worker",
+    "After Li, Bosilca, Bouteiller, Nicolae, SC-W 2023, in our reading. Milliseconds. Their resilient collectives correspond to forward over ULFM: the survivors "
+    "retry the failed all-reduce. Elastic Horovod corresponds to reinit from a checkpoint over Gloo: all workers go back to the last commit and rebuild "
+    "the application. Restart goes back without rebuilding. Repair includes revoke, agree, shrink, rebuild and load. A new process "
+    "joins later and is in the next table.",
     where=measured("elastic", kills=1),
     by=_ELASTIC_BY,
     columns=[
@@ -350,11 +350,11 @@ _ELASTIC_TABLE = table(
 
 _JOINED_TABLE = table(
     "joined",
-    "Same and up: what it costs that new processes join",
-    "Up: nobody dies; a job of half as many workers is told to grow (holdfast scale). They join between two iterations, whatever the strategy. "
-    "Held: how long the others were kept from computing, over all that joined, and in how many times. State: of that, meeting and being given the state. "
-    "Joined after: from the kill, or the request, until the last takes part; a process starts, and waits for the end of an iteration, which takes two seconds "
-    "more here for as long as somebody is missing.",
+    "Same and up: the cost of joining processes",
+    "Up: no worker fails; a job with half the workers is scaled up (holdfast scale). New processes join between two iterations under any strategy. "
+    "Held: how long the others were kept from computing, over all joins, and how often. State: the rendezvous and state transfer within that time. "
+    "Joined after: from the kill, or the request, until the last process participates. A process starts, then waits for the end of an iteration; "
+    "iterations take two seconds longer here while a worker is missing.",
     where=measured("elastic", comes=PROCESS),
     by=_ELASTIC_BY,
     columns=[

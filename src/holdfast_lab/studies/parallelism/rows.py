@@ -1,4 +1,4 @@
-"""What the study of parallelism says about a run, as flat rows, from its report, its records and its workers' notes."""
+"""Flat rows about a run of the study of parallelism, from its report, its records and its workers' notes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ORDERS = {
     "transfer_s": ("Rehome", "Settle", "HandOver"),
     "load_s": ("LoadCheckpoint",),
 }
-"""Columns of times, and the orders of the protocol whose times are in them."""
+"""Columns of times, and the protocol orders whose times they add up."""
 
 CALLS = {
     "MPI_Comm_revoke": "Revoke",
@@ -26,51 +26,51 @@ CALLS = {
     "MPI_Comm_shrink": "Shrink",
     "MPI_Allreduce": "ShareProgress",
 }
-"""What MPI is called for when an order is carried out, one call an order."""
+"""MPI calls behind each order, one call per order."""
 
 SAME = ("sha256", "state_sha256", "buffers_sha256", "noise_sha256", "committed")
-"""Columns that a run shares with the undisturbed one, if nothing was lost."""
+"""Columns that equal the undisturbed run's if nothing was lost."""
 
 LOAD = "load"
-"""What survivors decide who go back to a checkpoint, or to the beginning."""
+"""The survivors' decision to go back to a checkpoint or to the beginning."""
 
 NOT_COMPARED = "not compared"
-"""Stands in the place of what differs from the undisturbed run, if that did not end well."""
+"""Value of columns that compare with the undisturbed run if that run failed."""
 
 STRUCTURES = {
     "weights": ("sha256", "sha256 of the final weights and buffers"),
-    "optimizer state": ("state_sha256", "sha256 of the weights and the momenta of the optimizer"),
+    "optimizer state": ("state_sha256", "sha256 of the weights and the optimizer's momenta"),
     "buffers": ("buffers_sha256", "sha256 of the running averages of batch norm"),
-    "random numbers": ("noise_sha256", "a random number that each step logs, and dropout in the weights"),
+    "random numbers": ("noise_sha256", "a random number logged by each step, and dropout's effect on the weights"),
     "iteration and schedule": (
         "in_order",
-        "iterations without a gap; the rate falls by them, so they are in the weights",
+        "iterations without a gap; the learning rate depends on them, so they affect the weights",
     ),
-    "resident data": ("each_once", "the ledger: every sample of the plan in the weights once"),
+    "resident data": ("each_once", "the ledger: every sample of the plan contributes to the weights once"),
 }
-"""Data structures, each with the column that tells whether it was lost, and what is in that column."""
+"""Data structures, each with the columns that tell whether it was lost, and their content."""
 OF_PARTS = ("weights", "optimizer state", "buffers")
-"""Data structures that are divided where the model is."""
+"""Data structures that are divided where the model is divided."""
 COPIES = {
     REPLICATED: "every survivor has it",
-    PIPELINE: "a mirror has it",
-    SHARDED: "a mirror has it",
+    PIPELINE: "a standby has it",
+    SHARDED: "a standby has it",
     HYBRID: "the other pipeline has it",
 }
-"""Who has what a dead worker held of the model."""
+"""Source of the dead worker's part of the model."""
 ELSEWHERE = {
     "random numbers": "drawn from seed, iteration and slice",
     "iteration and schedule": "every survivor has it",
-    "resident data": "read from where it is stored",
+    "resident data": "read from its storage",
 }
-"""Where the rest comes from."""
+"""Source of the other data structures."""
 
 
 def row_of(job: Job, outcome: Outcome, undisturbed: Row | None) -> Row:
-    """Return the row of a run; ``undisturbed`` is that of the same run without a kill."""
+    """Return the row of a run; ``undisturbed`` is the row of the same run without a kill."""
     about = {**job.about(), "part": "recovery" if job.kills else "undisturbed", "status": MEASURED}
     if not outcome.report or (outcome.failed and not job.kills):
-        # It was run, and counts as one that did not end well; there is nothing else to say of it.
+        # It was run and counts as failed; the row has nothing else.
         return {**about, "status": NOT_RUN, "completes": False, "why": outcome.failed}
     row = {**about, **_pace(outcome), **_end(outcome)}
     if job.kills:
@@ -81,7 +81,7 @@ def row_of(job: Job, outcome: Outcome, undisturbed: Row | None) -> Row:
 
 
 def _pace(outcome: Outcome) -> Row:
-    """Return the seconds of a step, of which communication is what is left of computing and the optimizer."""
+    """Return the seconds of a step; communication is the rest after computing and the optimizer."""
     notes = outcome.notes
     names = ("step_s", "compute_s", "optimizer_s", "communication_s")
     return {name: median([note[name] for note in notes]) if notes and name in notes[0] else None for name in names}
@@ -112,7 +112,7 @@ def _end(outcome: Outcome) -> Row:
 
 
 def _commits(outcome: Outcome) -> list[dict[str, Any]]:
-    """Return each step's last commit: a step that was done again counts as it was done then."""
+    """Return each step's last commit: a redone step counts as it was redone."""
     last = {record["step"]: record for record in outcome.of("StepCommitted")}
     return [last[step] for step in sorted(last)]
 
@@ -122,7 +122,7 @@ def _digest(values: Sequence[Any]) -> str:
 
 
 def _snapshot_s(outcome: Outcome) -> float | None:
-    """Return for how long training was held to save: by a checkpoint, or by the snapshot taken at the fault."""
+    """Return for how long saving held the training, either a checkpoint or the snapshot taken at the fault."""
     at_fault = [record["snapshot_s"] for record in outcome.of("Reinitialised")]
     saved = [record["seconds"] for record in outcome.of("CheckpointSaved")]
     return max(at_fault) if at_fault else median(saved) if saved else None
@@ -133,7 +133,7 @@ def _recovery(outcome: Outcome) -> Row:
     first: Row = failures[0] if failures else {}
     times, orders, rebuilt = first.get("times_s", {}), first.get("orders", {}), outcome.of("Reinitialised")
     return {
-        **({} if failures else {"completes": False, "why": outcome.failed or "nobody saw the kill"}),
+        **({} if failures else {"completes": False, "why": outcome.failed or "no survivor recorded the kill"}),
         "decision": first.get("decision"),
         "detect_s": first.get("detect_s"),
         "recover_s": first.get("recover_s"),
@@ -147,7 +147,7 @@ def _recovery(outcome: Outcome) -> Row:
 
 
 def _restored(restored: Sequence[Row]) -> Row:
-    """Return what was restored as it was some iterations ago, and how old its blocks were."""
+    """Return which parts were restored from earlier iterations, and the age of their blocks."""
     blocks = sum(one["blocks"] for one in restored)
     if not blocks:
         return {}
@@ -180,7 +180,7 @@ def _compared(row: Row, undisturbed: Row) -> Row:
 
 
 def data_row(job: Job, outcome: Outcome) -> Row:
-    """Return what survivors read again when a worker died that held blocks of the data, and who holds what at the end."""
+    """Return what survivors reread when a worker that held blocks of the data was killed, and the blocks held at the end."""
     about = {**job.about(), "part": "data", "status": MEASURED}
     if outcome.failed:
         return {**about, "status": NOT_RUN, "why": outcome.failed}
@@ -210,12 +210,12 @@ def structure_rows(
     """Return, for each data structure, whether it needs a checkpoint.
 
     Args:
-        kind: How the work is divided.
-        kept: A run in which a worker was killed, as Holdfast does by itself, with no checkpoint.
-        saved: The same where nobody keeps a copy of what the worker held (``--mirror 0``), and there are checkpoints; None
-            where everybody has all, or a twin.
-        bare: As ``saved``, with no checkpoint; None if that was not run.
-        backup: As ``kept``, where others have a copy of some iterations before only (``partial``); None as for ``bare``.
+        kind: How the model is divided.
+        kept: A run in which a worker was killed, with Holdfast's default standbys and no checkpoint.
+        saved: The same without standbys (``--mirror 0``), and with checkpoints; None where every worker has the whole
+            model, or a pipeline replica.
+        bare: As ``saved``, without checkpoints; None if that was not run.
+        backup: As ``kept``, with delta standbys only, which lag some iterations (``partial``); None as for ``bare``.
     """
     return [_structure(kind, name, kept, saved, bare, backup) for name in STRUCTURES]
 
@@ -230,9 +230,9 @@ def _structure(kind: str, name: str, kept: Row, saved: Row | None, bare: Row | N
     told = [f"no: {copy}" if in_memory else "yes"]
     for run, words in ((saved, "without it yes"), (bare, "without both")):
         if is_lost and run is not None:
-            told.append(f"{words}, {run['redone_steps']} of {run['kill_step'] + 1} iterations again")
+            told.append(f"{words}, {run['redone_steps']} of {run['kill_step'] + 1} iterations redone")
     if name in OF_PARTS and backup is not None and backup.get("restored_from") == "backup" and not _went_back(backup):
-        told.append(f"with a backup no, but as it was {backup['restored_age']:.3g} iterations before")
+        told.append(f"with a delta standby no, but {backup['restored_age']:.3g} iterations old")
     return {
         "part": "structures",
         "status": MEASURED,
@@ -247,5 +247,5 @@ def _structure(kind: str, name: str, kept: Row, saved: Row | None, bare: Row | N
 
 
 def _went_back(row: Row) -> bool:
-    """Return whether what was lost was in nobody's memory: all went back to a checkpoint, or began again."""
+    """Return whether no worker had the lost state, so that all went back to a checkpoint or to the beginning."""
     return bool(row["restarts"]) or row["decision"] == LOAD

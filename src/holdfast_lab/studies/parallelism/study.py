@@ -1,7 +1,7 @@
-"""Which parallelism loses what, and what each way of recovering costs: the study of Amatya and others (2017), on this code.
+"""What each parallelism loses with a worker, and what each recovery costs: the study of Amatya and others (2017), on this code.
 
-Every job is one of ``holdfast run``, with real processes, of which one is killed by SIGKILL; what is left out of the
-protocol is tried by the explorer, in every run of a small job.
+Every job is a ``holdfast run`` of real processes, one of which is killed by SIGKILL. The MPI calls that recovery needs
+are found by the explorer, which tries every run of a small job with one call left out.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ _TINY = Scale(dataset="digits", side=None, samples=1472, batch=64, epochs=1, sli
 _DIGITS = replace(_TINY, epochs=16, slices=8, kills=(30, 150, PAPER_KILL), checkpoint_every=20)
 _FASHION = replace(_DIGITS, dataset="fashion", samples=59_904, batch=128, epochs=1)
 _DEEP = "alexnet"
-"""Has as many blocks as a pipeline of the most workers needs; the small network has not."""
+"""The network with enough blocks for a pipeline of the most workers; the small network has too few."""
 _LARGE = 28
-"""The least side that both of the paper's networks are run with here: that of Fashion-MNIST."""
+"""The smallest image side for both of the paper's networks here: that of Fashion-MNIST."""
 _SHORT_RUN = (30, 50)
 _PAPER_RUNS = {"alexnet": (PAPER_KILL, 320), "googlenet": _SHORT_RUN}
-"""In which iteration a worker is killed, of how many. An iteration of GoogLeNet takes seconds: its runs are shorter."""
+"""Iteration of the kill and length of the run. An iteration of GoogLeNet takes seconds, so its runs are shorter."""
 
 _QUICK_LIMIT_S = 240.0
 _LIMIT_S = 3600.0
@@ -69,7 +69,7 @@ _FREE_STEPS = 30
 
 
 class Parallelism:
-    """See the head of this file."""
+    """See the module docstring."""
 
     name = "parallelism"
     title = "What fault-tolerant training needs, parallelism by parallelism"
@@ -92,22 +92,22 @@ class Parallelism:
             "network": plan.network,
             "repetitions": plan.repetitions,
             "workers": list(plan.workers),
-            "data": "scikit-learn's digits in the place of ImageNet"
+            "data": "scikit-learn's digits instead of ImageNet"
             if options.data is None
-            else f"Fashion-MNIST in {options.data} in the place of ImageNet",
+            else f"Fashion-MNIST in {options.data} instead of ImageNet",
             "batch": scale.batch,
             "slices": scale.slices,
             "iterations": scale.steps,
             "killed in iteration": list(scale.kills),
             "checkpoint every": scale.checkpoint_every,
-            "backups under partial": " ".join(BACKUPS),
+            "delta standbys under partial": " ".join(BACKUPS),
         }
 
     def tasks(self, options: Options) -> list[Task]:
         """See :meth:`Study.tasks`.
 
         Raises:
-            ConfigError: if the data are not there.
+            ConfigError: if the data are missing.
         """
         if options.data is not None:
             load_dataset("fashion", options.data, limit=1)
@@ -156,7 +156,7 @@ class _Plan:
         return tasks
 
     def _tasks_of_whole(self) -> list[Task]:
-        """Return what ``--quick`` leaves out."""
+        """Return the tasks that ``--quick`` leaves out."""
         tasks = []
         if REPLICATED in self.kinds:
             tasks += [Task(f"data: {count} workers", partial(self._data, count)) for count in self.workers]
@@ -179,27 +179,27 @@ class _Plan:
     def left_out(self) -> list[str]:
         missing = [kind for kind in KINDS if kind not in self.kinds]
         told = [f"Parallelisms: {', '.join(missing)}."] if missing else []
-        told += [f"ImageNet, and its image size: {'Fashion-MNIST' if self._options.data else 'digits'} in its place."]
+        told += [f"ImageNet and its image size: {'Fashion-MNIST' if self._options.data else 'digits'} instead."]
         if not self._options.quick and REPLICATED in self.kinds and self.network == NETWORKS[0]:
             kill, steps = _PAPER_RUNS["googlenet"]
             told += [
-                f"The paper's networks: mini-batches of 32 in all, not 256 (AlexNet) and 32 (GoogLeNet) a process; GoogLeNet's worker is killed in "
+                "The paper's networks: mini-batches of 32 in all, not 256 (AlexNet) and 32 (GoogLeNet) per process; GoogLeNet's worker is killed in "
                 f"iteration {kill} of {steps} instead of {PAPER_KILL}."
             ]
         if self._options.quick:
             told += [
                 f"Iterations: a worker is killed in iteration {self.scale.kills[0]} of {self.scale.steps} instead of {PAPER_KILL}.",
-                "Numbers of workers: 2 (hybrid: 4); no 8. Hybrid is compared with the one pipeline, whose bits it has.",
-                "Split models under restart; without a copy and without checkpoints; shards without a copy.",
+                "Numbers of workers: 2 (hybrid: 4); no 8. Hybrid is compared with the single pipeline, which computes the same bits.",
+                "Split models under restart; split models with neither standbys nor checkpoints; shards without standbys.",
                 f"Networks: {', '.join(PAPER_NETWORKS)}, and their step without faults, with and without ULFM.",
-                "The dead replaced by spares; the paper's data policy; the calls whose lack shows only with 4 workers.",
-                "Split models that have backups alone (partial); jobs that shrink, keep their size or grow (elastic).",
+                "Failed workers replaced by spares; the paper's data policy; calls whose absence shows only with 4 workers.",
+                "Split models with delta standbys only (partial); jobs that shrink, keep their size or grow (elastic).",
             ]
         told += [] if model_checker() else [NEEDS_CHECKOUT]
         return told
 
     def _jobs(self) -> list[tuple[str, int]]:
-        """Return each parallelism with each number of workers that it is run with."""
+        """Return each parallelism with each of its numbers of workers."""
         counts = {HYBRID: [n for n in self.workers if n >= 4]}
         few = list(self.workers[:1]) if self._options.quick else list(self.workers)
         return [(kind, count) for kind in self.kinds for count in counts.get(kind, few)]
@@ -255,7 +255,7 @@ class _Plan:
         return row_of(job, outcome, next(same, None) if job.kills else None)
 
     def _structures(self, kind: str, known: Sequence[Row]) -> list[Row]:
-        """Kill a worker where nobody has a copy of what it holds, without and with checkpoints."""
+        """Kill a worker without standbys, with and without checkpoints."""
         kills = self.scale.kills[:1]
         of_kind = [
             row
@@ -267,9 +267,7 @@ class _Plan:
         kept = [row for row in of_kind if row["strategy"] == ROLLBACK and row["differs"] != NOT_COMPARED]
         backup = next((row for row in of_kind if row["strategy"] == PARTIAL), None)
         if not kept:
-            return [
-                {"part": "structures", "kind": kind, "status": NOT_RUN, "why": "the run under rollback was not there"}
-            ]
+            return [{"part": "structures", "kind": kind, "status": NOT_RUN, "why": "the run under rollback is missing"}]
         bare: list[Row] = []
         if kind == PIPELINE or (kind == SHARDED and not self._options.quick):
             job = replace(self._job(kind, ROLLBACK, kept[0]["workers"]), kills=((1, kills[0]),), mirror=0)
@@ -279,10 +277,10 @@ class _Plan:
         saved, beginning = [*bare, None, None][:2]
         return failed or [*bare, *structure_rows(kind, kept[0], saved, beginning, backup)]
 
-    # -- what only the whole study does
+    # -- only in the full study
 
     def _refused(self, kind: str, _: Sequence[Row]) -> list[Row]:
-        """Ask for what a split model cannot do, and write down what is answered."""
+        """Request a strategy that a split model does not support, and record the answer."""
         jobs = [replace(self._job(kind, FORWARD, n), kills=((1, self.scale.kills[0]),)) for n in self.workers]
         job = next(job for job in reversed(jobs) if not _impossible(job))
         outcome = carry_out(job, self._options.data, self._limit_s)
@@ -343,7 +341,7 @@ class _Plan:
             environment = self._job(REPLICATED, ROLLBACK, count).environment()
             code, said = ended([str(word) for word in command], environment, folder, self._limit_s)
             if code:
-                return {"status": NOT_RUN, "why": f"ended with {code}: {said}"}
+                return {"status": NOT_RUN, "why": f"ended with exit code {code}: {said}"}
             measured: Row = json.loads((folder / "out.json").read_text())
             return measured
 
@@ -359,7 +357,7 @@ def _tried(omission: Omission, _: Sequence[Row]) -> list[Row]:
 
 
 def _of_paper(scale: Scale, network: str, run: tuple[int, int] | None = None) -> Scale:
-    """Return how much one of the paper's networks is trained: small mini-batches, until after the iteration of the kill."""
+    """Return the size of a training of the paper's networks: small mini-batches, a few iterations beyond the kill."""
     batch = 32
     kill, steps = run or _PAPER_RUNS[network]
     per_epoch = steps if scale.dataset == "fashion" else min(steps, scale.samples // batch)
@@ -375,31 +373,31 @@ def _of_paper(scale: Scale, network: str, run: tuple[int, int] | None = None) ->
 
 
 def _strategies_of(kind: str) -> tuple[str, ...]:
-    """Return the strategies that a parallelism has.
+    """Return the strategies of a parallelism.
 
-    A split model cannot go on without a part of a step. Of a hybrid one a twin has all, so that nothing is restored.
+    A split model cannot skip a part of a step. In a hybrid model a pipeline replica has everything, so nothing is restored.
     """
     return {REPLICATED: STRATEGIES, HYBRID: (ROLLBACK, RESTART, REINIT)}.get(kind, (ROLLBACK, RESTART, PARTIAL, REINIT))
 
 
 def _reinit_from(kind: str) -> str:
-    """Return what an application goes on from that is built again.
+    """Return what a rebuilt application restores from.
 
-    In the code of 2017 the root takes a snapshot at the fault; of a split model it has a part.
+    In the code of 2017 the root takes a snapshot at the fault; the root of a split model has only a part.
     """
     return "root" if kind == REPLICATED else "checkpoint"
 
 
 def _impossible(job: Job) -> str:
-    """Return why a job cannot be run, "" if it can."""
+    """Return why a job cannot be run; "" if it can."""
     blocks = len(layout(job.network, 10, image=(1, job.scale.side or 8)).blocks)
     if job.kind in (PIPELINE, HYBRID) and job.parts > blocks:
-        return f"{job.network} has {blocks} blocks, and a stage is one at least: {job.parts} stages cannot be made"
+        return f"{job.network} has {blocks} blocks and a stage needs at least one: {job.parts} stages are too many"
     return ""
 
 
 def _is_same(row: Row, job: Job) -> bool:
-    """Return whether a row is of the run that a job would have been without a kill; pipelines side by side change no bit."""
+    """Return whether a row is of the job's run without a kill; parallel pipelines do not change the bits."""
     if (row["network"], row["parts"]) != (job.network, job.parts):
         return False
     return row["kind"] == job.kind or {row["kind"], job.kind} == {PIPELINE, HYBRID}

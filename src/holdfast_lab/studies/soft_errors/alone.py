@@ -1,4 +1,4 @@
-"""Trials once more, each in processes of its own and from files that were altered: what a warm group must find, too."""
+"""Reruns trials in fresh processes that resume from altered checkpoint files; a warm group must give the same results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COMPARED = ("outcome", "outcome_rank0", "outcome_mean", "accuracy", "accuracy_m
 
 
 def pair_for(pairs: Sequence[Pair]) -> Pair | None:
-    """Return of which cell trials are made once more: one flip of the critical bit in one replica of two, None if there is none."""
+    """Return the pair whose trials are rerun: one flip of the critical bit in one replica of two. None if there is none."""
     return next((pair for pair in pairs if _is_plain(*pair)), None)
 
 
@@ -34,11 +34,11 @@ def _is_plain(case: Case, setup: Setup) -> bool:
 
 
 def alone(settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Train to the epoch of the restart in new processes, alter the files of some, go on from them, and return a trial's row.
+    """Train to the restart epoch in new processes, alter the checkpoint files of some, resume, and return the trial's row.
 
     Args:
-        settings: Of the cell.
-        seed: Of the trial.
+        settings: The settings of the cell.
+        seed: The seed of the trial.
 
     Raises:
         GroupFailed: if a process failed.
@@ -58,11 +58,11 @@ def alone(settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
 
 
 def alone_row(settings: Mapping[str, Any], trials: Sequence[Row]) -> Row:
-    """Make trials of a cell once more, and return in how many the same was found, and the shares of both.
+    """Rerun trials of a cell in fresh processes; return how many gave the same result, and both shares of harmed trials.
 
     Args:
-        settings: Of the cell.
-        trials: Its rows, of a campaign.
+        settings: The settings of the cell.
+        trials: The cell's rows from the campaign.
     """
     found = [found_by(alone, settings, trial["seed"]) for trial in trials]
     differences = [_difference(one, trial) for one, trial in zip(found, trials, strict=True)]
@@ -72,9 +72,9 @@ def alone_row(settings: Mapping[str, Any], trials: Sequence[Row]) -> Row:
 
 
 def _difference(alone: Mapping[str, Any], warm: Mapping[str, Any]) -> str:
-    """Return in words what of a trial is not the same, "" if all is."""
+    """Describe the first difference between the two results of a trial; "" if they are equal."""
     for name in ("error", *_COMPARED):
         values = as_json(alone.get(name)), as_json(warm.get(name))
         if values[0] != values[1]:
-            return f"{name} of trial {warm['number']}: {values[0]}, and {values[1]} from a warm state"
+            return f"{name} of trial {warm['number']}: {values[0]} in fresh processes, {values[1]} in the warm group"
     return ""

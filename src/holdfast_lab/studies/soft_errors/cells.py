@@ -1,4 +1,4 @@
-"""The design of the study of soft errors: which settings are tried, experiment by experiment."""
+"""The design of the soft-error study: the settings of each experiment."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QUICK, CROSSED, BIT_BY_BIT, FORMATS_TRIED, LAYERS, BURSTS, COUNTS, PROPAGATION, 
     "networks",
 )
 EXPERIMENTS = (CROSSED, BIT_BY_BIT, FORMATS_TRIED, LAYERS, BURSTS, COUNTS, PROPAGATION, NETWORKS)
-"""Of the whole design, in order."""
+"""Experiments of the full design, in order."""
 FLIPS = (1, 10, 100, 500, 1000)
 BITS = (ALL, BELOW, CRITICAL)
 WIDTHS = ("float16", "bfloat16", "float32", "float64")
@@ -46,12 +46,12 @@ Pair = tuple[Case, Setup]
 
 
 def cells_of(pairs: Sequence[Pair]) -> list[Cell]:
-    """Return the cells of a campaign."""
+    """Return the campaign cells of these pairs."""
     return [Cell(case.name(setup), case.settings(setup)) for case, setup in pairs]
 
 
 def setup_of(base: Setup, platform: str, processes: int) -> Setup:
-    """Return a setup on another platform: a pipeline has a stage a process, at most one for each block of the network; a hybrid two stages."""
+    """Return a setup on another platform: a pipeline has one stage per process, at most one per network block; a hybrid has two stages."""
     if platform == PIPELINE:
         processes = min(processes, len(layout(base.network).blocks))
     stages = {PIPELINE: processes, HYBRID: 2}.get(platform, 1)
@@ -59,20 +59,20 @@ def setup_of(base: Setup, platform: str, processes: int) -> Setup:
 
 
 def quick_pairs(base: Setup, platforms: Sequence[str]) -> list[Pair]:
-    """Return what ``--quick`` tries: two processes, one of them altered."""
+    """Return the cells of ``--quick``: two processes, one of them altered."""
     return [pair for platform in platforms for pair in _three(QUICK, setup_of(base, platform, 2))]
 
 
 def experiments(
     base: Setup, platforms: Sequence[str], processes: int, others: Sequence[Setup] = ()
 ) -> Iterator[tuple[str, str, list[Pair]]]:
-    """Yield the whole design, part by part: the experiment, a name, and cells.
+    """Yield the full design, part by part: the experiment, the part's name, and its pairs.
 
     Args:
-        base: What is trained.
-        platforms: On which: all have the crossed design, the other experiments are done under DDP alone.
-        processes: Of the crossed design, at least 2.
-        others: Other networks and data, each tried as in ``--quick``.
+        base: The training that the design varies.
+        platforms: Platforms to run. All run the crossed design; the other experiments run under DDP only.
+        processes: Processes of the crossed design, at least 2.
+        others: Further networks and data sets, each run with the settings of ``--quick``.
     """
     for platform in platforms:
         yield CROSSED, f"{CROSSED}: {platform}", crossed(setup_of(base, platform, processes))
@@ -93,7 +93,10 @@ def experiments(
 
 
 def crossed(setup: Setup) -> list[Pair]:
-    """Return model and optimizer, each with any bits and the critical one in one, half and all processes, and with those below it in one."""
+    """Return the crossed design for model and optimizer.
+
+    Any bits, and the critical bit, are flipped in one, half and all processes; bits below the critical one are flipped in one.
+    """
     count = setup.processes
     some = sorted({1, count // 2, count})
     cases = [(altered, flips, ALL) for altered in some for flips in FLIPS]
@@ -107,12 +110,12 @@ def crossed(setup: Setup) -> list[Pair]:
 
 
 def bit_by_bit(setup: Setup) -> list[Pair]:
-    """Return one flip of each bit of a value in turn."""
+    """Return one flip of each bit position in turn."""
     return [(Case(experiment=BIT_BY_BIT, bits=str(bit)), setup) for bit in range(FORMATS[setup.dtype].bits)]
 
 
 def formats(setup: Setup, width: str) -> list[Pair]:
-    """Return training in a format, and altering in it what is trained in float32."""
+    """Return training in a number format, and altering values in that format when training in float32."""
     trained = _three(FORMATS_TRIED, replace(setup, dtype=width))
     if width == setup.dtype:
         return trained
@@ -120,14 +123,14 @@ def formats(setup: Setup, width: str) -> list[Pair]:
 
 
 def layers(setup: Setup) -> list[Pair]:
-    """Return the first, the middle and the last layer alone."""
+    """Return alterations of only the first, the middle or the last layer."""
     return [
         (replace(case, layer=layer), s) for layer in ("first", "middle", "last") for case, s in _three(LAYERS, setup)
     ]
 
 
 def bursts(setup: Setup) -> list[Pair]:
-    """Return runs of neighbouring bits, anywhere in a value and below the critical bit."""
+    """Return bursts of neighbouring bits, anywhere in a value and below the critical bit."""
     return [
         (Case(experiment=BURSTS, flips=flips, bits=bits, burst=burst), setup)
         for burst in _BURSTS
@@ -137,13 +140,13 @@ def bursts(setup: Setup) -> list[Pair]:
 
 
 def counts(setup: Setup) -> list[Pair]:
-    """Return one, four and all of the processes altered."""
+    """Return alterations of one, four and all processes."""
     some = sorted({1, min(_FOUR, setup.processes), setup.processes})
     return [(replace(case, altered=altered), s) for altered in some for case, s in _three(COUNTS, setup)]
 
 
 def propagation(setup: Setup) -> list[Pair]:
-    """Return a thousand flips in one process, and as many in all together."""
+    """Return a thousand flips in one process, and a thousand flips spread over all processes."""
     each = 1000 // setup.processes
     return [
         (Case(experiment=PROPAGATION, flips=1000, bits=BELOW), setup),

@@ -1,4 +1,4 @@
-"""What the papers say of soft errors in training, held against the rows."""
+"""Checks the papers' claims on soft errors in training against the measured rows."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ DERIVED = "derived"
 OURS = "ours"
 
 _ABSORBED = 95.0
-"""Percent of the trainings that must end as if nothing had been, for us to say that flips are absorbed."""
+"""Flips count as absorbed if at least this percentage of trainings ends unchanged (RWC)."""
 _CRITICAL_BITS = {"float16": 14, "bfloat16": 14, "float32": 30, "float64": 62}
 _DOZENS = (10, 100)
 _MANY = (500, 1000)
 
 MORE_SENSITIVE = "The model is more sensitive than the optimizer"
-ALL_COLLAPSE = "At 500 and more flips every run ends in NaN"
-CRITICAL_BIT = "No bit does so much harm as the critical one"
-ONE_DECIDES = "The critical bit decides: 100 flips below it do less harm than one of it"
+ALL_COLLAPSE = "With 500 or more flips every run ends in NaN"
+CRITICAL_BIT = "No bit does as much harm as the critical one"
+ONE_DECIDES = "The critical bit decides: 100 flips below it do less harm than one flip of it"
 
 Counted = tuple[int, int]
-"""How many of how many trials."""
+"""(trials with the property, all trials)."""
 
 
 def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
-    """Return every claim with what was found."""
+    """Return every claim with the finding."""
     cells = [row for row in rows if row["part"] == "cell" and row["status"] == MEASURED]
     ran = [platform for platform in PLATFORMS if any(row["platform"] == platform for row in cells)]
     return [
@@ -60,7 +60,7 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
 
 
 def _of_each(words: str, source: str, claims: Sequence[Claim | None]) -> list[Claim]:
-    """Return the claims that were checked; if none was, that."""
+    """Return the claims that were checked, or one unchecked statement if there are none."""
     checked = [claim for claim in claims if claim is not None]
     return checked or [statement(words, source)]
 
@@ -70,7 +70,7 @@ def _of_each(words: str, source: str, claims: Sequence[Claim | None]) -> list[Cl
 
 
 def counted(cells: Iterable[Row], column: str = "harmed", **wanted: Any) -> Counted:
-    """Return in how many trials a column came, of those cells that have the wanted values; a tuple: any of them."""
+    """Count trials with ``column`` set, over cells that match ``wanted`` (a tuple matches any of its values)."""
     chosen = [row for row in cells if all(_fits(row[name], value) for name, value in wanted.items())]
     return sum(row[column] for row in chosen), sum(row["trials"] for row in chosen)
 
@@ -80,7 +80,7 @@ def _fits(value: Any, wanted: Any) -> bool:
 
 
 _BASIC: Mapping[str, Any] = {"experiment": (QUICK, CROSSED, NETWORKS), "target": MODEL, "altered": 1}
-"""Cells that claims about one altered process stand on."""
+"""Filter of the cells that claims about one altered process use."""
 
 
 def _percent(counted: Counted) -> tuple[float, tuple[float, float]]:
@@ -98,13 +98,13 @@ def _show(counted: Counted) -> str:
 
 
 def _trained(cells: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """Return platform, network and data set of what was run."""
+    """Return the (platform, network, data set) combinations that were run."""
     mine = (row for row in cells if row["experiment"] in _BASIC["experiment"])
     return list(dict.fromkeys((row["platform"], row["network"], row["dataset"]) for row in mine))
 
 
 def _absorbed(cells: Sequence[Row], platform: str, network: str, dataset: str) -> list[Claim]:
-    """Return both halves of the first claim, for what was run."""
+    """Return both halves of the first claim for one combination."""
     wanted = {**_BASIC, "platform": platform, "network": network, "dataset": dataset}
     below = counted(cells, "RWC", bits=BELOW, flips=_DOZENS, **wanted)
     hit = counted(cells, bits=CRITICAL, flips=1, **wanted)
@@ -112,21 +112,21 @@ def _absorbed(cells: Sequence[Row], platform: str, network: str, dataset: str) -
     claims = []
     if below[1]:
         ours, ci = _percent(below)
-        claim = statement(f"Dozens of flips are absorbed unless the critical bit is hit: {where}", CLUSTER, _ABSORBED)
+        claim = statement(f"Dozens of flips are absorbed unless they hit the critical bit: {where}", CLUSTER, _ABSORBED)
         holds = True if ci[0] >= _ABSORBED else False if ci[1] < _ABSORBED else None
-        told = f"of trainings without a change, dozens of flips (10 or 100) below that bit in one process's model; we ask for {_ABSORBED:.0f}"
+        told = f"of trainings unchanged by dozens of flips (10 or 100) below the critical bit in one process's model; the claim needs {_ABSORBED:.0f}"
         claims.append(claim.judged(ours, holds, told, ci=ci, unit="%"))
     if below[1] and hit[1]:
         ours, ci = _percent(hit)
         other = below[1] - below[0], below[1]
         claim = statement(f"One flip of the critical bit does more harm than dozens below it: {where}", CLUSTER)
-        told = f"of trainings that changed; with flips below it {_show(other)}"
+        told = f"of trainings changed; with flips below it {_show(other)}"
         claims.append(claim.judged(ours, _above(hit, other), told, ci=ci, unit="%"))
     return claims
 
 
 def _above(first: Counted, second: Counted) -> bool | None:
-    """Return whether one share is above another; None if their intervals overlap."""
+    """Return whether the first share is above the second; None if their intervals overlap."""
     mine, theirs = wilson(*first), wilson(*second)
     return True if mine[0] > theirs[1] else False if mine[1] < theirs[0] else None
 
@@ -148,7 +148,7 @@ def _more_sensitive(cells: Sequence[Row], platform: str, seed: int) -> Claim | N
     return statement(f"{MORE_SENSITIVE}: {platform}", SBAC).judged(
         ours,
         True if ci[0] > 0 else False if ci[1] < 0 else None,
-        f"more trainings that changed, mean over {len(pairs)} pairs of settings, which are drawn for the interval",
+        f"more trainings changed, mean over {len(pairs)} pairs of settings; the interval resamples the pairs",
         ci=ci,
         unit="points",
         runs=len(pairs),
@@ -161,7 +161,7 @@ def _all_collapse(cells: Sequence[Row], platform: str) -> Claim | None:
         return None
     ours, ci = _percent(found)
     optimizer = counted(cells, "NaN", platform=platform, bits=ALL, flips=_MANY, experiment=CROSSED, target=OPTIMIZER)
-    told = "of trainings, 500 and 1000 flips of any bits in the model of one, half or all processes"
+    told = "of trainings, with 500 or 1000 flips of any bits in the model of one, half or all processes"
     told += f"; in the optimizer {_show(optimizer)}" if optimizer[1] else ""
     words = f"{ALL_COLLAPSE}: {platform}"
     return statement(words, SECOND, 100.0).judged(ours, found[0] == found[1], told, ci=ci, unit="%")
@@ -179,7 +179,7 @@ def _critical_bit(cells: Sequence[Row], width: str) -> Claim | None:
     others = {bit: count for bit, count in curve.items() if bit != expected}
     second = max(others, key=lambda bit: others[bit][0] / others[bit][1])
     worst = max(curve, key=lambda bit: curve[bit][0] / curve[bit][1])
-    told = f"the bit whose flip changed most trainings; bit {expected} {_show(curve[expected])}; the most of all others, bit {second}, {_show(others[second])}"
+    told = f"the bit whose flip changed the most trainings; bit {expected}: {_show(curve[expected])}; highest of all other bits, bit {second}: {_show(others[second])}"
     return statement(
         f"{CRITICAL_BIT}, bit {expected} of {width}", DERIVED if width == "bfloat16" else SECOND, expected
     ).judged(worst, _above(curve[expected], others[second]), told)
@@ -192,13 +192,13 @@ def _critical_against_below(cells: Sequence[Row], width: str) -> Claim | None:
     if not (hit[1] and below[1]):
         return None
     ours, ci = _percent(hit)
-    told = f"of trainings in {width} that changed; with 100 flips below it {_show(below)}"
+    told = f"of trainings in {width} changed; with 100 flips below it {_show(below)}"
     words = f"{ONE_DECIDES}: {width}"
     return statement(words, SECOND).judged(ours, _above(hit, below), told, ci=ci, unit="%")
 
 
 def _propagation(rows: Sequence[Row]) -> Claim:
-    words = "Flips of one process reach the others: after the last epoch, rank 0's layers are off whoever was altered"
+    words = "Flips in one process spread to the others: after the last epoch rank 0's layers differ, whichever rank was altered"
     found = [
         row["norm"]
         for row in rows
@@ -206,13 +206,13 @@ def _propagation(rows: Sequence[Row]) -> Claim:
         and (row["experiment"], row["whose"], row["draws"]) == (PROPAGATION, "rank 0", "same")
         and row["norm"] is not None
     ]
-    claim = statement(words, f"{SECOND}; the words are ours")
+    claim = statement(words, f"{SECOND}; in our words")
     if not found:
         return claim
     return claim.judged(
         min(found),
         min(found) > 0,
-        f"the least of {len(found)} layers: the norm of the difference over that of the undisturbed weights, median over trials",
+        f"the smallest of {len(found)} layers: norm of the difference over norm of the undisturbed weights, median over trials",
     )
 
 
@@ -220,10 +220,10 @@ def _alone(row: Row) -> Claim:
     alone = f"{row['harmed_alone_percent']:.1f} % [{row['harmed_alone_low']:.1f}, {row['harmed_alone_high']:.1f}]"
     difference = f"; {row['first_difference']}" if row["first_difference"] else ""
     return statement(
-        "A training from a warm state finds what one in processes of its own finds, to the bit", OURS, 100.0
+        "A training resumed from a warm group and one in fresh processes give bit-identical results", OURS, 100.0
     ).judged(
         100 * row["equal"] / row["trials"],
         row["equal"] == row["trials"],
-        f"of {row['trials']} trainings; {row['harmed_percent']:.1f} % changed, in processes of their own {alone}{difference}",
+        f"of {row['trials']} trainings; {row['harmed_percent']:.1f} % changed, in fresh processes {alone}{difference}",
         unit="%",
     )

@@ -1,7 +1,7 @@
-"""A group of processes that stays warm: many trainings from the same epoch, without starting anything anew.
+"""A warm group of processes that trains many times from the same epoch without being restarted.
 
-Each process is one rank, with its state in memory, and in an HDF5 file of its own. One that dies, raises or does
-not answer takes the group with it: the next order makes it anew, from the files.
+Each process is one rank. It keeps its state in memory and in an HDF5 file of its own. If one process dies, raises or does
+not answer, the group ends; the next order restarts it from the files.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from holdfast_lab.studies.soft_errors.workers.process import Disturbance
 from holdfast_lab.studies.soft_errors.workers.rank import serve
 
 _BEGIN_S = 3600.0
-"""How long a group may take until it is warm: a large network is trained for some epochs, on slow cores."""
+"""Time limit in seconds until a group is warm; a large network trains for some epochs on slow cores."""
 _LEAST_S, _TIMES = 60.0, 20.0
-"""A trial may take so many times as long as the undisturbed run, but at least so long."""
+"""A trial may take ``_TIMES`` times as long as the undisturbed run, and at least ``_LEAST_S`` seconds."""
 _END_S = 5.0
 
 
@@ -33,35 +33,35 @@ class GroupFailed(JobError):
 
 
 class Group:
-    """Processes that are one training.
+    """The processes of one training.
 
     Args:
-        setup: What is trained.
+        setup: The training.
     """
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.undisturbed: list[dict[str, Any]] = []
-        """What came of the undisturbed run, by rank; empty until it was made."""
+        """Results of the undisturbed run, by rank; empty before that run."""
         self._folder = tempfile.TemporaryDirectory(prefix="holdfast-soft-")
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
-        # At the end of a process of multiprocessing its children get a SIGTERM, which these do not heed; this comes before.
+        # multiprocessing sends its children SIGTERM at exit, which these ignore; this handler runs before.
         Finalize(self, _kill, (self._processes,), exitpriority=1)
         self._made = 0
         self._limit_s = _BEGIN_S
 
     @property
     def pids(self) -> list[int | None]:
-        """Return those of its processes, by rank; none if there is no group at the moment."""
+        """Return the process ids by rank; empty if no group is running."""
         return [process.pid for process in self._processes]
 
     def begin(self) -> None:
-        """Start the processes and wait until they are warm, unless they are.
+        """Start the processes and wait until they are warm, unless they already run.
 
         Raises:
-            GroupFailed: if they do not get there, or what they train is not finite by itself.
-            InternalError: if they were, and do not compute the same bits again.
+            GroupFailed: if they fail to start, or the undisturbed training is not finite.
+            InternalError: if a restarted group does not compute the same bits as before.
         """
         if self._processes:
             return
@@ -74,7 +74,7 @@ class Group:
             arguments = (theirs, self.setup, rank, folder, folder / f"store-{self._made}", _BEGIN_S)
             process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
-            theirs.close()  # or its death would not end the pipe
+            theirs.close()  # else the pipe would stay open after the child's death
             self._processes.append(process)
             self._connections.append(ours)
         begun_s = time.monotonic()
@@ -82,44 +82,42 @@ class Group:
         self._limit_s = max(_LEAST_S, _TIMES * (time.monotonic() - begun_s))
         if self.undisturbed and [one["ended_with"] for one in found] != [o["ended_with"] for o in self.undisturbed]:
             self.end()
-            raise InternalError(
-                f"a group that was made anew from its files does not compute the same bits: {self.setup}"
-            )
+            raise InternalError(f"a group restarted from its files does not compute the same bits: {self.setup}")
         if not all(one["finite"] for one in found):
             self.end()
-            raise GroupFailed(f"the undisturbed training has a loss or a weight that is not finite: {self.setup}")
+            raise GroupFailed(f"a loss or a weight of the undisturbed training is not finite: {self.setup}")
         self.undisturbed = found
 
     def ask(self, orders: Sequence[Disturbance | None]) -> list[dict[str, Any]]:
-        """Have a training go on from the epoch of the restart, and return what came of it, by rank.
+        """Resume the training from the restart epoch, and return the results by rank.
 
         Args:
-            orders: What is altered, by rank.
+            orders: The disturbance of each rank.
 
         Raises:
-            GroupFailed: if a process failed; the group is ended, and made anew by the next order.
-            InternalError: if the training was not one that says something: that is our mistake, and no outcome.
+            GroupFailed: if a process failed; the group is ended, and the next order restarts it.
+            InternalError: if the trial is invalid, which is an error of the study and no outcome.
         """
         self.begin()
         try:
             each = len(orders) // len(self._connections)
             for number, connection in enumerate(self._connections):
                 connection.send(orders[number * each : (number + 1) * each])
-        except (BrokenPipeError, ConnectionResetError) as error:  # a process died idle
+        except (BrokenPipeError, ConnectionResetError) as error:  # a process died while idle
             ended = self._ended()
             self.end()
             raise GroupFailed(f"a process of the group died: {ended}") from error
         return self._answers(self._limit_s)
 
     def end(self) -> None:
-        """End the processes; their files stay until this object goes."""
+        """End the processes; their files are kept until this object is closed."""
         for connection in self._connections:
             connection.close()
         self._connections.clear()
         _kill(self._processes)
 
     def close(self) -> None:
-        """End the processes, and remove their files."""
+        """End the processes and remove their files."""
         self.end()
         self._folder.cleanup()
 
@@ -129,7 +127,7 @@ class Group:
         while len(found) < len(self._connections):
             missing = {c: rank for rank, c in enumerate(self._connections) if rank not in found}
             come = wait(list(missing), max(0.0, deadline_s - time.monotonic()))
-            why = "" if come else f"rank {min(missing.values())} had not answered for {limit_s:g} s"
+            why = "" if come else f"rank {min(missing.values())} did not answer within {limit_s:g} s"
             for connection in come:
                 rank = missing[connection]  # type: ignore[index]
                 try:
@@ -151,7 +149,7 @@ class Group:
         for process in self._processes:
             process.join(0.2)
         codes = {rank: process.exitcode for rank, process in enumerate(self._processes)}
-        return ", ".join(f"rank {rank} with {code}" for rank, code in codes.items() if code is not None)
+        return ", ".join(f"rank {rank} with exit code {code}" for rank, code in codes.items() if code is not None)
 
 
 def _kill(processes: list[BaseProcess]) -> None:
@@ -163,11 +161,11 @@ def _kill(processes: list[BaseProcess]) -> None:
 
 
 _kept: list[Group] = []
-"""The group of this process, at most one."""
+"""The warm group of this process, at most one."""
 
 
 def group_for(setup: Setup) -> Group:
-    """Return the warm group of a setup; the last one's is ended if it is another's."""
+    """Return the warm group of a setup; a warm group of another setup is ended first."""
     if _kept and _kept[0].setup != setup:
         _kept.pop().close()
     if not _kept:

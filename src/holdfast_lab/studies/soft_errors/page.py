@@ -1,4 +1,4 @@
-"""How the study of soft errors shows its rows: shares of outcomes with their intervals, the curve over bits, errors by layer."""
+"""Report sections of the soft-error study: shares of outcomes with intervals, the curve over bit positions, errors by layer."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from holdfast_lab.studies.soft_errors.cells import (
 
 AXIS = "trainings that changed (AccR, NaN or TF), %"
 _READ = (
-    "Harmed: outcomes other than RWC, by the altered process that is worst off; 95 % intervals (Wilson). By rank 0 and by the mean: "
-    "what were said if its accuracy counted."
+    "Harmed: outcomes other than RWC, judged by the worst altered process; 95 % intervals (Wilson). By rank 0 and by the mean: "
+    "the same share judged by rank 0's accuracy, or by the mean accuracy."
 )
 _PLACE = ("experiment", "platform", "network", "dtype", "processes")
 _TITLES = {
     QUICK: "One altered replica of two",
-    CROSSED: "Model and optimizer, how many processes, how many flips, which bits",
+    CROSSED: "Model and optimizer: number of processes, number of flips, bit positions",
     LAYERS: "First, middle and last layer",
-    FORMATS_TRIED: "Number formats: trained in them, or altered in them and put back as float32",
+    FORMATS_TRIED: "Number formats: trained in the format, or altered in it and converted back to float32",
     COUNTS: "Numbers of processes",
     BURSTS: "Bursts of neighbouring bits",
-    PROPAGATION: "A thousand flips in one process, or in all together",
-    NETWORKS: "Networks and data: one altered replica of two",
+    PROPAGATION: "A thousand flips in one process, or spread over all",
+    NETWORKS: "Networks and data sets: one altered replica of two",
 }
-_NOTES = {NETWORKS: f"{_READ} Fewer trainings of the large networks, so their intervals are wide."}
+_NOTES = {NETWORKS: f"{_READ} The large networks were trained fewer times, so their intervals are wide."}
 _OUTCOME_COLUMNS = [
     number("trials"),
     *(text(f"{name}_shown", f"{name}, %") for name in OUTCOMES),
@@ -64,10 +64,10 @@ def sections(rows: Sequence[Row]) -> list[Section]:
 
 
 def _shown(row: Row) -> Row:
-    """Return a cell's row with its settings and its shares in words."""
+    """Format a cell's settings and shares for the page."""
     whole = f"{row['flips']} x {row['bits']}" + (f", burst {row['burst']}" if row["burst"] > 1 else "")
     whole += f", {row['layer']} layer" if row["layer"] else ""
-    whole += ", each its own" if row["draws"] != "same" else ""
+    whole += ", drawn for each process" if row["draws"] != "same" else ""
     where = row["platform"] + (f", {row['stages']} stages" if row["stages"] > 1 else "")
     where += f", {row['network']} on {row['dataset']}" if row["experiment"] == NETWORKS else ""
     told = {f"{name}_shown": _share(row, name) for name in (*OUTCOMES, "harmed", "harmed_rank0", "harmed_mean")}
@@ -82,7 +82,7 @@ def _share(row: Row, name: str) -> str:
 
 
 def _figures_of(experiment: str, title: str, rows: Sequence[Row]) -> list[tuple[str, str, list[Row]]]:
-    """Return name, title and rows of the figures of an experiment: where all platforms were tried, each has its own."""
+    """Return name, title and rows of an experiment's figures: one figure per platform if all platforms were run."""
     if experiment != CROSSED:
         return [(experiment, title, list(rows))]
     platforms = dict.fromkeys(row["where"] for row in rows)
@@ -110,7 +110,7 @@ def _bars(name: str, title: str, rows: Sequence[Row]) -> Section:
     return bars(
         f"{name}-outcomes",
         f"{title}: outcomes",
-        "RWC: restart without change. AccR: accuracy below by more than 5 points. NaN: a loss or a weight is not finite. TF: the training failed.",
+        "RWC: restart without change. AccR: accuracy lower by more than 5 points. NaN: a loss or a weight is not finite. TF: the training failed.",
         rows,
         by=["where", "whose", "what", "width"],
         values=[[f"{outcome}_percent", outcome] for outcome in OUTCOMES],
@@ -142,8 +142,8 @@ def _curve(cells: Sequence[Row]) -> Section:
 
 def _error_tables(rows: Sequence[Row]) -> list[Section]:
     note = (
-        "Medians over trials. Off: the norm of the difference over that of the undisturbed weights. Relative error: |A2 - A1| / |A1|, "
-        "mean over the values of a layer where that is a number. Rank 0 is altered in some of the trials itself."
+        "Medians over trials. Off: norm of the difference over norm of the undisturbed weights. Relative error: |A2 - A1| / |A1|, "
+        "mean over the finite values of a layer. In some of the trials rank 0 is itself altered."
     )
     found: list[dict[str, Any]] = []
     for experiment in (QUICK, PROPAGATION, LAYERS):
@@ -151,7 +151,7 @@ def _error_tables(rows: Sequence[Row]) -> list[Section]:
         found.append(
             table(
                 f"{experiment}-errors",
-                f"{_TITLES[experiment]}: how far each layer is off",
+                f"{_TITLES[experiment]}: deviation of each layer",
                 note,
                 mine,
                 by=["where", "whose_altered", "what", "in_layer"],
@@ -178,8 +178,8 @@ def _error_shown(row: Row) -> Row:
 
 
 def _explained(rows: Sequence[Row]) -> Section:
-    return table("explained", "What explains the outcome", "Share of the entropy of the outcome that a factor explains, less what chance would (Theil's U); p by permutation. Factors that go "
-        "together both explain.", [row for row in rows if row["part"] == "explained"], by=["factor"], columns=[number("share", "explains"), number("p"), number("levels"), number("trials")])  # fmt: skip
+    return table("explained", "Factors that explain the outcome", "Share of the outcome's entropy that a factor explains, minus what chance explains (Theil's U); p by permutation. Correlated "
+                                                           "factors both explain it.", [row for row in rows if row["part"] == "explained"], by=["factor"], columns=[number("share", "explains"), number("p"), number("levels"), number("trials")])  # fmt: skip
 
 
 def _alone(rows: Sequence[Row]) -> Section:
@@ -190,8 +190,8 @@ def _alone(rows: Sequence[Row]) -> Section:
     ]
     return table(
         "alone",
-        "The same trainings in processes of their own",
-        "Each trains to the epoch of the restart itself, and goes on from a file that was altered: what a training from a warm state must find, too.",
+        "The same trainings in fresh processes",
+        "Each trains to the restart epoch and resumes from an altered file. A training from the warm group must give the same result.",
         mine,
         by=["cell"],
         columns=[
@@ -199,6 +199,6 @@ def _alone(rows: Sequence[Row]) -> Section:
             number("equal"),
             text("first_difference"),
             text("harmed_shown", "harmed, %"),
-            text("harmed_alone_shown", "in processes of their own"),
+            text("harmed_alone_shown", "in fresh processes"),
         ],
     )

@@ -1,4 +1,4 @@
-"""What the trials of the study of soft errors say, cell by cell."""
+"""Summary rows of the soft-error study, cell by cell."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOT_KEPT = ("data", "experiment")
 
 
 def cell_row(settings: Mapping[str, Any], trials: Sequence[Row]) -> Row:
-    """Return the row of a cell: shares of the outcomes with their intervals in percent, and how accuracy lies."""
+    """Return a cell's row: shares of the outcomes with intervals in percent, and the spread of the accuracy."""
     about = _about(settings)
     known = shares(trial["outcome"] for trial in trials)
     row: Row = {"part": "cell", "status": MEASURED, **about, "trials": len(trials)}
@@ -38,8 +38,8 @@ def cell_row(settings: Mapping[str, Any], trials: Sequence[Row]) -> Row:
 
 
 def harmed(trials: Iterable[Row], outcome: str, name: str) -> Row:
-    """Return how many trials were not RWC, by one of the columns of outcomes, and the share in percent with its interval."""
-    # A training that failed has no accuracy of any process: its outcome is the same by all of them.
+    """Count the trials that one outcome column does not call RWC; return the count and the share in percent with its interval."""
+    # A failed training has no accuracy of any process, so all outcome columns agree.
     outcomes = [trial.get(outcome, trial["outcome"]) for trial in trials]
     count = sum(one != RWC for one in outcomes)
     low, high = wilson(count, len(outcomes))
@@ -52,7 +52,7 @@ def harmed(trials: Iterable[Row], outcome: str, name: str) -> Row:
 
 
 def error_rows(settings: Mapping[str, Any], trials: Sequence[Row]) -> list[Row]:
-    """Return the median over trials of how far each layer is off: after the first epoch and the last, altered and rank 0."""
+    """Return each layer's median deviation over trials, after the first and the last epoch, for the altered rank and rank 0."""
     rows: list[Row] = []
     for column, when, whose in (
         ("errors_first", "1", "altered"),
@@ -68,7 +68,7 @@ def error_rows(settings: Mapping[str, Any], trials: Sequence[Row]) -> list[Row]:
 
 
 def explained_rows(trials: Sequence[Row], seed: int) -> list[Row]:
-    """Return, factor by factor, how much of the outcome it explains."""
+    """Return how much of the outcome each factor explains."""
     found = [explained(trials, factor, seed=seed) for factor in FACTORS]
     return [
         {

@@ -1,4 +1,4 @@
-"""What is trained, by whom, and what is altered in it: the settings of the study of soft errors."""
+"""Settings of the soft-error study: the training, its processes, and what is altered."""
 
 from __future__ import annotations
 
@@ -14,111 +14,111 @@ PLATFORMS = (DDP, PIPELINE, HYBRID, SESSION)
 
 MODEL, OPTIMIZER = "model", "optimizer"
 ALL, BELOW, CRITICAL = "all", "below", "critical"
-"""Bits of a value: all; those below the critical one, so neither it nor the sign; the critical one alone."""
+"""Sets of bits of a value: all bits; those below the critical one (neither it nor the sign); only the critical one."""
 SAME, EACH = "same", "each"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A training that goes on from an epoch in its middle.
+    """A training that resumes from an epoch in its middle.
 
     Raises:
-        ConfigError: if its processes cannot be divided so.
+        ConfigError: if the processes, the stages and the batch do not divide evenly.
     """
 
     platform: str
     """One of :data:`PLATFORMS`."""
     processes: int
-    """How many, each with a model, or a stage, of its own."""
+    """Number of processes; each has its own model or stage."""
     stages: int = 1
-    """Processes of one pipeline; 1: no pipeline."""
+    """Processes per pipeline; 1: no pipeline."""
     network: str = "mlp"
     """A network of :mod:`holdfast_lab.workloads`."""
     dataset: str = "digits"
-    """Images of :mod:`holdfast_lab.workloads`."""
+    """An image data set of :mod:`holdfast_lab.workloads`."""
     data: str = ""
-    """The directory of its files, "" if it needs none."""
+    """The directory of the data files; "" if the data set needs none."""
     size: int | None = None
-    """Height and width that images are scaled to."""
+    """Height and width to which images are scaled."""
     limit: int | None = None
-    """Train on the first so many samples only."""
+    """Train on only the first ``limit`` samples."""
     test_limit: int | None = None
-    """Test on the first so many only."""
+    """Test on only the first ``test_limit`` samples."""
     batch: int = 128
-    """Samples of a step, over all processes."""
+    """Samples per step, over all processes."""
     microbatches: int = 2
-    """Pieces of a replica's part of a batch, in a pipeline."""
+    """Microbatches of a replica's share of the batch in a pipeline."""
     optimizer: str = "sgd"
-    """See :func:`holdfast_lab.workloads.make_optimizer`."""
+    """A name of :func:`holdfast_lab.workloads.make_optimizer`."""
     dtype: str = "float32"
-    """Of weights, activations and the optimizer's state."""
+    """Data type of weights, activations and optimizer state."""
     restart: int = 4
     """Epochs before the restart, at least 1."""
     epochs: int = 2
     """Epochs after it, at least 1."""
     training_seed: int = 0
-    """Of the weights, of the order of the samples, and of what is random in the network."""
+    """Seed of the weights, of the sample order, and of the network's own randomness."""
 
     def __post_init__(self) -> None:
         if self.platform not in PLATFORMS:
             raise ConfigError(f"the platform must be one of {', '.join(PLATFORMS)}, got {self.platform!r}")
         if self.processes < 1 or self.stages < 1 or self.processes % self.stages:
-            raise ConfigError(f"processes must be a multiple of the stages, got {self.processes} and {self.stages}")
-        if self.batch % (self.replicas * (self.microbatches if self.stages > 1 else 1)):
-            raise ConfigError(f"{self.replicas} replicas cannot divide a batch of {self.batch} samples evenly")
-        if self.restart < 1 or self.epochs < 1:
             raise ConfigError(
-                f"there must be at least 1 epoch before the restart and 1 after it, got {self.restart} and {self.epochs}"
+                f"processes must be a multiple of stages, got {self.processes} processes and {self.stages} stages"
             )
+        if self.batch % (self.replicas * (self.microbatches if self.stages > 1 else 1)):
+            raise ConfigError(f"a batch of {self.batch} samples does not divide evenly over {self.replicas} replicas")
+        if self.restart < 1 or self.epochs < 1:
+            raise ConfigError(f"restart and epochs must be at least 1, got {self.restart} and {self.epochs}")
 
     @property
     def replicas(self) -> int:
-        """Return how many processes, or pipelines, have all of the model."""
+        """Return the number of replicas: processes, or pipelines, that hold the whole model."""
         return self.processes // self.stages
 
     @property
     def real(self) -> int:
-        """Return how many processes there really are: a session plays its workers in one."""
+        """Return the number of operating-system processes: a session runs all its workers in one."""
         return 1 if self.platform == SESSION else self.processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is altered in the state that a training goes on from, and in whose."""
+    """What is altered in the state that a training resumes from, and in how many processes."""
 
     experiment: str
-    """What it is part of."""
+    """The experiment that the case belongs to."""
     target: str = MODEL
-    """``model``: its weights and floating buffers; or the ``optimizer``'s tensors."""
+    """``model``: weights and floating-point buffers; or ``optimizer``: its tensors."""
     altered: int = 1
-    """So many processes go on from an altered state; which is drawn."""
+    """Number of processes that resume from an altered state; which ones is drawn."""
     flips: int = 1
-    """Bits, or bursts, altered in the state of each of them."""
+    """Bits, or bursts, flipped in each altered process's state."""
     bits: str = ALL
-    """Which bits of a value: ``all``, ``below``, ``critical``, or a number, counted from the least significant."""
+    """Which bits of a value: ``all``, ``below``, ``critical``, or a bit number counted from the least significant."""
     burst: int = 1
-    """So many neighbouring bits are flipped together."""
+    """Number of neighbouring bits that are flipped together."""
     layer: str = ""
-    """Only in this one: ``first``, ``middle`` or ``last``; "" in all."""
+    """Alter only the ``first``, ``middle`` or ``last`` layer; "": all layers."""
     format: str = ""
-    """Values are altered in this format and put back in that of the training; "": they are altered as they are."""
+    """Convert values to this format, alter them, and convert them back; "": alter them as stored."""
     draws: str = SAME
-    """``same``: processes with the same state alter the same bits, as if they loaded one altered file; ``each``: its own."""
+    """``same``: processes with the same state flip the same bits, as if they loaded one altered file; ``each``: each draws its own."""
 
     def settings(self, setup: Setup) -> dict[str, Any]:
-        """Return both as columns."""
+        """Return the case and the setup as columns."""
         return dataclasses.asdict(self) | dataclasses.asdict(setup)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> tuple[Self, Setup]:
-        """Return what :meth:`settings` was made of."""
+        """Return the case and the setup that :meth:`settings` was made from."""
         mine, theirs = (
             {field.name: settings[field.name] for field in dataclasses.fields(kind)} for kind in (cls, Setup)
         )
         return cls(**mine), Setup(**theirs)
 
     def name(self, setup: Setup) -> str:
-        """Return the name of its cell."""
+        """Return the name of the cell."""
         where = f"{setup.platform} {setup.processes}" + (f" ({setup.stages} stages)" if setup.stages > 1 else "")
         what = f"{self.flips} x {self.bits}" + (f", bursts of {self.burst}" if self.burst > 1 else "")
         more = [f"{self.layer} layer"] if self.layer else []

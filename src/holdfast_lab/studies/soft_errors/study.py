@@ -1,7 +1,7 @@
 """Soft errors in data-parallel and model-parallel training: the experiments of Rojas, Perez and Meneses, on this code.
 
-Real processes train, each with a state and a checkpoint file of its own. A trial goes back to an epoch in the middle of
-the training, alters bits of the state of some of them, goes on, and is held against the undisturbed run.
+Real processes train, each with its own state and checkpoint file. A trial goes back to an epoch in the middle of the
+training, alters bits in the state of some processes, resumes, and is compared with the undisturbed run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from holdfast_lab.workloads import load_dataset
 from holdfast_lab.workloads.data import DataMissing
 
 TABLE, LARGE_TABLE = "trials.sqlite", "trials-large.sqlite"
-"""Of the small networks, and of the large ones, of which fewer trials are made."""
+"""Trials of the small networks, and of the large networks, for which fewer trials are made."""
 QUICK_PLATFORMS = (DDP, SESSION)
 SMALL, LARGE = ("mlp", "cnn"), ("resnet18", "resnet50")
 NETWORKS = (*SMALL, *LARGE)
@@ -37,21 +37,21 @@ _DIGITS = "digits"
 _FROM_FILES = ("cifar100", "cifar10", "fashion")
 
 _TRIALS = 180
-"""The paper's, of each mechanism."""
+"""Trials per mechanism in the paper."""
 _QUICK_TRIALS, _LARGE_TRIALS = 40, 20
 _ALONE, _QUICK_ALONE = 40, 3
-"""Trials that are made once more in processes of their own."""
+"""Trials that are rerun in fresh processes."""
 _PROCESSES = 4
 _SMALL = {"limit": 1_536, "test_limit": 500}
 _LARGE = {"limit": 512, "test_limit": 200, "size": 16, "restart": 6}
-"""Samples, and the side of images, of data from files, and of large networks: a trial of them takes seconds all the same."""
+"""Limits that keep a trial at a few seconds, for data read from files and for large networks: samples, image size, restart epoch."""
 _RESTART, _QUICK_RESTART = 20, 4
-"""The paper's epoch, unless it is said otherwise."""
+"""The paper's restart epoch, unless another is given."""
 _WIDTH = 0.05
 
 
 class SoftErrors:
-    """See the head of this file."""
+    """See the module docstring."""
 
     name = "soft-errors"
     title = "Soft errors in data-parallel and model-parallel training"
@@ -76,20 +76,20 @@ class SoftErrors:
             "platforms": list(plan.platforms),
             "experiments": list(plan.experiments),
             "network": _trained(base),
-            "networks beside it": [_trained(other) for other in plan.others],
+            "further networks": [_trained(other) for other in plan.others],
             "batch": base.batch,
-            "optimizer": f"{base.optimizer}, and ReduceLROnPlateau on the mean training loss",
-            "epochs after it": base.epochs,
+            "optimizer": f"{base.optimizer}, with ReduceLROnPlateau on the mean training loss",
+            "epochs after the restart": base.epochs,
             "processes": plan.processes,
-            "trials a cell": plan.trials,
-            "of large networks": plan.large_trials,
+            "trials per cell": plan.trials,
+            "trials per cell of large networks": plan.large_trials,
         }
 
     def tasks(self, options: Options) -> list[Task]:
         """See :meth:`Study.tasks`.
 
         Raises:
-            ConfigError: if a platform or a network is asked for that is not one, or the data are not there.
+            ConfigError: if an unknown platform or network is asked for, or the data are missing.
         """
         return _Plan(options).tasks()
 
@@ -113,7 +113,7 @@ class _Plan:
         self.processes = 2 if options.quick else _PROCESSES
         self.trials = options.repetitions or (_QUICK_TRIALS if options.quick else _TRIALS)
         self.large_trials = options.repetitions or _LARGE_TRIALS
-        is_one = options.quick or options.model  # and otherwise: every network, on every data set
+        is_one = options.quick or options.model  # otherwise every network runs on every data set
         found = None if options.data is None else _found_in(options.data)
         self.base = self._setup(options.model or SMALL[0], (found or _DIGITS) if is_one else _DIGITS)
         pairs = [] if is_one else [(network, data) for data in (_DIGITS, found) if data for network in NETWORKS]
@@ -137,13 +137,13 @@ class _Plan:
 
     def tasks(self) -> list[Task]:
         if self._options.quick:
-            parts = {QUICK: quick_pairs(self.base, self.platforms)}  # one part: processes are started once
+            parts = {QUICK: quick_pairs(self.base, self.platforms)}  # one part, so that processes are started once
         else:
             design = experiments(self.base, self.platforms, self.processes, self.others)
             parts = {name: pairs for experiment, name, pairs in design if experiment in self.experiments}
         if not parts:
             raise ConfigError(
-                f"--only {' --only '.join(self._options.only)} leaves nothing to do: all but crossed is done under {DDP}, add --only {DDP}"
+                f"--only {' --only '.join(self._options.only)} leaves nothing to run: every experiment but crossed needs {DDP}; add --only {DDP}"
             )
         tasks = [Task(name, partial(self._campaign, name, pairs)) for name, pairs in parts.items()]
         every = [pair for pairs in parts.values() for pair in pairs]
@@ -152,7 +152,7 @@ class _Plan:
         return [*tasks, Task("explained", partial(self._explained, every))]
 
     def left_out(self) -> list[str]:
-        told = ["Horovod, and CIFAR-100 with ResNet-50 at full length: --data and --network choose what is nearest."]
+        told = ["Horovod, and CIFAR-100 with ResNet-50 at full length; choose the nearest with --data and --network."]
         for what, all_of_them, chosen in (
             ("Platforms", PLATFORMS, self.platforms),
             ("Experiments", () if self._options.quick else EXPERIMENTS, self.experiments),
@@ -161,13 +161,13 @@ class _Plan:
                 told.append(f"{what}: {', '.join(missing)}.")
         if self._options.quick:
             told.append(
-                "Everything but one altered replica of two: 1 flip anywhere, 1 of the critical bit, 100 below it; the "
+                "All but one altered replica of two with 1 flip anywhere, 1 flip of the critical bit, or 100 below it: the "
                 "optimizer, other numbers of flips and processes, bit by bit, layers, formats, propagation, bursts."
             )
         if self.trials < _TRIALS:
-            told.append(f"Trials: {self.trials} a cell instead of at least {_TRIALS}.")
+            told.append(f"Trials: {self.trials} per cell instead of at least {_TRIALS}.")
         if any(setup.network in LARGE for setup in (self.base, *self.others)):
-            told.append(f"Trials of ResNets: {self.large_trials} a cell, on {_LARGE['limit']} samples.")
+            told.append(f"Trials of ResNets: {self.large_trials} per cell, on {_LARGE['limit']} samples.")
         return told
 
     # -- tasks
@@ -204,13 +204,13 @@ class _Plan:
         names = {cell.name for cell in cells_of(pairs)}
         path = self._options.out / TABLE
         there = (row for row in each_row(path) if row["cell"] in names) if path.is_file() else ()
-        kept = ("outcome", *FACTORS)  # the rest of so many rows would only take memory
+        kept = ("outcome", *FACTORS)  # the other columns of so many rows would only take memory
         trials = [{name: row[name] for name in kept if name in row} for row in there]
         return explained_rows(trials, self._options.seed) if trials else []
 
 
 def _stop(trials: int) -> Stop:
-    """Return when a cell has enough: only above the paper's number the interval says."""
+    """Return the stopping rule of a cell: beyond the paper's number of trials, the width of the interval decides."""
     most = trials + trials // 3 if trials >= _TRIALS else trials
     return Stop(width=_WIDTH, batch=min(20, trials), least=trials, most=most)
 
@@ -227,10 +227,10 @@ def _trained(setup: Setup) -> str:
 
 
 def _found_in(data: Path) -> str:
-    """Return the largest of the data sets that are in a directory.
+    """Return the largest known data set in a directory.
 
     Raises:
-        ConfigError: if none is.
+        ConfigError: if the directory has none.
     """
     for name in _FROM_FILES:
         try:

@@ -1,4 +1,4 @@
-"""A trial of the study of soft errors: one training that goes on from an altered state, and what became of it."""
+"""One trial of the soft-error study: a training resumed from an altered state, and its outcome."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from holdfast_lab.studies.soft_errors.workers.process import Disturbance
 
 _LAYERS = {"first": 0.0, "middle": 0.5, "last": 1.0}
 _KEPT = ("mean", "median", "norm", "changed", "not_finite")
-"""What rows have of the relative error of a layer."""
+"""Statistics of a layer's relative error that a row keeps."""
 _MOST_CHANGES = 10
-"""So many flips stand in a row; the others follow from its seed."""
+"""A row lists at most this many flips; the others follow from its seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """What the trials of a cell start from."""
+    """The warm group and the settings that a cell's trials start from."""
 
     group: Group
     case: Case
 
 
 def prepare(settings: Mapping[str, Any]) -> Warm:
-    """Return the warm group of a cell; cells of one setup have the same."""
+    """Return the warm group of a cell; cells of one setup share it."""
     case, setup = Case.from_settings(settings)
     return Warm(group_for(setup), case)
 
 
 def trial(warm: Warm, seed: int) -> dict[str, Any]:
-    """Alter the state of some processes, go on, and return a row.
+    """Alter the state of some processes, resume, and return the trial's row.
 
-    A group that fails is made anew, and the trial with it; if it fails again, the training did.
+    If the group fails, it is restarted and the trial repeated. If it fails again, the outcome is a failed training.
 
     Raises:
-        GroupFailed: then.
+        GroupFailed: if the group cannot be restarted.
     """
     ranks, orders = drawn(warm.case, warm.group, seed)
     try:
@@ -53,13 +53,13 @@ def trial(warm: Warm, seed: int) -> dict[str, Any]:
 
 
 def drawn(case: Case, group: Group, seed: int) -> tuple[list[int], list[Disturbance | None]]:
-    """Return which processes are altered, and what each is told."""
+    """Draw which processes are altered, and return them with the disturbance of each rank."""
     setup = group.setup
     ranks = sorted(random.Random(seed).sample(range(setup.processes), case.altered))
     at = _paths(case, group)
     orders: list[Disturbance | None] = [None] * setup.processes
     for rank in ranks:
-        # Replicas of one stage have the same state: the same seed alters the same bits.
+        # Replicas of one stage have the same state, so the same seed flips the same bits.
         own = seed % 2**62 + (0 if case.draws == SAME else rank)
         bits = bits_of(case.bits, case.format or setup.dtype)
         how = Alteration(count=case.flips, bits=bits, burst=case.burst, seed=own)
@@ -68,27 +68,27 @@ def drawn(case: Case, group: Group, seed: int) -> tuple[list[int], list[Disturba
 
 
 def bits_of(bits: str, format: str) -> str:
-    """Return bits of a format as :class:`~holdfast.faults.alteration.Alteration` names them."""
+    """Return bits of a format in the notation of :class:`~holdfast.faults.alteration.Alteration`."""
     return f"0:{FORMATS[format].range_of(CRITICAL)[0] - 1}" if bits == BELOW else bits
 
 
 def _paths(case: Case, group: Group) -> tuple[str, ...]:
-    """Return where values are altered: anywhere, or in one layer, counted through all stages."""
+    """Return the paths of the tensors to alter: all, or one layer, counted over all stages."""
     if not case.layer:
         return ()
     layers = [layer for answer in group.undisturbed[: group.setup.stages] for layer in answer["layers"]]
     layer = layers[round(_LAYERS[case.layer] * (len(layers) - 1))]
-    # The optimizer keeps its tensors below the parameter's name.
+    # The optimizer stores its tensors under the parameter's name.
     return (f"{case.target}/{layer}",)
 
 
 def row_of(group: Group, ranks: Sequence[int], found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the row of a trial.
 
-    The class of the outcome is that of the altered process which is worst off: a replica that is altered alone stays
-    different for ever. What it were by that of rank 0, and by the mean of all, stands beside it.
+    The outcome is that of the worst altered process, because a replica that is altered alone differs from then on.
+    Separate columns give the outcome by rank 0, and by the mean over all processes.
     """
-    calm = group.undisturbed  # by rank: running statistics of replicas differ, undisturbed, too
+    calm = group.undisturbed  # by rank, because running statistics of replicas differ even undisturbed
     finite = all(answer["finite"] for answer in found)
     worst = min(ranks, key=lambda rank: found[rank]["accuracy"] - calm[rank]["accuracy"])
     flips = [{"rank": rank, **flip} for rank in ranks for flip in found[rank]["flips"]]
@@ -106,19 +106,19 @@ def row_of(group: Group, ranks: Sequence[int], found: Sequence[Mapping[str, Any]
         "errors_last": _errors(group.setup, found, worst, "errors_last"),
         "errors_last_rank0": _errors(group.setup, found, 0, "errors_last"),
     }
-    alike = {(flip["path"], flip["index"], flip.get("bit")) for flip in flips}  # replicas may alter the same bit
+    alike = {(flip["path"], flip["index"], flip.get("bit")) for flip in flips}  # replicas may flip the same bit
     if len(alike) == 1 and "bit" in flips[0]:
         row |= {"bit": flips[0]["bit"], "in_layer": _layer_of(flips[0]["path"])}
     return row
 
 
 def _errors(setup: Setup, found: Sequence[Mapping[str, Any]], rank: int, when: str) -> dict[str, Any]:
-    """Return how far each layer of the model that a process has, or has a stage of, is from the undisturbed one."""
+    """Return the deviation from the undisturbed run of each model layer of a process, or of its stage."""
     first = rank - rank % setup.stages
     layers = {name: error for answer in found[first : first + setup.stages] for name, error in answer[when].items()}
     return {name: {key: error[key] for key in _KEPT} for name, error in layers.items()}
 
 
 def _layer_of(path: str) -> str:
-    """Return the module of a path: ``model/conv1.0.weight`` or ``optimizer/conv1.0.weight/momentum_buffer``."""
+    """Return the module of a path such as ``model/conv1.0.weight`` or ``optimizer/conv1.0.weight/momentum_buffer``."""
     return path.split("/")[1].rpartition(".")[0]

@@ -1,6 +1,6 @@
-"""Datasets by name: read from their published files, shipped with scikit-learn, or made. docs/papers/data.md has the table.
+"""Data sets by name: read from their published files, shipped with scikit-learn, or generated. docs/papers/studies.md lists them.
 
-Nothing is downloaded, nothing is unpickled, nothing is written.
+Nothing is downloaded, unpickled or written.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Entry:
     load: Callable[..., Dataset]
     kind: Kind
     takes: tuple[str, ...] = ()
-    """Options that ``load`` takes itself."""
+    """Options that ``load`` itself accepts."""
     from_files: bool = True
 
 
@@ -77,10 +77,10 @@ _ENTRIES = {
 }
 
 DATASETS = tuple(_ENTRIES)
-"""What :func:`load_dataset` knows."""
+"""Names that :func:`load_dataset` accepts."""
 
 IMAGE_DATASETS = tuple(name for name, entry in _ENTRIES.items() if entry.kind == "images")
-"""Those whose samples are images."""
+"""Names of data sets whose samples are images."""
 
 _ONLY_FOR: dict[str, Kind] = {"size": "images", "channels": "images", "vocabulary": "documents", "block": "text"}
 
@@ -98,23 +98,23 @@ def load_dataset(
     block: int | None = None,
     instead_of: str | None = None,
 ) -> Dataset:
-    """Return the dataset called ``name``.
+    """Return the data set called ``name``.
 
     Args:
         name: One of :data:`DATASETS`.
-        data: Where the files are, for datasets that are read from files: their directory, or one with it under the
-            name that it is published with.
-        limit: Keep only the first so many training samples, ``>= 1``; None keeps all. What lies sorted by class was shuffled.
-        test_limit: The same of the test samples.
-        seed: Of a split or an order that the publisher does not give, and of data that are made.
-        size: Images: height and width that they are scaled to, ``>= 1``; None leaves them (ImageNet: 224).
-        channels: Images: repeat a single channel so many times, ``>= 1``.
-        vocabulary: Documents: how many words are counted, ``>= 1``.
+        data: Directory of the files, for data sets that are read from files, or a directory that contains it under its
+            published name.
+        limit: Keep only the first ``limit`` training samples, ``>= 1``; None keeps all. Files sorted by class are shuffled first.
+        test_limit: The same for the test samples.
+        seed: Seed of a split or an order that the publisher does not define, and of generated data.
+        size: Images: height and width to scale to, ``>= 1``; None keeps them (ImageNet: 224).
+        channels: Images: number of times to repeat a single channel, ``>= 1``.
+        vocabulary: Documents: number of words that are counted, ``>= 1``.
         block: Text: characters of a block, ``>= 1``.
-        instead_of: The dataset of the published experiment whose place it takes; :meth:`Dataset.describe` says so.
+        instead_of: The published experiment's data set that this one replaces; :meth:`Dataset.describe` mentions it.
 
     Raises:
-        ConfigError: if there is no such dataset, if an option is not for it or out of its range, or if its files are
+        ConfigError: if the data set is unknown, if an option does not apply or is out of range, or if its files are
             missing (:class:`DataMissing`) or damaged.
     """
     if name not in _ENTRIES:
@@ -128,10 +128,10 @@ def load_dataset(
     if not entry.from_files:
         dataset = entry.load(**options)
     elif data is None:
-        raise DataMissing(f"the dataset {name} is read from files: say in which directory they are")
+        raise DataMissing(f"the dataset {name} is read from files: give their directory")
     else:
         dataset = entry.load(data, **options)
-    # What is not wanted goes first: scaled up, all of it might not fit in memory.
+    # Samples are dropped before scaling, because all of them scaled up might not fit in memory.
     kept = [
         part if most is None else first(part, most) for part, most in zip(dataset, (limit, test_limit), strict=True)
     ]
@@ -141,18 +141,18 @@ def load_dataset(
 
 
 def load_first(names: Sequence[str], data: Path | None = None, *, instead_of: str, **options: Any) -> Dataset:
-    """Return the first of ``names`` whose files are in ``data``; it takes the place of ``instead_of``, if it is another.
+    """Return the first of ``names`` whose files are in ``data``; it replaces ``instead_of`` if it is another data set.
 
-    Files that are there and damaged are an error: only what is missing is passed over.
+    Only missing files are passed over; damaged files are an error.
 
     Args:
-        names: Datasets, the wanted one first, the last best one that needs no files.
+        names: Data sets, the preferred one first, preferably ending with one that needs no files.
         data: See :func:`load_dataset`.
-        instead_of: What people call the wanted dataset, as in :attr:`Dataset.title`.
-        options: Those of :func:`load_dataset`.
+        instead_of: The usual name of the preferred data set, as in :attr:`Dataset.title`.
+        options: Options of :func:`load_dataset`.
 
     Raises:
-        ConfigError: see :func:`load_dataset`; the line about the last dataset, if all are missing.
+        ConfigError: see :func:`load_dataset`; for the last data set, if all are missing.
     """
     for name in names[:-1]:
         try:
@@ -182,5 +182,5 @@ def _scaled(part: Part, size: int | None, channels: int | None) -> Part:
     if isinstance(part, TensorDataset):
         return resize(part, size, channels) if size or channels else part
     if channels not in (None, 3) and isinstance(part, ImageFiles):
-        raise ConfigError(f"channels must be 3, as the images have, got {channels}")
+        raise ConfigError(f"channels must be 3, as in the images, got {channels}")
     return part

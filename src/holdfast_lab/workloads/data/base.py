@@ -1,4 +1,4 @@
-"""What every dataset offers, and how a file is read that may be missing, cut short, or made to do harm."""
+"""The interface of data sets, and safe reading of files that may be missing, truncated or malicious."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from holdfast.errors import ConfigError
 Kind = Literal["images", "table", "ratings", "documents", "text"]
 
 _PIECE_BYTES = 1 << 20
-_LINE_BYTES = 1 << 16  # a longer line is read as several, which then have too few columns
+_LINE_BYTES = 1 << 16  # a longer line is split, and its parts then have too few columns
 
 
 class DataMissing(ConfigError):
-    """The files of a dataset are not where they were looked for. You do not get it for files that are damaged."""
+    """The files of a data set were not found. Damaged files raise :class:`ConfigError` instead."""
 
 
 class Part(Protocol):
-    """The samples to train on, or those to test with."""
+    """The training or the test samples."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -41,7 +41,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Samples to train on and samples to test with, and where they come from; unpacks as ``train, test = dataset``.
+    """Training and test samples, and their source; unpacks as ``train, test = dataset``.
 
     ============ ===================================================================== =========================
     kind         a sample                                                              ``shape``
@@ -49,7 +49,7 @@ class Dataset:
     images       pixels float32 in [0, 1] of shape (channels, height, width); class    channels, height, width
     table        features float32; class                                               features
     ratings      user; item; value float32                                             users, items
-    documents    how often each word occurs, float32; class                            words of the vocabulary
+    documents    count of each word, float32; class                                    words of the vocabulary
     text         tokens; the tokens that follow them, both of the length of a block    tokens of a block
     ============ ===================================================================== =========================
 
@@ -57,31 +57,31 @@ class Dataset:
     """
 
     title: str
-    """What people call it."""
+    """The usual name of the data set."""
     kind: Kind
-    """What a sample is."""
+    """The kind of a sample."""
     source: str
-    """Where it was read from, or how it was made."""
+    """The source of the samples: where they were read, or how they were generated."""
     split: str
-    """Who divided it into the two parts, and how."""
+    """How and by whom the samples were split."""
     shape: tuple[int, ...]
-    """See above."""
+    """See the table above."""
     num_classes: int
-    """Classes; of text the size of the alphabet; of ratings 0."""
+    """Number of classes; for text the size of the alphabet; for ratings 0."""
     train: Part
     """The samples to train on."""
     test: Part
     """The samples to test with."""
     instead_of: str | None = None
-    """The dataset of the published experiment whose place it takes, if that is another."""
+    """The published experiment's data set that this one replaces, if any."""
 
     def __iter__(self) -> Iterator[Part]:
         """Yield the two parts."""
         return iter((self.train, self.test))
 
     def describe(self) -> str:
-        """Return one line for a page: what it is, in whose place, how much, and how it was divided."""
-        name = self.title if self.instead_of is None else f"{self.title} in the place of {self.instead_of}"
+        """Return one line for a page: the data set, what it replaces, its size, and its split."""
+        name = self.title if self.instead_of is None else f"{self.title} instead of {self.instead_of}"
         size = " x ".join(map(str, self.shape))
         what = {
             "images": f"images of {size}",
@@ -92,19 +92,19 @@ class Dataset:
         }[self.kind]
         classes = {"ratings": "", "text": f", {self.num_classes} different characters"}
         counted = classes.get(self.kind, f", {self.num_classes} classes")
-        return f"{name}: {len(self.train)} {what} to train on, {len(self.test)} to test with{counted}; {self.split}; {self.source}"
+        return f"{name}: {len(self.train)} {what} for training, {len(self.test)} for testing{counted}; {self.split}; {self.source}"
 
 
 def find_folder(data: Path, folders: Sequence[str], patterns: Sequence[str], title: str, where: str) -> Path:
-    """Return ``data``, or the first of its ``folders``, that holds a file that matches one of ``patterns``.
+    """Return ``data``, or the first of its ``folders``, that contains a file that matches one of ``patterns``.
 
     Raises:
-        DataMissing: if none does; the line says what was expected, and ``where`` it can be had.
+        DataMissing: if none does; the message says what was expected and where to get it (``where``).
     """
     for folder in (data, *(data / name for name in folders)):
         if any(next(folder.glob(pattern), None) for pattern in patterns):
             return folder
-    problem = f"is not in {data}" if data.is_dir() else f"is looked for in {data}, which is no directory"
+    problem = f"is not in {data}" if data.is_dir() else f"cannot be read from {data}, which is not a directory"
     raise DataMissing(
         f"{title} {problem}: expected {' or '.join(patterns)}, there or in {' or '.join(folders)}. It is at {where}"
     )
@@ -112,10 +112,10 @@ def find_folder(data: Path, folders: Sequence[str], patterns: Sequence[str], tit
 
 @contextmanager
 def opened(path: Path, where: str = "") -> Iterator[IO[bytes]]:
-    """Open a file, unpacked if its name ends with ``.gz``; whatever is wrong with its bytes becomes one line.
+    """Open a file, decompressed if its name ends with ``.gz``; errors in its bytes become one-line messages.
 
     Raises:
-        ConfigError: if it is missing, cut short, or not what its name says.
+        ConfigError: if it is missing, truncated, or of another type than its name says.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -124,7 +124,7 @@ def opened(path: Path, where: str = "") -> Iterator[IO[bytes]]:
         raise DataMissing(f"{path} does not exist" + (f". It is at {where}" if where else "")) from None
     except EOFError:
         raise ConfigError(
-            f"{path} is cut short: its compressed data ends too early. Copy or download it again"
+            f"{path} is truncated: its compressed data ends too early. Copy or download it again"
         ) from None
     except (OSError, zlib.error) as error:
         kind = " as a gzip file" if path.suffix == ".gz" else ""
@@ -132,9 +132,9 @@ def opened(path: Path, where: str = "") -> Iterator[IO[bytes]]:
 
 
 def read_up_to(file: IO[bytes], count: int) -> bytes:
-    """Return the next ``count`` bytes, or fewer where the file ends; holds no more memory than there are bytes.
+    """Return the next ``count`` bytes, or fewer where the file ends; uses no more memory than there are bytes.
 
-    ``file.read(count)`` may allocate ``count`` bytes first, and a header can promise more than any memory holds.
+    ``file.read(count)`` may allocate ``count`` bytes first, and a header can claim more than any memory holds.
     """
     pieces = []
     while count > 0 and (piece := file.read(min(count, _PIECE_BYTES))):
@@ -147,24 +147,24 @@ def read_numbers(path: Path, **options: Any) -> npt.NDArray[Any]:
     """Return the table of numbers in a text file; ``options`` are those of :func:`numpy.loadtxt`.
 
     Raises:
-        ConfigError: if the file cannot be read, holds no row, or holds something else than such numbers.
+        ConfigError: if the file cannot be read, has no row, or contains anything but such numbers.
     """
     with opened(path) as file:
         return parse_numbers(file, path, **options)
 
 
 def parse_numbers(file: IO[bytes], path: Path, **options: Any) -> npt.NDArray[Any]:
-    """Return what :func:`read_numbers` does, from an open file; ``path`` is for the message."""
+    """Do the same as :func:`read_numbers` for an open file; ``path`` is for the message."""
     pieces = iter(lambda: file.readline(_LINE_BYTES), b"")
     lines = (line for line in pieces if line.strip())
     try:
         first = next(lines)
     except StopIteration:
-        raise ConfigError(f"{path} holds no row of numbers") from None
+        raise ConfigError(f"{path} has no row of numbers") from None
     try:
         return np.loadtxt(_chain(first, lines), ndmin=2, **options)
-    except ValueError as error:  # numpy names the row, the column and what stands there
-        raise ConfigError(f"{path} is not the table that was expected: {str(error).splitlines()[0]}") from error
+    except ValueError as error:  # numpy names the row, the column and the content
+        raise ConfigError(f"{path} is not the expected table: {str(error).splitlines()[0]}") from error
 
 
 def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[str]:
@@ -174,7 +174,7 @@ def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[str]:
 
 
 def check_range(path: Path, what: str, values: npt.NDArray[Any], low: float, high: float) -> None:
-    """Raise a line about the first of ``values``, one a row, that is not from ``low`` to ``high``."""
+    """Raise an error for the first of ``values``, one per row, that is not from ``low`` to ``high``."""
     wrong = np.flatnonzero(~((values >= low) & (values <= high)))
     if wrong.size:
         row = int(wrong[0])
@@ -182,15 +182,15 @@ def check_range(path: Path, what: str, values: npt.NDArray[Any], low: float, hig
 
 
 def held_out(count: int, share: float, seed: int, source: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return numbers of samples to train on and to test with: a random ``share``, at least one, is held out.
+    """Return numbers of training and of test samples: a random ``share``, at least one sample, is held out.
 
-    Both are in random order, so that the first samples of a file that is sorted by class are of all classes.
+    Both are in random order, so that the first samples of a file sorted by class contain all classes.
 
     Raises:
-        ConfigError: if there is no sample left to train on; the line names ``source``.
+        ConfigError: if no training sample is left; the message names ``source``.
     """
     if count < 2:
-        raise ConfigError(f"{source} has {count} samples, at least 2 are needed: one to train on, one to test with")
+        raise ConfigError(f"{source} has {count} samples, but at least 2 are needed, for training and for testing")
     order = torch.from_numpy(np.random.default_rng(seed).permutation(count))
     tested = max(1, round(count * share))
     return order[tested:], order[:tested]
@@ -200,4 +200,4 @@ def first(part: Part, count: int) -> Part:
     """Return the first ``count`` samples of ``part``."""
     if isinstance(part, TensorDataset):
         return TensorDataset(*(tensor[:count] for tensor in part.tensors))
-    return part.first(count)  # type: ignore[attr-defined,no-any-return]  # every other part has it
+    return part.first(count)  # type: ignore[attr-defined,no-any-return]  # every other part has this method

@@ -1,4 +1,4 @@
-"""Documents as counts of words: 20 Newsgroups, Reuters-21578, and documents that are made."""
+"""Documents as word counts: 20 Newsgroups, Reuters-21578, and generated documents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.errors import ConfigError
 from holdfast_lab.workloads.data.base import Dataset, find_folder, opened
 
 VOCABULARY = 5000
-"""Words that are counted, unless another number is asked for."""
+"""Default number of words that are counted."""
 
 _NEWSGROUPS_AT = "http://qwone.com/~jason/20Newsgroups/20news-bydate.tar.gz"
 _REUTERS_AT = "https://archive.ics.uci.edu/dataset/137/reuters+21578+text+categorization+collection"
@@ -36,18 +36,18 @@ _TAG = re.compile(r"<[^>]*>")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
-    """Documents as counts of words, in compressed sparse rows.
+    """Documents as word counts, in compressed sparse rows.
 
     ``documents[i]`` is the dense row of a document, float32 of shape (words,), and its class; a slice or a list of
     numbers gives several, stacked.
     """
 
     offsets: torch.Tensor
-    """int64 (documents + 1): where in the two below a document starts."""
+    """int64 (documents + 1): where a document starts in the two arrays below."""
     words: torch.Tensor
-    """int64: numbers of the words of a document, ascending."""
+    """int64: numbers of a document's words, ascending."""
     counts: torch.Tensor
-    """int64: how often each occurs in it, ``>= 1``."""
+    """int64: count of each word in the document, ``>= 1``."""
     labels: torch.Tensor
     """int64 (documents): classes."""
     vocabulary: tuple[str, ...]
@@ -80,32 +80,32 @@ class Documents:
         )
 
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return document and word of every single token, int64, ordered by both: what a Gibbs sampler goes through."""
+        """Return document and word of every token, int64, ordered by both, as input of a Gibbs sampler."""
         documents = torch.arange(len(self)).repeat_interleave(self.offsets.diff())
         return documents.repeat_interleave(self.counts), self.words.repeat_interleave(self.counts)
 
 
 @dataclass(frozen=True, slots=True)
 class _Raw:
-    """Documents of a part before they are counted."""
+    """Documents of a part before their words are counted."""
 
     texts: Sequence[str]
     classes: Sequence[str]
 
 
 def newsgroups(data: Path, *, vocabulary: int | None = None, seed: int = 0) -> Dataset:
-    """Return 20 Newsgroups, the version sorted by date: 11,314 posts to train on, 7,532 to test with.
+    """Return 20 Newsgroups, the version sorted by date: 11,314 posts for training, 7,532 for testing.
 
-    The head of a post, up to its first empty line, is left out: it names the group. Quotes and signatures stay.
+    The header of a post, up to its first empty line, is left out because it names the group. Quotes and signatures stay.
 
     Args:
-        data: Directory with ``20news-bydate-train/<group>/<number>`` and ``20news-bydate-test``, or one above it.
-        vocabulary: How many words are counted, ``>= 1``: those in the most training documents, but none that is in more
-            than half of them; words are three letters and more, in lower case. None: :data:`VOCABULARY`.
-        seed: Of the order of the posts, which lie sorted by group.
+        data: Directory with ``20news-bydate-train/<group>/<number>`` and ``20news-bydate-test``, or its parent.
+        vocabulary: Number of words that are counted, ``>= 1``: those in the most training documents, except words in more
+            than half of them; words have at least three letters, in lower case. None: :data:`VOCABULARY`.
+        seed: Seed of the order of the posts, which are sorted by group.
 
     Raises:
-        ConfigError: if a folder is missing or empty, or if the two have different groups.
+        ConfigError: if a directory is missing or empty, or if the two have different groups.
     """
     names = ("20news-bydate-train", "20news-bydate-test")
     folders = ("20news-bydate", "20newsgroups", "20news")
@@ -114,7 +114,7 @@ def newsgroups(data: Path, *, vocabulary: int | None = None, seed: int = 0) -> D
     if set(train.classes) != set(test.classes):
         odd = sorted(set(train.classes) ^ set(test.classes))[0]
         raise ConfigError(
-            f"{folder}: {' and '.join(names)} must have posts of the same groups, {odd} is in one alone. It is at {_NEWSGROUPS_AT}"
+            f"{folder}: {' and '.join(names)} must have posts of the same groups, but {odd} is only in one. It is at {_NEWSGROUPS_AT}"
         )
     return _dataset(
         "20 Newsgroups", folder, "published split", _shuffled(train, seed), _shuffled(test, seed), vocabulary
@@ -137,17 +137,17 @@ def _shuffled(raw: _Raw, seed: int) -> _Raw:
 
 
 def reuters(data: Path, *, vocabulary: int | None = None) -> Dataset:
-    """Return Reuters-21578 by the split ModApte: documents with a single topic, of topics that are in both parts.
+    """Return Reuters-21578 with the ModApte split: documents with a single topic that occurs in both parts.
 
-    With the whole collection these are the 52 topics known as R52. Titles and bodies are counted.
+    For the whole collection these are the 52 topics known as R52. Titles and bodies are counted.
 
     Args:
-        data: Directory with the 22 files ``reut2-*.sgm``, or with ``reuters21578.tar.gz`` (or ``.xz``) that holds them;
-            or one above it. Nothing is unpacked onto the disk.
+        data: Directory with the 22 files ``reut2-*.sgm``, or with ``reuters21578.tar.gz`` (or ``.xz``) that contains them;
+            or its parent. Nothing is unpacked onto the disk.
         vocabulary: As for :func:`newsgroups`.
 
     Raises:
-        ConfigError: if a file is missing, cut short, or something else.
+        ConfigError: if a file is missing, truncated, or something else.
     """
     folder = find_folder(
         data, ("reuters21578", "reuters-21578", "reuters"), _REUTERS_FILES, "Reuters-21578", _REUTERS_AT
@@ -159,7 +159,7 @@ def reuters(data: Path, *, vocabulary: int | None = None) -> Dataset:
     common = {topic for topic, _ in texts["TRAIN"]} & {topic for topic, _ in texts["TEST"]}
     if not common:
         raise ConfigError(
-            f"{folder} holds no topic with documents of both parts: are all files reut2-000.sgm to reut2-021.sgm there?"
+            f"{folder} has no topic with documents in both parts; check that all files reut2-000.sgm to reut2-021.sgm are there"
         )
     kept = {part: [(topic, text) for topic, text in found if topic in common] for part, found in texts.items()}
     train, test = (_Raw([text for _, text in found], [topic for topic, _ in found]) for found in kept.values())
@@ -179,7 +179,7 @@ def _sgml_files(folder: Path) -> Iterator[tuple[Path, bytes]]:
             yield from _members(archive, path)
     except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError) as error:
         raise ConfigError(
-            f"cannot read {path} as a packed archive: {error}. Copy or download it again, it is at {_REUTERS_AT}"
+            f"cannot read {path} as a compressed archive: {error}. Copy or download it again, it is at {_REUTERS_AT}"
         ) from error
 
 
@@ -189,9 +189,9 @@ def _members(archive: tarfile.TarFile, path: Path) -> Iterator[tuple[Path, bytes
         if not (member.isfile() and inside.match(_REUTERS_FILES[0])):
             continue
         if member.size > _MEMBER_BYTES:
-            raise ConfigError(f"{inside} claims {member.size} bytes, at most {_MEMBER_BYTES} are read")
+            raise ConfigError(f"{inside} claims {member.size} bytes, but at most {_MEMBER_BYTES} are read")
         file = archive.extractfile(member)
-        assert file is not None, "isfile() said that it is one"
+        assert file is not None, "isfile() was true"
         yield inside, file.read()
 
 
@@ -201,7 +201,7 @@ def _articles(path: Path, content: str) -> Iterator[tuple[str, str, str]]:
     found = _DOCUMENT.findall(content)
     if begun == 0 or begun != len(found):
         raise ConfigError(
-            f"{path} has {begun} documents of which {len(found)} end: it is cut short, or another file. It is at {_REUTERS_AT}"
+            f"{path} begins {begun} documents, but only {len(found)} are complete: it is truncated, or another file. It is at {_REUTERS_AT}"
         )
     for head, body in found:
         part = re.search(r'LEWISSPLIT="(TRAIN|TEST)"', head)
@@ -221,22 +221,22 @@ def generated_documents(
     word_spread: float = 0.05,
     seed: int = 0,
 ) -> Dataset:
-    """Return documents that are made as latent Dirichlet allocation says; a sixth of them is for testing.
+    """Return documents generated by the model of latent Dirichlet allocation; a sixth of them is for testing.
 
-    Each topic is a distribution over words, each document one over topics, and each of its tokens a word of a topic of
-    it. The class of a document is the topic that it has most of.
+    Each topic is a distribution over words, each document a distribution over topics, and each of its tokens a word of one of
+    its topics. The class of a document is its most frequent topic.
 
     Args:
-        documents: How many, ``>= 2``.
-        topics: How many, ``>= 1``.
-        vocabulary: Words, ``>= 1``; None: 1000.
+        documents: Number of documents, ``>= 2``.
+        topics: Number of topics, ``>= 1``.
+        vocabulary: Number of words, ``>= 1``; None: 1000.
         length: Mean number of tokens, of a Poisson distribution, ``> 0``; no document is empty.
         topic_spread: Parameter of the Dirichlet distribution over topics, ``> 0``: the smaller, the fewer topics in a document.
-        word_spread: The same of words in a topic.
-        seed: Of everything.
+        word_spread: The same for the words of a topic.
+        seed: Seed of everything random.
 
     Raises:
-        ConfigError: if a number is out of its range.
+        ConfigError: if a number is out of range.
 
     Source:
         D. M. Blei, A. Y. Ng, M. I. Jordan, "Latent Dirichlet allocation", JMLR 3, 2003.
@@ -261,7 +261,7 @@ def generated_documents(
     names = tuple(f"word{number}" for number in range(words))
     tested = max(1, documents // 6)
     return Dataset(
-        title="made-up documents",
+        title="generated documents",
         kind="documents",
         source=f"generated: {topics} topics, seed {seed}",
         split="the first sixth held out",
@@ -278,7 +278,7 @@ def _dataset(title: str, folder: Path, split: str, train: _Raw, test: _Raw, voca
     names = _vocabulary(words[0], size)
     if not names:
         raise ConfigError(
-            f"{folder} holds no word that is in at most half of the training documents: these are not the texts of {title}"
+            f"{folder} has no word that is in at most half of the training documents: these are not the texts of {title}"
         )
     number = {word: place for place, word in enumerate(names)}
     classes = {name: place for place, name in enumerate(sorted(set(train.classes)))}

@@ -1,4 +1,4 @@
-"""ImageNet's folders: a class a folder, an image a file, decoded when it is asked for."""
+"""ImageNet in directories: one directory per class, one file per image, decoded on access."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from holdfast.errors import ConfigError
 from holdfast_lab.workloads.data.base import Dataset, find_folder
 
 SIZE = 224
-"""Height and width of an image, unless another is asked for."""
+"""Default height and width of an image."""
 
 _WHERE = "https://www.image-net.org/challenges/LSVRC/2012/ (after registration)"
 _ENDINGS = {".jpeg", ".jpg", ".png"}
-_BORDER = 1 / 16  # 256 pixels scaled, 224 cut out of their middle: the usual way to test
+_BORDER = 1 / 16  # scale to 256 pixels and crop the middle 224, the usual test transform
 
 
 class ImageFiles(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Images in files, and their classes; a file is read and decoded each time that its image is asked for.
+    """Images in files, and their classes; each access reads and decodes the file.
 
-    The middle 7/8 of an image, cut to a square and scaled, as float32 in [0, 1] of shape (3, size, size).
+    The middle 7/8 of an image, cropped to a square and scaled, as float32 in [0, 1] of shape (3, size, size).
 
     Args:
-        files: One an image.
+        files: One file per image.
         labels: Classes of the images, int64.
         size: Height and width, pixels, ``>= 1``.
     """
@@ -65,28 +65,26 @@ class ImageFiles(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
             with Image.open(path) as file:
                 square = ImageOps.fit(file.convert("RGB"), (self.size, self.size), Image.Resampling.BILINEAR, _BORDER)
         except FileNotFoundError:
-            raise ConfigError(f"{path} does not exist any more") from None
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's words for damaged files
+            raise ConfigError(f"{path} no longer exists") from None
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's errors for damaged files
             raise ConfigError(f"cannot decode {path}: {error}") from error
         return torch.from_numpy(np.asarray(square, np.float32) / np.float32(255)).permute(2, 0, 1).contiguous()
 
 
 def imagenet(data: Path, *, size: int | None = None, seed: int = 0) -> Dataset:
-    """Return ImageNet, or any images in the same layout: 1,281,167 to train on, 50,000 to test with.
+    """Return ImageNet, or any images in the same layout: 1,281,167 for training, 50,000 for testing.
 
     Args:
-        data: Directory with ``train/<class>/*.JPEG`` and ``val/<class>/*.JPEG``, or one above it.
-        size: Height and width that images are scaled to, ``>= 1``; None: :data:`SIZE`.
-        seed: Of the order of the images, which lie sorted by class.
+        data: Directory with ``train/<class>/*.JPEG`` and ``val/<class>/*.JPEG``, or its parent.
+        size: Height and width to scale to, ``>= 1``; None: :data:`SIZE`.
+        seed: Seed of the order of the images, which are sorted by class.
 
     Raises:
-        ConfigError: if Pillow, which decodes images, is not installed; if a folder is missing or empty; or if
-            the folders of the two parts differ.
+        ConfigError: if Pillow, which decodes images, is not installed; if a directory is missing or empty; or if
+            the directories of the two parts differ.
     """
     if importlib.util.find_spec("PIL") is None:
-        raise ConfigError(
-            "the images of ImageNet are decoded by Pillow, which is not installed: pip install 'holdfast[lab]'"
-        )
+        raise ConfigError("decoding ImageNet needs Pillow, which is not installed: pip install 'holdfast[lab]'")
     folder = find_folder(
         data,
         ("imagenet", "ILSVRC/Data/CLS-LOC"),
@@ -113,14 +111,14 @@ def _part(folder: Path, classes: list[str], size: int, seed: int) -> ImageFiles:
     if found != classes:
         odd = sorted(set(found) ^ set(classes))
         raise ConfigError(
-            f"{folder} must have the {len(classes)} folders of train, one a class, and has {len(found)} (first that differs: "
-            f"{odd[0]}); the validation images come in one folder: sort them into their classes first"
+            f"{folder} must have the same {len(classes)} class directories as train, and has {len(found)} (first difference: "
+            f"{odd[0]}); the validation images are published in one directory: sort them into their classes first"
         )
     files, labels = [], []
     for label, name in enumerate(classes):
         images = sorted(file for file in (folder / name).iterdir() if file.suffix.lower() in _ENDINGS)
         if not images:
-            raise ConfigError(f"{folder / name} holds no image: expected *{', *'.join(sorted(_ENDINGS))}")
+            raise ConfigError(f"{folder / name} contains no image: expected *{', *'.join(sorted(_ENDINGS))}")
         files += images
         labels += [label] * len(images)
     order = np.random.default_rng(seed).permutation(len(files)).tolist()

@@ -1,7 +1,7 @@
 """Images that fit in memory: scikit-learn's digits, MNIST, Fashion-MNIST, CIFAR-10 and CIFAR-100.
 
-Pixels are float32 in [0, 1]: what the file holds, divided by its largest possible value (digits 16, all others 255).
-Nothing is centred, cropped or flipped.
+Pixels are float32 in [0, 1]: the file's values divided by their maximum (digits 16, all others 255).
+Images are not centred, cropped or flipped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.errors import ConfigError
 from holdfast_lab.workloads.data.base import Dataset, check_range, find_folder, opened, read_up_to
 
 HELD_OUT_EVERY = 6
-"""Of so many digits of a class one is kept for the test set."""
+"""One of this many digits of a class is in the test set."""
 
 _UINT8 = 0x08  # the only idx element type in these files
 _MNIST_AT = "https://yann.lecun.com/exdb/mnist (a mirror: https://ossci-datasets.s3.amazonaws.com/mnist/)"
@@ -32,13 +32,13 @@ _CIFAR_PIXELS = 3 * 32 * 32
 
 
 def digits() -> Dataset:
-    """Return scikit-learn's handwritten digits: 1497 images of 8x8 to train on, 300 to test with.
+    """Return scikit-learn's handwritten digits: 1497 images of 8x8 for training, 300 for testing.
 
-    Every sixth image of each class is kept out of training. Both sets hold digits of the same writers, so the
-    accuracy is that on new digits, not on new hands.
+    Every sixth image of each class is held out. Both sets contain digits of the same writers, so the
+    accuracy is that on new digits, but not on new writers.
 
     Raises:
-        ConfigError: if scikit-learn, which brings them, is not installed.
+        ConfigError: if scikit-learn, which contains them, is not installed.
     """
     table = _digits_table()
     x = torch.tensor(table[:, :-1] / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)
@@ -57,9 +57,9 @@ def digits() -> Dataset:
 
 
 def _digits_table() -> npt.NDArray[np.float64]:
-    """Return one row a digit: 64 pixels from 0 to 16, then the label.
+    """Return one row per digit: 64 pixels from 0 to 16, then the label.
 
-    Read from scikit-learn's own file: importing scikit-learn takes a second of every worker of every run.
+    Read from scikit-learn's own file, because importing scikit-learn would cost every worker of every run a second.
     """
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
@@ -74,19 +74,19 @@ def _digits_table() -> npt.NDArray[np.float64]:
 
 
 def mnist(data: Path) -> Dataset:
-    """Return MNIST: 60,000 handwritten digits of 28x28 to train on, 10,000 to test with.
+    """Return MNIST: 60,000 handwritten digits of 28x28 for training, 10,000 for testing.
 
     Args:
-        data: Directory with the four original idx files, packed with gzip or not; or one above it.
+        data: Directory with the four original idx files, compressed with gzip or not; or its parent.
 
     Raises:
-        ConfigError: if a file is missing, cut short, not in the idx format, or does not fit its companion.
+        ConfigError: if a file is missing, truncated, not in the idx format, or inconsistent with its companion.
     """
     return _idx_dataset("MNIST", data, ("mnist", "MNIST/raw"), _MNIST_AT)
 
 
 def fashion_mnist(data: Path) -> Dataset:
-    """Return Fashion-MNIST: 60,000 images of 28x28 to train on, 10,000 to test with. Arguments and errors: :func:`mnist`."""
+    """Return Fashion-MNIST: 60,000 images of 28x28 for training, 10,000 for testing. Arguments and errors: :func:`mnist`."""
     return _idx_dataset("Fashion-MNIST", data, ("fashion-mnist", "FashionMNIST/raw"), _FASHION_AT)
 
 
@@ -94,7 +94,9 @@ def _idx_dataset(title: str, data: Path, folders: Sequence[str], where: str) -> 
     folder = find_folder(data, folders, ("train-images-idx3-ubyte", "train-images-idx3-ubyte.gz"), title, where)
     parts = [_images_and_labels(folder, name, where) for name in ("train", "t10k")]
     if parts[0].tensors[0].shape[1:] != parts[1].tensors[0].shape[1:]:
-        raise ConfigError(f"{folder}: the images of train and t10k must be of one size: they are of different datasets")
+        raise ConfigError(
+            f"{folder}: the images of train and t10k must have the same size; these are from different datasets"
+        )
     return _dataset(title, f"read from {folder}", "published split", *parts, num_classes=10)
 
 
@@ -105,7 +107,7 @@ def _images_and_labels(folder: Path, name: str, where: str) -> TensorDataset:
     images = read_idx(images_path, dimensions=3, where=where)
     labels = read_idx(labels_path, dimensions=1, where=where)
     if len(images) != len(labels):
-        raise ConfigError(f"{images_path} holds {len(images)} images, but {labels_path} holds {len(labels)} labels")
+        raise ConfigError(f"{images_path} has {len(images)} images, but {labels_path} has {len(labels)} labels")
     check_range(labels_path, "a label", labels, 0, 9)
     return TensorDataset(_pixels(images[:, np.newaxis]), torch.from_numpy(labels.astype(np.int64)))
 
@@ -115,16 +117,16 @@ def _plain_or_gz(path: Path) -> Path:
 
 
 def read_idx(path: Path, *, dimensions: int, where: str = "") -> npt.NDArray[np.uint8]:
-    """Return the array in an idx file of unsigned bytes, unpacked if its name ends with ``.gz``.
+    """Return the array in an idx file of unsigned bytes, decompressed if its name ends with ``.gz``.
 
     The format: two zero bytes, the element type (8: unsigned byte), the number of dimensions, each
-    dimension as a big-endian uint32, then the elements. What a header promises is never allocated
-    before the bytes are there.
+    dimension as a big-endian uint32, then the elements. Memory is allocated only for bytes that exist, not for
+    what a header claims.
 
     Args:
         path: The file.
-        dimensions: How many dimensions it must have, ``>= 1``.
-        where: Where it can be had, for the message.
+        dimensions: Required number of dimensions, ``>= 1``.
+        where: Where to get the file, for the message.
 
     Raises:
         ConfigError: if the file is missing or is not such a file.
@@ -138,38 +140,38 @@ def read_idx(path: Path, *, dimensions: int, where: str = "") -> npt.NDArray[np.
                 f"{path} is not an idx file: it starts with {head[:4].hex(' ')}, expected {magic.hex(' ')}"
             )
         if len(head) < size:
-            raise ConfigError(f"{path} is cut short: its header has {len(head)} bytes, expected {size}")
+            raise ConfigError(f"{path} is truncated: its header has {len(head)} bytes, expected {size}")
         shape = struct.unpack_from(f">{dimensions}I", head, 4)
         expected = math.prod(shape)
-        content = read_up_to(file, expected + 1)  # one more shows what is too long, and checks the sum of a gzip file
+        content = read_up_to(file, expected + 1)  # one more byte shows excess data, and makes gzip verify its checksum
     if len(content) != expected:
         held = len(content) if len(content) < expected else f"more than {expected}"
-        raise ConfigError(f"{path} holds {held} bytes of data, expected {expected} for shape {shape}")
+        raise ConfigError(f"{path} has {held} bytes of data, expected {expected} for shape {shape}")
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def cifar10(data: Path) -> Dataset:
-    """Return CIFAR-10: 50,000 images of 3x32x32 to train on, 10,000 to test with.
+    """Return CIFAR-10: 50,000 images of 3x32x32 for training, 10,000 for testing.
 
     Args:
         data: Directory with the binary version, ``data_batch_1.bin`` to ``data_batch_5.bin`` and ``test_batch.bin``,
-            or one above it.
+            or its parent.
 
     Raises:
-        ConfigError: if a file is missing or damaged, or if it is the pickled version: nothing is unpickled.
+        ConfigError: if a file is missing or damaged, or if it is the pickled version, because nothing is unpickled.
     """
     train = [f"data_batch_{number}.bin" for number in range(1, 6)]
     return _cifar(data, 10, ("cifar-10-batches-bin",), ("cifar-10-batches-py", "data_batch_1"), train, "test_batch.bin")
 
 
 def cifar100(data: Path) -> Dataset:
-    """Return CIFAR-100 with its 100 fine classes: 50,000 images of 3x32x32 to train on, 10,000 to test with.
+    """Return CIFAR-100 with its 100 fine classes: 50,000 images of 3x32x32 for training, 10,000 for testing.
 
     Args:
-        data: Directory with the binary version, ``train.bin`` and ``test.bin``, or one above it.
+        data: Directory with the binary version, ``train.bin`` and ``test.bin``, or its parent.
 
     Raises:
-        ConfigError: if a file is missing or damaged, or if it is the pickled version: nothing is unpickled.
+        ConfigError: if a file is missing or damaged, or if it is the pickled version, because nothing is unpickled.
     """
     return _cifar(data, 100, ("cifar-100-binary",), ("cifar-100-python", "train"), ["train.bin"], "test.bin")
 
@@ -184,7 +186,7 @@ def _cifar(
         there, name = pickled
         if any((place / name).is_file() for place in (data, data / there)):
             raise ConfigError(
-                f"{data} holds the pickled version of {title}; nothing is unpickled here: take the binary version, {where}"
+                f"{data} has the pickled version of {title}, which is not read for safety: use the binary version, {where}"
             ) from None
         raise
     parts = [_cifar_part([folder / name for name in names], classes, where) for names in (train, [test])]
@@ -192,7 +194,7 @@ def _cifar(
 
 
 def _cifar_part(paths: Sequence[Path], classes: int, where: str) -> TensorDataset:
-    """Read records of one label, or of CIFAR-100 a coarse and a fine one, and 3072 pixels: red, green, blue, by rows."""
+    """Read records of one label (for CIFAR-100 a coarse and a fine one) and 3072 pixels: red, green, blue, row by row."""
     num_labels = 1 if classes == 10 else 2
     record = num_labels + _CIFAR_PIXELS
     tables = []
@@ -201,7 +203,7 @@ def _cifar_part(paths: Sequence[Path], classes: int, where: str) -> TensorDatase
             content = file.read()
         if not content or len(content) % record:
             raise ConfigError(
-                f"{path} holds {len(content)} bytes, expected whole records of {record}: it is cut short, or another file. It is at {where}"
+                f"{path} has {len(content)} bytes, expected whole records of {record}: it is truncated, or another file. It is at {where}"
             )
         table = np.frombuffer(content, np.uint8).reshape(-1, record)
         check_range(path, "a label", table[:, num_labels - 1], 0, classes - 1)
@@ -214,17 +216,17 @@ def _cifar_part(paths: Sequence[Path], classes: int, where: str) -> TensorDatase
 def resize(
     part: TensorDataset, size: int | None = None, channels: int | None = None, mode: str = "bilinear"
 ) -> TensorDataset:
-    """Return the same images in another size, or with their one channel repeated.
+    """Return the same images in another size, or with their single channel repeated.
 
     Args:
         part: Images of shape (samples, channels, height, width), and labels.
         size: New height and width, ``>= 1``; None keeps both.
-        channels: New number of channels; an image of one channel can have any, another only its own. Repeated
-            channels take no memory of their own.
-        mode: ``"bilinear"`` (half-pixel centres, no smoothing before it is made smaller) or ``"nearest"``.
+        channels: New number of channels; images of one channel can have any number, others only their own. Repeated
+            channels use no additional memory.
+        mode: ``"bilinear"`` (half-pixel centres, no antialiasing when downscaling) or ``"nearest"``.
 
     Raises:
-        ConfigError: if one of them is not allowed.
+        ConfigError: if a value is not allowed.
     """
     images, *labels = part.tensors
     if mode not in ("bilinear", "nearest"):
@@ -235,7 +237,7 @@ def resize(
     if channels is not None and channels != images.shape[1]:
         if images.shape[1] != 1:
             raise ConfigError(
-                f"channels must be {images.shape[1]}, as the images have, got {channels}: only a single channel can be repeated"
+                f"channels must be {images.shape[1]}, as in the images, got {channels}: only a single channel can be repeated"
             )
         images = images.expand(-1, channels, -1, -1)
     return TensorDataset(images, *labels)

@@ -1,4 +1,4 @@
-"""Who gave what which value: MovieLens, Jester, and ratings that are made."""
+"""Ratings of items by users: MovieLens, Jester, and generated ratings."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ _MOVIELENS_FOLDERS = (
 _JESTER_AT = "https://eigentaste.berkeley.edu/dataset/"
 _JESTER = ("jester_ratings.dat", "*jester*.csv", "*jester*.zip", "*jester*.xls")
 _NOT_RATED = 99
-_MOST_BYTES = 1 << 30  # of a file in a zip: ten times Jester's largest
+_MOST_BYTES = 1 << 30  # largest file in a zip: ten times Jester's largest
 _TEST_SHARE = 0.1
 
 Triples = npt.NDArray[np.float64]
-"""One row a rating: user, item, value."""
+"""One row per rating: user, item, value."""
 _Found = tuple[Triples, tuple[int, int]]
-"""Ratings; how many users and items there are."""
+"""Ratings; numbers of users and items."""
 
 
 def movielens(data: Path, *, seed: int = 0) -> Dataset:
-    """Return MovieLens: values from 0.5 to 5 that users gave to films.
+    """Return MovieLens: ratings of films by users, from 0.5 to 5.
 
-    Users and films are numbered from 0 in the order of their numbers in the file. ml-100k is divided as its authors
-    did, by ``u1.base`` and ``u1.test``, if these are there; of all others a random tenth is held out.
+    Users and films are numbered from 0 in the order of their numbers in the file. ml-100k is split as by its authors,
+    by ``u1.base`` and ``u1.test``, if these exist; otherwise a random tenth is held out.
 
     Args:
         data: Directory with ``u.data`` (ml-100k), ``ratings.dat`` (ml-1m, ml-10m) or ``ratings.csv`` (the others), the
-            last packed with gzip or not; or one above it.
-        seed: Of the split, where there is none of the authors'.
+            last compressed with gzip or not; or its parent.
+        seed: Seed of the split, if the authors define none.
 
     Raises:
-        ConfigError: if a file is missing or holds something else.
+        ConfigError: if a file is missing or has another content.
     """
     folder = find_folder(data, _MOVIELENS_FOLDERS, _MOVIELENS, "MovieLens", _MOVIELENS_AT)
     path = next(folder / name for name in _MOVIELENS if (folder / name).is_file())
@@ -95,17 +95,17 @@ def _movielens_rows(path: Path) -> Triples:
 
 
 def jester(data: Path, *, seed: int = 0) -> Dataset:
-    """Return Jester: values from -10 to 10 that users gave to jokes. A random tenth is held out.
+    """Return Jester: ratings of jokes by users, from -10 to 10. A random tenth is held out.
 
     Args:
-        data: Directory, or one above it, with ``jester_ratings.dat`` (dataset 2: user, joke, value), or with the tables
-            of dataset 1 or 3 as ``*jester*.csv``: a row a user, first how many jokes the user rated, then a column a
-            joke, 99 where it was not rated. A ``.zip`` may hold either. The tables are published as ``.xls``, which
-            is not read here: save them as CSV first. Several tables follow each other.
-        seed: Of the split.
+        data: Directory, or its parent, with ``jester_ratings.dat`` (data set 2: user, joke, value), or with the tables
+            of data set 1 or 3 as ``*jester*.csv``: one row per user, with the number of rated jokes, then one column per
+            joke, 99 where it was not rated. A ``.zip`` may contain either. The tables are published as ``.xls``, which
+            is not supported: save them as CSV first. Several tables are concatenated.
+        seed: Seed of the split.
 
     Raises:
-        ConfigError: if a file is missing, is an ``.xls``, or holds something else.
+        ConfigError: if a file is missing, is an ``.xls``, or has another content.
     """
     folder = find_folder(data, ("jester", "Jester"), _JESTER, "Jester", _JESTER_AT)
     triples, tables = folder / _JESTER[0], sorted(folder.glob(_JESTER[1]))
@@ -124,7 +124,7 @@ def jester(data: Path, *, seed: int = 0) -> Dataset:
 
 
 def _xls(path: object) -> str:
-    return f"{path} is an Excel file, which is not read here: save it as CSV beside it, e.g. libreoffice --headless --convert-to csv"
+    return f"{path} is an Excel file, which is not supported: save it as CSV beside it, e.g. libreoffice --headless --convert-to csv"
 
 
 def _jester_table(table: npt.NDArray[np.float64], path: Path) -> _Found:
@@ -134,8 +134,8 @@ def _jester_table(table: npt.NDArray[np.float64], path: Path) -> _Found:
     if wrong.size:
         row = int(wrong[0])
         raise ConfigError(
-            f"{path}: row {row + 1} says that {table[row, 0]:g} jokes were rated, and has {rated[row].sum()} values: "
-            f"expected first the number of rated jokes, then a column a joke, {_NOT_RATED} for none"
+            f"{path}: row {row + 1} says that {table[row, 0]:g} jokes were rated, but has {rated[row].sum()} values: "
+            f"expected the number of rated jokes, then one column per joke, {_NOT_RATED} for none"
         )
     for worst in (values.max(1, initial=0, where=rated), values.min(1, initial=0, where=rated)):
         check_range(path, "a rating", worst, -10, 10)
@@ -160,8 +160,8 @@ def _jester_member(archive: zipfile.ZipFile, name: str, path: Path) -> _Found:
     inside = path / name
     size = archive.getinfo(name).file_size
     if size > _MOST_BYTES:
-        raise ConfigError(f"{inside} claims {size} bytes, at most {_MOST_BYTES} are read")
-    with archive.open(name) as member:  # ends after file_size bytes, whatever the packed data hold
+        raise ConfigError(f"{inside} claims {size} bytes, but at most {_MOST_BYTES} are read")
+    with archive.open(name) as member:  # ends after file_size bytes, whatever the compressed data contain
         if name.endswith(".csv"):
             return _jester_table(parse_numbers(member, inside, delimiter=","), inside)
         return _jester_triples(parse_numbers(member, inside, usecols=(0, 1, 2)), inside)
@@ -178,7 +178,7 @@ def _one_below_the_other(found: Sequence[_Found], folder: Path) -> _Found:
     widths = sorted({items for _, (_, items) in found})
     if len(widths) != 1:
         raise ConfigError(
-            f"the files in {folder} have {' and '.join(map(str, widths))} jokes: keep those of one dataset there"
+            f"the files in {folder} have {' and '.join(map(str, widths))} jokes: keep only those of one dataset there"
         )
     users = 0
     for rows, (more, _) in found:
@@ -189,40 +189,42 @@ def _one_below_the_other(found: Sequence[_Found], folder: Path) -> _Found:
 
 def _check_triples(path: Path, rows: Triples, low: float, high: float) -> None:
     for column, what in enumerate(("a user", "an item")):
-        check_range(path, f"the number of {what}", rows[:, column], 0, 2**53)  # as far as a double counts
+        check_range(
+            path, f"the number of {what}", rows[:, column], 0, 2**53
+        )  # integers that a double represents exactly
     check_range(path, "a rating", rows[:, 2], low, high)
 
 
 def generated_ratings(
     *, users: int = 500, items: int = 300, rank: int = 8, density: float = 0.1, noise: float = 0.1, seed: int = 0
 ) -> Dataset:
-    """Return ratings that are made: a product of two random factors of low rank, seen here and there, with noise.
+    """Return generated ratings: sampled entries of a product of two random low-rank factors, with noise.
 
     Args:
         users: Rows, ``>= 1``.
         items: Columns, ``>= 1``.
-        rank: Of the product, ``>= 1``. Factors are normal; a value has variance 1 before noise.
-        density: Share of the matrix that is seen, above 0 and at most 1; no place is seen twice. A tenth of it is for testing.
-        noise: Standard deviation of what is added to each value, ``>= 0``: no model has a smaller error.
-        seed: Of everything.
+        rank: Rank of the product, ``>= 1``. Factors are normal; a value has variance 1 before noise.
+        density: Share of the matrix that is sampled without replacement, above 0 and at most 1. A tenth of it is for testing.
+        noise: Standard deviation of the noise of each value, ``>= 0``: no model has a smaller error.
+        seed: Seed of everything random.
 
     Raises:
-        ConfigError: if a number is out of its range.
+        ConfigError: if a number is out of range.
     """
     seen = round(users * items * density)
     if min(users, items, rank) < 1 or not 0 < density <= 1 or not noise >= 0 or seen < 2:
         raise ConfigError(
-            f"ratings need users, items and rank of at least 1, density above 0 and at most 1 that leaves two values, and noise of at "
+            f"users, items and rank must be at least 1, density above 0 and at most 1 and large enough for two values, and noise at "
             f"least 0, got {users}, {items}, {rank}, {density:g} and {noise:g}"
         )
     rng = np.random.default_rng(seed)
     left, right = (rng.standard_normal((count, rank)) for count in (users, items))
-    who, what = np.divmod(rng.choice(users * items, seen, replace=False), items)
-    values = (left[who] * right[what]).sum(1) / np.sqrt(rank) + noise * rng.standard_normal(seen)
-    rows = np.column_stack([who, what, values])
+    user, what = np.divmod(rng.choice(users * items, seen, replace=False), items)
+    values = (left[user] * right[what]).sum(1) / np.sqrt(rank) + noise * rng.standard_normal(seen)
+    rows = np.column_stack([user, what, values])
     source = f"generated: rank {rank}, noise {noise:g}, seed {seed}"
     return _dataset(
-        "made-up ratings", source, _seeded(seed), rows, (users, items), held_out(seen, _TEST_SHARE, seed, source)
+        "generated ratings", source, _seeded(seed), rows, (users, items), held_out(seen, _TEST_SHARE, seed, source)
     )
 
 

@@ -1,4 +1,4 @@
-"""CoverType: rows of features, and the kind of forest that grows there."""
+"""CoverType: rows of features, and the type of forest cover."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from holdfast_lab.workloads.data.base import Dataset, check_range, find_folder, 
 
 _WHERE = "https://archive.ics.uci.edu/dataset/31/covertype"
 _FILES = ("covtype.data", "covtype.data.gz", "covtype*.data", "covtype*.data.gz", "covtype*.csv", "covtype*.csv.gz")
-_FEATURES, _MEASURED = 54, 10  # the first ten are measured, the others are 0 or 1
+_FEATURES, _MEASURED = 54, 10  # the first ten are measurements, the others are 0 or 1
 _CLASSES = 7
 _ALL_ROWS, _TRAINING_ROWS = 581_012, 15_120
 _TEST_SHARE = 0.2
 
 
 def covertype(data: Path, *, seed: int = 0) -> Dataset:
-    """Return CoverType: rows of 54 features, seven kinds of forest.
+    """Return CoverType: rows of 54 features, seven types of forest cover.
 
     The ten measured features have mean 0 and variance 1 over the training rows, the other 44 are 0 or 1. The whole file
-    is divided as its authors did: 15,120 rows to train on (11,340 and 3,780 to choose with), 565,892 to test with. Of a
+    is split as by its authors: 15,120 rows for training (11,340 and 3,780 for validation), 565,892 for testing. From a
     part of it a random fifth is held out.
 
     Args:
-        data: The file, ``covtype.data``, packed with gzip or not; or its directory, or one above it. A directory with
-            several parts gives the one with the most bytes: parts may overlap.
-        seed: Of the split, where there is none of the authors'.
+        data: The file, ``covtype.data``, compressed with gzip or not; or its directory, or the parent. A directory with
+            several parts gives the largest one, because parts may overlap.
+        seed: Seed of the split, if the authors define none.
 
     Raises:
-        ConfigError: if the file is missing or holds something else.
+        ConfigError: if the file is missing or has another content.
     """
     path = data if data.is_file() else _choose(find_folder(data, ("covtype", "covertype"), _FILES, "CoverType", _WHERE))
     table = read_numbers(path, delimiter=",", dtype=np.int32)

@@ -12,20 +12,20 @@ from holdfast.errors import ConfigError
 from holdfast_lab.workloads.data.base import Dataset, find_folder, opened
 
 BLOCK = 128
-"""Characters of a block, unless another number is asked for."""
+"""Default number of characters of a block."""
 
 _WHERE = "https://github.com/karpathy/char-rnn, data/tinyshakespeare/input.txt"
 _TRAINING_SHARE = 0.9
 
 
 def shakespeare(data: Path, *, block: int | None = None) -> Dataset:
-    """Return a text, such as Tiny Shakespeare, character by character; its last tenth is for testing.
+    """Return a text, such as Tiny Shakespeare, by characters; its last tenth is for testing.
 
-    The distinct characters are numbered from 0 in the order of their code points. Blocks follow each other without
-    overlap; the second tensor of a sample is the first one moved on by a character. What does not fill a block is left out.
+    The distinct characters are numbered from 0 in the order of their code points. Blocks do not overlap. The second tensor of a
+    sample is the first one shifted by a character. A remainder shorter than a block is dropped.
 
     Args:
-        data: The file, in UTF-8; or a directory with ``input.txt``, or one above it.
+        data: The file, in UTF-8; or a directory with ``input.txt``, or its parent.
         block: Characters of a block, ``>= 1``; None: :data:`BLOCK`.
 
     Raises:
@@ -39,14 +39,14 @@ def shakespeare(data: Path, *, block: int | None = None) -> Dataset:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a text in UTF-8: {error}") from error
+        raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
     points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     alphabet, tokens = np.unique(points, return_inverse=True)
     cut = round(len(tokens) * _TRAINING_SHARE)
     train, test = (_blocks(part.astype(np.int64), length) for part in (tokens[:cut], tokens[cut:]))
     if not (len(train) and len(test)):
         raise ConfigError(
-            f"{path} has {len(tokens)} characters: the last tenth must hold a block of {length} and one character more"
+            f"{path} has {len(tokens)} characters: its last tenth must contain a block of {length} plus one character"
         )
     return Dataset(
         title="Shakespeare" if path.name == "input.txt" else path.name,

@@ -1,4 +1,4 @@
-"""Programs that converge by iterating, by name; see :class:`~holdfast_lab.workloads.iterative.base.Program`."""
+"""Iterative-convergent programs by name; see :class:`~holdfast_lab.workloads.iterative.base.Program`."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _MADE_BY = {
     },
     "gpt-adam": ("networks", "make"),
 }
-"""Name: module beside this one, and function of it that takes name, data, seed and options. Imported when asked for."""
+"""The module and the function of each program; the function takes name, data, seed and options. Imported on use."""
 
 PROGRAMS = tuple(_MADE_BY)
-"""What :func:`make_program` knows."""
+"""Names that :func:`make_program` accepts."""
 
 
 def make_program(name: str, data: Path | None = None, seed: int = 0, **options: Any) -> Program:
-    """Return the program ``name``: an algorithm, and after the last hyphen what it is run on.
+    """Return the program ``name``: an algorithm and, after the last hyphen, its data.
 
     Args:
         name: One of :data:`PROGRAMS`.
-        data: Where the files are, for datasets that are read from files; see :func:`~holdfast_lab.workloads.load_dataset`.
-            Each dataset is read once a process, and divided alike whatever the seed.
-        seed: Of all that is drawn, ``>= 0``.
-        **options: Keyword arguments of the ``make`` that builds it, such as ``learning_rate`` or ``rank``.
+        data: Directory of the files, for data sets that are read from files; see :func:`~holdfast_lab.workloads.load_dataset`.
+            Each data set is read once per process, and split in the same way for every seed.
+        seed: Seed of everything random, ``>= 0``.
+        **options: Keyword arguments of the program's ``make``, such as ``learning_rate`` or ``rank``.
 
     Raises:
-        ConfigError: if there is no such program, it takes no such option, or the files are missing or damaged.
+        ConfigError: if the program or an option is unknown, or the files are missing or damaged.
     """
     if name not in _MADE_BY:
         raise ConfigError(f"program must be one of {', '.join(PROGRAMS)}, got {name!r}")

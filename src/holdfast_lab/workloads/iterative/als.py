@@ -18,26 +18,26 @@ from holdfast_lab.workloads.iterative.base import State, euclidean
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The ratings as the rows of one factor see them: one row's after the other's."""
+    """The ratings grouped by the rows of one factor."""
 
     others: Tensor
     """int64 (ratings): the row of the other factor."""
     values: Tensor
     """float32 (ratings)."""
     offsets: Tensor
-    """int64 (rows): where in the two above the ratings of a row start."""
+    """int64 (rows): where the ratings of a row start in the two arrays above."""
 
     def sums(self, table: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return for each row the sum of those rows of ``table``, (other rows, width), that its ratings name."""
+        """Return, for each row, the sum of the rows of ``table``, (other rows, width), that its ratings refer to."""
         return F.embedding_bag(self.others, table, self.offsets, mode="sum", per_sample_weights=weights)
 
     def fit(self, factor: Tensor, penalty: float, known: Tensor | None = None) -> Tensor:
         """Return the rows that minimise the objective of :class:`Factorisation`, given those of the other factor.
 
         Args:
-            factor: The other one, (other rows, rank).
-            penalty: Of the objective.
-            known: Bool (other rows): which are given; ratings of the others are left out. None: all.
+            factor: The other factor, (other rows, rank).
+            penalty: Penalty of the objective.
+            known: Bool (other rows): the known rows; ratings of other rows are ignored. None: all are known.
 
         Returns:
             Shape (rows, rank); 0 where there is no rating.
@@ -53,25 +53,25 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Ratings:
-    """Who gave what which value."""
+    """Ratings as (user, item, value)."""
 
     users: Tensor
     """int64 (ratings)."""
     items: Tensor
     """int64 (ratings)."""
     values: Tensor
-    """float32 (ratings), less the mean of those to train on."""
+    """float32 (ratings), minus the mean of the training ratings."""
 
     def errors(self, users: Tensor, items: Tensor) -> Tensor:
-        """Return how far each value is above the product of its rows; arguments of shape (users or items, rank)."""
+        """Return the product of the rows minus the value, for each rating; arguments of shape (users or items, rank)."""
         return self.values - (users[self.users] * items[self.items]).sum(1)
 
 
 class Problem:
-    """What is factorised.
+    """The data of a factorisation.
 
     Args:
-        dataset: Of the kind ``ratings``.
+        dataset: A data set of the kind ``ratings``.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -88,30 +88,30 @@ class Problem:
                 self.train.items.bincount(minlength=self.num_items),
             ]
         ).float()
-        """Ratings to train on of each row, users before items."""
+        """Number of training ratings of each row, users before items."""
 
 
 class Factorisation:
-    """Users' rows and items' rows whose products are the ratings, less their mean. A block is a row: users, then items.
+    """User rows and item rows whose products approximate the ratings minus their mean. A block is a row: users, then items.
 
-    An iteration solves the users given the items, then the items given the users. So the next one reads the items'
-    rows alone, and overwrites the users': the items are the live factor. Solved the other way round, the users are. The objective is
+    An iteration solves for the users given the items, then for the items given the users. So the next one reads only the item
+    rows, and overwrites the user rows: the items are the live factor. In the other order, the users are. The objective is
 
         sum over ratings of (value - u . v)^2  +  penalty * (sum over users of n |u|^2  +  sum over items of n |v|^2)
 
-    with n the number of a row's ratings. All is float32, as such factors are kept: the penalty keeps the normal equations
-    well conditioned, and rows of eight bytes a number would flatter a saving of one byte a number.
+    with n the number of a row's ratings. Everything is float32, as usual for such factors: the penalty keeps the normal equations
+    well conditioned, and rows of eight bytes per number would exaggerate the saving of quantising to one byte.
 
     Args:
-        name: What it is called.
-        seed: Of the live factor's rows at the start; the others are 0.
-        problem: What is factorised.
-        rank: Numbers of a row, ``>= 1``.
+        name: The name of the program.
+        seed: Seed of the live factor's initial rows; the other factor starts at 0.
+        problem: The data.
+        rank: Length of a row, ``>= 1``.
         penalty: Lambda, ``> 0``.
-        first: Which factor an iteration solves first, ``users`` or ``items``.
+        first: The factor that an iteration solves first, ``users`` or ``items``.
 
     Raises:
-        ConfigError: if a value is out of its range.
+        ConfigError: if a value is out of range.
 
     Source:
         Y. Zhou, D. Wilkinson, R. Schreiber, R. Pan, "Large-scale parallel collaborative filtering for the Netflix
@@ -123,7 +123,7 @@ class Factorisation:
     ) -> None:
         if first not in ("users", "items"):
             raise ConfigError(
-                f"first must be users or items, got {first!r}; solve the larger factor first to have little to save"
+                f"first must be users or items, got {first!r}; choose the larger factor to have little to save"
             )
         if rank < 1 or not penalty > 0:
             raise ConfigError(f"rank must be at least 1 and penalty above 0, got {rank} and {penalty:g}")
@@ -152,11 +152,11 @@ class Factorisation:
             items.copy_(self.problem.of_items.fit(users, self.penalty))
 
     def resolve(self, state: State, lost: Tensor) -> None:
-        """Solve the lost rows anew from the other factor's surviving rows: recovery without any checkpoint.
+        """Solve for the lost rows from the other factor's surviving rows: recovery without any checkpoint.
 
         Args:
-            state: Changed in place, in the lost rows alone, whatever they hold.
-            lost: Bool (blocks). A lost row none of whose ratings has a surviving partner becomes 0.
+            state: Changed in place, only in the lost rows; their content does not matter.
+            lost: Bool (blocks). A lost row without a rating to a surviving row becomes 0.
         """
         users, items = self._factors(state)
         lost_users, lost_items = lost.split([len(users), len(items)])
@@ -173,17 +173,17 @@ class Factorisation:
         return euclidean(a, b)
 
     def mend(self, state: State, written: Tensor) -> None:
-        """Nothing follows from the rows."""
+        """Do nothing: no other state depends on the rows."""
 
     def loss(self, state: State) -> float:
-        """Return the objective divided by the number of ratings; but for rounding, no iteration makes it larger."""
+        """Return the objective divided by the number of ratings; except for rounding, it never increases."""
         train = self.problem.train
         size = torch.dot(self.problem.counts, state["factors"].square().sum(1))
         squares = train.errors(*self._factors(state)).square().sum()
         return float(squares + self.penalty * size) / len(train.values)
 
     def test_rmse(self, state: State) -> float:
-        """Return the root of the mean squared error on the test ratings, in units of a rating."""
+        """Return the root mean squared error on the test ratings, in units of a rating."""
         return float(self.problem.test.errors(*self._factors(state)).square().mean().sqrt())
 
     def _factors(self, state: State) -> tuple[Tensor, Tensor]:
@@ -206,9 +206,9 @@ def make(
     penalty: float | None = None,
     first: str = "users",
 ) -> Factorisation:
-    """Return a :class:`Factorisation` of the dataset that ``name`` ends with.
+    """Return a :class:`Factorisation` of the data set that ``name`` ends with.
 
-    None is for ``rank`` 10 and for ``penalty`` 0.1; for the generated ratings, whose rank is 8, 8 and 0.01.
+    None means ``rank`` 10 and ``penalty`` 0.1; for the generated ratings, whose rank is 8, it means 8 and 0.01.
     """
     dataset = name.removeprefix("als-")
     usual_rank, usual_penalty = (8, 0.01) if dataset == "ratings" else (10, 0.1)

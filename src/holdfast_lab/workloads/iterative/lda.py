@@ -24,64 +24,64 @@ from holdfast_lab.workloads.iterative.base import State
 _Array = npt.NDArray[Any]
 
 _MOST_TOPICS = 1 << 15  # an assignment is an int16
-_START, _SWEEP, _RESAMPLE = range(3)  # what is drawn: each has numbers of its own
+_START, _SWEEP, _RESAMPLE = range(3)  # kinds of draws; each has its own random numbers
 _OTHER = 3  # added to them after `reseeded`
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Documents token by token."""
+    """Documents as sequences of tokens."""
 
     offsets: _Array
-    """int64 (documents + 1): where in ``words`` a document begins."""
+    """int64 (documents + 1): where a document begins in ``words``."""
     words: _Array
-    """int32: the word of each token; equal ones of a document stand together."""
+    """int32: the word of each token; equal words of a document are adjacent."""
     vocabulary: int
-    """How many words there are."""
+    """Number of words."""
 
 
 @cache
 def load_corpus(dataset: str, data: Path | None, documents: int, vocabulary: int, longest: int) -> Corpus:
-    """Return the first ``documents`` training documents of a dataset that have 1 to ``longest`` tokens.
+    """Return the first ``documents`` training documents of a data set that have 1 to ``longest`` tokens.
 
     Args:
-        dataset: ``"reuters"``, ``"newsgroups"`` or ``"documents"``, which are made.
+        dataset: ``"reuters"``, ``"newsgroups"``, or ``"documents"``, which are generated.
         data: See :func:`~holdfast_lab.workloads.data.load_dataset`.
-        documents: At most; ``>= 1``.
-        vocabulary: Words that are counted.
+        documents: Maximum number of documents, ``>= 1``.
+        vocabulary: Number of words that are counted.
         longest: Tokens, ``>= 1``; longer documents are left out.
 
     Raises:
-        ConfigError: if the dataset is not of documents, cannot be read, or has no such document.
+        ConfigError: if the data set is not of documents, cannot be read, or has no such document.
     """
     if documents < 1 or longest < 1:
         raise ConfigError(f"documents and longest must be at least 1, got {documents} and {longest}")
-    loaded = load_dataset(dataset, data, vocabulary=vocabulary)  # refuses a vocabulary for what has no words
+    loaded = load_dataset(dataset, data, vocabulary=vocabulary)  # refuses a vocabulary for a data set without words
     numbers, words = cast("Documents", loaded.train).tokens()
     lengths = numbers.bincount(minlength=len(loaded.train))
     kept = ((lengths >= 1) & (lengths <= longest)).nonzero().flatten()[:documents]
     if not len(kept):
-        raise ConfigError(f"no document of {dataset} has from 1 to {longest} tokens: longest must be greater")
+        raise ConfigError(f"no document of {dataset} has from 1 to {longest} tokens; increase longest")
     offsets = np.concatenate([[0], lengths[kept].cumsum(0).numpy()])
     return Corpus(offsets, words[torch.isin(numbers, kept)].to(torch.int32).numpy(), loaded.shape[0])
 
 
 class Lda:
-    """Topics of documents; an iteration draws the topic of each token anew, given those of all the others.
+    """Topics of documents; an iteration redraws the topic of each token given the topics of all other tokens.
 
-    The state is the topic of every token. How many tokens of a document, of a word and of all are of a topic is kept
-    beside it and follows from it.
+    The state is the topic of every token. The topic counts of each document, of each word and of all tokens are derived
+    from it and stored beside it.
 
     Args:
-        name: What it is called.
-        seed: Of the first topics and of all draws, ``>= 0``.
+        name: The name of the program.
+        seed: Seed of the initial topics and of all draws, ``>= 0``.
         corpus: The documents.
-        topics: From 2 to 32,768.
-        alpha: Of the Dirichlet distribution over the topics of a document, ``> 0``; the same for each topic.
-        beta: Of that over the words of a topic, ``> 0``.
+        topics: Number of topics, 2 to 32,768.
+        alpha: Parameter of the Dirichlet distribution over the topics of a document, ``> 0``; the same for each topic.
+        beta: Parameter of the distribution over the words of a topic, ``> 0``.
 
     Raises:
-        ConfigError: if a number is out of its range, or numba is not installed.
+        ConfigError: if a number is out of range, or numba is not installed.
     """
 
     live = None
@@ -91,7 +91,7 @@ class Lda:
             raise ConfigError(
                 f"topics must be from 2 to {_MOST_TOPICS}, alpha and beta above 0, got {topics}, {alpha:g} and {beta:g}"
             )
-        _compiled(_sweep)  # without numba nothing goes: say so now
+        _compiled(_sweep)  # fails here if numba is missing
         self.name, self.seed = name, seed
         self.corpus, self.topics = corpus, topics
         self._alpha, self._beta = alpha, beta
@@ -102,13 +102,13 @@ class Lda:
         self._filled = torch.arange(int(lengths.max())) < torch.from_numpy(lengths)[:, None]
 
     def reseeded(self, iteration: int) -> Lda:
-        """Return the same program whose draws from ``iteration`` on are others: what noise alone does to a run."""
+        """Return the same program with different draws from ``iteration`` on, which shows the effect of noise alone."""
         other = copy.copy(self)
         other._other_from = iteration
         return other
 
     def start(self) -> State:
-        """See :class:`~holdfast_lab.workloads.iterative.base.Program`; every topic is as likely for every token."""
+        """See :class:`~holdfast_lab.workloads.iterative.base.Program`; initial topics are uniform."""
         drawn = self.draws(_START, 0) * self.topics
         assignments = torch.full(self._filled.shape, -1, dtype=torch.int16)
         assignments[self._filled] = torch.from_numpy(drawn).to(torch.int16)
@@ -122,50 +122,50 @@ class Lda:
         return state
 
     def iterate(self, state: State, iteration: int) -> None:
-        """See :class:`~holdfast_lab.workloads.iterative.base.Program`; goes through all tokens once."""
+        """See :class:`~holdfast_lab.workloads.iterative.base.Program`; an iteration is one sweep over all tokens."""
         self._sweep(state, torch.arange(self.blocks), self.draws(_SWEEP, iteration))
 
     def resample(self, state: State, lost: Tensor, iteration: int) -> None:
-        """Go through the tokens of the documents ``lost`` once, with draws of their own.
+        """Sweep once over the tokens of the documents ``lost``, with separate draws.
 
         Args:
-            state: Of the program, mended.
+            state: State of the program, mended.
             lost: Numbers of blocks; int64.
-            iteration: Of which the draws are a function; not those of :meth:`iterate`.
+            iteration: The draws depend on it, but differ from those of :meth:`iterate`.
         """
         self._sweep(state, lost, self.draws(_RESAMPLE, iteration))
 
     def rows(self, state: State) -> tuple[Tensor, ...]:
-        """Return the topic of each token, int16 of shape (documents, tokens of the longest); -1 where there is none."""
+        """Return the topic of each token, int16 of shape (documents, tokens of the longest); padded with -1."""
         return (state["assignments"],)
 
     def distance(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the total variation between the topic counts of each document: tokens, not shares of them.
+        """Return the total variation between the topic counts of each document, in tokens and not in shares.
 
-        It is half the sum of the differences: the least number of tokens that have another topic. So a long document
-        weighs as much as it does in the counts of words, which all the others read.
+        It is half the sum of the absolute differences: the least number of tokens whose topic differs. So a document weighs
+        in proportion to its influence on the word counts, which all documents read.
         """
         return torch.from_numpy(_compiled(_moved)(a.numpy(), b.numpy(), self.topics))
 
     def mend(self, state: State, written: Tensor) -> None:
-        """See :class:`~holdfast_lab.workloads.iterative.base.Program`; counts all tokens, which costs little of a sweep.
+        """See :class:`~holdfast_lab.workloads.iterative.base.Program`; recounts all tokens, which is cheap compared with a sweep.
 
-        Counting those of ``written`` alone would take what they were before.
+        Counting only ``written`` would need the previous topics.
         """
         self._count(state)
 
     def loss(self, state: State) -> float:
-        """Return minus the log-likelihood of a token, in nats, given the topics as they are: log of the perplexity."""
+        """Return minus the log-likelihood per token, in nats, given the current topics: the log of the perplexity."""
         return -float(self.log_likelihoods(state).sum()) / len(self.corpus.words)
 
     def log_likelihoods(self, state: State, assignments: Tensor | None = None) -> Tensor:
         """Return the log-likelihood of each document, in nats: the sum over tokens of log sum_k p(k | document) p(word | k).
 
         Args:
-            state: Of the program.
-            assignments: Topics of the tokens from which the p(k | document) are taken, as :meth:`rows` returns them;
-                None: the state's. The p(word | k) are the state's. With what was saved, the difference is what the
-                document would lose if it were restored now.
+            state: State of the program.
+            assignments: Topics of the tokens that give the p(k | document), as returned by :meth:`rows`;
+                None: those of the state. The p(word | k) are always the state's. With saved topics, the difference is the
+                loss of the document if it were restored now.
 
         Returns:
             float64 of shape (documents,).
@@ -188,7 +188,7 @@ class Lda:
         return of_documents / of_documents.sum(1, keepdim=True), of_topics / of_topics.sum(1, keepdim=True)
 
     def draws(self, kind: int, iteration: int) -> _Array:
-        """Return a number from 0 (with) to 1 (without) for each token: a function of (seed, kind, iteration, token)."""
+        """Return a number from 0 (inclusive) to 1 (exclusive) for each token: a function of (seed, kind, iteration, token)."""
         other = self._other_from is not None and iteration >= self._other_from
         rng = np.random.default_rng((self.seed, kind + (_OTHER if other else 0), iteration))
         return rng.random(len(self.corpus.words))
@@ -213,7 +213,7 @@ def make(
     alpha: float = 0.1,
     beta: float = 0.01,
 ) -> Lda:
-    """Return an :class:`Lda` on the dataset that ``name`` ends with; ``topics`` None is 20, of made-up documents their 8."""
+    """Return an :class:`Lda` on the data set that ``name`` ends with; ``topics`` None is 20, or 8 for generated documents."""
     dataset = name.removeprefix("lda-")
     corpus = load_corpus(dataset, data, documents, vocabulary, longest)
     some = (8 if dataset == "documents" else 20) if topics is None else topics
@@ -226,12 +226,12 @@ def _arrays(state: State) -> tuple[_Array, ...]:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` compiled, when it is first called, for what it is called with."""
+    """Return ``function``, compiled on its first call for its argument types."""
     try:
         import numba
     except ImportError:
         raise ConfigError(
-            "latent Dirichlet allocation is compiled by numba, which is not installed: pip install 'holdfast[lab]'"
+            "latent Dirichlet allocation needs numba, which is not installed: pip install 'holdfast[lab]'"
         ) from None
     return cast("Callable[..., Any]", numba.njit(cache=True)(function))
 
@@ -264,7 +264,9 @@ def _sweep(
                 weights[topic] = (by_document[document, topic] + alpha) * (by_word[word, topic] + beta) * inverse[topic]
             for topic in range(1, topics):
                 weights[topic] += weights[topic - 1]
-            aim = draws[token] * weights[-1]  # less than weights[-1], since the draw is less than 1: the search ends
+            aim = (
+                draws[token] * weights[-1]
+            )  # less than weights[-1], because the draw is less than 1, so the search ends
             new = 0
             while weights[new] <= aim:
                 new += 1

@@ -17,10 +17,10 @@ from holdfast_lab.workloads.data import Documents, Part, load_dataset
 from holdfast_lab.workloads.iterative.base import Rates, State, euclidean
 
 BATCH = 64
-"""Samples of an iteration, unless another number is asked for."""
+"""Default number of samples of an iteration."""
 
 EVALUATED = 2000
-"""Training samples that the loss is computed on, at most."""
+"""Maximum number of training samples for the loss."""
 
 RATES = {
     "mlr-digits": Rates(stated=2.0, best=8.0),
@@ -32,17 +32,17 @@ RATES = {
 
 
 class Inputs(Protocol):
-    """Samples as the rows of a matrix, whose last column is 1 for the bias."""
+    """Samples as rows of a matrix, whose last column is 1 for the bias."""
 
     features: int
-    """Columns, that of the bias among them."""
+    """Number of columns, including the bias."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
         ...
 
     def take(self, chosen: Tensor) -> Inputs:
-        """Return the samples of these numbers, int64."""
+        """Return the samples with these numbers, int64."""
         ...
 
     def times(self, weights: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Dense:
     """Samples with a number for each feature.
 
     Args:
-        matrix: float32 of shape (samples, features), the bias's column of 1 among them.
+        matrix: float32 of shape (samples, features), including the bias column of 1.
     """
 
     def __init__(self, matrix: Tensor) -> None:
@@ -81,13 +81,13 @@ class Dense:
 
 
 class Bags:
-    """Samples that have few of the features: documents, whose words they are.
+    """Sparse samples: documents with the words that they contain.
 
     Args:
-        words: int64: features that a sample has, one sample after the other, each ending with the bias.
-        values: float32: the numbers that it has for them.
-        lengths: int64 (samples): how many of them each has.
-        features: How many there are.
+        words: int64: features of the samples, one sample after the other, each ending with the bias.
+        values: float32: the values of these features.
+        lengths: int64 (samples): number of features of each sample.
+        features: Total number of features.
     """
 
     def __init__(self, words: Tensor, values: Tensor, lengths: Tensor, features: int) -> None:
@@ -100,7 +100,7 @@ class Bags:
     def take(self, chosen: Tensor) -> Bags:
         """See :class:`Inputs`."""
         lengths = self.lengths[chosen]
-        # The n-th entry of a bag lies n behind the bag's offset, here and there.
+        # The n-th entry of a bag is n behind the bag's offset, in source and result.
         moved = self.offsets[chosen] - (lengths.cumsum(0) - lengths)
         places = moved.repeat_interleave(lengths)
         places += torch.arange(len(places))
@@ -117,35 +117,35 @@ class Bags:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Inputs, and their classes."""
+    """Inputs with their classes."""
 
     inputs: Inputs
     labels: Tensor
     """int64 (samples)."""
 
     def take(self, chosen: Tensor) -> Samples:
-        """Return the samples of these numbers, int64."""
+        """Return the samples with these numbers, int64."""
         return Samples(self.inputs.take(chosen), self.labels[chosen])
 
 
 class Logistic:
-    """Weights of shape (features, classes), from 0: a block is a feature's row, the last one the bias's.
+    """Weights of shape (features, classes), initially 0; a block is a feature's row, the last one the bias's.
 
     Minibatches are drawn with replacement.
 
     Args:
-        name: What it is called.
-        seed: Of the minibatches.
-        train: What is drawn from.
-        test: What :meth:`accuracy` is of.
-        classes: How many.
-        learning_rate: Of the mean gradient of a minibatch, ``> 0``.
+        name: The name of the program.
+        seed: Seed of the minibatches.
+        train: Training samples.
+        test: Samples for :meth:`accuracy`.
+        classes: Number of classes.
+        learning_rate: Factor of the mean gradient of a minibatch, ``> 0``.
         batch: Samples of a minibatch, ``>= 1``.
-        evaluated: :meth:`loss` is computed on so many training samples, ``>= 1``, the same whatever the seed; on all if
-            they are fewer.
+        evaluated: Number of training samples for :meth:`loss`, ``>= 1``, the same for every seed; all if there are
+            fewer.
 
     Raises:
-        ConfigError: if a number is out of its range.
+        ConfigError: if a number is out of range.
     """
 
     live = None
@@ -203,7 +203,7 @@ class Logistic:
         return euclidean(a, b)
 
     def mend(self, state: State, written: Tensor) -> None:
-        """Nothing follows from the rows."""
+        """Do nothing: no other state depends on the rows."""
 
     def loss(self, state: State) -> float:
         """Return the mean cross-entropy on the evaluated samples, in nats."""
@@ -211,7 +211,7 @@ class Logistic:
         return float(F.cross_entropy(scores, self.evaluated.labels))
 
     def accuracy(self, state: State) -> float:
-        """Return the share of the test samples whose class has the highest score."""
+        """Return the share of test samples whose class has the highest score."""
         scores = self.test.inputs.times(state["weights"])
         return float((scores.argmax(1) == self.test.labels).float().mean())
 
@@ -225,7 +225,7 @@ def make(
     batch: int = BATCH,
     evaluated: int = EVALUATED,
 ) -> Logistic:
-    """Return a :class:`Logistic` on the dataset that ``name`` ends with; ``learning_rate`` None is the stated one."""
+    """Return a :class:`Logistic` on the data set that ``name`` ends with; ``learning_rate`` None is the stated one."""
     rate = RATES[name].stated if learning_rate is None else learning_rate
     train, test, classes = _load(name.removeprefix("mlr-"), data)
     return Logistic(name, seed, train, test, classes, learning_rate=rate, batch=batch, evaluated=evaluated)
@@ -238,9 +238,9 @@ def _load(dataset: str, data: Path | None) -> tuple[Samples, Samples, int]:
 
 
 def samples_of(part: Part) -> Samples:
-    """Return the samples of a part of a dataset whose kind is images, table or documents.
+    """Return the samples of a part of a data set whose kind is images, table or documents.
 
-    The counts of a document's words are divided by their Euclidean length.
+    A document's word counts are divided by their Euclidean length.
     """
     if isinstance(part, Documents):
         return _from_documents(part)
@@ -254,7 +254,7 @@ def _from_documents(documents: Documents) -> Samples:
     document = every.repeat_interleave(lengths)
     counts = documents.counts.float()
     norms = torch.zeros(len(documents)).index_add_(0, document, counts.square()).sqrt_()
-    order = torch.cat([document, every]).argsort(stable=True)  # each document's bias behind its words
+    order = torch.cat([document, every]).argsort(stable=True)  # each document's bias follows its words
     words = torch.cat([documents.words, torch.full_like(every, bias)])[order]
     values = torch.cat([counts / norms[document], torch.ones(len(documents))])[order]
     return Samples(Bags(words, values, lengths + 1, bias + 1), documents.labels)

@@ -20,13 +20,13 @@ from holdfast_lab.workloads.iterative.base import Rates, State, euclidean
 from holdfast_lab.workloads.models import Block, build, loss_of, make_model
 
 SHARD = 16
-"""Parameters of a shard; none holds parameters of two tensors."""
+"""Parameters of a shard; a shard never spans two tensors."""
 
 Blocks = Literal["shards", "layers"]
 
 
 class Optimizer(Protocol):
-    """What turns gradients into steps, on rows of parameters; every row has state of its own, all zero at first."""
+    """Turns gradients into steps, on rows of parameters; every row has its own state, initially zero."""
 
     @property
     def rate(self) -> float:
@@ -34,20 +34,20 @@ class Optimizer(Protocol):
         ...
 
     def begin(self, parameters: Tensor) -> State:
-        """Return the state for ``parameters`` of shape (rows, width) before the first step; each of shape (rows, any)."""
+        """Return the state for ``parameters`` of shape (rows, width) before the first step; each tensor of shape (rows, any)."""
         ...
 
     def step(self, state: State, gradient: Tensor) -> None:
-        """Take a step, in place, where ``state`` holds the parameters too, as ``"parameters"``."""
+        """Take a step, in place; ``state`` also holds the parameters, as ``"parameters"``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Adam:
-    """Adam, to the bit as :class:`torch.optim.Adam`, but each row counts its steps by itself.
+    """Adam, bit-identical to :class:`torch.optim.Adam`, except that each row counts its own steps.
 
-    So a row whose state is lost begins anew, zeros and count, as it did at first. Zeros with a great count would make
-    its first step 3.2 times as long, (1 - 0.9) / sqrt(1 - 0.999): that is another learning rate, not a recovery.
+    So a row whose state is lost restarts from zeros, count included, as at the beginning. Zeros with a large count would make
+    its first step 3.2 times as long, (1 - 0.9) / sqrt(1 - 0.999), which is another learning rate and not a recovery.
 
     Source:
         D. P. Kingma, J. Ba, "Adam: a method for stochastic optimization", ICLR 2015.
@@ -65,7 +65,7 @@ class Adam:
     def step(self, state: State, gradient: Tensor) -> None:
         """See :class:`Optimizer`."""
         steps = state["steps"].add_(1).double()
-        first, second = (1 - torch.pow(beta, steps) for beta in self.betas)  # what the means still lack, from zeros
+        first, second = (1 - torch.pow(beta, steps) for beta in self.betas)  # bias corrections
         m = state["m"].lerp_(gradient, 1 - self.betas[0])
         v = state["v"].mul_(self.betas[1]).addcmul_(gradient, gradient, value=1 - self.betas[1])
         root = v.sqrt().div_(second.sqrt().float()).add_(self.epsilon)
@@ -74,11 +74,11 @@ class Adam:
 
 @dataclass(frozen=True, slots=True)
 class Momentum:
-    """Stochastic gradient descent with momentum, to the bit as :class:`torch.optim.SGD`."""
+    """Stochastic gradient descent with momentum, bit-identical to :class:`torch.optim.SGD`."""
 
     rate: float
     share: float = 0.9
-    """Of the last step that goes into the next."""
+    """Share of the last step that enters the next."""
 
     def begin(self, parameters: Tensor) -> State:
         """See :class:`Optimizer`."""
@@ -91,24 +91,24 @@ class Momentum:
 
 
 class Network:
-    """A network in training; an iteration is a step of the optimizer on a minibatch that is drawn with replacement.
+    """A network in training; an iteration is an optimizer step on a minibatch drawn with replacement.
 
-    The parameters lie in one tensor, and so do their gradients: row by row, each tensor (for blocks that are layers:
-    each layer) from the beginning of a row on, what is left of its last row filled with zeros that stay.
+    All parameters are in one tensor, and all gradients in another. Each tensor (for blocks that are layers: each layer)
+    starts at the beginning of a row, and its last row is padded with zeros that stay.
 
     Args:
-        name: What it is called.
-        seed: Of the minibatches, ``>= 0``.
-        model: Without dropout and without batch norm, in float32. It is the program's from then on.
+        name: The name of the program.
+        seed: Seed of the minibatches, ``>= 0``.
+        model: A float32 model without dropout and batch norm. The program owns it from then on.
         dataset: Images or text, as tensors.
-        optimizer: What steps.
+        optimizer: The optimizer.
         batch: Samples of a minibatch, ``>= 1``.
-        evaluated: :meth:`loss` is computed on so many training samples, ``>= 1``, the first; on all if they are fewer.
-        blocks: What a block is: ``"shards"``, of :data:`SHARD` parameters; or ``"layers"``, modules that hold
-            parameters themselves. Rows are then as wide as the largest layer.
+        evaluated: :meth:`loss` uses the first ``evaluated`` training samples, ``>= 1``; all if there are fewer.
+        blocks: ``"shards"`` of :data:`SHARD` parameters; or ``"layers"``, modules with parameters of their
+            own. Rows are then as wide as the largest layer.
 
     Raises:
-        ConfigError: if a number is out of its range.
+        ConfigError: if a number is out of range.
     """
 
     live = None
@@ -172,16 +172,16 @@ class Network:
         return euclidean(a, b)
 
     def mend(self, state: State, written: Tensor) -> None:
-        """Do nothing: nothing follows from the rows."""
+        """Do nothing: no other state depends on the rows."""
 
     def loss(self, state: State) -> float:
-        """Return the mean cross-entropy, in nats, of training samples: the same ones always."""
+        """Return the mean cross-entropy, in nats, of a fixed set of training samples."""
         inputs, labels = self._evaluated
         with torch.no_grad():
             return float(loss_of(self.model(state)(inputs), labels))
 
     def accuracy(self, state: State) -> float:
-        """Return the share of the test samples (of text: of the characters) whose label has the highest score."""
+        """Return the share of test samples (characters, for text) whose label has the highest score."""
         inputs, labels = self.test[:]
         with torch.no_grad():
             return float((self.model(state)(inputs).argmax(-1) == labels).float().mean())
@@ -208,7 +208,7 @@ def _filled(size: int, width: int) -> Tensor:
 
 
 def _gather(groups: list[list[nn.Parameter]], lengths: list[int], values: Tensor, gradients: Tensor) -> None:
-    """Move the parameters, and their gradients, into flat tensors, group by group, each as long as said."""
+    """Move the parameters and their gradients into flat tensors, group by group, each group padded to its given length."""
     begin = 0
     for group, length in zip(groups, lengths, strict=True):
         at = begin
@@ -216,7 +216,7 @@ def _gather(groups: list[list[nn.Parameter]], lengths: list[int], values: Tensor
             place = slice(at, at + parameter.numel())
             values[place] = parameter.detach().flatten()
             parameter.data = values[place].view_as(parameter)
-            parameter.grad = gradients[place].view_as(parameter)  # backward adds to it in place
+            parameter.grad = gradients[place].view_as(parameter)  # backward accumulates into it in place
             at = place.stop
         begin += length
 
@@ -235,7 +235,7 @@ RATES = {
 """By name of the program."""
 
 OPTIMIZERS: dict[str, Callable[[float], Optimizer]] = {"adam": Adam, "momentum": Momentum}
-"""By name, each made with a learning rate."""
+"""By name; each is created with a learning rate."""
 
 
 class _Network(NamedTuple):
@@ -254,10 +254,10 @@ def make(
     evaluated: int | None = None,
     blocks: Blocks = "shards",
 ) -> Network:
-    """Return the :class:`Network` that ``name`` says: network, optimizer, dataset (of ``gpt``: Shakespeare).
+    """Return the :class:`Network` that ``name`` describes: network, optimizer, data set (Shakespeare for ``gpt``).
 
-    None is, for ``learning_rate``, the stated one of :data:`RATES`; for ``batch`` 64, of ``gpt`` 16; for ``evaluated``
-    1000, of ``cnn`` 500, of ``gpt`` 64 texts of 32 characters.
+    None means: for ``learning_rate``, the stated one of :data:`RATES`; for ``batch``, 64, or 16 for ``gpt``; for ``evaluated``,
+    1000, or 500 for ``cnn``, or 64 texts of 32 characters for ``gpt``.
     """
     network, optimizer, *rest = name.split("-")
     dataset = _load(rest[0] if rest else "shakespeare", data)
@@ -291,7 +291,7 @@ def _mlp(dataset: Dataset, seed: int) -> nn.Module:
 
 
 def _cnn(dataset: Dataset, seed: int) -> nn.Module:
-    """Return two convolutions, that shrink images of 8x8 to 4x4 and those of 28x28 to 7x7, and a linear layer."""
+    """Return two convolutions, which shrink images of 8x8 to 4x4 and those of 28x28 to 7x7, and a linear layer."""
     channels, side, _ = dataset.shape
     first = 2 if side > 8 else 1
     left = math.ceil(math.ceil(side / first) / 2)

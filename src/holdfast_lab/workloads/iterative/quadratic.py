@@ -1,4 +1,4 @@
-"""Gradient descent on a quadratic: optimum and rate are known, so that a bound can be tested exactly."""
+"""Gradient descent on a quadratic: optimum and convergence rate are known, so a bound can be tested exactly."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from holdfast_lab.workloads.iterative.base import State, euclidean
 class Quadratic:
     """x(k+1) = x(k) - eta (H (x(k) - x*) + noise z(k)), with z(k) normal, x(0) = 0 and x* normal.
 
-    The eigenvalues of H go from ``1 / condition`` to 1 in equal ratios. All is float64: a distance to x* can be
-    followed down to 1e-15 of where it began, and a bound compared with it in that far.
+    The eigenvalues of H go from ``1 / condition`` to 1 in equal ratios. Everything is float64, so a distance to x* can be
+    followed, and compared with a bound, down to 1e-15 of its initial value.
 
     Args:
-        name: What it is called.
-        seed: Of x*, of the rotation, and of the noise.
-        dimension: Of x, ``>= 2``.
-        condition: Largest eigenvalue over the smallest, ``>= 1``.
-        rotated: H has random orthogonal eigenvectors; else it is diagonal, the smallest eigenvalue first.
+        name: The name of the program.
+        seed: Seed of x*, of the rotation, and of the noise.
+        dimension: Length of x, ``>= 2``.
+        condition: Largest over smallest eigenvalue, ``>= 1``.
+        rotated: H has random orthogonal eigenvectors; otherwise it is diagonal, the smallest eigenvalue first.
         width: Coordinates of a block, ``>= 1``; must divide ``dimension``.
-        learning_rate: eta, above 0 and below 2. At most 1 no coordinate along an eigenvector ever changes its sign.
-        noise: Standard deviation of what is added to each coordinate of the gradient, ``>= 0``.
+        learning_rate: eta, above 0 and below 2. At most 1, no coordinate along an eigenvector ever changes its sign.
+        noise: Standard deviation of the noise in each coordinate of the gradient, ``>= 0``.
 
     Raises:
-        ConfigError: if a number is out of its range.
+        ConfigError: if a number is out of range.
     """
 
     live = None
@@ -65,9 +65,9 @@ class Quadratic:
         self.block_bytes = torch.full((self.blocks,), width * 8)
         self.curvature = vectors @ eigenvalues.diag() @ vectors.T
         self.optimum = torch.from_numpy(rng.standard_normal((self.blocks, width)))
-        """x*, of the shape of the parameters."""
+        """x*, in the shape of the parameters."""
         self.rate = float((1 - learning_rate * eigenvalues).abs().max())
-        """c, exactly: without noise ||x(k+1) - x*|| <= c ||x(k) - x*||, and no smaller number will do."""
+        """c, the exact contraction factor: without noise ||x(k+1) - x*|| <= c ||x(k) - x*||, and no smaller number suffices."""
 
     def start(self) -> State:
         """See :class:`~holdfast_lab.workloads.iterative.base.Program`."""
@@ -91,7 +91,7 @@ class Quadratic:
         return euclidean(a, b)
 
     def mend(self, state: State, written: Tensor) -> None:
-        """Nothing follows from the rows."""
+        """Do nothing: no other state depends on the rows."""
 
     def loss(self, state: State) -> float:
         """Return (x - x*)' H (x - x*) / 2."""

@@ -1,7 +1,7 @@
 """Networks by name, whole or in stages, with real layers and seeded random weights.
 
-Each is a sequence of named blocks, and each block has weights of its own seed: so a stage of a pipeline is built
-without the others, with the weights that it has in the whole network.
+A network is a sequence of named blocks, and each block draws its weights from its own seed. So a stage of a pipeline is
+built without the other stages, with the same weights as in the whole network.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocks: the named pieces that a network is a sequence of, each built by itself."""
+"""Blocks: the named pieces of a network, each built independently."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from torch import nn
 
 Image = tuple[int, int]
-"""Channels, and pixels of a side."""
+"""Channels, and side in pixels."""
 
 SMALL_BELOW = 64
-"""Images with shorter sides get the small form of a network: nearly all of its layers, without the early shrinking."""
+"""Images with shorter sides get the small form of a network: nearly all of its layers, without the early downsampling."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A piece of a network that is never cut.
+    """A piece of a network that is never split.
 
     Args:
-        name: Of its own in the network; the names of its parameters begin with it, and its seed comes from it.
-        make: Builds it, drawing its weights from torch's global generator. It holds parameters, takes what the block
-            before it returns and must not change that in place: what a stage was sent is still needed there.
+        name: Unique in the network; prefix of its parameter names, and source of its seed.
+        make: Builds the module, drawing its weights from torch's global generator. The module has parameters and takes the
+            output of the block before it, which it must not change in place: the stage still needs what it received.
     """
 
     name: str
@@ -33,12 +33,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a network is, before anything of it is built.
+    """The description of a network before it is built.
 
     Args:
-        blocks: In the order in which they run.
-        sample: Shape of one sample that goes in.
-        dtype: Of its values.
+        blocks: The blocks, in the order in which they run.
+        sample: Shape of one input sample.
+        dtype: Data type of its values.
     """
 
     blocks: tuple[Block, ...]
@@ -47,23 +47,23 @@ class Layout:
 
 
 def build(blocks: Sequence[Block], *, seed: int = 0, device: torch.device | str | None = None) -> nn.Sequential:
-    """Return ``blocks`` one behind another, under their names.
+    """Return ``blocks`` in sequence, under their names.
 
-    A block draws its weights from the seed :func:`block_seed`, so it has the same ones whichever other blocks are
-    built beside it, and whichever device it goes to: they are drawn on the CPU. The global generator of torch is left
+    A block draws its weights from the seed :func:`block_seed`, so they do not depend on the other blocks that are
+    built or on the device: they are drawn on the CPU. The global generator of torch is left
     as it was.
 
     Args:
-        blocks: All of a network's, or a stage's.
-        seed: Of the network.
-        device: Where the weights go; None: torch's default device. On ``"meta"`` there are shapes and no weights.
+        blocks: All blocks of a network or of a stage.
+        seed: Seed of the network.
+        device: Device of the weights; None: torch's default device. On ``"meta"`` there are shapes and no weights.
     """
     place = torch.get_default_device() if device is None else torch.device(device)
     return nn.Sequential(OrderedDict((block.name, _built(block, seed, place)) for block in blocks))
 
 
 def block_seed(seed: int, name: str) -> int:
-    """Return the seed of the block ``name`` in a network of ``seed``: 63 bits of their SHA-256."""
+    """Return the seed of the block ``name`` in a network with ``seed``: 63 bits of their SHA-256."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big") >> 1
 
 

@@ -23,7 +23,7 @@ class _Network:
     make: Callable[..., Layout]
     num_classes: int
     image: Image | None = None
-    """None: it reads no images."""
+    """None: the network does not read images."""
     least_side: int = 1
 
 
@@ -40,9 +40,9 @@ _NETWORKS = {
 }
 
 MODELS = tuple(_NETWORKS)
-"""What :func:`make_model` knows."""
+"""Names that :func:`make_model` accepts."""
 IMAGE_MODELS = tuple(name for name, network in _NETWORKS.items() if network.image)
-"""Those that classify images."""
+"""Names of networks that classify images."""
 
 
 def make_model(
@@ -58,29 +58,29 @@ def make_model(
 
     Args:
         name: One of :data:`MODELS`.
-        num_classes: Outputs, ``>= 1``: classes of images, or different characters of a text. None: as published, 1000;
+        num_classes: Outputs, ``>= 1``: classes of images, or distinct characters of a text. None: as published, 1000;
             10 for ``mlp`` and ``cnn``, 65 for ``gpt``.
         image: Channels and side of the images. None: ``(3, 224)``; ``(1, 8)`` for ``mlp`` and ``cnn``. Sides below 64
-            get the network's small form; the least are 16, for ``cnn`` 4, for ``mlp`` 1.
-        seed: Of the initial weights; each block's comes from it and the block's name. The global generator of torch is
-            left as it was.
-        device: Where the weights go, however they are drawn on the CPU; None: torch's default device. ``"meta"``:
+            select the network's small form; the smallest side is 16, for ``cnn`` 4, for ``mlp`` 1.
+        seed: Seed of the initial weights; each block's seed comes from it and the block's name. The global generator of
+            torch is left as it was.
+        device: Device of the weights, which are always drawn on the CPU; None: torch's default device. ``"meta"``:
             shapes only.
         **options: ``aux`` of :func:`~holdfast_lab.workloads.models.googlenet.googlenet`; ``width`` of
             :func:`~holdfast_lab.workloads.models.vision.alexnet`, ``resnet18`` and ``resnet50``; ``context``, ``layers``,
             ``heads``, ``width`` and ``dropout`` of :func:`~holdfast_lab.workloads.models.gpt.gpt`.
 
     Raises:
-        ConfigError: if there is no such network, or it cannot be built so.
+        ConfigError: if the network is unknown, or an argument is not allowed.
     """
     return build(layout(name, num_classes, image=image, **options).blocks, seed=seed, device=device)
 
 
 def layout(name: str, num_classes: int | None = None, *, image: Image | None = None, **options: Any) -> Layout:
-    """Return what :func:`make_model` would build, without building it.
+    """Return the layout of what :func:`make_model` would build, without building it.
 
     Raises:
-        ConfigError: as there.
+        ConfigError: as :func:`make_model`.
     """
     if name not in _NETWORKS:
         raise ConfigError(f"model must be one of {', '.join(MODELS)}, got {name!r}")

@@ -1,4 +1,4 @@
-"""GoogLeNet, with its two heads in the middle or without (C. Szegedy et al. 2014)."""
+"""GoogLeNet, with or without its two auxiliary heads (C. Szegedy et al. 2014)."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ _INCEPTIONS = {
     "5a": (256, 160, 320, 32, 128, 128),
     "5b": (384, 192, 384, 48, 128, 128),
 }
-"""Channels of each: 1x1; before 3x3, and it; before the second 3x3, and it; behind the pooling (table 1 of the paper)."""
+"""Channels of 1x1; of 3x3 and its reduction; of the second 3x3 and its reduction; of the pooling projection (table 1 of the paper)."""
 _POOLED = {"3b": 3, "4e": 2}
-"""Behind which of them a pooling of what size shrinks the images to half."""
+"""Inception modules followed by a pooling that halves the images, and the size of that pooling."""
 _HEADS = {"4a": "aux1", "4d": "aux2"}
-"""Behind which of them a head stands."""
+"""Inception modules followed by an auxiliary head."""
 
 _Passed = torch.Tensor | tuple[torch.Tensor, ...]
 """Images; or images, then the scores of the heads so far."""
 
 
 def googlenet(num_classes: int, image: Image, *, aux: bool = False) -> Layout:
-    """Return GoogLeNet as torchvision builds it: 6,624,904 parameters, 13,004,888 with the heads in the middle.
+    """Return GoogLeNet as torchvision builds it: 6,624,904 parameters, 13,004,888 with the auxiliary heads.
 
-    Torchvision's has batch norm behind every convolution, and 3x3 where the paper has 5x5. BVLC's, in Caffe, which is
+    Torchvision's has batch norm after every convolution, and 3x3 where the paper has 5x5. BVLC's, in Caffe, which is
     close to the paper, has 5x5, biases and no batch norm: 6,998,552 parameters, 13,378,280 with the heads. Both are for
     1000 classes.
 
-    The small form begins with one 3x3 convolution of stride 1 to 192 channels and no pooling, in place of three
+    The small form begins with one 3x3 convolution of stride 1 to 192 channels and no pooling, instead of three
     convolutions and two poolings: 5,487,530 parameters for 10 classes of 1x28x28, 5,490,986 for 3x32x32, with the heads
     9,838,014 and 9,841,470.
 
     Args:
         num_classes: Outputs of each head.
         image: Channels and side.
-        aux: Whether the heads in the middle are there. Then the network returns, while training, the scores of its last
-            head and of both of these, and from the first of them on, what goes from block to block is such a
-            tuple too. The weights of the other blocks are the same with them and without.
+        aux: Whether the auxiliary heads exist. The network then returns, while training, the scores of its last
+            head and of both auxiliary heads; from the first of these on, blocks pass such a
+            tuple on, too. The weights of the other blocks are the same with and without them.
     """
     channels, side = image
     blocks = [*_small_stem(channels)] if side < SMALL_BELOW else [*_stem(channels)]
@@ -62,7 +62,7 @@ def googlenet(num_classes: int, image: Image, *, aux: bool = False) -> Layout:
 
 
 class Beside(nn.Sequential):
-    """Layers for the images, past which the scores of earlier heads go untouched."""
+    """Layers for the images; the scores of earlier heads pass unchanged."""
 
     def forward(self, x: _Passed) -> _Passed:
         """Take images, or images and scores, and return the same kind."""
@@ -72,10 +72,10 @@ class Beside(nn.Sequential):
 
 
 class Head(nn.Sequential):
-    """Layers that score the images while training; the images go past them untouched."""
+    """Layers that score the images while training; the images pass unchanged."""
 
     def forward(self, x: _Passed) -> _Passed:
-        """Take images, or images and scores; add the own scores when training."""
+        """Take images, or images and scores; add this head's scores when training."""
         if not self.training:
             return x
         passed = (x,) if isinstance(x, torch.Tensor) else x
@@ -83,10 +83,10 @@ class Head(nn.Sequential):
 
 
 class Inception(nn.Module):
-    """Four ways beside each other, whose channels are put behind one another.
+    """Four parallel branches whose channels are concatenated.
 
     Args:
-        channels: That come in.
+        channels: Input channels.
         widths: As in ``_INCEPTIONS``.
     """
 

@@ -1,4 +1,4 @@
-"""A small GPT that predicts the next character: the shape of A. Karpathy's nanoGPT."""
+"""A small GPT that predicts the next character, with the shape of A. Karpathy's nanoGPT."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _STD = 0.02  # of initial weights, as in GPT-2
 def gpt(
     num_classes: int, *, context: int = 256, layers: int = 6, heads: int = 6, width: int = 384, dropout: float = 0.2
 ) -> Layout:
-    """Return a transformer with learned positions, norms before attention and perceptron, and no biases.
+    """Return a transformer with learned positions, pre-norm attention and MLP, and no biases.
 
-    The head is **not tied** to the embedding: a tied matrix would lie in the first and in the last stage of a
+    The head is **not tied** to the embedding, because a tied matrix would be in the first and in the last stage of a
     pipeline. So with 65 characters (Shakespeare's) and the settings below it has 10,770,048 parameters, 24,960 more
-    than nanoGPT's for them, which is tied.
+    than nanoGPT's, which is tied.
 
     Args:
-        num_classes: Different characters.
-        context: Places at most.
-        layers: Of attention and perceptron each; each such pair is a block.
-        heads: That ``width`` is cut into; must divide it.
-        width: Of the vectors.
-        dropout: Probability, of embeddings, attention and what is added to the vectors.
+        num_classes: Number of distinct characters.
+        context: Maximum number of positions.
+        layers: Number of layers, each with attention and an MLP; each layer is a block.
+        heads: Attention heads; must divide ``width``.
+        width: Length of the vectors.
+        dropout: Probability, for embeddings, attention and residual branches.
 
     Returns:
-        What takes numbers of characters, int64 of shape ``(samples, places)``, and returns scores of the next one at
-        each place, of shape ``(samples, places, num_classes)``.
+        A layout of a module that takes character numbers, int64 of shape ``(samples, places)``, and returns scores of the next
+        one at each position, of shape ``(samples, places, num_classes)``.
 
     Raises:
-        ConfigError: if a size is below 1, dropout no probability below 1, or heads do not divide the width.
+        ConfigError: if a size is below 1, dropout is not in [0, 1), or heads do not divide the width.
     """
     for name, value in {"context": context, "layers": layers, "heads": heads, "width": width}.items():
         if value < 1:
@@ -57,12 +57,12 @@ def gpt(
 
 
 class Embedding(nn.Module):
-    """The vectors of characters plus those of their places.
+    """Character embeddings plus position embeddings.
 
     Args:
-        characters: Different ones.
-        context: Places at most.
-        width: Of the vectors.
+        characters: Number of distinct characters.
+        context: Maximum number of positions.
+        width: Length of the vectors.
         dropout: Probability.
     """
 
@@ -75,7 +75,7 @@ class Embedding(nn.Module):
             draw_normal(table, _STD)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Take numbers of characters, ``(samples, places)``."""
+        """Take character numbers, ``(samples, places)``."""
         places, context = x.shape[1], len(self.places)
         if places > context:
             raise ConfigError(
@@ -85,13 +85,13 @@ class Embedding(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention to the places before, then a perceptron, each behind a norm and added to what came in.
+    """Causal attention, then an MLP, each pre-normed and with a residual connection.
 
     Args:
-        width: Of the vectors.
-        heads: That the width is cut into.
+        width: Length of the vectors.
+        heads: Attention heads, which divide the width.
         dropout: Probability.
-        std: Of the initial weights of the two matrices whose results are added.
+        std: Standard deviation of the initial output matrices of both branches.
     """
 
     def __init__(self, width: int, heads: int, dropout: float, std: float) -> None:

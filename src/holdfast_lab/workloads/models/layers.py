@@ -1,4 +1,4 @@
-"""What several networks share: layers, the loss, and a network's layers as plain data."""
+"""Shared by several networks: layers, the loss, and a description of a network's layers as plain data."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from torch import nn
 
 BESIDE_WEIGHT = 0.3
-"""Of the loss of a head beside the last one (C. Szegedy et al. 2014, section 5)."""
+"""Weight of an auxiliary head's loss (C. Szegedy et al. 2014, section 5)."""
 
 
 def loss_of(scores: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy of any network here, over images or characters.
+    """Return the mean cross-entropy of any network of this package, over images or characters.
 
     Args:
-        scores: What the network returned, of shape ``(..., classes)``; if heads stand beside the last one, a tuple that
-            begins with the last one's, and theirs count 0.3 each.
+        scores: The network's output, of shape ``(..., classes)``; with auxiliary heads, a tuple that
+            begins with the last head's scores. Auxiliary heads count 0.3 each.
         labels: Of shape ``(...)``.
     """
     last, *beside = scores if isinstance(scores, tuple) else (scores,)
@@ -27,7 +27,7 @@ def loss_of(scores: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tenso
 
 
 def layers_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the layers of an image network that hold parameters, in order, as plain data, to build it elsewhere.
+    """Return the layers of an image network that have parameters, in order, as plain data, so that they can be rebuilt elsewhere.
 
     ``kind`` is ``"convolution"`` (``inputs``, ``outputs``, ``kernel``, ``stride``, ``padding``, ``bias``), ``"norm"``
     (``outputs``) or ``"linear"`` (``inputs``, ``outputs``, ``bias``).
@@ -46,13 +46,13 @@ def normed(inputs: int, outputs: int, kernel: int, **options: int) -> list[nn.Mo
 
 
 def draw_normal(weight: torch.Tensor, std: float) -> None:
-    """Draw ``weight`` anew from a normal distribution around 0."""
-    if not weight.is_meta:  # there is nothing to draw there, and torch would import for two seconds to do it
+    """Redraw ``weight`` from a normal distribution with mean 0."""
+    if not weight.is_meta:  # there is nothing to draw, and torch would spend two seconds importing modules
         nn.init.normal_(weight, 0, std)
 
 
 def he(model: nn.Module) -> nn.Module:
-    """Draw the weights of all convolutions anew, after K. He et al. 2015 (by what goes out), biases 0; return ``model``."""
+    """Redraw the weights of all convolutions after K. He et al. 2015 (fan-out), with biases 0; return ``model``."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             draw_normal(module.weight, math.sqrt(2 / (module.out_channels * math.prod(module.kernel_size))))

@@ -1,4 +1,4 @@
-"""Two small image classifiers, quick enough for two cores."""
+"""Two small image classifiers, fast enough for two cores."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def mlp(num_classes: int, image: Image) -> Layout:
 def cnn(num_classes: int, image: Image) -> Layout:
     """Return two convolutions with batch norm, then dropout and two linear layers: 55,114 parameters for 10 classes.
 
-    All norms are over images, not over vectors: a slice of one sample still has a variance there. Sides are
-    pooled down to 4, or up to 7 where 4 does not divide them, so they must be 4 at least.
+    All norms are over images and not over vectors, so a slice of one sample still has a variance. Images are
+    pooled down to a side of 4, or up to 7 if 4 does not divide it, so the side must be at least 4.
     """
     channels, side = image
     shrink = side // 4

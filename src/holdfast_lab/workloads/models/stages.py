@@ -1,4 +1,4 @@
-"""Networks cut into stages, for pipelines: each a run of whole blocks, all about as large."""
+"""Networks cut into pipeline stages of whole consecutive blocks, with balanced cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast_lab.workloads.models.blocks import Block, Image, Layout, build
 from holdfast_lab.workloads.models.catalog import layout
 
 BALANCES = ("parameters", "operations")
-"""What stages can be made equal in: the bytes of their parameters, or the floating-point operations of a forward pass."""
+"""Costs that stages can balance: the bytes of their parameters, or the floating-point operations of a forward pass."""
 
 
 def stages(
@@ -30,24 +30,24 @@ def stages(
     device: torch.device | str | None = None,
     **options: Any,
 ) -> list[nn.Sequential]:
-    """Return the network ``name`` in ``n`` stages: run one behind another, they compute to the bit what it does.
+    """Return the network ``name`` in ``n`` stages, which in sequence compute the same bits as the whole network.
 
-    Every block is in one stage, under the name and with the weights that it has in ``make_model(name, ...)`` of the same
-    arguments. So the keys of the stages' ``state_dict()``, put together, are the network's.
+    Every block is in one stage, under the name and with the weights that it has in ``make_model(name, ...)`` with the same
+    arguments. So the union of the stages' ``state_dict()`` keys is that of the network.
 
     Args:
-        name: As everything that is not named here, of :func:`~holdfast_lab.workloads.make_model`.
+        name: As all arguments that are not described here, of :func:`~holdfast_lab.workloads.make_model`.
         n: From 1 to the number of blocks.
         num_classes: See there.
         image: See there.
-        by: What a block costs: one of :data:`BALANCES`, or a number for each block, in any unit, such as measured
-            seconds. The dearest stage is as cheap as possible, and then the stages as equal as possible.
+        by: The cost of a block: one of :data:`BALANCES`, or a number for each block in any unit, such as measured
+            seconds. The maximum cost of a stage is minimised, then the stages are made as equal as possible.
         seed: See there.
         device: See there.
         **options: See there.
 
     Raises:
-        ConfigError: if there is no such network, or it cannot be cut so.
+        ConfigError: if the network is unknown, or cannot be cut this way.
     """
     parts = split(layout(name, num_classes, image=image, **options), n, by=by)
     return [build(blocks, seed=seed, device=device) for blocks in parts]
@@ -65,10 +65,10 @@ def make_stage(
     device: torch.device | str | None = None,
     **options: Any,
 ) -> nn.Sequential:
-    """Return ``stages(name, n, ...)[index]``, building no weights of the other stages.
+    """Return ``stages(name, n, ...)[index]`` without building weights of the other stages.
 
     Raises:
-        ConfigError: as there, and if there is no such stage.
+        ConfigError: as :func:`stages`, and if the index is out of range.
     """
     parts = split(layout(name, num_classes, image=image, **options), n, by=by)
     if not 0 <= index < n:
@@ -77,10 +77,10 @@ def make_stage(
 
 
 def split(network: Layout, n: int, *, by: str | Sequence[float] = "parameters") -> list[tuple[Block, ...]]:
-    """Return the blocks of each of ``n`` stages; nothing is built but shapes.
+    """Return the blocks of each of ``n`` stages; only shapes are built.
 
     Raises:
-        ConfigError: if it cannot be cut so; see :func:`stages`.
+        ConfigError: if the network cannot be cut this way; see :func:`stages`.
     """
     count = len(network.blocks)
     if not 1 <= n <= count:
@@ -89,10 +89,10 @@ def split(network: Layout, n: int, *, by: str | Sequence[float] = "parameters") 
 
 
 def costs(network: Layout, by: str | Sequence[float]) -> list[float]:
-    """Return what each block costs; see ``by`` of :func:`stages`.
+    """Return the cost of each block; see ``by`` of :func:`stages`.
 
     Raises:
-        ConfigError: if ``by`` is none of :data:`BALANCES` and not a number for each block, finite and not negative.
+        ConfigError: if ``by`` is neither one of :data:`BALANCES` nor a finite, non-negative number for each block.
     """
     if by == "parameters":
         return [_parameter_bytes(block) for block in build(network.blocks, device="meta")]
@@ -113,7 +113,7 @@ def _parameter_bytes(block: nn.Module) -> int:
 
 def _operations(network: Layout) -> list[float]:
     counted = []
-    samples = 2  # a batch norm may refuse to be trained on one
+    samples = 2  # batch norm may refuse to train on one sample
     passed = torch.empty((samples, *network.sample), dtype=network.dtype, device="meta")
     for block in build(network.blocks, device="meta"):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -125,19 +125,19 @@ def _operations(network: Layout) -> list[float]:
 def _cuts(costs: Sequence[float], n: int) -> tuple[int, ...]:
     """Return where ``n`` runs of ``costs`` begin, and the end of the last.
 
-    Of all ways with the least largest sum, one with the least sum of squares.
+    Among all cuts with the smallest maximum cost, one with the smallest sum of squares.
     """
     sums = [0, *accumulate(costs)]
     ends = range(len(sums))
     largest = [0.0] + [math.inf] * len(costs)
-    """By end: the least largest sum of as many runs as were added so far."""
+    """By end: the smallest maximum cost of as many runs as were added so far."""
     for _ in range(n):
         largest = [
             min((max(largest[start], sums[end] - sums[start]) for start in range(end)), default=math.inf)
             for end in ends
         ]
     best: list[tuple[float, tuple[int, ...]]] = [(0, (0,))] + [(math.inf, ())] * len(costs)
-    """By end: the least sum of squares, and its cuts."""
+    """By end: the smallest sum of squares, and its cuts."""
     for _ in range(n):
         best = [
             min(

@@ -2,7 +2,7 @@
 
 For images of 64x64 and more, layers, shapes, initial distributions and numbers of parameters are those of the published
 networks (A. Krizhevsky 2014, K. Simonyan and A. Zisserman 2014, K. He et al. 2015) as torchvision builds them. For
-smaller ones (28x28, 32x32) each has a small form, which its function describes.
+smaller ones (28x28, 32x32) each has a small form, described in its function.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from holdfast_lab.workloads.models.blocks import SMALL_BELOW, Block, Image, Layo
 from holdfast_lab.workloads.models.layers import convolution, draw_normal, he, normed
 
 _VGG16 = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
-"""Channels and convolutions between two poolings."""
+"""Channels and number of convolutions between two poolings."""
 
 
 def alexnet(num_classes: int, image: Image, *, width: int = 64) -> Layout:
     """Return AlexNet with one column: five convolutions, three linear layers, dropout; 61,100,840 parameters.
 
-    (The one of 2012, as Caffe builds it, is another: two columns, normed responses, 60,965,224 parameters.)
+    (The network of 2012, which Caffe builds, differs: two columns, response normalisation, 60,965,224 parameters.)
 
-    The small form begins with a 3x3 convolution of stride 1 in place of 11x11 of stride 4, ends its convolutions with
-    2x2 pixels in place of 6x6, and its linear layers are 1024 wide in place of 4096: 4,556,490 parameters for 10 classes
+    The small form begins with a 3x3 convolution of stride 1 instead of 11x11 of stride 4, ends its convolutions with
+    2x2 pixels instead of 6x6, and has linear layers of width 1024 instead of 4096: 4,556,490 parameters for 10 classes
     of 1x28x28, 4,557,642 for 3x32x32.
 
     Args:
         num_classes: Outputs.
         image: Channels and side of the images.
-        width: Channels behind the first convolution, as published 64; all other layers are narrower or wider by as much.
+        width: Channels after the first convolution, as published 64; all other layers scale in proportion.
 
     Raises:
         ConfigError: if the width is below 1.
@@ -66,8 +66,8 @@ def alexnet(num_classes: int, image: Image, *, width: int = 64) -> Layout:
 def vgg16(num_classes: int, image: Image) -> Layout:
     """Return VGG-16 without batch norm: thirteen convolutions, three linear layers, dropout; 138,357,544 parameters.
 
-    The small form has the same convolutions. They leave one pixel in place of 7x7, and the linear layers are 512 wide in
-    place of 4096: 15,243,978 parameters for 10 classes of 1x28x28, 15,245,130 for 3x32x32.
+    The small form has the same convolutions. They end with one pixel instead of 7x7, and the linear layers have width 512
+    instead of 4096: 15,243,978 parameters for 10 classes of 1x28x28, 15,245,130 for 3x32x32.
     """
     channels, side = image
     small = side < SMALL_BELOW
@@ -78,7 +78,7 @@ def vgg16(num_classes: int, image: Image) -> Layout:
             pooled = place == count
             blocks.append(Block(f"conv{group}_{place}", partial(_vgg_convolution, channels, width, pooled=pooled)))
             channels = width
-    # In torchvision the average pooling to 7x7 stands before fc6; on images of 224x224 it changes nothing.
+    # torchvision has an average pooling to 7x7 before fc6, which does not change images of 224x224.
     before = partial(nn.Sequential, nn.AdaptiveAvgPool2d(left), nn.Flatten())
     blocks += [
         Block("fc6", lambda: nn.Sequential(*before(), *_vgg_linear(channels * left**2, hidden, small=small))),
@@ -89,15 +89,15 @@ def vgg16(num_classes: int, image: Image) -> Layout:
 
 
 def resnet18(num_classes: int, image: Image, *, width: int = 64) -> Layout:
-    """Return ResNet-18: eight blocks of two convolutions, batch norm behind every one; 11,689,512 parameters.
+    """Return ResNet-18: eight blocks of two convolutions, each followed by batch norm; 11,689,512 parameters.
 
-    The small form begins with a 3x3 convolution of stride 1 in place of 7x7 of stride 2, and has no pooling behind it:
+    The small form begins with a 3x3 convolution of stride 1 instead of 7x7 of stride 2, without pooling after it:
     11,172,810 parameters for 10 classes of 1x28x28, 11,173,962 for 3x32x32.
 
     Args:
         num_classes: Outputs.
         image: Channels and side of the images.
-        width: Channels of the first blocks, as published 64; those of the others are twice, four and eight times as many.
+        width: Channels of the first blocks, as published 64; later blocks have two, four and eight times as many.
 
     Raises:
         ConfigError: if the width is below 1.
@@ -106,15 +106,15 @@ def resnet18(num_classes: int, image: Image, *, width: int = 64) -> Layout:
 
 
 def resnet50(num_classes: int, image: Image, *, width: int = 64) -> Layout:
-    """Return ResNet-50: sixteen bottlenecks, batch norm behind every convolution; 25,557,032 parameters.
+    """Return ResNet-50: sixteen bottlenecks, batch norm after every convolution; 25,557,032 parameters.
 
-    The stride of a bottleneck is in its 3x3 convolution. The small form begins as that of :func:`resnet18`: 23,519,690
+    The stride of a bottleneck is in its 3x3 convolution. The small form begins like that of :func:`resnet18`: 23,519,690
     parameters for 10 classes of 1x28x28, 23,520,842 for 3x32x32.
 
     Args:
         num_classes: Outputs.
         image: Channels and side of the images.
-        width: Inside the first bottlenecks, as published 64; that of the others is twice, four and eight times as much.
+        width: Inner width of the first bottlenecks, as published 64; later ones have two, four and eight times as much.
 
     Raises:
         ConfigError: if the width is below 1.
@@ -123,13 +123,13 @@ def resnet50(num_classes: int, image: Image, *, width: int = 64) -> Layout:
 
 
 class Residual(nn.Module):
-    """Convolutions beside a shortcut, whose results are added.
+    """Convolutions with a shortcut connection; the results are added.
 
     Args:
         body: The convolutions.
-        channels: That come in.
-        outputs: Channels that go out.
-        stride: Of the body as a whole.
+        channels: Input channels.
+        outputs: Output channels.
+        stride: Stride of the whole body.
     """
 
     def __init__(self, body: nn.Module, channels: int, outputs: int, stride: int) -> None:
@@ -203,7 +203,7 @@ def _check_width(width: int) -> None:
 
 def _vgg_convolution(channels: int, width: int, *, pooled: bool) -> nn.Module:
     layers = he(convolution(channels, width, 3, padding=1))
-    # Rounded up, 28x28 shrinks to one pixel in five poolings as 32x32 does; rounded down, to none.
+    # Rounding up, 28x28 shrinks to one pixel in five poolings like 32x32; rounding down, it would vanish.
     return nn.Sequential(layers, nn.MaxPool2d(2, ceil_mode=True)) if pooled else layers
 
 
@@ -212,7 +212,7 @@ def _vgg_linear(inputs: int, outputs: int, *, small: bool) -> nn.Sequential:
 
 
 def _vgg_drawn(layer: nn.Linear, *, small: bool) -> nn.Linear:
-    if not small:  # so narrow values would fade in layers of 512
+    if not small:  # such small values would fade in layers of width 512
         draw_normal(layer.weight, 0.01)
         nn.init.zeros_(layer.bias)
     return layer

@@ -1,7 +1,7 @@
-"""Measure what a framework's checkpoints cost: ``python measure.py FRAMEWORK TASK.json ROWS.jsonl``.
+"""Measure the cost of a framework's checkpoints: ``python measure.py FRAMEWORK TASK.json ROWS.jsonl``.
 
-The same clock, files and checks for every framework; ``with_FRAMEWORK.py`` beside this file says how that framework
-makes, saves and loads a state. Needs nothing but Python, numpy and the framework.
+Clock, files and checks are the same for every framework; ``with_FRAMEWORK.py`` beside this file defines how that framework
+makes, saves and loads a state. Needs only Python, numpy and the framework.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Row = dict[str, Any]
 
 
 class Meter:
-    """Time by part of a save; what no part claims is serialisation."""
+    """Seconds per part of a save; time that no part claims is serialisation."""
 
     def __init__(self) -> None:
         self.parts_s: dict[str, float] = {}
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Add the time of the block to a part."""
+        """Add the duration of the block to a part."""
         start_s = time.perf_counter()
         try:
             yield
@@ -68,7 +68,7 @@ class Meter:
 
 
 class TimedFile:
-    """A file that tells a meter how long it writes; everything else goes through."""
+    """A file that reports its write times to a meter; all other calls pass through."""
 
     def __init__(self, file: BinaryIO, meter: Meter) -> None:
         self._file = file
@@ -84,7 +84,7 @@ class TimedFile:
 
 
 class TimedCompressor:
-    """A zlib compressor that tells a meter how long it works."""
+    """A zlib compressor that reports its times to a meter."""
 
     def __init__(self, compressor: Any, meter: Meter) -> None:
         self._compressor = compressor
@@ -103,16 +103,16 @@ class TimedCompressor:
 
 @dataclass(frozen=True)
 class Way:
-    """One way in which a framework saves.
+    """One way of a framework to save.
 
     Args:
-        save: ``save(state, folder, meter)`` writes into an empty folder; returns when training might go on.
+        save: ``save(state, folder, meter)`` writes into an empty folder; returns when training may resume.
         load: ``load(state, folder)`` overwrites the state.
-        divided: The parts of a save can be told apart; otherwise only gathering and syncing can.
+        divided: The parts of a save can be timed separately; otherwise only gathering and syncing can.
         packed: It compresses.
-        whole: The optimizer's state is saved too, if there is one.
-        finish: Waits for what a save left to the background; ``finish(state)``.
-        keep: ``keep(state, folder, count)`` saves so many steps with the framework's own rotation; None if it has none.
+        whole: It also saves the optimizer's state, if there is one.
+        finish: ``finish(state)`` waits for the background part of a save.
+        keep: ``keep(state, folder, count)`` saves ``count`` steps with the framework's own rotation; None if it has none.
     """
 
     save: Callable[[Any, Path, Meter], None]
@@ -125,20 +125,20 @@ class Way:
 
 
 def main() -> None:
-    """Carry out the task in the file that the second argument names."""
+    """Run the task in the file that the second argument names."""
     name, task_path, rows_path = sys.argv[1:4]
     framework = importlib.import_module(f"with_{name}")
     task = json.loads(Path(task_path).read_text())
     random.seed(task["seed"])
     rows = DOING[task["do"]](framework, task)
-    rows_path += os.environ.get("OMPI_COMM_WORLD_RANK", "").strip("0")  # under mpirun all ranks are given one name
+    rows_path += os.environ.get("OMPI_COMM_WORLD_RANK", "").strip("0")  # mpirun gives all ranks the same name
     draft = Path(rows_path + ".tmp")
     draft.write_text("".join(json.dumps(row) + "\n" for row in rows))
     draft.replace(rows_path)
 
 
 def describe(framework: Any, _: Row) -> list[Row]:
-    """Say which versions these are, which ways of saving they have, and of what a run consists."""
+    """Report versions, ways of saving, and the pieces of a run's state."""
     return [
         {
             "versions": {"python": platform.python_version(), **framework.versions()},
@@ -151,7 +151,7 @@ def describe(framework: Any, _: Row) -> list[Row]:
 
 
 def cost(framework: Any, task: Row) -> list[Row]:
-    """Save and load states in every way, several times each; a way that cannot is no reason to leave out the rest."""
+    """Save and load states in every way, several times each; a failing way does not end the measurement."""
     rows = [{"part": "versions", **row} for row in describe(framework, task)] if task["describe"] else []
     for optimizer in task["optimizers"]:
         about = {**task, "optimizer": optimizer}
@@ -166,7 +166,7 @@ def cost(framework: Any, task: Row) -> list[Row]:
 def _cost_of(framework: Any, task: Row, name: str, state: Any, other: Any) -> list[Row]:
     way: Way = framework.ways()[name]
     if not way.whole and task["optimizer"] != "none":
-        return [{"status": "not run", "why": "holds no optimizer's state: measured without one"}]
+        return [{"status": "not run", "why": "saves no optimizer state: measured without one"}]
     rows: list[Row] = []
     try:
         _warm_up(framework, task, way)
@@ -177,26 +177,26 @@ def _cost_of(framework: Any, task: Row, name: str, state: Any, other: Any) -> li
             if repetition == 0:
                 equal = _equal(framework.values(state, way.whole), framework.values(other, way.whole))
             rows.append({**row, "status": "measured", "loads_equal": equal})
-    except Exception as error:  # whatever a framework says
+    except Exception as error:  # frameworks raise anything
         rows.append({"status": "not run", "why": f"{type(error).__name__}: {error}"[:300]})
     shutil.rmtree(task["folder"], ignore_errors=True)
     return rows
 
 
 def _equal(ours: Iterator[Any], theirs: Iterator[Any]) -> bool:
-    """Return whether these arrays have the same bytes."""
+    """Return whether the arrays have the same bytes."""
     return all(_bytes(a) == _bytes(b) for a, b in itertools.zip_longest(ours, theirs))
 
 
 def _bytes(array: Any) -> Any:
-    """Return the bytes of an array, None of None."""
+    """Return the bytes of an array; None for None."""
     if array is None:
         return None
     return memoryview(array.reshape(-1)).cast("B") if array.size else b""
 
 
 def _warm_up(framework: Any, task: Row, way: Way) -> None:
-    """Save and load something small: the first time, a framework imports and compiles."""
+    """Save and load something small, because a framework's first use imports and compiles."""
     layer = {"kind": "linear", "inputs": 8, "outputs": 8, "bias": True}
     small = framework.make({**task, "layers": [layer]}, 0)
     folder = fresh(task["folder"])
@@ -245,7 +245,7 @@ def load(way: Way, state: Any, folder: Path) -> Row:
 
 
 def save_times(framework: Any, task: Row) -> list[Row]:
-    """Say how long each way takes to save over an older checkpoint."""
+    """Measure how long each way takes to save over an older checkpoint."""
     old, new = (framework.make(task, task["seed"] + k) for k in (0, 1))
     rows = []
     for name in task["ways"]:
@@ -260,7 +260,7 @@ def save_times(framework: Any, task: Row) -> list[Row]:
 
 
 def killed_save(framework: Any, task: Row) -> list[Row]:
-    """Die in the middle of a save over an older checkpoint; the alarm is the kernel's, no handler runs."""
+    """Die in the middle of a save over an older checkpoint; the kernel's alarm kills, so no handler runs."""
     way: Way = framework.ways()[task["way"]]
     folder = fresh(task["folder"])
     old, new = (framework.make(task, task["seed"] + k) for k in (0, 1))
@@ -274,12 +274,12 @@ def killed_save(framework: Any, task: Row) -> list[Row]:
 
 
 def after_kill(framework: Any, task: Row) -> list[Row]:
-    """Say what can be loaded after each :func:`killed_save`."""
+    """Report what can be loaded after each :func:`killed_save`."""
     return [{"way": case["way"], "found": what_loads(framework, {**task, **case})} for case in task["cases"]]
 
 
 def damage(framework: Any, task: Row) -> list[Row]:
-    """For each way: flip seven bits in the largest file, and say what loading makes of it; count what rotation keeps."""
+    """For each way: flip seven bits in the largest file and report what is loaded; count what rotation keeps."""
     return [
         {"way": name, "found": _damage_of(framework, {**task, "way": name}), "kept": _kept(framework, task, name)}
         for name in task["ways"]
@@ -292,7 +292,7 @@ def _damage_of(framework: Any, task: Row) -> str:
     finish_save(way, framework.make(task, task["seed"]), folder)
     largest = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     with largest.open("r+b") as file:
-        for tenth in range(2, 9):  # several, because one may fall where no value is
+        for tenth in range(2, 9):  # several, because one may fall where no value is stored
             file.seek(largest.stat().st_size * tenth // 10)
             byte = file.read(1)[0]
             file.seek(-1, os.SEEK_CUR)
@@ -301,7 +301,7 @@ def _damage_of(framework: Any, task: Row) -> str:
 
 
 def _kept(framework: Any, task: Row, name: str) -> int | None:
-    """Save seven steps with the framework's own rotation, told to keep two; return how many are left, None without one."""
+    """Save seven steps with the framework's own rotation set to keep two; return how many remain, None without rotation."""
     way: Way = framework.ways()[name]
     if way.keep is None:
         return None
@@ -315,7 +315,7 @@ def _kept(framework: Any, task: Row, name: str) -> int | None:
 
 
 def what_loads(framework: Any, task: Row) -> str:
-    """Return "old" or "new" if one of these states is loaded, "other" if another one is, "nothing" if it is refused."""
+    """Return "old" or "new" if one of these states is loaded, "other" for another state, "nothing ..." for an error."""
     way: Way = framework.ways()[task["way"]]
     known = {
         digest(framework.values(framework.make(task, task["seed"] + k), way.whole)): name
@@ -328,13 +328,13 @@ def what_loads(framework: Any, task: Row) -> str:
         raise
     except (
         BaseException
-    ) as error:  # whatever a framework says; the CheckpointException of PyTorch's DCP is no Exception
+    ) as error:  # frameworks raise anything; CheckpointException of PyTorch's DCP is not an Exception
         return f"nothing ({type(error).__name__})"
     return known.get(digest(framework.values(state, way.whole)), "other")
 
 
 def train(framework: Any, task: Row) -> list[Row]:
-    """Train a small network several times: from the beginning, or from what an earlier run saved, or from a part of it."""
+    """Train a small network several times: from the beginning, or from all or some of the pieces of an earlier save."""
     import numpy as np
 
     rows = []
@@ -355,34 +355,34 @@ def train(framework: Any, task: Row) -> list[Row]:
 
 
 def share(framework: Any, task: Row) -> list[Row]:
-    """Train and save with several workers; worker 0 has the rows."""
+    """Train and save with several workers; worker 0 returns the rows."""
     rows: list[Row] = framework.share(task)
     return rows
 
 
 def elsewhere(framework: Any, task: Row) -> list[Row]:
-    """Load what another number of workers saved; each worker writes down what it got."""
+    """Load what another number of workers saved; each worker records the result."""
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])
     for scheme in task["schemes"]:
         folder = Path(task["folder"])
         try:
             found = digest(framework.load_together(task, scheme, folder / scheme, rank))
             what = "loads it" if found == task["sha256"] else "has another state, and no error"
-        except Exception as error:  # whatever a framework says
+        except Exception as error:  # frameworks raise anything
             what = f"refuses ({type(error).__name__})"
         (folder / f"{scheme}.found.{rank}").write_text(what)
     return []
 
 
 def finish_save(way: Way, state: Any, folder: Path) -> None:
-    """Save, and wait for the background."""
+    """Save, and wait for the background part."""
     way.save(state, folder, Meter())
     if way.finish is not None:
         way.finish(state)
 
 
 def fresh(folder: str | Path) -> Path:
-    """Return the folder, empty."""
+    """Empty or create the folder, and return it."""
     path = Path(folder)
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
@@ -436,5 +436,5 @@ DOING = {
 }
 
 if __name__ == "__main__":
-    sys.modules["measure"] = sys.modules["__main__"]  # the framework's file takes Way from here
+    sys.modules["measure"] = sys.modules["__main__"]  # the framework's file imports Way from here
     main()

@@ -21,7 +21,7 @@ def _torch() -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Return what is measured."""
+    """Return the versions measured."""
     return {"holdfast": importlib.import_module("holdfast").__version__, **_torch().versions()}
 
 
@@ -31,7 +31,7 @@ def make(task: Row, seed: int) -> Any:
 
 
 def parameters(state: Any) -> int:
-    """Return how many there are."""
+    """Return the number of parameters."""
     count: int = _torch().parameters(state)
     return count
 
@@ -42,7 +42,7 @@ def values(state: Any, whole: bool) -> Iterator[Any]:
 
 
 def ways() -> dict[str, Any]:
-    """Return the formats, and writing beside the training loop."""
+    """Return the formats, and asynchronous saving."""
     way = importlib.import_module("measure").Way
     formats = {
         name: way(save=partial(_save, name), load=_load, divided=True, keep=partial(_keep, name)) for name in FORMATS
@@ -51,9 +51,9 @@ def ways() -> dict[str, Any]:
 
 
 class _TimedStorage:
-    """A storage that tells a meter how long the disk takes.
+    """A storage that reports the time of the disk to a meter.
 
-    Values are digested by the threads that write them, so digests are a part of ``write``.
+    The threads that write values also digest them, so digests count as ``write``.
     """
 
     def __init__(self, folder: Path, meter: Any) -> None:
@@ -97,7 +97,7 @@ def _save_async(state: Any, folder: Path, meter: Any) -> None:
         content = take(_torch().gathered(state))
     if "writer" not in state:
         state["writer"] = {}
-    # The copy's memory is used again for the next one, as in a session, where one writer lives as long as training.
+    # The snapshot's memory is reused for the next one, as in a session, where one writer lives as long as training.
     writer = state["writer"].get(folder) or Writer(Checkpoints(folder), background=True)
     state["writer"][folder] = writer
     writer.begin(1, content, {})

@@ -1,4 +1,4 @@
-"""Orbax, the checkpoints of JAX: waiting for them, and not."""
+"""Orbax, the checkpoints of JAX, synchronous and asynchronous."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def _jax() -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Return what is measured."""
+    """Return the versions measured."""
     return {"orbax": _orbax().__version__, "jax": _jax().__version__, "numpy": np.__version__}
 
 
 def make(task: Row, seed: int) -> Row:
-    """Return arrays of real layers' shapes, and the optimizer's state after a step."""
+    """Return arrays with the shapes of real layers, and the optimizer's state after a step."""
     jax, optax = _jax(), importlib.import_module("optax")
     rng = np.random.default_rng(seed)
     names = {f"layer_{place:03d}": _layer(layer, rng) for place, layer in enumerate(task["layers"])}
@@ -54,7 +54,7 @@ def _layer(layer: Row, rng: Any) -> Row:
 
 
 def _trained(layers: list[Row]) -> int:
-    """Count scale and bias of a norm, not its running averages."""
+    """Count a norm's scale and bias, but not its running averages."""
     total = 0
     for layer in layers:
         if layer["kind"] == "norm":
@@ -65,7 +65,7 @@ def _trained(layers: list[Row]) -> int:
 
 
 def parameters(state: Row) -> int:
-    """Return how many are trained."""
+    """Return the number of trained parameters."""
     count: int = state["count"]
     return count
 
@@ -78,7 +78,7 @@ def values(state: Row, whole: bool) -> Iterator[Any]:
 
 
 def ways() -> dict[str, Any]:
-    """Return the ways in which it saves, by name; unless told otherwise it compresses with zstd."""
+    """Return the ways to save, by name; by default Orbax compresses with zstd."""
     way = importlib.import_module("measure").Way
     return {
         "orbax": way(save=_save, load=_load, packed=True, keep=_keep),

@@ -27,7 +27,7 @@ def _keras() -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Return what is measured."""
+    """Return the versions measured."""
     return {"tensorflow": _tensorflow().__version__, "keras": _keras().__version__, "numpy": np.__version__}
 
 
@@ -49,7 +49,7 @@ def make(task: Row, seed: int) -> Any:
 
 
 def _model(layers: list[Row]) -> Any:
-    """Return a functional model; its layers stand side by side, so that any list of them is a model."""
+    """Return a functional model; the layers are parallel branches, so any list of them is a model."""
     keras = _keras()
     inputs: dict[str, Any] = {}
     outputs = []
@@ -73,7 +73,7 @@ def _layer(keras: Any, layer: Row) -> tuple[Any, tuple[int | None, ...]]:
 
 
 def parameters(state: Row) -> int:
-    """Return how many are trained."""
+    """Return the number of trained parameters."""
     return sum(int(np.prod(weight.shape)) for weight in state["model"].trainable_variables)
 
 
@@ -87,7 +87,7 @@ def values(state: Row, whole: bool) -> Iterator[Any]:
 
 
 def ways() -> dict[str, Any]:
-    """Return the ways in which it saves, by name."""
+    """Return the ways to save, by name."""
     way = importlib.import_module("measure").Way
     return {
         "tf checkpoint": way(save=_save_checkpoint, load=_load_checkpoint, keep=_keep_checkpoint),
@@ -148,12 +148,12 @@ def _load_savedmodel(state: Row, folder: Path) -> None:
 
 
 def pieces() -> list[str]:
-    """Return what a run consists of; Keras draws dropout from a seed that each layer keeps."""
+    """Return the pieces of a run's state; Keras draws dropout from a seed that each layer keeps."""
     return ["model", "optimizer", "scheduler", "framework rng", "python rng", "sampler"]
 
 
 def saved_by_default() -> list[str]:
-    """Return what ``model.save`` holds: weights, optimizer with its step and rate, the seeds of dropout layers."""
+    """Return the pieces in ``model.save``: weights, optimizer with its step and rate, the seeds of dropout layers."""
     return ["model", "optimizer", "framework rng"]
 
 
@@ -244,7 +244,7 @@ def _tracked(variables: list[Any]) -> list[Any]:
 
 
 def next_samples(sampler: dict[str, int], seed: int, total: int, batch: int) -> Any:
-    """Return the indices of the next mini-batch; the sampler moves on."""
+    """Return the indices of the next mini-batch, and advance the sampler."""
     order = np.random.RandomState(seed + 1000 * sampler["epoch"]).permutation(total)
     chosen = order[sampler["position"] : sampler["position"] + batch]
     sampler["position"] += batch
@@ -312,7 +312,7 @@ def share(task: Row) -> list[Row]:
 
 
 def load_together(task: Row, scheme: str, folder: Path, rank: int) -> list[Any]:
-    """Load as one of another number of workers; return every array."""
+    """Load as a rank of another number of workers; return every array."""
     tensorflow = _tensorflow()
     weights, momentum = (
         [tensorflow.Variable(tensorflow.zeros(shape)) for shape in _shapes(task["layers"])] for _ in range(2)
@@ -327,7 +327,7 @@ def _sum_over(tensorflow: Any, value: Any) -> Any:
 
 
 def _ports(rendezvous: str, rank: int, world_size: int) -> list[int]:
-    """Return a free port of every rank; they tell each other through files."""
+    """Return a free port of every rank, exchanged through files."""
     import socket
 
     with socket.socket() as free:
@@ -354,7 +354,7 @@ def _shapes(layers: list[Row]) -> list[tuple[int, ...]]:
 
 
 def _forward(tensorflow: Any, layers: list[Row], weights: list[Any], x: Any) -> Any:
-    """Run AlexNet, or any such chain: images are pooled where AlexNet pools them."""
+    """Run AlexNet, or a similar chain of layers: images are pooled where AlexNet pools them."""
     nn = tensorflow.nn
     for place, layer in enumerate(layers):
         weight, bias = weights[2 * place], weights[2 * place + 1]

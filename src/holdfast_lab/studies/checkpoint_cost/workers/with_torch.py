@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def versions() -> dict[str, str]:
-    """Return what is measured."""
+    """Return the versions measured."""
     return {"torch": torch.__version__}
 
 
@@ -53,7 +53,7 @@ def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:
 
 
 def parameters(state: Row) -> int:
-    """Return how many there are."""
+    """Return the number of parameters."""
     return sum(parameter.numel() for parameter in state["model"].parameters())
 
 
@@ -67,7 +67,7 @@ def values(state: Row, whole: bool) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def gathered(state: Row) -> Row:
-    """Return what a script puts together by hand, as the tutorials do."""
+    """Return the dictionary that a script assembles by hand, as in the tutorials."""
     optimizer = state["optimizer"]
     content = {"model": state["model"].state_dict()}
     return content if optimizer is None else content | {"optimizer": optimizer.state_dict()}
@@ -80,7 +80,7 @@ def _scatter(state: Row, content: Row) -> None:
 
 
 def ways() -> dict[str, Any]:
-    """Return the ways in which it saves, by name."""
+    """Return the ways to save, by name."""
     way = importlib.import_module("measure").Way
     return {
         "pt": way(save=_save_pt, load=_load_pt, divided=True),
@@ -118,7 +118,7 @@ def _save_dcp_async(state: Row, folder: Path, meter: Any) -> None:
 
 
 def _one_process_group() -> None:
-    """``async_save`` insists on a process group, even for one process."""
+    """Create a process group of one process, which ``async_save`` requires."""
     if not torch.distributed.is_initialized():
         store: Any = getattr(torch.distributed, "HashStore")()  # noqa: B009 (it has no public type)
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -140,12 +140,12 @@ def _load_dcp(state: Row, folder: Path) -> None:
 
 
 def pieces() -> list[str]:
-    """Return what a run consists of."""
+    """Return the pieces of a run's state."""
     return ["model", "optimizer", "scheduler", "framework rng", "python rng", "sampler"]
 
 
 def saved_by_default() -> list[str]:
-    """Return the pieces in ``model.state_dict()``: the tutorial's one line, there is no call that saves more."""
+    """Return the pieces in ``model.state_dict()``, the tutorial's one line; no call saves more."""
     return ["model"]
 
 
@@ -205,7 +205,7 @@ class Training:
             rate = self._optimizer.param_groups[0]["lr"]
             self._optimizer.load_state_dict(content["optimizer"])
             if "scheduler" not in loaded:
-                self._optimizer.param_groups[0]["lr"] = rate  # it belongs to the schedule, and is saved in both
+                self._optimizer.param_groups[0]["lr"] = rate  # the rate belongs to the schedule, but both save it
         if "scheduler" in loaded:
             self._scheduler.load_state_dict(content["scheduler"])
             self._optimizer.param_groups[0]["lr"] = self._scheduler.get_last_lr()[0]
@@ -223,7 +223,7 @@ class Training:
 
 
 def next_samples(sampler: dict[str, int], seed: int, total: int, batch: int) -> np.ndarray[Any, Any]:
-    """Return the indices of the next mini-batch; the sampler moves on."""
+    """Return the indices of the next mini-batch, and advance the sampler."""
     order = np.random.RandomState(seed + 1000 * sampler["epoch"]).permutation(total)
     chosen = order[sampler["position"] : sampler["position"] + batch]
     sampler["position"] += batch
@@ -248,7 +248,7 @@ def share(task: Row) -> list[Row]:
     side, batch = task["side"], max(1, task["batch"] // world_size)
     x, y = torch.randn(batch, 3, side, side), torch.randint(0, 10, (batch,))
     times_s = []
-    for _ in range(task["steps"] + 1):  # the first is for warming up
+    for _ in range(task["steps"] + 1):  # the first is a warm-up
         dist.barrier()
         start_s = time.perf_counter()
         optimizer.zero_grad()
@@ -280,12 +280,12 @@ def share(task: Row) -> list[Row]:
 
 
 def load_together(task: Row, scheme: str, folder: Path, rank: int) -> list[np.ndarray[Any, Any]]:
-    """Load as one of another number of workers; return every array."""
+    """Load as a rank of another number of workers; return every array."""
     model = _network(task)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # DCP loads into a state that is there already
+    optimizer.step()  # DCP loads into an existing state
     optimizer.zero_grad()
     state = {"model": model, "optimizer": optimizer}
     if scheme == "shared":
@@ -301,7 +301,7 @@ def _network(task: Row) -> nn.Module:
     if task["model"] == "tiny":
         pool = nn.AdaptiveAvgPool2d(1)
         return nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), pool, nn.Flatten(), nn.Linear(32, 10))
-    # This file runs where Holdfast is installed, and the network with its topology is there.
+    # This file runs only where Holdfast is installed, which defines the network and its topology.
     make_model = importlib.import_module("holdfast_lab.workloads.models").make_model
     network: nn.Module = make_model(task["model"], seed=task["seed"])
     return network
@@ -348,7 +348,7 @@ def _save_together(scheme: str, state: Row, folder: Path, rank: int, world_size:
 
 
 def _save_by_holdfast(state: Row, folder: Path, rank: int, world_size: int) -> None:
-    # This file runs where Holdfast is installed; rank 0 waits for the others' parts before it commits.
+    # This file runs only where Holdfast is installed; rank 0 waits for the other ranks' parts before it commits.
     checkpoint = importlib.import_module("holdfast.checkpoint")
     content = checkpoint.take(gathered(state), part=rank, parts=world_size)
     pending = checkpoint.write(folder, 1, content, {}, token="together")  # noqa: S106 (no password)

@@ -1,7 +1,7 @@
 """Train a network that is replicated, in stages or in shards, as a script for ``holdfast run``.
 
-Each worker that ends leaves a JSON file in ``--notes``: what it held of the data and what it took to read it, what a
-step took it, and a digest of the buffers of the model.
+Each worker that ends leaves a JSON file in ``--notes``: the data that it held, the time to read it, the time of a
+step, and a digest of the model's buffers.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from holdfast_lab.workloads import RECIPES, loss_of, make_model, stages
 from holdfast_lab.workloads.train import accuracy
 
 _DECAYS = 3
-"""How often the learning rate falls in a run: a schedule that was lost, or forgot its place, changes the weights."""
+"""How often the learning rate falls in a run: a schedule that is lost or restored at the wrong place changes the weights."""
 _PATIENCE_S = 2.0
-"""What a step takes more, as long as workers that are wanted have not come."""
+"""Extra seconds of a step while requested workers have not joined."""
 
 
 class Blocks:
     """The data policy of Amatya and others (2017): a worker holds contiguous blocks of the data set, read from a file.
 
-    Slice ``i`` of every mini-batch is taken from block ``i``, so that a worker needs the blocks of its slices and no
-    others; samples come in the order of the file. Who gets slices of the dead reads their blocks, and keeps no others.
+    Slice ``i`` of every mini-batch is taken from block ``i``, so a worker needs only the blocks of its slices. Samples
+    come in file order. A worker that takes over slices of a dead worker reads their blocks, and drops blocks it no longer needs.
 
     Args:
-        folder: Where ``x.npy`` and ``y.npy`` are.
-        samples: How many of them are used, a multiple of ``batch``.
+        folder: The directory of ``x.npy`` and ``y.npy``.
+        samples: Number of samples used, a multiple of ``batch``.
         batch: Samples of a mini-batch, a multiple of ``blocks``.
-        blocks: As many as there are slices.
+        blocks: Number of blocks, equal to the number of slices.
     """
 
     def __init__(self, folder: Path, samples: int, batch: int, blocks: int) -> None:
@@ -64,7 +64,7 @@ class Blocks:
         return self.held[block][step * self._share + inside]  # type: ignore[no-any-return]
 
     def hold(self, blocks: Sequence[int], step: int) -> None:
-        """Read those of ``blocks`` that are not here, and drop all others."""
+        """Read those of ``blocks`` that are not loaded, and drop all other blocks."""
         self.held = {block: part for block, part in self.held.items() if block in blocks}
         missing = [block for block in blocks if block not in self.held]
         if missing:
@@ -78,14 +78,14 @@ class Blocks:
 
     def _read(self, block: int) -> TensorDataset:
         rows = slice(block * self._size, (block + 1) * self._size)
-        # A copy of a piece of a mapped file: only these rows are read.
+        # A copy of a slice of a memory-mapped file reads only these rows.
         return TensorDataset(
             *(torch.from_numpy(np.load(path, mmap_mode="r")[rows].copy()) for path in _files(self._folder))
         )
 
 
 class Stopwatch:
-    """What a step took: computing it, the optimizer, and the rest, which is sums and waiting for others."""
+    """Times a step: computing, the optimizer, and the rest, which is communication and waiting."""
 
     def __init__(self) -> None:
         self._optimizer_s = 0.0
@@ -106,18 +106,18 @@ class Stopwatch:
         return optimizer
 
     def begin(self) -> None:
-        """A step begins here; the one before is over."""
+        """Start a step, which ends the one before."""
         now_s = time.perf_counter()
         if self._begun_s:
             self._steps.append((now_s - self._begun_s, self._computed_s - self._begun_s, self._optimizer_s))
         self._begun_s, self._optimizer_s = now_s, 0.0
 
     def computed(self) -> None:
-        """This worker has computed its part of the step."""
+        """Mark the end of this worker's computation in the step."""
         self._computed_s = time.perf_counter()
 
     def medians(self) -> dict[str, float]:
-        """Return seconds of a step, without the first, which also sets things up."""
+        """Return the median seconds of a step; the first step is left out because it includes setup."""
         steps = self._steps[1:] or self._steps
         if not steps:
             return {}
@@ -127,11 +127,11 @@ class Stopwatch:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train as ``arguments`` say."""
+    """Run the training that ``arguments`` describe."""
     options = _parser().parse_args(arguments)
     torch.set_num_threads(1)  # the number of threads may change the bits
     torch.set_deterministic_debug_mode("error")
-    holdfast.reinit(lambda: _train(options))  # what it makes is made again after a failure, if the strategy says so
+    holdfast.reinit(lambda: _train(options))  # under reinit, the session and model are rebuilt after a failure
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -153,14 +153,16 @@ def _train(options: argparse.Namespace) -> None:
                 step.backward(loss)
                 step.log(**figures)
         watch.computed()
-    whole: nn.Module = module.module if options.kind == "pipeline" else module  # all of it is here by now
+    whole: nn.Module = (
+        module.module if options.kind == "pipeline" else module
+    )  # the whole model has been gathered by now
     test = TensorDataset(*(torch.from_numpy(np.load(path)) for path in _files(options.data, "test-")))
     _note(options.notes, session, held, watch, whole)
     session.log(accuracy=accuracy(whole, test))
 
 
 def _gather(options: argparse.Namespace, session: holdfast.Session, number: int) -> None:
-    """Ask for the workers that are wanted, if that is due; let the job last until they have started and joined."""
+    """Request more workers when due; prolong the steps until they have started and joined."""
     if options.ask and number == options.since and session.is_lead:
         launcher = os.environ["HOLDFAST_LAUNCHER"].split()[0]
         words = [sys.executable, "-m", "holdfast", "scale", str(options.wanted), "--job", launcher]
@@ -179,7 +181,7 @@ def _data(options: argparse.Namespace) -> tuple[Blocks | None, Any]:
 
 
 def _session(options: argparse.Namespace, watch: Stopwatch) -> tuple[holdfast.Session, Any]:
-    """Return the session, and the model: the pipeline, or what computes a slice."""
+    """Return the session and the model: the pipeline, or the module that computes a slice."""
     seed = holdfast.Settings.from_env().seed
     image = tuple(np.load(_files(options.data)[0], mmap_mode="r").shape[1:3])
     settings = {"bucket_bytes": options.bucket_bytes}
@@ -207,14 +209,14 @@ def _optimizer(network: str, parameters: Any) -> torch.optim.Optimizer:
 
 
 def _scheduler(options: argparse.Namespace) -> Callable[[torch.optim.Optimizer], Any]:
-    """Return what lowers the rate a few times in a run, by the factor of the network's recipe."""
+    """Return a factory of the schedule, which lowers the rate a few times in a run by the factor of the network's recipe."""
     steps = options.epochs * -(-options.samples // options.batch)
     gamma = RECIPES[options.network].gamma if options.network in RECIPES else 0.5
     return lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, max(1, steps // (_DECAYS + 1)), gamma)
 
 
 def _loss(output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss, and a random number: who has lost the place in the random numbers logs another one."""
+    """Return the loss and a random number; a worker whose random state was lost logs a different one."""
     return loss_of(output, labels), {"noise": torch.rand(())}
 
 
@@ -247,12 +249,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--parts", type=int, default=2)
     parser.add_argument(
-        "--blocks", type=int, default=0, help="the paper's data policy, with so many blocks: the slices"
+        "--blocks",
+        type=int,
+        default=0,
+        help="the paper's data policy with this many blocks, equal to the number of slices",
     )
-    parser.add_argument("--wanted", type=int, default=0, help="workers to wait for, in the steps after --since")
+    parser.add_argument(
+        "--wanted", type=int, default=0, help="number of workers to wait for, in the steps after --since"
+    )
     parser.add_argument("--since", type=int, default=0)
-    parser.add_argument("--ask", action="store_true", help="ask for them by `holdfast scale`, in the step --since")
-    parser.add_argument("--bucket-bytes", type=int, help="a huge one: one sum of all gradients, as in 2017")
+    parser.add_argument("--ask", action="store_true", help="request them with `holdfast scale`, in step --since")
+    parser.add_argument(
+        "--bucket-bytes",
+        type=int,
+        help="size of a bucket; a huge one gives one all-reduce of all gradients, as in 2017",
+    )
     return parser
 
 

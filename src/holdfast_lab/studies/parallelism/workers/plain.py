@@ -1,6 +1,6 @@
-"""Train a network on several workers without protection, by MPI alone: one sum of all gradients a step.
+"""Train a network on several workers without protection, by MPI alone: one all-reduce of all gradients per step.
 
-Rank 0 leaves the seconds of a step in ``--out``, as JSON.
+Rank 0 writes the seconds of a step to ``--out``, as JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast_lab.workloads import RECIPES, loss_of, make_model, make_optimizer
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train as ``arguments`` say."""
+    """Run the training that ``arguments`` describe."""
     options = _parser().parse_args(arguments)
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--network", required=True)
     parser.add_argument("--data", type=Path, required=True, help="folder with x.npy and y.npy")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--batch", type=int, required=True, help="samples of all workers together")
+    parser.add_argument("--batch", type=int, required=True, help="samples per mini-batch, over all workers")
     parser.add_argument("--steps", type=int, required=True)
     return parser
 

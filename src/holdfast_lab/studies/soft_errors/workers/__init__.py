@@ -1,1 +1,1 @@
-"""Scripts that the study starts in processes of their own."""
+"""Code that runs in the study's worker processes."""

@@ -1,6 +1,6 @@
-"""One process of a training that is trained again and again: unmodified torch, in replicas, in stages, or in both.
+"""One process of a training that runs many times: unmodified torch, as replicas, stages, or both.
 
-All of them take part in what one does: none may call a method that the others do not.
+Every method is collective: all processes must call it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from holdfast_lab.studies.soft_errors.setup import Setup
 from holdfast_lab.workloads import load_dataset, loss_of, make_model, make_optimizer, make_stage
 
 _CHUNK = 1000
-"""Samples that are evaluated at once."""
+"""Samples per evaluation batch."""
 _MOST_DIMENSIONS = 8
 
 
 class Platform:
-    """A replica of the model, or a stage of one, with what trains it.
+    """A replica of the model, or a stage of one, with its optimizer and schedule.
 
     Args:
-        setup: What is trained.
-        rank: Of this process.
-        module: What of the model is here.
+        setup: The training.
+        rank: The rank of this process.
+        module: The part of the model that this process has.
     """
 
     def __init__(self, setup: Setup, rank: int, module: nn.Module) -> None:
@@ -46,7 +46,7 @@ class Platform:
         torch.manual_seed(1000 * setup.training_seed + rank)
 
     def train(self, epoch: int) -> float:
-        """Train an epoch, and return the mean loss over all processes: the schedule must do the same everywhere."""
+        """Train an epoch, and return the mean loss over all processes, so that every process steps its schedule alike."""
         self.module.train()
         losses = self._losses(epoch)
         told = torch.tensor([sum(map(float, losses)), float(len(losses))], dtype=torch.float64)
@@ -56,7 +56,7 @@ class Platform:
         return loss
 
     def evaluate(self) -> tuple[float, float]:
-        """Return accuracy and mean loss on the test set of the model that this process has, or has a stage of."""
+        """Return accuracy and mean loss on the test set, for the model that this process holds or holds a stage of."""
         self.module.eval()
         right, loss, count = 0, 0.0, len(self.data.test)
         with torch.no_grad():
@@ -69,7 +69,7 @@ class Platform:
         return self._shared(right / count, loss / count)
 
     def _losses(self, epoch: int) -> list[Tensor]:
-        """Train an epoch; return the losses that are known here."""
+        """Train an epoch; return the losses that this process knows."""
         return [loss for x, y in self._batches(epoch) if (loss := self._step(x, y)) is not None]
 
     def _batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -86,17 +86,17 @@ class Platform:
         raise NotImplementedError
 
     def _scores(self, x: Tensor, count: int) -> Tensor | None:
-        """Return what the model makes of ``count`` samples, None if that is known elsewhere."""
+        """Return the model's output for ``count`` samples; None if another process has it."""
         scores: Tensor = self.module(x)
         return scores
 
     def _shared(self, accuracy: float, loss: float) -> tuple[float, float]:
-        """Return what was found where it is known."""
+        """Broadcast the result from the process that has it."""
         return accuracy, loss
 
 
 class Replicated(Platform):
-    """All of the model, under DistributedDataParallel."""
+    """The whole model, under DistributedDataParallel."""
 
     def __init__(self, setup: Setup, rank: int) -> None:
         super().__init__(setup, rank, make_model(setup.network, **options_of(setup)))
@@ -117,15 +117,15 @@ class Staged(Platform):
         stages, replicas = setup.stages, setup.replicas
         made = make_stage(setup.network, stages, rank % stages, **options_of(setup))
         super().__init__(setup, rank, made)
-        # Groups are made by all, in the same order.
+        # Every process must create all groups, in the same order.
         pipelines = [dist.new_group([r * stages + s for s in range(stages)]) for r in range(replicas)]
         peers = [dist.new_group([r * stages + s for r in range(replicas)]) for s in range(stages)]
         self._pipeline = pipelines[self.replica]
         whole = self.module
         if replicas > 1:
-            # Without that DDP orders its buckets anew in the second forward pass, and fails: there was one for each microbatch.
+            # Without this, DDP rebuilds its buckets in the second forward pass and fails, because each microbatch had one.
             whole = DistributedDataParallel(whole, process_group=peers[self.stage], find_unused_parameters=True)
-        # Told nothing of shapes, torch finds them by a pass over memory that nobody has set: running statistics keep what was there.
+        # Without given shapes, torch infers them by a pass over uninitialised memory, which would stay in running statistics.
         taken, given = _shapes(setup, self.stage, self.dtype)
         stage = PipelineStage(whole, self.stage, stages, torch.device("cpu"), taken, given, group=self._pipeline)
         self._schedule = ScheduleGPipe(stage, setup.microbatches, loss_fn=loss_of)
@@ -155,7 +155,7 @@ class Staged(Platform):
 
 
 def make_platform(setup: Setup, rank: int) -> Platform:
-    """Return this process's part of the training; the default process group is there."""
+    """Return this process's part of the training; the default process group must exist."""
     return Staged(setup, rank) if setup.stages > 1 else Replicated(setup, rank)
 
 
@@ -165,14 +165,14 @@ def _dataset(setup: Setup) -> Any:
 
 
 def options_of(setup: Setup) -> dict[str, Any]:
-    """Return how the network is made."""
+    """Return the keyword arguments that build the network."""
     dataset = _dataset(setup)
     channels, side, _ = dataset.shape
     return {"num_classes": dataset.num_classes, "image": (channels, side), "seed": setup.training_seed}
 
 
 def _shapes(setup: Setup, stage: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return what a stage takes and gives for a piece of a batch, without values."""
+    """Return the input and output of a stage for one microbatch, as tensors without values."""
     options = options_of(setup)
     channels, side = options["image"]
     pieces = setup.replicas * setup.microbatches

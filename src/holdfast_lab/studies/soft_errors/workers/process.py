@@ -1,4 +1,4 @@
-"""What a process of a group does: go back, alter the state, go on, and say what came of it."""
+"""What a process of a warm group does: load the restart state, alter it, resume training, and report the result."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from holdfast_lab.studies.warm import Held
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbance:
-    """What is altered in the state of a process before it goes on.
+    """The alteration of a process's state before it resumes.
 
     Args:
         target: ``model`` or ``optimizer``.
-        how: What is done, and how it is drawn.
-        at: Only in tensors at, or below, these paths; none: all.
-        format: Values are altered in this format, and put back in that of the training; "": as they are.
-        file: Nothing is drawn: the state is that of this file.
+        how: The alteration, and how it is drawn.
+        at: Alter only tensors at or below these paths; empty: all tensors.
+        format: Convert values to this format, alter them, and convert them back; "": alter them as stored.
+        file: Draw nothing: load the state of this file.
     """
 
     target: str = "model"
@@ -43,12 +43,12 @@ class Disturbance:
 
 
 class RankProcess:
-    """The training, as far as it is in this process.
+    """This process's part of the training.
 
     Args:
-        setup: What is trained.
-        rank: Of this process.
-        file: That its state is written to; if it is there, the state of it is taken.
+        setup: The training.
+        rank: The rank of this process.
+        file: The file of the state: loaded if it exists, else written.
     """
 
     def __init__(self, setup: Setup, rank: int, file: Path) -> None:
@@ -57,9 +57,9 @@ class RankProcess:
         self._undisturbed: list[dict[str, Tensor]] = []
 
     def begin(self) -> list[dict[str, Any]]:
-        """Train up to the epoch of the restart, or take the state of the file; go on undisturbed, and return what came of it."""
+        """Train to the restart epoch, or load the state file; then resume undisturbed and return the result."""
         is_known = self._file.exists()
-        # Of a known state one epoch, too: after the first step DDP sums gradients in another order than in it.
+        # Train an epoch from a loaded state too: DDP reduces gradients in another order after its first step.
         for epoch in range(1 if is_known else self._setup.restart):
             self._platform.train(epoch)
         if is_known:
@@ -70,10 +70,10 @@ class RankProcess:
         return [self.go_on([None])[0] | {"layers": layers_of(self._platform), "file": str(self._file)}]
 
     def go_on(self, disturbances: Sequence[Disturbance | None]) -> list[dict[str, Any]]:
-        """Go back to the epoch of the restart, alter the state, train to the end, and return what came of it.
+        """Load the restart state, alter it, train to the end, and return the result.
 
         Args:
-            disturbances: One: that of this process.
+            disturbances: One entry: that of this process.
         """
         platform = self._platform
         self._held.restore()
@@ -103,18 +103,18 @@ class RankProcess:
         assert disturbance.how is not None
         try:
             there = chosen(tensors_of(self._platform, disturbance.target), disturbance.at)
-        except ConfigError:  # that layer is another process's
+        except ConfigError:  # another process has that layer
             return [], 0
         return alter(there, disturbance.how, disturbance.format)
 
 
 def alter(there: Mapping[str, Tensor], how: Alteration, format: str = "") -> tuple[list[dict[str, Any]], int]:
-    """Alter tensors; return what became of the first values, and how many bits were flipped.
+    """Alter tensors; return the first changes and the number of flipped bits.
 
     Args:
-        there: By path.
-        how: What is done.
-        format: Values are converted to this one, altered, and converted back; all others stay as they were.
+        there: The tensors by path.
+        how: The alteration.
+        format: Convert the chosen values to this format, alter them, and convert them back; other values are untouched.
     """
     dtype = getattr(torch, format) if format else None
     lying = {path: tensor if dtype is None else tensor.to(dtype) for path, tensor in there.items()}
@@ -129,7 +129,7 @@ def alter(there: Mapping[str, Tensor], how: Alteration, format: str = "") -> tup
 
 
 def _bits(change: Change) -> int:
-    """Return how many bits are others."""
+    """Return the number of flipped bits."""
     return int(np.unpackbits((change.before ^ change.after).view(np.uint8)).sum())
 
 
@@ -140,11 +140,11 @@ def _put_back(tensor: Tensor, altered: Tensor, change: Change) -> None:
 
 
 def seen(platform: Platform, losses: Sequence[float]) -> dict[str, Any]:
-    """Return what became of a training, as it is in this process.
+    """Return the results of a training in this process.
 
     Args:
-        platform: Where it ended.
-        losses: Of each epoch.
+        platform: The training at its end.
+        losses: The loss of each epoch.
     """
     accuracy, test_loss = platform.evaluate()
     return {
@@ -157,11 +157,11 @@ def seen(platform: Platform, losses: Sequence[float]) -> dict[str, Any]:
 
 
 def errors_of(states: Sequence[Mapping[str, Tensor]], undisturbed: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """Return how far each layer is off, after the first epoch and at the end.
+    """Return the deviation of each layer after the first epoch and at the end.
 
     Args:
-        states: Weights after the first epoch and at the end; one, if the first was the last.
-        undisturbed: Those of the undisturbed run.
+        states: Weights after the first epoch and at the end; a single entry if the first epoch was the last.
+        undisturbed: The same of the undisturbed run.
     """
     first = layer_errors(undisturbed[0], states[0])
     last = first if len(undisturbed) == 1 else layer_errors(undisturbed[-1], states[-1])
@@ -169,16 +169,16 @@ def errors_of(states: Sequence[Mapping[str, Tensor]], undisturbed: Sequence[Mapp
 
 
 def digest_of(platform: Platform) -> str:
-    """Return a digest of all that may be altered."""
+    """Return a digest of all tensors that may be altered."""
     return digest(tensors_of(platform, "model") | tensors_of(platform, "optimizer"))
 
 
 def copied(platform: Platform) -> dict[str, Tensor]:
-    """Return a copy of the weights and floating buffers, by name."""
+    """Return a copy of the weights and floating-point buffers, by name."""
     begin = len("model/")
     return {path[begin:]: tensor.clone() for path, tensor in tensors_of(platform, "model").items()}
 
 
 def layers_of(platform: Platform) -> list[str]:
-    """Return the modules that have weights, in the order in which the model has them."""
+    """Return the modules that have weights, in model order."""
     return list(dict.fromkeys(name.rpartition(".")[0] for name, _ in platform.module.named_parameters()))

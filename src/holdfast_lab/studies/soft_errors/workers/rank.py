@@ -1,6 +1,6 @@
-"""A process of a group that trains again and again from where it was in the middle of a training: its loop.
+"""The main loop of a process in a warm group, which repeatedly resumes a training from its middle.
 
-It answers one order after another, each with a dictionary. An error ends it, after it was told.
+It answers each order with a dictionary. On an error it sends the error and ends.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from holdfast_lab.studies.soft_errors.workers.session import SessionProcess
 
 
 def serve(connection: Connection, setup: Setup, rank: int, folder: Path, store: Path, timeout_s: float) -> None:
-    """Be a process of a group until its parent ends.
+    """Serve orders until the parent process ends.
 
     Args:
-        connection: Where orders come and answers go: the first answer comes unasked, when it is warm.
-        setup: What is trained.
-        rank: Of this process.
-        folder: Of the files of the state, one a process.
-        store: The file by which the processes find each other.
-        timeout_s: How long one waits for the others in a sum.
+        connection: The pipe of orders and answers; the first answer is sent unasked, once the process is warm.
+        setup: The training.
+        rank: The rank of this process.
+        folder: The directory of the state files, one per process.
+        store: The file of the ``FileStore`` for rendezvous.
+        timeout_s: Timeout of a collective, in seconds.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a session would answer it, and save what nobody wants
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a session would handle it and save a checkpoint that is not needed
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     try:
         torch.set_num_threads(1)
@@ -53,7 +53,7 @@ def serve(connection: Connection, setup: Setup, rank: int, folder: Path, store: 
         while True:
             connection.send(process.go_on(connection.recv()))
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # nobody asks any more
+        return  # the parent has ended
     except Exception as error:
         told = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         connection.send([told | {"is_ours": isinstance(error, InternalError)}])
@@ -64,7 +64,7 @@ def _loopback() -> str:
 
 
 def _end_with_parent(folder: Path) -> None:
-    """End when the parent does, however it does: nobody would take the answer, or remove the files."""
+    """End when the parent ends for any reason: no other process would read the answer or remove the files."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,7 +1,7 @@
-"""Our session as a platform: one process plays its workers (``--fabric virtual``), and those that are altered have weights of their own.
+"""The Holdfast session as a platform: one process runs all workers (``--fabric virtual``); each altered worker has its own weights.
 
-The guard is off: it would stop the training or heal what was injected, and a trial that was healed is void. Samples come in the order of a
-session: after the restart it is that of another seed. Buffers are those of all workers, so only parameters are altered.
+The guard is off: it would stop the training or heal the injected error, and a healed trial is void. Samples come in the order of a
+session; after the restart it is the order of another seed. Buffers are shared by all workers, so only parameters are altered.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _TARGETS = {MODEL: "weights"}
 
 
 class SessionProcess:
-    """The training, all of it.
+    """The whole training.
 
     Args:
-        setup: What is trained.
-        rank: Of this process: 0.
-        file: That the state is written to, or taken from if it is there.
+        setup: The training.
+        rank: The rank of this process: 0.
+        file: The file of the state: loaded if it exists, else written.
     """
 
     def __init__(self, setup: Setup, rank: int, file: Path) -> None:
@@ -51,7 +51,7 @@ class SessionProcess:
         self._undisturbed: list[dict[str, Tensor]] = []
 
     def begin(self) -> list[dict[str, Any]]:
-        """Train up to the epoch of the restart, unless the state is there; go on undisturbed, and return what came of it, by worker."""
+        """Train to the restart epoch unless the state file exists; resume undisturbed and return the results by worker."""
         if not self._file.exists():
             training = Training(self._setup, self._rank, self._setup.training_seed)
             for _ in range(self._setup.restart):
@@ -64,12 +64,12 @@ class SessionProcess:
         ]
 
     def go_on(self, disturbances: Sequence[Disturbance | None]) -> list[dict[str, Any]]:
-        """Go back to the epoch of the restart, alter the states, train to the end, and return what came of it, by worker.
+        """Load the restart state, alter the workers' states, train to the end, and return the results by worker.
 
         Raises:
-            InternalError: if the session's guard found what was altered: the trial is void.
+            InternalError: if the session's guard detected the alteration, which voids the trial.
         """
-        forget_sessions()  # sessions with an unfinished loop would be kept
+        forget_sessions()  # a session with an unfinished loop would be kept alive
         training = Training(self._setup, self._rank, self._setup.training_seed + 1)
         read_state(training.platform, self._file)
         told = [training.disturb(rank, what) if what else ([], 0) for rank, what in enumerate(disturbances)]
@@ -95,13 +95,13 @@ class SessionProcess:
 
 
 class _Recoveries:
-    """Takes the records of a session, and keeps the recoveries: nobody dies here, so they are the guard's."""
+    """Collects the recoveries among a session's records; no worker fails here, so each is the guard's."""
 
     def __init__(self) -> None:
         self.recovered: list[Recovered] = []
 
     def write(self, record: Record) -> None:
-        """Take one."""
+        """Keep the record if it is a recovery."""
         if isinstance(record, Recovered):
             self.recovered.append(record)
 
@@ -110,9 +110,9 @@ class Training:
     """A session of virtual workers.
 
     Args:
-        setup: What is trained.
-        rank: Of this process.
-        seed: Of the session.
+        setup: The training.
+        rank: The rank of this process.
+        seed: The seed of the session.
     """
 
     def __init__(self, setup: Setup, rank: int, seed: int) -> None:
@@ -127,15 +127,15 @@ class Training:
             guard=GUARD,
             seed=seed,
         )
-        self._replica: Any = self._session._replica  # nothing public tells what each virtual worker has
+        self._replica: Any = self._session._replica  # no public interface gives each virtual worker's state
         self._records = _Recoveries()
-        self._session._connect().log.subscribe(self._records)  # nor what was written down, without a directory
+        self._session._connect().log.subscribe(self._records)  # nor the records of a session without a run directory
 
     def train(self) -> float:
         """Train an epoch, and return the mean loss.
 
         Raises:
-            InternalError: if the guard stopped it.
+            InternalError: if the guard stopped the training.
         """
         try:
             return self._train()
@@ -145,14 +145,14 @@ class Training:
             ) from error
 
     def check_unguarded(self) -> None:
-        """Check that nobody has healed what was altered.
+        """Check that the guard has not healed the alteration.
 
         Raises:
-            InternalError: if somebody has.
+            InternalError: if it has.
         """
         if healed := self._records.recovered:
             raise InternalError(
-                f"a trial is void: the session's guard healed what was altered, in step {healed[0].step}; it must be off"
+                f"a trial is void: the session's guard healed the alteration in step {healed[0].step}; it must be off"
             )
 
     def _train(self) -> float:
@@ -169,7 +169,7 @@ class Training:
         return mean
 
     def disturb(self, rank: int, disturbance: Disturbance) -> tuple[list[dict[str, Any]], int]:
-        """Alter the state of one worker, which goes on with a state of its own; return what :func:`alter` does."""
+        """Alter one worker's state, which is kept separate from then on; return the result of :func:`alter`."""
         target = disturbance.target
         there: dict[str, Tensor] = self._replica.tensors_of(_TARGETS.get(target, target), rank, self._workers)
         named = {f"{target}/{name}": there[name] for name in sorted(there) if there[name].is_floating_point()}
@@ -179,7 +179,7 @@ class Training:
         return flips, count
 
     def of_each(self, look: Callable[[], Any]) -> dict[int, Any]:
-        """Return by worker what ``look`` returns where that worker's state lies in the model."""
+        """Return, by worker, the value of ``look`` while that worker's state is loaded in the model."""
         with torch.no_grad():
             found: dict[int, Any] = self._replica.own.of_each(self._workers, look)
         return found

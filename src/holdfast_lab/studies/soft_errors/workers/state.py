@@ -1,15 +1,15 @@
-"""The state of one process of a training: its tensors by path, and the HDF5 file that it is written to and read from.
+"""The state of one training process: its tensors by path, and the HDF5 file that holds them.
 
 =============================  ==========================================================
-path                           what
+path                           content
 =============================  ==========================================================
 ``model/NAME``                 a parameter or a buffer of this process's part of the model
 ``optimizer/NAME/KEY``         a tensor that the optimizer keeps for that parameter
-``rng``                        torch's generator
-``rest``                       JSON: epoch, settings of the optimizer, the schedule
+``rng``                        the state of torch's generator
+``rest``                       JSON: epoch, optimizer settings, learning-rate schedule
 =============================  ==========================================================
 
-The order of the samples follows from the epoch. What is altered are the floating-point tensors of the first two.
+The sample order follows from the epoch. Alterations change only floating-point tensors under ``model`` and ``optimizer``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast_lab.studies.soft_errors.workers.platforms import Platform
 
 
 def tensors_of(platform: Platform, target: str) -> dict[str, Tensor]:
-    """Return the floating-point tensors of the ``model`` or the ``optimizer``, by path, in the order of the file; they lie where they are used."""
+    """Return the floating-point tensors of the ``model`` or the ``optimizer`` by path, in file order; they share memory with the training."""
     found = {path: tensor for path, tensor in _tensors(platform).items() if path.startswith(f"{target}/")}
     return {path: found[path] for path in sorted(found, key=_parts) if found[path].is_floating_point()}
 
@@ -37,9 +37,9 @@ def write_state(platform: Platform, epoch: int, path: Path) -> None:
     """Write the state to an HDF5 file.
 
     Args:
-        platform: Whose state.
-        epoch: The next one.
-        path: Of the file, ending with ``.h5``.
+        platform: The training whose state is written.
+        epoch: The next epoch.
+        path: The file, ending with ``.h5``.
     """
     rest = {
         "epoch": epoch,
@@ -62,7 +62,7 @@ def write_state(platform: Platform, epoch: int, path: Path) -> None:
 
 
 def read_state(platform: Platform, path: Path) -> int:
-    """Take the state of an HDF5 file that :func:`write_state` wrote, whatever was altered in it since; return the next epoch."""
+    """Load the state from an HDF5 file of :func:`write_state`, with any alterations made since; return the next epoch."""
     with open_foreign(path) as source:
         found = {name: source.read(name) for name in source.tensors}
     rest = json.loads(bytes(found.pop("rest").tolist()))
