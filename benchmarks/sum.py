@@ -156,7 +156,7 @@ class Worker:
 
 def work(ways: Sequence[str], numbers: Sequence[int], rounds: int) -> None:
     """Be one worker; the first one prints what was measured."""
-    warnings.filterwarnings("error", message="sums go by messages")  # or shared would be another name for messages
+    warnings.filterwarnings("error", message="all-reduce uses messages")  # or shared would be another name for messages
     worker = Worker(ways)
     for length in numbers:
         times = worker.measure(length, rounds)

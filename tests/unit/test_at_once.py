@@ -502,7 +502,7 @@ def test_what_is_wrong_is_said():
     session = holdfast.Session(model, torch.optim.SGD(model.parameters(), 0.1), slices=2)
     step = next(session.steps(data(), 8))
     for _ in step:
-        with pytest.raises(ScriptError, match=r"call it in the place of `for \.\.\. in step`"):
+        with pytest.raises(ScriptError, match=r"call it instead of `for \.\.\. in step`"):
             step.compute(model, loss)
         break
 
@@ -511,5 +511,5 @@ def test_a_pipeline_has_its_stages_and_its_loss():
     pipeline = holdfast.Pipeline([lambda: nn.Sequential(nn.Flatten(), nn.Linear(96, 10))], F.cross_entropy)
     session = holdfast.Session(pipeline, lambda parameters: torch.optim.SGD(parameters, 0.1), slices=2)
 
-    with pytest.raises(ScriptError, match=r"call step\.compute\(\) without them"):
+    with pytest.raises(ScriptError, match=r"call step\.compute\(\) without arguments"):
         next(session.steps(data(), 8)).compute(pipeline, F.cross_entropy)

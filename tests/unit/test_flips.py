@@ -308,7 +308,7 @@ def test_under_torch_distributed_nobody_knows_what_to_alter(monkeypatch):
     monkeypatch.setenv("HOLDFAST_FAULTS", plan.to_json())
 
     with pytest.raises(
-        ConfigError, match=r"under torch\.distributed nobody knows the model whose values are to be altered"
+        ConfigError, match=r"the torch\.distributed backend does not know the model whose values are to be altered"
     ):
         Witness(0, 2)
 

@@ -222,7 +222,7 @@ def test_virtual_workers_say_who_sends_and_a_death_ends_the_waiting():
     comm = VirtualCommunicator(3)
     mail = Mail(comm)
     mail.begin()
-    with pytest.raises(InternalError, match="say in `me`"):
+    with pytest.raises(InternalError, match="pass the sender or receiver as `me`"):
         mail.send(1, torch.ones(1))
     mail.send(1, torch.full((2,), 7.0), me=0)
     mail.send(1, torch.full((2,), 8.0), me=2)

@@ -652,7 +652,12 @@ flat = lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3))  # noqa: E731
         ([flat], lambda o, y: o.sum(1), ScriptError, "the loss must return a scalar"),
         ([lambda: Two(6, 3), flat], loss_of, ScriptError, "a stage must return one tensor, stage 0 returned tuple"),
         ([flat, nn.ReLU], loss_of, ConfigError, "stage 1 of the Pipeline has no parameters that are trained"),
-        ([flat, lambda: 3], loss_of, ScriptError, "a stage must be an nn.Module or a function that makes one, got int"),
+        (
+            [flat, lambda: 3],
+            loss_of,
+            ScriptError,
+            "a stage must be an nn.Module or a function that returns one, got int",
+        ),
         (
             [lambda: Cut(36, 3), lambda: nn.Linear(3, 3)],
             loss_of,
@@ -664,7 +669,7 @@ flat = lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3))  # noqa: E731
             [flat, lambda: nn.Linear(3, 3, device="meta")],
             loss_of,
             ConfigError,
-            "stage 1 of a Pipeline must be in the memory of the CPU, got weight on meta",
+            "stage 1 of a Pipeline must be in CPU memory, got weight on meta",
         ),
     ],
 )

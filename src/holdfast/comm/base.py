@@ -215,7 +215,7 @@ class MessageCommunicator(Communicator, Protocol):
         """
 
     def start_receive(self, data: torch.Tensor, rank: int | None, tag: int) -> Message:
-        """Start receiving into ``data``, of the sender's size, from ``rank`` (None: any member); see :meth:`start_send`."""
+        """Start receiving into ``data``, of the sent size, from ``rank`` (None: any); see :meth:`start_send`."""
 
     def test(self, message: Message) -> int | None:
         """Return the peer's rank once ``message`` is complete (-1 for one that was sent), None before.

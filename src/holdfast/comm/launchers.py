@@ -38,10 +38,11 @@ def others_started(env: Mapping[str, str]) -> str:
         saw = next((name for name in _WITHOUT_SIZE if name in env), "")
     if not saw:
         return ""
-    size, who = sizes.get(saw, 0), _who(env, saw)
+    size, launcher = sizes.get(saw, 0), _launcher(env, saw)
     what = "is" if size else "may be"
     return (
-        f"{saw}={env[saw]}{f' ({who})' if who else ''} says that this process {what} one of several, each of which would train alone: "
+        f"{saw}={env[saw]}{f' ({launcher})' if launcher else ''} says that this process {what} one of several, "
+        "and each would train alone: "
         f'start {_instead(env, saw, size)}, or let it train alone with fabric="virtual" or HOLDFAST_FABRIC=virtual'
     )
 
@@ -57,7 +58,7 @@ def _number(text: str) -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else 0
 
 
-def _who(env: Mapping[str, str], saw: str) -> str:
+def _launcher(env: Mapping[str, str], saw: str) -> str:
     if saw in _WITHOUT_SIZE:
         return _WITHOUT_SIZE[saw]
     if saw != "WORLD_SIZE":

@@ -74,7 +74,7 @@ class Outbox:
             part.used = 0
 
     def put(self, to: Collection[int], data: torch.Tensor) -> bool:
-        """Send one copy of ``data`` to several ranks; return False, and tell them in the table, if there is no memory."""
+        """Send one copy of ``data`` to several ranks; without memory, tell them in the table and return False."""
         size = data.numel() * data.element_size()
         part = self._find_room(size)
         if part is None:
@@ -122,7 +122,7 @@ class Outbox:
 
 @dataclass(slots=True)
 class Inbox:
-    """Messages that process ``pid`` of this host sends to worker ``me`` in one generation; ``table`` is the sender's fd.
+    """Messages from process ``pid`` of this host to worker ``me`` in one generation; ``table`` is the sender's fd.
 
     Methods raise ``OSError`` if the sender's memory cannot be opened: it has died.
     """

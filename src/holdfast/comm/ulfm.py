@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _SECOND_DEATH_WITHIN_S = 0.5
 _QUIET_S = 0.03
-"""Failures a few milliseconds apart can crash ``MPI_Comm_shrink``; a pause before a second shrink prevents most crashes."""
+"""Failures a few milliseconds apart can crash ``MPI_Comm_shrink``; a pause before a second one prevents most crashes."""
 
 _LOOK_EVERY_S = 1e-3
 """Interval at which a worker that waits for a peer checks for failures of other workers."""

@@ -30,7 +30,7 @@ class Patience(NamedTuple):
 AMONG_FEW = Patience(200, _NAP_S)
 """For one core per process: polling takes no CPU time from workers that compute."""
 AMONG_MANY = Patience(1, 5e-4)
-"""For more processes than cores: each wake-up takes a core and its cache from a computing worker, so sleeps get longer."""
+"""For more processes than cores: a wake-up takes a core and its cache from a computing worker, so sleeps get longer."""
 
 
 class Waiting:
@@ -60,7 +60,7 @@ waiting = Waiting()
 
 
 def patience(processes: int) -> Patience:
-    """Return how to wait among ``processes`` processes; a background thread may compete with a computing main thread."""
+    """Return how to wait among ``processes`` processes; a background thread competes with a computing main thread."""
     alone = threading.current_thread() is threading.main_thread()
     return AMONG_FEW if alone and processes <= len(os.sched_getaffinity(0)) else AMONG_MANY
 

@@ -45,7 +45,7 @@ _Terms = dict[int, Vector]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of the vector in the share of one worker per host (``workers``); that of host ``finisher`` completes its sum."""
+    """A part of the vector in the share of one worker per host (``workers``); host ``finisher`` completes its sum."""
 
     part: slice
     workers: tuple[int, ...]
@@ -77,7 +77,7 @@ class HostsSum:
         self._hosts = hosts
         self._memory = memory
         self._me = comm.processes.index(comm.here)
-        self._words = torch.tensor([[who, comm.generation, 0, 0] for who in memory.incarnations], dtype=torch.int64)
+        self._words = torch.tensor([[n, comm.generation, 0, 0] for n in memory.incarnations], dtype=torch.int64)
         self._heard = torch.zeros_like(self._words)
         self._plans: dict[Span, _Plan] = {}
 
@@ -203,10 +203,10 @@ def pieces(hosts: Sequence[int], length: int, line: int) -> Iterator[Piece]:
     places = (i * chunk for here, chunk in zip(workers, chunks, strict=True) for i in range(len(here)))
     cuts = sorted({place for place in places if place < length})
     for start, stop in pairwise([*cuts, length]):
-        who = tuple(here[start // chunk] for here, chunk in zip(workers, chunks, strict=True))
+        owners = tuple(here[start // chunk] for here, chunk in zip(workers, chunks, strict=True))
         size = _even(stop - start, count, line)
         for finisher, begin in enumerate(range(start, stop, size)):
-            yield Piece(slice(begin, min(begin + size, stop)), who, finisher)
+            yield Piece(slice(begin, min(begin + size, stop)), owners, finisher)
 
 
 def _even(length: int, count: int, line: int) -> int:

@@ -157,7 +157,7 @@ class SharedSum:
         self._memory = memory
         self._words = words = memory.words
         self._me = comm.processes.index(comm.here)
-        self._known = np.array([[who, comm.generation] for who in memory.incarnations], dtype=np.int64)
+        self._known = np.array([[n, comm.generation] for n in memory.incarnations], dtype=np.int64)
         self._phase = 0
         self._words_far = np.zeros(1, dtype=np.int64) if words is None else words[:, 2]
         self._maxima = 0
@@ -360,5 +360,5 @@ class Introduction:
         if head[0, -1] != _MAGIC:
             return None
         head[self.me, :2] = (self._incarnation, self.comm.generation)
-        who = [row.incarnation for row in self.told]
-        return Memory(terms, whole[self._head_bytes :], given[self._head_bytes :], head, who)
+        incarnations = [row.incarnation for row in self.told]
+        return Memory(terms, whole[self._head_bytes :], given[self._head_bytes :], head, incarnations)
