@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _SECOND_DEATH_WITHIN_S = 0.5
 _QUIET_S = 0.03
-"""Failures a few milliseconds apart can crash ``MPI_Comm_shrink``; a pause before a second one prevents most crashes."""
+"""Failures a few milliseconds apart can crash ``MPI_Comm_shrink``; a pause before a second prevents most crashes."""
 
 _LOOK_EVERY_S = 1e-3
 """Interval at which a worker that waits for a peer checks for failures of other workers."""
@@ -41,7 +41,8 @@ def under_mpirun() -> bool:
 def _load_mpi() -> Any:
     if not under_mpirun():
         raise ConfigError(
-            "the ulfm fabric needs Open MPI's launcher: start with `holdfast run -n 4 SCRIPT` or `mpirun --with-ft ulfm -n 4 python SCRIPT`"
+            "the ulfm fabric needs Open MPI's launcher: start with `holdfast run -n 4 SCRIPT` or"
+            " `mpirun --with-ft ulfm -n 4 python SCRIPT`"
         )
     if os.environ.get("OMPI_MCA_mpi_ft_enable") != "1":  # noqa: SIM112 - Open MPI's spelling
         raise ConfigError(

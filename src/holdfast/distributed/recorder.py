@@ -126,8 +126,8 @@ class Witness:
         for fault in plan.faults:
             if fault.kind == FLIP:
                 raise ConfigError(
-                    f"--inject {fault.to_spec()}: a flip needs a holdfast.Session, because the torch.distributed backend"
-                    " does not know the model whose values are to be altered"
+                    f"--inject {fault.to_spec()}: a flip needs a holdfast.Session, because the torch.distributed"
+                    " backend does not know the model whose values are to be altered"
                 )
             if fault.phase not in _PHASES:
                 raise ConfigError(

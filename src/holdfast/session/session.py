@@ -169,8 +169,8 @@ class Session:
         self.check_finished()
         if not self._replica.is_replicated and self._world is not None and self._world.loop > 0:
             raise ScriptError(
-                "a Pipeline or Sharded model is trained in one call of session.steps, after which every worker has the complete"
-                " model: request all epochs in one call"
+                "a Pipeline or Sharded model is trained in one call of session.steps, after which every worker has the"
+                " complete model: request all epochs in one call"
             )
         if self._settings.slices > max(batch_size, MOST_WORKERS):
             raise ConfigError(
@@ -181,7 +181,8 @@ class Session:
         plan = self._plan(world, len(dataset), batch_size, epochs, shuffle=shuffle, drop_last=drop_last)
         if not plan.epoch_samples:
             raise ConfigError(
-                f"drop_last drops every sample: batch_size must be at most len(dataset) ({len(dataset)}), got {batch_size}"
+                f"drop_last drops every sample: batch_size must be at most len(dataset) ({len(dataset)}),"
+                f" got {batch_size}"
             )
         if application.looks is not None:
             return application.looks(self._replica, plan, dataset, collate)
