@@ -356,7 +356,7 @@ def test_where_the_disk_takes_no_copies_a_part_comes_back_from_the_checkpoint(tm
 
     assert found(restored) == {1: ("checkpoint", (2,)), 2: ("backup", (1,))}
     said = capsys.readouterr().err
-    assert said.count("the copy of part 1 before step 0 could not be written") == 1
+    assert said.count("cannot write the copy of part 1 before step 0") == 1
     assert steps(tmp_path / "c") == [3, 6, 9]
 
 

@@ -624,7 +624,7 @@ def test_a_large_buffer_must_stay_constant():
     model = Changing(change=True)
     session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    with pytest.raises(ScriptError, match="changed the buffer mask of 90000 numbers"):
+    with pytest.raises(ScriptError, match="changed the buffer mask of 90000 elements"):
         train(model, session, epochs=1)
 
 
