@@ -155,8 +155,8 @@ class Worker:
 
 
 def work(ways: Sequence[str], numbers: Sequence[int], rounds: int) -> None:
-    """Run one worker; the first one prints the measurements."""
-    warnings.filterwarnings("error", message="sums go by messages")  # otherwise shared would measure messages
+    """Be one worker; the first one prints what was measured."""
+    warnings.filterwarnings("error", message="all-reduce uses messages")  # or shared would be another name for messages
     worker = Worker(ways)
     for length in numbers:
         times = worker.measure(length, rounds)

@@ -25,5 +25,5 @@ def test_who_dies_while_slices_go_at_once_changes_no_bit(tmp_path):
     print(f"tried: {[(event['rank'], event['samples'], event['why_not']) for event in tried]}")
     assert {event["rank"] for event in tried} == {0, 1, 2}, "each looks for itself"
     # Whether slices keep their bits is up to the processor, and whether that is faster to the machine.
-    same = [event for event in tried if event["why_not"] != "the bits are others"]
+    same = [event for event in tried if event["why_not"] != "the bits differ"]
     assert all(event["at_once_s"] > 0 and event["one_by_one_s"] > 0 and event["step"] >= TRIALS - 1 for event in same)

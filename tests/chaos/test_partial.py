@@ -331,7 +331,7 @@ def test_where_no_copy_could_be_written_it_comes_from_the_checkpoint(tmp_path):
     assert {part: one["source"] for part, one in restored.items()} == {2: "checkpoint", 3: "backup"}
     assert restored[2]["stale_steps"]["blocks_of_age"] == {"4": restored[2]["blocks"]}
     said = report["_stdout"] + report["_stderr"]
-    assert said.count("the copy of part 2 before step 0 could not be written") == 1
+    assert said.count("cannot write the copy of part 2 before step 0") == 1
 
 
 def test_what_cannot_be_is_said_in_one_line(tmp_path):

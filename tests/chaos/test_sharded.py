@@ -158,7 +158,7 @@ def test_without_a_checkpoint_the_job_begins_again(tmp_path, fabric):
 
     assert_landed_for_good(report, 1, 2)
     assert report["restarts"] == 1
-    assert "there is no checkpoint: the job must begin again" in report["_stderr"] + report["_stdout"]
+    assert "without a checkpoint: the job must start over" in report["_stderr"] + report["_stdout"]
     check_same(report, report["workers"]["ranks_finished"])
 
 

@@ -260,7 +260,7 @@ def test_vectors_of_different_lengths_are_refused_by_all():
     answers = sums_of_threads(Fabric(2), [0, 1], some_terms([0, 1]), [[0], [1]], 3, comm=Longer)
 
     assert [type(answer) for answer in answers] == [ScriptError, ScriptError]
-    assert "different lengths, in the order of ranks [3, 4]" in str(answers[0])
+    assert "different lengths, in rank order [3, 4]" in str(answers[0])
 
 
 # -- real workers
@@ -372,7 +372,7 @@ def test_training_without_shared_memory_ends_with_the_same_bits(shared_bytes):
             job.kill()
 
     assert f"state {reference.train('cnn', 'sgd')}" in out, out + err
-    assert err.count("sums go by messages instead of shared memory") == int(shared_bytes != "0"), err
+    assert err.count("all-reduce uses messages instead of shared memory") == int(shared_bytes != "0"), err
 
 
 def memory_of(pids):

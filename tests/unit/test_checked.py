@@ -269,7 +269,7 @@ def test_a_run_without_faults_keeps_its_bits_and_rings_no_alarm(tmp_path, quiet)
 
 @pytest.mark.parametrize(
     ("target", "rank", "where"),
-    [("message", 3, "bucket 0 of stage 3"), ("handover", 1, "what stage 1 gave to stage 2")],
+    [("message", 3, "bucket 0 of stage 3"), ("handover", 1, "the message from stage 1 to stage 2")],
 )
 def test_what_stages_of_a_pipeline_give_each_other_is_looked_at(tmp_path, target, rank, where):
     model = holdfast.Pipeline(stages(), F.cross_entropy)

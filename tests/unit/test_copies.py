@@ -149,8 +149,8 @@ def test_a_disk_that_takes_nothing_costs_one_warning_until_it_does_again(copies,
     (tmp_path / "copies").write_text("a file where a directory is to be")
     go_on(copies, 0, 12)
     assert len(said) == 1
-    assert "the copy of part 2 before step 0 could not be written" in said[0]
-    assert "Training goes on" in said[0]
+    assert "cannot write the copy of part 2 before step 0" in said[0]
+    assert "Training continues" in said[0]
 
     (tmp_path / "copies").unlink()
     go_on(copies, 13, 21)
@@ -172,7 +172,7 @@ def test_what_is_damaged_is_named_and_passed_over(copies, tmp_path, said):
     assert copies.newest(PART).step == 0
 
     assert len(said) == 1
-    assert "passed over the copy of part 2 before step 4" in said[0]
+    assert "skipped the damaged copy of part 2 before step 4" in said[0]
     assert "tensor 'rows'" in said[0]
 
 
@@ -356,7 +356,7 @@ def test_where_the_disk_takes_no_copies_a_part_comes_back_from_the_checkpoint(tm
 
     assert found(restored) == {1: ("checkpoint", (2,)), 2: ("backup", (1,))}
     said = capsys.readouterr().err
-    assert said.count("the copy of part 1 before step 0 could not be written") == 1
+    assert said.count("cannot write the copy of part 1 before step 0") == 1
     assert steps(tmp_path / "c") == [3, 6, 9]
 
 
@@ -369,7 +369,7 @@ def test_a_damaged_copy_is_named_and_the_one_before_is_taken(tmp_path, capsys):
                      checkpoint_dir=str(tmp_path / "c"))  # fmt: skip
 
     assert found(restored) == {1: ("copy", (5,)), 2: ("backup", (1,))}
-    assert "passed over the copy of part 1 before step 8" in capsys.readouterr().err
+    assert "skipped the damaged copy of part 1 before step 8" in capsys.readouterr().err
 
 
 def test_where_the_newest_checkpoint_is_damaged_the_one_before_it_is_compared(tmp_path, capsys):
@@ -381,7 +381,7 @@ def test_where_the_newest_checkpoint_is_damaged_the_one_before_it_is_compared(tm
                      checkpoint_dir=str(tmp_path / "c"), checkpoint_every=3)  # fmt: skip
 
     assert found(restored)[1] == ("copy", (3,))  # and not the checkpoint of step 3
-    assert "passed over step 6" in capsys.readouterr().err
+    assert "skipped step 6" in capsys.readouterr().err
 
 
 def test_what_another_job_left_is_not_believed_and_gone_when_there_is_something_newer(tmp_path):

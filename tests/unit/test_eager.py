@@ -222,9 +222,9 @@ class Own(optim.SGD):
 
 
 REFUSED = {
-    "a scaler": ({"scaler": torch.amp.GradScaler("cpu")}, optim.SGD, "a scaler looks at all gradients before"),
-    "clipping": ({"clip_grad_norm": 1.5}, optim.SGD, r"clip_grad_norm=1\.5 takes the norm of all gradients"),
-    "another optimizer": ({}, Own, "only of plain SGD, Adam, AdamW, Adagrad, RMSprop .* got Own"),
+    "a scaler": ({"scaler": torch.amp.GradScaler("cpu")}, optim.SGD, "a scaler checks all gradients before"),
+    "clipping": ({"clip_grad_norm": 1.5}, optim.SGD, r"clip_grad_norm=1\.5 needs the norm of all gradients"),
+    "another optimizer": ({}, Own, "only plain SGD, Adam, AdamW, Adagrad, RMSprop .* got Own"),
 }
 
 
@@ -233,7 +233,7 @@ def test_what_needs_all_sums_first_is_refused(what):
     arguments, kind, message = REFUSED[what]
     model = nn.Linear(3, 2)
 
-    with pytest.raises(ConfigError, match=f"update eager runs the optimizer before all sums are there, and {message}"):
+    with pytest.raises(ConfigError, match=f"update eager runs the optimizer before all sums are known, but {message}"):
         holdfast.Session(model, kind(model.parameters()), update="eager", **arguments)
 
 
@@ -247,7 +247,7 @@ def test_hooks_of_an_optimizer_are_refused():
 
 
 def test_a_model_that_is_split_is_refused():
-    with pytest.raises(ConfigError, match="update eager needs a model that every worker has all of, got a Sharded"):
+    with pytest.raises(ConfigError, match="update eager needs a replicated model, got a Sharded"):
         holdfast.Session(holdfast.Sharded(nn.Linear(3, 2)), optim.SGD, update="eager")
 
 

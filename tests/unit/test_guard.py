@@ -302,7 +302,7 @@ def test_a_split_model_cannot_be_healed():
         pipeline, lambda p: torch.optim.SGD(p, lr=0.1), fabric="virtual", workers=2, guard="heal"
     )
 
-    with pytest.raises(ConfigError, match="guard heal needs a model that every worker has all of"):
+    with pytest.raises(ConfigError, match="guard heal needs a replicated model"):
         next(session.steps(TensorDataset(torch.ones(8, 3), torch.zeros(8).long()), 4))
 
 

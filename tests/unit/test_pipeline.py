@@ -339,7 +339,7 @@ def test_an_evaluation_that_cannot_be_is_refused():
         ("at least 1 sample and a batch_size of at least 1, got 23 and 0", lambda step: step.evaluate(dataset(), 0)),
         ("at least 1 sample and a batch_size of at least 1, got 0 and 5", lambda step: step.evaluate([], 5)),
         ("must have len and \\[\\], got generator", lambda step: step.evaluate((x for x in dataset()), 5)),
-        ("needs an average: give the session one", lambda step: step.evaluate(dataset(), 5, averaged=True)),
+        ("needs an average: pass the session average=", lambda step: step.evaluate(dataset(), 5, averaged=True)),
         ("need a dataset of tuples", lambda step: step.evaluate(torch.zeros(3, 1, 6, 6), 5)),
     ):
         _, session = begin()
@@ -654,20 +654,25 @@ flat = lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3))  # noqa: E731
     [
         ([flat], lambda o, y: o.sum(1), ScriptError, "the loss must return a scalar"),
         ([lambda: Two(6, 3), flat], loss_of, ScriptError, "a stage must return one tensor, stage 0 returned tuple"),
-        ([flat, nn.ReLU], loss_of, ConfigError, "stage 1 of the Pipeline has no parameters that are trained"),
-        ([flat, lambda: 3], loss_of, ScriptError, "a stage must be an nn.Module or a function that makes one, got int"),
+        ([flat, nn.ReLU], loss_of, ConfigError, "stage 1 of the Pipeline has no trainable parameters"),
+        (
+            [flat, lambda: 3],
+            loss_of,
+            ScriptError,
+            "a stage must be an nn.Module or a function that returns one, got int",
+        ),
         (
             [lambda: Cut(36, 3), lambda: nn.Linear(3, 3)],
             loss_of,
             ScriptError,
-            "what stage 0 of a Pipeline returns does",
+            "the output of stage 0 of a Pipeline requires no gradient",
         ),
-        ([flat, lambda: Deaf(3, 3)], loss_of, ScriptError, "no gradient goes back to stage 0"),
+        ([flat, lambda: Deaf(3, 3)], loss_of, ScriptError, "stage 0 gets no gradient"),
         (
             [flat, lambda: nn.Linear(3, 3, device="meta")],
             loss_of,
             ConfigError,
-            "stage 1 of a Pipeline must be in the memory of the CPU, got weight on meta",
+            "stage 1 of a Pipeline must be in CPU memory, got weight on meta",
         ),
     ],
 )
@@ -686,7 +691,7 @@ def test_a_pipeline_without_stages_is_refused():
 @pytest.mark.parametrize(
     ("optimizer", "options", "says"),
     [
-        (torch.optim.SGD(nn.Linear(2, 2).parameters()), {}, "a Pipeline needs a function that makes an optimizer"),
+        (torch.optim.SGD(nn.Linear(2, 2).parameters()), {}, "a Pipeline needs a function that returns an optimizer"),
         (
             OPTIMIZERS["sgd"],
             {"strategy": "forward"},

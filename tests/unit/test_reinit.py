@@ -179,7 +179,7 @@ def test_a_model_that_is_split_is_built_again_from_a_checkpoint_only():
     def main():
         holdfast.Session(holdfast.Sharded(nn.Linear(3, 2)), torch.optim.Adam, strategy="reinit")
 
-    with pytest.raises(ConfigError, match="reinit_from must be checkpoint for a model that is split, got own"):
+    with pytest.raises(ConfigError, match="reinit_from must be checkpoint for a Pipeline or Sharded model, got own"):
         holdfast.reinit(main)
 
 

@@ -624,7 +624,7 @@ def test_a_large_buffer_must_stay_constant():
     model = Changing(change=True)
     session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    with pytest.raises(ScriptError, match="changed the buffer mask of 90000 numbers"):
+    with pytest.raises(ScriptError, match="changed the buffer mask of 90000 elements"):
         train(model, session, epochs=1)
 
 
@@ -774,7 +774,7 @@ def test_attempts_are_counted_from_0():
 def test_slices_that_log_different_figures_are_found_out():
     _, _, session = make(workers=1, slices=2)
     names = iter("ab")
-    with pytest.raises(ScriptError, match="every slice must log the same figures; slice 1 of step 0"):
+    with pytest.raises(ScriptError, match="every slice must log the same metrics; slice 1 of step 0"):
         loop(session, lambda step: None, lambda step, x, y: log_one(step, x, next(names)))
 
 

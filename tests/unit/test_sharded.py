@@ -331,12 +331,12 @@ def session_of(model=None, optimizer=OPTIMIZERS["sgd"], **arguments):
     [
         ("shards must be from 1 to 6, .* or 0, got 7", lambda: holdfast.Sharded(make("odd"), shards=7)),
         ("shards must be from 1 to 6, .* or 0, got -1", lambda: holdfast.Sharded(make("odd"), shards=-1)),
-        ("7 workers cannot each hold a shard of 6 tensors .*shards=6", lambda: session_of(workers=7)),
-        ("Sharded needs a function that makes an average .* got an average", lambda: session_of(average=make_average(make("odd")))),
+        ("7 workers cannot each hold a shard of 6 parameter tensors.*shards=6", lambda: session_of(workers=7)),
+        ("Sharded needs a function that returns an average .* got an average", lambda: session_of(average=make_average(make("odd")))),
         ("average must be a .*AveragedModel of the model, got function", lambda: holdfast.Session(make("odd"), OPTIMIZERS["sgd"](make("odd").parameters()), average=make_average)),
         ("needs a function .* got an optimizer", lambda: session_of(optimizer=OPTIMIZERS["sgd"](make("odd").parameters()))),
         ("strategy must be rollback, restart, reinit or partial for a Sharded model, got forward", lambda: session_of(strategy="forward")),
-        (r"a Sharded model must be in the memory of the CPU, got \S+ on meta: move it there", lambda: session_of(make("odd").to("meta"))),
+        (r"a Sharded model must be in CPU memory, got \S+ on meta: move it there", lambda: session_of(make("odd").to("meta"))),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_at_once(said, begin):
@@ -350,7 +350,7 @@ def test_what_cannot_work_is_refused_at_once(said, begin):
     ("said", "optimizer"),
     [
         ("the function that makes the optimizer of a shard must return .* got list", list),
-        ("the optimizer holds parameters that are not the model's", lambda p: OPTIMIZERS["sgd"](make("odd").parameters())),
+        ("the optimizer has parameters that are not the model's", lambda p: OPTIMIZERS["sgd"](make("odd").parameters())),
     ],
 )  # fmt: skip
 def test_a_function_that_makes_something_else_is_refused(said, optimizer):
@@ -403,7 +403,7 @@ def test_a_shard_that_nobody_holds_is_loaded_or_the_state_is_lost(tmp_path):
     both_holders = faults("kill:rank=1,step=5", "kill:rank=2,step=5")
     model = make("odd")
 
-    with pytest.raises(StateLost, match="the job must begin again"):
+    with pytest.raises(StateLost, match="the job must start over"):
         train(model, session_of(model, workers=4, faults=both_holders))
 
     check_equal(trained(tmp_path / "a", 4, 4), trained(tmp_path / "b", 4, 4, faults=both_holders))

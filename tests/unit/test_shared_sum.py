@@ -341,7 +341,7 @@ class Liar:
         pass
 
     def look(self):
-        raise PeerFailed("somebody has died, so not everybody is at phase 1 or 2")
+        raise PeerFailed("somebody has died, so not every worker has reached phase 1 or 2")
 
 
 def sum_with_a_liar(other_is_at):
@@ -373,7 +373,7 @@ def test_words_of_somebody_else_are_found_out(column):
     add, words = sum_with_a_liar(other_is_at=2)
     words[1, column] += 1
 
-    with pytest.raises(PeerFailed, match=r"not everybody .* at phase 1"):
+    with pytest.raises(PeerFailed, match=r"not every worker .* phase 1"):
         sum_once(add)
 
 

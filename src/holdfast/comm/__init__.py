@@ -1,9 +1,10 @@
-"""Who is alive, and how tensors are summed.
+"""Communication between workers: membership, collectives, and the deterministic all-reduce.
 
-:class:`~holdfast.comm.base.Communicator` is the seam: :mod:`~holdfast.comm.ulfm` (Open MPI, real processes),
-:mod:`~holdfast.comm.c10d` (PyTorch's process groups) and :mod:`~holdfast.comm.virtual` (many workers in one process) implement it, and
-:class:`~holdfast.comm.allreduce.ordered.OrderedSum` adds gradients on top of any, in an order that belongs to the job.
-Names are loaded when they are first used: the launcher asks :mod:`~holdfast.comm.fabrics` alone, and loads no torch.
+:class:`~holdfast.comm.base.Communicator` is the interface. It is implemented by :mod:`~holdfast.comm.ulfm` (Open MPI,
+real processes), :mod:`~holdfast.comm.c10d` (PyTorch's process groups) and :mod:`~holdfast.comm.virtual` (many workers
+in one process). :class:`~holdfast.comm.allreduce.ordered.OrderedSum` all-reduces gradients over any of them in a fixed
+order.
+Names are imported lazily: the launcher uses only :mod:`~holdfast.comm.fabrics`, which does not import torch.
 """
 
 from __future__ import annotations

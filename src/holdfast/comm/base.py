@@ -1,4 +1,4 @@
-"""What a fabric must be able to do."""
+"""The interface that a fabric implements: collectives, point-to-point messages and membership."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from holdfast.errors import InternalError
 from holdfast.recovery.messages import Progress
 
 BROADCAST_BYTES = 16 << 20
-"""A broadcast goes in pieces of this size, so that it needs little memory beside the data."""
+"""Bytes of one chunk of a broadcast; chunking bounds the extra memory."""
 
 POST_TAG = 1
-"""The tag of what is posted; those of swaps are others."""
+"""Tag of posted messages; a swap uses other tags."""
 NOBODYS_TAG = (1 << 30) + 1
-"""A tag that no message has."""
+"""A tag that no message uses."""
 
 Placed = Sequence[tuple[int, torch.Tensor]]
-"""Contiguous tensors of any shape and dtype, each with the place in :attr:`Exchange.processes` that it goes to or comes from."""
+"""Contiguous tensors of any shape and dtype, each with the index in :attr:`Exchange.processes` of its peer."""
 
 
 class Exchange(Protocol):
-    """The collectives that a sum needs, among a fixed set of workers; see :class:`Communicator` for the promises.
+    """The collectives that an all-reduce needs, among a fixed set of workers; guarantees: see :class:`Communicator`.
 
-    Each raises :class:`~holdfast.errors.PeerFailed` if it did not complete here.
+    Each raises :class:`~holdfast.errors.PeerFailed` if it did not complete on this process.
     """
 
     @property
@@ -36,165 +36,166 @@ class Exchange(Protocol):
 
     @property
     def here(self) -> tuple[int, ...]:
-        """Members that this process plays, ascending."""
+        """Members that run in this process, ascending."""
 
     @property
     def processes(self) -> tuple[tuple[int, ...], ...]:
-        """Members by process, in the order in which tensors are exchanged."""
+        """The members of each process, in the order in which tensors are exchanged."""
 
     @property
     def crowd(self) -> int:
-        """Number of processes that may do the same at the same time, in whichever part of the world: all of them."""
+        """Number of processes in the world, all of which may run the same operation at the same time."""
 
     @property
     def generation(self) -> int:
         """Number of shrinks so far."""
 
     def alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
-        """Give row ``i`` of ``send`` to process ``i``; row ``i`` of ``out`` comes from it.
+        """Send row ``i`` of ``send`` to process ``i``; row ``i`` of ``out`` is received from it.
 
         Args:
-            send: Contiguous, shape ``(len(processes), ...)``, any dtype; untouched even by a failure.
+            send: Contiguous, shape ``(len(processes), ...)``, any dtype; never modified, even on failure.
             out: Contiguous, the same shape and dtype; must not overlap ``send``. Undefined after a failure.
         """
 
     def allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
-        """Collect ``part`` of every process in the rows of ``out``.
+        """Gather ``part`` from every process into the rows of ``out``.
 
         Args:
-            part: Contiguous, any shape and dtype, the same at every process.
+            part: Contiguous, any shape and dtype, the same on every process.
             out: Contiguous, shape ``(len(processes), *part.shape)``.
         """
 
     def swap(self, send: Placed, receive: Placed) -> None:
-        """Give tensors to some processes and take tensors from some; that it completed says nothing of the others.
+        """Send to some processes and receive from some. Completion here implies nothing about other processes.
 
         Args:
-            send: What to give to which place.
-            receive: What to overwrite by what comes from which place. The n-th that is taken from a process is the n-th
-                that it gives, and has its size. After a failure it is undefined, and may still change.
+            send: Tensors to send, each with its destination.
+            receive: Buffers to receive into, each with its source. The n-th receive from a process matches its n-th
+                send, and has the same size. After a failure the contents are undefined, and may still change.
         """
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each of a few 64-bit integers over all members."""
+        """Return the element-wise maximum of a few 64-bit integers over all members."""
 
     def barrier(self) -> None:
-        """Return when every member has called it."""
+        """Block until every member has called it."""
 
     def look(self) -> None:
-        """Return at once; for those who wait for their peers by other means than a collective.
+        """Check for failures without blocking; for callers that wait for their peers by other means than a collective.
 
         Raises:
-            PeerFailed: if a member is known to have died, or a peer has revoked this generation.
+            PeerFailed: if a member is known to have failed, or a peer has revoked this generation.
         """
 
 
 class Communicator(Exchange, Protocol):
-    """The living workers, and the collectives among them.
+    """The surviving workers, and the collectives among them.
 
-    A worker is known by its rank in the first world, for life. A process may play several workers (the virtual
-    fabric plays all of them), so collectives that move tensors are between *processes*.
+    A worker keeps its initial rank for life. One process may run several workers (the virtual fabric runs all of them),
+    so collectives that move tensors are between *processes*.
 
-    Promises of every implementation:
+    Every implementation guarantees:
 
-    - Collectives are blocking and *symmetric*: no result exists anywhere without the input of all. (A broadcast is
-      therefore a sum of bytes in which all but the root give zeros.)
-    - When a member has died, a collective either completes with the right result or raises
-      :class:`~holdfast.errors.PeerFailed`; some members may see the one and some the other.
-    - ``agree`` and ``shrink`` are uniform over the living, and return only when every living member has called.
+    - Collectives are blocking and *symmetric*: no process has a result without the input of all. (A broadcast is
+      therefore a reduction of bytes to which all but the root contribute zeros.)
+    - After a member has failed, a collective either completes with the right result or raises
+      :class:`~holdfast.errors.PeerFailed`; the outcome may differ between members.
+    - ``agree`` and ``shrink`` are uniform over the survivors, and return only when every survivor has called.
     - One thread makes all calls, one call at a time.
-    - What goes between two processes (``swap``, ``post``) goes by connections that the first collective of a generation
-      makes, with all members; so one of those comes before.
+    - Messages between two processes (``swap``, ``post``) use connections that the first collective of a generation
+      establishes, with all members; such a collective must come first.
     """
 
     def swap(self, send: Placed, receive: Placed, tag: int = 0) -> None:
-        """Exchange tensors with some; see :meth:`Exchange.swap`. It fails, too, if any member is known to have died.
+        """Exchange tensors; see :meth:`Exchange.swap`. Also fails if any member is known to have failed.
 
-        ``tag``, ``>= 0`` and below ``2**30`` but not 1, tells them from other messages between the same two.
+        ``tag``, ``>= 0`` and below ``2**30`` but not 1, separates these messages from others between the same
+        processes.
         """
 
     def post(self, rank: int, data: torch.Tensor) -> None:
-        """Begin to give ``data`` to the process that plays ``rank``, and return; it never waits for that one.
+        """Start sending ``data`` to the process that runs ``rank``, and return; never waits for the receiver.
 
-        What has not been taken when the generation ends, or this process, is lost.
+        A message that was not taken before the generation, or this process, ends is lost.
 
         Args:
-            rank: A member that another process plays; the virtual fabric, which has no other, takes any.
-            data: CPU, contiguous, any shape and dtype, not empty. It is not written any more.
+            rank: A member in another process; the virtual fabric, which has only one process, takes any.
+            data: CPU, contiguous, any shape and dtype, not empty. The caller must not modify it afterwards.
 
         Raises:
-            PeerFailed: if it cannot be begun.
+            PeerFailed: if the send cannot be started.
         """
 
     def take(self, rank: int, data: torch.Tensor) -> None:
-        """Wait for what the process that plays ``rank`` posted; the n-th that is taken is the n-th that it posted here.
+        """Receive a message posted by the process that runs ``rank``; messages arrive in the order of posting.
 
         Args:
-            rank: A member that another process plays.
-            data: CPU, contiguous, of the size of what was posted; overwritten.
+            rank: A member in another process.
+            data: CPU, contiguous, as many bytes as were posted; overwritten.
 
         Raises:
-            PeerFailed: if it did not arrive; ``data`` is undefined then, and may still change.
+            PeerFailed: if the message did not arrive; ``data`` is then undefined, and may still change.
         """
 
     def broadcast(self, data: torch.Tensor, root: int) -> None:
-        """Overwrite ``data`` everywhere with that of the process that plays the member ``root``.
+        """Overwrite ``data`` on every process with the data of the process that runs the member ``root``.
 
-        It is contiguous, of the same shape and dtype at every process. After a failure it is whole, the old or the new.
+        It is contiguous, and has the same shape and dtype on every process. After a failure it is entirely old or new.
         """
 
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
         """Return the progress of every member, by rank."""
 
     def agree(self, flag: bool) -> bool:
-        """Return the AND of all flags; False too if a member is found dead. Uniform over the living."""
+        """Return the AND of all flags, or False if a member is found to have failed. Uniform over the survivors."""
 
     def revoke(self) -> None:
-        """Make every collective of this generation fail at every member that waits in one, soon."""
+        """Make every collective of this generation fail soon, on every member that waits in one."""
 
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
-        """Go on with the living: :attr:`members` is new, :attr:`generation` has grown.
+        """Start a new generation with the survivors: updates :attr:`members` and increments :attr:`generation`.
 
         Args:
-            admits: Let those in who wait to join this training loop; they come in if all members say the same.
-            leaves: This worker wants to be left out.
+            admits: Admit the workers that wait to join this training loop, if all members pass the same loop.
+            leaves: Leave this worker out of the new generation.
 
         Returns:
-            Whether this process goes on. If not, it must make no other call.
+            Whether this process is a member of the new generation. If not, it must make no further call.
         """
 
     @property
     def is_stranded(self) -> bool:
-        """Whether this member can continue only with the current members: without the store no agreement is possible after a failure."""
+        """Whether the store is lost: after a failure no agreement is possible, so training cannot continue past one."""
 
     def join(self, loop: int) -> bool:
-        """Wait to be let into a training loop, as a worker that the job did not start with; False if a later loop goes on by now."""
+        """Wait to be admitted to a training loop that is already running; False if a later loop is running by now."""
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
-        """Return the workers that, as far as this process knows, wait to join a training loop; costs next to nothing."""
+        """Return the workers known to this process that wait to join a training loop; takes next to no time."""
 
     def announce(self, loop: int, kind: str) -> None:
-        """Tell later workers, as the lowest member, which training loop goes on, and what :meth:`wanted_kind` returns to them."""
+        """On the lowest member: publish the running training loop, and the value that :meth:`wanted_kind` returns."""
 
     def wanted_kind(self) -> str:
-        """Return, to a worker that has not joined yet, of what kind the members are; wait until they say it."""
+        """Return, on a worker that has not joined yet, the platform of the members; wait until it is published."""
 
     def failed(self) -> tuple[int, ...]:
-        """Return the members that this process knows to be dead."""
+        """Return the members that this process knows to have failed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Message:
-    """A message between two workers that is on its way: what the fabric knows it by, and its memory, in use until it is through."""
+    """A message in flight between two workers: the fabric's request, and the memory that it uses until it completes."""
 
     request: Any
     data: torch.Tensor
 
 
 class MessageCommunicator(Communicator, Protocol):
-    """A communicator for the ``torch.distributed`` backend: messages are begun and looked after, and a thread may give up.
+    """A communicator for the ``torch.distributed`` backend, with non-blocking messages and a revoke from other threads.
 
-    All calls come from the thread that owns it, :meth:`revoke_from_outside` alone from any other.
+    All calls come from the owning thread, except :meth:`revoke_from_outside`, which comes from any other.
     """
 
     @property
@@ -202,60 +203,60 @@ class MessageCommunicator(Communicator, Protocol):
         """Number of workers that the job was started with."""
 
     def start_send(self, data: torch.Tensor, rank: int, tag: int) -> Message:
-        """Begin to give ``data`` to the member ``rank``; the message is through when that has taken it.
+        """Start sending ``data`` to the member ``rank``; the message completes when the receiver has it.
 
         Args:
-            data: CPU, contiguous, any shape and dtype; not written until the message is through.
+            data: CPU, contiguous, any shape and dtype; must not be modified until the message completes.
             rank: A member.
-            tag: As that of :meth:`swap`.
+            tag: As in :meth:`swap`.
 
         Raises:
-            PeerFailed: if it cannot be begun.
+            PeerFailed: if the send cannot be started.
         """
 
     def start_receive(self, data: torch.Tensor, rank: int | None, tag: int) -> Message:
-        """Begin to overwrite ``data``, of the size of what is given, by what ``rank`` gives, or by what any member gives first; see :meth:`start_send`."""
+        """Start receiving into ``data``, of the sent size, from ``rank`` (None: any); see :meth:`start_send`."""
 
     def test(self, message: Message) -> int | None:
-        """Return the rank at the other end once ``message`` is through (-1 for one that was sent), None before.
+        """Return the peer's rank once ``message`` is complete (-1 for one that was sent), None before.
 
         Raises:
-            PeerFailed: if it did not arrive.
+            PeerFailed: if the message did not arrive.
         """
 
     def abandon(self, message: Message) -> None:
-        """Keep the memory of a message whose end is of no interest any more, until the fabric is done with it."""
+        """Ignore the outcome of a message, but keep its memory until the fabric no longer uses it."""
 
     def is_revoked(self) -> bool:
-        """Return at once whether a peer has revoked this generation."""
+        """Return, without blocking, whether a peer has revoked this generation."""
 
     def revoke_from_outside(self) -> None:
-        """Revoke, from another thread than the owner, which waits in a collective that will not complete."""
+        """Revoke from a thread other than the owner, which waits in a collective that will not complete."""
 
 
 class FixedMembership:
-    """What a communicator answers that no worker can join later, and whose agreements need no store."""
+    """Membership methods of a communicator that no worker can join later, and whose agreements need no store."""
 
     is_stranded = False
 
     def join(self, loop: int) -> bool:
-        """Refuse: all workers are here from the beginning."""
+        """Raise ``InternalError``: all workers are members from the start."""
         raise InternalError(f"a worker cannot join a training loop that it is in, loop {loop}")
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
-        """Return none."""
+        """Return an empty tuple."""
         return ()
 
     def announce(self, loop: int, kind: str) -> None:
-        """Do nothing: no worker comes later."""
+        """Do nothing: no worker joins later."""
 
     def wanted_kind(self) -> str:
-        """Return nothing: no worker comes later."""
+        """Return an empty string: no worker joins later."""
         return ""
 
 
 class OneWorker(Communicator, Protocol):
-    """A communicator whose process is one worker. The thread that makes it makes all calls."""
+    """A communicator whose process is one worker. The thread that creates it makes all calls."""
 
     _me: int
     _owner: int
@@ -266,12 +267,12 @@ class OneWorker(Communicator, Protocol):
 
     @property
     def here(self) -> tuple[int, ...]:
-        """The one worker that this process is."""
+        """The one worker that this process runs."""
         return (self._me,)
 
     @property
     def processes(self) -> tuple[tuple[int, ...], ...]:
-        """One process a member."""
+        """One process per member."""
         return tuple((rank,) for rank in self.members)
 
     @property
@@ -306,7 +307,7 @@ class OneWorker(Communicator, Protocol):
 
 
 def share_bytes(comm: Communicator, mine: bytes, root: int) -> bytes:
-    """Return everywhere the bytes of the process that plays ``root``; a collective."""
+    """Return on every process the bytes of the process that runs ``root``; a collective."""
     is_root = root in comm.here
     (length,) = comm.maximum([len(mine) if is_root else 0])
     if not length:

@@ -1,12 +1,12 @@
-"""Real processes over PyTorch's own process groups (Gloo), rebuilt among the survivors after a failure.
+"""Real processes over PyTorch's process groups (Gloo), rebuilt among the survivors after a failure.
 
-Gloo has neither an agreement nor a shrink, and says nothing of a death to those who are not neighbours of the dead in its
-ring. Both come from :class:`~holdfast.membership.Roster`, whose store no worker hosts, and which hears of deaths from the
-launchers. Gloo only moves bytes: one group a generation, and nobody waits for it without looking at the roster.
+Gloo provides neither an agreement nor a shrink, and reports a failure only to the failed rank's neighbours in its ring.
+:class:`~holdfast.membership.Roster` provides both. Its store is hosted by no worker, and the launchers report failures
+to it. Gloo only moves bytes: there is one process group per generation, and every wait on it also polls the roster.
 
-An operation that was given up may still write to its tensors, and read from them, until its group is buried. What is
-written to must therefore be used by one generation only, and what is read from must not change before all have answered
-the recovery; :mod:`~holdfast.comm.allreduce.ordered` sees to both.
+An abandoned operation may still read and write its tensors until its process group is destroyed. So an output buffer
+belongs to one generation only, and an input must not change before all members have answered the recovery;
+:mod:`~holdfast.comm.allreduce.ordered` ensures both.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from holdfast.torch_private import gather_flat
 
 _PATIENCE_ALONE_S = 5.0
 _NEW_WAIT_S = 1.0
-"""Who has not looked for so long was not waiting."""
+"""A worker that has not polled for longer than this was not waiting."""
 
 _ALONE_TAG = (1 << 30) + 2
-"""The tag of what members tell each other who have lost their store; nothing else has one so large."""
+"""Tag of the messages between members that have lost their store; larger than any other tag."""
 
 
 class C10dCommunicator(OneWorker):
-    """Workers that meet in a store.
+    """Workers whose membership is kept in a store.
 
     Args:
-        store: Where membership is kept.
+        store: The membership store.
         rank: This worker.
-        world: The workers that the job starts with; None for one who comes later, see :meth:`join`.
-        timeout_s: After so long, members that are alive count as failed if they cannot be connected with.
+        world: The workers that the job starts with; None for a worker that joins later, see :meth:`join`.
+        timeout_s: A member that is alive but cannot be connected to within this time counts as failed.
     """
 
     def __init__(self, store: Store, rank: int, world: Sequence[int] | None, *, timeout_s: float = 60.0) -> None:
@@ -85,11 +85,11 @@ class C10dCommunicator(OneWorker):
             self.barrier()
 
     def swap(self, send: Placed, receive: Placed, tag: int = 0) -> None:
-        """Exchange CPU tensors with some; see :meth:`Communicator.swap`."""
+        """Exchange CPU tensors with some processes; see :meth:`Communicator.swap`."""
         me = self._place(self._me)
         own = ([data for place, data in side if place == me] for side in (receive, send))
         for taken, given in zip(*own, strict=True):
-            taken.copy_(given)  # Gloo has no way to oneself
+            taken.copy_(given)  # Gloo cannot send to its own rank
         takes, gives = (
             [(as_bytes(data), place) for place, data in side if place != me and data.numel()]
             for side in (receive, send)
@@ -98,18 +98,18 @@ class C10dCommunicator(OneWorker):
         def begin(group: Any) -> Work:
             works = [group.recv([data], place, tag) for data, place in takes]
             works += [group.send([data], place, tag) for data, place in gives]
-            # Only who waits for a message learns of its arrival.
+            # Gloo reports the arrival of a message only to a thread that waits for it.
             return Aside(lambda: [work.wait() for work in works], keep=(takes, gives))
 
         if takes or gives:
             self._run(begin)
 
     def post(self, rank: int, data: torch.Tensor) -> None:
-        """Begin to give; see :meth:`Communicator.post`."""
+        """Start a send; see :meth:`Communicator.post`."""
         self._post(rank, data, POST_TAG)
 
     def take(self, rank: int, data: torch.Tensor) -> None:
-        """Wait for what was posted; see :meth:`Communicator.take`."""
+        """Receive a posted message; see :meth:`Communicator.take`."""
         place = self._place(rank)
         self._run(lambda group: Aside(group.recv([as_bytes(data)], place, POST_TAG).wait, keep=data))
 
@@ -130,7 +130,7 @@ class C10dCommunicator(OneWorker):
         return [int(value) for value in data]
 
     def broadcast(self, data: torch.Tensor, root: int) -> None:
-        """Take the maximum of bytes of which all but the root's are zero; see :meth:`Communicator.broadcast`."""
+        """Reduce with MAX over bytes that are zero everywhere but on the root; see :meth:`Communicator.broadcast`."""
         whole = as_bytes(data)
         result = torch.empty_like(whole)
         for start in range(0, whole.numel(), BROADCAST_BYTES):
@@ -143,7 +143,7 @@ class C10dCommunicator(OneWorker):
         whole.copy_(result)
 
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
-        """Collect the progress of all; see :meth:`Communicator.share_progress`."""
+        """Gather the progress of all members; see :meth:`Communicator.share_progress`."""
         mine = torch.tensor([progress.completed, progress.computed, progress.flags, progress.heard], dtype=torch.int64)
         everybodys = torch.empty(len(self.members), len(mine), dtype=torch.int64)
         self.allgather(mine, everybodys)
@@ -153,14 +153,14 @@ class C10dCommunicator(OneWorker):
         }
 
     def barrier(self) -> None:
-        """Return when every member has called it."""
+        """Block until every member has called it."""
         self._reduce(torch.zeros(1, dtype=torch.uint8), dist.ReduceOp.MAX)
 
     def look(self) -> None:
-        """Look at what the store has told; see :meth:`Exchange.look`.
+        """Poll the store for failures; see :meth:`Exchange.look`.
 
-        Without a store nobody tells of a death: who waits for long then takes it for one. And those for whom it waits may
-        have to be told first what was agreed on last.
+        Without a store no failure is reported: a wait longer than 5 s then counts as one. The peers that this worker
+        waits for may first need the outcome of the last agreement, which this call sends them.
         """
         self._roster.check()
         if not self._store.lost:
@@ -171,7 +171,7 @@ class C10dCommunicator(OneWorker):
             self._waits_since_s = now_s
         self._looked_s = now_s
         if now_s - self._waits_since_s > _PATIENCE_ALONE_S:
-            said = f"not everybody came within {_PATIENCE_ALONE_S:g} s, and there is no store that could say why"
+            said = f"not every member arrived within {_PATIENCE_ALONE_S:g} s, and the membership store is lost"
             raise PeerFailed(said)
 
     # -- membership
@@ -179,7 +179,7 @@ class C10dCommunicator(OneWorker):
     def agree(self, flag: bool) -> bool:
         """Return the AND of all flags; see :meth:`Communicator.agree`.
 
-        Without a store nobody can go on after a failure, so all that is left to agree on is how to stop.
+        Without a store training cannot continue after a failure: the members can only agree on how to stop.
         """
         self._check_thread()
         try:
@@ -192,7 +192,7 @@ class C10dCommunicator(OneWorker):
                 return False
 
     def _go_alone(self) -> Alone:
-        """Return how to agree in this generation without a store; the first call tells the others that we have none."""
+        """Return this generation's storeless agreement; the first call tells the other members of the loss."""
         if self._alone is None:
             others = [rank for rank in self.members if rank != self._me]
             post = functools.partial(self._post, tag=_ALONE_TAG)
@@ -204,16 +204,16 @@ class C10dCommunicator(OneWorker):
         self.swap(send, receive, _ALONE_TAG)
 
     def revoke(self) -> None:
-        """Wake all members that wait in this generation; raise ``StoreLost`` if there is no store any more."""
+        """Wake all members that wait in this generation; raise ``StoreLost`` if the store is lost."""
         self._check_thread()
         try:
             self._roster.revoke()
         except StoreLost:
-            self._drop_group()  # closing them is the only way left to tell the others
+            self._drop_group()  # closing the connections is the only signal left
             raise
 
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
-        """Go on with the living; see :meth:`Communicator.shrink` and :class:`~holdfast.membership.roster.Roster`."""
+        """Start a new generation; see :meth:`Communicator.shrink` and :class:`~holdfast.membership.roster.Roster`."""
         self._check_thread()
         with waiting:
             self._roster.shrink(admits=admits, leaves=leaves)
@@ -221,7 +221,7 @@ class C10dCommunicator(OneWorker):
         return self._me in self.members
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
-        """Return which workers wait to join a training loop."""
+        """Return the workers that wait to join a training loop."""
         version = self._store.version
         if version != self._looked_at:
             self._waiting = self._roster.newcomers(loop)
@@ -229,13 +229,13 @@ class C10dCommunicator(OneWorker):
         return self._waiting
 
     def announce(self, loop: int, kind: str) -> None:
-        """Say which training loop goes on, if this is the lowest member; see :meth:`Communicator.announce`."""
+        """Publish the running training loop, if this is the lowest member; see :meth:`Communicator.announce`."""
         if self._me == self.members[0] and not self._store.lost:
             self._store.put("loop", str(loop))
             self._store.put("kind", kind)
 
     def wanted_kind(self) -> str:
-        """Return of what kind the members are; see :meth:`Communicator.wanted_kind`. ``StoreLost`` if the store is."""
+        """Return the members' platform; see :meth:`Communicator.wanted_kind`. ``StoreLost`` if the store is lost."""
         with waiting:
             return self._store.wait(lambda: self._store.get("kind")) or ""
 
@@ -245,12 +245,12 @@ class C10dCommunicator(OneWorker):
         return bool(self._store.lost)
 
     def join(self, loop: int) -> bool:
-        """Wait to be let into a training loop; see :meth:`Communicator.join`. ``StoreLost`` if the store is."""
+        """Wait to be admitted to a training loop; see :meth:`Communicator.join`. ``StoreLost`` if the store is lost."""
         with waiting:
             return self._roster.join(loop, lambda: int(self._store.get("loop") or 0) > loop)
 
     def failed(self) -> tuple[int, ...]:
-        """Return the members that are known to be dead."""
+        """Return the members that are known to have failed."""
         return self._roster.dead()
 
     # -- groups
@@ -264,7 +264,7 @@ class C10dCommunicator(OneWorker):
         self._run(lambda group: group.allreduce([data], options))
 
     def _run(self, begin: Callable[[Any], Work]) -> None:
-        """Begin an operation of the group, and wait for it."""
+        """Start an operation of the process group, and wait for it."""
         self._with_group(lambda group: wait(begin(group), self.look))
 
     def _with_group(self, act: Callable[[Any], Any]) -> None:
@@ -280,7 +280,7 @@ class C10dCommunicator(OneWorker):
             raise
 
     def _connect(self) -> Any:
-        """Make the group of this generation, all together."""
+        """Create the process group of this generation, together with all members."""
         prefix = f"g/{self.generation}/c10d/cpu/"
         self._meet(f"{prefix}here/")
         meeting = Meeting(self._store, prefix, self._timeout_s)
@@ -294,7 +294,7 @@ class C10dCommunicator(OneWorker):
         return self._group
 
     def _meet(self, prefix: str) -> None:
-        """Return when all members have come, however late."""
+        """Block until all members have arrived, however late."""
         self._store.put(f"{prefix}{self._me}", "")
 
         def all_here() -> bool | None:
@@ -304,7 +304,7 @@ class C10dCommunicator(OneWorker):
         self._store.wait(all_here)
 
     def _drop_group(self) -> None:
-        """Forget the group of the generation that is over."""
+        """Discard the process group of the previous generation."""
         if self._sending is not None:
             self._sending.end()
             self._sending = None

@@ -1,4 +1,4 @@
-"""Choosing the fabric, and connecting this process with the others."""
+"""Selects the fabric, and connects this process to the other workers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ def connect(fabric: str, workers: int, ranks: str, *, rank: int = -1, store: str
     """Return the communicator of this process.
 
     Args:
-        fabric: One of :func:`~holdfast.comm.fabrics.registry.fabric_names`, or "" for ``ulfm`` under mpirun and one virtual worker otherwise.
-        workers: How many there are, where nothing else says it.
-        ranks: Comma-separated worker numbers, or "" for 0, 1, 2, ...
-        rank: This worker's number; ``gloo`` needs it.
-        store: Where membership is kept; ``gloo`` needs it.
-        token: What the store asks for.
+        fabric: A name from :func:`~holdfast.comm.fabrics.registry.fabric_names`, or "" for ``ulfm`` under mpirun and
+            one virtual worker otherwise.
+        workers: Number of workers, where the launcher does not set it.
+        ranks: Comma-separated ranks of the workers, or "" for 0, 1, 2, ...
+        rank: This worker's rank; required by ``gloo``.
+        store: URL of the membership store; required by ``gloo``.
+        token: Access token of the store.
 
     Raises:
-        ConfigError: if the fabric cannot work here; or if it was not given, and another launcher started this process beside
-            others: each would train alone, and save where the others do.
+        ConfigError: if the fabric cannot work here; or if none was given, and another launcher started this process as
+            one of several. Each would train alone, and all would save to the same place.
     """
     numbers = [int(rank) for rank in ranks.split(",")] if ranks else None
     if numbers is not None and numbers != sorted(set(numbers)):

@@ -1,8 +1,8 @@
-"""PyTorch's own process groups, as far as :mod:`~holdfast.comm.c10d` needs them: made, waited for, given up.
+"""PyTorch process groups, as :mod:`~holdfast.comm.c10d` uses them: created, waited for, abandoned.
 
-Nothing of theirs can be interrupted: not the making of a group, whose other members may die meanwhile, and not what it
-carries out. So all of it runs in threads that can be left behind, with the memory that they use; the group is ended there
-too, because that waits for what it still does.
+Neither the creation of a process group, during which members may fail, nor its operations can be interrupted. Both
+therefore run in threads that can be left behind together with the memory they use. The group is also destroyed in such
+a thread, because that blocks until pending operations end.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from holdfast.membership import Store
 from holdfast.torch_private import gloo_options
 
 FOREVER = timedelta(days=1)
-"""How long a group may take for an operation: nobody can tell here whether the others are slow or cannot be reached."""
+"""Timeout of an operation of the group: a slow peer cannot be told here from an unreachable one."""
 
 _NOBODYS_TAG = (1 << 30) + 1
-"""A tag that no message has."""
+"""A tag that no message uses."""
 
 _SPINS = 20
-"""How often a work is looked at before the thread naps."""
+"""Number of polls before the thread sleeps."""
 _SHORTEST_NAP_S = 2e-5
 _LONGEST_NAP_S = 2e-3
 _NAP_SHARE = 8
-"""A nap is as long as this part of the wait until now, so that it delays little and long waits cost little."""
+"""A sleep lasts this fraction of the time waited so far: short waits see little delay, long ones cost little CPU."""
 
 
 class Work(Protocol):
-    """Something that goes on by itself."""
+    """An asynchronous operation."""
 
     def is_completed(self) -> bool:
-        """Return whether it is over, well or not."""
+        """Return whether it has ended, successfully or not."""
 
     def wait(self, timeout: timedelta) -> Any:
-        """Complain, once it is over, if it did not end well."""
+        """Raise the error of an operation that has ended unsuccessfully."""
 
 
 class Aside:
-    """Work that can only be waited for, done in a thread of its own so that it can be given up, with the memory that it uses (``keep``)."""
+    """A blocking call in its own thread, so that it can be abandoned; ``keep`` holds the memory that it uses."""
 
     def __init__(self, act: Callable[[], Any], keep: object = None) -> None:
         self._task: tuple[Callable[[], Any], object] | None = (act, keep)
@@ -76,14 +76,14 @@ class Aside:
         assert self._task is not None
         try:
             self._result = self._task[0]()
-        except BaseException as error:  # whoever waits gets it
-            traceback.clear_frames(error.__traceback__)  # which would keep what is waited for, in a circle
+        except BaseException as error:  # raised again in wait()
+            traceback.clear_frames(error.__traceback__)  # the frames would keep this object alive in a reference cycle
             self._error = error
         self._task = None
 
 
 def wait(work: Work, check: Callable[[], None]) -> Any:
-    """Return the result of ``work``, and call ``check`` meanwhile, which may raise: then the work goes on unattended."""
+    """Return the result of ``work``; call ``check`` meanwhile. If ``check`` raises, the operation is left running."""
     begun_s = time.monotonic()
     for _ in range(_SPINS):
         if work.is_completed():
@@ -96,30 +96,30 @@ def wait(work: Work, check: Callable[[], None]) -> Any:
 
 
 class Sending:
-    """What is on its way to others: kept, in a thread of its own, until it has left; only who waits learns of that."""
+    """Sends in flight: a thread keeps their memory until they complete, which Gloo reports only to a waiting thread."""
 
     def __init__(self) -> None:
         self._left: queue.SimpleQueue[tuple[Any, torch.Tensor] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="holdfast-sending", daemon=True).start()
 
     def add(self, work: Any, data: torch.Tensor) -> None:
-        """Keep ``data`` until ``work`` is over, well or not."""
+        """Keep ``data`` until ``work`` has ended, successfully or not."""
         self._left.put((work, data))
 
     def end(self) -> None:
-        """Let the thread end, after what was added."""
+        """Let the thread end once all that was added has completed."""
         self._left.put(None)
 
     def _run(self) -> None:
         while (item := self._left.get()) is not None:
-            with contextlib.suppress(RuntimeError):  # who waits for a peer hears of it
+            with contextlib.suppress(RuntimeError):  # the next wait for that peer reports its failure
                 item[0].wait()
             del item
 
 
 @contextmanager
 def as_peer_failure() -> Iterator[None]:
-    """Whatever a process group complains of, closed, reset or timed out, means that a peer has failed."""
+    """Convert any error of a process group (closed, reset, timed out) to ``PeerFailed``."""
     try:
         yield
     except RuntimeError as error:
@@ -127,7 +127,7 @@ def as_peer_failure() -> Iterator[None]:
 
 
 class Meeting(dist.Store):  # type: ignore[name-defined,misc]  # torch has no stubs for it
-    """Where the processes of a group tell each other their addresses: keys of the store that membership is kept in, under a prefix."""
+    """The rendezvous of a process group: its keys live in the membership store, under a prefix."""
 
     def __init__(self, store: Store, prefix: str, timeout_s: float) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Meeting(dist.Store):  # type: ignore[name-defined,misc]  # torch has no st
         self._given_up = False
 
     def give_up(self) -> None:
-        """Let every wait fail; a thread that was left behind ends at the next change of the store."""
+        """Make every wait fail; an abandoned thread ends at the next change of the store."""
         self._given_up = True
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -146,31 +146,32 @@ class Meeting(dist.Store):  # type: ignore[name-defined,misc]  # torch has no st
         self._store.put(self._prefix + key, base64.b64encode(data).decode())
 
     def get(self, key: str) -> bytes:
-        """Return a value, as soon as there is one."""
+        """Return a value, waiting until it exists."""
         self.wait([key])
         value = self._store.get(self._prefix + key)
         assert value is not None
         return base64.b64decode(value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return when all keys have values; ``PeerFailed`` if they did not come in time, or the group was given up."""
+        """Wait until all keys exist; ``PeerFailed`` on timeout, or if the rendezvous was given up."""
         limit_s = self._timeout_s if timeout is None else min(timeout.total_seconds(), self._timeout_s)
         if self._store.wait(lambda: self._given_up or self.check(keys) or None, limit_s) is None or self._given_up:
-            raise PeerFailed(f"not everybody said where to find it, within {limit_s:g} s")
+            raise PeerFailed(f"not every member published its address within {limit_s:g} s")
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys have values."""
+        """Return whether all keys exist."""
         return all(self._store.get(self._prefix + key) is not None for key in keys)
 
     def has_extended_api(self) -> bool:
-        """Return that there is nothing more."""
+        """Return False: the extended store API is not implemented."""
         return False
 
 
 def make_gloo(meeting: Meeting, place: int, size: int, address: str, timeout_s: float) -> Any:
-    """Return a group of Gloo's, for CPU tensors: the process number ``place`` of ``size``.
+    """Return a Gloo process group for CPU tensors, with rank ``place`` of ``size``.
 
-    The others reach this machine at ``address``; ``GLOO_SOCKET_IFNAME`` overrules it. Connections must be made in time.
+    Peers connect to this machine at ``address``, unless ``GLOO_SOCKET_IFNAME`` is set. Connections time out after
+    ``timeout_s``.
     """
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     make = dist.ProcessGroupGloo.create_device
@@ -181,19 +182,19 @@ def make_gloo(meeting: Meeting, place: int, size: int, address: str, timeout_s: 
 
 
 def _hang_up(group: Any) -> None:
-    """Close the connections of a group of Gloo's, which ends what waits in it for members that live on.
+    """Close the connections of a Gloo group, which ends its pending operations with surviving members.
 
-    There is no call for it, but Gloo closes them all when a wait runs out of time; nobody sends with this tag.
+    Gloo has no call for this, but closes all connections when a wait times out. No message uses this tag, so it does.
     """
     for place in range(group.size()):
         if place != group.rank():
-            with contextlib.suppress(RuntimeError):  # it ran out of time, or that one is closed already
+            with contextlib.suppress(RuntimeError):  # it timed out, or that connection is closed already
                 group.recv([torch.empty(1)], place, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
 
 
 def bury(group: Any) -> None:
-    """End a group, aside."""
-    remains = [group]  # so that the last reference goes where the waiting is done
+    """Destroy a group in the background."""
+    remains = [group]  # so that the thread drops the last reference, which blocks
     del group
 
     def end() -> None:
@@ -203,6 +204,6 @@ def bury(group: Any) -> None:
             group.abort()
             group.shutdown()
         except RuntimeError as error:
-            sys.stderr.write(f"holdfast: an old process group did not end well: {error}\n")
+            sys.stderr.write(f"holdfast: cannot shut down an old process group cleanly: {error}\n")
 
     threading.Thread(target=end, name="holdfast-bury", daemon=True).start()

@@ -1,8 +1,8 @@
-"""Memory that the processes of one host share, without a name that could be left behind.
+"""Shared memory between the processes of one host, without a name that could be left behind.
 
-A segment is an anonymous file (``memfd_create``) with all its pages reserved (``posix_fallocate``): a killed job leaves
-nothing, and too little memory is an error here instead of a SIGBUS later. Others open it through ``/proc/PID/fd/N``,
-at any time, for reading or for writing.
+A segment is an anonymous file (``memfd_create``) with all pages reserved (``posix_fallocate``). A killed job leaves
+nothing behind, and too little memory is an error at creation instead of a SIGBUS later. Other processes open a segment
+through ``/proc/PID/fd/N``, at any time, for reading or for writing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 import xxhash
 
 _KEEP_FREE = 0.1
-"""Share of the memory that is free now that sums may not take."""
+"""Fraction of the free memory that must stay free."""
 
 
 class Segment:
-    """A piece of shared memory that this process made, of ``size_bytes >= 1``; ``OSError`` if there is not so much."""
+    """A shared memory segment created by this process, of ``size_bytes >= 1``; ``OSError`` if memory is too short."""
 
     def __init__(self, size_bytes: int) -> None:
         self.fd = os.memfd_create("holdfast", os.MFD_CLOEXEC)
@@ -41,9 +41,9 @@ class Segment:
 
 
 class Opened:
-    """The segments that this process has opened for reading, so that none is mapped twice.
+    """The segments that this process has opened for reading; none is mapped twice.
 
-    A mapping keeps its segment, and the system gives no number twice at a time: equal numbers are the same memory.
+    A mapping keeps its segment alive, and the system reuses no live inode number: equal numbers are the same memory.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Opened:
         self._asked: dict[tuple[int, int], torch.Tensor] = {}
 
     def get(self, fd: int, size_bytes: int) -> torch.Tensor:
-        """Return the memory of an open file, mapped now if it is not yet."""
+        """Return the memory of an open file, and map it first if necessary."""
         status = os.fstat(fd)
         number = (status.st_dev, status.st_ino)
         known = self._known.get(number)
@@ -61,29 +61,29 @@ class Opened:
         return known
 
     def forget_others(self) -> None:
-        """Forget what was not asked for since this was called last."""
+        """Forget every segment that was not requested since the last call."""
         self._known, self._asked = self._asked, {}
 
 
 def open_segment(
     pid: int, fd: int, size_bytes: int, *, writable: bool = False, opened: Opened | None = None
 ) -> torch.Tensor:
-    """Return the bytes of a segment that process ``pid`` of this host made.
+    """Return the bytes of a segment that process ``pid`` of this host created.
 
     Args:
-        pid: Who.
-        fd: Its file descriptor there.
-        size_bytes: Its size.
-        writable: A write to a tensor that is not ends this process (SIGSEGV) and harms nobody else.
-        opened: Where it may be known already, if it is not for writing.
+        pid: The owning process.
+        fd: The file descriptor in that process.
+        size_bytes: Size of the segment.
+        writable: A write to a read-only tensor kills this process (SIGSEGV) and harms no other.
+        opened: Cache of segments mapped for reading.
 
     Raises:
-        OSError: if it cannot be opened, for instance because that process has died, or another user owns it.
+        OSError: if it cannot be opened, for instance because that process has died, or belongs to another user.
     """
     mine = os.open(f"/proc/{pid}/fd/{fd}", (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     try:
         if os.fstat(mine).st_size != size_bytes:
-            raise OSError(f"the segment of process {pid} has another size than {size_bytes} bytes")
+            raise OSError(f"the shared memory segment of process {pid} does not have the expected {size_bytes} bytes")
         return _map(mine, size_bytes, writable=writable) if opened is None else opened.get(mine, size_bytes)
     finally:
         os.close(mine)
@@ -94,19 +94,19 @@ def _map(fd: int, size_bytes: int, *, writable: bool) -> torch.Tensor:
     mapped = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, access)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping for as long as it is used
+        return torch.frombuffer(mapped, dtype=torch.uint8)  # holds the mapping for its own lifetime
 
 
 @functools.cache
 def host_id() -> int:
-    """Return a number that processes share iff they can open each other's segments: host, boot and process namespace."""
+    """Return a number equal on processes that can open each other's segments: hostname, boot and PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = Path("/proc/self/ns/pid").readlink()
     return xxhash.xxh3_64_intdigest(f"{socket.gethostname()} {boot} {namespace}".encode()) >> 1
 
 
 def free_bytes() -> int:
-    """Return how much memory sums may take: most of what this host, and this process's cgroup, have left."""
+    """Return how much memory may be shared: most of what this host, and this process's cgroup, have left."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     return int((1 - _KEEP_FREE) * min(free_kib << 10, _cgroup_free()))
@@ -117,12 +117,12 @@ def _cgroup_free() -> int:
     folder = Path("/sys/fs/cgroup", group[3:].lstrip("/"))
     try:
         limit, used = (Path(folder, name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:  # no cgroup of version 2, or its root, which has no limit
+    except OSError:  # no cgroup v2, or its root, which has no limit
         return 1 << 62
     return 1 << 62 if limit == "max" else int(limit) - int(used)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous tensor without copying."""
-    # A tensor of one element counts as contiguous whatever its stride is, and could then not be seen as bytes.
+    # PyTorch calls a one-element tensor contiguous whatever its stride, and then view(uint8) would fail.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

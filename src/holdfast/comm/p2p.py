@@ -1,15 +1,16 @@
-"""Messages between two workers inside a step: activations forward, gradients backward.
+"""Point-to-point messages within a step: activations forward, gradients backward.
 
-Between workers of one host they lie in the sender's memory (:mod:`~holdfast.comm.shm_p2p`), where the receiver reads them:
-one copy, made by the sender, and nothing sent. Between hosts, and where memory cannot be shared, they go by the
-communicator: a header of fixed size, then the numbers.
+Between workers of one host a message lies in the sender's shared memory (:mod:`~holdfast.comm.shm_p2p`), where the
+receiver
+reads it: one copy, made by the sender. Between hosts, and where memory cannot be shared, the communicator carries it:
+a header of fixed size, then the numbers.
 
-What makes it safe that memory is used again:
+Why memory can be reused safely:
 
-- *Within a generation* a step begins after the closing sum of the one before, which each worker enters when it has read
-  all that it reads. There is no second attempt: a failure ends the generation.
-- *In a new one* tables are fresh and attempts count from 1. All who are in it have met in the recovery, so nobody reads
-  what the attempt before sent; and a worker that was shut out, and wakes up late, writes only to its own memory.
+- *Within a generation* a step begins after the commit vote of the previous step, which a worker enters only after it
+  has read all its messages. A step is not retried within a generation: a failure ends it.
+- *In a new generation* tables are new and attempts count from 1. All its members took part in the recovery, so none
+  reads messages of the previous attempt; an excluded worker that wakes up late writes only to its own memory.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from holdfast.errors import InternalError, PeerFailed, ScriptError
 
 _NO_TABLE = -1
 _HEADER_WORDS = 3 + MAX_DIMS
-"""Attempt, type, number of dimensions, shape."""
+"""Attempt, dtype, number of dimensions, shape."""
 
 
 class Mail:
-    """Messages between workers within a step, in order between each two of them.
+    """Messages between workers within a step, in order between each pair of workers.
 
-    The process that plays several workers (the virtual fabric's) says in ``me`` which of them sends or receives. All
-    methods raise :class:`~holdfast.errors.PeerFailed` if a worker died meanwhile.
+    A process that runs several workers (the virtual fabric) selects the sender or receiver with ``me``. All methods
+    raise :class:`~holdfast.errors.PeerFailed` if a worker failed meanwhile.
 
     Args:
-        comm: Whose members take part.
-        shared_bytes: Most memory that this worker may share with others of its host; 0: none, -1: what is free.
+        comm: The communicator of the workers.
+        shared_bytes: Upper bound of the memory that this worker shares with its host; 0: none, -1: what is free.
     """
 
     def __init__(self, comm: Communicator, *, shared_bytes: int = -1) -> None:
@@ -57,10 +58,10 @@ class Mail:
         self._patience = AMONG_MANY
 
     def begin(self) -> None:
-        """Begin an attempt of a step: forget all messages. All members together, once each attempt.
+        """Begin an attempt of a step and discard all messages; called by all members, once per attempt.
 
-        Costs no message unless the generation has changed. In one generation all members must have closed the step
-        before: a step is not begun twice in it.
+        Sends no message unless the generation has changed. Within a generation all members must have committed the
+        previous step: no step is attempted twice.
         """
         if self._generation != self._comm.generation:
             self._set_up()
@@ -74,9 +75,10 @@ class Mail:
         """Send a copy of ``data``; never waits for a receiver.
 
         Args:
-            to: A member, this worker too; or some members, who read the same copy if they share memory with this worker.
-            data: Any shape of at most 8 dimensions, any dtype and device; ``ScriptError`` if it has more.
-            me: Who sends, among those whom this process plays.
+            to: A member, possibly this worker; or several members, which read one copy if they share memory with this
+                worker.
+            data: At most 8 dimensions, any shape, dtype and device; ``ScriptError`` if it has more.
+            me: The sending worker, if this process runs several.
         """
         ranks = (to,) if isinstance(to, int) else tuple(to)
         for rank in ranks:
@@ -96,15 +98,15 @@ class Mail:
                 self._post(rank, data)
 
     def receive(self, source: int, *, me: int | None = None) -> torch.Tensor:
-        """Wait for the next message of this attempt from ``source``; the n-th call gets the n-th message.
+        """Wait for the next message of this attempt from ``source``; the n-th call returns the n-th message.
 
         Args:
-            source: A member, this worker too.
-            me: Who receives, among those whom this process plays.
+            source: A member, possibly this worker.
+            me: The receiving worker, if this process runs several.
 
         Returns:
-            A tensor of the CPU that must not be written: others may read the same memory. It may be read until this
-            worker enters the sum that closes the step.
+            A CPU tensor that must not be modified, because other workers may read the same memory. It is valid until
+            this worker enters the step's commit vote.
         """
         self._check(source)
         if source in self._comm.here:
@@ -117,19 +119,19 @@ class Mail:
                 wait_until(inbox.has_next, self._comm.look, self._patience)
             data = inbox.take()
         except OSError as error:
-            raise PeerFailed(f"the memory of worker {source} cannot be opened: {error}") from error
+            raise PeerFailed(f"cannot open the shared memory of worker {source}: {error}") from error
         return self._take(source) if data is None else data
 
     def _check(self, rank: int) -> None:
         if self._generation != self._comm.generation:
             raise InternalError("a message before begin(): the generation has changed")
         if rank not in self._comm.members:
-            raise InternalError(f"worker {rank} is no member, those are {self._comm.members}")
+            raise InternalError(f"worker {rank} is not a member, expected one of {self._comm.members}")
 
     def _who(self, me: int | None) -> int:
         here = self._comm.here
         if me is None and len(here) > 1:
-            raise InternalError(f"this process plays the workers {here}: say in `me` which of them sends or receives")
+            raise InternalError(f"this process runs the workers {here}: pass the sender or receiver as `me`")
         return here[0] if me is None else me
 
     def _take_kept(self, source: int, me: int) -> torch.Tensor:
@@ -140,7 +142,7 @@ class Mail:
             raise InternalError(f"{waits}, which this process has not sent before")
         return kept.popleft()
 
-    # -- by messages
+    # -- over the communicator
 
     def _post(self, to: int, data: torch.Tensor) -> None:
         shape = list(data.shape)
@@ -159,7 +161,7 @@ class Mail:
             data = torch.empty(shape[:dims], dtype=DTYPES[dtype])
             if data.numel():
                 self._comm.take(source, data)
-            if attempt == self._attempt:  # else nobody took it in the step that sent it
+            if attempt == self._attempt:  # otherwise it was never taken in the step that sent it
                 return data
 
     # -- setting up
@@ -173,13 +175,13 @@ class Mail:
         self._generation, self._attempt = self._comm.generation, 0
 
     def _introduce(self) -> None:
-        """Open the tables of those who share memory with this worker, and learn who has opened this one's."""
+        """Open the tables of workers that share memory with this one, and learn which of them have opened its own."""
         comm, count = self._comm, len(self._comm.processes)
         told = torch.empty(count, 3, dtype=torch.int64)
         comm.allgather(torch.tensor([host_id(), os.getpid(), self._make_table()]), told)
         for (rank, *_), (host, pid, table) in zip(comm.processes, told.tolist(), strict=True):
             if rank not in comm.here and host == host_id() and table != _NO_TABLE:
-                with contextlib.suppress(OSError):  # its owner hears that this worker does not read it
+                with contextlib.suppress(OSError):  # the second all-gather tells the owner
                     self._inboxes[rank] = Inbox(comm.here[0], pid, table, self._opened)
         reads = torch.tensor([rank in self._inboxes for rank, *_ in comm.processes])
         everybodys = torch.empty(count, count, dtype=torch.bool)
@@ -189,7 +191,7 @@ class Mail:
 
     def _make_table(self) -> int:
         if self._shared_bytes and ORDERED_STORES:
-            with contextlib.suppress(OSError):  # the others hear that there is nothing to read
+            with contextlib.suppress(OSError):  # _NO_TABLE tells the other workers
                 return self._outbox.renew()
         return _NO_TABLE
 

@@ -1,13 +1,13 @@
-"""Messages that lie in the memory of who wrote them, where the others of its host read them.
+"""Messages that lie in the sender's memory, where the other workers of its host read them.
 
 ::
 
-    table       a line a message, in the order of sending, whoever it is for; its first word is written last
-    segments    what the messages hold; they last for as long as the worker lives
+    table       one line per message, in the order of sending, for all receivers; its first word is written last
+    segments    the contents of the messages; they live as long as the worker
 
-An outbox is written by its owner only, and mapped by others for reading. Every generation has a fresh table: what a
-worker writes that was stopped and wakes up late lies where nobody looks any more. Segments are used again, in later
-generations too: who reads them has met their owner since.
+Only its owner writes an outbox; other workers map it for reading. Every generation has a new table, so a stopped worker
+that wakes up late writes where no worker reads any more. Segments are reused, also in later generations: their readers
+have synchronised with the owner since.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from holdfast.comm.allreduce.shm import DTYPES, aligned
 from holdfast.comm.memory import Opened, Segment, open_segment
 
 MAX_DIMS = 8
-"""Most dimensions of what is sent."""
+"""Maximum number of dimensions of a message."""
 
 ELSEWHERE = -1
-"""Stands for the file of a message that comes by the communicator, because there was no memory for it."""
+"""In place of the file descriptor: the message comes over the communicator, because there was no memory for it."""
 
 _LINES, _WORDS = 256, 16
 TABLE_BYTES = _LINES * _WORDS * 8
 _STAMP, _TO, _FD, _SIZE, _OFFSET, _DTYPE, _DIMS, _SHAPE = range(8)
 _GOES_ON = -1
-"""Stands for whom the last line of a table is for: it says where the next table is."""
+"""In place of the receiver, in the last line of a table: the line holds the file descriptor of the next table."""
 
 _LEAST_BYTES = 1 << 20
 
@@ -44,16 +44,16 @@ def _words(table: torch.Tensor) -> _Words:
 
 @dataclass(slots=True)
 class _Part:
-    """A segment, and how much of it holds messages of this attempt."""
+    """A segment, and how many of its bytes hold messages of this attempt."""
 
     segment: Segment
     used: int = 0
 
 
 class Outbox:
-    """What this worker sends; ``may_take`` says whether it may share so many bytes more, beside those it shares.
+    """The messages that this worker sends; ``may_take(held, more)`` decides whether it may share ``more`` bytes.
 
-    Its methods raise ``OSError`` if there is no memory even for a line.
+    Methods raise ``OSError`` if there is no memory even for a table.
     """
 
     def __init__(self, may_take: Callable[[int, int], bool]) -> None:
@@ -63,18 +63,18 @@ class Outbox:
         self._table = self._line = self._attempt = 0
 
     def renew(self) -> int:
-        """Begin a new table; return its file."""
+        """Start a new table; return its file descriptor."""
         self._tables = [Segment(TABLE_BYTES)]
         return self._tables[0].fd
 
     def begin(self, attempt: int) -> None:
-        """Begin anew, for the ``attempt`` of all, ``>= 1``: what was sent may be overwritten."""
+        """Start the given ``attempt``, ``>= 1`` and equal on all workers: earlier messages may be overwritten."""
         self._table, self._line, self._attempt = 0, 0, attempt
         for part in self._parts:
             part.used = 0
 
     def put(self, to: Collection[int], data: torch.Tensor) -> bool:
-        """Send one copy of ``data`` to some; return False if there is no memory for it, which the receivers are told."""
+        """Send one copy of ``data`` to several ranks; without memory, tell them in the table and return False."""
         size = data.numel() * data.element_size()
         part = self._find_room(size)
         if part is None:
@@ -102,10 +102,10 @@ class Outbox:
     def _write(self, to: int, words: list[int]) -> None:
         line = _words(self._tables[self._table].bytes)[self._line]
         line[_TO : _FD + len(words)] = [to, *words]
-        line[_STAMP] = self._attempt  # last: who sees it sees the others, and the message
+        line[_STAMP] = self._attempt  # last: a reader that sees the stamp sees the line and the message
 
     def _find_room(self, size: int) -> _Part | None:
-        """Return the first segment with room: the same ones in every step that sends the same."""
+        """Return the first segment with room; the choice repeats in every step that sends the same messages."""
         for part in self._parts:
             if part.used + size <= part.segment.bytes.numel():
                 return part
@@ -122,9 +122,9 @@ class Outbox:
 
 @dataclass(slots=True)
 class Inbox:
-    """What one other worker of this host, process ``pid``, sends to this one in one generation; ``table`` is its file there.
+    """Messages from process ``pid`` of this host to worker ``me`` in one generation; ``table`` is the sender's fd.
 
-    Its methods raise ``OSError`` if the sender's memory cannot be opened: it has died.
+    Methods raise ``OSError`` if the sender's memory cannot be opened: it has died.
     """
 
     me: int
@@ -141,12 +141,12 @@ class Inbox:
         self._open_table(self.table)
 
     def begin(self, attempt: int) -> None:
-        """Look for the messages of this ``attempt`` of all from now on."""
+        """From now on, read the messages of this ``attempt``."""
         self._attempt, self._line = attempt, 0
         self._now = self._tables[self.table]
 
     def has_next(self) -> bool:
-        """Return whether the next message to this worker is there."""
+        """Return whether the next message to this worker has arrived."""
         while self._now[self._line, _STAMP] == self._attempt:
             to = self._now[self._line, _TO]
             if to == self.me:
@@ -159,7 +159,7 @@ class Inbox:
         return False
 
     def take(self) -> torch.Tensor | None:
-        """Return the next message, which is there, read-only; None if it comes by the communicator."""
+        """Return the next message, which has arrived, read-only; None if it comes over the communicator."""
         line = [int(word) for word in self._now[self._line]]
         self._line += 1
         if line[_FD] == ELSEWHERE:

@@ -1,10 +1,11 @@
-"""How members agree who have lost the store that they met in, as when the launcher dies, while all of them live.
+"""Agreement between members that have lost their store, for instance because the launcher died, while all are alive.
 
-The store may have gone in the very moment of an agreement, so that some have heard the outcome, and wait in the next sum,
-while the others ask. Those must not be asked by another sum: the two would not fit each other. So each member, as soon as
-it sees that the store is lost, tells each other which agreement it heard the outcome of last, and hears nothing from the
-store any more. Who asks looks at what all have told: if one of them knows, its word holds, as the store's would have, and all
-who ask see the same words. Else nobody has heard, nor will, and all will come to ask: each tells each other its flag.
+The store may be lost in the middle of an agreement: some members know the outcome and wait in the next collective,
+while others do not. A collective cannot ask the former, because it would not match the one that they wait in. So each
+member that sees the loss posts to every other member the last agreement whose outcome it knows, and ignores the store
+from then on. A member without the outcome reads these messages. If one of them has the outcome, it holds, as the
+store's would have, and every member that asks reads the same messages. Otherwise no member has it, and all exchange
+their flags.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from holdfast.errors import InternalError
 from holdfast.membership import Heard
 
 Messages = Sequence[tuple[int, torch.Tensor]]
-"""Each with the member that it comes from or goes to."""
+"""Each with the member that sends or receives it."""
 
 
 class Alone:
@@ -25,9 +26,9 @@ class Alone:
 
     Args:
         others: All other members.
-        post: Begins to give a message to one of them.
-        swap: Gives each of them a message, or none, and takes the next one of each; returns when both is done.
-        heard: What the store has told last; it must tell nothing from now on.
+        post: Starts to send a message to one member.
+        swap: Sends each of them a message, or none, and receives the next one from each; blocks until both are done.
+        heard: The last outcome that came from the store; it must deliver none from now on.
     """
 
     def __init__(
@@ -45,21 +46,21 @@ class Alone:
             post(rank, _message(heard))
 
     def agree(self, act: int, flag: bool) -> bool:
-        """Return the outcome of an agreement that the store did not tell of; ``PeerFailed`` if a member does not answer."""
+        """Return the outcome of an agreement that the store did not deliver; ``PeerFailed`` if a member is silent."""
         if not self._has_asked:
             self._known = max([self._known, *self._listen([])])
             self._has_asked = True
         if self._known.act < act:
             mine = Heard(act, flag)
-            # Given before this returns: who has the outcome may end, and nobody must miss it.
+            # Sent before this returns: a member may exit once it has the outcome, and all others need its flag.
             flags = [mine, *self._listen([(rank, _message(mine)) for rank in self._others])]
             self._known = Heard(max(said.act for said in flags), all(said.value for said in flags))
         if self._known.act != act:
-            raise InternalError(f"in agreement {act} somebody knew of agreement {self._known.act}")
+            raise InternalError(f"agreement {act}: a member reports the outcome of agreement {self._known.act}")
         return self._known.value
 
     def _listen(self, given: Messages) -> list[Heard]:
-        """Return the next word of each."""
+        """Return the next message from each of the other members."""
         taken = [(rank, _message(Heard())) for rank in self._others]
         self._swap(given, taken)
         return [Heard(int(data[0]), bool(data[1])) for _, data in taken]

@@ -1,7 +1,7 @@
-"""A part of the world: collectives among some of its workers, made of messages on the world's communicator.
+"""Collectives among some workers of the world, built from messages on the world's communicator.
 
-No communicator of its own: so there is one to revoke and one to shrink, whichever group somebody waits in. Who is in
-several groups makes their collectives one after another, in the same order as all the others who are in those groups.
+A subgroup has no communicator of its own, so there is only one to revoke and one to shrink, whichever group a worker
+waits in. A worker in several groups must call their collectives in the same order as the other members of these groups.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from holdfast.comm.base import Communicator, Placed
 
 
 class Subgroup:
-    """Some of the world's workers; see :class:`~holdfast.comm.base.Exchange`. Only they make it, and call it.
+    """Some workers of the world; see :class:`~holdfast.comm.base.Exchange`. Only its members create and call it.
 
     Args:
-        world: Carries the messages; all its members have met in this generation before.
-        ranks: The group, as it was made; those who die leave it.
-        tag: Tells its messages from others, for groups that are not called in the same order everywhere.
+        world: Carries the messages; all its members have completed a collective in this generation before.
+        ranks: The initial members; failed ones are removed.
+        tag: Separates its messages from others, for groups that are not called in the same order on every rank.
     """
 
     def __init__(self, world: Communicator, ranks: Sequence[int], tag: int = 0) -> None:
@@ -30,22 +30,22 @@ class Subgroup:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Those of the group who were alive at the world's last shrink, ascending."""
+        """Members of the group that were alive at the world's last shrink, ascending."""
         return self._of(self._world.members)
 
     @property
     def here(self) -> tuple[int, ...]:
-        """Those of them that this process plays."""
+        """Members that run in this process."""
         return self._of(self._world.here)
 
     @property
     def processes(self) -> tuple[tuple[int, ...], ...]:
-        """Those of them that each process plays, without processes that play none."""
+        """The members in each process, without processes that have none."""
         return tuple(ranks for ranks in map(self._of, self._world.processes) if ranks)
 
     @property
     def crowd(self) -> int:
-        """Number of processes of the world: several groups may do the same at the same time."""
+        """Number of processes of the world: several groups may run the same operation at the same time."""
         return self._world.crowd
 
     @property
@@ -68,7 +68,7 @@ class Subgroup:
         self.swap([(i, gives[i]) for i in others], [(i, out[i]) for i in others])
 
     def swap(self, send: Placed, receive: Placed) -> None:
-        """Exchange tensors with some; see :meth:`Exchange.swap`."""
+        """Exchange tensors with some processes; see :meth:`Exchange.swap`."""
         places = [i for i, ranks in enumerate(self._world.processes) if self._of(ranks)]
         gives, takes = ([(places[i], data) for i, data in side] for side in (send, receive))
         self._world.swap(gives, takes, tag=self._tag)
@@ -80,18 +80,18 @@ class Subgroup:
         return [int(value) for value in everybodys.amax(0)]
 
     def look(self) -> None:
-        """Look for deaths in the whole world: a revoke comes from anywhere."""
+        """Check for failures in the whole world: any worker may have revoked the generation."""
         self._world.look()
 
     def barrier(self) -> None:
-        """Return when every member has called it: after log2(n) rounds each has heard of all."""
+        """Block until every member has called it (dissemination barrier, log2(n) rounds)."""
         count, place, step = len(self.processes), self.processes.index(self.here), 1
         word, heard = torch.zeros(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
         while step < count:
             self.swap([((place + step) % count, word)], [((place - step) % count, heard)])
             step *= 2
         if count == 1:
-            self.swap([], [])  # there is none to wait for, but a worker may be dead
+            self.swap([], [])  # there is no peer to wait for, but this raises if a worker has failed
 
     def _of(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(rank for rank in ranks if rank in self._ranks)

@@ -1,8 +1,8 @@
-"""Real processes over Open MPI's User-Level Failure Mitigation, through mpi4py.
+"""Real processes over Open MPI's User-Level Failure Mitigation (ULFM), through mpi4py.
 
-Why each rule is kept was measured on Open MPI 5.0.11: only buffer collectives whose results are known to be
-right or refused (``Allreduce``, ``Allgather``, ``Alltoall``; ``Allgatherv`` returned wrong data after deaths),
-one blocking call at a time, from one thread; no heartbeat detector; never through ``MPI_Finalize``.
+Each rule below was derived from measurements on Open MPI 5.0.11. Only buffer collectives that return a right result or
+an error are used (``Allreduce``, ``Allgather``, ``Alltoall``; ``Allgatherv`` returned wrong data after failures). One
+thread makes blocking calls, one at a time. The heartbeat detector is off. ``MPI_Finalize`` is never called.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ if TYPE_CHECKING:
 
 _SECOND_DEATH_WITHIN_S = 0.5
 _QUIET_S = 0.03
-"""Deaths a few milliseconds apart can crash ``MPI_Comm_shrink``; a short quiet time before a second one prevents most of it."""
+"""Failures a few milliseconds apart can crash ``MPI_Comm_shrink``; a pause before a second prevents most crashes."""
 
 _LOOK_EVERY_S = 1e-3
-"""How often a worker that waits for another one looks for deaths of third ones."""
+"""Interval at which a worker that waits for a peer checks for failures of other workers."""
 
 
 def under_mpirun() -> bool:
-    """Return whether Open MPI's launcher started this process."""
+    """Return whether Open MPI's mpirun started this process."""
     return "OMPI_COMM_WORLD_SIZE" in os.environ
 
 
 def _load_mpi() -> Any:
     if not under_mpirun():
         raise ConfigError(
-            "the ulfm fabric needs Open MPI's launcher: start with `holdfast run -n 4 SCRIPT` or `mpirun --with-ft ulfm -n 4 python SCRIPT`"
+            "the ulfm fabric needs Open MPI's launcher: start with `holdfast run -n 4 SCRIPT` or"
+            " `mpirun --with-ft ulfm -n 4 python SCRIPT`"
         )
     if os.environ.get("OMPI_MCA_mpi_ft_enable") != "1":  # noqa: SIM112 - Open MPI's spelling
         raise ConfigError(
-            "mpirun was started without fault tolerance, so any death would end the job: add `--with-ft ulfm`"
+            "mpirun was started without fault tolerance, so any failure would end the job: add `--with-ft ulfm`"
         )
     try:
         import mpi4py
@@ -59,7 +60,7 @@ def _load_mpi() -> Any:
 
 
 class UlfmCommunicator(FixedMembership, OneWorker):
-    """The workers that ``mpirun --with-ft ulfm`` started, numbered by ``ranks``, or from 0; the thread that makes it owns MPI.
+    """The workers that ``mpirun --with-ft ulfm`` started, with ``ranks`` or 0, 1, 2, ...; the creating thread owns MPI.
 
     ``ConfigError`` if this process was not started by mpirun with fault tolerance, or mpi4py is missing.
     """
@@ -78,11 +79,11 @@ class UlfmCommunicator(FixedMembership, OneWorker):
         self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         world = tuple(range(self._comm.size)) if ranks is None else tuple(ranks)
         if len(world) != self._comm.size:
-            raise ConfigError(f"{len(world)} worker numbers were given for {self._comm.size} processes: {world}")
+            raise ConfigError(f"got {len(world)} ranks {world} for {self._comm.size} MPI processes: give each one")
         self._world = self.members = world
         self._be(world[self._comm.rank])
         self._shrunk_s = -_SECOND_DEATH_WITHIN_S
-        self._abandoned: list[Message] = []  # memory that MPI may still use
+        self._abandoned: list[Message] = []  # MPI may still use their memory
         self._posted: list[Message] = []
 
     @property
@@ -97,7 +98,7 @@ class UlfmCommunicator(FixedMembership, OneWorker):
         self._collective(self._comm.Allgather, _bytes(part), _bytes(out))
 
     def swap(self, send: Placed, receive: Placed, tag: int = 0) -> None:
-        """Exchange tensors with some; see :meth:`Communicator.swap`."""
+        """Exchange tensors with some processes; see :meth:`Communicator.swap`."""
         self._check_thread()
         self._clear_away()
         self._exchange([(self._comm.Irecv, receive), (self._comm.Isend, send)], tag)
@@ -108,19 +109,19 @@ class UlfmCommunicator(FixedMembership, OneWorker):
             for call, items in sides:
                 for place, data in items:
                     begun.append(self._start(call, data, place, tag))
-            for message in begun:  # one by one: Waitall was seen to hang after a death
+            for message in begun:  # one by one: Waitall can hang after a failure
                 self._finish(message)
         except PeerFailed:
             self._abandoned.extend(begun)
             raise
 
     def post(self, rank: int, data: torch.Tensor) -> None:
-        """Begin to give; see :meth:`Communicator.post`."""
+        """Start a send; see :meth:`Communicator.post`."""
         self._clear_away()
         self._posted.append(self._start(self._comm.Isend, data, self._place(rank), POST_TAG))
 
     def take(self, rank: int, data: torch.Tensor) -> None:
-        """Wait for what was posted; see :meth:`Communicator.take`."""
+        """Receive a posted message; see :meth:`Communicator.take`."""
         self._exchange([(self._comm.Irecv, [(self._place(rank), data)])], POST_TAG)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
@@ -131,7 +132,7 @@ class UlfmCommunicator(FixedMembership, OneWorker):
         return [int(value) for value in result]
 
     def broadcast(self, data: torch.Tensor, root: int) -> None:
-        """Sum bytes of which all but the root's are zero; see :meth:`Communicator.broadcast`."""
+        """All-reduce bytes that are zero everywhere but on the root; see :meth:`Communicator.broadcast`."""
         whole = _bytes(data)
         result = np.empty_like(whole)
         zeros = np.zeros(min(BROADCAST_BYTES, whole.size), dtype=np.uint8)
@@ -142,7 +143,7 @@ class UlfmCommunicator(FixedMembership, OneWorker):
         whole[:] = result
 
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
-        """Sum a vector with one slot a worker of the first world; see :meth:`Communicator.share_progress`."""
+        """All-reduce a table with one row per initial worker; see :meth:`Communicator.share_progress`."""
         mine = np.zeros((len(self._world), 5), dtype=np.int64)
         mine[self._world.index(self._me)] = (1, progress.completed, progress.computed, progress.flags, progress.heard)
         result = np.empty_like(mine)
@@ -154,16 +155,16 @@ class UlfmCommunicator(FixedMembership, OneWorker):
         }
 
     def barrier(self) -> None:
-        """Return when every member has called it."""
+        """Block until every member has called it."""
         self._collective(self._comm.Barrier)
 
     def look(self) -> None:
-        """Let MPI look at what has arrived; see :meth:`Exchange.look`."""
-        # Once a member has died, MPI refuses to look for a message from anybody.
+        """Let MPI progress and check for failures; see :meth:`Exchange.look`."""
+        # Once a member has failed, MPI returns an error for a probe from any source.
         self._collective(self._comm.Iprobe, self._mpi.ANY_SOURCE, NOBODYS_TAG)
 
     def agree(self, flag: bool) -> bool:
-        """Return the AND of all flags; an agreement that reports a death counts as False."""
+        """Return the AND of all flags; an agreement that reports a failure counts as False."""
         self._check_thread()
         try:
             with waiting:
@@ -181,9 +182,10 @@ class UlfmCommunicator(FixedMembership, OneWorker):
         self._comm.Revoke()
 
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
-        """Go on with the living. If MPI fails at it, this process ends: the launcher starts the job again.
+        """Start a new generation with the survivors. If MPI fails, this process aborts; the launcher restarts the job.
 
-        Nobody can join. Who leaves must end soon: MPI finds that it is gone, and the others wait until then.
+        No worker can join. A worker that leaves must exit soon: MPI then detects that, and the survivors wait until it
+        does.
         """
         self._check_thread()
         if leaves:
@@ -207,7 +209,7 @@ class UlfmCommunicator(FixedMembership, OneWorker):
         return True
 
     def failed(self) -> tuple[int, ...]:
-        """Return the members that MPI has reported dead to this process."""
+        """Return the members whose failure MPI has reported to this process."""
         self._check_thread()
         return self._ranks_in(self._comm.Get_failed())
 
@@ -218,7 +220,7 @@ class UlfmCommunicator(FixedMembership, OneWorker):
     # -- between two workers
 
     def _finish(self, message: Message) -> None:
-        """Wait until ``message`` is through, and look meanwhile: MPI tells only of deaths at its other end."""
+        """Wait until ``message`` is complete, checking for failures: MPI only reports those at its other end."""
         with waiting:
             looked_s = time.monotonic()
             while not self._is_through(message):
@@ -235,23 +237,23 @@ class UlfmCommunicator(FixedMembership, OneWorker):
             raise PeerFailed(str(error)) from error
 
     def _clear_away(self) -> None:
-        """Forget messages that MPI has done with."""
+        """Drop messages that MPI has completed."""
         self._abandoned = [message for message in self._abandoned if not self._is_over(message)]
         self._posted = [message for message in self._posted if not self._is_over(message)]
 
     def _is_over(self, message: Message) -> bool:
-        """Return whether MPI has done with a message that was given up; one that was revoked ends with an error."""
+        """Return whether MPI has completed an abandoned message; a revoked one completes with an error."""
         try:
             return self._is_through(message)
         except PeerFailed:
             return True
 
     def start_send(self, data: torch.Tensor, rank: int, tag: int) -> Message:
-        """Begin to give; see :meth:`MessageCommunicator.start_send`."""
+        """Start a send; see :meth:`MessageCommunicator.start_send`."""
         return self._start(self._comm.Issend, data, self._place(rank), tag)
 
     def start_receive(self, data: torch.Tensor, rank: int | None, tag: int) -> Message:
-        """Begin to take; see :meth:`MessageCommunicator.start_receive`."""
+        """Start a receive; see :meth:`MessageCommunicator.start_receive`."""
         return self._start(self._comm.Irecv, data, self._mpi.ANY_SOURCE if rank is None else self._place(rank), tag)
 
     def _start(self, call: Callable[..., MPI.Request], data: torch.Tensor, place: int, tag: int) -> Message:
@@ -262,11 +264,11 @@ class UlfmCommunicator(FixedMembership, OneWorker):
             raise PeerFailed(str(error)) from error
 
     def abandon(self, message: Message) -> None:
-        """Keep its memory; see :meth:`MessageCommunicator.abandon`."""
+        """Keep the memory of a message; see :meth:`MessageCommunicator.abandon`."""
         self._abandoned.append(message)
 
     def test(self, message: Message) -> int | None:
-        """Look after a message; see :meth:`MessageCommunicator.test`."""
+        """Test a message for completion; see :meth:`MessageCommunicator.test`."""
         self._check_thread()
         status = self._mpi.Status()
         try:
@@ -278,7 +280,7 @@ class UlfmCommunicator(FixedMembership, OneWorker):
         return self.members[status.source] if 0 <= status.source < len(self.members) else -1
 
     def is_revoked(self) -> bool:
-        """Return whether a peer has revoked this generation; lets MPI look at what has arrived."""
+        """Return whether a peer has revoked this generation; lets MPI progress."""
         self._check_thread()
         try:
             self._comm.Iprobe(self._mpi.ANY_SOURCE, NOBODYS_TAG)
@@ -291,12 +293,12 @@ class UlfmCommunicator(FixedMembership, OneWorker):
         try:
             with waiting:
                 call(*args)
-        except self._mpi.Exception as error:  # any error: besides "failed" and "revoked" there is MPI_ERR_OTHER
+        except self._mpi.Exception as error:  # any error: besides "failed" and "revoked" MPI returns MPI_ERR_OTHER
             raise PeerFailed(str(error)) from error
 
 
 def _give_up(why: str) -> NoReturn:
-    """Abort this process, which can no longer communicate; the launcher starts the job again."""
+    """Abort this process, which can no longer communicate; the launcher restarts the job."""
     sys.stderr.write(f"holdfast: {why}\n")
     sys.stderr.flush()
     os.abort()

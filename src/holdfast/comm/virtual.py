@@ -1,4 +1,4 @@
-"""Many workers in one process: deterministic, and able to lose any of them at an exact moment."""
+"""Many virtual workers in one process: deterministic, and able to lose any of them at an exact moment."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from holdfast.recovery.messages import LOADING, Progress
 
 
 class VirtualCommunicator(FixedMembership):
-    """All members are played by this process, so collectives move nothing.
+    """All members run in this process, so collectives move no data.
 
     Args:
         ranks: The workers, or their number.
-        reached: Asked when a worker dies after entering a collective: which survivors does that still complete at?
-            The process then acts as one of those, and the others are one sum behind, as on a real engine. By default
-            it completes nowhere.
+        reached: Called when a worker fails after entering a collective; returns the survivors on which that collective
+            still completes. The process then acts as one of them, and the other workers are one collective behind, as
+            on a real communicator. By default it completes on none.
     """
 
     crowd = 1
@@ -42,13 +42,13 @@ class VirtualCommunicator(FixedMembership):
 
     @property
     def processes(self) -> tuple[tuple[int, ...], ...]:
-        """One process, which plays all members."""
+        """One process, with all members."""
         return (self.members,)
 
     def fail(self, rank: int, *, entered: bool = False) -> None:
-        """Let ``rank`` die now, unless it is dead already.
+        """Make ``rank`` fail now, unless it has failed already.
 
-        ``entered``: it has given its part to the sum in progress, or to the one that is about to begin.
+        ``entered``: it has contributed to the all-reduce in progress, or to the next one.
         """
         if rank not in self.members or rank in self._dead:
             return
@@ -60,44 +60,44 @@ class VirtualCommunicator(FixedMembership):
             self._late = set(self.members) - self._dead - lucky if lucky else set()
 
     def alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy, unless a worker is dead."""
+        """Copy, unless a worker has failed."""
         self._enter()
         out.copy_(send)
 
     def allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy, unless a worker is dead."""
+        """Copy, unless a worker has failed."""
         self._enter()
         out[0].copy_(part)
 
     def swap(self, send: Placed, receive: Placed, tag: int = 0) -> None:
-        """Copy, unless a worker is dead."""
+        """Copy, unless a worker has failed."""
         self._enter()
         for (_, given), (_, taken) in zip(send, receive, strict=True):
             taken.copy_(given)
 
     def post(self, rank: int, data: torch.Tensor) -> None:
-        """Keep it for this process, which plays all workers, unless a worker is dead."""
+        """Keep the message for this process, which runs all workers, unless a worker has failed."""
         self.look()
         self._posted.append(data)
 
     def take(self, rank: int, data: torch.Tensor) -> None:
-        """Copy what was posted first, unless a worker is dead."""
+        """Copy the message that was posted first, unless a worker has failed."""
         self.look()
-        if not self._posted:  # and no other process could do so
-            raise InternalError(f"nothing was posted that could be taken from worker {rank}")
+        if not self._posted:  # there is no other process that could post one
+            raise InternalError(f"take from worker {rank}: no message was posted")
         data.copy_(self._posted.popleft())
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return the values, unless a worker is dead."""
+        """Return the values, unless a worker has failed."""
         self._enter()
         return list(values)
 
     def broadcast(self, data: torch.Tensor, root: int) -> None:
-        """Change nothing, unless a worker is dead."""
+        """Change nothing, unless a worker has failed."""
         self._enter()
 
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
-        """Return the same for all, but one sum less for those whom the last sum did not reach."""
+        """Return one progress for all, minus one collective for workers that the last one did not reach."""
         self._enter()
         self._shared = True
         if progress.completed == LOADING:
@@ -106,41 +106,41 @@ class VirtualCommunicator(FixedMembership):
         return {rank: behind if rank in self._late else progress for rank in self.members}
 
     def barrier(self) -> None:
-        """Return at once, unless a worker is dead."""
+        """Return immediately, unless a worker has failed."""
         self._enter()
 
     def look(self) -> None:
-        """Complain if a worker is dead."""
+        """Raise ``PeerFailed`` if a worker has failed."""
         if self._dead:
-            raise PeerFailed(f"workers {sorted(self._dead)} are dead")
+            raise PeerFailed(f"workers {sorted(self._dead)} have failed")
 
     def agree(self, flag: bool) -> bool:
-        """Return ``flag``, or False if a worker is dead."""
+        """Return ``flag``, or False if a worker has failed."""
         agreed = flag and not self._dead
-        if agreed and self._shared:  # everybody knows who was behind, and that all know: they catch up now
+        if agreed and self._shared:  # all know which workers were behind, and that all know it: these catch up now
             self._late.clear()
             self._shared = False
         return agreed
 
     def revoke(self) -> None:
-        """Do nothing: no process waits anywhere."""
+        """Do nothing: no process waits in a collective."""
 
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
-        """Go on with the living; no worker joins or leaves. ``JobError`` if none is left."""
+        """Start a new generation with the survivors; no worker joins or leaves. ``JobError`` if none is left."""
         self.members = tuple(rank for rank in self.members if rank not in self._dead)
         self._late -= self._dead
-        if self._late >= set(self.members):  # it did reach this process, though all others that it reached are dead
+        if self._late >= set(self.members):  # it did reach this process, but the other workers that it reached failed
             self._late.clear()
         self._dead.clear()
         self._posted.clear()
         self._shared = False
         self.generation += 1
         if not self.members:
-            raise JobError("every worker has died")
+            raise JobError("every worker has failed")
         return True
 
     def failed(self) -> tuple[int, ...]:
-        """Return the members that died since the last shrink."""
+        """Return the members that failed since the last shrink."""
         return tuple(sorted(self._dead))
 
     def _enter(self) -> None:

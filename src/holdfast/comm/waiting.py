@@ -1,7 +1,7 @@
-"""Saying that this process waits for others: whoever watches from outside blames those who do not.
+"""Reports that this process waits for other workers: a health monitor suspects the ones that do not wait.
 
-A process has one place where it waits at a time, so this is a thing of the process. Without a listener
-it costs less than a microsecond.
+A process waits in one place at a time, so the state is global to the process. Without a listener the cost is below
+one microsecond.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 _NAP_S = 2e-5
-"""The first nap; the system makes some 75 microseconds of it."""
+"""Requested length of the first sleep, seconds; the system takes about 75 microseconds for it."""
 _LOOK_AFTER_S = 2e-4
-"""So long naps together, as they are asked for, between two looks for deaths: about a millisecond."""
+"""Total requested sleep between two checks for failures, seconds; about a millisecond in practice."""
 
 
 class Patience(NamedTuple):
     """How to wait."""
 
     looks: int
-    """How often to look before it is time to nap."""
+    """Number of polls before the first sleep."""
     longest_nap_s: float
-    """Each nap is an eighth longer than the one before, up to this, seconds."""
+    """Each sleep is an eighth longer than the one before, up to this many seconds."""
 
 
 AMONG_FEW = Patience(200, _NAP_S)
-"""With a core for everybody, waiting takes none from those who compute."""
+"""For one core per process: polling takes no CPU time from workers that compute."""
 AMONG_MANY = Patience(1, 5e-4)
-"""Everyone who wakes up takes the core from somebody who computes, and what is in its cache: the longer the wait, the fewer times."""
+"""For more processes than cores: a wake-up takes a core and its cache from a computing worker, so sleeps get longer."""
 
 
 class Waiting:
-    """A context in which this process waits for others; may be entered again within itself."""
+    """A re-entrant context during which this process waits for other workers."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._tell: Callable[[bool], None] | None = None
 
     def tell(self, hear: Callable[[bool], None] | None) -> None:
-        """Call ``hear(True)`` when waiting begins and ``hear(False)`` when it is over, from now on; None calls nobody."""
+        """From now on call ``hear(True)`` when waiting begins and ``hear(False)`` when it ends; None removes it."""
         self._tell = hear
 
     def __enter__(self) -> None:
@@ -56,19 +56,19 @@ class Waiting:
 
 
 waiting = Waiting()
-"""Of this process."""
+"""The instance of this process."""
 
 
 def patience(processes: int) -> Patience:
-    """Return how to wait among so many processes; a thread beside the main one may wait beside one that computes."""
+    """Return how to wait among ``processes`` processes; a background thread competes with a computing main thread."""
     alone = threading.current_thread() is threading.main_thread()
     return AMONG_FEW if alone and processes <= len(os.sched_getaffinity(0)) else AMONG_MANY
 
 
 def wait_until(is_so: Callable[[], object], look: Callable[[], None], patience: Patience) -> None:
-    """Return when ``is_so``, which looks at memory that others write, returns something true.
+    """Poll ``is_so``, which reads memory that other processes write, until it returns something true.
 
-    ``look`` is called every millisecond or so; it raises if that memory will not be written any more.
+    ``look`` is called about every millisecond; it raises if that memory will never be written.
     """
     looks, longest_nap_s = patience
     nap_s, since_look_s = _NAP_S, 0.0

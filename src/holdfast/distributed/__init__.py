@@ -1,12 +1,12 @@
-"""``torch.distributed`` over Holdfast: ``init_process_group("holdfast")`` is all that an unmodified DDP script needs.
+"""A ``torch.distributed`` backend: ``init_process_group("holdfast")`` is the only change that a DDP script needs.
 
-Importing this registers the backend; torch does so by itself where Holdfast is installed (its entry
-points), so that the word alone is enough. Workers are started by ``holdfast run -n 4 SCRIPT`` or by
-``mpirun --with-ft ulfm -n 4 python SCRIPT``.
+Importing this module registers the backend. torch imports it through an entry point where Holdfast is installed, so the
+backend name alone is enough. Start workers with ``holdfast run -n 4 SCRIPT`` or ``mpirun --with-ft ulfm -n 4 python
+SCRIPT``.
 
-When a rank dies, sums inside ``DistributedDataParallel`` go on over the survivors, with the mean over the survivors. Any
-other collective raises :class:`~holdfast.errors.RanksLost` once, at every survivor, and works again after that. Ranks
-and sizes of groups stay what they were; :func:`alive` tells who is left.
+When a rank fails, the all-reduces of ``DistributedDataParallel`` are retried over the survivors and averaged over them.
+Any other collective raises :class:`~holdfast.errors.RanksLost` once, on every survivor, and works again afterwards.
+Ranks and group sizes do not change; :func:`alive` returns the surviving ranks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 
 def autoload() -> None:
-    """Be called by torch when it is imported, or looks for the backend; the import of this module did everything.
+    """Entry point that torch calls when it is imported, or looks up the backend; importing this module did everything.
 
-    It stands above the import of torch, which calls it before that import ends.
+    It is defined above the import of torch, which calls it before that import ends.
     """
 
 
@@ -29,14 +29,14 @@ from holdfast.errors import RanksLost  # noqa: E402
 __all__ = ["RanksLost", "alive"]
 
 BACKEND = "holdfast"
-"""The word for ``init_process_group``."""
+"""Backend name for ``init_process_group``."""
 
 
 def alive(group: dist.ProcessGroup | None = None) -> tuple[int, ...]:
-    """Return the global ranks of ``group`` (default: all) that are alive, as far as this worker knows, ascending.
+    """Return the global ranks of ``group`` (default: all) that are alive, as far as this rank knows, ascending.
 
     Raises:
-        ValueError: if the group is not of this backend.
+        ValueError: if the group does not use this backend.
     """
     from holdfast.distributed.group import HoldfastGroup
 
@@ -53,7 +53,7 @@ def _create(options: Any, _: Any) -> dist.ProcessGroup:
 
 
 def _set_torchrun_variables() -> None:
-    """Let ``env://`` work under a bare mpirun too, on one host; whatever is set already stays."""
+    """Set the variables of ``env://`` under a bare mpirun on one host, unless they are set already."""
     for name, source in (
         ("RANK", "OMPI_COMM_WORLD_RANK"),
         ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"),

@@ -1,7 +1,7 @@
-"""Who asks for a collective: the script, or which part of ``DistributedDataParallel``.
+"""Detects the caller of a collective: the script, or which part of ``DistributedDataParallel``.
 
-torch tells a process group nothing of it. What DDP asks for can be made again over the survivors of a failure, what a
-script asks for cannot; and of what DDP's reducer asks for, the result need not be moved.
+torch does not pass this to a process group. A collective of DDP can be retried over the survivors of a failure, one of
+the script cannot; and the result of a collective of DDP's reducer need not be copied.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _DDP_START_MODULE = "torch.distributed.utils"
 
 
 class Asker:
-    """The asker of a collective, told from the innermost Python function outside this room on the way to it.
+    """The caller of a collective, detected from the innermost Python frame outside this package on the call stack.
 
-    ``task`` is the backward pass that this thread carries out, -1 if none.
+    ``task`` is the backward pass that this thread runs, -1 if none.
     """
 
     def __init__(self, frame: FrameType, task: int) -> None:
@@ -28,19 +28,19 @@ class Asker:
         name = _module(frame)
         is_joined = task < 0 and name == _DDP_MODULE and frame.f_code.co_name == JOINED
         self.is_reducer = is_joined or (task >= 0 and name == _BACKWARD_MODULE)
-        """Whether DDP's reducer asks, or C++ that cannot be told from it: it waits, or reads the future's value."""
+        """Whether DDP's reducer calls, or C++ code that looks the same: it waits, or reads the future's value."""
         self.backward: object = frame if is_joined else task
-        """The backward pass, the same in all calls that belong to it and in no others."""
+        """Identifies the backward pass: equal for all calls that belong to it, and for no others."""
         while task >= 0 and name.startswith(_PYTHON_API) and frame.f_back is not None:
-            # torch's communication hooks call the same functions as a script does.
+            # torch's communication hooks call the same functions as a script.
             frame = frame.f_back
             name = _module(frame)
         self.is_backward = self.is_reducer or (task >= 0 and name.startswith(_DDP_MODULES))
-        """Whether DDP sums gradients."""
+        """Whether DDP all-reduces gradients."""
         self.is_ddp_outside = (
             task < 0 and not is_joined and (name.startswith(_DDP_MODULES) or name == _DDP_START_MODULE)
         )
-        """Whether DDP asks, and not for the sum of gradients."""
+        """Whether DDP calls, for anything but the all-reduce of gradients."""
 
 
 def _module(frame: FrameType) -> str:

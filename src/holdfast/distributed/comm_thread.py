@@ -1,12 +1,12 @@
-"""The thread that owns MPI for ``torch.distributed``, and what it does when a rank dies.
+"""The thread that owns MPI for the ``torch.distributed`` backend, and its recovery when a rank fails.
 
-Collectives are carried out one at a time, in the order in which they were called, which must be the same at all ranks.
-Each ends with a barrier. So, on one communicator, the numbers of collectives that two ranks have completed differ by at
-most one; and if *anybody* has completed one, *everybody* has entered its last barrier, and has its own result.
+Collectives run one at a time, in the order of the calls, which must be the same on all ranks. Each ends with a barrier.
+So, on one communicator, the number of collectives that two ranks have completed differs by at most one; and if *any*
+rank has completed a collective, *every* rank has entered its last barrier, and has its own result.
 
-After a death all survivors meet (R1 to R4 of the recovery protocol), tell how far each of their groups is, and know for
-the collective in progress: somebody has completed it, then all have; or nobody has, then sums inside DDP are made again
-over the survivors, from the inputs, which are still whole, and any other collective fails, at every survivor alike.
+After a failure all survivors run the recovery protocol (R1 to R4) and exchange the progress of each group. If any
+survivor has completed the collective in progress, it counts as completed on all. Otherwise an all-reduce of DDP is
+retried over the survivors, from its inputs, which are intact, and any other collective fails on every survivor.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from holdfast.errors import HoldfastError, PeerFailed, RanksLost, ScriptError
 from holdfast.records.beacon import say_connecting
 
 _LOOK_EVERY_S = 0.05
-"""How often an idle engine looks whether others have seen a death: they cannot go on without it."""
+"""Interval at which an idle thread checks whether peers have seen a failure: they cannot continue without this rank."""
 _POLL_S = 5e-5
-"""How often it looks after messages that are on their way."""
+"""Interval at which it polls messages in flight."""
 _ATTEMPTS = 4
-"""A collective that fails so often although nobody dies has another reason."""
+"""A collective that fails this often although no rank failed has another cause."""
 _START_WITHIN_S = 120.0
 _LEAST_BYTES = 1 << 16
 _SIGNATURE_BYTES = 256
 _WATCH_EVERY_S = 0.5
 
 WORLD = 1
-"""The key of the group of all ranks."""
+"""Key of the group of all ranks."""
 
 
 @dataclass(slots=True)
 class Adder:
-    """Sums of vectors of any length, in memory that grows with them: see :class:`~holdfast.comm.OrderedSum`."""
+    """All-reduces of vectors of any length, in memory that grows on demand: see :class:`~holdfast.comm.OrderedSum`."""
 
     comm: Exchange
     shared_bytes: int = -1
@@ -56,35 +56,35 @@ class Adder:
     sums: OrderedSum | None = None
 
     def up_to(self, span: Span, order: str) -> OrderedSum:
-        """Return what adds vectors that end where ``span`` does; ``ScriptError`` if the members do not ask for the same."""
+        """Return the all-reduce for vectors that end where ``span`` does; ``ScriptError`` if members' calls differ."""
         size_bytes = span.end
         if self.sums is not None and size_bytes > self.size_bytes:
-            self.sums.check_same(span, order)  # before somebody alone begins to set more memory up
+            self.sums.check_same(span, order)  # before a single rank starts to set up more memory
         if self.sums is None or size_bytes > self.size_bytes:
             self.size_bytes = max(_LEAST_BYTES, 1 << (size_bytes - 1).bit_length())
             self.sums = OrderedSum(self.comm, "wide", self.size_bytes, shared_bytes=self.shared_bytes)
         return self.sums
 
     def result(self, span: Span) -> torch.Tensor:
-        """Return the sum that was made last; it may be read until the next one over the same bytes."""
-        assert self.sums is not None, "no sum was made yet"
+        """Return the last result; it is valid until the next all-reduce over the same bytes."""
+        assert self.sums is not None, "no all-reduce has been made yet"
         return self.sums.result(span)
 
 
 @dataclass(slots=True)
 class Members:
-    """A group of ranks, as the engine sees it.
+    """A group of ranks, as the communication thread sees it.
 
     Args:
-        key: The same number at all members, and another one for any other group.
-        ranks: Global ranks, ascending, as the group was made.
-        comm: Collectives among those alive.
-        adder: Of collectives whose result is moved to where it belongs before the next.
-        lender: Of DDP's buckets, which lie behind one another: DDP reads the results where they were added, at the end
-            of its backward pass.
-        completed: Collectives that are over at this rank, failed ones too.
-        broken: A collective of it took too long; how far each rank is, is not known any more.
-        failed: Numbers of collectives that fail at all ranks, those included that have not called them yet.
+        key: The same number on all members, and different for any other group.
+        ranks: Initial global ranks, ascending.
+        comm: Collectives among the survivors.
+        adder: For collectives whose result is copied to its destination before the next one.
+        lender: For DDP's buckets, which lie one after another: DDP reads the results in place, without a copy, at the
+            end of its backward pass.
+        completed: Number of collectives that have ended on this rank, including failed ones.
+        broken: A collective of the group timed out; the progress of each rank is no longer known.
+        failed: Numbers of collectives that fail on all ranks, including ranks that have not called them yet.
     """
 
     key: int
@@ -98,25 +98,25 @@ class Members:
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """Those that are left."""
+        """The ranks that are alive."""
         return self.comm.members
 
     @property
     def dead(self) -> tuple[int, ...]:
-        """Those that are not."""
+        """The ranks that have failed."""
         alive = self.comm.members
         return tuple(rank for rank in self.ranks if rank not in alive)
 
 
 @dataclass(slots=True)
 class Collective:
-    """Something that all members of a group do.
+    """A collective of all members of a group.
 
     Args:
-        exchange: Everything that needs the others, up to and with a last barrier.
-        finish: Moves the result to where it belongs; needs nobody.
-        recovers: It is made again over the survivors when somebody dies.
-        signature: What must be the same at all ranks.
+        exchange: Everything that communicates, including a last barrier.
+        finish: Copies the result to its destination; local.
+        recovers: It is retried over the survivors after a failure.
+        signature: Description that must be the same on all ranks.
     """
 
     group: Members
@@ -131,7 +131,7 @@ class Collective:
 
 @dataclass(slots=True)
 class Transfer:
-    """A message between two ranks: begun at once, looked after until it is through."""
+    """A message between two ranks: started immediately, polled until it completes."""
 
     group: Members
     what: str
@@ -143,7 +143,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class _Order:
-    """Something else for the thread to do."""
+    """Another task for the thread."""
 
     do: Callable[[], None]
     done: threading.Event = field(default_factory=threading.Event)
@@ -151,10 +151,10 @@ class _Order:
 
 
 class Engine:
-    """One thread that owns MPI, for all groups of this process.
+    """The thread that owns MPI, for all groups of this process.
 
     Args:
-        debug: Compare what the ranks call, before every collective.
+        debug: Compare the calls of all ranks before every collective.
     """
 
     def __init__(self, *, debug: bool = False) -> None:
@@ -177,11 +177,11 @@ class Engine:
         self.world = UlfmCommunicator()
         self.witness = Witness(self.world.here[0], len(self.world.members))
 
-    # -- for other threads
+    # -- called by other threads
 
     def add_group(self, key: int, ranks: tuple[int, ...]) -> Members:
-        """Return a new group, which is known to recoveries from now on."""
-        # Messages of another group of all ranks must not be taken for those of the world.
+        """Return a new group, which takes part in recoveries from now on."""
+        # A tag separates messages of another group of all ranks from those of the world.
         comm = self.world if key == WORLD else Subgroup(self.world, ranks, key)
         shared_bytes = self.witness.settings.shared_bytes
         group = Members(key, ranks, comm, Adder(comm, shared_bytes), Adder(comm, shared_bytes))
@@ -196,7 +196,7 @@ class Engine:
         return group
 
     def drop_group(self, group: Members) -> None:
-        """Free a group's memory. How far it came is remembered: others may still have to recover in it."""
+        """Free a group's memory. Its progress is kept, because other ranks may still have to recover in it."""
 
         def drop() -> None:
             group.adder.sums = group.lender.sums = None
@@ -204,13 +204,13 @@ class Engine:
         self._call(drop)
 
     def submit(self, job: Collective | Transfer) -> Pending:
-        """Carry out ``job`` after all that was submitted before."""
+        """Queue ``job`` after everything that was submitted before."""
         job.work.answer_in(self._answers)
         self._inbox.put(job)
         return job.work
 
     def _watch(self) -> None:
-        """Answer futures, whose callbacks may wait for later collectives; give up what takes too long."""
+        """Complete futures, whose callbacks may wait for later collectives; give up a collective that times out."""
         while True:
             try:
                 self._answers.get(timeout=_WATCH_EVERY_S)()
@@ -220,14 +220,14 @@ class Engine:
                     self.give_up(current.work)
 
     def give_up(self, work: Pending) -> None:
-        """End a collective that takes too long; its group cannot be used any more, all others can."""
+        """End a collective that has timed out; its group becomes unusable, all others remain usable."""
         current = self._current
         if current is not None and current.work is work and not current.group.broken:
             current.group.broken = True
             self.world.revoke_from_outside()
 
     def leave(self) -> None:
-        """Return once all survivors call this: nobody may go while others may need it to recover."""
+        """Return once all survivors call this: a rank must not exit while others may need it to recover."""
         if not self._left:
             self._left = True
             self._call(self._pass_gate, limit_s=None)
@@ -236,7 +236,7 @@ class Engine:
         order = _Order(do)
         self._inbox.put(order)
         if not order.done.wait(limit_s):
-            raise HoldfastError("the thread that owns MPI does not answer")
+            raise HoldfastError(f"the thread that owns MPI did not answer within {limit_s} s")
         if order.error is not None:
             raise order.error
 
@@ -247,7 +247,7 @@ class Engine:
             self._serve()
         except BaseException:
             traceback.print_exc()
-            exits.kill_self()  # others wait for this rank; they must see that it is gone
+            exits.kill_self()  # peers wait for this rank and must see that it failed
 
     def _serve(self) -> None:
         while True:
@@ -257,13 +257,13 @@ class Engine:
                 case Transfer() as transfer:
                     self._begin(transfer)
                 case _Order() as order:
-                    order.error = _error_of(order.do)  # raised again where the order came from
+                    order.error = _error_of(order.do)  # raised again in the thread that queued it
                     order.done.set()
                 case None:
                     self._look()
 
     def _next(self) -> Collective | Transfer | _Order | None:
-        """Return the next thing to do; None from time to time."""
+        """Return the next task; None periodically."""
         try:
             if self._transfers:
                 return self._inbox.get_nowait()
@@ -272,7 +272,7 @@ class Engine:
             return None
 
     def _look(self) -> None:
-        """Look after messages that are on their way, and for deaths that others have seen."""
+        """Poll messages in flight, and check for failures that other ranks have seen."""
         if not hasattr(self, "world"):
             return
         for transfer in self._transfers[:]:
@@ -290,10 +290,10 @@ class Engine:
         self._end(job, _error_of(job.finish) if error is None else error)
 
     def _exchange(self, job: Collective) -> Exception | None:
-        """Have the ranks meet in a collective, after a death once more if it can be made again; return why there is no result."""
+        """Run a collective, again after a failure if it recovers; return why there is no result, or None."""
         group, failures = job.group, 0
         if group.broken:
-            return HoldfastError(f"{job.what}: a collective of this group was given up, so it cannot be used")
+            return HoldfastError(f"{job.what}: the group is unusable, because one of its collectives timed out")
         if group.completed in group.failed and not job.recovers:
             return self._lost(job)
         while True:
@@ -306,17 +306,17 @@ class Engine:
                 before = self.world.members
                 completed = self._recover()
                 if group.broken:
-                    return HoldfastError(f"{job.what} took too long, or failed at another rank")
+                    return HoldfastError(f"{job.what} timed out, or failed on another rank")
                 if completed.get(group.key, -1) > group.completed:
-                    return None  # completed somewhere, so all have entered its last barrier, this rank too
+                    return None  # completed on some rank, so all, including this one, have entered its last barrier
                 if self.world.members == before and failures >= _ATTEMPTS:
-                    return HoldfastError(f"{job.what} failed {failures} times though nobody died: {error}")
+                    return HoldfastError(f"{job.what} failed {failures} times although no rank failed: {error}")
                 if group.completed in group.failed and not job.recovers:
                     return self._lost(job)
-            except (RanksLost, ScriptError) as error:  # raised at all ranks alike
+            except (RanksLost, ScriptError) as error:  # raised on all ranks alike
                 return error
-            except Exception as error:  # belongs to who called the collective
-                group.broken = True  # the others cannot know: they are told by a recovery
+            except Exception as error:  # belongs to the caller of the collective
+                group.broken = True  # a recovery tells the other ranks
                 self._recover()
                 return error
             else:
@@ -333,13 +333,15 @@ class Engine:
 
     def _lost(self, job: Collective | Transfer) -> RanksLost:
         dead, alive = job.group.dead, job.group.alive
-        who = f"rank {dead[0]} has" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))} have"
+        ranks = f"rank {dead[0]} has" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))} have"
         if not dead:
             return RanksLost(f"{job.what} was interrupted by the recovery of another group", dead, alive)
-        return RanksLost(f"{job.what} did not complete: {who} died; alive: {', '.join(map(str, alive))}", dead, alive)
+        return RanksLost(
+            f"{job.what} did not complete: {ranks} failed; alive: {', '.join(map(str, alive))}", dead, alive
+        )
 
     def _compare(self, job: Collective) -> None:
-        """Make sure that all ranks call the same thing, or raise ``ScriptError`` with what each calls."""
+        """Make sure that all ranks call the same collective, or raise ``ScriptError`` with the call of each."""
         mine = job.signature.encode()[:_SIGNATURE_BYTES].ljust(_SIGNATURE_BYTES)
         everybodys = torch.empty(len(job.group.comm.processes), _SIGNATURE_BYTES, dtype=torch.uint8)
         job.group.comm.allgather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), everybodys)
@@ -347,7 +349,7 @@ class Engine:
         if len(set(said)) > 1:
             calls = "; ".join(f"rank {rank}: {call}" for rank, call in zip(job.group.alive, said, strict=True))
             number = job.group.completed
-            raise ScriptError(f"the ranks call different collectives, as number {number} of their group: {calls}")
+            raise ScriptError(f"the ranks call different collectives as number {number} of their group: {calls}")
 
     # -- messages between two ranks
 
@@ -357,7 +359,7 @@ class Engine:
         except PeerFailed:
             self._recover()
             transfer.work.fail(self._lost(transfer))
-        except Exception as error:  # belongs to who called it
+        except Exception as error:  # belongs to the caller
             transfer.work.fail(error)
         else:
             self._transfers.append(transfer)
@@ -384,7 +386,7 @@ class Engine:
     # -- recovery
 
     def _recover(self, *, told: bool = False) -> Mapping[int, int]:
-        """Meet the survivors; return for every group how many collectives anybody alive has completed."""
+        """Recover with the survivors; return for every group how many collectives any survivor has completed."""
         before = self.world.members
         self.witness.failure_seen()
         table = regroup(self.world, self._share_progress, told=told)
@@ -413,10 +415,10 @@ class Engine:
             top[key] = max(top.get(key, 0), completed)
             if broken and key in self._groups:
                 self._groups[key].broken = True
-        self._history.append((frozenset(lost), dict(top)))  # for groups that this rank has yet to make
+        self._history.append((frozenset(lost), dict(top)))  # for groups that this rank has not created yet
         for key, group in self._groups.items():
-            # The collective that nobody has completed, or the next one if nobody is in any: each group that lost a rank
-            # hears of it once. A collective of a group that lost nobody is simply made again.
+            # The collective that no rank has completed, or the next one if none is in progress: each group that lost a
+            # rank reports that once. A collective of a group that lost no rank is simply retried.
             if not group.broken and not set(lost).isdisjoint(group.ranks):
                 group.failed.add(top[key])
         return top
@@ -427,7 +429,7 @@ class Engine:
 
 
 def _error_of(act: Callable[[], object]) -> Exception | None:
-    """Do something, and return the error that belongs to its caller."""
+    """Call ``act``, and return the error that belongs to its caller."""
     try:
         act()
     except Exception as error:
@@ -439,16 +441,16 @@ _engine: Engine | None = None
 
 
 def get_engine(*, debug: bool = False) -> Engine:
-    """Return the engine of this process; the first call starts it."""
+    """Return the communication thread of this process; the first call starts it."""
     global _engine
     if _engine is None:
         _engine = Engine(debug=debug)
-        if not _engine.witness.is_watched:  # otherwise the watcher knows how the script ended, and lets it leave
+        if not _engine.witness.is_watched:  # otherwise the watcher knows how the script ended, and lets it exit
             exits.end_job_on_errors(leave)
     return _engine
 
 
 def leave() -> None:
-    """Pass the gate, if there is an engine: called when the script has ended well."""
+    """Pass the exit barrier, if there is a communication thread: called when the script has ended successfully."""
     if _engine is not None:
         _engine.leave()

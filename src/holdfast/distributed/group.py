@@ -1,4 +1,4 @@
-"""The process group that torch talks to: what each collective of ``torch.distributed`` is made of."""
+"""The process group that torch calls: maps each collective of ``torch.distributed`` to its implementation."""
 
 # mypy: disable-error-code="override, assignment"
 # (torch's stubs give each method two signatures, one of which it never calls on a group made in Python.)
@@ -25,18 +25,19 @@ from holdfast.errors import ConfigError
 from holdfast.torch_private import check_version
 
 _TAGS = 1 << 29
-"""Groups have tags below it, messages between two ranks those above."""
+"""Tags of groups lie below it, those of point-to-point messages above."""
 
 
 def create(options: Any) -> HoldfastGroup:
-    """Return the group that torch asks for by its ``_DistributedBackendOptions``; ``ConfigError`` if mpirun says otherwise."""
-    notice.decline()  # nothing is saved here that a notice would leave time for
+    """Return the group for torch's ``_DistributedBackendOptions``; ``ConfigError`` if mpirun's ranks disagree."""
+    notice.decline()  # a preemption notice is of no use here: this backend saves nothing
     engine = get_engine(debug=debug_wanted())
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     me = ranks[options.group_rank]
     if engine.world.here != (me,) or max(ranks) >= engine.world.first_size:
         raise ConfigError(
-            f"RANK and WORLD_SIZE say rank {me} of {options.group_size}, mpirun says rank {engine.world.here[0]} of {engine.world.first_size}"
+            f"RANK and WORLD_SIZE say rank {me} of {options.group_size}, but mpirun says rank {engine.world.here[0]} of"
+            f" {engine.world.first_size}: unset RANK and WORLD_SIZE"
         )
     if me == engine.world.members[0]:
         check_version()
@@ -50,22 +51,22 @@ def create(options: Any) -> HoldfastGroup:
 
 
 class HoldfastGroup(Reductions, Moves):
-    """A group of ranks whose collectives survive, or say who died."""
+    """A group of ranks whose collectives survive failures, or report which ranks failed."""
 
-    # -- several at once
+    # -- coalesced collectives
 
     def all_gather_single_coalesced(self, outs: Tensors, parts: Tensors, options: Any = None) -> Work:
-        """Gather several tensors, each into one."""
+        """All-gather several tensors, each into one."""
         works = [self.all_gather_single(out, part) for out, part in zip(outs, parts, strict=True)]
         return self._last_of(works, list(outs), "all_gather_into_tensor_coalesced")
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, options: Any = None) -> Work:
-        """Gather several tensors; ``outputs`` has a list a rank."""
+        """All-gather several tensors; ``outputs`` has one list per rank."""
         works = [self.allgather([[row[i] for row in outputs]], [part]) for i, part in enumerate(inputs)]
         return self._last_of(works, [t for row in outputs for t in row], "all_gather_coalesced")
 
     def reduce_scatter_single_coalesced(self, outs: Tensors, wholes: Tensors, options: Any = None) -> Work:
-        """Reduce and scatter several tensors."""
+        """Reduce-scatter several tensors."""
         works = [self.reduce_scatter_single(out, whole, options) for out, whole in zip(outs, wholes, strict=True)]
         return self._last_of(works, list(outs), "reduce_scatter_tensor_coalesced")
 
@@ -73,7 +74,7 @@ class HoldfastGroup(Reductions, Moves):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _get_backend(self, device: Any) -> ProcessGroup:
-        """Return what works for a device, as torch >= 2.14 asks before a batch of messages: no part of this group, but all of it."""
+        """Return the backend of a device, which torch >= 2.14 requests before a batch of messages: the group itself."""
         return self
 
     def _start_coalescing(self, device: Any = None) -> None:
@@ -85,25 +86,25 @@ class HoldfastGroup(Reductions, Moves):
             return last
         return self.barrier()
 
-    # -- between two ranks
+    # -- point-to-point
 
     def send(self, tensors: Tensors, rank: int, tag: int) -> Work:
-        """Give a tensor to one rank."""
+        """Send a tensor to one rank."""
         return self._transfer(one(tensors, "send"), f"send to rank {rank}", rank, tag, sends=True)
 
     def recv(self, tensors: Tensors, rank: int, tag: int) -> Work:
-        """Take a tensor from one rank."""
+        """Receive a tensor from one rank."""
         return self._transfer(one(tensors, "recv"), f"recv from rank {rank}", rank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
-        """Take a tensor from the rank that sends first."""
+        """Receive a tensor from the rank that sends first."""
         return self._transfer(one(tensors, "recv"), "recv from any rank", None, tag)
 
     def _transfer(self, tensor: torch.Tensor, what: str, rank: int | None, tag: int, *, sends: bool = False) -> Work:
         length = tensor.numel() * tensor.element_size()
         data = bytes_of(tensor).clone() if sends else torch.empty(length, dtype=torch.uint8)
         if rank is not None and not 0 <= rank < self.size():
-            raise ValueError(f"{what}: there are ranks 0 to {self.size() - 1} in the group")
+            raise ValueError(f"{what}: the rank must be in the group, 0 to {self.size() - 1}")
         members, world = self._members, self._engine.world
         number = _TAGS + xxhash.xxh3_64_intdigest(f"{members.key} {tag}".encode()) % _TAGS
 
@@ -116,5 +117,5 @@ class HoldfastGroup(Reductions, Moves):
             return world.start_send(data, peer, number)
 
         finish = nothing if sends else functools.partial(give, tensor, data)
-        work = Pending([tensor], what, self._timeout_s, lambda _: None)  # it holds up no collective
+        work = Pending([tensor], what, self._timeout_s, lambda _: None)  # it delays no collective
         return self._engine.submit(Transfer(members, what, begin, finish, work))

@@ -1,4 +1,4 @@
-"""What every collective of ``torch.distributed`` here has in common: a group of ranks, its engine, and the checks."""
+"""Common parts of the collectives of ``torch.distributed``: a group of ranks, its communication thread, and checks."""
 
 # mypy: disable-error-code="override, assignment"
 # (torch's stubs give each method two signatures, one of which it never calls on a group made in Python.)
@@ -23,7 +23,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class GroupBase(ProcessGroup):
-    """A group of ranks, and how it has a collective carried out by the engine; ``rank`` is that in the group."""
+    """A group of ranks whose collectives run in the communication thread; ``rank`` is the rank in the group."""
 
     def __init__(self, engine: Engine, members: Members, rank: int, timeout_s: float) -> None:
         super().__init__(rank, len(members.ranks))  # type: ignore[call-arg]
@@ -35,7 +35,7 @@ class GroupBase(ProcessGroup):
         self._description = ""
         self._pending: Pending | None = None
 
-    # -- what it is
+    # -- attributes
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -43,24 +43,24 @@ class GroupBase(ProcessGroup):
         return self._members.alive
 
     def getBackendName(self) -> str:  # noqa: N802 - torch calls it so
-        """Return the word for ``init_process_group``."""
+        """Return the backend name for ``init_process_group``."""
         return "holdfast"
 
     def size(self) -> int:
-        """Return how many ranks the group was made with, dead ones too."""
+        """Return the initial number of ranks, including failed ones."""
         return len(self._members.ranks)
 
     getSize = size  # noqa: N815 - torch calls it so
 
     def rank(self) -> int:
-        """Return this rank, in the group."""
+        """Return this rank in the group."""
         return self._place
 
     getRank = rank  # noqa: N815 - torch calls it so
 
     @property
     def group_name(self) -> str:
-        """The name that torch gave it."""
+        """The group's name, set by torch."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:
@@ -68,22 +68,22 @@ class GroupBase(ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """The description that torch gave it."""
+        """The group's description, set by torch."""
         return self._description
 
     def _set_group_desc(self, description: str) -> None:
         self._description = description
 
     def set_timeout(self, timeout: Any) -> None:
-        """Set how long a wait lasts at most."""
+        """Set the default timeout of a wait."""
         self._timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Forget the group; the process leaves the job when its script ends."""
+        """Release the group; the process leaves the job when its script ends."""
         self._engine.drop_group(self._members)
 
     def abort(self) -> None:
-        """Forget the group."""
+        """Release the group."""
         self.shutdown()
 
     # -- common parts
@@ -114,15 +114,15 @@ class GroupBase(ProcessGroup):
         return self._engine.submit(job)
 
     def _last_of(self, works: Sequence[Work], result: list[torch.Tensor], what: str) -> Work:
-        """Return a work that is over when all of ``works`` are, which are over in their order."""
+        """Return a work that completes when all of ``works`` have, which complete in order."""
         if len(works) == 1:
             return works[0]
         return self._submit(what, result, _wait_for(works), nothing, counts=False)
 
     def _exchange_rows(self, send: torch.Tensor, rows: list[torch.Tensor]) -> None:
-        """Give row ``i`` to the ``i``-th of those alive, and put what they gave into ``rows``.
+        """Send row ``i`` to the ``i``-th surviving rank, and store the received rows in ``rows``.
 
-        Before the last barrier: if that fails here and has returned elsewhere, the collective has its result.
+        This comes before the last barrier: if that fails here and succeeded on another rank, the result is complete.
         """
         out = torch.empty_like(send)
         if send.numel():
@@ -131,7 +131,7 @@ class GroupBase(ProcessGroup):
         self._members.comm.barrier()
 
     def _asker(self) -> Asker:
-        """Return which part of torch or of the script asks for this collective."""
+        """Return which part of torch or of the script calls this collective."""
         frame = sys._getframe(1)
         while frame.f_globals.get("__package__") == __package__ and frame.f_back is not None:
             frame = frame.f_back
@@ -141,17 +141,16 @@ class GroupBase(ProcessGroup):
         members = self._members
         if members.ranks[rank] not in members.alive:
             raise RanksLost(
-                f"{what} needs rank {members.ranks[rank]}, which has died; alive: {', '.join(map(str, members.alive))}",
+                f"{what} needs rank {members.ranks[rank]}, which has failed; alive:"
+                f" {', '.join(map(str, members.alive))}",
                 members.dead,
                 members.alive,
             )
 
     def _check_count(self, parts: Tensors, what: str) -> None:
-        # Who is alive changes under our hands: how many that makes is compared later, at all ranks alike.
+        # Ranks may fail at any moment: the number of survivors is compared later, on all ranks alike.
         if not 0 < len(parts) <= self.size() or (len(parts) < self.size() and not self._members.dead):
-            raise ValueError(
-                f"{what} needs one tensor for each of the {self.size()} ranks of the group, got {len(parts)}"
-            )
+            raise ValueError(f"{what} needs one tensor per rank of the group, {self.size()}, got {len(parts)}")
 
     def _check_list(self, parts: Tensors, like: torch.Tensor, what: str) -> None:
         self._check_count(parts, what)
@@ -162,47 +161,49 @@ class GroupBase(ProcessGroup):
     def _check_like(part: torch.Tensor, like: torch.Tensor, what: str) -> None:
         if part.dtype != like.dtype or part.numel() != like.numel():
             raise ValueError(
-                f"{what} needs tensors of one kind, got {part.dtype} {tuple(part.shape)} and {like.dtype} {tuple(like.shape)}"
+                f"{what} needs tensors of one dtype and size, got {part.dtype} {tuple(part.shape)} and"
+                f" {like.dtype} {tuple(like.shape)}"
             )
 
     def _parts(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> list[torch.Tensor]:
-        """Return ``whole`` cut into pieces of the size of ``part``, one a rank."""
+        """Return ``whole`` cut into pieces of the size of ``part``, one per rank."""
         count = whole.numel() // part.numel() if part.numel() and self._members.dead else self.size()
         if whole.dtype != part.dtype or whole.numel() != count * part.numel():
             raise ValueError(
-                f"{what} of {count} ranks needs {count} x {part.numel()} numbers of {part.dtype}, got {whole.numel()} of {whole.dtype}"
+                f"{what} of {count} ranks needs {count} x {part.numel()} elements of {part.dtype}, got"
+                f" {whole.numel()} of {whole.dtype}"
             )
         if whole.is_contiguous():
             return list(whole.view(count, part.numel()))
         if not whole.dim() or whole.shape[0] % count:
-            raise ValueError(f"{what} needs a contiguous tensor, or one whose first dimension {count} ranks divide")
+            raise ValueError(f"{what} needs a contiguous tensor, or a first dimension divisible by {count} ranks")
         return list(whole.split(whole.shape[0] // count))
 
     def _check_fits(self, parts: Tensors | None, what: str) -> None:
-        """Make sure that each rank that gives or takes a tensor a rank has one for each rank alive.
+        """Make sure that each rank that passes one tensor per rank has one for each surviving rank.
 
-        Some have no list, such as all but the root of a gather. So the ranks tell each other, once a rank has died, and
-        all raise ``RanksLost``: a rank that raised alone would leave the others waiting.
+        Some ranks have no list, such as all but the root of a gather. So after a failure the ranks compare, and all
+        raise ``RanksLost``: if one rank raised alone, the others would wait forever.
         """
         members = self._members
         fits = parts is None or len(parts) == len(members.alive)
         if self._engine.world.generation and members.comm.maximum([int(not fits)])[0]:
             raise RanksLost(
-                f"{what} was given another number of tensors than the {len(members.alive)} ranks that are alive "
-                f"({', '.join(map(str, members.alive))}): what the dead ranks {', '.join(map(str, members.dead))} "
-                "held, such as shards of parameters, is lost; give one tensor for each rank alive, or load a checkpoint",
+                f"{what} got one tensor per initial rank, but only {len(members.alive)} ranks are alive "
+                f"({', '.join(map(str, members.alive))}). Data of the failed ranks {', '.join(map(str, members.dead))}, "
+                "such as parameter shards, is lost: pass one tensor for each surviving rank, or load a checkpoint",
                 members.dead,
                 members.alive,
             )
 
 
 def nothing() -> None:
-    """Finish a collective that leaves nothing to finish."""
+    """The ``finish`` of a collective that needs none."""
 
 
 def _wait_for(works: Sequence[Work]) -> Callable[[], None]:
     def check() -> None:
         for work in works:
-            work.wait()  # over already: they were submitted before
+            work.wait()  # already complete: they were submitted before
 
     return check

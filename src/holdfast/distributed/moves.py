@@ -1,4 +1,4 @@
-"""The collectives of ``torch.distributed`` that move data: broadcast, gather, scatter, all-to-all, barrier."""
+"""The data-movement collectives of ``torch.distributed``: broadcast, gather, scatter, all-to-all, barrier."""
 
 # mypy: disable-error-code="override, assignment"
 # (torch's stubs give each method two signatures, one of which it never calls on a group made in Python.)
@@ -18,10 +18,10 @@ from holdfast.distributed.tensors import bytes_of, give, one, plain, split
 
 
 class Moves(GroupBase):
-    """A group's collectives in which every rank's tensors arrive as they were given."""
+    """A group's collectives that move tensors unchanged."""
 
     def broadcast(self, tensors: Tensors, options: Any) -> Work:
-        """Give every rank the root's tensor."""
+        """Send the root's tensor to every rank."""
         tensor, members, root = one(tensors, "broadcast"), self._members, options.rootRank
         by_ddp = self._asker().is_ddp_outside
         span = Span(0, tensor.numel() * tensor.element_size(), torch.uint8)
@@ -31,7 +31,7 @@ class Moves(GroupBase):
             if not by_ddp:
                 self._check_alive(root, "broadcast")
             elif source not in members.alive:
-                source = members.alive[0]  # replicas are equal, or are being made so: any survivor's will do
+                source = members.alive[0]  # replicas are equal, or are being made equal: any survivor's tensor will do
             if not span.length:
                 members.comm.barrier()
                 return
@@ -49,20 +49,20 @@ class Moves(GroupBase):
         return self._submit("broadcast", [tensor], exchange, finish, like=tensor, root=root, recovers=by_ddp)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, options: Any = None) -> Work:
-        """Give every rank the tensors of all."""
+        """Gather the tensors of all ranks on every rank."""
         outs, part = list(one(outputs, "all_gather")), one(inputs, "all_gather")
         self._check_list(outs, part, "all_gather")
         return self._gather(outs, part, "all_gather", outs)
 
     def all_gather_single(self, out: torch.Tensor, part: torch.Tensor, options: Any = None) -> Work:
-        """Give every rank the tensors of all, one behind the other."""
+        """Gather the tensors of all ranks on every rank, concatenated."""
         outs = self._parts(out, part, "all_gather_into_tensor")
         return self._gather(outs, part, "all_gather_into_tensor", [out])
 
     _allgather_base = all_gather_single
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, options: Any) -> Work:
-        """Give the root the tensors of all."""
+        """Gather the tensors of all ranks on the root."""
         part, root = one(inputs, "gather"), options.rootRank
         outs = list(one(outputs, "gather")) if self._place == root else None
         if outs is not None:
@@ -98,7 +98,7 @@ class Moves(GroupBase):
             if outs is None:
                 return
             rows = list(given.values())
-            if by_ddp:  # it compares what the ranks say: the dead agree with this one
+            if by_ddp:  # DDP compares the ranks' values: failed ranks count as agreeing with this one
                 rows = [given.get(rank, plain(part)) for rank in members.ranks]
             for out, row in zip(outs, rows, strict=True):
                 give(out, row)
@@ -106,7 +106,7 @@ class Moves(GroupBase):
         return self._submit(what, result, exchange, finish, like=part, root=root, recovers=by_ddp)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], options: Any) -> Work:
-        """Give every rank one of the root's tensors."""
+        """Send each rank one of the root's tensors."""
         out, root = one(outputs, "scatter"), options.rootRank
         parts = list(one(inputs, "scatter")) if self._place == root else None
         if parts is not None:
@@ -131,7 +131,7 @@ class Moves(GroupBase):
         return self._submit("scatter", [out], exchange, finish, like=out, root=root)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Work:
-        """Give every rank one tensor, and take one from each."""
+        """Send one tensor to each rank, and receive one from each."""
         if len(outputs) != len(inputs):
             raise ValueError(f"all_to_all needs as many outputs as inputs, got {len(outputs)} and {len(inputs)}")
         self._check_count(inputs, "all_to_all")
@@ -145,7 +145,7 @@ class Moves(GroupBase):
         splits: Sequence[int] | None = None,
         options: Any = None,
     ) -> Work:
-        """Give every rank a part of a tensor, and take a part from each."""
+        """Send a part of a tensor to each rank, and receive a part from each."""
         what = "all_to_all_single"
         count = len(splits or out_splits or ()) or self.size()
         outs, parts = split(out, out_splits, count, what), split(whole, splits, count, what)
@@ -175,9 +175,9 @@ class Moves(GroupBase):
         return self._submit(what, result, exchange, finish)
 
     def barrier(self, opts: Any = None) -> Work:
-        """Return when all ranks have called it."""
+        """Block until all ranks have called it."""
         return self._submit("barrier", [], self._members.comm.barrier, nothing, like=torch.empty(0))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Return when all ranks have called it; say so if they do not in time."""
+        """Block until all ranks have called it; raise on timeout."""
         self.barrier().wait(*([timeout] if timeout else []))

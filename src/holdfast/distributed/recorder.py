@@ -1,6 +1,6 @@
-"""What becomes of a ``torch.distributed`` job in the records: its steps, its failures, its end. And its planned faults.
+"""Records of a ``torch.distributed`` job: its steps, failures and end. Also carries out planned faults.
 
-A step is one backward pass in which ``DistributedDataParallel`` sums gradients.
+A step is one backward pass in which ``DistributedDataParallel`` all-reduces gradients.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from holdfast.records.paths import records_path
 from holdfast.records.types import FailureSeen, FaultFired, Finished, Recovered, RunStarted, StepCommitted
 
 _PHASES = ("forward", "backward", "allreduce")
-"""Where faults can strike. The backend sees a step when DDP has its first bucket of gradients: both before it are there."""
+"""Phases of planned faults. All are reached at DDP's first gradient bucket, where the backend first sees a step."""
 
 
 class Witness:
-    """Writes records for the rank at ``place`` in MPI's world, which had ``size`` at the start.
+    """Writes the records of rank ``place`` of MPI's world, which had ``size`` ranks at the start.
 
-    ``ConfigError`` if the environment holds a setting that is not allowed, or a fault that cannot strike here.
+    ``ConfigError`` if the environment holds a setting that is not allowed, or a fault that cannot be injected here.
     """
 
     def __init__(self, place: int, size: int) -> None:
@@ -38,7 +38,7 @@ class Witness:
         self._beacon: Beacon | NoBeacon = NoBeacon()
         if settings.run_dir:
             self._log.subscribe(FileRecorder(records_path(Path(settings.run_dir), str(self._rank))))
-            # Nothing here says that it waits, so only a missing pulse is noticed.
+            # This backend does not report waits, so the health monitor only notices a missing heartbeat.
             self._beacon = connected_beacon(Path(settings.run_dir), self._rank)
         self._alive = tuple(range(size))
         self._task = -1
@@ -49,13 +49,13 @@ class Witness:
 
     @property
     def is_watched(self) -> bool:
-        """Whether the end of this process is watched."""
+        """Whether a launcher watches how this process ends."""
         return bool(self.settings.run_dir)
 
     # -- steps
 
     def begin_sum(self, task: int) -> tuple[int, int]:
-        """Hear that DDP sums a bucket in the backward pass ``task``; return the step and the bucket."""
+        """Note that DDP all-reduces a bucket in the backward pass ``task``; return the step and the bucket."""
         if task != self._task:
             if self._step >= 0:
                 self._beacon.mark("optimizer", self._step)
@@ -70,33 +70,33 @@ class Witness:
         return self._step, self._bucket
 
     def reach_in_sum(self, step: int, bucket: int) -> None:
-        """Hear that this rank has given its part of a bucket."""
+        """Note that this rank has contributed its part of a bucket."""
         self.faults.reach("allreduce", step, self._rank, bucket - 1 if bucket else None)
 
     def _commit(self) -> None:
-        """Write down the step before: its optimizer has run, for the next one has begun."""
+        """Record the previous step: its optimizer has run, because the next one has begun."""
         if self._step >= 0 and self._alive[0] == self._numbers.index(self._rank) and not _has_session():
             self._log.write(StepCommitted(epoch=0, samples=0, workers=len(self._alive), metrics={}))
 
     # -- failures
 
     def failure_seen(self) -> None:
-        """Hear that a collective has failed."""
+        """Record that a collective has failed."""
         self._log.write(FailureSeen(step=max(0, self._step), phase="allreduce"))
 
     def recovered(self, lost: tuple[int, ...], alive: tuple[int, ...], generation: int) -> None:
-        """Hear which ranks are left."""
+        """Record a recovery with its survivors."""
         self._alive = alive
         dead, left = (tuple(self._numbers[place] for place in places) for places in (lost, alive))
         step = max(0, self._step)
         self._log.write(
             Recovered(step=step, lost=dead, survivors=left, decision="continue", redone_steps=0, generation=generation)
         )
-        if alive[0] == self._numbers.index(self._rank) and lost and not self.is_watched:  # or the launcher says it
+        if alive[0] == self._numbers.index(self._rank) and lost and not self.is_watched:  # otherwise the launcher does
             gone = ", ".join(map(str, lost))
-            sys.stderr.write(f"holdfast: lost [{gone}]; {len(alive)} ranks go on\n")
+            sys.stderr.write(f"holdfast: lost ranks [{gone}]; continuing with {len(alive)} ranks\n")
 
-    # -- the beginning and the end
+    # -- start and end
 
     def _announce(self) -> None:
         if self._announced or _has_session():
@@ -109,7 +109,7 @@ class Witness:
         self._log.write(RunStarted(step=0, fabric="ulfm", strategy="forward", workers=count, slices=count, **told))
 
     def finished(self) -> None:
-        """Hear that this rank is not needed any more."""
+        """Record the end of the job: no other rank needs this one any more."""
         if _has_session():
             return
         self._announce()
@@ -126,7 +126,8 @@ class Witness:
         for fault in plan.faults:
             if fault.kind == FLIP:
                 raise ConfigError(
-                    f"--inject {fault.to_spec()}: under torch.distributed nobody knows the model whose values are to be altered; a flip needs a holdfast.Session"
+                    f"--inject {fault.to_spec()}: a flip needs a holdfast.Session, because the torch.distributed"
+                    " backend does not know the model whose values are to be altered"
                 )
             if fault.phase not in _PHASES:
                 raise ConfigError(

@@ -1,4 +1,4 @@
-"""The collectives of ``torch.distributed`` that add: all-reduce, reduce, reduce-scatter."""
+"""The reducing collectives of ``torch.distributed``: all-reduce, reduce, reduce-scatter."""
 
 # mypy: disable-error-code="override, assignment"
 # (torch's stubs give each method two signatures, one of which it never calls on a group made in Python.)
@@ -20,7 +20,7 @@ from holdfast.distributed.tensors import ORDER_OF, factor_of, give, kind_of, nam
 
 
 class Reductions(GroupBase):
-    """A group's sums, in the order of the ranks, and other reductions."""
+    """A group's reductions, in rank order."""
 
     def __init__(self, engine: Engine, members: Members, rank: int, timeout_s: float) -> None:
         super().__init__(engine, members, rank, timeout_s)
@@ -28,16 +28,16 @@ class Reductions(GroupBase):
         self._lent_bytes = 0
 
     def allreduce(self, tensors: Tensors, options: Any = None) -> Work:
-        """Reduce a tensor over all ranks, in place."""
+        """All-reduce a tensor, in place."""
         return self._reduce(one(tensors, "all_reduce"), options, "all_reduce")
 
     def allreduce_coalesced(self, tensors: Tensors, options: Any = None) -> Work:
-        """Reduce several tensors over all ranks, in place."""
+        """All-reduce several tensors, in place."""
         works = [self._reduce(tensor, options, "all_reduce_coalesced") for tensor in tensors]
         return self._last_of(works, list(tensors), "all_reduce_coalesced")
 
     def reduce(self, tensors: Tensors, options: Any) -> Work:
-        """Reduce a tensor over all ranks; the root has the result."""
+        """Reduce a tensor over all ranks; only the root gets the result."""
         return self._reduce(one(tensors, "reduce"), options, "reduce", root=options.rootRank)
 
     def _reduce(self, tensor: torch.Tensor, options: Any, what: str, root: int | None = None) -> Work:
@@ -85,7 +85,7 @@ class Reductions(GroupBase):
         return self._submit(what, result, exchange, finish, deliver=deliver, like=tensor, root=root, recovers=in_ddp)
 
     def _behind_the_last(self, span: Span, asker: Asker) -> Span:
-        """Return where a bucket goes of which DDP reads the sum when all buckets of the backward pass are summed."""
+        """Return the place of a bucket whose result DDP reads once all buckets of the backward pass are reduced."""
         if self._lent_in != asker.backward:
             self._lent_in, self._lent_bytes = asker.backward, 0
         placed = Span(self._lent_bytes, span.length, span.dtype)
@@ -93,7 +93,7 @@ class Reductions(GroupBase):
         return placed
 
     def _mean(self, kind: Any, span: Span, *, in_ddp: bool) -> Mean | None:
-        """Return what to divide by: DDP has divided by all ranks, and the mean is to be that over the survivors."""
+        """Return the divisor: DDP has divided by the initial world size, but the mean must be over the survivors."""
         alive, first = len(self._members.alive), len(self._members.ranks)
         if kind is ReduceOp.AVG:
             return Mean(alive, span.length)
@@ -102,12 +102,12 @@ class Reductions(GroupBase):
         return None
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], options: Any = None) -> Work:
-        """Reduce a list of tensors over all ranks, and give each rank one of them."""
+        """Reduce a list of tensors over all ranks, and scatter one to each rank."""
         out, parts = one(outputs, "reduce_scatter"), list(one(inputs, "reduce_scatter"))
         return self._reduce_scatter(out, parts, options, "reduce_scatter")
 
     def reduce_scatter_single(self, out: torch.Tensor, whole: torch.Tensor, options: Any = None) -> Work:
-        """Reduce a tensor over all ranks, and give each rank a part of it."""
+        """Reduce a tensor over all ranks, and scatter a part to each rank."""
         return self._reduce_scatter(
             out, self._parts(whole, out, "reduce_scatter_tensor"), options, "reduce_scatter_tensor"
         )

@@ -1,4 +1,4 @@
-"""Tensors and reductions, as ``torch.distributed`` names them, made plain: rows of numbers, bytes, names of orders."""
+"""Converts tensors and reductions of ``torch.distributed`` to flat vectors, bytes and names of reduction orders."""
 
 from __future__ import annotations
 
@@ -28,18 +28,16 @@ _NAMES = {member: name for name, member in ReduceOp.RedOpType.__members__.items(
 
 
 def one(tensors: Sequence[Any], what: str) -> Any:
-    """Return the only element of a list that torch makes."""
+    """Return the only element of a list that torch passes."""
     if len(tensors) != 1:
-        raise ValueError(f"{what} takes one tensor a rank, got {len(tensors)}")
+        raise ValueError(f"{what} takes one tensor per rank, got {len(tensors)}")
     return tensors[0]
 
 
 def check_device(tensor: torch.Tensor, what: str) -> None:
-    """Make sure that a tensor lies in the memory of the CPU, and is dense."""
+    """Make sure that a tensor is a dense CPU tensor."""
     if tensor.device.type != "cpu":
-        raise ConfigError(
-            f"{what}: the holdfast backend moves tensors in the memory of the CPU, got one on {tensor.device}"
-        )
+        raise ConfigError(f"{what}: the holdfast backend needs CPU tensors, got one on {tensor.device}")
     if tensor.layout != torch.strided:
         raise ValueError(f"{what} needs a dense tensor, got one of layout {tensor.layout}")
 
@@ -54,29 +52,29 @@ def name_of(op: Any) -> str:
 
 
 def factor_of(op: Any) -> Any:
-    """Return what ``PREMUL_SUM`` multiplies by: a number or a tensor."""
+    """Return the factor of ``PREMUL_SUM``: a number or a tensor."""
     return op.__getstate__()[1]
 
 
 def kind_of(op: Any, tensor: torch.Tensor) -> Any:
-    """Return the reduction; raise ``ValueError`` if it cannot be done with numbers of this type."""
+    """Return the reduction; ``ValueError`` if it is not defined for the tensor's dtype."""
     check_device(tensor, "a reduction")
     kind = next((known for known in ORDER_OF if _type_of(op) == known), None)
     if kind is None:
-        raise ValueError(f"reduction {op} is not supported; there are {', '.join(_NAMES[k] for k in ORDER_OF)}")
+        raise ValueError(f"reduction {op} is not supported, expected one of {', '.join(_NAMES[k] for k in ORDER_OF)}")
     name, dtype = ORDER_OF[kind], tensor.dtype
     is_inexact = dtype.is_floating_point or dtype.is_complex
     if (name in ("and", "or", "xor") and is_inexact) or (name in ("min", "max") and dtype.is_complex):
         raise ValueError(f"reduction {_NAMES[kind]} is not defined for {dtype}")
     if kind in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) and not is_inexact:
-        raise ValueError(f"reduction {_NAMES[kind]} needs floating-point numbers, got {dtype}")
+        raise ValueError(f"reduction {_NAMES[kind]} needs a floating-point dtype, got {dtype}")
     _try_out(name, dtype, divides=kind is ReduceOp.AVG)
     return kind
 
 
 @functools.cache
 def _try_out(order: str, dtype: torch.dtype, *, divides: bool) -> None:
-    """Make sure that torch can do this, or raise ``ValueError``: found out later, by some ranks only, it would leave the others waiting."""
+    """Raise ``ValueError`` if torch cannot do this: a later failure, on some ranks only, would block the others."""
     out = torch.ones(1, dtype=dtype)
     try:
         ORDERS[order]([(n, torch.ones(1, dtype=dtype)) for n in range(3)], out)
@@ -87,22 +85,22 @@ def _try_out(order: str, dtype: torch.dtype, *, divides: bool) -> None:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the numbers in one row; a copy only where they do not lie so."""
+    """Return the elements as a flat vector; copies only if they are not contiguous."""
     return tensor.detach().reshape(-1).contiguous()
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes in one row; a copy only where they do not lie so."""
+    """Return the bytes as a flat vector; copies only if they are not contiguous."""
     return as_bytes(plain(tensor))
 
 
 def of_its_own(flat: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor whose storage begins where it does: DDP's reducer counts from there."""
+    """Return the same memory as a tensor with storage offset 0, which DDP's reducer expects."""
     return torch.from_numpy(flat.view(torch.uint8).numpy()).view(flat.dtype)
 
 
 def give(tensor: torch.Tensor, flat: torch.Tensor) -> None:
-    """Overwrite ``tensor`` by the numbers, or bytes, of ``flat``."""
+    """Overwrite ``tensor`` with the elements, or bytes, of ``flat``."""
     if not flat.numel():
         return
     data = flat if flat.dtype == tensor.dtype else flat.view(tensor.dtype)
@@ -110,12 +108,12 @@ def give(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 
 
 def split(whole: torch.Tensor, sizes: Sequence[int] | None, count: int, what: str) -> list[torch.Tensor]:
-    """Return ``whole`` cut along its first dimension, into ``count`` equal pieces if there are no ``sizes``."""
+    """Return ``whole`` split along its first dimension, into ``count`` equal pieces if there are no ``sizes``."""
     rows = whole.shape[0] if whole.dim() else 0
     if not sizes:
         if rows % count:
-            raise ValueError(f"{what} without sizes needs a first dimension that {count} ranks divide, got {rows}")
+            raise ValueError(f"{what} without sizes needs a first dimension divisible by {count} ranks, got {rows}")
         sizes = [rows // count] * count
     if len(sizes) != count or sum(sizes) != rows:
-        raise ValueError(f"{what} needs {count} sizes that add up to the first dimension, {rows}; got {list(sizes)}")
+        raise ValueError(f"{what} needs {count} sizes that add up to the first dimension {rows}, got {list(sizes)}")
     return list(whole.split(list(sizes)))

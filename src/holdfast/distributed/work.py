@@ -1,4 +1,4 @@
-"""The handle of a collective that may still be in progress."""
+"""The ``Work`` handle of a collective that may still be in progress."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.distributed import Work
 
 
 class Pending(Work):
-    """A collective that the engine carries out, or has carried out.
+    """A collective that the communication thread runs, or has run.
 
     Args:
-        result: What the future of the work gives: the tensors that the collective writes.
-        what: For messages.
-        timeout_s: How long :meth:`wait` waits at most.
-        give_up: Told when that was too long.
-        deliver: Moves the result into the tensors of who waits; who reads the future takes it where it is.
+        result: Value of the work's future: the tensors that the collective writes.
+        what: Name of the collective, for messages.
+        timeout_s: Default timeout of :meth:`wait`.
+        give_up: Called on timeout.
+        deliver: Copies the result into the caller's tensors in :meth:`wait`; a reader of the future uses it in place.
     """
 
     def __init__(
@@ -45,19 +45,19 @@ class Pending(Work):
         self._source = -1
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
-    # -- for the engine
+    # -- for the communication thread
 
     def answer_in(self, answers: queue.SimpleQueue[Callable[[], None]]) -> None:
-        """Let the future be answered by the thread that serves ``answers``, not by the one that completes the work."""
+        """Let the thread that serves ``answers`` complete the future, instead of the one that completes the work."""
         self._answers = answers
 
     def complete(self, source: int = -1) -> None:
-        """Say that the result is there; ``source`` is the rank that a message came from."""
+        """Mark the work as successful; ``source`` is the rank that a message came from."""
         self._source = source
         self._end()
 
     def fail(self, error: Exception) -> None:
-        """Say that there will be no result."""
+        """Mark the work as failed."""
         self._error = error
         self._end()
 
@@ -71,18 +71,18 @@ class Pending(Work):
     # -- for torch
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Return when the result is there.
+        """Block until the collective has completed.
 
         Raises:
-            RanksLost: if ranks that it needs have died.
+            RanksLost: if ranks that it needs have failed.
             RuntimeError: if it takes longer than ``timeout`` (default: that of the group).
         """
         limit_s = timeout.total_seconds() if timeout else self.timeout_s
         if not self._done.wait(limit_s):
             self._give_up(self)
             raise RuntimeError(
-                f"{self._what} did not complete within {limit_s:g} s: not every rank of its group has called it, or not"
-                " in the same order as the collectives of other groups; the group cannot be used any more"
+                f"{self._what} timed out after {limit_s:g} s: not every rank of its group has called it, or not in the"
+                " same order as the collectives of other groups; the group is unusable from now on"
             )
         if self._error is not None:
             raise self._error
@@ -91,19 +91,19 @@ class Pending(Work):
         return True
 
     def synchronize(self) -> None:
-        """Wait; there is no stream on a CPU."""
+        """Same as :meth:`wait`: a CPU has no stream."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether it is over, well or not."""
+        """Return whether it has ended, successfully or not."""
         return self._done.is_set()
 
     def is_success(self) -> bool:
-        """Return whether it is over, and well."""
+        """Return whether it has ended successfully."""
         return self._done.is_set() and self._error is None
 
     def exception(self) -> Exception | None:
-        """Return what went wrong."""
+        """Return the error, or None."""
         return self._error
 
     def result(self) -> Any:
@@ -111,7 +111,7 @@ class Pending(Work):
         return self._result
 
     def source_rank(self) -> int:
-        """Return the rank that a message came from, in its group."""
+        """Return the group rank that a message came from."""
         return self._source
 
     _source_rank = source_rank
@@ -123,11 +123,11 @@ class Pending(Work):
                 self._inner = torch.futures.Future()
                 self._future = self._inner.then(self._answer)
                 if self._done.is_set():
-                    self._inner.set_result(None)  # nothing hangs on it yet but this
+                    self._inner.set_result(None)  # no other callback is attached yet
             return self._future
 
     def _answer(self, _: torch.futures.Future[Any]) -> Any:
-        # Raised here and not set: an exception that is set is taken for a value by C++, which would not survive it.
+        # Raised here instead of set: C++ would take a set exception for a value, and crash.
         if self._error is not None:
             raise self._error
         return self._result

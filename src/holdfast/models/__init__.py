@@ -1,4 +1,4 @@
-"""The model as the training loop sees it: replicated, as a pipeline, or in shards.
+"""Models as the training loop sees them: replicated, pipeline-parallel or sharded.
 
-What talks to other workers raises :class:`~holdfast.errors.PeerFailed` when one of them died.
+Methods that communicate raise :class:`~holdfast.errors.PeerFailed` when a worker has failed.
 """

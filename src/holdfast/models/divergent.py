@@ -1,4 +1,4 @@
-"""What a worker has of a model, where one process plays several and one of them has something else than the others."""
+"""Divergent replicas: state per worker where one process runs several workers and one of them differs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _Looked = TypeVar("_Looked")
 
 @dataclass(slots=True)
 class _State:
-    """The numbers of the parameters, and what the optimizer keeps for them."""
+    """Parameter data and optimizer state."""
 
     data: list[torch.Tensor]
     optimizer: Any
 
 
 class OwnStates:
-    """Weights and optimizer's state by worker; as long as all have the same, those in the model, there is nothing here.
+    """Weights and optimizer state per worker; empty while all workers share the state in the model.
 
-    What was altered at one worker stays its own: it computes its slices with it, and takes the same steps with it as the
-    others do with theirs, because nothing but gradients goes from one to another. The state of one worker lies in the model
-    at a time: of the one that computes, else of the lowest.
+    A state altered on one worker stays its own. The worker computes its slices with it and updates it in the same steps
+    as the others update theirs, because only gradients are exchanged. The model holds the state of one worker at a
+    time: of the one that computes, otherwise of the lowest.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -40,7 +40,7 @@ class OwnStates:
         self._now: _State
 
     def take(self, rank: int, here: Sequence[int]) -> None:
-        """Let what lies in the model be that of ``rank`` alone of all workers ``here``; where it is the only one, it is so."""
+        """Give ``rank`` alone, among workers ``here``, the state in the model; a single worker owns it already."""
         if len(here) == 1:
             return
         self._here = tuple(here)
@@ -58,25 +58,25 @@ class OwnStates:
         return self._first is not None
 
     def enter(self, rank: int) -> None:
-        """Let what lies in the model be what ``rank`` has: it computes."""
+        """Load the state of ``rank`` into the model, because it computes."""
         if self._first is not None:
             self._enter(self._own.get(rank, self._first))
 
     def rest(self, here: Sequence[int]) -> None:
-        """Let it be what the lowest of ``here`` has: nobody computes. What others had is forgotten: they are gone."""
+        """Load the state of the lowest of ``here``, because none computes. States of other workers are discarded."""
         if self._first is not None and here:
             self._here = tuple(here)
             self._own = {rank: state for rank, state in self._own.items() if rank in here}
             self.enter(min(here))
 
     def forget(self) -> None:
-        """Let all have the same again: what lies in the model is to be replaced."""
+        """Let all workers share one state again, because the model's is about to be replaced."""
         if self._first is not None:
             self._enter(self._first)
             self._first, self._own = None, {}
 
     def groups(self, here: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the workers of ``here`` in groups that have one state."""
+        """Return the workers of ``here`` in groups that share one state."""
         if self._first is None:
             return [tuple(here)]
         alone: list[tuple[int, ...]] = [(rank,) for rank in here if rank in self._own]
@@ -84,7 +84,7 @@ class OwnStates:
         return [others, *alone] if others else alone
 
     def each(self) -> Iterator[int]:
-        """Let one state after another lie in the model, with the gradients that lie there now; yield how many follow."""
+        """Load each state into the model in turn, with copies of the current gradients; yield how many follow."""
         if self._first is None:
             yield 0
             return
@@ -93,12 +93,12 @@ class OwnStates:
         for number, group in enumerate(groups, 1):
             self.enter(group[0])
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                parameter.grad = None if gradient is None else gradient.clone()  # an optimizer may write it
+                parameter.grad = None if gradient is None else gradient.clone()  # an optimizer may modify it
             yield len(groups) - number
         self.enter(min(self._here))
 
     def of_each(self, here: Sequence[int], look: Callable[[], _Looked]) -> dict[int, _Looked]:
-        """Return by worker what ``look`` returns where the state of that worker lies in the model."""
+        """Return by worker the result of ``look`` with the state of that worker in the model."""
         found: dict[int, _Looked] = {}
         for group in self.groups(here):
             self.enter(group[0])

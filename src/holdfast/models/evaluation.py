@@ -1,7 +1,8 @@
-"""Evaluating a pipeline: forward only, through the stages of several workers, while a step is in progress.
+"""Evaluation of a pipeline during a step: forward passes through the stages of several workers.
 
-Micro-batches go to the chains in turn. After as many as keep all stages busy, everybody hears the figures of all of them,
-and nobody begins with the next before: so no worker runs ahead of those that come after it, and memory is used again.
+Micro-batches go to the pipeline replicas in turn. After as many as keep all stages busy, all workers receive the
+metrics, and no worker begins the next batch of them earlier. So no worker runs ahead of later stages, and memory can be
+reused.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from holdfast.session.models import Pipeline
 from holdfast.state.transfer import as_message, of_message, tell
 
 _AHEAD = 4
-"""Micro-batches on their way, for each stage: then all stages compute four fifths of the time, and more."""
+"""Micro-batches in flight per stage: then every stage is busy at least four fifths of the time."""
 Figures = dict[str, float]
 
 
@@ -36,12 +37,12 @@ class Evaluation:
     mail: Mail
     sizes: Sequence[int]  # samples of each micro-batch
     load: Callable[[int], Sequence[Any]]  # returns the inputs of a micro-batch, checked
-    # is told of a micro-batch in a stage before it is computed, to seed the generators
+    # called with micro-batch and stage before it is computed, to seed the generators
     begin: Callable[[int, int], None]
-    averaged: bool  # evaluate the average of the weights
+    averaged: bool  # evaluate the averaged weights
 
     def figures(self) -> Figures:
-        """Return the means over all samples: the same bits at every worker, however many there are."""
+        """Return the means over all samples: the same bits on every worker, for any number of workers."""
         modules = {part: self._module(part) for part in self.holdings.held}
         at_once = _AHEAD * len(self.holdings.now.chains) * self.holdings.now.parts
         totals: Figures = {}
@@ -52,7 +53,7 @@ class Evaluation:
                 for number in numbers:
                     for name, value in found[number].items():
                         totals[name] = totals.get(name, 0.0) + value * self.sizes[number]
-                self.comm.barrier()  # all has been read, so its memory may be written again
+                self.comm.barrier()  # all messages have been read, so their memory may be reused
                 self.mail.begin()
         return {name: total / sum(self.sizes) for name, total in totals.items()}
 
@@ -62,13 +63,14 @@ class Evaluation:
             return held.model
         if held.average is None:
             raise ScriptError(
-                "step.evaluate(averaged=True) needs an average: give the session one, as average=lambda module: AveragedModel(module)"
+                "step.evaluate(averaged=True) needs an average: pass the session"
+                " average=lambda module: AveragedModel(module)"
             )
         return held.average.module
 
     @contextlib.contextmanager
     def _evaluating(self, modules: Any) -> Iterator[None]:
-        """Let modules be in evaluation mode, and begin and end with the buffers that the step begins with."""
+        """Switch modules to evaluation mode, and begin and end with the buffers of the step's beginning."""
         modes = [(module, module.training) for root in modules for module in root.modules()]
         self._rewind()
         for module, _ in modes:
@@ -90,10 +92,10 @@ class Evaluation:
         return chains[number % len(chains)]
 
     def _compute(self, numbers: range, modules: dict[int, nn.Module]) -> dict[int, Figures]:
-        """Return the figures of the micro-batches whose last stage is computed here."""
+        """Return the metrics of the micro-batches whose last stage is computed on this worker."""
         found: dict[int, Figures] = {}
         last = self.holdings.now.parts - 1
-        kept: dict[int, torch.Tensor] = {}  # between two stages that are both computed here
+        kept: dict[int, torch.Tensor] = {}  # between two stages on this worker
         for number in numbers:
             chain = self._chain(number)
             for part in (part for part in range(last + 1) if chain[part] in self.comm.here):
@@ -116,7 +118,7 @@ class Evaluation:
         return kept.pop(number) if giver in self.comm.here else self.mail.receive(giver)
 
     def _share(self, numbers: range, mine: dict[int, Figures]) -> dict[int, Figures]:
-        """Return the figures of all of these micro-batches, which those who computed their last stage tell all others."""
+        """Return the metrics of all these micro-batches, sent by the workers of the last stages."""
         found = dict(mine)
         for teller in dict.fromkeys(self._chain(number)[-1] for number in numbers):
             found |= dict(of_message(tell(self.mail, self.comm, teller, lambda: as_message(list(mine.items())))))

@@ -1,4 +1,4 @@
-"""What a script gives to train the parts of a split model with: functions, because a part is made where it is needed."""
+"""Factories that a script passes to train a Pipeline or Sharded model: each part is built where it is needed."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _Kind = TypeVar("_Kind", bound=Part)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Makers:
-    """Makes what trains a part."""
+    """Builds the optimizer, scheduler and average of a part."""
 
     optimizer: Callable[[Any], torch.optim.Optimizer]  # from the parameters of a part
-    scheduler: Callable[[torch.optim.Optimizer], Any] | None  # a learning-rate scheduler, from that optimizer
-    schedule: str  # `"step"` or `"epoch"`: how often it is stepped
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None  # a learning-rate scheduler for that optimizer
+    schedule: str  # `"step"` or `"epoch"`: how often the scheduler is stepped
     average: Callable[[nn.Module], AveragedModel] | None  # an average of the weights, from the module of a part
     bucket_bytes: int
 
     def part(
         self, kind: type[_Kind], what: str, module: nn.Module, *, clip_grad_norm: float | None, checked: bool
     ) -> _Kind:
-        """Return a part that can be trained, if the functions make what they should; in errors it is called ``what``."""
+        """Return a trainable part, after checking the factories' return types; errors call it ``what``."""
         optimizer = self.optimizer(module.parameters())
         _check(optimizer, torch.optim.Optimizer, f"the function that makes the optimizer of a {what}")
         average = None if self.average is None else self.average(module)
@@ -40,7 +40,7 @@ class Makers:
             optimizer,
             scheduler=None if self.scheduler is None else self.scheduler(optimizer),
             schedule=self.schedule,
-            scaler=None,  # there is one for all parts
+            scaler=None,  # one scaler serves all parts
             clip_grad_norm=clip_grad_norm,
             bucket_bytes=self.bucket_bytes,
             checked=checked,
@@ -48,8 +48,9 @@ class Makers:
         )
 
 
-def _check(made: object, kind: type, who: str) -> None:
+def _check(made: object, kind: type, factory: str) -> None:
     if not isinstance(made, kind):
         raise ConfigError(
-            f"{who} must return a {kind.__module__.removesuffix('.optimizer')}.{kind.__name__}, got {type(made).__name__}"
+            f"{factory} must return a {kind.__module__.removesuffix('.optimizer')}.{kind.__name__},"
+            f" got {type(made).__name__}"
         )

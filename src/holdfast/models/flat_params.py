@@ -1,4 +1,4 @@
-"""A part of a model as rows of numbers: where its parameters and its optimizer's state lie, cut into equal blocks."""
+"""Flattened parameters and optimizer state of a part of a model, divided into equal blocks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from holdfast.errors import ConfigError
 from holdfast.models.part import Part
 
 BLOCK_BYTES = 64
-"""Parameters begin at multiples of it, as where torch makes them: a product of matrices may depend on where they lie."""
+"""Parameters are aligned to this many bytes, like torch's allocations: a matrix product may depend on the alignment."""
 
 
 def in_row(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """Move parameters, of one type of number, into a row of their own, and return it."""
+    """Move parameters of one dtype into one flat tensor, and return it."""
     row = torch.zeros(sum(map(_padded_numel, parameters)), dtype=parameters[0].dtype)
     for parameter, place in places(parameters, row):
         parameter.data = place.copy_(parameter.detach())
@@ -24,7 +24,7 @@ def in_row(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
 
 
 def places(parameters: Sequence[nn.Parameter], row: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Yield parameters, each with where it, or anything of its shape, lies in their row."""
+    """Yield parameters, each with the view of its shape at its offset in ``row``."""
     at = 0
     for parameter in parameters:
         yield parameter, row[at : at + parameter.numel()].view(parameter.shape)
@@ -37,9 +37,9 @@ def _padded_numel(parameter: nn.Parameter) -> int:
 
 
 class Rows:
-    """The numbers of a part, whose parameters lie in ``row``, in blocks of :data:`BLOCK_BYTES`, which never straddle two parameters.
+    """A part whose parameters lie in ``row``, in blocks of :data:`BLOCK_BYTES` that never straddle two parameters.
 
-    What the optimizer keeps for each number of a parameter is moved into rows, too. All must be of one type.
+    Optimizer state with one number per element is moved into rows, too. All must have one dtype.
     """
 
     def __init__(self, part: Part, row: torch.Tensor) -> None:
@@ -49,16 +49,16 @@ class Rows:
         if types := {p.dtype for p in self._parameters} - {row.dtype}:
             others = ", ".join(sorted(str(t).removeprefix("torch.") for t in {row.dtype, *types}))
             raise ConfigError(
-                f"mirror_every above 1 needs parameters of one type of number in each part of the model, got {others}"
+                f"mirror_every above 1 needs parameters of one dtype in each part of the model, got {others}"
             )
         self._of_optimizer: dict[str, torch.Tensor] = {}
 
     def of_parameters(self) -> torch.Tensor:
-        """Return the parameters; a view of shape (blocks, numbers in a block)."""
+        """Return the parameters; a view of shape (blocks, elements per block)."""
         return self._row.view(-1, BLOCK_BYTES // self._row.element_size())
 
     def of_optimizer(self) -> tuple[torch.Tensor, ...]:
-        """Return what the optimizer keeps, by name, of that shape; nothing before it has run."""
+        """Return the optimizer state tensors in the same shape, by name; empty before the optimizer's first step."""
         state = self._part.optimizer.state
         names = {
             name
@@ -70,7 +70,7 @@ class Rows:
         return tuple(self._moved(name).view(shape) for name in sorted(names))
 
     def _moved(self, name: str) -> torch.Tensor:
-        """Return the row of one thing that the optimizer keeps, which lies there from now on."""
+        """Return the row of one kind of optimizer state, which lives there from now on."""
         if name not in self._of_optimizer:
             self._of_optimizer[name] = torch.zeros_like(self._row)
         row = self._of_optimizer[name]
@@ -81,7 +81,7 @@ class Rows:
         return row
 
     def _is_alike(self, kept: Any, parameter: nn.Parameter) -> bool:
-        """Return whether the optimizer keeps a number for each of a parameter, and not one for all of it."""
+        """Return whether the optimizer keeps one number per element of a parameter, and not one for all of it."""
         return (
             isinstance(kept, torch.Tensor)
             and kept.dtype == self._row.dtype

@@ -1,9 +1,9 @@
-"""What is summed: gradients in buckets, and with them the figures of the step.
+"""The vectors that are all-reduced: gradients in buckets, and the metrics of the step.
 
-A bucket is a flat vector: gradients of some parameters, then one *presence* number for each. A slice that gives no
-gradient to a parameter puts -0.0 there, the one number that changes nothing when it is added, not even the sign of a
-zero; the sum of the presences says whether anybody gave one. The last bucket also carries the *figures*: what the
-script logged, and the model's buffers, so that they cost no message of their own.
+A bucket is a flat vector: gradients of some parameters, then one *presence* number per parameter. A slice without a
+gradient for a parameter contributes -0.0, the one number that changes nothing in an addition, not even the sign of a
+zero; the sum of the presences tells whether any slice had one. The last bucket also carries the *figures*: the logged
+metrics and the model's buffers, so that they cost no message of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.errors import ConfigError, ScriptError
 from holdfast.torch_private import buffers_of, copy_each, version_of
 
 MAX_METRICS = 16
-"""Most figures that a script may log in a step, the loss among them."""
+"""Maximum number of metrics that a script may log in a step, including the loss."""
 
 _NOTHING = -0.0
 _NOWHERE = Span(0, 0, torch.float32)
@@ -29,7 +29,7 @@ _NOWHERE = Span(0, 0, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a parameter lies in its bucket."""
+    """The location of a parameter in its bucket."""
 
     parameter: nn.Parameter
     name: str
@@ -51,25 +51,25 @@ class Bucket:
 
     @property
     def gradients_end(self) -> int:
-        """Where the gradients end and the presences begin."""
+        """End of the gradients, and start of the presences."""
         return self.places[-1].start + self.places[-1].numel if self.places else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What one slice gives: a flat vector a bucket, and views of where each gradient goes."""
+    """The contribution of one slice: a flat vector per bucket, and views for each gradient."""
 
     flat: list[torch.Tensor]
     views: list[list[torch.Tensor]]
 
 
 class Buckets:
-    """The layout of everything that a step sums.
+    """The layout of everything that a step all-reduces.
 
     Args:
         model: Its trainable parameters, from the last to the first, as the backward pass finishes them; its buffers.
-        bucket_bytes: Size after which a new bucket is begun, bytes.
-        checked: Checksums go with what is summed.
+        bucket_bytes: Maximum size of a bucket, bytes, unless a single parameter is larger.
+        checked: Terms have checksums.
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int, *, checked: bool = False) -> None:
@@ -83,7 +83,7 @@ class Buckets:
         if layouts and layouts[-1].dtype == dtype:
             last = layouts.pop()
             layouts.append(Bucket(last.places, last.length + figures, last.length, dtype, last.device))
-        else:  # the figures need another type than the gradients beside them
+        else:  # the figures need another dtype than the gradients of the last bucket
             layouts.append(Bucket((), figures, 0, dtype, device))
         if len({b.device for b in layouts}) > 1:
             raise ConfigError(
@@ -102,15 +102,15 @@ class Buckets:
         return len(self.layouts)
 
     def terms_in(self, memory: torch.Tensor) -> Terms:
-        """Return where in ``memory`` (``size_bytes`` bytes) a slice puts what it gives to each bucket."""
+        """Return the views in ``memory`` (``size_bytes`` bytes) for the terms of a slice."""
         flat = [b.span.of(memory) for b in self.layouts]
         return Terms(flat, [_views(b, term) for b, term in zip(self.layouts, flat, strict=True)])
 
     def aim(self, terms: Terms) -> None:
         """From now on, move each gradient into ``terms`` as soon as the backward pass has finished it.
 
-        The gradient then *is* a view of the term. Its first memory is free again at once, so the next one finds it in the
-        cache; kept until the pass is over, the gradients would cost a page fault for every page.
+        The gradient then *is* a view of the term. Its original memory is freed immediately, so the next gradient reuses
+        it from the cache; if all were kept until the end of the pass, each page would cost a page fault.
         """
         if not self._hooks:
             for bucket, places in enumerate(layout.places for layout in self.layouts):
@@ -125,11 +125,11 @@ class Buckets:
             return
         view = self._target.views[bucket][i]
         if gradient is not view:
-            # Detached, for a pass that makes a graph of its own; to turn gradients off for each parameter takes three times as long.
+            # Detached, for create_graph; torch.no_grad() for each parameter would take three times as long.
             parameter.grad = view.copy_(gradient.detach())
 
     def collect(self, terms: Terms) -> None:
-        """Make sure that all gradients of a slice are in ``terms``, none of them sparse, and drop them from the parameters."""
+        """Check that all gradients of a slice are in ``terms`` and dense, and remove them from the parameters."""
         self._target = None
         for bucket, term, views in zip(self.layouts, terms.flat, terms.views, strict=True):
             term[bucket.gradients_end : bucket.figures_at] = 1.0  # the presences
@@ -144,26 +144,26 @@ class Buckets:
         self.clear()
 
     def put(self, terms: Terms, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
-        """Move the gradients that parameters have, the buffers, and what a slice logged into ``terms``; see :meth:`put_figures`."""
+        """Move a slice's gradients, buffers and metrics into ``terms``; see :meth:`put_figures`."""
         self.collect(terms)
         self.put_figures(terms.flat[-1], metrics, samples)
 
     def named(self, terms: Terms) -> dict[str, torch.Tensor]:
-        """Return the gradients of a slice by the names of their parameters, where they lie."""
+        """Return views of the gradients of a slice by parameter name."""
         places = (place for bucket in self.layouts for place in bucket.places)
         return {p.name: view for p, view in zip(places, (v for views in terms.views for v in views), strict=True)}
 
     def by_parameter(self, terms: Terms) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield the parameters, and where the gradient of each lies that a slice gives."""
+        """Yield the parameters, each with the view for its gradient."""
         for bucket, views in zip(self.layouts, terms.views, strict=True):
             for place, view in zip(bucket.places, views, strict=True):
                 yield place.parameter, view
 
     def put_figures(self, term: torch.Tensor, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
-        """Write what a slice logged, at most :data:`MAX_METRICS` means over its samples, and its buffers behind its last bucket."""
+        """Append a slice's metrics, at most :data:`MAX_METRICS` means over samples, and buffers to its last bucket."""
         if len(metrics) > MAX_METRICS:
             raise ScriptError(
-                f"at most {MAX_METRICS} figures can be logged in a step, got {len(metrics)}: {', '.join(metrics)}"
+                f"at most {MAX_METRICS} metrics can be logged in a step, got {len(metrics)}: {', '.join(metrics)}"
             )
         figures = term[self.layouts[-1].figures_at :]
         figures[: 2 * MAX_METRICS].fill_(_NOTHING)
@@ -173,9 +173,9 @@ class Buckets:
         self.buffers.give(figures[2 * MAX_METRICS :])
 
     def read_metrics(self, result: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
-        """Return the means over the samples of the step, in the sum of the last bucket, of what was logged.
+        """Return the means of the metrics over the samples of the step, from the result of the last bucket.
 
-        A worker without slices has no ``names`` of its own, and knows the loss alone.
+        A worker without slices has no ``names`` of its own, and knows only the loss.
         """
         sums = self._sums_of_figures(result)
         values = {}
@@ -185,7 +185,7 @@ class Buckets:
         return values
 
     def read_figures(self, result: torch.Tensor) -> list[float]:
-        """Return the same means without their names, which not everybody knows: the loss first, then the others by name."""
+        """Return the same means without names, which a worker may not know: the loss first, then the others by name."""
         sums = self._sums_of_figures(result)
         return [total / samples for total, samples in zip(sums[::2], sums[1::2], strict=True) if samples > 0]
 
@@ -195,15 +195,15 @@ class Buckets:
         return sums
 
     def give_gradients(self, results: Sequence[torch.Tensor], *, private: bool) -> None:
-        """Set every parameter's ``.grad`` to the mean in the sums of all buckets, which are divided already.
+        """Set every parameter's ``.grad`` to its mean gradient in the results of all buckets.
 
-        If ``private``, give copies, which may be written, such as by clipping: the sums lie in memory that others read.
+        If ``private``, use copies that may be modified, for instance by clipping: other workers read the results.
         """
         for i, (_, result) in enumerate(zip(self.layouts, results, strict=True)):
             self.give_gradients_of(i, result, private=private)
 
     def give_gradients_of(self, i: int, result: torch.Tensor, *, private: bool) -> None:
-        """Do so for the parameters of bucket ``i``, whose sum is ``result``; see :meth:`give_gradients`."""
+        """Do so for the parameters of bucket ``i`` with its ``result``; see :meth:`give_gradients`."""
         bucket = self.layouts[i]
         if not bucket.places:
             return
@@ -215,41 +215,41 @@ class Buckets:
             place.parameter.grad = gradient if times > 0 else None
 
     def drop_gradients_of(self, i: int) -> None:
-        """Drop the gradients of the parameters of bucket ``i``."""
+        """Remove the gradients of the parameters of bucket ``i``."""
         for place in self.layouts[i].places:
             place.parameter.grad = None
 
     def _views_of(self, i: int, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the gradients in bucket ``i``; they are made anew when the sum lies somewhere else than before."""
+        """Return views of the gradients in bucket ``i``, renewed when the result has moved to other memory."""
         if self._given[i][0] != flat.data_ptr():
             self._given[i] = (flat.data_ptr(), _views(self.layouts[i], flat))
         return self._given[i][1]
 
     def take_buffers(self, result: torch.Tensor, num_slices: int) -> None:
-        """Set the model's buffers to their mean over the slices in ``result``, the sum of the last bucket."""
+        """Set the model's buffers to their mean over the slices in ``result``, the result of the last bucket."""
         self.buffers.take(result[self.layouts[-1].figures_at + 2 * MAX_METRICS :], num_slices)
 
     def name_at(self, bucket: int, index: int) -> str:
-        """Return the name of the parameter whose gradient lies at a place of a bucket."""
+        """Return the name of the parameter whose gradient lies at an index of a bucket."""
         return next(p.name for p in self.layouts[bucket].places if p.start <= index < p.start + p.numel)
 
     def clear(self) -> None:
-        """Drop all gradients."""
+        """Remove all gradients."""
         self._target = None
         for parameter in self.parameters:
             parameter.grad = None
 
 
 class StepBuffers:
-    """The model's buffers during a step: every slice starts from the step's beginning.
+    """The model's buffers during a step: every slice starts from their values at the step's beginning.
 
-    Floating-point buffers end as the mean of what the slices made of them, integer ones advance by the mean change,
-    rounded (``num_batches_tracked``: by one). A buffer that no slice changed keeps its bits. Large buffers (masks,
-    tables) are taken for constants, because sending them with every slice would cost more than the step.
+    Floating-point buffers end as the mean over the slices' values. Integer ones advance by the mean change, rounded
+    (``num_batches_tracked``: by one). A buffer that no slice changed keeps its bits. Large buffers (masks, tables) are
+    treated as constants, because sending them with every slice would cost more than the step.
     """
 
     MAX_NUMEL = 1 << 16
-    """A larger buffer must not be changed by a forward pass."""
+    """A forward pass must not change a larger buffer."""
 
     def __init__(self, model: nn.Module) -> None:
         found = {
@@ -271,29 +271,29 @@ class StepBuffers:
         self.numel = sum(self._sizes) + len(buffers)
 
     def beginning(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the names of the buffers, and where they are remembered as they were when the step in progress began."""
+        """Return the buffers by name, with their saved values from the beginning of the current step."""
         return list(zip(self._paths, self._start, strict=True))
 
     def begin_step(self) -> None:
-        """Remember where the step begins."""
+        """Save the buffers at the beginning of a step."""
         _copy(self._start, self._collected())
         self._flat_start = torch.empty(0)
         self._versions = [version_of(buffer) for *_, buffer in self._constants]
 
     def rewind(self) -> None:
-        """Go back to the beginning of the step."""
+        """Restore the buffers to the beginning of the step."""
         _copy(self._collected(), self._start)
 
     def lend(self) -> None:
-        """Let the next forward pass have buffers of its own, from the beginning of the step: it may keep them for a later way back."""
+        """Give the next forward pass its own buffers, from the step's beginning: its backward pass may need them."""
         for (module, name, _), start in zip(self._places, self._start, strict=True):
             buffers_of(module)[name] = start.clone()
 
     def give(self, figures: torch.Tensor) -> None:
-        """Write what a slice made of the buffers, and behind it of each how many of its numbers it changed.
+        """Write a slice's buffers, followed by the number of changed elements of each.
 
         Raises:
-            ScriptError: if a forward pass changed a buffer that is taken for a constant.
+            ScriptError: if a forward pass changed a buffer that is treated as a constant.
         """
         self._check_constants()
         if not self._places:
@@ -308,7 +308,7 @@ class StepBuffers:
         changes.zero_().index_add_(0, self._buffer_of, is_other.to(changes.dtype))
 
     def _flatten(self, buffers: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-        """Put all numbers in a row; of integer buffers by how much they are higher than at the beginning of the step."""
+        """Flatten all buffers into one vector; integer ones as their change since the beginning of the step."""
         values = (
             buffer if buffer.is_floating_point() else buffer.long() - start.long()
             for buffer, start in zip(buffers, self._start, strict=True)
@@ -316,7 +316,7 @@ class StepBuffers:
         torch.cat([value.detach().flatten().to(into.device) for value in values], out=into)
 
     def take(self, figures: torch.Tensor, num_slices: int) -> None:
-        """Set the buffers from the sum of what ``num_slices`` slices gave."""
+        """Set the buffers from the sum over ``num_slices`` slices."""
         if not self._places:
             return
         values, changes = figures.split((len(self._buffer_of), len(self._places)))
@@ -328,7 +328,7 @@ class StepBuffers:
         _copy(self._collected(), ends)
 
     def _collected(self) -> list[torch.Tensor]:
-        """Return the buffers; one that the forward pass replaced by a new tensor is moved into the old one."""
+        """Return the buffers; a new tensor that the forward pass assigned is copied into the original one."""
         for module, name, buffer in self._places:
             now = buffers_of(module)[name]
             if now is not buffer and now is not None:
@@ -340,24 +340,24 @@ class StepBuffers:
         for (path, module, name, buffer), version in zip(self._constants, self._versions, strict=True):
             if version_of(buffer) != version or buffers_of(module)[name] is not buffer:
                 raise ScriptError(
-                    f"the forward pass changed the buffer {path} of {buffer.numel()} numbers; buffers of more than "
+                    f"the forward pass changed the buffer {path} of {buffer.numel()} elements; buffers of more than "
                     f"{self.MAX_NUMEL} must stay constant during a step, because they are not averaged"
                 )
 
 
 def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Copy each value into its tensor; a call for each would take longer than the copies."""
+    """Copy each value into its tensor, in one call, because separate calls would take longer than the copies."""
     if into:
         copy_each(into, values)
 
 
 def _advanced(start: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """Return integers that are higher by a mean change, rounded."""
+    """Return integers advanced by a mean change, rounded."""
     return start.long() + mean.view_as(start).round().long()
 
 
 def _bits(flat: torch.Tensor) -> torch.Tensor:
-    """Return numbers to be compared bit by bit: a NaN equals itself, and the signs of zeros count."""
+    """Return an integer view for bitwise comparison: a NaN equals itself, and the signs of zeros count."""
     return flat.view(torch.int64 if flat.dtype == torch.float64 else torch.int32)
 
 
@@ -368,17 +368,17 @@ def _views(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
 def _check_dense(place: _Place, gradient: torch.Tensor) -> None:
     if gradient.is_sparse:
         raise ScriptError(
-            f"the gradient of {place.name} is sparse; only dense gradients can be summed: use sparse=False"
+            f"the gradient of {place.name} is sparse; only dense gradients can be all-reduced: use sparse=False"
         )
 
 
 def _slots(names: Mapping[str, object]) -> list[str]:
-    """Return the order in which figures stand: the loss, which everybody knows, then the others by name."""
+    """Return the order of the metrics: the loss, which every worker knows, then the others by name."""
     return ["loss", *sorted(name for name in names if name != "loss")]
 
 
 def _place(layouts: Sequence[Bucket], *, checked: bool) -> tuple[Bucket, ...]:
-    """Put one bucket behind the other."""
+    """Place the buckets one after another in the memory of a slice."""
     placed: list[Bucket] = []
     for bucket in layouts:
         span = Span(placed[-1].span.end if placed else 0, bucket.length, bucket.dtype, checked)

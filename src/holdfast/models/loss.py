@@ -1,4 +1,4 @@
-"""What a script's loss takes and returns, where the session calls it."""
+"""The signature of a script's loss function, where the session calls it."""
 
 from __future__ import annotations
 
@@ -10,40 +10,38 @@ import torch
 from holdfast.errors import ConfigError, ScriptError
 
 Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]]
-"""Takes the model's output, then the rest of the batch; returns the mean over it, and figures to log if it likes."""
+"""Maps the model's output and the other items of the batch to the mean loss, or to that and a dict of metrics."""
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
-"""The model, or what calls it."""
+"""The model, or a function that calls it."""
 
 
 def loss_of(loss: Loss, output: torch.Tensor, targets: Sequence[Any]) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return the loss of a slice, which must be a scalar, and what else is to be logged of it."""
+    """Return the loss of a slice, which must be a scalar, and its other metrics."""
     made = loss(output, *targets)
     value, more = made if isinstance(made, tuple) else (made, {})
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        raise ScriptError("the loss must return a scalar, the mean over the slice that it is given")
+        raise ScriptError("the loss must return a scalar, the mean over its slice")
     for name in more:
         check_name(name)
     return value, {name: figure for name, figure in more.items() if name != "loss"}
 
 
 def check_name(name: str) -> None:
-    """Make sure that the name of a figure can be encoded as UTF-8, to be written down."""
+    """Check that the name of a metric can be encoded as UTF-8, for the records."""
     try:
         name.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"a figure must have a name that can be written as UTF-8: {name!r} has a lone surrogate"
-        ) from error
+        raise ConfigError(f"a metric name must be encodable as UTF-8, but {name!r} has a lone surrogate") from error
 
 
 def figure_of(value: torch.Tensor | float) -> torch.Tensor | float:
-    """Return what is kept of a figure that a script logs."""
+    """Return the value to keep of a metric that a script logs."""
     return value.detach() if isinstance(value, torch.Tensor) else float(value)
 
 
 def checked(inputs: Any) -> Sequence[Any]:
-    """Return the inputs of a slice, of which the first must be a tensor for the model."""
+    """Return the inputs of a slice; the first must be a tensor for the model."""
     if isinstance(inputs, list | tuple) and len(inputs) > 0 and isinstance(inputs[0], torch.Tensor):
         return inputs
     raise ScriptError(

@@ -1,4 +1,4 @@
-"""What all models have in common that are split over workers: parts with homes."""
+"""Base class of model-parallel models: parts, and their placement on workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from holdfast.state.transfer import take_lowest
 
 
 class Split(InParts, Trainable):
-    """A model of which workers hold parts: where they are, and their state; see :class:`Holdings`. One scaler serves all parts."""
+    """A model in parts, with their placement and state; see :class:`Holdings`. One scaler serves all parts."""
 
     def __init__(self, shape: Shape, build: Build, drop: Callable[[int], None], scaler: Any) -> None:
         super().__init__()
@@ -48,14 +48,15 @@ class Split(InParts, Trainable):
         super().begin_loop(world, log)
         if world.settings.guard == "heal":
             raise ConfigError(
-                "guard heal needs a model that every worker has all of; of one that is split nobody keeps a state in memory: use stop or warn"
+                "guard heal needs a replicated model, because no worker keeps a complete in-memory snapshot of a Pipeline"
+                " or Sharded model: use stop or warn"
             )
         self._world, self._log = world, log
         self.backups = Backups(self.holdings, self._row_of, world, log.warn)
 
     @abstractmethod
     def _row_of(self, part: int) -> torch.Tensor:
-        """Return where the parameters of a part that is held here lie."""
+        """Return the flattened parameters of a part that this worker holds."""
 
     @property
     def _comm(self) -> Communicator:
@@ -67,7 +68,7 @@ class Split(InParts, Trainable):
             self.backups.close()
 
     def summary(self) -> PartsHeld:
-        """Return what this worker has of the model in its memory."""
+        """Return what this worker holds of the model in its memory."""
         homes, here = self.holdings.now, self._comm.here
         computes = sorted({part for _, part in homes.computed_by(here)})
         mirrors = sorted(set(self.holdings.held) - set(computes))
@@ -80,15 +81,15 @@ class Split(InParts, Trainable):
             copies_bytes=0 if self.backups is None else self.backups.bytes_held(),
         )
 
-    # -- what is compared and certified
+    # -- fingerprint and certificate
 
     def fingerprint(self, comm: Communicator, settings: Settings) -> PartFingerprint:
         return PartFingerprint(self, comm, settings)
 
-    # -- what may be altered
+    # -- planned alterations
 
     def enter(self, rank: int) -> None:
-        """Hear that one of those whom this process plays computes: with its own parts, and others as their lowest holders lend them."""
+        """Prepare for computation by a local rank: with its own parts, and others from their lowest local holder."""
         for part, held in self.holdings.held.items():
             if held.own.differ:
                 holders = self._holders(part, self._comm.here)
@@ -102,7 +103,8 @@ class Split(InParts, Trainable):
     def tensors_of(self, target: str, rank: int, here: Sequence[int]) -> dict[str, torch.Tensor]:
         if self.sends_copies and len(here) > 1:
             raise ConfigError(
-                f"{target} cannot be altered where all workers are one process and mirror_every is above 1; leave mirror_every out"
+                f"{target} cannot be altered if one process runs all workers and mirror_every is above 1:"
+                " leave out mirror_every"
             )
         found: dict[str, torch.Tensor] = {}
         for part in self.holdings.now.held_by((rank,)):
@@ -118,7 +120,7 @@ class Split(InParts, Trainable):
         for part in self.holdings.held.values():
             part.set_learning_rate(value)
 
-    # -- parts and their homes
+    # -- placement
 
     def lost(self, members: Sequence[int]) -> tuple[int, ...]:
         return self.holdings.lost(members)
@@ -133,11 +135,11 @@ class Split(InParts, Trainable):
         self.holdings.rehome(self._comm, restore)
 
     def at_beginning(self, part: int) -> dict[str, Any] | None:
-        """Return the state of a part as training began; None if it cannot be made any more."""
+        """Return the initial state of a part; None if it can no longer be built."""
         return None
 
     def exchange_backups(self, mail: Mail) -> None:
-        """See :meth:`Backups.exchange`; nothing where holders have mirrors."""
+        """See :meth:`Backups.exchange`; does nothing if parts have hot standbys."""
         if self.sends_copies and self.backups is not None:
             assert self._world is not None
             self.backups.exchange(self._comm, mail, self._world.step)
@@ -146,7 +148,7 @@ class Split(InParts, Trainable):
         self.holdings.settle(self._comm.here)
 
     def make_equal(self, comm: Communicator) -> None:
-        """Begin with the parts as they were made, the same at all who hold them, and with what all have as the lowest has it."""
+        """Make the initial parts equal on all their holders, and the shared state equal to that of the lowest rank."""
         self.holdings.begin(comm.members, comm.here, None)
         self.holdings.make_equal(comm)
         state = take_lowest(comm, self.shared_state())
@@ -159,10 +161,10 @@ class Split(InParts, Trainable):
     def take_homes(self, homes: Any) -> None:
         self.holdings.homes = Homes.from_json(homes)
 
-    # -- the state as a whole
+    # -- the complete state
 
     def wanted(self, members: Sequence[int]) -> Wanted | None:
-        """Return what this worker needs of a checkpoint: its parts, as they are when it is loaded, and what all have."""
+        """Return what this worker needs of a checkpoint: the parts that it holds initially, and the shared state."""
         held = first_homes(self.holdings.shape, members).held_by(self._comm.here)
         return all_but("replica/parts", *(f"replica/parts/{part}" for part in held))
 
@@ -173,7 +175,7 @@ class Split(InParts, Trainable):
         return tuple(dict.fromkeys(found))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this worker is to save: the parts of which it is the lowest holder, and from the lead what all have."""
+        """Return what this worker saves: the parts of which it is the lowest holder; the lead adds the shared state."""
         assert self._world is not None
         comm = self._comm
         mine = [part for part, rank in enumerate(self.holdings.lowest_holders(comm.members)) if rank in comm.here]
@@ -188,7 +190,7 @@ class Split(InParts, Trainable):
         return shared if self._scaler is None else shared | {"scaler": self._scaler}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Go back to what all workers have, if this session has the same things."""
+        """Restore the shared state, if this session has the same objects."""
         mine = self.shared_state().keys()
         if mine != state.keys() - {"parts"}:
             raise CheckpointError(
@@ -198,14 +200,14 @@ class Split(InParts, Trainable):
             thing.load_state_dict(clone(state[name]))
 
     def load_state_dict(self, state: dict[str, Any], *, keeps: bool = False) -> None:
-        """Go back to what all have; where there are parts in the state, too, the homes are those of a beginning."""
+        """Restore the shared state; if the state has parts too, the placement becomes the initial one."""
         self.load_shared_state(state)
         if "parts" in state:
             saved = {int(part): of_part for part, of_part in state["parts"].items()}
             self.holdings.begin(self._comm.members, self._comm.here, saved)
 
     def sha256s(self, here: Sequence[int]) -> dict[int, tuple[str, str]]:
-        """Return by worker the sha256 of the whole model; and that over those of each part with its optimizer's state."""
+        """Return by worker the sha256 of the complete model, and that over those of all parts and optimizer states."""
         if not any(held.own.differ for held in self.holdings.held.values()):
             return dict.fromkeys(here, self._sha256s)
         found = {}
@@ -216,7 +218,7 @@ class Split(InParts, Trainable):
         return found
 
     def _sha256s_now(self) -> tuple[str, str]:
-        """Return them of the worker that was entered last."""
+        """Return them for the worker that was entered last."""
         return model_sha256(self._whole), self._sha256s[1]
 
     def _note_sha256s(self, model: torch.nn.Module, of_parts: Sequence[str]) -> None:
@@ -225,6 +227,6 @@ class Split(InParts, Trainable):
 
 
 def shape_of(parts: int, chains: int, settings: Settings) -> Shape:
-    """Return the shape of the homes: without a replica of the model, each part has a mirror, unless the user says otherwise."""
+    """Return the shape of the placement; by default, without pipeline replicas, each part has a hot standby."""
     copies = 1 + settings.mirror if settings.mirror >= 0 else 2
     return Shape(parts=parts, chains=chains, copies=copies, lazy=settings.mirror_every > 1)

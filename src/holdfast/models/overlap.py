@@ -1,16 +1,17 @@
-"""``update="eager"``: a bucket's optimizer step runs as soon as its sum is in, and can be taken back until the step is closed.
+"""Overlapped optimizer (``update="eager"``): a bucket is updated once it is reduced, and can be undone until the vote.
 
 ::
 
-    sum of bucket 0   sum of bucket 1   sum of bucket 2   closing sum
-                      copy, update 0    copy, update 1    copy, update 2     kept, or taken back
+    all-reduce 0      all-reduce 1      all-reduce 2      commit vote
+                      copy, update 0    copy, update 1    copy, update 2     kept, or undone
 
-A step still counts after its closing sum only. Until then a copy of what the update changes is kept: the bucket's parameters,
-and the optimizer's state of them. Whoever takes the step back puts the copies back, so that the bits are those of a step that
-was never begun. The memory of the copies is used again in every step.
+A step still counts only after its commit vote. Until then the state that an update changes is kept as a copy: the
+bucket's parameters and their optimizer state. A rollback restores the copies, so that the bits are those of a step that
+never began. The memory of the copies is reused in every step.
 
-Updates run in a thread of their own, one after the other, beside the sums that follow. Sums begin after the backward pass,
-so that is what they overlap with. The last one is waited for before the closing sum compares the replicas.
+Updates run one after another in a separate thread, concurrently with the following all-reduces. These start after the
+backward pass, so updates overlap with communication only. The last update ends before the commit vote compares the
+replicas.
 """
 
 from __future__ import annotations
@@ -30,22 +31,23 @@ from holdfast.models.optimizers import UPDATING_EACH_ALONE, may_write_gradients,
 
 
 def check_eager(optimizer: torch.optim.Optimizer, *, scaler: Any, clip_grad_norm: float | None) -> None:
-    """Make sure that nothing needs the sums of all buckets before the first is updated."""
+    """Check that no part of the update needs the all-reduces of all buckets."""
     needs = ""
     if scaler is not None:
-        needs = "a scaler looks at all gradients before it lets the optimizer run"
+        needs = "a scaler checks all gradients before it lets the optimizer run"
     elif clip_grad_norm is not None:
-        needs = f"clip_grad_norm={clip_grad_norm:g} takes the norm of all gradients"
+        needs = f"clip_grad_norm={clip_grad_norm:g} needs the norm of all gradients"
     elif not updates_each_alone(optimizer):
         kinds = ", ".join(kind.__name__ for kind in UPDATING_EACH_ALONE)
         more = " with hooks, or a step of its own" if type(optimizer) in UPDATING_EACH_ALONE else ""
-        needs = f"only of plain {kinds} it is known that they update each parameter alone, got {type(optimizer).__name__}{more}"
+        name = type(optimizer).__name__
+        needs = f"only plain {kinds} are known to update each parameter independently, got {name}{more}"
     if needs:
-        raise ConfigError(f"update eager runs the optimizer before all sums are there, and {needs}: use update lazy")
+        raise ConfigError(f"update eager runs the optimizer before all sums are known, but {needs}: use update lazy")
 
 
 class UndoCopy:
-    """What the update of a bucket changes, as it was before."""
+    """The state that the update of a bucket changes, as it was before."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -56,12 +58,12 @@ class UndoCopy:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that it takes; it grows with the optimizer's state, in the first steps."""
+        """Its memory; it grows with the optimizer state in the first steps."""
         return sum(tensor.nbytes for tensor in self._room.values())
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy what an update with the gradients that are there will change."""
+        """Copy the state that an update with the current gradients will change."""
         for i, parameter in enumerate(self._parameters):
             if parameter.grad is None:
                 continue
@@ -72,7 +74,7 @@ class UndoCopy:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Let everything be as it was, to the bit: what the optimizer had nothing of, it has nothing of again."""
+        """Restore the copied state to the bit: optimizer state that did not exist is removed again."""
         for i, before in self._before:
             parameter = self._parameters[i]
             if before is None:
@@ -84,7 +86,7 @@ class UndoCopy:
         self.forget()
 
     def forget(self) -> None:
-        """Hear that the update stays; the memory is for the next copy."""
+        """Discard the copy, because the update is kept; its memory is reused."""
         self._before = []
 
     def _room_for(self, i: int, key: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -95,14 +97,14 @@ class UndoCopy:
 
 
 def _tensors(parameter: nn.Parameter, state: dict[str, Any] | None) -> list[tuple[str, torch.Tensor]]:
-    """Return the parameter, called "", and the tensors that the optimizer keeps for it."""
+    """Return the parameter, under the name "", and its optimizer state tensors."""
     kept = [(key, value) for key, value in (state or {}).items() if isinstance(value, torch.Tensor)]
     return [("", parameter), *kept]
 
 
 @dataclass(slots=True)
 class Spent:
-    """What updating eagerly took, over all steps; see :class:`~holdfast.records.types.UpdatedEagerly`."""
+    """Time spent on overlapped updates, over all steps; see :class:`~holdfast.records.types.UpdatedEagerly`."""
 
     steps: int = 0
     buckets: int = 0
@@ -114,7 +116,7 @@ class Spent:
 
 
 class Eager:
-    """Updates one bucket after another: in a thread ``beside`` the sums that follow, or at once."""
+    """Updates one bucket after another: in a thread ``beside`` the following all-reduces, or synchronously."""
 
     def __init__(
         self, buckets: Buckets, optimizer: torch.optim.Optimizer, clock: Clock, spent: Spent, *, beside: bool
@@ -134,7 +136,7 @@ class Eager:
         return sum(copy.size_bytes for copy in self._copies)
 
     def update(self, bucket: int, result: torch.Tensor) -> None:
-        """Update the parameters of a bucket, whose sum is in ``result``, divided already; this may return before."""
+        """Start the update of a bucket whose mean gradient is ``result``; may return before it is done."""
         self._updated.append(bucket)
         if self._thread is None:
             self._update(bucket, result)
@@ -142,7 +144,7 @@ class Eager:
             self._running.append(self._thread.submit(self._update, bucket, result))
 
     def wait(self) -> None:
-        """Return when all updates that were begun are done; raises what one of them raised."""
+        """Wait for all updates that were started; raises their errors."""
         if not self._running:
             return
         began_s = self._clock.now_s()
@@ -153,7 +155,7 @@ class Eager:
             update.result()
 
     def keep(self) -> None:
-        """Hear that the step is closed: its updates stay."""
+        """Keep the updates of the step, which is committed."""
         self.wait()
         for bucket in self._updated:
             self._copies[bucket].forget()
@@ -161,7 +163,7 @@ class Eager:
         self._updated = []
 
     def undo(self) -> None:
-        """Take the updates of the step in progress back."""
+        """Undo the updates of the step in progress."""
         self.wait()
         began_s = self._clock.now_s()
         for bucket in self._updated:
@@ -171,7 +173,7 @@ class Eager:
         self._updated = []
 
     def _update(self, bucket: int, result: torch.Tensor) -> None:
-        """Step with the gradients of this bucket alone: the optimizer passes over parameters that have none."""
+        """Run an optimizer step with the gradients of this bucket only: it skips parameters without a gradient."""
         began_s = self._clock.now_s()
         self._buckets.give_gradients_of(bucket, result, private=may_write_gradients(self._optimizer))
         self._copies[bucket].take()

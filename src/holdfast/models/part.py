@@ -1,4 +1,4 @@
-"""A module that is trained, with its optimizer: a whole model, or a part of one that is split."""
+"""A module with its optimizer: a complete model, or one part of a model-parallel one."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from holdfast.models.training_state import clone, model_tensors, state_sha256
 
 
 class Stateful(Protocol):
-    """Anything whose state can be taken and put back."""
+    """Anything whose state can be saved and restored."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Go back to a state."""
+        """Restore a state."""
 
 
 class Part:
-    """A module with its optimizer and all that goes with it; what a step computes of it lies in :attr:`gradients`.
+    """A module with its optimizer, scheduler, scaler and average; :attr:`gradients` holds the current step's results.
 
     Args:
-        scheduler: Stepped after the optimizer, once a step or once an epoch.
+        scheduler: Stepped after the optimizer, once per step or once per epoch.
         schedule: ``"step"`` or ``"epoch"``.
-        scaler: A ``torch.amp.GradScaler``; unscales after the sum.
-        clip_grad_norm: Largest norm of the summed, averaged gradient.
-        average: Of the weights; updated after each step.
+        scaler: A ``torch.amp.GradScaler``; unscales after the all-reduce.
+        clip_grad_norm: Maximum norm of the mean gradient.
+        average: An average of the weights; updated after each step.
 
     Raises:
-        ConfigError: if the optimizer holds parameters that are not the model's.
+        ConfigError: if the optimizer has parameters that the model does not have.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Part:
         mine = {id(p) for p in model.parameters()}
         if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
             raise ConfigError(
-                "the optimizer holds parameters that are not the model's; give the session the model they belong to"
+                "the optimizer has parameters that are not the model's; pass the session the model that they belong to"
             )
         self.model = model
         self.optimizer = optimizer
@@ -78,19 +78,19 @@ class Part:
         self.own = OwnStates(model, optimizer)
         self._rows: list[Terms] = []
         self.gradients = StepGradients(self.buckets, self._rows)
-        """Of the step in progress."""
+        """The gradients of the step in progress."""
         self.norm_of_all: torch.Tensor | None = None
-        """Norm of the gradient of the whole model, where this is a part of it."""
+        """Norm of the gradient of the whole model, if this is a part of it."""
 
     # -- a step
 
     def begin(self) -> None:
-        """Begin a step: forget the one before, and remember what a forward pass may change."""
+        """Begin a step: discard the previous one, and save the buffers that a forward pass may change."""
         self._drop_step()
         self.buckets.buffers.begin_step()
 
     def discard(self) -> None:
-        """Take back all that the attempt at a step changed."""
+        """Undo everything that the current attempt changed."""
         self._drop_step()
         self.buckets.buffers.rewind()
 
@@ -99,11 +99,11 @@ class Part:
         self.buckets.clear()
 
     def forget_room(self) -> None:
-        """Hear that slices will have other memory than before."""
+        """Discard views of slice memory, because slices get other memory from now on."""
         self._rows.clear()
 
     def backward(self, loss: torch.Tensor, samples: int, midway: Callable[[], None] | None) -> None:
-        """Add up gradients of the *sum* over the slice, because slices may differ in size.
+        """Accumulate gradients of the *sum* over the slice, because slices may differ in size.
 
         ``midway`` is called when half of the parameters have their gradient.
         """
@@ -117,28 +117,28 @@ class Part:
         hook.remove()
 
     def total(self, loss: torch.Tensor, samples: int) -> torch.Tensor:
-        """Return what is differentiated: the sum over the slice, scaled if it is to be."""
+        """Return the value to differentiate: the loss summed over the slice, scaled if there is a scaler."""
         total = loss * samples
         return total if self._scaler is None else self._scaler.scale(total)
 
     def add_sum(self, result: torch.Tensor, slices: Sequence[int]) -> None:
-        """Keep the sum of the next bucket, in which ``slices`` are."""
+        """Keep the result of the next bucket's all-reduce, which includes ``slices``."""
         self.gradients.add_sum(result, slices)
 
     def wait_updated(self) -> None:
-        """Return when no parameter is being updated any more: at once, where updates are made when a step is closed."""
+        """Wait until no parameter update is running; returns immediately unless the optimizer is overlapped."""
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients may be too large for their type: then the step is left out."""
+        """Whether gradients may overflow: then the step is skipped."""
         return self._scaler is not None
 
     def apply(
         self, batch: MiniBatch, names: Sequence[str], known: Mapping[str, float] | None = None
     ) -> dict[str, float]:
-        """Run the optimizer on the mean gradient, and return the figures of the step; see :meth:`Trainable.apply`.
+        """Run the optimizer on the mean gradient, and return the metrics of the step; see :meth:`Trainable.apply`.
 
-        They are ``known`` already where they were not summed with these gradients.
+        Pass them as ``known`` if they were not all-reduced with these gradients.
         """
         self.gradients.take_buffers()
         metrics = self.gradients.metrics(names) if known is None else dict(known)
@@ -153,19 +153,19 @@ class Part:
         self._optimize()
 
     def _may_write(self) -> bool:
-        """Return whether what comes may write the gradients, which others may still read."""
+        """Return whether clipping, unscaling or the optimizer may modify the gradients, which others may still read."""
         return self._scaler is not None or self._clip_grad_norm is not None or may_write_gradients(self.optimizer)
 
     def _optimize(self) -> None:
         if self._scaler is not None and not self.gradients.terms:
-            # It sets itself up when it scales, and a worker without a slice had nothing to scale.
+            # It initialises its state when it scales, and a worker without a slice has not scaled anything.
             self._scaler.scale(torch.zeros((), device=self.device))
         for more in self.own.each():
             self._optimize_one(copy.deepcopy(self._scaler) if more else self._scaler)
 
     def _optimize_one(self, scaler: Any) -> None:
         if scaler is not None and not self._gradients():
-            return  # a scaler refuses what an optimizer takes for nothing to do
+            return  # a scaler raises an error where an optimizer does nothing
         if scaler is not None and self._clip_grad_norm is not None:
             scaler.unscale_(self.optimizer)
         if self._clip_grad_norm is not None:
@@ -182,14 +182,14 @@ class Part:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
     def norm(self) -> float:
-        """Return the norm of the mean gradient in the sums."""
+        """Return the norm of the mean gradient in the all-reduce results."""
         self.gradients.give(private=False)
         norm = float(nn.utils.get_total_norm(self._gradients()))
         self._drop_gradients()
         return norm
 
     def overflows(self) -> bool:
-        """Return whether a mean gradient in the sums is not a finite number."""
+        """Return whether a mean gradient in the all-reduce results is not finite."""
         self.gradients.give(private=False)
         found = any(not bool(gradient.isfinite().all()) for gradient in self._gradients())
         self._drop_gradients()
@@ -204,7 +204,7 @@ class Part:
         if self._scheduler is None or (self._schedule == "epoch" and not epoch_ended):
             return
         if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            if "loss" in metrics:  # not when forward lost every slice of the step
+            if "loss" in metrics:  # not if strategy forward lost every slice of the step
                 self._scheduler.step(metrics["loss"])
         else:
             self._scheduler.step()
@@ -214,7 +214,7 @@ class Part:
             self.average.update_parameters(self.model)
 
     def set_learning_rate(self, value: float) -> None:
-        """Go on with another learning rate in all parameter groups; a scheduler goes on from it."""
+        """Set the learning rate of all parameter groups; a scheduler continues from it."""
         for group in self.optimizer.param_groups:
             group["lr"] = value
             if "initial_lr" in group:
@@ -222,29 +222,29 @@ class Part:
         if hasattr(self._scheduler, "base_lrs"):
             self._scheduler.base_lrs = [value] * len(self._scheduler.base_lrs)
 
-    # -- the state as a whole
+    # -- the complete state
 
     def tensors_of(self, target: str, rank: int, here: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return the weights, or what the optimizer keeps, by name, to be altered at one worker."""
+        """Return the weights or the optimizer state by name, to be altered on one worker."""
         self.own.take(rank, here)
         return weights(self.model) if target == "weights" else optimizer_state(self.model, self.optimizer)
 
     def beside(self) -> list[tuple[str, torch.Tensor]]:
-        """Return what there is besides weights and the optimizer's state, by name, as it is when a step begins, not copied."""
+        """Return the state besides weights and optimizer by name, as it is when a step begins, not copied."""
         average = () if self.average is None else model_tensors(self.average)
         return [*self.buckets.buffers.beginning(), *((f"average/{name}", tensor) for name, tensor in average)]
 
     def state_sha256(self) -> str:
-        """Return the sha256 of the model, of the average of its weights, and of its optimizer's state."""
+        """Return the sha256 of the model, the average of its weights, and its optimizer state."""
         return state_sha256(self.model, self.optimizer, self.average)
 
     def model_state(self) -> dict[str, Any]:
-        """Return all of the model, and the average of its weights if there is one, and nothing else, not copied."""
+        """Return only the model and the average of its weights, if there is one, not copied."""
         average = {} if self.average is None else {"average": self.average.state_dict()}
         return {"model": self.model.state_dict(), "transient": self._transient(), **average}
 
     def load_model_state(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`model_state` returned elsewhere."""
+        """Load what :meth:`model_state` returned on another worker."""
         self.own.forget()
         self.model.load_state_dict(state["model"])
         for name, buffer in self._transient().items():
@@ -257,7 +257,7 @@ class Part:
         return {name: thing.state_dict() for name, thing in self._stateful().items()} | {"transient": self._transient()}
 
     def load_state_dict(self, state: dict[str, Any], *, keeps: bool = False) -> None:
-        """Go back to a state; see :meth:`Trainable.load_state_dict`."""
+        """Restore a state; see :meth:`Trainable.load_state_dict`."""
         self.own.forget()
         things = self._stateful()
         transient = self._transient()
@@ -275,12 +275,12 @@ class Part:
             buffer.copy_(state["transient"][name])
 
     def _transient(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that ``state_dict`` leaves out, because the model calls them not persistent."""
+        """Return the non-persistent buffers, which ``state_dict`` leaves out."""
         kept = self.model.state_dict().keys()
         return {name: buffer for name, buffer in self.model.named_buffers() if name not in kept}
 
     def _stateful(self) -> dict[str, Stateful]:
-        """Return what has a state, by the name that it has in a checkpoint."""
+        """Return the objects that have a state, by their name in a checkpoint."""
         things: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         if self._scheduler is not None:
             things["scheduler"] = self._scheduler

@@ -1,4 +1,4 @@
-"""The fingerprint of a split model: the holder of a part hashes it, and the commit vote carries the digest to all workers."""
+"""The fingerprint of a model in parts: the holder of a part hashes it, and the commit vote carries the digest."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ _Looked = TypeVar("_Looked")
 
 
 class InParts:
-    """A split model, as far as it is hashed."""
+    """A model in parts, as the fingerprint sees it."""
 
     holdings: Holdings
 
     def prefix(self, part: int) -> str:
-        """Return what the names of a part's tensors begin with in the whole model."""
+        """Return the prefix of a part's tensor names in the complete model."""
         return ""
 
     def common_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the buffers that all workers have, by name, as they were when the step in progress began; of each the same memory."""
+        """Return by name the buffers of all workers, as of the beginning of the step; always the same memory."""
         return []
 
     def remember_buffers(self) -> None:
-        """Let the buffers, where no step is in progress, count as those with which one begins."""
+        """Between steps, take the current buffers as those of the next step's beginning."""
         for held in self.holdings.held.values():
             held.buckets.buffers.begin_step()
 
 
 class PartFingerprint(Fingerprint):
-    """Hashes what this process has of a split model.
+    """Hashes this process's parts of a model.
 
-    In each step it is a window of one part, in the next one of another part, so that a rotation is as long as that of a
-    model that is not split. Buffers that all workers have count as one more part.
+    Each step hashes a window of one part, the next step one of another part, so a rotation is as long as that of a
+    replicated model. Buffers that all workers have count as one more part.
     """
 
     def __init__(self, body: InParts, comm: Communicator, settings: Settings) -> None:
@@ -69,7 +69,7 @@ class PartFingerprint(Fingerprint):
         self.parts = tuple(map(Spread.of, numbers))
 
     def everything(self) -> list[Hashed]:
-        """See :meth:`Fingerprint.everything`; those of workers that this process plays once, where they are the same."""
+        """See :meth:`Fingerprint.everything`; equal states of local ranks are returned once."""
         found: list[Hashed] = []
         for part in range(self._parts):
             prefix = self._body.prefix(part) if part < self._split else ""
@@ -90,7 +90,7 @@ class PartFingerprint(Fingerprint):
         self._body.remember_buffers()
 
     def compare_all(self) -> None:
-        """Nothing: in the last step, too, one window of one part is compared."""
+        """Do nothing: in the last step, too, one window of one part is compared."""
 
     def compared(self, step: int, half: str = "") -> tuple[str, ...]:
         return (f"part {self._place(step)[0]}",)
@@ -99,11 +99,11 @@ class PartFingerprint(Fingerprint):
         return {}
 
     def _place(self, step: int) -> tuple[int, int]:
-        """Return the part of which a step hashes a window, and which one."""
+        """Return the part that a step hashes, and the number of the window."""
         return step % self._parts, step // self._parts
 
     def _look(self, part: int, look: Callable[[RotatingDigest], _Looked]) -> dict[int, _Looked]:
-        """Return, by worker, what ``look`` returns of a part as that worker has it; nothing of those who do not hold it."""
+        """Return by local holder of a part the result of ``look`` for that worker's state."""
         here = self._comm.here
         if part == self._split:
             buffers = self._body.common_buffers() if self._is_certified else ()

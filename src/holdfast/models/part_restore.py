@@ -1,4 +1,4 @@
-"""Restoring a part of a split model that nobody holds any more: from a backup, from the disk, or as training began."""
+"""Restores a part without a surviving holder: from a delta standby, from disk, or from its initial state."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from holdfast.models.training_state import clone
 from holdfast.records.types import PartRestored
 
 _Found = tuple[str, Restored]
-"""What a part was found in, and the part."""
+"""The source of a part, and the part."""
 
 
 class Restorer:
-    """Restores parts under the strategy ``partial``: from memory, from the disk, or as they were at the beginning."""
+    """Restores parts under strategy ``partial``: from memory, from disk, or from the initial state."""
 
     def __init__(
         self,
@@ -40,15 +40,15 @@ class Restorer:
         self._log = log
 
     def restore(self, part: int) -> dict[str, Any]:
-        """Return the state of a part as it was saved last, or as training began.
+        """Return the state of a part as last saved, or its initial state.
 
         Raises:
-            StateLost: if it is neither.
+            StateLost: if neither exists.
         """
         found = self._in_memory(part) or self._on_disk(part) or self._at_beginning(part)
         if found is None:
             raise StateLost(
-                f"part {part} of the model is lost with its holders, and there is no checkpoint: the job must begin again"
+                f"part {part} of the model is lost with its holders, without a checkpoint: the job must start over"
             )
         source, restored = found
         if self._world.settings.mirror_optimizer == "reset":
@@ -72,7 +72,8 @@ class Restorer:
         )
         mean = float(ages.double().mean()) if len(ages) else 0.0
         self._log.warn(
-            f"nobody is left who holds part {part} of the model: restored from its {source}, {mean:.1f} steps old on average"
+            f"part {part} of the model has no surviving holder: restored from its {source},"
+            f" {mean:.1f} steps old on average"
         )
 
     def _in_memory(self, part: int) -> _Found | None:
@@ -81,17 +82,17 @@ class Restorer:
         return None if restored is None else ("backup", restored)
 
     def _on_disk(self, part: int) -> _Found | None:
-        """Return the copy that a backup wrote, or what the newest checkpoint holds if that is not older."""
+        """Return the copy that a standby wrote, or that in the newest checkpoint if it is not older."""
         backups, step = self._backups, self._world.step
         restored = None if backups is None else backups.restore_written(part, step)
         if restored is None:
             return self._in_checkpoint(part)
         oldest = math.ceil(step - float(restored.ages.double().mean()))
-        is_there = self._world.keeper.has(oldest)  # to see whether a checkpoint is intact all of it is read
+        is_there = self._world.keeper.has(oldest)  # checking a checkpoint reads all of it
         return (self._in_checkpoint(part, oldest) if is_there else None) or ("copy", restored)
 
     def _in_checkpoint(self, part: int, oldest: int = 0) -> _Found | None:
-        """Return the part as it is in the newest intact checkpoint of this loop, if that is of step ``oldest`` or a later one."""
+        """Return the part from the newest intact checkpoint of this loop, if that is of step ``oldest`` or later."""
         keeper = self._world.keeper
         step = keeper.newest(self._warn, keep=False)
         if step < oldest or keeper.info(step)["loop"] != self._world.loop:
@@ -109,7 +110,7 @@ class Restorer:
         return Restored(state, torch.full((blocks,), age))
 
     def _go_on_with_schedule(self, state: dict[str, Any]) -> None:
-        """Let the part go on with the learning rate of the others: only its numbers are older than theirs."""
+        """Give the part the learning rate of the other parts: only its tensors are older than theirs."""
         other = next(iter(self._holdings.held.values()), None)
         if other is None:
             return
@@ -119,4 +120,4 @@ class Restorer:
             group["lr"] = clone(theirs["lr"])
 
     def _warn(self, step: int, damage: CheckpointCorrupt) -> None:
-        self._log.warn(f"passed over step {step}: {damage}")
+        self._log.warn(f"skipped step {step}: {damage}")

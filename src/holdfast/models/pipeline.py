@@ -1,4 +1,4 @@
-"""A pipeline: workers hold stages, and a slice goes through those of several workers."""
+"""A pipeline-parallel model: workers hold stages, and a slice passes through those of several workers."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from holdfast.session.step import StagedStep, Step
 from holdfast.state.transfer import give_part, take_part
 
 _BESIDE = -2
-"""Where the numbers of micro-batches that are evaluated begin, and go down: slices have those from 0 on, what is outside of them -1."""
+"""First number of evaluated micro-batches, descending: slices have numbers from 0 on, code outside them has -1."""
 
 
 class Pipelined(Split):
-    """The stages of a pipeline that this worker holds; ``clip_grad_norm`` limits the norm of their norms."""
+    """The stages of a pipeline on this worker; ``clip_grad_norm`` limits the norm of the norms of all stages."""
 
     kind = PIPELINE
     has_stages = True
@@ -62,15 +62,15 @@ class Pipelined(Split):
         super().__init__(shape, self._build, self._drop, scaler)
         self._metrics: dict[str, float] = {}
         self.numel = 0
-        """Numbers in the parameters of all stages."""
+        """Number of elements in the parameters of all stages."""
 
     def _build(self, part: int) -> Stage:
         module = self.given.build(part, self._settings.seed)
         if not any(p.requires_grad for p in module.parameters()):
             raise ConfigError(
-                f"stage {part} of the Pipeline has no parameters that are trained: make it a part of a stage that has some"
+                f"stage {part} of the Pipeline has no trainable parameters: merge it into a stage that has some"
             )
-        if self.sends_copies:  # backups are made of rows
+        if self.sends_copies:  # delta standbys need flattened parameters
             self._rows[part] = in_row(list(module.parameters()))
         stage = self._makers.part(
             Stage, "stage", module, clip_grad_norm=self._clip_grad_norm, checked=self._settings.guard_sums
@@ -85,7 +85,7 @@ class Pipelined(Split):
         return f"{part}."
 
     def _sha256s_now(self) -> tuple[str, str]:
-        """See :meth:`Split._sha256s_now`; who has a part counts its own."""
+        """See :meth:`Split._sha256s_now`; a holder of a part uses its own."""
         of_parts = "".join(sha256 for _, sha256 in sorted(self.holdings.sha256s().items()))
         return model_sha256(self._whole), hashlib.sha256(of_parts.encode()).hexdigest()
 
@@ -104,14 +104,14 @@ class Pipelined(Split):
     def runner(self, context: StepContext) -> Runner:
         return StageRunner(context, self)
 
-    # -- the size of the whole, of which each knows its own: learnt where all begin together
+    # -- the size of the complete model: each worker only knows its own stages, so all exchange sizes at the start
 
     def make_equal(self, comm: Communicator) -> None:
         super().make_equal(comm)
         self._count(comm)
 
     def load_state_dict(self, state: dict[str, Any], *, keeps: bool = False) -> None:
-        """See :meth:`Split.load_state_dict`; where there are parts in the state, all members load together."""
+        """See :meth:`Split.load_state_dict`; a collective if the state has parts."""
         super().load_state_dict(state, keeps=keeps)
         if "parts" in state:
             self._count(self._comm)
@@ -123,7 +123,7 @@ class Pipelined(Split):
         super().load_shared_state(state)
         if state["stages"] != self.given.parts:
             raise CheckpointError(
-                f"the checkpoint holds {state['stages']} stages, this Pipeline has {self.given.parts}: go on with as many"
+                f"the checkpoint holds {state['stages']} stages, this Pipeline has {self.given.parts}: use the same number"
             )
 
     def _count(self, comm: Communicator) -> None:
@@ -131,7 +131,7 @@ class Pipelined(Split):
         self.numel = sum(comm.maximum([held[n].numel if n in held else 0 for n in range(self.given.parts)]))
 
     def homes(self) -> Any:
-        """Return who holds which part, and the size of the whole, as plain JSON."""
+        """Return the placement of the parts, and the size of the complete model, as plain JSON."""
         return [self.numel, super().homes()]
 
     def take_homes(self, homes: Any) -> None:
@@ -141,12 +141,12 @@ class Pipelined(Split):
     # -- a step
 
     def slices(self, batch: MiniBatch, here: Sequence[int]) -> list[int]:
-        """Return the slices of which some stage is computed by workers ``here``."""
+        """Return the slices of which workers ``here`` compute some stage."""
         homes = self.holdings.now
         return [n for n in sorted(batch.owners) if set(chain_of(homes, batch, n)) & set(here)]
 
     def begin_step(self, reach: Reach) -> None:
-        """See :meth:`Trainable.begin_step`; hand-overs between stages are a part of the way forward."""
+        """See :meth:`Trainable.begin_step`; messages between stages belong to the forward pass."""
         for part in self.holdings.held.values():
             part.begin()
         self._remember_registered()
@@ -154,7 +154,7 @@ class Pipelined(Split):
         self.exchange_backups(self.stages.mail)
 
     def finish_step(self, batch: MiniBatch, reach: Reach) -> None:
-        """Sum the gradients; see :meth:`Stages.sum`."""
+        """All-reduce the gradients; see :meth:`Stages.sum`."""
         self.stages.sum(batch, reach)
         self._metrics = self.stages.share_figures(batch)
         self.stages.share_overflow()
@@ -177,7 +177,7 @@ class Pipelined(Split):
         return self._metrics
 
     def computing(self, batch: MiniBatch, lost: Collection[int]) -> set[int]:
-        """Return the workers that compute a stage of some slice; none is lost."""
+        """Return the workers that compute a stage of some slice; no slice is ever lost."""
         homes = self.holdings.now
         return {rank for number in batch.owners for rank in chain_of(homes, batch, number)}
 
@@ -209,7 +209,7 @@ class Pipelined(Split):
 
 
 class StageRunner(Runner):
-    """Computes the stages of slices that this worker holds, and sums their gradients among all workers that hold them."""
+    """Computes the stages that this worker holds, and all-reduces their gradients among their holders."""
 
     def __init__(self, context: StepContext, pipelined: Pipelined) -> None:
         super().__init__(context, pipelined.rest)
@@ -223,7 +223,7 @@ class StageRunner(Runner):
         return StagedStep(self, batch, slices, attempt)
 
     def compute(self, batch: MiniBatch) -> None:
-        """Compute the stages that are this worker's."""
+        """Run the forward and backward passes of this worker's stages."""
 
         def fetch(number: int) -> Any:
             self._world.beacon.mark("forward", batch.step, number, batch.slices[number])
@@ -233,22 +233,23 @@ class StageRunner(Runner):
         self.between_slices(batch)
 
     def finish(self, batch: MiniBatch, attempt: Step) -> None:
-        """Sum the gradients of all stages, unless computing them ended early."""
+        """All-reduce the gradients of all stages, unless computing them ended early."""
         super().finish(batch, attempt)
         self._pipelined.finish_step(batch, self._context.reach)
 
     def evaluate(self, batch: MiniBatch, dataset: Any, batch_size: int, *, averaged: bool) -> dict[str, float]:
-        """Return means over a dataset, with the stages as they are before the step."""
+        """Return means over a dataset, with the stages as of before the step."""
         check_dataset(dataset)
         if batch_size < 1 or len(dataset) < 1:
             raise ScriptError(
-                f"step.evaluate needs at least 1 sample and a batch_size of at least 1, got {len(dataset)} and {batch_size}"
+                "step.evaluate needs at least 1 sample and a batch_size of at least 1,"
+                f" got {len(dataset)} and {batch_size}"
             )
         source, seed = dataclasses.replace(self._context.source, dataset=dataset), self._seed
         parts = np.array_split(np.arange(len(dataset)), range(batch_size, len(dataset), batch_size))
 
         def begin(number: int, part: int) -> None:
-            self._context.log.mark("forward")  # this worker gets further
+            self._context.log.mark("forward")  # shows the health monitor that this worker makes progress
             seed_slice(seed, batch.step, _BESIDE - number, part)
 
         evaluation = Evaluation(

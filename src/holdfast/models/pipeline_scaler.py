@@ -1,4 +1,4 @@
-"""A scaler in a pipeline: the last stage scales the loss, each stage unscales its own gradients, and all leave a step out or none."""
+"""A scaler for pipelines: the last stage scales the loss, each unscales its gradients, and all skip a step or none."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from holdfast.models.part import Part
 
 
 class Scaling:
-    """The scaler of a pipeline, in the same state at all workers, whatever they hold."""
+    """The scaler of a pipeline, in the same state on all workers, whichever stages they hold."""
 
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler
         self._of_all = nn.Parameter(torch.zeros(1))
         self._nothing = torch.optim.SGD([self._of_all], lr=0.0)
         self.skips = False
-        """Whether a gradient of some stage is too large, so that no stage takes the step in progress."""
+        """Whether a gradient of some stage overflows, so that all stages skip the step in progress."""
 
     @property
     def is_enabled(self) -> bool:
-        """Whether it scales, and looks at gradients."""
+        """Whether it scales the loss and checks gradients."""
         return bool(self._scaler.is_enabled())
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return what the way back begins from."""
+        """Return the scaled loss, the start of the backward pass."""
         scaled: torch.Tensor = self._scaler.scale(loss)
         return scaled
 
@@ -39,20 +39,20 @@ class Scaling:
             gradient.mul_(inverse)
 
     def update(self, device: torch.device) -> None:
-        """Let the scaler hear of the step what all stages together found, as if their gradients were one number."""
-        self._scaler.scale(torch.zeros((), device=device))  # it sets itself up, where it has scaled no loss
+        """Update the scale with the result of all stages, passed to the scaler as the gradient of one parameter."""
+        self._scaler.scale(torch.zeros((), device=device))  # initialises it, where it has scaled no loss
         self._of_all.grad = torch.full((1,), math.inf if self.skips else 0.0)
         self._scaler.step(self._nothing)
         self._scaler.update()
 
 
 class Stage(Part):
-    """A stage of a pipeline, whose gradients may be those of a loss that was scaled."""
+    """A stage of a pipeline, whose gradients may come from a scaled loss."""
 
     scaling: Scaling | None = None
 
     def norm(self) -> float:
-        """Return the norm of the mean gradient in the sums, unscaled."""
+        """Return the unscaled norm of the mean gradient in the all-reduce results."""
         if self.scaling is None:
             return super().norm()
         self.gradients.give(private=True)

@@ -1,4 +1,4 @@
-"""The all-reduce of one bucket: what flips alter of it, its checksums, its sum, and the mean."""
+"""The all-reduce of one bucket: planned flips, checksums, the reduction and the mean."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from holdfast.models.part import Part
 class BucketReducer:
     """Sums the buckets of a part over all workers that compute or hold it."""
 
-    adds: OrderedSum  # the sum of these workers
-    part: Part  # whose gradients; takes the sums
+    adds: OrderedSum  # the all-reduce over these workers
+    part: Part  # provides the gradients, and takes the results
     faults: Injector
-    altered: dict[str, int]  # where it is noted what did not arrive here as it was given; see `World.altered`
+    altered: dict[str, int]  # terms that failed their checksum on this worker; see `World.altered`
 
     def sum(
         self,
@@ -33,16 +33,16 @@ class BucketReducer:
         rescale: str,
         midway: Callable[[], None],
     ) -> None:
-        """Sum a bucket; the part keeps the result.
+        """All-reduce a bucket; the part keeps the result.
 
         Args:
             batch: The mini-batch of the step.
-            bucket: Of the part.
-            owners: The workers that give the slices which are to be in the sum, by slice.
-            givers: The workers that this process plays in it; of each, how many sums of the step it has taken part in.
-            name: Of the bucket, in records.
+            bucket: Bucket of the part.
+            owners: The slices to include, each with the worker that computed it.
+            givers: Local ranks that take part, each with its number of earlier all-reduces in this step.
+            name: Name of the bucket in records.
             rescale: See :meth:`StepGradients.mean`.
-            midway: Called while the sum goes on, for faults that are due then.
+            midway: Called during the all-reduce, to carry out planned faults.
         """
         gradients, slices = self.part.gradients, sorted(owners)
         span = self.part.buckets.layouts[bucket].span
@@ -60,8 +60,8 @@ class BucketReducer:
         self.part.add_sum(result, slices)
 
     def _alter_message(self, step: int, rank: int, number: int, bucket: int, owners: Mapping[int, int]) -> None:
-        """Let flips strike what a worker gives to a sum: what others read of its slices."""
+        """Carry out planned flips in the terms that other workers read."""
         for due in self.faults.flips("message", step, rank, number):
             mine = {number for number, owner in owners.items() if owner == rank}
-            if message := self.part.gradients.message_of(bucket, mine):  # a spare, or a mirror, gives nothing
+            if message := self.part.gradients.message_of(bucket, mine):  # a hot spare or standby has no terms
                 self.faults.carry_out(due, message)

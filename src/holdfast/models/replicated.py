@@ -1,4 +1,4 @@
-"""A replicated model: every worker holds all of it, and of its optimizer's state."""
+"""A replicated model: every worker holds the complete model and optimizer state."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from holdfast.state.transfer import take_lowest
 
 
 class Replica(Part, Trainable):
-    """This worker's full copy of the model, with its optimizer; what it takes is what :class:`Part` takes."""
+    """This worker's replica of the model, with its optimizer; the arguments are those of :class:`Part`."""
 
     kind = REPLICATED
     parts = 0
     eager: Eager | None = None
-    """Updates buckets before the step is closed."""
+    """Updates buckets before the commit vote."""
 
     # -- capabilities
 
@@ -48,13 +48,13 @@ class Replica(Part, Trainable):
     # -- a loop
 
     def begin_loop(self, world: World, log: RunLog) -> None:
-        """From the first loop on, update buckets eagerly if they are to be."""
+        """From the first loop on, overlap the optimizer if configured."""
         super().begin_loop(world, log)
         if world.settings.update == "eager":
             self.update_eagerly(world.clock, world.spent, beside=not isinstance(world.comm, VirtualCommunicator))
 
     def update_eagerly(self, clock: Clock, spent: Spent, *, beside: bool) -> None:
-        """From now on, update the parameters of a bucket as soon as its sum is known; see :class:`Eager`."""
+        """From now on, update the parameters of a bucket as soon as it is all-reduced; see :class:`Eager`."""
         if self.eager is None:
             self.eager = Eager(self.buckets, self.optimizer, clock, spent, beside=beside)
 
@@ -62,7 +62,7 @@ class Replica(Part, Trainable):
         return SliceRunner(context, self, self)
 
     def summary(self) -> UpdatedEagerly | None:
-        """Return what it took to update buckets before their step was closed, if they were."""
+        """Return the cost of the overlapped optimizer, if it is used."""
         if self.eager is None:
             return None
         spent: dict[str, Any] = dataclasses.asdict(self.eager.spent) | {"copy_bytes": self.eager.size_bytes}
@@ -71,7 +71,7 @@ class Replica(Part, Trainable):
     # -- a step
 
     def begin_step(self, reach: Reach) -> None:
-        """Begin a step; workers need nothing from each other for it."""
+        """Begin a step, which needs no communication."""
         self.begin()
         self._remember_registered()
 
@@ -82,14 +82,14 @@ class Replica(Part, Trainable):
         self._take_back_registered()
 
     def add_sum(self, result: torch.Tensor, slices: Sequence[int]) -> None:
-        """Keep the sum of the next bucket, in which ``slices`` are, and update its parameters if that is to be early."""
+        """Keep the result of the next bucket, which includes ``slices``, and update its parameters if overlapped."""
         super().add_sum(result, slices)
         if (eager := self._early) is not None:
             eager.update(len(self.gradients.sums) - 1, result)
 
     @property
     def _early(self) -> Eager | None:
-        """What updates buckets as they come; nothing, where workers that this process plays have weights of their own."""
+        """The overlapped optimizer; None if it is off, or local ranks have diverged."""
         return None if self.own.differ else self.eager
 
     def wait_updated(self) -> None:
@@ -105,7 +105,7 @@ class Replica(Part, Trainable):
     # -- the state
 
     def shared_state(self) -> dict[str, Any]:
-        """Return what all workers have: everything."""
+        """Return the state that all workers have: everything."""
         return self.state_dict()
 
     def make_equal(self, comm: Communicator) -> None:
@@ -122,7 +122,7 @@ class Replica(Part, Trainable):
     def _stateful(self) -> dict[str, Stateful]:
         return super()._stateful() | {f"registered.{name}": thing for name, thing in self.registered.items()}
 
-    # -- what may be altered
+    # -- planned alterations
 
     def enter(self, rank: int) -> None:
         self.own.enter(rank)

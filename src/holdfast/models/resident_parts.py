@@ -1,4 +1,4 @@
-"""The parts of a split model that this worker holds, and who holds the others."""
+"""The parts of a model that are resident on this worker, and the placement of all parts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from holdfast.state.transfer import give_part, take_part
 
 Build = Callable[[int], Part]
 Restore = Callable[[int], dict[str, Any]]
-"""Returns the state of a part that nobody holds any more, as it was some steps ago."""
+"""Returns the state of a part without a surviving holder, as it was some steps ago."""
 
 
 class Holdings:
-    """Keeps parts where their homes are: at the beginning, and when workers die or come.
+    """Keeps the resident parts in line with the placement: initially, and when workers fail or join.
 
-    ``build`` makes a part as it is at the beginning of training, and ``drop`` is told of one that is not held here any more.
+    ``build`` returns a part in its initial state, and ``drop`` is called when a part is no longer resident.
     """
 
     def __init__(self, shape: Shape, build: Build, drop: Callable[[int], None] = lambda part: None) -> None:
@@ -37,16 +37,16 @@ class Holdings:
 
     @property
     def now(self) -> Homes:
-        """The homes, once there are some."""
-        assert self.homes is not None, "the parts have no homes yet"
+        """The current placement."""
+        assert self.homes is not None, "the parts have no placement yet"
         return self.homes
 
     def lost(self, members: Sequence[int]) -> tuple[int, ...]:
-        """Return the parts that have no holder among ``members``; none as long as nobody has any."""
+        """Return the parts without a holder among ``members``; none before there is a placement."""
         return () if self.homes is None else self.homes.lost(members)
 
     def begin(self, members: Sequence[int], here: Sequence[int], saved: Mapping[int, Mapping[str, Any]] | None) -> None:
-        """Hold what a job of these members holds when it begins, or loads the states in ``saved``, by part."""
+        """Adopt the initial placement for these members, with initial states or those in ``saved``, by part."""
         self._staged, self._next = {}, None
         self.homes = first_homes(self.shape, members)
         held = self.homes.held_by(here)
@@ -60,7 +60,7 @@ class Holdings:
         self.held = dict(sorted(self.held.items()))
 
     def make_equal(self, comm: Communicator) -> None:
-        """Give the lowest holder's part to the others, so that no chance of building it makes a difference."""
+        """Send the lowest holder's part to the other holders, so that nondeterminism in building it has no effect."""
         for part in range(self.now.parts):
             giver, *takers = self.now.holders(part)
             for taker in takers:
@@ -69,9 +69,9 @@ class Holdings:
                     self.held[part].load_state_dict(state, keeps=True)
 
     def rehome(self, comm: Communicator, restore: Restore | None = None) -> int:
-        """Let all parts have holders among the living; what comes here is kept aside.
+        """Give all parts holders among the survivors; received states are staged until :meth:`settle`.
 
-        There may be parts without a holder only if there is ``restore``. Returns how many changed hands.
+        Parts without a holder are allowed only with ``restore``. Returns the number of parts transferred or restored.
         """
         self._staged = {}
         self._next = new_homes(self.shape, self.now, comm.members)
@@ -86,9 +86,9 @@ class Holdings:
         return len(moved) + len(lost)
 
     def _restore(self, comm: Communicator, this: Restoration, restore: Restore | None) -> None:
-        """Take part in restoring a part: one does, and gives it to all who are to hold it."""
+        """Take part in restoring a part: one worker restores it, and sends it to all its new holders."""
         if restore is None:
-            raise InternalError(f"nobody holds part {this.part} of the model, and it is not to be restored")
+            raise InternalError(f"part {this.part} of the model has no surviving holder, and cannot be restored")
         if this.restorer in comm.here:
             state = restore(this.part)
             if {this.restorer, *this.takers} & set(comm.here) & set(self._next_homes.holders(this.part)):
@@ -101,11 +101,11 @@ class Holdings:
 
     @property
     def _next_homes(self) -> Homes:
-        assert self._next is not None, "there are no new homes"
+        assert self._next is not None, "there is no new placement"
         return self._next
 
     def settle(self, here: Sequence[int]) -> None:
-        """Go on with the new homes, which everybody has."""
+        """Adopt the new placement, which every worker has."""
         self.homes, self._next = self._next_homes, None
         for part, state in self._staged.items():
             self.held[part] = self._build(part)
@@ -116,27 +116,27 @@ class Holdings:
         self.held = dict(sorted(self.held.items()))
 
     def lowest_holders(self, members: Sequence[int]) -> tuple[int, ...]:
-        """Return who writes each part: the lowest of ``members`` that holds it; right after a death some holders are dead."""
+        """Return the writer of each part: its lowest holder in ``members``, because a holder may just have failed."""
         homes = self.now
         return tuple(next(rank for rank in homes.holders(part) if rank in members) for part in range(homes.parts))
 
     def states(self, parts: Sequence[int]) -> dict[str, Any]:
-        """Return the states of some parts that are held here, by number as a string, not copied."""
+        """Return the states of some resident parts, by number as a string, not copied."""
         return {str(part): self.held[part].state_dict() for part in parts}
 
     def bytes_of(self, parts: Sequence[int]) -> int:
-        """Return the bytes of the weights and optimizer's states of some parts that are held here."""
+        """Return the bytes of the weights and optimizer states of some resident parts."""
         leaves = flatten(self.states(parts))[0].values()
         return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def sha256s(self) -> dict[int, str]:
-        """Return, by part that is held here, the sha256 over its weights and its optimizer's state."""
+        """Return by resident part the sha256 over its weights and its optimizer state."""
         return {part: held.state_sha256() for part, held in self.held.items()}
 
     def _transfer(self, comm: Communicator, part: int, giver: int, taker: int) -> dict[str, Any] | None:
-        """Take part in giving a part; return it where it arrives."""
+        """Take part in the transfer of a part; return its state on the receiver."""
         if giver in comm.here and taker in comm.here:
-            return None  # one process plays both, and has the part
+            return None  # one process runs both, and has the part
         if giver in comm.here:
             give_part(comm, taker, self.held[part].state_dict())
         elif taker in comm.here:

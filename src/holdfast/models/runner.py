@@ -1,4 +1,4 @@
-"""What computes and sums the steps of a training loop, whatever the model is: the interface, and what all kinds share."""
+"""The interface that computes and all-reduces the steps of a training loop, and what all kinds of model share."""
 
 from __future__ import annotations
 
@@ -18,58 +18,58 @@ from holdfast.recovery.messages import Note
 from holdfast.session.step import Step
 
 Reach = Callable[[str, int | None], None]
-"""Called at a phase, and bucket or slice, of the step in progress, for faults that are due there."""
+"""Called with a phase, and a bucket or slice, of the step in progress, to carry out planned faults."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What a training loop gives to what computes its steps."""
+    """The training loop's context of a step."""
 
     world: World
     place: Place
     log: RunLog
-    total: OrderedSum  # the sum of all workers
+    total: OrderedSum  # the all-reduce over all workers
     source: Source
     loading: Loading
     reach: Reach
-    # called with a step and a position among its sums, for faults that are due there
+    # called with a step and the number of an all-reduce in it, to carry out planned faults
     reach_in_sum: Callable[[int, int], None]
 
 
 class Runner(ABC):
-    """Computes slices here, and sums them; :meth:`Trainable.runner` returns the right one."""
+    """Computes slices on this worker and all-reduces them; :meth:`Trainable.runner` returns the right one."""
 
     def __init__(self, context: StepContext, rest: Callable[[Sequence[int]], None]) -> None:
         self._context = context
         self._world = context.world
         self._rest = rest
         self.names: dict[str, None] = {}
-        """Of the figures that the script logs."""
+        """Names of the metrics that the script logs."""
 
     @abstractmethod
     def step(self, batch: MiniBatch, slices: list[int], attempt: int) -> Step:
-        """Return what the script gets: the next attempt at a step, which is begun, with the slices that are computed here."""
+        """Return the next attempt at a step, already begun, with the slices of this worker, for the script."""
 
     def finish(self, batch: MiniBatch, attempt: Step) -> None:
-        """Do what is left of an attempt that the script has computed, unless computing it ended early."""
+        """Complete an attempt that the script has computed, or raise the failure that ended it early."""
         if attempt.failure is not None:
             raise attempt.failure
 
     def sum_bucket(self, batch: MiniBatch, bucket: int) -> None:
-        """Sum the gradients of a bucket over all workers; there are :attr:`Trainable.num_buckets` of them."""
-        raise InternalError(f"bucket {bucket} of step {batch.step} is no sum of all workers")
+        """All-reduce the gradients of a bucket over all workers; there are :attr:`Trainable.num_buckets` of them."""
+        raise InternalError(f"bucket {bucket} of step {batch.step} is not all-reduced over all workers")
 
     def hand_over(self, batch: MiniBatch, bucket: int, source: int) -> None:
-        """Give the sum of a bucket, and the slices that are in it, from ``source`` to the workers that lack it."""
+        """Send the result of a bucket, and the slices included in it, from ``source`` to the workers that lack it."""
         raise InternalError(
-            f"bucket {bucket} of step {batch.step} is no sum of all workers, so worker {source} has none to give"
+            f"bucket {bucket} of step {batch.step} is not all-reduced over all workers, so worker {source} has no result"
         )
 
     def between_slices(self, batch: MiniBatch) -> None:
-        """Make what the script draws outside the slices independent of the slices that were computed here."""
+        """Make random numbers that the script draws outside the slices independent of the slices computed here."""
         self._rest(self._world.comm.here)
         seed_slice(self._context.place.plan.seed, batch.step, -1)
 
     def ask_to_stop(self) -> None:
-        """Remember that training ends with this step."""
+        """Request that training ends with this step."""
         self._world.told.notes |= Note.STOP

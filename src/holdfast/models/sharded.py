@@ -1,8 +1,8 @@
-"""A model whose parameters are spread over workers, each of which computes its slices with all of them.
+"""A sharded model: parameters are spread over workers, each of which computes its slices with all of them.
 
-A step has the same sums as that of a replicated model, and the same bits. What is different: before it, who holds a
-shard lends it to all others, and after it only they run the optimizer on it. On one host what is lent is read where its
-holder put it; nobody has a copy. It may not be written, and is taken back when the step is over.
+A step has the same all-reduces, and the same bits, as that of a replicated model. In addition, before it the holder of
+a shard lends it to all other workers, and after it only the holders run the optimizer on it. On one host borrowers read
+the holder's memory without a copy. Borrowed shards are read-only, and are released when the step ends.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from holdfast.state.transfer import tell
 
 @dataclass(slots=True)
 class _Shard:
-    """Parameters of one shard, which lie in one row for each type of number, where they are held."""
+    """Parameters of one shard; on a holder they lie in one row per dtype."""
 
     names: list[str]
     rows: list[torch.Tensor]
 
 
 class Shards(Split):
-    """The shards that this worker holds, and the model that it computes with.
+    """The shards that this worker holds, and the complete model that it computes with.
 
-    The scaler and ``clip_grad_norm`` are applied to the gradients of the whole model, which each worker has.
+    The scaler and ``clip_grad_norm`` apply to the gradients of the complete model, which each worker has.
     """
 
     kind = SHARDED
@@ -81,13 +81,13 @@ class Shards(Split):
     def runner(self, context: StepContext) -> Runner:
         return SliceRunner(context, self, self.flow)
 
-    # -- the shards that are held here
+    # -- the shards of this worker
 
     def _row_of(self, part: int) -> torch.Tensor:
         return self._shards[part].rows[0]
 
     def _build(self, part: int) -> Part:
-        """Return a shard with the parameters as they are at the beginning, or with memory for what comes."""
+        """Return a shard with its initial parameters, or with memory for a received state."""
         shard = self._shards[part]
         if not shard.rows:
             mine = [self._parameters[name] for name in shard.names]
@@ -99,28 +99,28 @@ class Shards(Split):
 
     def _drop(self, part: int) -> None:
         self._shards[part].rows = []
-        if self._given_away:  # before that, they are as they were at the beginning, and may be needed again
+        if self._given_away:  # before that, parameters still have their initial values, and may be needed again
             self._take_back_loans()
 
     def make_equal(self, comm: Communicator) -> None:
-        """Begin with the shards as the script made them, the same at all who hold them.
+        """Make the initial shards equal on all their holders.
 
         Raises:
-            StateLost: if they were given away since: nobody has them any more as they were.
+            StateLost: if parameters were released since: no worker has their initial values any more.
         """
         if self._given_away:
             raise StateLost(
-                "a shard of the model is lost with its holders, and there is no checkpoint: the job must begin again"
+                "a shard of the model is lost with its holders, without a checkpoint: the job must start over"
             )
         super().make_equal(comm)
 
     # -- a step
 
     def begin_step(self, reach: Reach) -> None:
-        """Lend what is held here, borrow what is not; see :meth:`Trainable.begin_step`."""
+        """Lend the shards of this worker, and borrow the others; see :meth:`Trainable.begin_step`."""
         reach("handover", None)
         self._remember_registered()
-        self.flow.begin()  # before anything can fail: the step is taken back to here
+        self.flow.begin()  # before any failure can occur: a discarded step is rewound to here
         self._given_away = True
         self._mail.begin()
         self.exchange_backups(self._mail)
@@ -129,7 +129,7 @@ class Shards(Split):
     def _borrow(self) -> None:
         comm, homes = self._comm, self.holdings.now
         givers = [homes.holders(part)[0] for part in range(homes.parts)]
-        for part, shard in enumerate(self._shards):  # all is sent before anybody waits for anything
+        for part, shard in enumerate(self._shards):  # send everything before waiting for anything
             if givers[part] in comm.here:
                 others = [rank for rank in comm.members if rank not in (*homes.holders(part), *comm.here)]
                 for row in shard.rows:
@@ -143,7 +143,7 @@ class Shards(Split):
                         parameter.data = place
 
     def _take_back_loans(self) -> None:
-        """Let go of parameters that are not held here; they keep their shape, and take no memory."""
+        """Release borrowed parameters; they keep their shape, and take no memory."""
         for part, shard in enumerate(self._shards):
             if part not in self.holdings.held:
                 for name in shard.names:
@@ -156,7 +156,7 @@ class Shards(Split):
         self._take_back_loans()
 
     def common_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """See :meth:`Split.common_buffers`: those of the whole model."""
+        """See :meth:`Split.common_buffers`: the buffers of the complete model."""
         return self.flow.buckets.buffers.beginning()
 
     def remember_buffers(self) -> None:
@@ -164,13 +164,13 @@ class Shards(Split):
         self.flow.buckets.buffers.begin_step()
 
     def apply(self, batch: MiniBatch, names: Sequence[str]) -> dict[str, float]:
-        """Run the optimizers of the shards that are held here, and return the figures of the step."""
+        """Run the optimizers of this worker's shards, and return the metrics of the step."""
         metrics = self.flow.apply(batch, names)
         self._take_back_loans()
         return metrics
 
     def finish(self) -> None:
-        """Give every worker all parameters, for good."""
+        """Give every worker its own copy of all parameters."""
         self._mail.begin()
         self._borrow()
         for part, shard in enumerate(self._shards):
@@ -204,7 +204,7 @@ class Shards(Split):
         )
         return [message.numpy().tobytes().decode() for message in told]
 
-    # -- the state as a whole
+    # -- the complete state
 
     def shared_state(self) -> dict[str, Any]:
         return super().shared_state() | {"shards": len(self._shards), "buffers": dict(self._model.named_buffers())}
@@ -213,19 +213,20 @@ class Shards(Split):
         super().load_shared_state(state)
         if state["shards"] != len(self._shards):
             raise CheckpointError(
-                f"the checkpoint holds {state['shards']} shards, this session has {len(self._shards)}: give Sharded(model, shards={state['shards']})"
+                f"the checkpoint holds {state['shards']} shards, this session has {len(self._shards)}:"
+                f" pass Sharded(model, shards={state['shards']})"
             )
         for name, buffer in self._model.named_buffers():
             buffer.copy_(state["buffers"][name])
 
     def take_homes(self, homes: Any) -> None:
-        """Hear, as a newcomer, who holds which shard; what this script made is not what is trained any more."""
+        """On a newcomer, set the placement of the shards; the parameters in memory are no longer the trained ones."""
         super().take_homes(homes)
         self._given_away = True
 
 
 class _Flow(Part):
-    """The gradients of the whole model, which the optimizers of the held shards use."""
+    """The gradients of the complete model, which the optimizers of the held shards use."""
 
     def __init__(
         self, shards: Shards, schedule: str, scaler: Any, clip_grad_norm: float | None, settings: Settings
@@ -260,14 +261,14 @@ class _Flow(Part):
 
 
 class _OfShards(torch.optim.Optimizer):
-    """What a scaler knows as the optimizer of the whole model: its step is that of the shards that are held here."""
+    """The complete model's optimizer, as the scaler sees it: a step runs the optimizers of this worker's shards."""
 
     def __init__(self, shards: Shards) -> None:
         super().__init__(shards._model.parameters(), {})
         self._shards = shards
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Run the optimizers of the shards."""
+        """Run the optimizers of this worker's shards."""
         for part in self._shards.holdings.held.values():
             for _ in part.own.each():
                 part.optimizer.step()

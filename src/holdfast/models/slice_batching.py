@@ -1,21 +1,22 @@
-"""Several slices through the model at once, where that keeps the bits that each has by itself.
+"""Slice batching: several slices in one forward/backward pass, where results stay bit-identical.
 
 ::
 
     samples of all slices ──► layer ──► layer ──► outputs ──► the loss of each slice
                                 │         │          ▲               │
-                                └─────────┴──────────┴───────────────┘  one backward pass, of what goes from layer to layer
+                                └─────────┴──────────┴───────────────┘  one backward pass for the activations
                                 │         │
-          gradients of its parameters: slice by slice, of what went into the layer and what came back
+          parameter gradients: per slice, from the layer's input and the gradient of its output
 
-Weights are read once for all slices instead of once for each, and a gradient is written where the sum finds it. A layer's
-output has a row for each sample, which no other sample has a part in; but whether it has the same *bits* among more rows
-depends on the kernels: a library may cut a product of matrices otherwise when one of them is longer. Nobody can know that
-without looking. So the first steps of each shape are computed in both ways, everything that a slice gives to the sums is
-compared bit by bit, and slices go at once only where all were the same, and that took clearly less. What may change later without
-the kernels having a part in it is looked at in every step: what is trained and by which ways, and whether anything is drawn.
+Weights are read once for all slices instead of once per slice, and gradients are written directly into the memory of
+the all-reduce. A layer's output has one row per sample, independent of all other samples. Whether a row has the same
+*bits* in a larger batch depends on the kernels, which may tile a larger matrix product differently, and can only be
+found by trial. So the first steps of each shape are computed both ways, and every term of a slice is compared bit by
+bit. Slices are batched only if all bits were equal and batching was clearly faster. Conditions that may change later
+independently of the kernels
+are checked in every step: which parameters are trained and on which paths, and whether random numbers are drawn.
 
-What is summed is the same bits either way, so every worker decides for itself, and nobody needs to be told.
+The all-reduced bits are the same either way, so every worker decides for itself, without communication.
 """
 
 from __future__ import annotations
@@ -38,74 +39,74 @@ from holdfast.models.part import Part
 from holdfast.torch_private import gradient_hooks
 
 TRIALS = 3
-"""Steps that are computed in both ways before slices of these shapes go at once."""
+"""Steps that are computed both ways before slices of these shapes are batched."""
 WORTH = 0.9
-"""Of the time that they take one by one: what is around the passes, and was not timed, takes some of the rest."""
+"""Batching must take less than this fraction of the unbatched time; untimed overhead takes some of the rest."""
 
 Own = tuple[nn.Parameter, nn.Parameter | None]
-"""The weight and the bias of a layer."""
+"""Weight and bias of a layer."""
 Into = Mapping[nn.Parameter, torch.Tensor]
-"""Where the gradient of each parameter goes that has one."""
+"""Destination of each parameter's gradient."""
 
 
 class CannotSplitError(Exception):
-    """The gradients of this model cannot be taken apart by slice; the message says why."""
+    """This model's gradients cannot be separated by slice; the message says why."""
 
 
 @dataclass(slots=True)
 class Slice:
-    """A slice that goes with others."""
+    """A slice of a batch of slices."""
 
     number: int
-    inputs: Sequence[Any]  # what it is loaded with: the model's, then the loss's
+    inputs: Sequence[Any]  # the items of the loaded batch: the model's input, then the loss's
     samples: int
-    terms: Terms  # where the sums look for what it gives
+    terms: Terms  # the memory of its terms of the all-reduce
     figures: dict[str, torch.Tensor | float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Tried:
-    """What was found of slices of some sizes."""
+    """The outcome of the trials for slices of some sizes."""
 
     sizes: tuple[int, ...]  # samples of each
-    shapes: object = None  # of what goes into the model and the loss
-    times: int = 0  # steps that were computed in both ways
-    why_not: str = ""  # why they do not go at once; "" if nothing speaks against it so far
-    at_once_s: float = 0.0  # the least time that all slices of a step took at once
+    shapes: object = None  # of the inputs of the model and the loss
+    times: int = 0  # steps that were computed both ways
+    why_not: str = ""  # why they are not batched; "" if no reason is known so far
+    at_once_s: float = 0.0  # shortest time of all slices of a step in one batch
     one_by_one_s: float = 0.0  # and one after another
-    told: str | None = None  # what was written down of it, "" that they go at once; None: nothing so far
+    told: str | None = None  # the recorded outcome, "" if they are batched; None: not recorded so far
 
     @property
     def is_over(self) -> bool:
-        """Whether it is known how they go from now on."""
+        """Whether the decision is final."""
         return self.times == TRIALS or bool(self.why_not)
 
     def take_shapes(self, inputs: Sequence[Sequence[Any]]) -> None:
-        """Look whether slices have the shapes that they had before; where these change, as of texts, every step would be a trial."""
+        """Check that shapes do not change: with changing ones, such as text lengths, every step would be a trial."""
         shapes = [[(x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in slice_] for slice_ in inputs]
         if self.shapes not in (None, shapes) or len({x.shape[1:] for x, *_ in inputs}) > 1:
-            raise CannotSplitError("samples of one slice have another shape than those of another, or of another step")
+            raise CannotSplitError("sample shapes differ between slices, or between steps")
         self.shapes = shapes
 
     def add(self, at_once_s: float, one_by_one_s: float, *, same: bool) -> None:
-        """Take in a step that was computed in both ways, with the same bits or not."""
+        """Add the result of a step that was computed both ways, with the same bits or not."""
         self.times += 1
         self.at_once_s = min(self.at_once_s or at_once_s, at_once_s)
         self.one_by_one_s = min(self.one_by_one_s or one_by_one_s, one_by_one_s)
         if not same:
-            self.why_not = "the bits are others"
+            self.why_not = "the bits differ"
         elif self.times == TRIALS and self.at_once_s > WORTH * self.one_by_one_s:
-            self.why_not = "it takes longer, or hardly less"
+            self.why_not = "batching is slower, or hardly faster"
 
 
 class AtOnce:
-    """Computes slices of a step in one pass, and knows for which that is good."""
+    """Computes slices of a step in one pass, and remembers for which shapes that works."""
 
     def __init__(self, part: Part, clock: Clock) -> None:
         self._part = part
         self._clock = clock
         self.took_s = 0.0
-        """The last pass."""
+        """Duration of the last pass, seconds."""
         self._tried: dict[object, Tried] = {}
         self._layers: dict[nn.Module, Own] = {}
         self._trained: set[nn.Parameter] = set()
@@ -117,14 +118,14 @@ class AtOnce:
             self._why_not = str(error)
 
     def tried(self, sizes: Sequence[int]) -> Tried:
-        """Return what is known of slices of so many samples."""
+        """Return the trials of slices with these numbers of samples."""
         key = (torch.get_num_threads(), self._part.model.training, *sizes)
         if key not in self._tried:
             self._tried[key] = Tried(tuple(sizes), why_not=self._why_not)
         return self._tried[key]
 
     def compute(self, tried: Tried, slices: Sequence[Slice], forward: Forward, loss: Loss) -> bool:
-        """Compute slices, and write what they give where the sums look for it; return whether it worked: ``tried`` knows why not."""
+        """Compute slices and write their terms; return whether it worked. If not, ``tried`` has the reason."""
         look = self._torch_states if tried.is_over else generator_states
         drawn = look()
         try:
@@ -133,45 +134,46 @@ class AtOnce:
             self._compute(slices, forward, loss)
             self.took_s = self.now_s(tried) - begun_s
             if look() != drawn:
-                tried.why_not = "it draws random numbers, others for each slice"
+                tried.why_not = "the model draws random numbers, which differ between slices"
         except CannotSplitError as error:
             tried.why_not = str(error)
         return not tried.why_not
 
     def now_s(self, tried: Tried) -> float:
-        """Return the time, once all is computed that was begun, where it is to be known how long it took."""
+        """Return the time, after waiting for the device where a duration is measured."""
         if not tried.is_over and self._part.device.type != "cpu":
             torch.accelerator.synchronize(self._part.device)
         return self._clock.now_s()
 
     def _torch_states(self) -> list[bytes]:
-        """Return where torch's generators are: dropout begins to draw when its rate is no longer 0, which may be long after the trial."""
+        """Return the states of torch's generators: dropout may start to draw long after the trials."""
         states = [torch.get_rng_state()]
         if self._part.device.type == "cuda":
             states.append(torch.cuda.get_rng_state(self._part.device))
         return [state.numpy().tobytes() for state in states]
 
     def _check_ways(self, totals: Sequence[torch.Tensor]) -> None:
-        """See that what is trained comes into the losses by its layer alone, whose gradient is all that is taken here.
+        """Check that trained parameters enter the losses through their layer only, the only path covered here.
 
-        In every step, which takes microseconds: a penalty may begin, or weigh more than nothing, long after the trial.
+        Checked in every step, which takes microseconds: a penalty may start, or get a weight above 0, long after the
+        trials.
         """
         ways = _ways(totals)
         if any(times > 1 for times in ways.values()):
-            raise CannotSplitError("a parameter has a part in the loss besides its layer's, as in a penalty")
+            raise CannotSplitError("a parameter enters the loss other than through its layer, as in a penalty")
         if {getattr(node, "variable", None) for node in ways} != self._trained:
-            raise CannotSplitError("what has a part in the loss is not what was to be trained at first")
+            raise CannotSplitError("the parameters that enter the loss are not the ones that were trainable at first")
 
     def _compute(self, slices: Sequence[Slice], forward: Forward, loss: Loss) -> None:
         sizes = [slice_.samples for slice_ in slices]
         if [len(slice_.inputs[0]) for slice_ in slices] != sizes:
-            raise CannotSplitError("what goes into the model has no row for each sample")
+            raise CannotSplitError("the model's input does not have one row per sample")
         if any(map(_has_hooks, self._part.buckets.parameters)):
             raise CannotSplitError("a parameter has a hook")
         with _Watch(self._layers, sum(sizes)) as watch, _script():
             outputs = forward(torch.cat([slice_.inputs[0] for slice_ in slices]))
         if not isinstance(outputs, torch.Tensor) or len(outputs) != sum(sizes):
-            raise CannotSplitError("what comes out of the model has no row for each sample")
+            raise CannotSplitError("the model's output does not have one row per sample")
         totals = []
         for output, slice_ in zip(outputs.split(sizes), slices, strict=True):
             with _script():
@@ -182,7 +184,7 @@ class AtOnce:
         with _script():
             gradients = torch.autograd.grad(totals, [watch.edges[layer] for layer in self._layers], allow_unused=True)
         if any(gradient is None for gradient in gradients):
-            raise CannotSplitError("the output of a layer has no part in the loss, or is changed in place")
+            raise CannotSplitError("the output of a layer does not enter the loss, or is modified in place")
         places = [dict(self._part.buckets.by_parameter(slice_.terms)) for slice_ in slices]
         with torch.no_grad(), _script():
             for layer, gradient in zip(self._layers, gradients, strict=True):
@@ -196,37 +198,37 @@ class AtOnce:
 
 
 def _own_of(layer: nn.Module) -> Own:
-    """Return the weight and the bias of a layer, if it has no others, as where one is made of something else on the way forward."""
+    """Return the weight and the bias of a layer; raise if it has other parameters, such as a parametrization's."""
     own = dict(layer.named_parameters(recurse=False))
     weight, bias = own.pop("weight", None), own.pop("bias", None)
     if own or weight is None:
         raise CannotSplitError(
-            f"one {type(layer).__name__} has {', '.join(own) or 'nothing'} in the place of a weight and a bias"
+            f"an nn.{type(layer).__name__} has {', '.join(own) or 'no parameter'} instead of a weight and a bias"
         )
     return weight, bias
 
 
 def has_bits(slice_: Slice, copies: Sequence[torch.Tensor]) -> bool:
-    """Return whether what a slice gives to the sums has the bits of ``copies``."""
+    """Return whether the terms of a slice have the bits of ``copies``."""
     pairs = zip(slice_.terms.flat, copies, strict=True)
     return all(torch.equal(mine.view(torch.uint8), other.view(torch.uint8)) for mine, other in pairs)
 
 
 @contextlib.contextmanager
 def _script() -> Iterator[None]:
-    """Let what the script raises be a reason: it may count on the size of a slice, and if not, it raises one by one, too."""
+    """Convert errors of the script to a reason: it may rely on the slice size; others recur in the unbatched pass."""
     try:
         yield
     except CannotSplitError:
         raise
     except Exception as error:
         raise CannotSplitError(
-            f"with all at once it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            f"in one batch it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         ) from error
 
 
 def _ways(totals: Sequence[torch.Tensor]) -> Counter[Node]:
-    """Return how often one comes by each thing that is trained on the way back."""
+    """Return on how many paths of the backward graph each leaf is reached."""
     nodes: list[Node] = [total.grad_fn for total in totals if total.grad_fn is not None]
     seen = set(nodes)
     ways: Counter[Node] = Counter()
@@ -243,14 +245,14 @@ def _ways(totals: Sequence[torch.Tensor]) -> Counter[Node]:
 
 
 class _Watch:
-    """Notes what goes into layers, a row for each sample, and what comes out, while a forward pass is within it."""
+    """Records the input and output of each layer, one row per sample, during a forward pass."""
 
     def __init__(self, layers: Mapping[nn.Module, Own], rows: int) -> None:
         self._layers = layers
         self._rows = rows
         self.given: dict[nn.Module, torch.Tensor] = {}
         self.edges: dict[nn.Module, GradientEdge] = {}
-        """Where the gradient of an output comes by, also of one that is changed in place later."""
+        """The gradient edge of each output, valid even if the output is modified in place later."""
 
     def __enter__(self) -> _Watch:
         self._handles = [layer.register_forward_hook(self._note) for layer in self._layers]
@@ -259,13 +261,13 @@ class _Watch:
     def _note(self, layer: nn.Module, given: tuple[Any, ...], output: torch.Tensor) -> None:
         name = type(layer).__name__
         if layer in self.given:
-            raise CannotSplitError(f"one {name} is used more than once")
+            raise CannotSplitError(f"an nn.{name} is used more than once")
         if any(now is not before for now, before in zip(_own_of(layer), self._layers[layer], strict=True)):
-            raise CannotSplitError(f"one {name} has got another weight or bias")
+            raise CannotSplitError(f"an nn.{name} has been given another weight or bias")
         if len(given) != 1 or len(given[0]) != self._rows or len(output) != self._rows:
-            raise CannotSplitError(f"one {name} is given something else than a row for each sample")
+            raise CannotSplitError(f"the input of an nn.{name} does not have one row per sample")
         if not output.requires_grad or {output.dtype, *(p.dtype for p in layer.parameters())} != {output.dtype}:
-            raise CannotSplitError(f"one {name} gives another type of number than it has, or nothing that is trained")
+            raise CannotSplitError(f"an nn.{name} changes the dtype, or its output requires no gradient")
         self.given[layer] = given[0].detach()
         self.edges[layer] = get_gradient_edge(output)
 
@@ -280,16 +282,17 @@ class _Watch:
 
 
 def _layers_of(model: nn.Module) -> dict[nn.Module, Own]:
-    """Return the layers that have parameters to train, with what they have: of the kinds of :data:`GRADIENTS`, and none shared."""
+    """Return the trainable layers, of types in :data:`GRADIENTS`, with their parameters, which must not be shared."""
     layers: dict[nn.Module, Own] = {}
     seen: set[nn.Parameter] = set()
     for name, module in model.named_modules():
         mine = [p for p in module.parameters(recurse=False) if p.requires_grad]
         if mine and getattr(module, "max_norm", None) is not None:
-            raise CannotSplitError(f"{name or 'the model'} changes its weights on the way forward, for max_norm")
+            raise CannotSplitError(f"{name or 'the model'} changes its weights in the forward pass, for max_norm")
         if mine and type(module) not in GRADIENTS:
             raise CannotSplitError(
-                f"{name or 'the model'} is a {type(module).__name__}; those that are known are {', '.join(kind.__name__ for kind in GRADIENTS)}"
+                f"{name or 'the model'} is a {type(module).__name__}; supported are"
+                f" {', '.join(kind.__name__ for kind in GRADIENTS)}"
             )
         if seen.intersection(mine):
             raise CannotSplitError(f"{name} shares a parameter with another layer")
@@ -300,7 +303,7 @@ def _layers_of(model: nn.Module) -> dict[nn.Module, Own]:
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether somebody else than the buckets wants to see each gradient."""
+    """Return whether a parameter has gradient hooks besides those of the buckets."""
     on_the_way, accumulated = gradient_hooks(parameter)
     return on_the_way > 0 or accumulated > 1
 
@@ -340,4 +343,4 @@ GRADIENTS: dict[type[nn.Module], Callable[[nn.Module, torch.Tensor, torch.Tensor
     nn.LayerNorm: _of_layer_norm,
     nn.Embedding: _of_embedding,
 }
-"""What writes the gradients of a layer's parameters, by the formulas of autograd. Convolutions are left out: at once they take longer."""
+"""Functions that write a layer's parameter gradients, by autograd's formulas. Batching would slow down convolutions."""

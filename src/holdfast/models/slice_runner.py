@@ -1,4 +1,4 @@
-"""Computing slices with the whole model, one by one or several at once, and the sums of their gradients."""
+"""Computes slices with the complete model, one by one or batched, and all-reduces their gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from holdfast.session.step import Step
 
 
 class SliceRunner(Runner):
-    """Computes slices with the whole model, which is ``part``."""
+    """Computes slices with the complete model, ``part``."""
 
     def __init__(self, context: StepContext, trainable: Trainable, part: Part) -> None:
         super().__init__(context, trainable.rest)
@@ -42,7 +42,7 @@ class SliceRunner(Runner):
     # -- a slice
 
     def begin_slice(self, batch: MiniBatch, number: int) -> Any:
-        """Make everything ready for the slice and return its inputs."""
+        """Prepare everything for the slice and return its inputs."""
         ids, owner, faults = batch.slices[number], batch.owners[number], self._world.faults
         self._world.beacon.mark("forward", batch.step, number, ids)
         self._enter(owner)
@@ -65,31 +65,32 @@ class SliceRunner(Runner):
         self._part.backward(loss, len(ids), midway)
 
     def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
-        """Take the gradients away."""
+        """Move the gradients of the slice into its terms."""
         self._part.gradients.end_slice(number, metrics, len(batch.slices[number]))
         self._watched.close()
         self._end(batch, number, metrics)
 
     def _end(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
-        """Look at what a slice logged, and let flips strike what a worker has computed of it."""
+        """Check the metrics of a slice, and carry out planned flips in its gradients."""
         gradients = self._part.gradients
         if len(gradients.terms) > 1 and metrics.keys() != self.names.keys():
             raise ScriptError(
-                f"every slice must log the same figures; slice {number} of step {batch.step} logged {', '.join(metrics)}, the one before {', '.join(self.names)}"
+                f"every slice must log the same metrics; slice {number} of step {batch.step} logged"
+                f" {', '.join(metrics)}, the previous one {', '.join(self.names)}"
             )
         self.names = dict.fromkeys(metrics)
         for due in self._world.faults.flips("gradients", batch.step, batch.owners[number]):
             self._world.faults.carry_out(due, gradients.of_slice(number))
 
-    # -- several at once
+    # -- slice batching
 
     @contextlib.contextmanager
     def at_once(
         self, batch: MiniBatch, numbers: Sequence[int], forward: Forward, loss: Loss
     ) -> Iterator[Collection[int]]:
-        """Compute slices in one pass, where that is known to give each its bits; yield those that are computed, all or none.
+        """Compute slices in one pass if that is known to be bit-identical; yield those that are computed, all or none.
 
-        Where it is not known yet, do that too, and compare it with what is computed one by one within this.
+        During the trials both are computed: the batch first, then one by one within this context, and compared.
         """
         if not self._may_go_at_once(batch, numbers):
             yield ()
@@ -116,7 +117,7 @@ class SliceRunner(Runner):
             self._context.log.slices_tried(tried)
 
     def _may_go_at_once(self, batch: MiniBatch, numbers: Sequence[int]) -> bool:
-        """Return whether nothing is to happen to one of the slices alone."""
+        """Return whether no planned fault affects a single slice."""
         faults, owners = self._world.faults, {batch.owners[number] for number in numbers}
         strikes = any(
             faults.waits_for("backward", batch.step, rank) or faults.flips("activations", batch.step, rank)
@@ -125,7 +126,7 @@ class SliceRunner(Runner):
         return len(numbers) > 1 and not strikes and not self._part.own.differ
 
     def _load(self, batch: MiniBatch, numbers: Sequence[int]) -> list[Slice]:
-        """Return slices with their inputs, which are not loaded again if they are computed one by one."""
+        """Return slices with their inputs, which are kept for computing them one by one."""
         gradients = self._part.gradients
         self._loaded = {number: checked(self._inputs(batch, number)) for number in numbers}
         self._world.beacon.mark("forward", batch.step, numbers[0], batch.slices[numbers[0]])
@@ -137,7 +138,7 @@ class SliceRunner(Runner):
             for (number, inputs), terms in zip(self._loaded.items(), rows, strict=True)
         ]
 
-    # -- the sums of all workers
+    # -- all-reduces
 
     def sum_bucket(self, batch: MiniBatch, bucket: int) -> None:
         members = self._world.comm.members
@@ -161,7 +162,7 @@ class SliceRunner(Runner):
             inside[list(gradients.summed_slices[bucket])] = 1
         comm.broadcast(inside, source)
         data = torch.empty(layout.length, dtype=layout.dtype, device=layout.device)
-        if has_it:  # a copy, because a broadcast writes, and others may still read the sum
+        if has_it:  # a copy, because a broadcast writes its argument, and others may still read the result
             data.copy_(gradients.sums[bucket])
         comm.broadcast(data, source)
         if not has_it:

@@ -1,11 +1,11 @@
-"""A step of a pipeline: micro-batches forward through the stages, then back, then the sums of each stage (GPipe).
+"""A pipeline step (GPipe): micro-batches forward through the stages, then backward, then an all-reduce per stage.
 
-What makes it right when workers die: everything here lies between two closing sums of the whole world. A worker enters
-the closing sum only when it has the summed gradient of every stage that it holds, computing or not. So when the closing
-sum has returned to anybody, all have all that they need to apply the step, and otherwise all drop it.
+Correctness after failures: everything here lies between two commit votes of the whole world. A worker enters the commit
+vote only when it has the reduced gradient of every stage that it holds, including hot standbys. So once any worker has
+the outcome of the vote, all have everything needed to apply the step; otherwise all discard it.
 
-Nobody waits in a circle: all do what they do in the order of (micro-batch, stage), forward and then back, sending never
-waits, and what is received was sent earlier in that order.
+No deadlock is possible: all workers process (micro-batch, stage) pairs in the same order, forward and then backward;
+sending never blocks, and every message that is received was sent earlier in that order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from holdfast.state.transfer import as_message, of_message, tell
 
 @dataclass(slots=True)
 class _Passed:
-    """A micro-batch in a stage, between its way forward and its way back."""
+    """A micro-batch in a stage, between its forward and its backward pass."""
 
     given: torch.Tensor | None
     output: torch.Tensor
@@ -47,7 +47,7 @@ class _Passed:
 
 @dataclass(slots=True)
 class _Work:
-    """What one attempt at a step has made here."""
+    """Intermediate results of one attempt at a step on this worker."""
 
     passed: dict[tuple[int, int], _Passed] = field(default_factory=dict)
     handed: dict[tuple[int, int, bool], list[torch.Tensor]] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class _Work:
 
 
 class Stages:
-    """Computes the stages that this worker holds, and sums their gradients among all workers that hold them."""
+    """Computes the stages that this worker holds, and all-reduces their gradients among their holders."""
 
     def __init__(
         self,
@@ -79,13 +79,13 @@ class Stages:
         self._work = _Work()
 
     def begin(self) -> None:
-        """Start anew; all members do."""
+        """Begin an attempt; called by all members."""
         self._work = _Work()
         self._sums = {part: known for part, known in self._sums.items() if part in self._holdings.held}
         self.mail.begin()
 
     def compute(self, batch: MiniBatch, seed: int, fetch: Callable[[int], Any], reach: Reach) -> None:
-        """Take the micro-batches of this worker's chains through its stages."""
+        """Run the micro-batches of this worker's pipeline replicas through its stages."""
         reach("handover", None)
         for number, part in self._places(batch, back=False):
             reach("handover", number)
@@ -95,10 +95,10 @@ class Stages:
             self._backward(batch, number, part)
 
     def sum(self, batch: MiniBatch, reach: Reach) -> None:
-        """Sum the gradients of every stage among its holders, the last stage first."""
+        """All-reduce the gradients of every stage among its holders, the last stage first."""
         homes = self._holdings.now
         count = 0
-        sums = dict.fromkeys(self._comm.here, 0)  # of each worker so far
+        sums = dict.fromkeys(self._comm.here, 0)  # all-reduces of each local rank so far
         for part in reversed(self._holdings.held):
             stage = self._holdings.held[part]
             reducer = BucketReducer(self._sum_of(part), stage, self._faults, self._altered)
@@ -118,9 +118,9 @@ class Stages:
                 count += 1
 
     def share_figures(self, batch: MiniBatch) -> dict[str, float]:
-        """Return the figures of the step, which one who computes the last stage, of some slice, tells all others.
+        """Return the metrics of the step, which a worker of the last stage of one slice sends to all others.
 
-        Before the step is closed: then all have them who may ever apply it.
+        This comes before the commit vote: then every worker that may ever apply the step has them.
         """
         last = self._holdings.now.parts - 1
         teller = chain_of(self._holdings.now, batch, min(batch.owners))[last]
@@ -131,16 +131,16 @@ class Stages:
         return dict(of_message(tell(self.mail, self._comm, teller, figures)))
 
     def share_overflow(self) -> None:
-        """Let every worker know whether some stage has a gradient that is too large, if the loss is scaled: no stage steps then."""
+        """If the loss is scaled, tell every worker whether some stage's gradient overflows: then all skip the step."""
         if self._scaling is not None and self._scaling.is_enabled:
             mine = any(stage.overflows() for stage in self._holdings.held.values())
             self._scaling.skips = bool(self._comm.maximum((int(mine),))[0])
 
     def share_norms(self) -> None:
-        """Let every stage know the norm of the gradient of all: the norm of the norms of the stages."""
+        """Give every stage the norm of the complete gradient: the norm of the norms of the stages."""
         held = self._holdings.held
         mine = [held[part].norm() if part in held else 0.0 for part in range(self._holdings.now.parts)]
-        # Of numbers that are not negative the bits are in the order of the numbers, and NaN comes last.
+        # Bit patterns of non-negative floats are ordered like their values, and NaN comes last.
         bits = self._comm.maximum(torch.tensor(mine, dtype=torch.float64).abs().view(torch.int64).tolist())
         norm = torch.linalg.vector_norm(torch.tensor(bits).view(torch.float64))
         for stage in held.values():
@@ -149,7 +149,7 @@ class Stages:
     # -- one micro-batch in one stage
 
     def _places(self, batch: MiniBatch, *, back: bool) -> Iterator[tuple[int, int]]:
-        """Yield the (slice, stage) that are computed here, in the order in which they are."""
+        """Yield the (slice, stage) pairs that this worker computes, in order."""
         homes, here = self._holdings.now, self._comm.here
         stages = range(homes.parts)
         for number in sorted(batch.owners):
@@ -193,7 +193,8 @@ class Stages:
         names = tuple(metrics)
         if self._work.figures not in ((), names):
             raise ScriptError(
-                f"every micro-batch must log the same figures: {', '.join(names)}, and before {', '.join(self._work.figures)}"
+                f"every micro-batch must log the same metrics, got {', '.join(names)} after"
+                f" {', '.join(self._work.figures)}"
             )
         self._work.figures = names
         return loss, metrics
@@ -211,7 +212,8 @@ class Stages:
         if passed.given is not None:
             if passed.given.grad is None:
                 raise ScriptError(
-                    f"what stage {part} of a Pipeline returns does not depend on what it is given, so no gradient goes back to stage {part - 1}"
+                    f"the output of stage {part} of a Pipeline does not depend on its input, so stage {part - 1}"
+                    " gets no gradient"
                 )
             self._give(batch, number, part, part - 1, passed.given.grad, back=True)
         stage.buckets.collect(passed.terms)
@@ -220,7 +222,7 @@ class Stages:
             self._faults.carry_out(due, {f"{part}.{name}": gradient for name, gradient in named})
 
     def _handed(self, step: int, rank: int, part: int, given: torch.Tensor) -> torch.Tensor:
-        """Return what is given to the next stage: the output, or what a flip makes of it on the way."""
+        """Return the message to the next stage: the output, with any planned flip."""
         for due in self._faults.flips("handover", step, rank):
             given = given.clone()
             self._faults.carry_out(due, {f"{part}.output": given})
@@ -248,13 +250,13 @@ class Stages:
         else:
             messages = [self.mail.receive(giver) for _ in range(1 + self._settings.guard_sums)]
         if self._settings.guard_sums and checksum(messages[0]) != int(messages[1]):
-            note_altered(self._altered, f"what stage {source} gave to stage {part}", {number: giver}, number)
+            note_altered(self._altered, f"the message from stage {source} to stage {part}", {number: giver}, number)
         return messages[0]
 
     # -- memory
 
     def _sum_of(self, part: int) -> OrderedSum:
-        """Return what adds the gradients of a stage, among those who hold it now."""
+        """Return the all-reduce for the gradients of a stage, among its current holders."""
         holders = self._holdings.now.holders(part)
         known = self._sums.get(part)
         if known is None or known[0] != holders:
@@ -271,7 +273,7 @@ class Stages:
 
 
 def chain_of(homes: Homes, batch: MiniBatch, number: int) -> tuple[int, ...]:
-    """Return who computes a slice: the chains have contiguous runs of them."""
+    """Return the pipeline replica that computes a slice: replicas have contiguous runs of slices."""
     return homes.chains[number * len(homes.chains) // len(batch.slices)]
 
 
@@ -280,5 +282,5 @@ def _check_output(output: Any, part: int) -> None:
         raise ScriptError(f"a stage must return one tensor, stage {part} returned {type(output).__name__}")
     if not output.requires_grad:
         raise ScriptError(
-            f"what stage {part} of a Pipeline returns does not depend on its parameters as far as autograd knows: a detach or no_grad?"
+            f"the output of stage {part} of a Pipeline requires no gradient: look for a detach or no_grad in it"
         )

@@ -1,11 +1,11 @@
-"""Backups: copies of parts as they were some steps ago, in the memory of workers that do not hold them.
+"""Delta standbys: copies of parts as they were some steps ago, in the memory of workers that do not hold them.
 
-The first holder of a part keeps a running checkpoint of it (:mod:`holdfast.checkpoint.priority`) and sends what it saves to
-the backups, each of which puts it into an equal one. That happens between two steps, so what is saved is of a committed
-step, and a part is saved whole before the first step with new homes. A save counts for a backup when all of it has come.
-What does not lie in blocks, as buffers, is sent whole with every save; so is the optimizer's state where it is to be kept,
-and then it is sent before every step, whether blocks are saved then or not.
-The first backup writes what it has to the disk, too (:mod:`holdfast.models.standby_files`).
+The first holder of a part keeps a running checkpoint of it (:mod:`holdfast.checkpoint.priority`) and sends every save
+to the standbys, which apply it to their copy. This happens between two steps, so a save is of a committed step. A part
+is saved completely before the first step with a new placement. A save counts on a standby once it has arrived
+completely. State outside the blocks, such as buffers, is sent completely with every save. So is the optimizer state if
+it is to be kept; it is then sent before every step, whether blocks are saved in it or not.
+The first standby also writes its copy to disk (:mod:`holdfast.models.standby_files`).
 
 Source: Qiao et al., "Fault tolerance in iterative-convergent machine learning", ICML 2019 (SCAR).
 """
@@ -34,23 +34,23 @@ OPTIMIZER = "optimizer"
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A part as it is restored."""
+    """A restored part."""
 
     state: dict[str, Any]
-    ages: torch.Tensor  # how many steps ago each of its blocks was so; int64, of shape (blocks,)
-    optimizer_age: int | None = None  # the same of its optimizer's state; None where that is as old as the blocks
+    ages: torch.Tensor  # steps since each of its blocks was saved; int64, shape (blocks,)
+    optimizer_age: int | None = None  # the same for its optimizer state; None if that is as old as the blocks
 
 
 @dataclass(slots=True)
 class _Copy:
-    """A part as it was: what lies in rows, and all else, which is of one step."""
+    """A copy of a part: the tensors in rows, and the rest, which is of one step."""
 
     rows: Running
     layout: list[list[Any]]
     rest: dict[str, Any]
     rest_at: int
     kept_by: frozenset[int]
-    """Who has it in memory, of those whom this process plays."""
+    """The local ranks that have it in memory."""
 
     def restore(self, step: int, *, keeps_optimizer: bool) -> Restored:
         blocks = torch.arange(len(self.rows.saved_at))
@@ -69,7 +69,7 @@ class _Copy:
 
 
 class Backups:
-    """Keeps this worker's backups, and those of its parts at others, in memory and on the disk; warns of damage there."""
+    """Keeps this worker's delta standbys, and the saves of its own parts, in memory and on disk; warns of damage."""
 
     def __init__(
         self, holdings: Holdings, row_of: Callable[[int], torch.Tensor], world: World, warn: Callable[[str], None]
@@ -94,17 +94,17 @@ class Backups:
         self._saved_with: Any = None
 
     def exchange(self, comm: Communicator, mail: Mail, step: int) -> None:
-        """Save what is due of the parts before ``step``. All members, between :meth:`Mail.begin` and the step's messages."""
+        """Save the parts as due before ``step``; called by all, between :meth:`Mail.begin` and the step's messages."""
         self._written.publish(step)
         homes = self._holdings.now
         is_first = self._saved_with is not homes
         if not (is_first or step % self._saving.period == 0 or self._optimizer == "kept"):
             return
-        comm.look()  # nobody has what the dead would have saved, virtual ones neither
+        comm.look()  # a failed worker sends no save, which virtual workers must imitate
         if is_first:
             self._forget(comm.here)
             self._written.expect([part for part, ranks in enumerate(homes.backups) if ranks and ranks[0] in comm.here])
-        for part, backups in enumerate(homes.backups):  # all is sent before anybody waits for anything
+        for part, backups in enumerate(homes.backups):  # send everything before waiting for anything
             giver = homes.holders(part)[0]
             if backups and giver in comm.here:
                 header, *rest = self._save(part, step)
@@ -112,7 +112,7 @@ class Backups:
                 self._world.faults.reach("mirror", step, giver)
                 for message in rest:
                     mail.send(backups, message, me=giver)
-        comm.look()  # virtual ones have just died with all that they sent
+        comm.look()  # a virtual worker may have failed just now, with everything that it sent
         for part, backups in enumerate(homes.backups):
             mine = [rank for rank in backups if rank in comm.here]
             giver = homes.holders(part)[0]
@@ -123,15 +123,15 @@ class Backups:
             self._written.write(part, step, copy.state_dict)
 
     def _forget(self, here: Sequence[int]) -> None:
-        """Forget what homes before these had; a copy is kept by who is still a backup until a whole one comes."""
+        """Discard copies of the previous placement; a remaining standby keeps its copy until a new one comes."""
         self._own = {}
         keeps = {part for part, ranks in enumerate(self._holdings.now.backups) if not set(ranks).isdisjoint(here)}
         self._copies = {part: copy for part, copy in self._copies.items() if part in keeps}
 
-    # -- at who holds a part
+    # -- on a holder of a part
 
     def _save(self, part: int, step: int) -> list[torch.Tensor]:
-        """Save a part, or what is due of it, and return the messages that say so; that may be no block."""
+        """Save a part, or the blocks that are due (possibly none), and return the messages."""
         held = self._holdings.held[part]
         rows = self._own[part][0] if part in self._own else Rows(held, self._row_of(part))
         now = (rows.of_parameters(), *(rows.of_optimizer() if self._optimizer == "saved" else ()))
@@ -139,7 +139,7 @@ class Backups:
         if self._optimizer == "reset":
             state[OPTIMIZER] = state[OPTIMIZER] | {"state": {}}
         layout, rest = _apart(state, now)
-        is_whole = part not in self._own or self._own[part][2] != len(now)  # an optimizer has nothing before it has run
+        is_whole = part not in self._own or self._own[part][2] != len(now)  # an optimizer starts empty
         header: dict[str, Any] = {"step": step, "whole": is_whole, "layout": layout}
         sent: tuple[torch.Tensor, ...] = ()
         if is_whole:
@@ -153,7 +153,7 @@ class Backups:
         header |= {"count": len(sent), "rest": said}
         return [as_message(header), *packed.pieces, *sent]
 
-    # -- at a backup
+    # -- on a standby
 
     def _receive(self, part: int, mine: Sequence[int], receive: Callable[[], torch.Tensor]) -> None:
         header = of_message(receive())
@@ -172,12 +172,12 @@ class Backups:
         self._copies[part] = _Copy(rows, header["layout"], rest, header["step"], frozenset(mine))
 
     def restore(self, part: int, step: int, here: Sequence[int]) -> Restored | None:
-        """Return a part as it is to be before ``step``, from the memory of one of ``here``; None if it is in none."""
+        """Return the state of a part before ``step`` from the memory of one of ``here``, None if there is none."""
         copy = self._copies.get(part)
         return None if copy is None or copy.kept_by.isdisjoint(here) else self._restored(copy, step)
 
     def restore_written(self, part: int, step: int) -> Restored | None:
-        """Return a part as it is to be before ``step``, from the disk; None if this job wrote none that is intact."""
+        """Return the state of a part before ``step`` from disk; None if this job has written no intact copy."""
         found = self._written.newest(part)
         return None if found is None else self._restored(_Copy.from_state(found.state, found.step, self._saving), step)
 
@@ -185,11 +185,11 @@ class Backups:
         return copy.restore(step, keeps_optimizer=self._optimizer == "kept")
 
     def close(self) -> None:
-        """Write no more copies: training is over."""
+        """Stop writing copies: training has ended."""
         self._written.close()
 
     def bytes_held(self) -> int:
-        """Return the memory of all copies here: of parts that others hold, and of those that are held here and saved."""
+        """Return the bytes of all copies on this worker: of parts that others hold, and of its own, as last saved."""
         kept = [copy.state_dict() for copy in self._copies.values()]
         kept += [own.state_dict() for _, own, _ in self._own.values()]
         leaves = (leaf for one in kept for leaf in flatten(one)[0].values())
@@ -197,7 +197,7 @@ class Backups:
 
 
 def _apart(state: dict[str, Any], rows: Sequence[torch.Tensor]) -> tuple[list[list[Any]], dict[str, Any]]:
-    """Return where in the rows tensors of a state lie, by path, and all else."""
+    """Return the location in the rows of each tensor of a state, by path, and the rest of the state."""
     leaves, skeleton = flatten(state)
     layout, rest = [], {}
     for path, leaf in leaves.items():
@@ -210,7 +210,7 @@ def _apart(state: dict[str, Any], rows: Sequence[torch.Tensor]) -> tuple[list[li
 
 
 def _place(leaf: torch.Tensor, rows: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-    """Return in which row a tensor lies, and where it begins there; None if it does not."""
+    """Return the row of a tensor, and its offset there; None if it lies in no row."""
     for number, row in enumerate(rows):
         at, odd = divmod(leaf.data_ptr() - row.data_ptr(), row.element_size())
         if leaf.numel() and not odd and 0 <= at < row.numel():
@@ -219,7 +219,7 @@ def _place(leaf: torch.Tensor, rows: Sequence[torch.Tensor]) -> tuple[int, int] 
 
 
 def _together(layout: Sequence[Sequence[Any]], rows: Sequence[torch.Tensor], rest: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that :func:`_apart` took apart, with these rows."""
+    """Rebuild the state that :func:`_apart` took apart from these rows."""
     leaves = dict(rest["leaves"])
     for path, number, at, shape in layout:
         size = torch.Size(shape)

@@ -1,11 +1,11 @@
-"""The copies that backups keep, on the disk: for when all who held a part are dead, and all who had a copy of it.
+"""Delta standbys on disk, for the case that all holders of a part and all its standbys have failed.
 
-The first living backup of a part writes the copy that it keeps as a checkpoint like any other, into
-``<checkpoint-dir>/copies/part-<n>/``: as often as a whole copy's bytes are sent to it, or as often as the disk can take it.
-The loop is held while the copy is copied once more, and never waits for the disk. What was written counts when the step in
-which it was begun is closed: nobody goes back before it.
-What another job wrote there, or an earlier beginning of this one, is never restored from, and removed when there is
-something newer. No error of a disk is more than a warning.
+The first surviving standby of a part writes its copy as an ordinary checkpoint into
+``<checkpoint-dir>/copies/part-<n>/``, whenever it has received the bytes of a complete copy, or as often as the disk
+permits. The loop is paused while the copy is copied once more, and never waits for the disk. A written copy becomes
+valid when the step in which it was begun is committed, so no rollback goes to before it.
+Copies of another job, or of an earlier start of this one, are never restored, and are removed when there is a newer
+one. Errors of the disk cause warnings only.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from holdfast.engine.context import World
 from holdfast.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
 
 _LAST_WRITE_S = 5.0
-"""When training is over, how long a process waits for its disk: what is being written is needed no more."""
+"""Maximum wait for the disk when training has ended, seconds: the copy being written is no longer needed."""
 
 
 @dataclass(slots=True)
 class _Place:
-    """Where the copies of a part are written."""
+    """The location of the copies of a part."""
 
     writer: Writer
-    due: int = 0  # from which step on the next one is to be written
-    has_failed: bool = False  # the last one could not be
+    due: int = 0  # step from which the next copy is to be written
+    has_failed: bool = False  # writing the last copy failed
 
 
 class Copies:
-    """Writes the copies of this worker's backups, and reads those that others wrote; without a checkpoint-dir it does neither."""
+    """Writes the copies of this worker's standbys, and reads those of others; does neither without a checkpoint-dir."""
 
     def __init__(self, world: World, warn: Callable[[str], None]) -> None:
         self._world = world
@@ -45,13 +45,13 @@ class Copies:
 
     @property
     def _mark(self) -> dict[str, Any]:
-        """What tells the copies of this loop of this beginning of the job from others; it is written down beside them."""
+        """Identifies the copies of this loop of this start of the job; stored with them."""
         return {"token": f"{self._world.keeper.token:x}", "loop": self._world.loop}
 
     # -- writing
 
     def expect(self, parts: Collection[int]) -> None:
-        """Write copies of these parts from now on, of each one as soon as may be, and of no others."""
+        """From now on write copies of these parts, each as soon as possible, and of no others."""
         for part in self._places.keys() - set(parts):
             self._places.pop(part).writer.close()
         for part in parts if self._world.settings.checkpoint_dir else ():
@@ -65,9 +65,9 @@ class Copies:
         return _Place(Writer(checkpoints, background=background, after_commit=lambda: self._prune(checkpoints)))
 
     def write(self, part: int, step: int, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Begin to write a copy of a part that is expected, if one is due and the last one is written; else it is due the next time.
+        """Start to write a copy of an expected part, if one is due and the last is finished; otherwise it stays due.
 
-        ``state`` returns the copy, as it is kept before ``step``. It may change when this returns.
+        ``state`` returns the copy as of before ``step``. It may change after this returns.
         """
         place = self._places.get(part)
         if place is None or step < place.due or place.writer.step is not None:
@@ -77,11 +77,11 @@ class Copies:
         token = f"{self._world.keeper.token:x}-{self._world.comm.generation}"
         try:
             place.writer.begin(step, take(state()), {"part": part, **self._mark}, token)
-        except CheckpointError as error:  # there is no memory
+        except CheckpointError as error:  # out of memory
             self._failed(part, place, step, error)
 
     def publish(self, step: int) -> None:
-        """Let what was begun before ``step`` count as soon as it is written, and tell of what could not be."""
+        """Commit copies that were begun before ``step`` once they are written, and report failures."""
         for part, place in self._places.items():
             begun = place.writer.step
             if begun is not None and begun < step:
@@ -90,7 +90,7 @@ class Copies:
                 self._heard(part, place, outcome)
 
     def close(self) -> None:
-        """Write no more: training is over."""
+        """Stop writing: training has ended."""
         ends_s = time.monotonic() + _LAST_WRITE_S
         for place in self._places.values():
             place.writer.close(max(0.0, ends_s - time.monotonic()))
@@ -103,21 +103,22 @@ class Copies:
             place.has_failed = False
 
     def _failed(self, part: int, place: _Place, step: int, error: Exception) -> None:
-        """Tell of the first of several failures: there may be one every few steps until somebody mends the disk."""
+        """Warn of the first of several failures in a row: there may be one every few steps until the disk is fixed."""
         if not place.has_failed:
             self._warn(
-                f"the copy of part {part} before step {step} could not be written: {error}. Training goes on, and it is tried again"
+                f"cannot write the copy of part {part} before step {step}: {error}."
+                " Training continues, and tries again with the next copy"
             )
         place.has_failed = True
 
     def _prune(self, checkpoints: Checkpoints) -> None:
-        """Keep as many of ours as it takes where one is damaged, and none of others'; called beside the loop."""
+        """Keep as many copies of this job as needed if one is damaged, and none of others; called in the background."""
         ours: list[int] = []
         for step in checkpoints.steps():
             try:
                 is_ours = self._is_ours(checkpoints, step)
             except (CheckpointCorrupt, CheckpointMissing):
-                continue  # nobody knows whose it is, and somebody may want to look at it
+                continue  # its job is unknown, and a user may want to inspect it
             if is_ours:
                 ours.append(step)
             else:
@@ -128,13 +129,13 @@ class Copies:
     # -- reading
 
     def newest(self, part: int) -> Loaded | None:
-        """Return the newest intact copy of a part of which this beginning of the job wrote one; None if there is none."""
+        """Return the newest intact copy of a part that this start of the job wrote; None if there is none."""
         if not self._world.settings.checkpoint_dir:
             return None
         try:
             return self._newest(part, self._checkpoints(part))
         except CheckpointError as error:
-            self._warn(f"the copies of part {part} on the disk cannot be read: {error}")
+            self._warn(f"cannot read the copies of part {part} on disk: {error}")
             return None
 
     def _newest(self, part: int, checkpoints: Checkpoints) -> Loaded | None:
@@ -142,10 +143,10 @@ class Copies:
             try:
                 if self._is_ours(checkpoints, step):
                     return checkpoints.load(step)
-            except CheckpointMissing:  # it has made room for a newer one meanwhile
+            except CheckpointMissing:  # it was removed for a newer one meanwhile
                 continue
             except CheckpointCorrupt as damage:
-                self._warn(f"passed over the copy of part {part} before step {step}: {damage}")
+                self._warn(f"skipped the damaged copy of part {part} before step {step}: {damage}")
         return None
 
     def _checkpoints(self, part: int) -> Checkpoints:

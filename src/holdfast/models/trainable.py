@@ -1,7 +1,7 @@
 """The model as a training loop sees it: :class:`Trainable`.
 
-There are three implementations: replicated (:mod:`holdfast.models.replicated`), a pipeline
-(:mod:`holdfast.models.pipeline`) and sharded (:mod:`holdfast.models.sharded`). The loop knows none of them.
+It has three implementations: replicated (:mod:`holdfast.models.replicated`), pipeline (:mod:`holdfast.models.pipeline`)
+and sharded (:mod:`holdfast.models.sharded`). The loop depends on none of them.
 """
 
 from __future__ import annotations
@@ -27,150 +27,150 @@ from holdfast.recovery.registry import strategy_class
 
 
 class Trainable(ABC):
-    """A model with its optimizer, whether every worker has all of it or a part."""
+    """A model with its optimizer, replicated on every worker or placed in parts."""
 
     kind: str
     """One of :data:`~holdfast.recovery.strategy.MODELS`."""
     parts: int
-    """Parts that have homes of their own at workers; 0 where every worker holds the whole state."""
+    """Number of parts with a placement; 0 if every worker holds the complete state."""
     num_buckets: int
-    """Sums of all workers in a step, besides the closing one; 0 where the gradients of a part are summed by its holders."""
+    """All-reduces over all workers per step, besides the commit vote; 0 if each part's holders reduce its gradients."""
     size_bytes: int
-    """Memory of a slice in the sum of all workers."""
+    """Memory per slice of the all-reduce over all workers, bytes."""
     device: torch.device
-    """Of the gradients in that sum."""
+    """Device of the gradients in that all-reduce."""
     numel: int
-    """Numbers in the parameters of the whole model."""
+    """Number of elements in the parameters of the complete model."""
     has_stages: bool = False
-    """Whether a slice goes through the stages of several workers."""
+    """Whether a slice passes through the stages of several workers."""
     sends_copies: bool = False
-    """Whether copies of parts are sent to backups between steps."""
+    """Whether saves of parts are sent to delta standbys between steps."""
 
     def __init__(self) -> None:
         self.registered: dict[str, Stateful] = {}
-        """What the script wants to be kept with the model."""
+        """Objects that the script has registered to be saved with the model."""
         self._registered_before: dict[str, Any] = {}
 
     # -- capabilities
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every worker holds the whole state: no death loses any of it, and one worker alone can save it."""
+        """Whether every worker holds the complete state: no failure loses any of it, and any worker can save it."""
         return self.parts == 0
 
     @property
     def whole(self) -> Part | None:
-        """The model with its optimizer, as every worker holds it; None where workers hold parts."""
+        """The model with its optimizer, as every worker holds it; None if workers hold parts."""
         return None
 
     @property
     def summed(self) -> Part | None:
-        """Whose gradients are summed over all workers; None where the holders of each part do that among themselves."""
+        """The part whose gradients are all-reduced over all workers; None if the holders of each part do that."""
         return self.whole
 
     def named(self, target: str) -> Mapping[str, object] | None:
-        """Return what a flip of ``target`` may name; None where that is not known before workers have met."""
+        """Return the names that a flip of ``target`` may use; None if they are unknown before workers connect."""
         return None
 
     # -- a loop
 
     def begin_loop(self, world: World, log: RunLog) -> None:
-        """Meet the other workers, if the model goes with the strategy and the guard. Called first of all in each training loop."""
+        """Set up communication, after checking strategy and guard for this model. Called first in each loop."""
         strategy_class(world.settings.strategy).check(self.kind)
 
     @abstractmethod
     def runner(self, context: StepContext) -> Runner:
-        """Return what computes the steps of a loop."""
+        """Return the object that computes the steps of a loop."""
 
     def finish(self) -> None:
-        """Give every worker the whole model, when all steps are done."""
+        """Give every worker the complete model after the last step."""
 
     def leave(self) -> None:
-        """End what goes on beside the loop: this worker is needed no more."""
+        """Stop background work: this worker is no longer needed."""
 
     @abstractmethod
     def summary(self) -> Record | None:
-        """Return what is written down, without stamps, when training ends; None if there is nothing to say."""
+        """Return the record to write when training ends, without stamps; None if there is none."""
 
     # -- a step
 
     def slices(self, batch: MiniBatch, here: Sequence[int]) -> list[int]:
-        """Return the slices of which workers ``here`` compute something."""
+        """Return the slices that workers ``here`` compute, entirely or in part."""
         return [number for number, rank in batch.owners.items() if rank in here]
 
     @abstractmethod
     def begin_step(self, reach: Reach) -> None:
-        """Begin an attempt at a step: remember what it may change. Faults may be due in what workers give each other for it."""
+        """Begin an attempt at a step: save what it may change. Planned faults may strike in messages sent for this."""
 
     @abstractmethod
     def discard_step(self) -> None:
-        """Take back all that the attempt changed."""
+        """Undo everything that the attempt changed."""
 
     def missing_slices(self, batch: MiniBatch) -> dict[int, tuple[int, ...]]:
-        """Return the sums that each lost slice is missing from."""
+        """Return the buckets that each lost slice is missing from."""
         return {} if self.summed is None else self.summed.gradients.missing_slices(batch)
 
     def figures(self) -> list[float]:
-        """Return all figures of the step, whose sums are known: the loss first, then the others by name."""
-        assert self.summed is not None, "a model without sums over all workers has figures of its own"
+        """Return all metrics of the step, after its all-reduces: the loss first, then the others by name."""
+        assert self.summed is not None, "a model without all-reduces over all workers has its own metrics"
         return self.summed.gradients.figures()
 
     @abstractmethod
     def apply(self, batch: MiniBatch, names: Sequence[str]) -> dict[str, float]:
-        """Run the optimizer on the mean gradient, and return the figures of the step; the ``names`` are those that were logged here."""
+        """Run the optimizer on the mean gradient, and return the step's metrics; ``names`` are those logged here."""
 
     def computing(self, batch: MiniBatch, lost: Collection[int]) -> set[int]:
-        """Return the workers that computed a slice of the step, or something of one, leaving out ``lost`` ones."""
+        """Return the workers that computed a slice of the step, or a part of one, except slices in ``lost``."""
         return {rank for number, rank in batch.owners.items() if number not in lost}
 
     # -- the state
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what this worker is to save, not copied."""
+        """Return the state that this worker saves, not copied."""
 
     @abstractmethod
     def shared_state(self) -> dict[str, Any]:
-        """Return what all workers have, not copied."""
+        """Return the state that all workers have, not copied."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any], *, keeps: bool = False) -> None:
-        """Go back to what :meth:`state_dict` or :meth:`shared_state` returned, as far as :meth:`wanted` says.
+        """Restore what :meth:`state_dict` or :meth:`shared_state` returned, restricted to :meth:`wanted`.
 
-        If it ``keeps`` them, tensors of the state may become those of this worker.
+        If ``keeps``, tensors of the state may become those of this worker.
 
         Raises:
-            CheckpointError: if the state is of other things than this session has.
+            CheckpointError: if the state does not match the objects of this session.
         """
 
     def wanted(self, members: Sequence[int]) -> Wanted | None:
-        """Return what this worker needs of a checkpoint; None is all."""
+        """Return what this worker needs of a checkpoint; None means everything."""
         return None
 
     def writers(self, comm: Communicator) -> tuple[tuple[int, ...], ...]:
-        """Return the processes that write a checkpoint, the lead first; any can, where each has all."""
+        """Return the processes that write a checkpoint, the lead first; with a replicated model all can."""
         return comm.processes
 
     @abstractmethod
     def make_equal(self, comm: Communicator) -> None:
-        """Give all workers the lowest one's state, unless all are equal already.
+        """Give all workers the state of the lowest rank, unless all are equal already.
 
         Raises:
-            CheckpointError: if it came damaged.
-            StateLost: if there is none to begin with any more.
+            CheckpointError: if it arrived damaged.
+            StateLost: if no initial state exists any more.
         """
 
     @abstractmethod
     def set_learning_rate(self, value: float) -> None:
-        """Go on with another learning rate."""
+        """Set the learning rate."""
 
     @abstractmethod
     def sha256s(self, here: Sequence[int]) -> dict[int, tuple[str, str]]:
-        """Return by worker the sha256 of its model, and that of its model and its optimizer's state."""
+        """Return by worker the sha256 of its model, and that of its model and optimizer state."""
 
     @abstractmethod
     def fingerprint(self, comm: Communicator, settings: Settings) -> Fingerprint:
-        """Return what hashes the state before each step, as the settings ask for it."""
+        """Return the object that hashes the state before each step, as configured."""
 
     def _remember_registered(self) -> None:
         self._registered_before = {name: clone(thing.state_dict()) for name, thing in self.registered.items()}
@@ -180,45 +180,45 @@ class Trainable(ABC):
             self.registered[name].load_state_dict(clone(state))
         self._registered_before = {}
 
-    # -- where one process plays several workers, and one of them may have other bits than the others
+    # -- for a process that runs several workers, one of which may have diverged
 
     @abstractmethod
     def enter(self, rank: int) -> None:
-        """Hear that one of the workers that this process plays computes."""
+        """Prepare for computation by one of the workers of this process."""
 
     @abstractmethod
     def rest(self, here: Sequence[int]) -> None:
-        """Hear that none of the workers that this process plays computes; see :meth:`OwnStates.rest`."""
+        """Note that none of the workers of this process computes; see :meth:`OwnStates.rest`."""
 
     @abstractmethod
     def tensors_of(self, target: str, rank: int, here: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return ``"weights"``, or what the ``"optimizer"`` keeps, by name, to be altered at one of the workers ``here``.
+        """Return the ``"weights"`` or the ``"optimizer"`` state by name, to be altered on one of the workers ``here``.
 
         Raises:
-            ConfigError: if no worker can have them for itself.
+            ConfigError: if no worker can have them separately.
         """
 
-    # -- placement: parts and their homes; where every worker holds all there are none, so none is lost and none moves
+    # -- placement of parts; with a replicated model there is none, so no part is lost or moved
 
     def lost(self, members: Sequence[int]) -> tuple[int, ...]:
-        """Return the parts that none of ``members`` holds; none as long as they have no homes."""
+        """Return the parts that none of ``members`` holds; none before there is a placement."""
         return ()
 
     def rehome(self, *, restores: bool) -> None:
-        """Let all parts have holders among the living; what comes here is kept aside.
+        """Give all parts holders among the survivors; received states are staged.
 
-        If it ``restores``, parts without a holder are as they were saved last.
+        If ``restores``, parts without a surviving holder are restored from their last save.
 
         Raises:
-            StateLost: if such a part was saved nowhere.
+            StateLost: if such a part was never saved.
         """
 
     def settle(self) -> None:
-        """Go on with the new homes, which all workers have."""
+        """Adopt the new placement, which all workers have."""
 
     def homes(self) -> Any:
-        """Return which worker holds which part, as plain JSON; None where there are no parts."""
+        """Return the placement of the parts as plain JSON; None if there are no parts."""
         return None
 
     def take_homes(self, homes: Any) -> None:
-        """Hear, as a newcomer that holds nothing yet, what :meth:`homes` returned."""
+        """On a newcomer that holds nothing yet, adopt what :meth:`homes` returned."""

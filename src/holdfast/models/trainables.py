@@ -1,4 +1,4 @@
-"""Which :class:`~holdfast.models.trainable.Trainable` trains what a script gives: the only place that knows all of them."""
+"""Chooses the :class:`~holdfast.models.trainable.Trainable` for a script's model; the only module that knows all."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def make_trainable(
     average: AveragedModel | Callable[[nn.Module], AveragedModel] | None,
     clip_grad_norm: float | None,
 ) -> Trainable:
-    """Return the model as training loops see it; what the arguments are is said by :class:`~holdfast.session.session.Session`.
+    """Return the model as training loops see it; for the arguments see :class:`~holdfast.session.session.Session`.
 
     Raises:
-        ConfigError: if they do not go together.
+        ConfigError: if they are incompatible.
     """
     kind = type(model).__name__
     if not isinstance(model, Pipeline | Sharded):
@@ -59,14 +59,16 @@ def make_trainable(
             average=average,
         )
     if settings.update == "eager":
-        raise ConfigError(f"update eager needs a model that every worker has all of, got a {kind}: use update lazy")
+        raise ConfigError(f"update eager needs a replicated model, got a {kind}: use update lazy")
     if isinstance(optimizer, optim.Optimizer):
         raise ConfigError(
-            f"a {kind} needs a function that makes an optimizer from the parameters of a part, as lambda p: torch.optim.Adam(p); got an optimizer"
+            f"a {kind} needs a function that returns an optimizer for the parameters of a part,"
+            " such as lambda p: torch.optim.Adam(p); got an optimizer"
         )
     if isinstance(average, nn.Module):
         raise ConfigError(
-            f"a {kind} needs a function that makes an average of the weights of a part, as lambda module: AveragedModel(module); got an average"
+            f"a {kind} needs a function that returns an average of the weights of a part,"
+            " such as lambda module: AveragedModel(module); got an average"
         )
     makers = Makers(
         optimizer=optimizer, scheduler=scheduler, schedule=schedule, average=average, bucket_bytes=settings.bucket_bytes

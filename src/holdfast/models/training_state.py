@@ -1,4 +1,4 @@
-"""The state of training as a whole: its digest, copies of it, and how it is put back."""
+"""The complete training state: its digest, its copies, and restoring it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def model_sha256(model: nn.Module) -> str:
 
 
 def state_sha256(model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module | None = None) -> str:
-    """Return the sha256 over the model's bytes, those of an average of its weights, and then the optimizer's.
+    """Return the sha256 over the bytes of the model, of an average of its weights, and of the optimizer state.
 
-    The optimizer's: by number of the parameter, then by name; tensors as they are, numbers as float64.
+    Optimizer state is ordered by parameter number, then by name; tensors as they are, numbers as float64.
     """
     digest = _model_hash(model)
     if average is not None:
@@ -58,5 +58,5 @@ def _optimizer_values(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 
 
 def clone(value: Any) -> Any:
-    """Return a deep copy of a ``state_dict``: nothing in it is shared with what goes on changing."""
+    """Return a deep copy of a ``state_dict``, which shares nothing with the original."""
     return copy.deepcopy(value)

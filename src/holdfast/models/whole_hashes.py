@@ -1,4 +1,4 @@
-"""The fingerprint of a replicated model: every worker hashes the same state, so nothing of it need be told."""
+"""The fingerprint of a replicated model: every worker hashes the same state, so no digest needs to be sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.models.part import Part
 
 
 class WholeFingerprint(Fingerprint):
-    """The fingerprint of a replicated model: every worker has all of the state, and knows without a message what the others hash."""
+    """The fingerprint of a replicated model: every worker has the complete state, and knows which part others hash."""
 
     def __init__(self, whole: Part, comm: Communicator, settings: Settings) -> None:
         super().__init__(comm, settings)

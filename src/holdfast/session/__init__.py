@@ -1,1 +1,1 @@
-"""What a training script uses: the session, its steps, and the models that it takes."""
+"""The API of a training script: the session, its steps, and the models that it accepts."""

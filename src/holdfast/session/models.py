@@ -1,4 +1,4 @@
-"""What a script gives the session in the place of a model that every worker has a copy of."""
+"""Models that are not replicated on every worker: pipelines and sharded models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.models.loss import Loss
 
 
 class Pipeline:
-    """A model cut into stages, each of which another worker computes (GPipe, Huang et al. 2019).
+    """A model split into stages, each computed by another worker (GPipe, Huang et al. 2019).
 
     ::
 
@@ -23,14 +23,14 @@ class Pipeline:
         for step in session.steps(dataset, batch_size=128, epochs=3):
             step.compute()
 
-    The slices of a step are the micro-batches. With twice as many workers as stages there are two chains, which share the
-    slices, and so on. When training is over every worker has the whole model: :attr:`module`.
+    The slices of a step are the micro-batches. Twice as many workers as stages form two pipeline replicas, which share
+    the slices, and so on. After training every worker has the complete model: :attr:`module`.
 
     Args:
-        stages: Functions that make the stages, each called only where it is needed, with the global generators seeded by
-            the job's seed and the stage; or the stages, alike at all workers, each of which then has all in its memory from the beginning to the
-            end. A stage takes and returns one tensor, and is in the memory of the CPU.
-        loss: See :data:`holdfast.models.loss.Loss`; it is given what the last stage returns.
+        stages: Factories of the stages, each called only where its stage is needed, with the global generators seeded
+            by the job's seed and the stage; or the stages themselves, identical on all workers, which then keep all of
+            them in memory throughout. A stage maps one tensor to one tensor, and is in CPU memory.
+        loss: See :data:`holdfast.models.loss.Loss`; it receives the output of the last stage.
 
     Raises:
         ConfigError: if there is no stage.
@@ -40,32 +40,32 @@ class Pipeline:
         self._stages = list(stages)
         self.loss = loss
         self.module: nn.Module | None = None
-        """The whole model, once training is over."""
+        """The complete model, once training has ended."""
         self.averaged: nn.Module | None = None
-        """The whole model with the average of its weights, once training is over, if the session keeps one."""
+        """The complete model with averaged weights, once training has ended, if the session keeps an average."""
         if not self._stages:
             raise ConfigError("a Pipeline must have at least 1 stage, got none")
 
     @property
     def parts(self) -> int:
-        """Stages."""
+        """Number of stages."""
         return len(self._stages)
 
     def build(self, part: int, seed: int) -> nn.Module:
-        """Return a stage as it is at the beginning of training, in the memory of the CPU."""
+        """Return a stage in its initial state, in CPU memory."""
         made = _made(self._stages[part], seed_of("part", seed, part))
         check_on_cpu(made, f"stage {part} of a Pipeline")
         return made
 
     def check_devices(self) -> None:
-        """Make sure that the stages that are made already are in the memory of the CPU."""
+        """Check that the stages that were passed as modules are in CPU memory."""
         for part, stage in enumerate(self._stages):
             if isinstance(stage, nn.Module):
                 check_on_cpu(stage, f"stage {part} of a Pipeline")
 
 
 class Sharded:
-    """A model whose parameters, and their optimizer's state, are spread over workers (ZeRO, Rajbhandari et al. 2020).
+    """A model whose parameters and optimizer state are sharded over workers (ZeRO, Rajbhandari et al. 2020).
 
     ::
 
@@ -74,16 +74,16 @@ class Sharded:
             for x, y in step:
                 step.backward(F.cross_entropy(model(x), y))
 
-    Every worker computes slices with the whole model, as if it were replicated, and ends with the same bits. Between steps
-    each has only the shards that it holds: the others are lent to it while it computes, on one host without a copy. They
-    are read-only. When training is over every worker has all parameters.
+    Every worker computes slices with the complete model, as if it were replicated, with the same bits. Between steps a
+    worker keeps only its own shards. The others are lent to it, read-only, while it computes; on one host without a
+    copy. After training every worker has all parameters.
 
-    With fewer shards than workers there are groups (HSDP, Zhao et al. 2023): of two shards at four workers each holds one, and
-    its mirror is the worker in the same place of the other group.
+    Fewer shards than workers form groups (HSDP, Zhao et al. 2023): with two shards on four workers each worker holds
+    one shard, and its hot standby is the worker at the same place in the other group.
 
     Args:
-        model: The whole model, in the memory of the CPU; it must be made alike at all workers.
-        shards: Number of shards, ``>= 1``, fixed for the job; 0: the workers that the job starts with.
+        model: The complete model, in CPU memory; it must be built identically on all workers.
+        shards: Number of shards, ``>= 1``, fixed for the job; 0: the number of workers that the job starts with.
 
     Raises:
         ConfigError: if there are more shards than parameters.
@@ -93,19 +93,20 @@ class Sharded:
         count = sum(1 for _ in model.parameters())
         if shards < 0 or shards > count:
             raise ConfigError(
-                f"shards must be from 1 to {count}, the tensors of parameters of the model, or 0, got {shards}"
+                f"shards must be from 1 to {count}, the number of parameter tensors of the model, or 0, got {shards}"
             )
         self.module = model
         self.averaged: nn.Module | None = None
-        """A copy of the model with the average of its weights, once training is over, if the session keeps one."""
+        """A copy of the model with averaged weights, once training has ended, if the session keeps an average."""
         self.shards = shards
 
     def cut(self, shards: int) -> list[list[str]]:
-        """Return the names of the parameters in each of ``shards`` shards: neighbours, of about the same size together; one at least."""
+        """Return the parameter names of each of ``shards`` shards: neighbours, of balanced size, at least one each."""
         named = list(self.module.named_parameters())
         if shards > len(named):
             raise ConfigError(
-                f"{shards} workers cannot each hold a shard of {len(named)} tensors of parameters: give Sharded(model, shards={len(named)})"
+                f"{shards} workers cannot each hold a shard of {len(named)} parameter tensors:"
+                f" pass Sharded(model, shards={len(named)})"
             )
         total = sum(p.numel() for _, p in named)
         groups: list[list[str]] = [[] for _ in range(shards)]
@@ -113,7 +114,7 @@ class Sharded:
         for i, (name, parameter) in enumerate(named):
             middle = seen + parameter.numel() / 2
             at = min(int(middle * shards / max(1, total)), shards - 1)
-            at = max(at, shards - (len(named) - i))  # one at least for each that comes later
+            at = max(at, shards - (len(named) - i))  # leave at least one for each later shard
             first_empty = next((g for g, group in enumerate(groups) if not group), shards)
             groups[min(at, first_empty)].append(name)
             seen += parameter.numel()
@@ -121,7 +122,7 @@ class Sharded:
 
 
 def check_on_cpu(module: nn.Module, what: str) -> None:
-    """Make sure that a module is in CPU memory: parts of a split model are lent and handed over there.
+    """Check that a module is in CPU memory, where parts of a model are lent and transferred.
 
     Raises:
         ConfigError: if a parameter or a buffer is on another device.
@@ -129,7 +130,7 @@ def check_on_cpu(module: nn.Module, what: str) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.device.type != "cpu":
             raise ConfigError(
-                f"{what} must be in the memory of the CPU, got {name} on {tensor.device}: move it there with .to('cpu')"
+                f"{what} must be in CPU memory, got {name} on {tensor.device}: move it there with .to('cpu')"
             )
 
 
@@ -139,5 +140,5 @@ def _made(stage: Callable[[], nn.Module] | nn.Module, seed: int) -> nn.Module:
     with seeded(seed):
         made: Any = stage()
     if not isinstance(made, nn.Module):
-        raise ScriptError(f"a stage must be an nn.Module or a function that makes one, got {type(made).__name__}")
+        raise ScriptError(f"a stage must be an nn.Module or a function that returns one, got {type(made).__name__}")
     return made

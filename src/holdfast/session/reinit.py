@@ -1,4 +1,4 @@
-"""What a script calls so that its application can be built again while its process goes on."""
+"""``holdfast.reinit``: rebuild a script's application after a failure without restarting its process."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def reinit(main: Callable[[], T]) -> T:
 
         holdfast.reinit(main)
 
-    The processes of the survivors go on. Loops in ``main`` are left by an exception that ``except Exception`` lets
-    through; then all that ``main`` made is let go, and the new session has the state that ``--reinit-from`` says before it
-    yields a step. Whatever draws random numbers in ``main`` draws the same ones each time. Under any other strategy this
-    is ``main()``.
+    The surviving processes keep running. Loops in ``main`` are left by an exception that ``except Exception`` does not
+    catch. Then everything that ``main`` created is released, and the new session restores the state selected by
+    ``--reinit-from`` before it yields a step. Random numbers drawn in ``main`` are the same each time. Under any other
+    strategy this is ``main()``.
 
     Args:
         main: Builds everything that training needs, and trains. It should leave nothing behind in global variables.
 
     Returns:
-        What the last ``main`` returned.
+        The return value of the last call of ``main``.
 
     Raises:
-        ScriptError: if it is called inside itself, or ``main`` does not let the exception through.
+        ScriptError: if it is called inside itself, or ``main`` catches the exception.
     """
     if application.is_built_by_reinit:
         raise ScriptError("holdfast.reinit was called inside holdfast.reinit: call it once, around the whole script")
@@ -64,5 +64,6 @@ def reinit(main: Callable[[], T]) -> T:
 def _check_let_through() -> None:
     if application.world is not None:
         raise ScriptError(
-            "main caught holdfast's Unwind and ended as if training were over: let BaseException through, as `except Exception` does"
+            "main caught holdfast's Unwind and returned as if training had ended: let BaseException propagate, as"
+            " `except Exception` does"
         )

@@ -1,4 +1,4 @@
-"""From one application to the next in the same process: who is there, and what both count on."""
+"""State that survives from one application to the next in the same process: the job context, and what both rely on."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from holdfast.session.step import Step
 
 @dataclass(slots=True)
 class Application:
-    """What this process runs."""
+    """The application that this process runs."""
 
     is_built_by_reinit: bool = False  # `holdfast.reinit` has called `main`
-    makes_sessions: bool = False  # the application has made a session, which writes the records of this process
-    has_session: bool = False  # it has made a session that can be built again
-    world: World | None = None  # of the application that was taken down, until the next one's session takes it
-    # takes the place of training, for who only looks at it: is given the body of the model, the plan, the dataset and
-    # what makes a batch of samples, and yields steps
+    makes_sessions: bool = False  # the application has created a session, which writes the records of this process
+    has_session: bool = False  # it has created a session that can be rebuilt
+    world: World | None = None  # of the application that was torn down, until the next session takes it
+    # replaces training, for tools that only inspect it: is called with the model, the plan, the dataset and the collate
+    # function, and yields steps
     looks: Callable[[Any, Plan, Any, Any], Iterator[Step]] | None = None
 
 
@@ -31,8 +31,8 @@ application = Application()
 
 
 def hand_over(world: World, rebuilding: Rebuilding) -> None:
-    """Keep ``world`` for the session that is built next, whose loops begin with the first one again."""
-    world.beacon.say_busy(busy=True)  # for as long as the script's own code likes
+    """Keep ``world`` for the session that is built next, which starts again with the first loop."""
+    world.beacon.say_busy(busy=True)  # for as long as the script's own code takes
     world.rebuilds.count += 1
     world.rebuilds.current = rebuilding
     world.committed.begin_again()
@@ -41,7 +41,7 @@ def hand_over(world: World, rebuilding: Rebuilding) -> None:
 
 
 def take_over() -> World | None:
-    """Return the world of the application before this one, if there was one."""
+    """Return the job context of the previous application, if there was one."""
     world, application.world = application.world, None
     if world is not None and world.rebuilds.current is not None:
         world.beacon.say_busy(busy=False)
@@ -50,23 +50,24 @@ def take_over() -> World | None:
 
 
 def note_session(settings: Settings, *, is_replicated: bool) -> None:
-    """Make sure that the application can be built again with the session that it makes now.
+    """Check that the application can be rebuilt with the session that it creates now.
 
     Raises:
-        ConfigError: if the model is split, and nothing holds all of it at a fault.
-        ScriptError: if nobody would call ``main`` again, or there are two sessions.
+        ConfigError: if the model is split, so that no worker holds all of it at a fault.
+        ScriptError: if no ``holdfast.reinit`` would call ``main`` again, or there are two sessions.
     """
     if not strategy_class(settings.strategy).rebuilds:
         return
     if not application.is_built_by_reinit:
         raise ScriptError(
-            "strategy reinit builds the application again by calling main: put the script into a function and end it with holdfast.reinit(main)"
+            "strategy reinit rebuilds the application by calling main: put the script into a function and end it with"
+            " holdfast.reinit(main)"
         )
     if not is_replicated and settings.reinit_from != "checkpoint":
         raise ConfigError(
-            f"reinit_from must be checkpoint for a model that is split, got {settings.reinit_from}: a snapshot at the fault "
-            "would lack the parts of the dead"
+            f"reinit_from must be checkpoint for a Pipeline or Sharded model, got {settings.reinit_from}: a snapshot"
+            " at the fault would lack the parts of the failed workers"
         )
     if application.has_session:
-        raise ScriptError("strategy reinit goes with one holdfast.Session in main, and this is the second")
+        raise ScriptError("strategy reinit allows one holdfast.Session in main, and this is the second")
     application.has_session = True

@@ -1,4 +1,4 @@
-"""What a script talks to."""
+"""The session: the entry point of a training script."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from holdfast.state.platform_check import compare_with_others, kind_of_worker
 from holdfast.torch_private import check_version
 
 _sessions: list[Session] = []
-"""Sessions with an open loop: one that is left early must be found at exit, though the script has dropped it."""
+"""Sessions with an open loop: one that was left early must be found at exit even if the script has dropped it."""
 
 
 class Session:
-    """Training that survives: steps that are committed everywhere or nowhere.
+    """Fault-tolerant training: every step is committed on all workers or on none.
 
     ::
 
@@ -56,26 +56,28 @@ class Session:
             for x, y in step:
                 step.backward(F.cross_entropy(model(x), y))
 
-    Making one stores what it is given. The first call of :meth:`steps` connects to the other workers and makes all
-    models equal (the lowest worker's counts). Under ``python train.py`` there is one worker.
+    The constructor only stores its arguments. The first call of :meth:`steps` connects to the other workers and makes
+    all models equal to that of the lowest rank. Under ``python train.py`` there is one worker.
 
     Args:
-        model: Replicated at every worker, or a :class:`~holdfast.Pipeline`, or :class:`~holdfast.Sharded`. Its parameters, and which of them are trained,
-            must not change later.
-        optimizer: Of the model's parameters. Runs when the loop asks for the next step. For a model that is
-            split: a function that makes one from the parameters of a part.
-        scheduler: A learning-rate scheduler; the session steps it, after the optimizer. For a model that is split:
-            a function that makes one for an optimizer.
-        schedule: ``"step"`` or ``"epoch"``: how often.
-        scaler: A ``torch.amp.GradScaler``. For a model that is split: one for all of it; a part takes a step if all do.
-        average: A ``torch.optim.swa_utils.AveragedModel`` of the model; the session updates it, after each optimizer
-            step. For a model that is split: a function that makes one from the module of a part; the whole is in
-            :attr:`Pipeline.averaged` or :attr:`Sharded.averaged` when training is over.
-        clip_grad_norm: Largest norm of the mean gradient; of a Pipeline it is the norm of the norms of its stages.
-        total_steps: Steps of the whole script, for scripts that call :meth:`steps` more than once; it only serves to
-            refuse a planned fault that could never strike.
-        comm: Take this communicator instead of that of the fabric in the settings.
-        **settings: Fields of :class:`holdfast.Settings`; they win over the environment.
+        model: A module, replicated on every worker, or a :class:`~holdfast.Pipeline` or :class:`~holdfast.Sharded`. The
+            set of parameters, and which of them are trained, must not change later.
+        optimizer: Optimizer of the model's parameters. Runs when the loop requests the next step. For a Pipeline or
+            Sharded
+            model: a function that returns one for the parameters of a part.
+        scheduler: A learning-rate scheduler; the session steps it after the optimizer. For a Pipeline or Sharded model:
+            a function that returns one for an optimizer.
+        schedule: Whether the scheduler is stepped every ``"step"`` or every ``"epoch"``.
+        scaler: A ``torch.amp.GradScaler``. A Pipeline or Sharded model uses one for all parts; they skip a step
+            together.
+        average: A ``torch.optim.swa_utils.AveragedModel`` of the model; the session updates it after each optimizer
+            step. For a Pipeline or Sharded model: a function that returns one for the module of a part; the complete
+            average is in :attr:`Pipeline.averaged` or :attr:`Sharded.averaged` after training.
+        clip_grad_norm: Maximum norm of the mean gradient; for a Pipeline it is the norm of the norms of its stages.
+        total_steps: Number of steps of the whole script, for scripts that call :meth:`steps` more than once; it only
+            serves to reject a planned fault that could never strike.
+        comm: A communicator to use instead of that of the configured fabric.
+        **settings: Fields of :class:`holdfast.Settings`; they take precedence over the environment.
 
     Raises:
         ConfigError: if a setting is not allowed.
@@ -116,13 +118,13 @@ class Session:
         self._training = False
 
     def register(self, **things: Stateful) -> None:
-        """Keep the state of ``things`` with the model's: in checkpoints, and back to a step's start when it is redone.
+        """Save the state of ``things`` with the model: in checkpoints, and restored when a step is retried.
 
         Args:
             **things: Anything with ``state_dict`` and ``load_state_dict``, such as an average of the weights.
 
         Raises:
-            ConfigError: if something has no state.
+            ConfigError: if an object lacks these methods.
         """
         for name, thing in things.items():
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
@@ -141,32 +143,34 @@ class Session:
         num_workers: int = 0,
         prefetch_factor: int = 2,
     ) -> Iterator[Step]:
-        """Yield one mini-batch after another; asking for the next commits the one before, everywhere or nowhere.
+        """Yield one mini-batch after another; requesting the next one commits the step, on all workers or on none.
 
         After a failure the same step is yielded again, with more slices for each survivor.
 
         Args:
-            dataset: Anything with ``len`` and ``[]``, the same at every worker.
-            batch_size: Samples of a step, over all workers, ``>= 1``.
+            dataset: Anything with ``len`` and ``[]``, the same on every worker.
+            batch_size: Samples per step, over all workers, ``>= 1``.
             epochs: Passes over the dataset, ``>= 1``.
-            shuffle: In an order that depends on the seed and the epoch alone.
-            drop_last: Leave out the short mini-batch at the end of an epoch.
-            collate: Makes a batch of a list of samples; default: torch's.
-            num_workers: Processes beside each worker that load slices ahead of time, as those of a ``DataLoader`` do; 0: it
-                loads them itself. The bits are the same.
-            prefetch_factor: Slices that each of them is ahead by, ``>= 1``.
+            shuffle: Shuffle in an order that depends only on the seed and the epoch.
+            drop_last: Drop the short mini-batch at the end of an epoch.
+            collate: Builds a batch from a list of samples; default: torch's.
+            num_workers: Processes per worker that load slices ahead of time, like those of a ``DataLoader``; 0: the
+                worker loads them itself. The bits are the same.
+            prefetch_factor: Slices that each of these processes loads ahead, ``>= 1``.
 
         Raises:
             ConfigError: if an argument is not allowed, or a planned fault lies outside the run.
-            ScriptError: if the loop before this one was left before its end; or the model is split, and was trained.
-            TooFewWorkers: after fewer than ``min_workers`` survived; the state is saved.
+            ScriptError: if the previous loop was left before its end; or a Pipeline or Sharded model was trained
+                already.
+            TooFewWorkers: if fewer than ``min_workers`` survived; the state is saved.
             SystemExit: with code 4, after SIGTERM; the state is saved.
         """
         _check_arguments(dataset, batch_size, epochs, num_workers=num_workers, prefetch_factor=prefetch_factor)
         self.check_finished()
         if not self._replica.is_replicated and self._world is not None and self._world.loop > 0:
             raise ScriptError(
-                "a model that is split is trained in one call of session.steps, which ends with the whole of it at every worker: ask for all epochs at once"
+                "a Pipeline or Sharded model is trained in one call of session.steps, after which every worker has the"
+                " complete model: request all epochs in one call"
             )
         if self._settings.slices > max(batch_size, MOST_WORKERS):
             raise ConfigError(
@@ -177,7 +181,8 @@ class Session:
         plan = self._plan(world, len(dataset), batch_size, epochs, shuffle=shuffle, drop_last=drop_last)
         if not plan.epoch_samples:
             raise ConfigError(
-                f"drop_last leaves nothing: batch_size must be at most len(dataset) ({len(dataset)}), got {batch_size}"
+                f"drop_last drops every sample: batch_size must be at most len(dataset) ({len(dataset)}),"
+                f" got {batch_size}"
             )
         if application.looks is not None:
             return application.looks(self._replica, plan, dataset, collate)
@@ -203,7 +208,7 @@ class Session:
         with notice.answered(lambda: self._ask_to_leave(world)):
             try:
                 yield from run.drive()
-            except SystemExit:  # it has left, or all have stopped: training is over here
+            except SystemExit:  # this worker has left, or all have stopped: training ends here
                 self._close_loop()
                 raise
         world.loops.totals = run.account()
@@ -216,11 +221,11 @@ class Session:
             _sessions.remove(self)
 
     def log(self, **metrics: float) -> None:
-        """Add figures to the run's report, such as the accuracy on a test set, once training is over.
+        """Add metrics to the run's report, such as the accuracy on a test set, after training.
 
         Raises:
-            ScriptError: during training, where ``step.log`` is meant.
-            ConfigError: if a name cannot be written down.
+            ScriptError: during training; use ``step.log`` there.
+            ConfigError: if a name cannot be encoded.
         """
         if self._training or self._world is None:
             raise ScriptError("session.log is for after training; inside the loop over the slices use step.log")
@@ -235,9 +240,9 @@ class Session:
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Say that what follows may take long, so that nobody takes this worker for stuck meanwhile.
+        """Tell the health monitor that the code inside may take long, so that this worker does not count as stuck.
 
-        For what one worker does while the others wait for it, such as an evaluation by the lead alone.
+        For work on one worker while the others wait for it, such as an evaluation by the lead alone.
         """
         beacon = self._connect().beacon
         beacon.say_busy(busy=True)
@@ -248,31 +253,31 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """This worker's number, for life; with virtual workers the lowest one's."""
+        """This worker's rank, constant for life; with virtual workers the lowest one."""
         return self._connect().comm.here[0]
 
     @property
     def world_size(self) -> int:
-        """Workers alive, as far as this one knows."""
+        """Number of surviving workers, as far as this one knows."""
         return len(self._connect().comm.members)
 
     @property
     def is_lead(self) -> bool:
-        """Whether this is the lowest worker alive: the one that prints and writes what is needed once."""
+        """Whether this is the lowest surviving rank, which prints and writes output that is needed once."""
         return self._connect().is_lead
 
     @property
     def step(self) -> int:
-        """Steps committed."""
+        """Number of committed steps."""
         return 0 if self._world is None else self._world.step
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Means over the samples of the last committed step, the same at every worker that logged them."""
+        """Means over the samples of the last committed step, the same on every worker that logged them."""
         return {} if self._world is None else dict(self._world.committed.metrics)
 
     def check_finished(self) -> None:
-        """Make sure that no loop was left before its end.
+        """Check that no loop was left before its end.
 
         Raises:
             ScriptError: if one was.
@@ -280,7 +285,7 @@ class Session:
         if self._training:
             raise ScriptError(f"training was left at step {self.step} before its end; to end it early call step.stop()")
 
-    # -- setting up
+    # -- setup
 
     def _connect(self) -> World:
         if self._world is not None:
@@ -320,7 +325,7 @@ class Session:
         real = not isinstance(comm, VirtualCommunicator)
         if real and self._replica.device.type != "cpu":
             raise ConfigError(
-                "workers sum tensors in the memory of the CPU; the model is on another device: move it to 'cpu'"
+                "workers all-reduce tensors in CPU memory, but the model is on another device: move it to 'cpu'"
             )
         if real and not settings.run_dir:
             exits.end_job_on_errors(at_exit)
@@ -333,7 +338,7 @@ class Session:
         return world
 
     def _choose_slices(self, world: World, batch_size: int) -> int:
-        """Return how many there are, unless a checkpoint says it: one a worker, or what bears some losses."""
+        """Return the number of slices unless a checkpoint fixes it: one per worker, or enough for some losses."""
         settings = self._settings
         workers = len(world.first_members) - settings.spares
         if settings.auto_slices < 0:
@@ -364,7 +369,7 @@ class Session:
         )
 
     def _ask_to_leave(self, world: World) -> None:
-        """Answer a SIGTERM: all stop if the launcher says so, or there is none; else this worker leaves the others."""
+        """Handle SIGTERM: all workers stop if the launcher requests it or there is none; else only this one leaves."""
         settings = world.settings
         if (
             settings.run_dir
@@ -377,13 +382,13 @@ class Session:
 
 
 def at_exit() -> None:
-    """Make sure, when the script has ended, that no session was left in the middle of training."""
+    """When the script has ended, check that no session was left in the middle of training."""
     for session in _sessions:
         session.check_finished()
 
 
 def forget_sessions() -> None:
-    """Forget the sessions of an application that was taken down: their loops are open, and will not be continued."""
+    """Forget the sessions of an application that was torn down: their loops are open, and will not be continued."""
     _sessions.clear()
 
 

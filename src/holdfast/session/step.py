@@ -1,4 +1,4 @@
-"""What the script's loop gets: one mini-batch, slice by slice."""
+"""The step that the session yields: one mini-batch, slice by slice."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _Made = TypeVar("_Made")
 
 
 class _StepWork(Protocol):
-    """What a step needs of the session; :class:`~holdfast.models.runner.Runner` is it."""
+    """The session's part in every step; implemented by :class:`~holdfast.models.runner.Runner`."""
 
     def ask_to_stop(self) -> None: ...
 
 
 class _SliceWork(_StepWork, Protocol):
-    """What the session does around each slice; see :class:`~holdfast.models.slice_runner.SliceRunner`."""
+    """The session's work around each slice; see :class:`~holdfast.models.slice_runner.SliceRunner`."""
 
     def begin_slice(self, batch: MiniBatch, number: int) -> Any: ...
     def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None: ...
@@ -34,21 +34,21 @@ class _SliceWork(_StepWork, Protocol):
 
 
 class _StagedWork(_StepWork, Protocol):
-    """What the session does where slices go through stages; see :class:`~holdfast.models.pipeline.StageRunner`."""
+    """The session's work for pipeline stages; see :class:`~holdfast.models.pipeline.StageRunner`."""
 
     def compute(self, batch: MiniBatch) -> None: ...
     def evaluate(self, batch: MiniBatch, dataset: Any, batch_size: int, *, averaged: bool) -> dict[str, float]: ...
 
 
 ONE_BY_ONE: AbstractContextManager[Collection[int]] = nullcontext(())
-"""What ``at_once`` returns where no slices are computed at once: those that are computed already, none."""
+"""Result of ``at_once`` where slices are not batched: no slice is computed yet."""
 
 
 class Step:
-    """One step of training, as far as this worker computes it.
+    """One training step, with the slices that this worker computes.
 
     Iterating yields the inputs of one slice after another. After a failure the session yields the same step again,
-    perhaps with more slices; nothing of the first attempt remains.
+    possibly with more slices; nothing of the failed attempt remains.
     """
 
     _work: _SliceWork
@@ -66,7 +66,7 @@ class Step:
         self._pending: list[int] = list(mine)
         self._metrics: dict[str, torch.Tensor | float] = {}
         self.failure: PeerFailed | None = None
-        """Why computing it ended early; the session knows what to do about it."""
+        """The failure that ended the computation early; the session handles it."""
 
     @property
     def number(self) -> int:
@@ -75,12 +75,12 @@ class Step:
 
     @property
     def epoch(self) -> int:
-        """Epoch that the samples are from, counted over the whole job."""
+        """Epoch of the samples, counted over the whole job."""
         return self._batch.epoch
 
     @property
     def samples(self) -> int:
-        """Samples of the mini-batch, over all workers."""
+        """Number of samples in the mini-batch, over all workers."""
         return len(self._batch.ids)
 
     @property
@@ -90,11 +90,11 @@ class Step:
 
     @property
     def attempt(self) -> int:
-        """0, or how often in a row this step was begun before."""
+        """Number of earlier consecutive attempts at this step, 0 for the first attempt."""
         return self._attempt
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the inputs of each slice that this worker holds: a tuple for a dataset of tuples."""
+        """Yield the inputs of each slice of this worker: a tuple for a dataset of tuples."""
         while self._pending:
             number = self._pending[0]
             self._metrics = {}
@@ -112,19 +112,20 @@ class Step:
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients of the slice that was yielded last, and log the loss.
 
-        Takes the place of ``loss.backward()``. Slices are weighted by their size, so that the step is that of the mean
-        over the whole mini-batch.
+        Replaces ``loss.backward()``. Slices are weighted by their size, so that the step uses the mean over the whole
+        mini-batch.
 
         Args:
             loss: The mean over the slice, a scalar.
 
         Raises:
-            ScriptError: if it is called outside the loop over the slices, twice for a slice, or the loss is no scalar.
+            ScriptError: if it is called outside the loop over the slices, twice for a slice, or the loss is not a
+                scalar.
         """
         self._check_in_slice("backward")
         if "loss" in self._metrics:
             raise ScriptError(
-                f"step.backward was called twice for slice {self._current} of step {self.number}: add the losses up"
+                f"step.backward was called twice for slice {self._current} of step {self.number}: add up the losses"
             )
         if loss.numel() != 1:
             raise ScriptError(f"the loss must be a scalar, the mean over the slice, got shape {tuple(loss.shape)}")
@@ -132,13 +133,13 @@ class Step:
         self._work.backward(loss, self._batch, self._current)
 
     def log(self, **metrics: torch.Tensor | float) -> None:
-        """Log means over the slice; they become means over the step, summed in slice order like the gradients.
+        """Log means over the slice. They become means over the step, reduced in slice order like the gradients.
 
         Every slice must log the same names.
 
         Raises:
             ScriptError: if it is called outside the loop over the slices.
-            ConfigError: if a name cannot be written down.
+            ConfigError: if a name cannot be encoded.
         """
         self._check_in_slice("log")
         for name, value in metrics.items():
@@ -147,29 +148,30 @@ class Step:
                 self._metrics[name] = figure_of(value)
 
     def compute(self, forward: Forward, loss: Loss) -> None:
-        """Compute all slices that this worker holds: the loop over the step, in one call, and faster where slices are small.
+        """Compute all slices of this worker: the loop over the step in one call, and faster where slices are small.
 
         ::
 
             for step in session.steps(dataset, batch_size=128, epochs=3):
                 step.compute(model, F.cross_entropy)
 
-        Slices go through the model at once where that gives each the bits that it has by itself: the first steps are
-        computed in both ways to find out, and :class:`~holdfast.records.types.SlicesTried` says what came of it. It may where each row
-        of the output depends on that sample alone, nothing is drawn at random, and all parameters belong to an ``nn.Linear``,
-        ``nn.LayerNorm`` or ``nn.Embedding``; else slices go one by one. At once they take the memory of all of them; loop over the step
-        where that is too much.
+        Slices are batched into one forward/backward pass if that gives each slice the bits of a separate pass. To find
+        out, the first steps are computed both ways; :class:`~holdfast.records.types.SlicesTried` records the outcome.
+        Candidates are models in which each row of the output depends on one sample only, no random numbers are drawn,
+        and all parameters belong to an ``nn.Linear``, ``nn.LayerNorm`` or ``nn.Embedding``; otherwise slices run one by
+        one. A batched pass needs the memory of all slices together; loop over the step where that is too much.
 
         Args:
-            forward: The model, or a function that calls it; takes the first of what the dataset has.
-            loss: Takes the output, then the rest of what the dataset has; returns the mean over the slice, a scalar, or
-                that and a dict of figures to log; see :meth:`log`. Where there is ``torch.autocast``, both go into it by themselves.
+            forward: The model, or a function that calls it; receives the first item of a batch.
+            loss: Receives the output, then the other items of the batch; returns the mean over the slice, a scalar, or
+                that and a dict of metrics to log; see :meth:`log`. ``torch.autocast`` must be entered inside both
+                functions.
 
         Raises:
-            ScriptError: if it is called within the loop over the slices, or the loss is no scalar.
+            ScriptError: if it is called within the loop over the slices, or the loss is not a scalar.
         """
         if self._current >= 0:
-            raise ScriptError("step.compute computes all slices: call it in the place of `for ... in step`")
+            raise ScriptError("step.compute computes all slices: call it instead of `for ... in step`")
         with self._work.at_once(self._batch, tuple(self._pending), forward, loss) as done:
             self._pending = [number for number in self._pending if number not in done]
             for inputs in self:
@@ -179,14 +181,14 @@ class Step:
                 self.log(**more)
 
     def stop(self) -> None:
-        """End training once this step is committed, at every worker, whoever asked."""
+        """End training on all workers once this step is committed, whichever worker calls it."""
         self._ask_to_stop()
 
     def check_computed(self) -> None:
-        """Make sure that the script computed every slice.
+        """Check that the script computed every slice.
 
         Raises:
-            ScriptError: if it left one out.
+            ScriptError: if a slice was skipped.
         """
         if self._pending:
             raise ScriptError(
@@ -195,11 +197,11 @@ class Step:
 
     def _check_in_slice(self, name: str) -> None:
         if self._current < 0:
-            raise ScriptError(f"step.{name} must be called inside `for ... in step`, once a slice is there")
+            raise ScriptError(f"step.{name} must be called inside `for ... in step`, after a slice was yielded")
 
 
 class StagedStep(Step):
-    """One step of a :class:`~holdfast.Pipeline`: its slices go through the stages of several workers."""
+    """One step of a :class:`~holdfast.Pipeline`: its slices pass through the stages of several workers."""
 
     def __init__(self, work: _StagedWork, batch: MiniBatch, mine: list[int], attempt: int) -> None:
         self._begin(work, batch, mine, attempt)
@@ -207,7 +209,7 @@ class StagedStep(Step):
         self._computed = False
 
     def __iter__(self) -> Iterator[Any]:
-        """Refuse: no worker sees a whole slice.
+        """Raise ``ScriptError``: no worker has a complete slice.
 
         Raises:
             ScriptError: always.
@@ -216,23 +218,23 @@ class StagedStep(Step):
 
     def _check_in_slice(self, name: str) -> NoReturn:
         raise ScriptError(
-            "the slices of a Pipeline's step go through the stages of several workers: call step.compute()"
+            "the slices of a Pipeline step pass through the stages of several workers: call step.compute()"
         )
 
     def compute(self, forward: Forward | None = None, loss: Loss | None = None) -> None:
-        """Take the slices forward and back through the stages that this worker holds.
+        """Run the forward and backward passes of the stages that this worker holds.
 
         After a failure it returns early, and the session yields the same step again.
 
         Args:
-            forward: The Pipeline has its stages: leave it out.
-            loss: It has that, too.
+            forward: Leave it out: the Pipeline has its stages.
+            loss: Leave it out: the Pipeline has its loss.
 
         Raises:
-            ScriptError: if it is called twice, with an argument, or the stages or the loss are not what they must be.
+            ScriptError: if it is called twice, with an argument, or a stage or the loss returns the wrong type.
         """
         if forward is not None or loss is not None:
-            raise ScriptError("a Pipeline has its stages and its loss: call step.compute() without them")
+            raise ScriptError("a Pipeline has its own stages and loss: call step.compute() without arguments")
         if self._computed:
             raise ScriptError(f"step.compute was called twice in step {self.number}")
         self._computed = True
@@ -240,20 +242,22 @@ class StagedStep(Step):
             self._try(lambda: self._stages.compute(self._batch))
 
     def evaluate(self, dataset: Any, batch_size: int, *, averaged: bool = False) -> dict[str, float] | None:
-        """Evaluate the model as it is before this step; every worker must, at the same place of its loop.
+        """Evaluate the model as it is before this step; every worker must call it, at the same place of its loop.
 
         Args:
-            dataset: Anything with ``len`` and ``[]``, of tuples as those of the training; the same at every worker.
-            batch_size: Samples that go through the stages together, ``>= 1``.
-            averaged: Evaluate the average of the weights that the session keeps.
+            dataset: Anything with ``len`` and ``[]``, with tuples like those of the training set; the same on every
+                worker.
+            batch_size: Samples per pass through the stages, ``>= 1``.
+            averaged: Evaluate the averaged weights that the session keeps.
 
         Returns:
-            Means over the dataset of the loss and of what else the Pipeline's loss returns, the same bits at every worker and
-            with any number of them; None after a failure: the session yields the same step again.
+            Means over the dataset of the loss and the other metrics that the Pipeline's loss returns, the same bits on
+            every worker and for any number of workers; None after a failure, when the session yields the same step
+            again.
 
         Raises:
             ConfigError: if the dataset has no length.
-            ScriptError: if an argument is not allowed, or there is no average.
+            ScriptError: if an argument is not allowed, or the session keeps no average.
         """
         if self.failure is not None:
             return None
@@ -267,7 +271,7 @@ class StagedStep(Step):
             return None
 
     def check_computed(self) -> None:
-        """Make sure that the script computed the step.
+        """Check that the script computed the step.
 
         Raises:
             ScriptError: if it did not.

@@ -1,5 +1,5 @@
-"""Helpers for testing your own parts.
+"""Helpers for testing your own components.
 
-``contract`` holds the checks that every :class:`~holdfast.comm.base.Communicator` passes, ``counting`` a communicator that counts
-what is sent.
+``contract`` holds the checks that every :class:`~holdfast.comm.base.Communicator` must pass, ``counting`` a
+communicator that counts messages.
 """

@@ -1,4 +1,4 @@
-"""What every communicator must do, as checks that raise AssertionError.
+"""The contract of every communicator, as checks that raise AssertionError.
 
 All processes of the communicator call :func:`check_communicator` at the same time.
 """
@@ -20,15 +20,15 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 
 def check_communicator(comm: Communicator, die: Callable[[int], None], victims: tuple[int, ...]) -> None:
-    """Check the collectives among all, then again after each of ``victims`` has died.
+    """Check the collectives among all members, then again after each of ``victims`` has failed.
 
     Args:
-        comm: Of at least ``len(victims) + 1`` workers.
-        die: Ends a worker; called by every process, for a worker that it may not play.
-        victims: Who dies, one after another, none of them twice.
+        comm: A communicator of at least ``len(victims) + 1`` workers.
+        die: Kills a worker; called on every process, whichever process runs that worker.
+        victims: The workers to kill, one after another, none of them twice.
 
     Raises:
-        AssertionError: saying which promise was broken.
+        AssertionError: naming the broken guarantee.
     """
     _check_all(comm)
     for victim in victims:
@@ -65,7 +65,7 @@ def check_collectives(comm: Communicator) -> None:
         data = torch.tensor([-0.0, float("nan"), root if root in comm.here else -1.0])
         comm.broadcast(data, root)
         assert data[2] == root
-        assert torch.signbit(data[0]), "a broadcast keeps every bit, the sign of zero too"
+        assert torch.signbit(data[0]), "a broadcast must keep every bit, including the sign of zero"
         assert data[1].isnan()
     heard = 1 << 61
     progress = comm.share_progress(
@@ -80,7 +80,7 @@ def check_collectives(comm: Communicator) -> None:
     comm.barrier()
     assert comm.agree(True)
     assert not comm.agree(False)
-    assert not comm.agree(lowest != comm.members[0]), "one No is a No for all"
+    assert not comm.agree(lowest != comm.members[0]), "agree must be False on all members if any flag is False"
 
 
 def _check_exchange(comm: Exchange, dtype: torch.dtype) -> None:
@@ -90,14 +90,14 @@ def _check_exchange(comm: Exchange, dtype: torch.dtype) -> None:
     out = torch.zeros_like(send)
     comm.alltoall(send, out)
     assert torch.equal(out, torch.tensor([[10 * i + me, i] for i in range(count)], dtype=dtype))
-    assert torch.equal(send, before), "the input of an exchange is untouched"
+    assert torch.equal(send, before), "alltoall must not modify its input"
     gathered = torch.zeros(count, 3, dtype=dtype)
     comm.allgather(torch.full((3,), me + 1, dtype=dtype), gathered)
     assert torch.equal(gathered, torch.arange(1, count + 1, dtype=dtype)[:, None].expand(count, 3))
 
 
 def _check_swap(comm: Exchange) -> None:
-    """Give two tensors of different sizes to the next process, and one to the one after it: order is kept."""
+    """Send two tensors of different sizes to the next process, and one to the one after it: order must be kept."""
     count, me = len(comm.processes), comm.processes.index(comm.here)
     steps = ((1, 3), (1, 2), (2, 1))
     send = [((me + step) % count, torch.full((size,), 10 * me + i)) for i, (step, size) in enumerate(steps)]
@@ -105,13 +105,13 @@ def _check_swap(comm: Exchange) -> None:
     comm.swap(send, receive)
     for i, (place, taken) in enumerate(receive):
         assert torch.equal(taken, torch.full_like(taken, 10 * place + i)), (
-            "a swap gives what was meant for this process"
+            "swap must deliver the tensor that was sent to this process"
         )
     comm.swap([], [])
 
 
 def _check_post(comm: Communicator) -> None:
-    """Post to the next process, twice, before anybody takes: the first that is taken is the first that was posted."""
+    """Post twice to the next process before any take: messages must arrive in the order of posting."""
     count, me = len(comm.processes), comm.processes.index(comm.here)
     sizes = (3, 1 << 18)
     for size in sizes:
@@ -120,13 +120,13 @@ def _check_post(comm: Communicator) -> None:
     for size in sizes:
         taken = torch.zeros(size, dtype=torch.int64)
         comm.take(before, taken)
-        assert torch.equal(taken, torch.full_like(taken, 10 * ((me - 1) % count) + size)), "posts keep their order"
-    comm.barrier()  # who ends loses what it has posted
-    comm.post(comm.processes[(me + 1) % count][0], torch.zeros(1 << 18))  # nobody takes it, which keeps nobody waiting
+        assert torch.equal(taken, torch.full_like(taken, 10 * ((me - 1) % count) + size)), "posts must keep their order"
+    comm.barrier()  # a process that ends loses its posted messages
+    comm.post(comm.processes[(me + 1) % count][0], torch.zeros(1 << 18))  # never taken, which must block no process
 
 
 def check_subgroups(comm: Communicator) -> None:
-    """Check sums among some of the members; the others do not take part, and nobody waits for them."""
+    """Check collectives among some of the members; the other members do not take part, and must not be waited for."""
     members = comm.members
     for ranks in (members[:2], members[1:], members[-1:]):
         if not set(ranks) & set(comm.here):
@@ -148,15 +148,15 @@ def check_subgroups(comm: Communicator) -> None:
 
 
 def _check_maxima(comm: Exchange, add: OrderedSum) -> None:
-    """Take one maximum after another: nobody writes the next numbers while somebody reads these."""
+    """Take one maximum after another: no process may write the next numbers while another reads these."""
     lowest, highest = comm.processes[0][0], comm.processes[-1][0]
     for n in range(50):
         assert add.maximum([n + min(comm.here), n - min(comm.here)]) == [n + highest, n - lowest]
 
 
 def check_mail(comm: Communicator) -> None:
-    """Check that messages inside a step come as they were sent, through memory and by the communicator."""
-    for shared_bytes in (-1, 0, 1 << 20):  # the last one is too little for all messages
+    """Check that messages inside a step arrive unchanged, through shared memory and over the communicator."""
+    for shared_bytes in (-1, 0, 1 << 20):  # the last one is too small for all messages
         mail = Mail(comm, shared_bytes=shared_bytes)
         for attempt in range(3):
             mail.begin()
@@ -166,7 +166,7 @@ def check_mail(comm: Communicator) -> None:
             for me in comm.here:
                 for source in comm.members:
                     _receive_some(mail, me, source, attempt)
-            comm.barrier()  # as a closing sum would, before anybody begins the next
+            comm.barrier()  # like a commit vote, before any process begins the next step
 
 
 def _letters(source: int, to: int, attempt: int) -> list[torch.Tensor]:
@@ -189,22 +189,22 @@ def _send_some(mail: Mail, me: int, to: int, attempt: int) -> None:
 def _receive_some(mail: Mail, me: int, source: int, attempt: int) -> None:
     for expected in _letters(source, me, attempt):
         letter = mail.receive(source, me=me)
-        assert letter.dtype == expected.dtype, "a message has the type that it was sent with"
-        assert letter.shape == expected.shape, "a message has the shape that it was sent with"
-        assert torch.equal(letter, expected), "messages come in order and whole"
+        assert letter.dtype == expected.dtype, "a message must keep its dtype"
+        assert letter.shape == expected.shape, "a message must keep its shape"
+        assert torch.equal(letter, expected), "messages must arrive complete and in order"
 
 
 def check_ordered_sum(comm: Communicator) -> None:
-    """Check that the sum has the bits of plain accumulation in slice order, whoever holds which slice."""
+    """Check that the all-reduce has the bits of plain accumulation in slice order, whichever ranks own the slices."""
     slices = 5
     terms = {n: torch.randn(1003, generator=torch.Generator().manual_seed(n)) * 10.0**n for n in range(slices)}
     expected = terms[0].clone()
     for n in range(1, slices):
         expected += terms[n]
     tree = ((terms[0] + terms[1]) + (terms[2] + terms[3])) + terms[4]
-    assert not torch.equal(expected, tree), "the terms must be such that the order shows"
+    assert not torch.equal(expected, tree), "the terms must make the order of additions visible"
     members = comm.members
-    for shared_bytes in (-1, 0):  # through shared memory where there is any; by messages
+    for shared_bytes in (-1, 0):  # through shared memory if there is any; by messages
         fold = OrderedSum(comm, "fold", 2 * SPAN.end, shared_bytes=shared_bytes)
         treelike = OrderedSum(comm, "tree", SPAN.end, shared_bytes=shared_bytes)
         for owners in (
@@ -214,13 +214,13 @@ def check_ordered_sum(comm: Communicator) -> None:
         ):
             assert torch.equal(_sum(comm, fold, terms, owners), expected)
             assert torch.equal(_sum(comm, fold, terms, owners, SECOND), expected), "another span of the same memory"
-            assert torch.equal(_sum(comm, fold, terms, owners), expected), "the second sum with the same memory"
+            assert torch.equal(_sum(comm, fold, terms, owners), expected), "a second all-reduce with the same memory"
             assert torch.equal(_sum(comm, treelike, terms, owners), tree)
             divided = _sum(comm, fold, terms, owners, mean=Mean(3, 500))
             assert torch.equal(divided, torch.cat([expected[:500] / 3, expected[500:]])), "the mean of a part"
         without = {n: rank for n, rank in owners.items() if n != 2} | {2: -1}
         rest = ((terms[0] + terms[1]) + terms[3]) + terms[4]
-        assert torch.equal(_sum(comm, fold, terms, without), rest), "a slice without a member is left out"
+        assert torch.equal(_sum(comm, fold, terms, without), rest), "a slice without an owner must be left out"
 
 
 def _sum(
@@ -235,20 +235,20 @@ def _sum(
     for row, n in enumerate(mine):
         span.of(add.room(row)).copy_(terms[n])
     result = add(span, owners, mean=mean).clone()
-    comm.barrier()  # nobody writes the next terms before everybody has done with these
+    comm.barrier()  # no process may write the next terms before all have used these
     for row, n in enumerate(mine):
-        assert torch.equal(span.of(add.room(row)), terms[n]), "a sum leaves its terms alone"
+        assert torch.equal(span.of(add.room(row)), terms[n]), "an all-reduce must not modify its terms"
     return result
 
 
 def check_death(comm: Communicator, die: Callable[[int], None], victim: int) -> None:
-    """Check that a death is seen by all, and that the survivors can go on."""
+    """Check that all members see a failure, and that the survivors can continue."""
     before, generation = comm.members, comm.generation
     comm.barrier()
     die(victim)
     _expect_failure(comm)
     comm.revoke()
-    assert not comm.agree(True), "an agreement in a group with a dead member is a No"
+    assert not comm.agree(True), "agree must be False in a group with a failed member"
     comm.shrink()
     assert comm.agree(True)
     assert comm.members == tuple(r for r in before if r != victim)
@@ -261,4 +261,4 @@ def _expect_failure(comm: Communicator) -> None:
             comm.maximum([1])
     except PeerFailed:
         return
-    raise AssertionError("a collective with a dead member must not go on completing")
+    raise AssertionError("collectives kept completing with a failed member")

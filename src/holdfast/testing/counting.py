@@ -1,4 +1,4 @@
-"""Counting what is sent."""
+"""A communicator that counts messages and bytes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from holdfast.comm import Communicator
 
 
 class CountingCommunicator(Communicator):
-    """Counts the collectives that go through it, and the bytes that this process puts into them.
+    """Counts the collectives that pass through it, and the bytes that this process contributes to them.
 
     Args:
-        comm: Does the work.
+        comm: The communicator that carries them out.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -42,11 +42,11 @@ _SENT_BYTES: dict[str, Callable[..., int]] = {
     "broadcast": lambda data, root: _bytes(data),
     **dict.fromkeys(("share_progress", "barrier", "agree", "revoke", "shrink"), lambda *_, **__: 0),
 }
-"""What is counted: how many bytes a call sends."""
+"""Counted calls: the number of bytes that each sends."""
 
 _PROPERTIES = ("members", "here", "processes", "crowd", "generation", "is_stranded")
 _NOT_COUNTED = ("take", "look", "join", "newcomers", "announce", "wanted_kind", "failed")
-"""Calls that are handed on: nothing is sent, or it was counted where it was posted."""
+"""Calls that are passed on uncounted: they send nothing, or were counted when they were posted."""
 
 
 def _counted(name: str, sent_bytes: Callable[..., int]) -> Callable[..., Any]:

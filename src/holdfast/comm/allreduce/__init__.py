@@ -1,1 +1,1 @@
-"""The all-reduce whose order belongs to the job, and the paths that its bytes take."""
+"""The deterministic all-reduce, whose order of additions is fixed for the job, and its transports."""

@@ -1,7 +1,7 @@
-"""Adding in an order that belongs to the job.
+"""Additions in an order that is fixed for the job.
 
-Floating-point addition is not associative. So that a sum has the same bits whoever holds which slice, its terms are
-added in the order of the slices, never in the order of ranks or of arrival.
+Floating-point addition is not associative. So that an all-reduce gives the same bits whichever ranks own the slices,
+terms are added in slice order, never in rank order or order of arrival.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from holdfast.comm.allreduce.checksums import Altered, Vector, nobody_listens
 
 Terms = Sequence[tuple[int, torch.Tensor]]
-"""Each with its slice, ascending by slice."""
+"""Slice number and term, ascending by slice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Turns sums into means, while they are in the cache: divides the first ``numbers`` of the vector; the rest stays a sum."""
+    """Divides the first ``numbers`` elements of a reduced vector while they are in the cache; the rest stay sums."""
 
     divisor: float
     numbers: int
@@ -28,9 +28,9 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """A part of a vector: its terms, where their sum goes, and where that begins in the vector.
+    """A tile of a vector: its terms, the tensor for their sum, and its offset in the vector.
 
-    Where there are checksums, ``checked`` has the terms with them, and ``sealed`` the sum if it is to have one.
+    With checksums, ``checked`` has the terms with theirs, and ``sealed`` the sum if it gets a checksum.
     """
 
     terms: Terms
@@ -41,13 +41,13 @@ class _Tile:
 
 
 class Addition:
-    """Terms, and where their sum goes, cut into tiles once and added many times.
+    """The addition of some terms, split into tiles once and carried out many times.
 
     Args:
-        terms: ``(slice, vector)``, ascending by slice; all of the length of ``out``. Those with checksums are looked at.
-        out: Where the sum goes, and its checksums if it is to have some; in tiles of the size of those of the terms.
-        start: Where ``out`` begins in the whole vector.
-        order: ``"fold"``, ``"tree"``, or ``"wide"`` (``fold`` that adds numbers of 16 bits in 32).
+        terms: ``(slice, vector)``, ascending by slice; all as long as ``out``. Those with checksums are verified.
+        out: Receives the sum, and its checksums if it has any; tiles have the size of those of the terms.
+        start: Offset of ``out`` in the whole vector.
+        order: ``"fold"``, ``"tree"``, or ``"wide"`` (``fold`` that adds 16-bit floats in float32).
     """
 
     def __init__(self, terms: Sequence[tuple[int, Vector]], out: Vector, start: int, order: str) -> None:
@@ -66,7 +66,7 @@ class Addition:
 
     @torch.no_grad()
     def __call__(self, mean: Mean | None = None, altered: Altered = nobody_listens) -> None:
-        """Add, and divide what ``mean`` says; call ``altered`` for each tile of a term that is not what was given."""
+        """Add, and divide by ``mean``; call ``altered`` for each tile of a term that does not match its checksum."""
         for tile in self._tiles:
             for number, term in tile.checked:
                 if not term.is_intact():
@@ -79,9 +79,9 @@ class Addition:
 
 
 def fold(terms: Terms, out: torch.Tensor) -> None:
-    """Add ``((0+1)+2)+3`` into ``out``, the order of plain accumulation.
+    """Add ``((0+1)+2)+3`` into ``out``, the order of gradient accumulation.
 
-    The first term is not added to zero: 0.0 + -0.0 would lose a sign. For the same reason a sum of nothing is -0.0.
+    The first term is not added to zero, because 0.0 + -0.0 would lose a sign. For the same reason an empty sum is -0.0.
     """
     match len(terms):
         case 0:
@@ -109,11 +109,11 @@ def tree(terms: Terms, out: torch.Tensor) -> None:
 
 
 def groups(holders: Mapping[int, int]) -> list[tuple[int, ...]]:
-    """Return which slices a holder of several may add before anybody else's, by :func:`tree`, without changing a bit.
+    """Return the groups of slices that an owner may add before the all-reduce in :func:`tree` order, changing no bit.
 
-    They are the largest subtrees whose slices are all in one hand. In the tree over everything, the sum of such a group
-    takes the place of any one of its slices, because all of them meet before any other joins them. Slices that do not take
-    part, and so are not in ``holders``, leave no gap: what is beside them moves up. All are in the order of the slices.
+    They are the largest subtrees whose slices have one owner. In the complete tree, the sum of such a group replaces
+    any one of its slices, because the slices of a group are added together before any other. Slices that are not in
+    ``holders`` do not take part and leave no gap: their neighbour moves up. Groups are in slice order.
     """
     level: list[tuple[int, list[tuple[int, ...]]]] = [(number, [(number,)]) for number in sorted(holders)]
     while len(level) > 1:
@@ -130,18 +130,18 @@ def groups(holders: Mapping[int, int]) -> list[tuple[int, ...]]:
 def _join(
     left: list[tuple[int, ...]], right: list[tuple[int, ...]], holders: Mapping[int, int]
 ) -> list[tuple[int, ...]]:
-    """Return the groups below a node; a side that is a single group is whole."""
+    """Return the groups below a node of the tree; a side with a single group is complete."""
     if len(left) == len(right) == 1 and holders[left[0][0]] == holders[right[0][0]]:
         return [left[0] + right[0]]
     return left + right
 
 
 def addable(holders: Mapping[int, int], order: str) -> list[tuple[int, ...]]:
-    """Return which slices their holder may add before they meet the others', without changing a bit of the sum.
+    """Return which slices an owner may add locally before the all-reduce, without changing a bit of the result.
 
-    In the order ``tree`` these are all aligned groups, in ``fold`` the slices that come before anybody else's, otherwise
-    none. A slice that is added to no other is a group by itself. All are in the order of the slices, and the sum of a
-    group stands where its first slice would.
+    In ``tree`` order these are all aligned groups, in ``fold`` order the leading slices of the first owner, otherwise
+    none. A slice that is added to no other forms a group of one. Groups are in slice order, and the sum of a group
+    takes the position of its first slice.
     """
     if order == "tree":
         return groups(holders)
@@ -151,7 +151,7 @@ def addable(holders: Mapping[int, int], order: str) -> list[tuple[int, ...]]:
 
 
 def wide(terms: Terms, out: torch.Tensor) -> None:
-    """Add like :func:`fold`; numbers of 16 bits in float32, rounded once at the end."""
+    """Add like :func:`fold`, but 16-bit floats in float32, rounded once at the end."""
     if out.dtype not in (torch.float16, torch.bfloat16) or len(terms) < 2:
         fold(terms, out)
         return
@@ -162,7 +162,7 @@ def wide(terms: Terms, out: torch.Tensor) -> None:
 
 
 def _by(combine: Callable[..., torch.Tensor]) -> Callable[[Terms, torch.Tensor], None]:
-    """Return what combines terms one after another, by something else than addition."""
+    """Return a function that combines terms one after another with ``combine`` instead of addition."""
 
     def combine_all(terms: Terms, out: torch.Tensor) -> None:
         if len(terms) < 2:
@@ -186,4 +186,4 @@ ORDERS: dict[str, Callable[[Terms, torch.Tensor], None]] = {
     "or": _by(torch.bitwise_or),
     "xor": _by(torch.bitwise_xor),
 }
-"""How terms become a result, by name. The session's are ``fold`` and ``tree``; the others serve collectives."""
+"""Reduction orders by name. The session uses ``fold`` and ``tree``, ``torch.distributed`` collectives the others."""

@@ -1,7 +1,8 @@
-"""The sum by messages: exchange slices (Alltoall), add one's share in order, collect the shares (Allgather).
+"""All-reduce by messages: exchange slices (Alltoall), add this rank's share in order, collect the shares (Allgather).
 
-Slices that their holder may add first without changing a bit go as their sum (:func:`~holdfast.comm.allreduce.adding.addable`):
-so in the order ``tree`` who holds many slices has little more to send than who holds one.
+Slices that an owner may add locally without changing a bit are sent as their sum
+(:func:`~holdfast.comm.allreduce.adding.addable`): in ``tree`` order an owner of many slices sends little more than one
+of a single slice.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from holdfast.comm.allreduce.shm import LEFT_OUT, Slots, Span, aligned
 from holdfast.comm.base import Exchange
 
 _MOST_KEPT = 64
-"""Spans whose buffers are kept from one sum to the next."""
+"""Maximum number of spans whose buffers are kept from step to step."""
 
 
 @dataclass(slots=True)
 class _Buffers:
-    """What one exchange needs, kept from step to step because fresh memory costs page faults.
+    """Buffers of one exchange, kept from step to step because new memory costs page faults.
 
-    What goes to a process is a chunk of each row, and right behind it the checksums of the chunk if there are any. A row
-    is a slice, or the sum of several. ``send`` and ``received`` have the shape ``(processes, rows, numbers)``.
+    Each process is sent a chunk of each row, followed by the checksums of the chunk if there are any. A row is a slice,
+    or the sum of several. ``send`` and ``received`` have the shape ``(processes, rows, numbers)``.
 
     Args:
-        raw: Where the slices lie that are sent as they are, and in which row.
-        sums: Make the rows that are sums, chunk by chunk.
-        addition: Makes the share of this process.
+        raw: Slots of the slices that are sent unchanged, and the row of each.
+        sums: The additions that fill the rows that are sums, one per chunk.
+        addition: Computes the share of this process.
     """
 
     cut: _Cut
@@ -45,7 +46,7 @@ class _Buffers:
 
 
 class ExchangedSum:
-    """The sum among processes that share no memory, or none that is large enough; ``terms`` is the memory of each slot here, bytes."""
+    """The all-reduce for processes without (enough) shared memory; ``terms`` is the memory of each slot here, bytes."""
 
     def __init__(self, comm: Exchange, terms: Sequence[torch.Tensor]) -> None:
         self._comm = comm
@@ -57,7 +58,7 @@ class ExchangedSum:
     def __call__(
         self, span: Span, slots: Slots, order: str, mean: Mean | None, midway: Midway, altered: Altered = nobody_listens
     ) -> torch.Tensor:
-        """Return the sum; see :class:`~holdfast.comm.allreduce.ordered.OrderedSum`."""
+        """Return the reduced vector; see :class:`~holdfast.comm.allreduce.ordered.OrderedSum`."""
         buffers = self._get_buffers(span, slots, order)
         for slot, row in buffers.raw:
             columns = buffers.cut.split(buffers.send[:, row])
@@ -76,7 +77,7 @@ class ExchangedSum:
         return self.result(span)
 
     def result(self, span: Span) -> torch.Tensor:
-        """Return the sum that was made last; it is whole only where it was completed."""
+        """Return the last result; it is complete only if the all-reduce completed on this process."""
         return self._last.view(-1)[: span.length]
 
     def _get_buffers(self, span: Span, slots: Slots, order: str) -> _Buffers:
@@ -110,7 +111,7 @@ class ExchangedSum:
     def _make_rows(
         self, cut: _Cut, held: Sequence[int], groups: Sequence[tuple[int, ...]], order: str, send: torch.Tensor
     ) -> tuple[list[tuple[int, int]], list[Addition]]:
-        """Return which slots go into which rows as they are, and what makes the rows that are sums."""
+        """Return which slots fill which rows unchanged, and the additions that fill the other rows."""
         raw, sums = [], []
         for row, group in enumerate(groups):
             if len(group) == 1:
@@ -125,28 +126,28 @@ class ExchangedSum:
 
 
 class _Cut:
-    """How a vector is cut into a chunk for each process."""
+    """The split of a vector into one chunk per process."""
 
     def __init__(self, span: Span, processes: int) -> None:
         self.span = span
         self.chunk = -(-span.length // (processes * span.line)) * span.line
-        """Numbers of each; the last ones may be short, or empty."""
+        """Elements per chunk; the last chunks may be short, or empty."""
         self.tiles = num_tiles(self.chunk, span.tile) * span.checked
-        """Checksums of each."""
+        """Checksums per chunk."""
         self.width = self.chunk + aligned(8 * self.tiles) // span.dtype.itemsize
-        """Numbers of both together."""
+        """Elements per chunk including its checksums."""
 
     def part(self, place: int) -> slice:
-        """Return where the chunk of a process lies."""
+        """Return the range of a process's chunk."""
         return slice(min(place * self.chunk, self.span.length), min((place + 1) * self.chunk, self.span.length))
 
     def term(self, sent: torch.Tensor, part: slice) -> Vector:
-        """Return what is sent of a part as a vector, with its checksums if there are any."""
+        """Return the received message of a part as a vector, with its checksums if there are any."""
         numbers, *checksums = self.split(sent)
         return Vector(numbers, checksums[0] if checksums else None, self.span.tile)[slice(0, part.stop - part.start)]
 
     def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the numbers in some rows, and the checksums behind them if there are any; shapes ``(..., chunk)``, ``(..., tiles)``."""
+        """Return the numbers of some rows, and any checksums; shapes ``(..., chunk)``, ``(..., tiles)``."""
         if not self.span.checked:
             return (rows,)
         at = self.chunk * self.span.dtype.itemsize
@@ -154,7 +155,7 @@ class _Cut:
 
 
 def _rows(slots: Slots, order: str) -> list[list[tuple[int, ...]]]:
-    """Return what each process sends: slices, and groups of slices that it adds before."""
+    """Return the rows that each process sends: slices, and groups of slices that it adds locally."""
     holders = {n: process for process, held in enumerate(slots) for n in held if n != LEFT_OUT}
     rows: list[list[tuple[int, ...]]] = [[] for _ in slots]
     for group in addable(holders, order):
@@ -163,13 +164,13 @@ def _rows(slots: Slots, order: str) -> list[list[tuple[int, ...]]]:
 
 
 def _flat(rows: Vector, length: int) -> Vector:
-    """Return the vector whose chunks are rows, without what fills up the last ones."""
+    """Return the vector whose chunks are rows, without padding."""
     assert rows.checksums is not None
     return Vector(rows.numbers.view(-1), rows.checksums.view(-1), rows.tile)[slice(0, length)]
 
 
 def _scatter(term: torch.Tensor, columns: torch.Tensor) -> None:
-    """Copy ``term`` into the rows of ``columns``, one process's chunk after another; the last one may be short."""
+    """Copy ``term`` into the rows of ``columns``, one chunk per process; the last one may be short."""
     processes, chunk = columns.shape
     whole = min(processes, term.numel() // chunk) if chunk else 0
     columns[:whole].copy_(term[: whole * chunk].view(whole, chunk))

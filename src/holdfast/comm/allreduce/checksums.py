@@ -1,9 +1,9 @@
-"""Checksums that go with what is summed: who adds a number looks whether it is the one that was given.
+"""Checksums of the terms of an all-reduce: each term is verified before it is added.
 
-A vector is cut into tiles, the numbers that are added at a time. Each tile has a checksum, xxh3 over its bytes, made
-by whoever made the tile, before anybody else can read it. Who adds the tile looks at it while it is in the cache, and
-makes the checksum of what comes out, if that is sent on. Rows are added whole and in order, nobody adds anything on the
-way; so bits are compared with bits, and there is neither a tolerance nor a false alarm.
+A vector is split into tiles, the unit of addition. Each tile has a checksum, xxh3 over its bytes, computed by the
+process that wrote the tile, before any other can read it. The process that adds the tile verifies it while it is in the
+cache, and computes the checksum of the result if that is sent on. Rows are added whole and in order, and no hop adds
+anything on the way. So bits are compared with bits: there is no tolerance and there are no false alarms.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import torch
 import xxhash
 
 TILE = 1 << 16
-"""Numbers that are added at a time, at most: all terms of a tile, and its result, stay in the cache of a core."""
+"""Maximum number of elements per tile: all terms of a tile, and its result, fit in the cache of a core."""
 _SMALLEST = 1 << 10
 _WORKERS = 64
-"""As many workers may have a share of a vector, because shares are whole tiles: a short vector has shorter ones."""
+"""A vector can be divided among this many workers: shares are whole tiles, so a short vector has smaller tiles."""
 
 SUM = -1
-"""Stands, where a slice was altered, for the sum on its way back."""
+"""In place of the slice that was altered: the result, on its way back."""
 
 NO_WORKER = -1
-"""Stands, where a sum was altered, for the worker that gave it."""
+"""In place of the owner of the altered slice, where the result was altered."""
 
 Altered = Callable[[int], None]
-"""Called with the slice whose term is not what was given, or :data:`SUM`."""
+"""Called with the slice whose term does not match its checksum, or with :data:`SUM`."""
 
 Midway = Callable[[], None]
-"""Called when the terms of this process are known to all and its share of the result is not."""
+"""Called when all processes can read the terms of this process, and its share of the result is not finished."""
 
 
 def nobody_listens(number: int) -> None:
@@ -39,7 +39,7 @@ def nobody_listens(number: int) -> None:
 
 
 def note_altered(found: dict[str, int], what: str, owners: Mapping[int, int], number: int) -> None:
-    """Note in ``found``, by name, which worker gave the slice that was altered in ``what`` was summed, or handed over."""
+    """Record in ``found``, by name, the owner of the slice altered in an all-reduce or a transfer of ``what``."""
     if number == SUM:
         found[f"the sum of {what}"] = NO_WORKER
     else:
@@ -47,31 +47,31 @@ def note_altered(found: dict[str, int], what: str, owners: Mapping[int, int], nu
 
 
 def checksum(numbers: torch.Tensor) -> int:
-    """Return a number from 0 to 2**63 - 1 for the bits of a tensor, in the order of its elements."""
+    """Return a hash from 0 to 2**63 - 1 of the bits of a tensor, in the order of its elements."""
     raw: Any = numbers.detach().cpu().reshape(-1).view(torch.uint8).numpy()
     return xxhash.xxh3_64_intdigest(raw) >> 1
 
 
 def tile_of(length: int) -> int:
-    """Return how many numbers of a vector have a checksum together."""
+    """Return the tile size, in elements, of a vector of ``length`` elements."""
     return min(TILE, max(1, -(-length // (_WORKERS * _SMALLEST))) * _SMALLEST)
 
 
 def num_tiles(numel: int, tile: int) -> int:
-    """Return how many tiles there are in so many numbers."""
+    """Return the number of tiles in ``numel`` elements."""
     return -(-numel // tile)
 
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """Numbers, 1-D, and the checksum of each tile, 64-bit, wherever they lie; none where they are not checked."""
+    """A 1-D tensor, and the 64-bit checksum of each of its tiles; None if it is not checked."""
 
     numbers: torch.Tensor
     checksums: torch.Tensor | None = None
     tile: int = TILE
 
     def __getitem__(self, part: slice) -> Vector:
-        """Return a part; where there are checksums it begins with a tile, and ends with one or with the vector."""
+        """Return a part; with checksums, it must begin at a tile boundary, and end at one or at the vector's end."""
         if self.checksums is None:
             return Vector(self.numbers[part], None, self.tile)
         tiles = slice(num_tiles(part.start, self.tile), num_tiles(part.stop, self.tile))
@@ -84,15 +84,15 @@ class Vector:
         return tuple(Vector(*both, self.tile) for both in zip(numbers, checksums, strict=False))
 
     def messages(self) -> tuple[torch.Tensor, ...]:
-        """Return what is sent of it."""
+        """Return the tensors to send."""
         return (self.numbers,) if self.checksums is None else (self.numbers, self.checksums)
 
     def seal(self) -> None:
-        """Make the checksums."""
+        """Compute the checksums."""
         for tile in self.split():
             if tile.checksums is not None:
                 tile.checksums.fill_(checksum(tile.numbers))
 
     def is_intact(self) -> bool:
-        """Return whether the numbers are what the checksums say."""
+        """Return whether the numbers match the checksums."""
         return all(b.checksums is None or int(b.checksums) == checksum(b.numbers) for b in self.split())

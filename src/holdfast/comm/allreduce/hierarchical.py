@@ -1,24 +1,24 @@
-"""The sum between hosts: shared memory inside each, and between them nothing that could be added before it is sent.
+"""All-reduce between hosts: shared memory on each host, and between hosts only sums that cannot be reduced further.
 
-Only in the order ``tree``, whose aligned groups of slices can be added by whoever holds them all
+Only in ``tree`` order, whose aligned groups of slices can be added by the host that owns them all
 (:func:`~holdfast.comm.allreduce.adding.groups`)::
 
-    each worker's terms lie in its own segments          nobody else writes them
-    all say that they are ready (A)                      all terms are there
-    add the groups of my host, my share of the vector    straight from where the terms lie
-    exchange the sums of groups, finish the tree         each chunk at one worker, which divides it
-    exchange what is finished                            it arrives in the result that my host shares
-    all say that they are done (B)                       all shares of all results are there
+    each worker's terms lie in its own segments          no other process writes them
+    phase A: all-gather, ready                           all terms are there
+    add the groups of my host, my share of the vector    in place, from the terms
+    exchange the sums of groups, finish the tree         one worker per chunk, which also divides it
+    exchange finished chunks                             into the result shared by my host
+    phase B: all-gather, done                            all shares of all results are there
     the optimizer reads the result of its host in place
 
-Every worker of a host has a share of the vector and talks, about each piece of it, to the one worker of every other
-host whose share the piece is in. So each chunk crosses once from host to host, however many workers they have, and no
-worker waits for another of its own host between A and B.
+Every worker of a host has a share of the vector. For each piece of it, it communicates with the one worker of every
+other host whose share contains the piece. So each chunk crosses once from host to host, however many workers they have,
+and no worker waits for another of its own host between A and B.
 
-What keeps it right when workers die or wake up late is what does in :mod:`~holdfast.comm.allreduce.shm`: one writer of every
-share, terms that nobody writes, fresh memory in every generation. The words that say how far everybody is are
-exchanged instead of written to memory, because not everybody could read them there; a word that is missing, or old,
-fails the sum.
+Correctness after failures and late wake-ups rests on the same rules as in :mod:`~holdfast.comm.allreduce.shm`: one
+writer per share, terms that no other process writes, new memory in every generation. The phase words are all-gathered
+instead of written to memory, because not every process could read them there; a missing or stale word fails the
+all-reduce.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from holdfast.comm.base import Exchange
 from holdfast.errors import PeerFailed, ScriptError
 
 ORDER_BETWEEN_HOSTS = "tree"
-"""The order in which hosts may add before they send."""
+"""The order in which a host may add its slices before sending."""
 
 _Messages = list[tuple[int, torch.Tensor]]
 _Group = tuple[int, ...]
@@ -45,7 +45,7 @@ _Terms = dict[int, Vector]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of the vector that lies in the share of one of each host's ``workers``; that of host ``finisher`` finishes its sum."""
+    """A part of the vector in the share of one worker per host (``workers``); host ``finisher`` completes its sum."""
 
     part: slice
     workers: tuple[int, ...]
@@ -54,7 +54,7 @@ class Piece:
 
 @dataclass(slots=True)
 class _Plan:
-    """What one worker does for one span: its additions, and what it gives to whom and takes from whom."""
+    """The work of one rank for one span: its additions, and the tensors that it sends and receives."""
 
     slots: Slots
     own: list[Addition] = field(default_factory=list)
@@ -67,9 +67,9 @@ class _Plan:
 
 
 class HostsSum:
-    """The sum among processes on several hosts, each of which shares the memory of its own.
+    """The all-reduce for processes on several hosts, each of which has shared memory.
 
-    ``hosts`` has the host of each process, from 0 without gaps. The words in ``memory`` are not looked at.
+    ``hosts`` has the host of each process, from 0 without gaps. The words in ``memory`` are not used.
     """
 
     def __init__(self, comm: Exchange, hosts: Sequence[int], memory: Memory) -> None:
@@ -77,14 +77,14 @@ class HostsSum:
         self._hosts = hosts
         self._memory = memory
         self._me = comm.processes.index(comm.here)
-        self._words = torch.tensor([[who, comm.generation, 0, 0] for who in memory.incarnations], dtype=torch.int64)
+        self._words = torch.tensor([[n, comm.generation, 0, 0] for n in memory.incarnations], dtype=torch.int64)
         self._heard = torch.zeros_like(self._words)
         self._plans: dict[Span, _Plan] = {}
 
     def __call__(
         self, span: Span, slots: Slots, order: str, mean: Mean | None, midway: Midway, altered: Altered = nobody_listens
     ) -> torch.Tensor:
-        """Return the sum; see :class:`~holdfast.comm.allreduce.ordered.OrderedSum`."""
+        """Return the reduced vector; see :class:`~holdfast.comm.allreduce.ordered.OrderedSum`."""
         assert order == ORDER_BETWEEN_HOSTS, order
         plan = self._get_plan(span, slots)
         self._meet(span)  # A: all terms are there
@@ -101,22 +101,22 @@ class HostsSum:
         return self.result(span)
 
     def result(self, span: Span) -> torch.Tensor:
-        """Return the sum that was made last; it is whole once *any* worker has completed it, on whichever host."""
+        """Return the last result; it is complete once *any* worker, on any host, has completed the all-reduce."""
         return span.of(self._memory.given)
 
     def _meet(self, span: Span) -> None:
-        """Hear from all, and make sure that all are as far as this worker, no less and no more."""
+        """All-gather the phase words, and check that all processes are in the same phase."""
         self._words[:, 2] += 1
         self._words[self._me, 3] = span.length
         self._comm.allgather(self._words[self._me], self._heard)
         if not torch.equal(self._heard[:, :3], self._words[:, :3]):
             heard = self._heard[:, :3].tolist()
-            raise PeerFailed(f"not everybody was heard from at phase {self._words[0, 2]}: {heard}")
+            raise PeerFailed(f"not every worker has reported phase {self._words[0, 2]}: got {heard}")
         if (self._heard[:, 3] != span.length).any():
             lengths = self._heard[:, 3].tolist()
-            raise ScriptError(f"the workers sum vectors of different lengths, in the order of ranks {lengths}")
+            raise ScriptError(f"the workers all-reduce vectors of different lengths, in rank order {lengths}")
 
-    # -- who adds what, and who tells whom
+    # -- the plan: additions and messages
 
     def _get_plan(self, span: Span, slots: Slots) -> _Plan:
         known = self._plans.get(span)
@@ -142,7 +142,7 @@ class HostsSum:
         return plan
 
     def _hand_in(self, plan: _Plan, span: Span, piece: Piece, terms: _Terms, mine: list[_Group]) -> None:
-        """Add the groups of this host, give their sums to who finishes the piece, and take the result from there."""
+        """Add the groups of this host, send the sums to the worker that finishes the piece, and receive the result."""
         peer, part = piece.workers[piece.finisher], piece.part
         if mine:
             sums = _rows(mine, span, part)
@@ -157,7 +157,7 @@ class HostsSum:
     def _finish(
         self, plan: _Plan, span: Span, piece: Piece, terms: dict[int, Vector], of_host: list[list[tuple[int, ...]]]
     ) -> None:
-        """Take the sums of the other hosts, add them and the slices of this one, and give the result to all hosts."""
+        """Receive the sums of other hosts, add them and the slices of this one, and send the result to all hosts."""
         meeting = [(n, term[piece.part]) for n, term in terms.items()]
         out = _result(span, span.of(self._memory.result)[piece.part])
         for host, (peer, theirs) in enumerate(zip(piece.workers, of_host, strict=True)):
@@ -166,7 +166,7 @@ class HostsSum:
             if theirs:
                 sums = _rows(theirs, span, piece.part)
                 plan.take_sums += [(peer, message) for message in sums.messages()]
-                # The sum of a group stands where one of its slices would: nothing else joins before it is complete.
+                # A group's sum takes the place of one of its slices: no other slice is added before it is complete.
                 meeting += [(group[0], _row(sums, i)) for i, group in enumerate(theirs)]
             plan.give_results += [(peer, message) for message in out.messages()]
         meeting.sort(key=lambda term: term[0])
@@ -174,7 +174,7 @@ class HostsSum:
 
 
 def _rows(of: Sequence[object], span: Span, part: slice) -> Vector:
-    """Return memory for a row of numbers each, and for their checksums."""
+    """Return zeroed memory for one row of numbers per element of ``of``, and for their checksums."""
     length = part.stop - part.start
     checksums = torch.zeros(len(of), num_tiles(length, span.tile), dtype=torch.int64) if span.checked else None
     return Vector(torch.zeros(len(of), length, dtype=span.dtype), checksums, span.tile)
@@ -185,7 +185,7 @@ def _row(rows: Vector, i: int) -> Vector:
 
 
 def _result(span: Span, numbers: torch.Tensor) -> Vector:
-    """Return a part of the result, with memory for the checksums that go with it to other hosts."""
+    """Return a part of the result, with memory for the checksums that are sent with it to other hosts."""
     tiles = num_tiles(numbers.numel(), span.tile)
     return Vector(numbers, torch.zeros(tiles, dtype=torch.int64) if span.checked else None, span.tile)
 
@@ -193,8 +193,9 @@ def _result(span: Span, numbers: torch.Tensor) -> Vector:
 def pieces(hosts: Sequence[int], length: int, line: int) -> Iterator[Piece]:
     """Yield the pieces of a vector, ascending, none of them empty.
 
-    Every host cuts the vector evenly among its workers. Between two cuts of any host, the vector is cut evenly among the
-    hosts; each finishes one of these pieces, so that all send and receive the same amounts. Cuts are at multiples of ``line``.
+    Every host divides the vector evenly among its workers. Between two boundaries of any host, the vector is divided
+    evenly among the hosts; each finishes one of these pieces, so that all send and receive the same amounts. Boundaries
+    are multiples of ``line``.
     """
     count = max(hosts) + 1
     workers = [[process for process, host in enumerate(hosts) if host == mine] for mine in range(count)]
@@ -202,12 +203,12 @@ def pieces(hosts: Sequence[int], length: int, line: int) -> Iterator[Piece]:
     places = (i * chunk for here, chunk in zip(workers, chunks, strict=True) for i in range(len(here)))
     cuts = sorted({place for place in places if place < length})
     for start, stop in pairwise([*cuts, length]):
-        who = tuple(here[start // chunk] for here, chunk in zip(workers, chunks, strict=True))
+        owners = tuple(here[start // chunk] for here, chunk in zip(workers, chunks, strict=True))
         size = _even(stop - start, count, line)
         for finisher, begin in enumerate(range(start, stop, size)):
-            yield Piece(slice(begin, min(begin + size, stop)), who, finisher)
+            yield Piece(slice(begin, min(begin + size, stop)), owners, finisher)
 
 
 def _even(length: int, count: int, line: int) -> int:
-    """Return the size of the largest of ``count`` parts of a vector, a multiple of ``line``, at least one."""
+    """Return the size of the largest of ``count`` even parts of a vector, a multiple of ``line``, at least one."""
     return max(1, -(-length // (count * line))) * line

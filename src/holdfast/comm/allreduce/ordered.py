@@ -1,8 +1,8 @@
-"""The sum whose order belongs to the job: the same bits whoever holds which slice, however many are alive.
+"""The deterministic all-reduce: the same bits whichever ranks own the slices, and however many workers are alive.
 
-How the terms meet depends on who is there, and changes no bit: through shared memory among the workers of one host
-(:mod:`~holdfast.comm.allreduce.shm`); in the order ``tree`` through the memory of each host and then between hosts
-(:mod:`~holdfast.comm.allreduce.hierarchical`); by messages otherwise (:mod:`~holdfast.comm.allreduce.alltoall`).
+The transport depends on the members, and changes no bit: shared memory among the workers of one host
+(:mod:`~holdfast.comm.allreduce.shm`); in ``tree`` order shared memory on each host, then messages between hosts
+(:mod:`~holdfast.comm.allreduce.hierarchical`); otherwise messages (:mod:`~holdfast.comm.allreduce.alltoall`).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from holdfast.comm.memory import Opened, Segment, free_bytes
 __all__ = ["SUM", "Mean", "OrderedSum", "Span"]
 
 Path = SharedSum | HostsSum | ExchangedSum
-"""How the terms meet."""
+"""The transport of an all-reduce."""
 
 
 class OrderedSum:
-    """Sums one term a slice, in slice order, over all processes of a communicator.
+    """All-reduces one term per slice, in slice order, over all processes of a communicator.
 
-    A worker writes the terms of its slices into :meth:`room`, then all call the sum. From there until the step is
-    closed, or until everybody has answered a recovery, it must not write them: others read them where they lie.
-    What involves the others raises :class:`~holdfast.errors.PeerFailed` if it did not complete here.
+    A worker writes the terms of its slices into :meth:`room`, then all members call the all-reduce. From then until the
+    step is committed, or until all members have answered a recovery, it must not modify them: other processes read them
+    in place. Collective methods raise :class:`~holdfast.errors.PeerFailed` if they did not complete on this process.
 
     Args:
-        comm: Who takes part.
+        comm: The members.
         order: ``"fold"``, ``"tree"`` or another of :data:`~holdfast.comm.allreduce.adding.ORDERS`.
-        size_bytes: Memory of each slice, the same everywhere; spans lie in it.
-        device: Of the terms.
-        shared_bytes: Most memory that this worker may share with others of its host; 0: none, -1: what is free.
+        size_bytes: Memory per slice, the same on every member; spans lie in it.
+        device: Device of the terms.
+        shared_bytes: Upper bound of the memory that this worker shares with its host; 0: none, -1: what is free.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class OrderedSum:
         self._warned = shared_bytes == 0
 
     def room(self, row: int) -> torch.Tensor:
-        """Return the memory of the ``row``-th of the slices that this process holds, bytes, shape ``(size_bytes,)``."""
+        """Return the memory of the ``row``-th slice that this process owns, bytes, shape ``(size_bytes,)``."""
         while len(self._room) <= row:
             self._room.append(self._more_room())
         return self._room[row]
 
     def seal(self, span: Span, rows: int) -> None:
-        """Make the checksums of the terms of this process's first ``rows`` slices, if the span has some: before the sum."""
+        """Before the all-reduce, compute the checksums of this process's first ``rows`` terms if the span has any."""
         for row in range(rows if span.checked else 0):
             span.vector(self.room(row)).seal()
 
@@ -81,21 +81,23 @@ class OrderedSum:
         midway: Midway = lambda: None,
         altered: Altered = nobody_listens,
     ) -> torch.Tensor:
-        """Return the sum of one span, the same bits at every process.
+        """Return the all-reduce of one span, the same bits on every process.
 
-        It stays valid until the next sum of this span, and must not be written: others may read the same memory.
+        The result is valid until the next all-reduce of this span. It must not be modified: others may read the same
+        memory.
 
         Args:
-            span: Where the terms lie in :meth:`room`; the term of the ``i``-th of this process's slices lies in row ``i``.
-            owners: The rank that holds each slice that takes part, the same everywhere; ranks that are not members
+            span: Location of the terms in :meth:`room`; row ``i`` has the term of this process's ``i``-th slice.
+            owners: The rank that owns each participating slice, the same on every process; ranks that are not members
                 are left out.
-            rows: Slices in the order of the rows of this process; needed where some of them are left out, because their
-                worker died whose terms lie here too. Default: ascending, without those that are left out.
-            order: Another than this object's, for this once.
-            mean: What to divide, before anybody reads the result.
-            midway: Called when the terms of this process are known to all and its share of the result is not.
-            altered: Where the span is checked, called with each slice whose term is not what was sealed, or, where sums of
-                several slices are sent, with the first of them; with ``SUM`` if the result changed on its way here.
+            rows: Slice of each row of this process; needed if some rows are left out, because their owner failed while
+                this process has their terms. Default: all its slices, ascending.
+            order: Overrides this object's order for this call.
+            mean: Division of the result, before any process reads it.
+            midway: Called when all processes can read the terms of this process, and its share of the result is not
+                finished.
+            altered: If the span is checked, called with each slice whose term does not match its checksum; where sums
+                of several slices are sent, with the first of them; with ``SUM`` if the result changed on its way here.
         """
         slots = tuple(tuple(sorted(n for n, rank in owners.items() if rank in ranks)) for ranks in self._comm.processes)
         if rows:
@@ -106,16 +108,16 @@ class OrderedSum:
         return self._taken(span, slots, order or self._order, mean, midway, altered)
 
     def open(self) -> None:
-        """Set up what this generation needs, if no sum has done so: then maxima cost no message. All members together."""
+        """Set up this generation's transport unless an all-reduce has: maxima then cost no message. A collective."""
         self._path_of_generation(((),) * len(self._comm.processes))
 
     def check_same(self, span: Span, order: str) -> None:
-        """Make sure that all are about to sum the same kind of vector, or raise ``ScriptError``, where it costs no message to know."""
+        """Raise ``ScriptError`` unless all members reduce the same kind of vector, where the check costs no message."""
         if self._made_for[0] == self._comm.generation and isinstance(self._path, SharedSum):
             self._path.check_same(span, order)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each of a few 64-bit integers, the way that sums go in this generation; see :meth:`open`."""
+        """Return the maximum of each of a few 64-bit integers, over this generation's transport; see :meth:`open`."""
         is_of_now = self._made_for[0] == self._comm.generation
         if is_of_now and isinstance(self._path, SharedSum):
             result = self._path.maximum(values)
@@ -124,16 +126,16 @@ class OrderedSum:
         return self._comm.maximum(values)
 
     def result(self, span: Span) -> torch.Tensor:
-        """Return the sum that was made last, for one that failed here and is known to have completed elsewhere.
+        """Return the last result, for an all-reduce that failed here and is known to have completed on another process.
 
-        It is whole if :attr:`in_place`; otherwise only if the sum completed here.
+        It is complete if :attr:`in_place`; otherwise only if the all-reduce completed on this process.
         """
-        assert self._taken is not None, "no sum was made yet"
+        assert self._taken is not None, "no all-reduce has been made yet"
         return self._taken.result(span)
 
     @property
     def in_place(self) -> bool:
-        """Whether the last sum went through memory: then it is whole at all once one has completed it."""
+        """Whether the last all-reduce used shared memory: once it completes on any process, all have the result."""
         return isinstance(self._taken, SharedSum | HostsSum)
 
     # -- setting up
@@ -141,11 +143,11 @@ class OrderedSum:
     def _choose_path(self, slots: Slots, order: str) -> Path:
         path = self._path_of_generation(slots)
         if isinstance(path, HostsSum) and order != ORDER_BETWEEN_HOSTS:
-            return ExchangedSum(self._comm, self._room)  # for this once
+            return ExchangedSum(self._comm, self._room)  # for this call only
         return path
 
     def _path_of_generation(self, slots: Slots) -> Path:
-        """Return the path, newly chosen in every generation: the memory of an older one is not used again."""
+        """Return the transport, chosen anew in every generation: shared memory of an older one is not reused."""
         rows = tuple(map(len, slots))
         generation, known = self._made_for
         is_old = generation != self._comm.generation
@@ -158,16 +160,16 @@ class OrderedSum:
         return self._path
 
     def _make_path(self, rows: int) -> tuple[Path, Sequence[int]]:
-        """Return the path, and how many slots of each process it reaches, or 0 where that does not matter."""
+        """Return the transport, and how many slots of each process it maps, or 0 where that does not matter."""
         none = (0,) * len(self._comm.processes)
-        self.room(max(0, rows - 1))  # one at least: who has no slice is a spare, and must not be late when it gets one
+        self.room(max(0, rows - 1))  # at least one: a hot spare must have it ready when it is assigned a slice
         if len(self._comm.processes) == 1:
             return sum_alone(self._comm, self._room, self._size_bytes, self._device), none
         why = f"tensors are on {self._device}"
-        if self._device.type == "cpu" and self._shared_bytes:  # the same everywhere
+        if self._device.type == "cpu" and self._shared_bytes:  # the same on every process
             known = Introduction(self._comm, self._segments, self._size_bytes, self._opened)
             if not known.is_one_host and self._order != ORDER_BETWEEN_HOSTS:
-                return ExchangedSum(self._comm, self._room), none  # nothing is amiss
+                return ExchangedSum(self._comm, self._room), none  # expected, no warning
             memory = known.open()
             if not isinstance(memory, str):
                 made = SharedSum(self._comm, memory) if known.is_one_host else HostsSum(self._comm, known.hosts, memory)
@@ -179,7 +181,7 @@ class OrderedSum:
     def _warn(self, why: str) -> None:
         if not self._warned and self._comm.members[0] in self._comm.here:
             self._warned = True
-            warnings.warn(f"sums go by messages instead of shared memory, which is slower: {why}", stacklevel=2)
+            warnings.warn(f"all-reduce uses messages instead of shared memory, which is slower: {why}", stacklevel=2)
 
     def _more_room(self) -> torch.Tensor:
         if self._segments is not None:
@@ -188,12 +190,12 @@ class OrderedSum:
                 self._segments.append(Segment(self._size_bytes))
                 return self._segments[-1].bytes
             except OSError:
-                self._segments = None  # said, and answered by all, when the sum is set up
+                self._segments = None  # the members agree on the consequence when the transport is set up
         return torch.zeros(self._size_bytes, dtype=torch.uint8, device=self._device)
 
     def _check_budget(self) -> None:
-        """Refuse more memory than there is; everybody may be about to make a slot, and one of each group the result."""
+        """Refuse more memory than is free; every process may be about to add a slot, and one per group the result."""
         wanted = (len(self._room) + 2) * self._size_bytes
         groups = self._comm.crowd // len(self._comm.processes)
         if 0 < self._shared_bytes < wanted or (self._comm.crowd + groups) * self._size_bytes > free_bytes():
-            raise OSError(errno.ENOMEM, "too little memory to share")
+            raise OSError(errno.ENOMEM, "not enough shared memory")

@@ -1,21 +1,21 @@
-"""The sum through shared memory: everybody adds its share, straight from where the others' terms lie.
+"""All-reduce through shared memory: each process adds its share of the vector, directly from all terms.
 
 ::
 
-    each worker's terms lie in its own segments     nobody else writes them
+    each worker's terms lie in its own segments     no other process writes them
     barrier A                                       all terms are there
-    add my share of the vector into the result      nobody else writes that share
+    add my share of the vector into the result      no other process writes that share
     barrier B                                       all shares are there
     the optimizer reads the result in place
 
-Nothing is sent and no term is touched. What makes it safe when workers die, or were stopped and wake up late:
+No data is sent and no term is modified. Why this is safe when workers fail, or were stopped and wake up late:
 
-- *The barrier is what everybody has written.* Each worker writes how far it is into the result's head; A and B are over
-  when all words say so. MPI is asked meanwhile whether somebody has died, and is trusted for nothing else.
-- *New generation, fresh memory.* A worker that was stopped while adding may wake much later and write old values. It
-  writes them into the memory of its own generation, which nobody uses any more: survivors make a new result.
-- *Read-only.* The terms of others, and the result as it is given out, are mapped for reading: nobody can change what
-  others still read.
+- *The barrier consists of words in the result's head.* Each worker writes its phase there; A and B end when all words
+  have reached the phase. MPI is polled meanwhile for failures, and is trusted for nothing else.
+- *A new generation has new memory.* A worker that was stopped while adding may wake up much later and write old values.
+  They go into the memory of its own generation, which is no longer in use: survivors have created a new result.
+- *Read-only mappings.* The terms of other workers, and the result that is returned, are mapped for reading: no process
+  can modify memory that another still reads.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ from holdfast.comm.waiting import patience, wait_until, waiting
 from holdfast.errors import PeerFailed, ScriptError
 
 ALIGN = 64
-"""Vectors, and everybody's share of them, begin on cache lines, bytes."""
+"""Vectors, and each process's share of them, begin on cache lines, bytes."""
 
 _WORDS = 40
-"""64-bit words in a worker's line of the head: incarnation, generation, how far, length of the vector and its kind; integers, twice."""
+"""64-bit words per worker in the head: incarnation, generation, phase, vector length and kind, two sets of integers."""
 
 MAX_INTEGERS = 15
-"""Most integers of which a maximum is taken through the head."""
+"""Maximum number of integers whose maximum is taken through the head."""
 
 _INTEGERS_AT = 8
 _MOST_KEPT = 512
-"""Spans whose additions are kept from one sum to the next."""
+"""Maximum number of spans whose additions are kept from step to step."""
 ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
-"""Whether others see a worker's stores in their order, so that a word that is there says that the numbers are."""
+"""Whether other cores see stores in program order (x86), so that a visible phase word implies visible numbers."""
 
 _MAGIC = 0x5355_4D4D_4148_4F4C
-"""Says, in the last word of the first line, that a segment is the result of a sum."""
+"""Marks a segment, in the last word of its first line, as the result of an all-reduce."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a vector lies in the memory of every slice.
+    """The location of a vector in the memory of every slice.
 
     Args:
         start: First byte, a multiple of :data:`ALIGN`.
-        length: Numbers.
-        dtype: Of the numbers.
-        checked: Checksums lie behind them; see :mod:`~holdfast.comm.allreduce.checksums`.
+        length: Number of elements.
+        dtype: Their type.
+        checked: Checksums follow the elements; see :mod:`~holdfast.comm.allreduce.checksums`.
     """
 
     start: int
@@ -73,7 +73,7 @@ class Span:
 
     @property
     def end(self) -> int:
-        """First byte behind it where another span may begin."""
+        """First byte after it where another span may begin."""
         return self._numbers_end + aligned(8 * num_tiles(self.length, self.tile) * self.checked)
 
     @property
@@ -82,12 +82,12 @@ class Span:
 
     @property
     def line(self) -> int:
-        """Parts of the vector begin at multiples of so many numbers."""
+        """Parts of the vector begin at multiples of this number of elements."""
         return self.tile if self.checked else ALIGN // self.dtype.itemsize
 
     @property
     def tile(self) -> int:
-        """Numbers that are added at a time, and have a checksum together if they have one."""
+        """Number of elements that are added at a time, and that share a checksum if there are any."""
         return tile_of(self.length) if self.checked else TILE
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,7 @@ class Span:
         return memory[self.start : self.start + self.length * self.dtype.itemsize].view(self.dtype)
 
     def vector(self, memory: torch.Tensor) -> Vector:
-        """Return the vector in ``memory`` (bytes), with its checksums if it has some."""
+        """Return the vector in ``memory`` (bytes), with its checksums if it has any."""
         if not self.checked:
             return Vector(self.of(memory))
         at = self._numbers_end
@@ -109,7 +109,7 @@ def aligned(size_bytes: int) -> int:
 
 
 DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
-"""In an order that all workers know."""
+"""In an order that is the same on all workers."""
 _ORDERS = list(ORDERS)
 
 
@@ -124,22 +124,22 @@ def _kind_name(kind: int) -> str:
 
 
 LEFT_OUT = -1
-"""Stands for a slice whose term does not take part."""
+"""In place of a slice whose term does not take part."""
 
 Slots = Sequence[Sequence[int]]
-"""The slices that each process holds, ascending; the place of a slice in its list says where its term lies."""
+"""The slices that each process owns, ascending; the index of a slice in its list is the slot of its term."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of one host, as one of its processes sees it.
+    """The shared memory of one host, as mapped by one of its processes.
 
     Args:
-        terms: Of each process, the memory of each slot, bytes; nothing of those on other hosts.
-        result: Where the sum goes, bytes, for writing.
-        given: The same memory as it is given out.
-        words: How far each process is, 64-bit, shape ``(processes, 40)``; None where one process is all there is.
-        incarnations: Of each process, a number that no other process has.
+        terms: For each process, the memory of each slot, bytes; empty for processes on other hosts.
+        result: Writable memory of the result, bytes.
+        given: The same memory, mapped read-only, as it is returned.
+        words: Phase words of each process, 64-bit, shape ``(processes, 40)``; None for a single process.
+        incarnations: For each process, a number that no other process has.
     """
 
     terms: Sequence[Sequence[torch.Tensor]]
@@ -150,14 +150,14 @@ class Memory:
 
 
 class SharedSum:
-    """The sum among processes whose terms and result lie in ``memory`` that all of them can reach."""
+    """The all-reduce for processes that all map the terms and the result in ``memory``."""
 
     def __init__(self, comm: Exchange, memory: Memory) -> None:
         self._comm = comm
         self._memory = memory
         self._words = words = memory.words
         self._me = comm.processes.index(comm.here)
-        self._known = np.array([[who, comm.generation] for who in memory.incarnations], dtype=np.int64)
+        self._known = np.array([[n, comm.generation] for n in memory.incarnations], dtype=np.int64)
         self._phase = 0
         self._words_far = np.zeros(1, dtype=np.int64) if words is None else words[:, 2]
         self._maxima = 0
@@ -167,7 +167,7 @@ class SharedSum:
     def __call__(
         self, span: Span, slots: Slots, order: str, mean: Mean | None, midway: Midway, altered: Altered = nobody_listens
     ) -> torch.Tensor:
-        """Return the sum; see :class:`~holdfast.comm.allreduce.ordered.OrderedSum`. Nothing is sent back: it is read where it was added."""
+        """Return the reduced vector, without a copy; see :class:`~holdfast.comm.allreduce.ordered.OrderedSum`."""
         addition = self._addition(span, slots, order)
         self.check_same(span, order)  # A: all terms are there
         midway()
@@ -176,7 +176,7 @@ class SharedSum:
         return self.result(span)
 
     def check_same(self, span: Span, order: str) -> None:
-        """Meet, and make sure that all sum vectors of one length, type and order, or raise ``ScriptError``."""
+        """A barrier; raises ``ScriptError`` unless all processes all-reduce vectors of one length, type and order."""
         if self._words is None:
             self._meet()
             return
@@ -184,18 +184,18 @@ class SharedSum:
         self._meet()
         lengths, kinds = self._words[:, 3].tolist(), self._words[:, 4].tolist()
         if len(set(lengths)) > 1 or len(set(kinds)) > 1:
-            self._meet()  # nobody may write its next words before all have seen these
+            self._meet()  # no process may overwrite its words before all have read these
         if len(set(lengths)) > 1:
-            raise ScriptError(f"the workers sum vectors of different lengths, in the order of ranks {lengths}")
+            raise ScriptError(f"the workers all-reduce vectors of different lengths, in rank order {lengths}")
         if len(set(kinds)) > 1:
             names = ", ".join(_kind_name(kind) for kind in kinds)
-            raise ScriptError(f"the workers sum vectors of different kinds, in the order of ranks {names}")
+            raise ScriptError(f"the workers all-reduce vectors of different kinds, in rank order {names}")
 
     def maximum(self, values: Sequence[int]) -> list[int] | None:
         """Return the maximum of each integer over all members, None if there are no words to carry it.
 
-        One meeting is enough: the next integers go elsewhere, and those after them wait until all have read these,
-        because all have come to the meeting in between.
+        One barrier is enough: the next integers use the other set of words, and those after them are written only after
+        another barrier, which every process enters after it has read these.
         """
         if self._words is None or len(values) > MAX_INTEGERS:
             return None
@@ -208,7 +208,7 @@ class SharedSum:
         return largest
 
     def result(self, span: Span) -> torch.Tensor:
-        """Return the sum that was made last; it is whole once *any* worker has completed it."""
+        """Return the last result; it is complete once *any* worker has completed the all-reduce."""
         return span.of(self._memory.given)
 
     def _addition(self, span: Span, slots: Slots, order: str) -> Addition:
@@ -227,33 +227,33 @@ class SharedSum:
         return known[1]
 
     def _meet(self) -> None:
-        """Wait for all, and make sure that all are as far as this worker."""
+        """Barrier: wait until all processes have reached this phase, and verify their incarnations and generation."""
         self._phase += 1
         if self._words is None:
             self._comm.barrier()
             return
         self._words[self._me, 2] = self._phase
-        # MPI's own barrier would turn round and round meanwhile, and take the core from those who are still computing.
+        # MPI's own barrier would spin meanwhile, and take the core from processes that still compute.
         with waiting:
             wait_until(lambda: self._words_far.min() >= self._phase, self._comm.look, self._patience)
         if not ORDERED_STORES:
             self._comm.barrier()
         if (self._words[:, 2] < self._phase).any() or (self._words[:, :2] != self._known).any():
-            raise PeerFailed(f"not everybody is at phase {self._phase}: {self._words[:, :3].tolist()}")
+            raise PeerFailed(f"not every worker has reached phase {self._phase}: {self._words[:, :3].tolist()}")
 
 
-# -- setting up, an act of recovery: all members take part, and all end with the same answer
+# -- setup, part of a recovery: all members take part, and all return the same decision
 
 
 def sum_alone(comm: Exchange, slots: Sequence[torch.Tensor], size_bytes: int, device: torch.device) -> SharedSum:
-    """Return the sum of a process that is all there is; the result lies in its private memory."""
+    """Return the all-reduce of a single process; the result lies in its private memory."""
     result = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     return SharedSum(comm, Memory([slots], result, result))
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a process says of itself before memory is shared: file descriptors of its slots, and of the result if it made one.
+    """The data that a process publishes before memory is shared: file descriptors of its slots, and of any result.
 
     ``ready`` says whether it has the memory that it needs; no other process has the same ``incarnation``.
     """
@@ -267,13 +267,14 @@ class Told:
 
 
 class Introduction:
-    """All members say at the same time where their memory is. Then all know the same, and which of them share a host.
+    """An exchange in which all members publish where their memory is, and learn which of them share a host.
 
     Args:
-        comm: Whose members take part.
+        comm: The members.
         mine: This worker's slots; None if it has no memory for them.
-        size_bytes: Of every slot.
-        opened: Slots of others that are mapped already: only their owners write them, so they outlive a generation.
+        size_bytes: Size of every slot.
+        opened: Slots of other processes that are mapped already: only their owners write them, so they outlive a
+            generation.
     """
 
     def __init__(self, comm: Exchange, mine: Sequence[Segment] | None, size_bytes: int, opened: Opened) -> None:
@@ -289,7 +290,7 @@ class Introduction:
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """The host of each process, numbered as they are met."""
+        """The host of each process, numbered in order of appearance."""
         numbers = {host: i for i, host in enumerate(dict.fromkeys(row.host for row in self.told))}
         return tuple(numbers[row.host] for row in self.told)
 
@@ -299,14 +300,14 @@ class Introduction:
         return not any(self.hosts)
 
     def _tell_results(self) -> None:
-        """Let the first process of each host make a result, and say so."""
+        """Let the first process of each host create a result, and publish it."""
         is_maker = self.me == self.hosts.index(self.hosts[self.me])
         if is_maker and self._made is None:
             self._made = self._make_result()
         self.told = self._tell(is_maker=is_maker)
 
     def open(self) -> Memory | str:
-        """Return the memory of this worker's host, or in words why not everybody has all of it."""
+        """Return the memory of this worker's host, or the reason why not every process has all of it."""
         if not self.is_one_host:
             self._tell_results()
         memory = self._open() if all(row.ready for row in self.told) else None
@@ -333,7 +334,7 @@ class Introduction:
         width, largest, smallest = self.comm.maximum([len(said), self.size_bytes, -self.size_bytes])
         if largest != -smallest:
             lengths = f"of {-smallest} to {largest} bytes"
-            raise ScriptError(f"the workers want memory for vectors of different lengths, {lengths}")
+            raise ScriptError(f"the workers all-reduce vectors of different lengths, {lengths}")
         row = torch.tensor(said + [-1] * (width - len(said)), dtype=torch.int64)
         rows = torch.empty(len(self.comm.processes), width, dtype=torch.int64)
         self.comm.allgather(row, rows)
@@ -359,5 +360,5 @@ class Introduction:
         if head[0, -1] != _MAGIC:
             return None
         head[self.me, :2] = (self._incarnation, self.comm.generation)
-        who = [row.incarnation for row in self.told]
-        return Memory(terms, whole[self._head_bytes :], given[self._head_bytes :], head, who)
+        incarnations = [row.incarnation for row in self.told]
+        return Memory(terms, whole[self._head_bytes :], given[self._head_bytes :], head, incarnations)

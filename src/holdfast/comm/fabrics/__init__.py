@@ -1,4 +1,4 @@
-"""Fabrics: how workers are started and how they communicate; one file each, and :mod:`~holdfast.comm.fabrics.registry` names them.
+"""Fabrics: how workers are started and communicate; one module each, see :mod:`~holdfast.comm.fabrics.registry`.
 
-The launcher asks a fabric what it can do, so nothing here imports torch before a worker connects.
+The launcher queries a fabric's capabilities, so nothing here imports torch before a worker connects.
 """

@@ -1,4 +1,4 @@
-"""What a fabric is."""
+"""The base class of fabrics."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """What a worker's process knows when it connects.
+    """The arguments with which a worker process connects.
 
     Args:
-        workers: How many the job begins with.
-        ranks: Their numbers, ascending; None: 0, 1, 2, ...
-        rank: This worker's number, where the launcher says it; -1: it does not.
-        store: URL of the store of members; "" if there is none.
-        token: What the store asks for.
+        workers: Number of workers that the job starts with.
+        ranks: Their ranks, ascending; None: 0, 1, 2, ...
+        rank: This worker's rank, if the launcher sets it; -1 if not.
+        store: URL of the membership store; "" if there is none.
+        token: Access token of the store.
     """
 
     workers: int
@@ -33,23 +33,23 @@ class Endpoint:
 class Fabric(ABC):
     """How the workers of a job are started and how they communicate.
 
-    What a fabric can do it declares below. No other code compares names of fabrics.
+    A fabric declares its capabilities below. No other code compares names of fabrics.
     """
 
     name: ClassVar[str]
-    """As ``--fabric`` takes it."""
+    """Value of ``--fabric``."""
     one_process: ClassVar[bool] = False
-    """One process plays all workers, so none of them can be killed, be stuck or be slow by itself."""
+    """One process runs all workers, so none of them can be killed, hang or be slow individually."""
     starts_each: ClassVar[bool] = False
-    """The launcher starts each worker by itself and keeps a store of members; otherwise one command starts them all."""
+    """The launcher starts each worker itself and hosts a membership store; otherwise one command starts all workers."""
     can_join: ClassVar[bool] = False
-    """Workers can join and leave a job that runs."""
+    """Workers can join and leave a running job."""
     survives_node_loss: ClassVar[bool] = False
-    """A job on several machines continues when one is lost; each machine has a launcher of its own."""
+    """A job on several nodes continues when one is lost; each node has a launcher of its own."""
     spans_hosts: ClassVar[bool] = False
-    """One launcher can start workers on several machines (``--hosts``)."""
+    """One launcher can start workers on several nodes (``--hosts``)."""
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
-    """Types of devices that models can be on."""
+    """Device types that models can be on."""
 
     @property
     def has_parent_process(self) -> bool:
@@ -57,16 +57,16 @@ class Fabric(ABC):
         return not self.starts_each and not self.one_process
 
     def check_installed(self) -> None:  # noqa: B027 - most fabrics need nothing
-        """Make sure that this machine has what the fabric needs.
+        """Check that this machine has what the fabric needs.
 
         Raises:
             ConfigError: if not; the message says what to install.
         """
 
     def launch_command(self, workers: int, hosts: Sequence[str] | None = None) -> list[str]:
-        """Return the words that start ``workers`` processes of the program whose words follow.
+        """Return the command prefix that starts ``workers`` processes of the program that is appended to it.
 
-        ``hosts`` are words that name the machines; None: this one.
+        ``hosts`` are arguments that select the machines; None: this machine.
         """
         return []
 

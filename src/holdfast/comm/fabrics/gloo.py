@@ -1,4 +1,4 @@
-"""``gloo``: PyTorch's own process groups, rebuilt among the survivors after a failure; members agree in a store."""
+"""``gloo``: PyTorch process groups, rebuilt among the survivors after a failure; membership is kept in a store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Gloo(Fabric):
-    """Needs nothing but torch. Workers can join a running job, and it survives the loss of a node."""
+    """Needs only torch. Workers can join a running job, which survives the loss of a node."""
 
     name = "gloo"
     starts_each = True
@@ -20,13 +20,14 @@ class Gloo(Fabric):
     survives_node_loss = True
 
     def connect(self, endpoint: Endpoint) -> Communicator:
-        """Return the communicator of a worker whose launcher keeps the store."""
+        """Return the communicator of a worker whose launcher hosts the store."""
         from holdfast.comm.c10d import C10dCommunicator
         from holdfast.membership import open_store
 
         if not endpoint.store or endpoint.rank < 0:
             raise ConfigError(
-                "the gloo fabric needs a launcher, which says who the workers are: start with `holdfast run --fabric gloo -n 4 SCRIPT`"
+                "the gloo fabric needs a launcher that sets rank and store: start with"
+                " `holdfast run --fabric gloo -n 4 SCRIPT`"
             )
         world = range(endpoint.workers) if endpoint.ranks is None else endpoint.ranks
         store = open_store(endpoint.store, endpoint.token)

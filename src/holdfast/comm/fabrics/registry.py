@@ -1,11 +1,11 @@
-"""Fabrics by name: those that come with Holdfast, and those of other packages.
+"""Registry of fabrics: the built-in ones, and those that other packages provide.
 
-Another package offers a fabric by an entry point::
+Another package provides a fabric with an entry point::
 
     [project.entry-points."holdfast.fabrics"]
     mine = "my_package.mine:Mine"
 
-Mine is a subclass of :class:`~holdfast.comm.fabrics.base.Fabric` that is made without arguments.
+Mine is a subclass of :class:`~holdfast.comm.fabrics.base.Fabric` whose constructor takes no arguments.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ BUILT_IN = {
 _FABRICS = Registered("fabric", "holdfast.fabrics", BUILT_IN)
 
 DEFAULT = "ulfm"
-"""What ``holdfast run`` takes."""
+"""Default of ``holdfast run --fabric``."""
 
 fabric_names = _FABRICS.names
 
 
 @functools.cache
 def make_fabric(name: str) -> Fabric:
-    """Return the fabric called ``name``; ``ConfigError`` if there is none, or what another package offers is no fabric."""
+    """Return the fabric called ``name``; ``ConfigError`` if there is none, or the registered class is not a fabric."""
     from holdfast.comm.fabrics.base import Fabric
 
     fabric: Fabric = _FABRICS.load(name, Fabric)()

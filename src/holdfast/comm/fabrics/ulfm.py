@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 _MPIRUN = ("--with-ft", "ulfm", "--bind-to", "none")
 _HERE = ("--oversubscribe", "--mca", "btl", "self,sm")
-"""On one machine workers communicate over shared memory; the TCP transport would listen on all interfaces."""
+"""On one machine workers communicate over shared memory; MPI's TCP transport would listen on all interfaces."""
 _BY_SLOTS = ("--map-by", "slot:OVERSUBSCRIBE")
-"""Cores may be fewer than workers. The other way to say it would have all workers start on the first of several machines."""
+"""Allows more workers than cores. ``--oversubscribe`` would start all workers on the first of several machines."""
 _MCA = (("coll", "^han"), ("mpi_yield_when_idle", "1"))
-"""``coll/han`` is not fault tolerant; with more workers than cores those that wait must let the others compute."""
+"""``coll/han`` is not fault tolerant. With more workers than cores, waiting processes must yield the CPU."""
 
 
 class Ulfm(Fabric):
-    """Real processes over MPI. Open MPI's runtime ends the job when it loses a machine."""
+    """Real processes over MPI. Open MPI's runtime aborts the job when a node is lost."""
 
     name = "ulfm"
     spans_hosts = True
 
     def check_installed(self) -> None:
-        """Make sure that mpirun and mpi4py are there."""
+        """Check that mpirun and mpi4py are installed."""
         find_mpirun()
 
     def launch_command(self, workers: int, hosts: Sequence[str] | None = None) -> list[str]:
-        """Return the words of mpirun."""
+        """Return the mpirun command."""
         return mpirun_command(workers, hosts)
 
     def connect(self, endpoint: Endpoint) -> Communicator:
@@ -47,7 +47,7 @@ class Ulfm(Fabric):
 
 
 def mpirun_command(num_workers: int, hosts: Sequence[str] | None = None) -> list[str]:
-    """Return what starts ``num_workers`` processes of the program whose words follow; see :meth:`Fabric.launch_command`."""
+    """Return the mpirun command that starts ``num_workers`` processes; see :meth:`Fabric.launch_command`."""
     where = _HERE if hosts is None else (*_BY_SLOTS, *hosts)
     root = ["--allow-run-as-root"] if os.getuid() == 0 else []
     mca = [word for name, value in _MCA for word in ("--mca", name, value)]
@@ -55,13 +55,14 @@ def mpirun_command(num_workers: int, hosts: Sequence[str] | None = None) -> list
 
 
 def find_mpirun() -> str:
-    """Return the ``mpirun`` of this Python's environment, or the one on ``PATH``; ``ConfigError`` without it or mpi4py."""
+    """Return the ``mpirun`` of this Python environment, else that on ``PATH``; ``ConfigError`` without it or mpi4py."""
     beside = Path(sys.executable).with_name("mpirun")
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
     there = {"mpirun": found, "mpi4py": importlib.util.find_spec("mpi4py")}
     missing = [name for name, what in there.items() if what is None]
     if found is None or missing:
         raise ConfigError(
-            f"MPI is not installed (no {' and no '.join(missing)}): pip install 'holdfast[mpi]', or run with --fabric virtual"
+            f"MPI is not installed (no {' and no '.join(missing)}): pip install 'holdfast[mpi]', or run with"
+            " --fabric virtual"
         )
     return found

@@ -1,4 +1,4 @@
-"""``virtual``: many workers in one process, deterministic."""
+"""``virtual``: many virtual workers in one process, deterministic."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 class Virtual(Fabric):
-    """One process plays all workers, and can lose any of them at an exact moment."""
+    """One process runs all workers, and can lose any of them at an exact moment."""
 
     name = "virtual"
     one_process = True
 
     def connect(self, endpoint: Endpoint) -> Communicator:
-        """Return a communicator that plays all workers."""
+        """Return a communicator that runs all workers."""
         from holdfast.comm.virtual import VirtualCommunicator
 
         return VirtualCommunicator(endpoint.workers if endpoint.ranks is None else endpoint.ranks)
