@@ -77,7 +77,7 @@ def test_a_quick_study_measures_says_what_it_left_out_and_is_not_done_twice(tmp_
     assert (tmp_path / "index.html").read_text().startswith("<!doctype html>")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["figures", "index.html", "results.json", "rows.jsonl"]
     assert second.returncode == 0, second.stderr
-    assert "tasks were done before" in second.stderr
+    assert "tasks are already finished" in second.stderr
     assert "[1/" not in second.stderr
 
 
