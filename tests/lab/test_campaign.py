@@ -290,7 +290,10 @@ def test_a_file_that_is_something_else_is_refused_and_left_alone(tmp_path):
     connection.close()
     before = text.read_bytes(), base.read_bytes()
 
-    for path, message in ((text, "holds no campaign: file is not a database"), (base, "an SQLite database, but not of a campaign")):
+    for path, message in (
+        (text, "holds no campaign: file is not a database"),
+        (base, "an SQLite database, but not of a campaign"),
+    ):
         with pytest.raises(ConfigError, match=message):
             Table(path, {}, {})
         with pytest.raises(ConfigError, match=message):

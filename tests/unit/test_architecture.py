@@ -209,7 +209,9 @@ def test_a_file_imports_only_what_its_room_may():
         room = room_of(path)
         if room in EVERYTHING:
             continue
-        assert room in MAY_IMPORT, f"{room} is a new room: give it a row in MAY_IMPORT and in docs/explanation/architecture.md"
+        assert room in MAY_IMPORT, (
+            f"{room} is a new room: give it a row in MAY_IMPORT and in docs/explanation/architecture.md"
+        )
         if wrong := forbidden_imports(path.read_text(), room):
             found[str(path.relative_to(SOURCE))] = wrong
 

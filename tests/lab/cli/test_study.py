@@ -109,7 +109,7 @@ def test_a_quick_study_of_resilience_sets_real_processes_beside_logical_ones(tmp
     done = study("resilience", "--quick", "--out", str(tmp_path), timeout_s=800)
 
     assert done.returncode == 0, done.stderr
-    assert "give their files with --data" in done.stderr
+    assert "give the directory of the datasets with --data" in done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     assert {row["status"] for row in results["rows"] if row["part"] != "update"} == {"measured"}
     points = {(row["strategy"], row["update"]): row for row in results["rows"] if row["part"] == "point"}
@@ -158,4 +158,4 @@ def test_a_quick_study_of_exactness_sums_the_same_in_all_ways_and_finds_one_poin
     hashes = {row["policy"]: row["sha256"] for row in results["rows"] if row["part"] == "spread"}
     assert {policy for policy, one in hashes.items() if one == hashes["nothing happens"]} == {"nothing happens", "rollback", "restart"}  # fmt: skip
     held = {claim["claim"]: claim["holds"] for claim in results["claims"]}
-    assert [holds for claim, holds in held.items() if "memory" in claim or "sha256" in claim or "a gradient for" in claim] == [True] * 3  # fmt: skip
+    assert [holds for claim, holds in held.items() if "memory" in claim or "sha256" in claim or "one gradient per" in claim] == [True] * 3  # fmt: skip
