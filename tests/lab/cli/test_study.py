@@ -33,7 +33,7 @@ def test_the_list_names_every_study():
             ["checkpoint-price"],
             "the study must be one of checkpoint-cost, exact, guard, parallelism, resilience, scar, soft-errors, got 'checkpoint-price'",
         ),
-        (["scar", "--data", "/nowhere"], "--data must be a directory, got '/nowhere', which is none"),
+        (["scar", "--data", "/nowhere"], "--data must be an existing directory, got '/nowhere'"),
         (["resilience", "--network", "gpt"], "--network must be one of mlp, cnn (more with --data), got 'gpt'"),
         (["checkpoint-cost", "--only", "caffe"], "--only must be one of torch, "),
         (["checkpoint-cost", "--repetitions", "0"], "--repetitions"),
