@@ -174,7 +174,7 @@ def test_a_trial_without_an_end_has_failed(tmp_path):
     row = read_rows(tmp_path / "rows.db")[0]
     assert (row["outcome"], row["error"]) == (
         TF,
-        "the process died twice: killed because it had not answered for 0.5 s",
+        "the process died twice: killed after 0.5 s without an answer",
     )
 
 
@@ -205,7 +205,7 @@ def trial_with_a_name_of_ours(warm, seed):
     [
         (trial_without_outcome, "must be one of RWC, AccR, NaN, TF, cell 'a' gave 'fine'"),
         (trial_that_finds_a_mistake_of_ours, "other bits than before"),
-        (trial_with_a_name_of_ours, "cell 'a' return what the table has already: seconds, share"),
+        (trial_with_a_name_of_ours, "cell 'a' return names that the table uses itself: seconds, share"),
     ],
 )
 def test_a_trial_that_returns_something_else_is_a_mistake_of_ours_and_no_outcome(trial, message, tmp_path, monkeypatch):
@@ -262,7 +262,7 @@ def test_sigterm_ends_it_in_order_and_it_goes_on_to_the_same_table(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before
     assert 0 < made < 60
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    assert heard[0] == f"{made} trials were made before"
+    assert heard[0] == f"{made} trials are already in the file"
     assert table(path) == by_brute_force(campaign)
 
 
@@ -273,9 +273,9 @@ def test_a_file_of_another_campaign_is_refused_and_one_with_more_cells_is_not(tm
     path = tmp_path / "rows.db"
     run_campaign(campaign_of({"a": {"takes_s": 0}}, most=10), path, 1)
 
-    with pytest.raises(ConfigError, match=r"another campaign: seed = 1, asked was 2; give another file, or remove it"):
+    with pytest.raises(ConfigError, match=r"another campaign: seed = 1, requested 2; give another file, or remove it"):
         run_campaign(campaign_of({"a": {"takes_s": 0}}, most=10, seed=2), path, 1)
-    with pytest.raises(ConfigError, match=r"takes_s of cell 'a' = 0, asked was 0\.1"):
+    with pytest.raises(ConfigError, match=r"takes_s of cell 'a' = 0, requested 0\.1"):
         run_campaign(campaign_of({"a": {"takes_s": 0.1}}, most=10), path, 1)
     run_campaign(campaign_of({"a": {"takes_s": 0}, "b": {}}, most=10), path, 1)
 
@@ -290,7 +290,10 @@ def test_a_file_that_is_something_else_is_refused_and_left_alone(tmp_path):
     connection.close()
     before = text.read_bytes(), base.read_bytes()
 
-    for path, message in ((text, "holds no campaign: file is not a database"), (base, "a database of something else")):
+    for path, message in (
+        (text, "holds no campaign: file is not a database"),
+        (base, "an SQLite database, but not of a campaign"),
+    ):
         with pytest.raises(ConfigError, match=message):
             Table(path, {}, {})
         with pytest.raises(ConfigError, match=message):
@@ -309,7 +312,7 @@ def test_two_cannot_write_one_file(tmp_path):
 
 def test_cells_must_have_names_of_their_own(tmp_path):
     campaign = campaign_of({})
-    with pytest.raises(ConfigError, match="different names, got twice: a"):
+    with pytest.raises(ConfigError, match="distinct names, got twice: a"):
         run_campaign(
             type(campaign)(
                 name="toy",
@@ -331,12 +334,12 @@ def test_processes_give_rows_in_order_and_pass_on_what_is_raised():
         assert workers.rows(rows_of, range(7)) == [{"value": number} for number in range(7) for _ in range(2)]
         with pytest.raises(ValueError, match="invalid literal") as raised:
             workers.rows(rows_of, ["no", 1])
-        with pytest.raises(JobError, match=r"died \(exit status 3\); start it again"):
+        with pytest.raises(JobError, match=r"died \(exit status 3\); run the study again"):
             workers.rows(os._exit, [3])
         assert workers.rows(rows_of, [5]) == [{"value": 5}] * 2  # others take their places
 
     assert "in a process of the study" in "".join(raised.value.__notes__)
-    with pytest.raises(ConfigError, match="at least 1 process, got 0"):
+    with pytest.raises(ConfigError, match="the number of processes must be at least 1, got 0"):
         Workers(0)
 
 

@@ -330,7 +330,7 @@ def test_rounding_is_to_the_nearest_number_of_the_type_and_never_leaves_it(dtype
 def test_what_is_no_number_is_neither_added_to_nor_rounded():
     program = Scaled(dtype=torch.int64)
 
-    with pytest.raises(ConfigError, match=r"scaled counts in torch\.int64"):
+    with pytest.raises(ConfigError, match=r"parameters of scaled are torch\.int64"):
         Rounded(EVERY_STEP, torch.bfloat16).disturb(program.start(), program, 0)
 
 
@@ -439,5 +439,5 @@ def test_a_run_that_is_not_kept_cannot_be_gone_back_in():
     beside = Beside(Scaled())
     beside.at(3)
 
-    with pytest.raises(ConfigError, match="iteration 2 was asked for after 3"):
+    with pytest.raises(ConfigError, match="iteration 2 was requested after 3"):
         beside.at(2)

@@ -39,7 +39,7 @@ def test_who_dies_when_is_drawn_by_the_seed_between_a_whole_copy_and_half_of_the
     assert {step for _, step in deaths} == set(range(16, 30))
     assert Rehearsal(script=SCRIPT, workers=4, failures=200, seed=1).deaths(60) == deaths
     assert Rehearsal(script=SCRIPT, workers=4, failures=200, seed=2).deaths(60) != deaths
-    with pytest.raises(ConfigError, match=r"must have more than 33 steps, .* got 33"):
+    with pytest.raises(ConfigError, match=r"needs a training of more than 33 steps, .* got 33"):
         Rehearsal(script=SCRIPT, workers=4).deaths(33)
 
 
@@ -87,10 +87,10 @@ def test_a_loss_that_tells_nothing_and_a_training_that_fails_are_said_in_one_lin
     with monkeypatch.context() as patched:
         pretend(patched, lambda *_: None)
         with pytest.raises(
-            ConfigError, match="the loss falls nowhere after the failures by more than chance; give more"
+            ConfigError, match="after none of the failures does the loss fall by more than its noise; give more"
         ):
             rehearse(Rehearsal(script=SCRIPT, workers=4), lambda line: None)
-    with pytest.raises(ConfigError, match=r"was not done after 0.1 s: it said nothing; try it: holdfast run"):
+    with pytest.raises(ConfigError, match=r"did not finish within 0.1 s: no output; to reproduce it: holdfast run"):
         rehearse(Rehearsal(script=SCRIPT, workers=4, limit_s=0.1), lambda line: None)
     (tmp_path / "fails.py").write_text("raise ValueError('no such thing')\n")
 
@@ -100,7 +100,7 @@ def test_a_loss_that_tells_nothing_and_a_training_that_fails_are_said_in_one_lin
     assert ended.value.code == 2
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "rehearsal: undisturbed"
-    assert "ended with 1: ValueError: no such thing; try it: holdfast run -n 2 " in said[1]
+    assert "ended with exit status 1: ValueError: no such thing; to reproduce it: holdfast run -n 2 " in said[1]
     assert len(said) == 2
 
 

@@ -109,7 +109,7 @@ def test_a_task_whose_line_was_cut_off_is_done_again(tmp_path):
 def test_rows_of_other_settings_are_not_mixed_in(tmp_path):
     carry_out(Counting(), Options(out=tmp_path, seed=1))
 
-    with pytest.raises(ConfigError, match=r"seed = 1, asked was 2; give another --out"):
+    with pytest.raises(ConfigError, match=r"seed = 1, requested 2; give another --out"):
         carry_out(Counting(), Options(out=tmp_path, seed=2))
 
 
@@ -137,9 +137,9 @@ def test_at_its_start_a_study_says_how_long_it_will_take_and_how_it_knows(tmp_pa
     journal.write_text(slow.replace(', "took_s": 600', ""))  # of before it was written down
     carry_out(Counting(), Options(out=tmp_path), told.append)
 
-    assert told[0] == "3 tasks, 3 of them to do, about 5 min, as it was once on two cores"
-    assert again[0] == "3 tasks, 2 of them to do, about 12 min (3 min to 20 min), by what 1 took here"
-    assert "3 tasks, 2 of them to do, about 3 min, as it was once on two cores" in told
+    assert told[0] == "3 tasks, 3 left, about 5 min, estimated from a run on two cores"
+    assert again[0] == "3 tasks, 2 left, about 12 min (3 min to 20 min), estimated from the 1 finished"
+    assert "3 tasks, 2 left, about 3 min, estimated from a run on two cores" in told
     assert told[-1].startswith("[3/3] three; about ")
 
 
@@ -511,7 +511,7 @@ def test_a_framework_that_is_not_installed_says_how_to_get_it():
     missing = Framework(name="torch", environment=".venv-study-nowhere")
 
     assert "make study-peers" in missing.why_not()
-    with pytest.raises(WorkerFailed, match=r"\.venv-study-nowhere is not there"):
+    with pytest.raises(WorkerFailed, match=r"\.venv-study-nowhere does not exist"):
         missing.run({"do": "describe", "seed": 0}, 10.0)
 
 
@@ -545,7 +545,7 @@ def test_a_worker_that_fails_says_why_in_one_line():
 
 @pytest.mark.chaos
 def test_a_worker_that_takes_too_long_is_ended():
-    with pytest.raises(WorkerFailed, match=r"was not done after 0\.01 s"):
+    with pytest.raises(WorkerFailed, match=r"did not finish within 0\.01 s"):
         FRAMEWORKS["torch"].run({"do": "describe", "seed": 0}, 0.01)
 
 

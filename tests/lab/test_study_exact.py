@@ -231,7 +231,7 @@ def test_every_part_is_on_the_page():
     page = render_study({"study": "exact", "settings": {}, "rows": rows, "claims": told, "page": sections(rows)})
 
     titles = re.findall(r"<h2[^>]*>([^<]*)", page)
-    for begin in ("A step with", "More slices", "What a step", "What sums take", "After a kill", "Imbalance", "Where disturbed", "How far"):  # fmt: skip
+    for begin in ("Step time with", "More slices", "Median step", "Memory of", "Goodput after a kill", "Imbalance", "Final accuracy", "Spread of"):  # fmt: skip
         assert len([title for title in titles if title.startswith(begin)]) == 1, begin
     assert "&lt;MPI&gt; is not there" in page
 

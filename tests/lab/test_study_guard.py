@@ -95,14 +95,14 @@ def claim(rows, words):
     ("healed", "missed", "holds"), [(3838, 0, True), (3000, 0, None), (2990, 10, False), (9999, 1, True)]
 )
 def test_99_9_percent_are_healed_if_the_interval_says_so(healed, missed, holds):
-    found = claim([kind(healed, missed)], "in weights of one replica")
+    found = claim([kind(healed, missed)], "in the weights of one replica")
 
     assert found.holds is holds
     assert found.ours == pytest.approx(100 * healed / (healed + missed))
 
 
 def test_what_was_not_tried_is_not_checked():
-    found = claim([kind(0)], "in weights of one replica")
+    found = claim([kind(0)], "in the weights of one replica")
 
     assert (found.holds, found.ours) == (None, None)
 
@@ -146,7 +146,7 @@ def test_cells_of_one_kind_are_put_together_and_what_ended_without_an_answer_is_
     kinds = [one for one in rows if one["part"] == "kind"]
     assert (len(kinds), {one["trials"] for one in kinds}) == (2 * len(TARGETS) + 2, {len(STRATA)})
     assert all("harmful_percent" in one for one in kinds)
-    assert [one["why"] for one in rows if one["status"] != MEASURED] == ["1 trials ended without an answer"]
+    assert [one["why"] for one in rows if one["status"] != MEASURED] == ["1 trials ended without a result"]
 
 
 def test_within_how_many_steps_half_99_of_100_and_all_were_found():
@@ -155,7 +155,7 @@ def test_within_how_many_steps_half_99_of_100_and_all_were_found():
     found = kind_row(FLIPPED, {CRITICAL: rows})
 
     assert [found[f"within_{name}"] for name in ("half", "most", "all")] == [100, 198, 200]
-    assert claim([found], "within a rotation").holds is False
+    assert claim([found], "within a check rotation").holds is False
 
 
 def test_what_was_missed_is_shown_and_counted_bit_by_bit():

@@ -188,7 +188,7 @@ def test_whether_forward_loses_is_judged_over_seeds_and_networks_not_over_cases(
     assert found.ours == pytest.approx(sum(means) / 2)
     assert found.ci is not None
     assert found.ci[1] - found.ci[0] == pytest.approx(0.6 / 2**0.5)
-    assert found.found.startswith("mean of 168 cases, 2 networks. Of the test loss: ")
+    assert found.found.startswith("mean of 168 cases, 2 networks. The test loss is ")
 
 
 def test_cases_that_have_their_seeds_in_common_count_as_one_a_seed():
@@ -366,7 +366,7 @@ def test_a_kill_that_left_nothing_to_take_back_counts_as_not_run(monkeypatch):
     (row,) = measure(real, 0, 0)
 
     assert (row["status"], row["happens"]) == (NOT_RUN, "rollback, 2 buckets averaged, eager")
-    assert "nothing to take back" in row["why"]
+    assert "nothing to undo" in row["why"]
 
 
 # ---------------------------------------------------------------------------------------------

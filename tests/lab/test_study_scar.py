@@ -410,10 +410,10 @@ def test_the_order_of_the_choices_is_held_at_every_r_and_who_is_against_it_is_na
     above, below = claim(rows, "priority saves more"), claim(rows, "round-robin saves more")
 
     assert above.holds is False
-    assert "not so: b, r = 1/2" in above.found
+    assert "below 0: b, r = 1/2" in above.found
     assert above.ours == pytest.approx(-20, abs=1)
     assert below.holds is True
-    assert "the least of 3" in below.found
+    assert "the smallest of 3" in below.found
 
 
 @pytest.mark.parametrize(("hindsight", "holds"), [(1.5, True), (0.5, False)])
@@ -475,7 +475,7 @@ def test_every_kind_of_perturbation_is_on_the_page_and_one_that_left_the_numbers
     assert found.holds is True
     assert found.unit == "violations"
     assert "in 90 runs of 3 kinds" in found.found
-    assert "12 of them left the numbers" in found.found
+    assert "12 of them diverged to NaN or infinity" in found.found
     assert claim([*rows, kind("stale", "3 times", violations=2)], "every kind").holds is False
     assert claim(rows, "Perturbed at every step").holds is None, "one kind decides nothing"
     assert claim(rows * 6, "Perturbed at every step").holds is True
@@ -490,10 +490,10 @@ def test_where_the_undisturbed_run_breaks_its_own_bound_the_page_says_why_and_se
     table = next(section for section in bound_sections(rows) if section["id"] == "irreducible")
 
     assert [row["holds"] for row in table["rows"]] == ["(no)", "(yes)", *["yes"] * 6]
-    assert "mlr-digits: 0.38 where 0.31 were left" in table["note"]
+    assert "mlr-digits: error 0.38, left 0.31" in table["note"]
     found = claim(rows, "Perturbed at every step")
     assert (found.ours, found.holds) == (1.0, True)  # of those whose c is known
-    assert "mlr-digits does not keep it undisturbed either" in found.found
+    assert "mlr-digits exceeds it even without perturbation" in found.found
 
 
 def held(way, **said):
@@ -619,8 +619,8 @@ def test_a_program_whose_data_are_missing_is_reported_and_the_others_are_run(tmp
     ("said", "why"),
     [
         ({"only": ("mlr",)}, "--only must be one of mlr-covertype, .*, got 'mlr'"),
-        ({"only": ("mlr-fashion",)}, "mlr-fashion is run on data from files: .* --data"),
-        ({"model": "cnn"}, "--network is not for this study, got 'cnn'"),
+        ({"only": ("mlr-fashion",)}, "mlr-fashion needs data from files: .* --data"),
+        ({"model": "cnn"}, "--network cannot be used with this study, got 'cnn'"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(tmp_path, said, why):

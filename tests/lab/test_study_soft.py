@@ -211,7 +211,7 @@ def test_a_study_ends_with_rows_claims_and_a_page_and_is_not_done_twice(tmp_path
     ]
     assert {row["platform"] for row in cells} == {"session"}
     assert (tmp_path / TABLE).is_file()
-    assert said[-1].startswith("2 of 2 tasks were done before")
+    assert said[-1].startswith("2 of 2 tasks are already finished")
     shown = {section["id"] for section in sections(results["rows"]) if section["rows"]}
     assert {"quick-harmed", "quick-outcomes", "quick-table", "quick-errors"} <= shown
 

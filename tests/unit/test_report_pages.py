@@ -459,7 +459,7 @@ def test_a_page_of_a_demo_opens_with_the_trade_off_and_shows_every_run():
     assert page.index("time lost: training time") < page.index("<table>")
     assert {"undisturbed", "rollback", "forward", "restart"} <= set(texts(page))
     assert page.count("<svg") == 5
-    assert "Under rollback and restart it ended with the very bits of the undisturbed run" in page
+    assert "With rollback and restart the final weights are bit-identical to those of the failure-free run" in page
     assert page.count('class="same"') == 2
 
 

@@ -1,1 +1,1 @@
-"""Pages of studies, simulations and plans."""
+"""HTML pages of demos, studies, simulations and plans."""

@@ -1,4 +1,4 @@
-"""What a plan's answer means, in sentences that a person can act on. Every number in them is in the answer."""
+"""Turns the result of ``holdfast plan`` into sentences to act on. Every number in them comes from that result."""
 
 from __future__ import annotations
 
@@ -12,44 +12,45 @@ Answer = Mapping[str, Any]
 Row = Mapping[str, Any]
 
 _PARTS = {
-    "lost": ("work that is done again", "make checkpoints cheaper, and then more frequent"),
-    "save": ("checkpoints", "write faster, or copy to memory and write beside training (--snapshot-bytes-per-s)"),
-    "wait": ("waiting for machines", "keep more spares, or have machines back sooner (--repair-s)"),
-    "restart": ("starting the job", "start faster (--restart-s): images that are there, compiled code that is kept"),
-    "detect": ("not knowing of a failure", "look sooner (holdfast run --node-timeout, --hang-timeout)"),
-    "load": ("loading", "read faster (--read-bytes-per-s)"),
-    "regroup": ("regrouping", "measure it on your machines (--from-report)"),
-    "rejoin": ("letting newcomers in", "measure it on your machines (--from-report)"),
+    "lost": ("recomputed steps", "make checkpoints cheaper, and then more frequent"),
+    "save": ("checkpoints", "write faster, or snapshot to memory and write asynchronously (--snapshot-bytes-per-s)"),
+    "wait": ("waiting for replacement nodes", "keep more spares, or repair nodes sooner (--repair-s)"),
+    "restart": ("job starts", "start faster (--restart-s): pre-pulled images, a warm compilation cache"),
+    "detect": ("failure detection", "shorten the timeouts (holdfast run --node-timeout, --hang-timeout)"),
+    "load": ("loading checkpoints", "read faster (--read-bytes-per-s)"),
+    "regroup": ("regrouping the survivors", "measure it on your cluster (--from-report)"),
+    "rejoin": ("admitting replacement workers", "measure it on your cluster (--from-report)"),
 }
-"""What time is lost in, and what to do about it."""
+"""By share of the lost time: its name, and how to reduce it."""
 
 _WORTH_SAYING = 0.002
 
 
 def shown_row(answer: Answer) -> Row:
-    """Return the row of the strategy that is recommended; where it does not matter which, or none works, that of rollback."""
+    """Return the row of the recommended strategy: rollback if all are equally good, or if none works."""
     return next(row for row in answer["rows"] if row["name"] == answer["shown"])
 
 
 def headline(answer: Answer) -> str:
-    """Return what to do, in a sentence or two."""
+    """Return the recommendation, in one or two sentences."""
     row = shown_row(answer)
     if answer["best"] == "none":
         question = answer["question"]
         return (
-            f"Next to nothing gets done with any strategy, goodput {percent(row['goodput'])} at best: a failure comes every {duration(question['mtbf_s'])}, "
-            f"a step takes {duration(question['step_s'])}, a start of the job {duration(question['restart_s'])}."
+            f"No strategy makes useful progress (goodput at best {percent(row['goodput'])}): there is a failure every "
+            f"{duration(question['mtbf_s'])}, a step takes {duration(question['step_s'])}, and starting the job takes "
+            f"{duration(question['restart_s'])}."
         )
     how = (
         f"Use --strategy {answer['shown']}"
         if answer["best"] != "any"
-        else "Any strategy will do: what a failure costs hardly matters"
+        else "Any strategy will do, because failures cost almost nothing"
     )
     return f"{how}, {_interval(row)}. Goodput {_estimate(row, 'goodput')}: {_training(answer, row)}."
 
 
 def command(answer: Answer) -> str:
-    """Return the options of ``holdfast run`` that follow, "" where nothing works."""
+    """Return the recommended ``holdfast run`` command, or "" if no strategy works."""
     if answer["best"] == "none":
         return ""
     row, question = shown_row(answer), answer["question"]
@@ -65,7 +66,7 @@ def command(answer: Answer) -> str:
 
 
 def reasons(answer: Answer) -> list[str]:
-    """Return why, and what else to know, one point a sentence or two."""
+    """Return the reasons for the recommendation and further advice, one or two sentences for each point."""
     points = [
         _failures(answer),
         _costs(answer),
@@ -79,7 +80,7 @@ def reasons(answer: Answer) -> list[str]:
 
 
 def interval_lines(answer: Answer) -> list[dict[str, Any]]:
-    """Return what the formulas say of the interval, one line for all strategies that go back to a checkpoint as often."""
+    """Return the checkpoint intervals from the formulas: one line for all strategies with the same rollback rate."""
     groups: dict[Any, list[Row]] = {}
     for row in answer["rows"]:
         groups.setdefault(row["mtbf_back_s"], []).append(row)
@@ -99,13 +100,13 @@ def interval_lines(answer: Answer) -> list[dict[str, Any]]:
 
 
 def counted(amount: int, what: str) -> str:
-    """Return ``"1 step"``, ``"1,235 steps"``: on a terminal, too."""
+    """Return a count with its noun: ``"1 step"``, ``"1,235 steps"``."""
     return f"{amount:,} {what}{'' if amount == 1 else 's'}"
 
 
 def _interval(row: Row) -> str:
     if not row["save_every"]:
-        return "and no checkpoint is needed for what was asked (keep one a day for what was not)"
+        return "and the failures in this plan need no checkpoint (save one a day against others)"
     return f"with a checkpoint every {duration(row['interval_s'])} ({counted(row['save_every'], 'step')})"
 
 
@@ -116,39 +117,45 @@ def _estimate(row: Row, name: str) -> str:
 def _training(answer: Answer, row: Row) -> str:
     work = duration(answer["question"]["work_s"])
     if row["train_s"] is None:
-        return f"{work} of training never end"
+        return f"{work} of training never finish"
     return f"{work} of training take {duration(row['train_s'])}"
 
 
 def _failures(answer: Answer) -> str:
     question = answer["question"]
     nodes, per_node, share = question["nodes"], question["workers_per_node"], question["whole_job_share"]
-    machines = f"{counted(nodes, 'machine')} of {per_node} workers" if per_node > 1 else counted(nodes, "worker")
-    text = f"A failure comes every {duration(question['mtbf_s'])}: {machines}, each fails once in {duration(question['mtbf_node_s'])}"
+    machines = f"{counted(nodes, 'node')} of {per_node} workers" if per_node > 1 else counted(nodes, "worker")
+    text = (
+        f"There is a failure every {duration(question['mtbf_s'])}: {machines}, each with one failure in "
+        f"{duration(question['mtbf_node_s'])}"
+    )
     if nodes == 1 and per_node > 1:
-        return f"{text}. All workers are in one machine, so nobody survives its loss: spread them over several."
+        return f"{text}. All workers run on one node, so none survives its loss: spread them over several nodes."
     if share:
-        text += f". Of all failures {percent(share, digits=0)} end the whole job, whatever the strategy (every {duration(question['mtbf_s'] / share)})"
+        text += (
+            f". Under every strategy {percent(share, digits=0)} of the failures stop the whole job "
+            f"(one every {duration(question['mtbf_s'] / share)})"
+        )
     return f"{text}."
 
 
 def _costs(answer: Answer) -> str:
-    """Say what one failure costs, by hand: what anybody can add up."""
+    """Return the cost of one failure, from sums that can be checked by hand."""
     question, rows = answer["question"], {row["name"]: row for row in answer["rows"]}
     again, shown = rows["relaunch"], shown_row(answer)
     half_s = again["interval_s"] / 2 if again["save_every"] else 0.0
     started_s = question["detect_s"] + question["restart_s"] + question["load_s"]
     text = (
-        f"Each failure costs a launcher that starts all again about {duration(started_s + half_s)}: {duration(started_s)} until it "
-        f"trains again, and on average half an interval of work ({duration(half_s)})"
+        f"With relaunch, where the launcher restarts the whole job, each failure costs about {duration(started_s + half_s)}: "
+        f"{duration(started_s)} until training resumes, and on average half a checkpoint interval of work ({duration(half_s)})"
     )
     if shown["name"] in ("relaunch", "restart"):
         return f"{text}."
     survived_s = question["detect_s"] + question["regroup_s"] + question["step_s"]
     survived_s += question["rehome_s"] if question["model"] != "replicated" else 0.0
-    joins = f", and {duration(question['regroup_s'] + question['rejoin_s'])} when its place is filled"
+    joins = f", and {duration(question['regroup_s'] + question['rejoin_s'])} more when a replacement joins"
     return (
-        f"{text}. Under {shown['name']} it costs the survivors about {duration(survived_s)}: to know of it, to regroup, "
+        f"{text}. With {shown['name']} it costs the survivors about {duration(survived_s)}: detection, regrouping "
         f"and at most one step{joins}. Goodput of relaunch: {percent(again['goodput'])}."
     )
 
@@ -159,12 +166,13 @@ def _forward(answer: Answer) -> str:
     if answer["best"] == "rollback":
         better = f"{100 * gain:.1f} points better" if gain > 5e-4 else "no faster"
         return (
-            f"forward would be {better}, and goes on without the samples of the dead; rollback loses none, and no bit."
+            f"forward would be {better}, but drops the samples of failed workers. "
+            "rollback loses no sample and stays bit-identical."
         )
     if answer["best"] == "forward":
         return (
-            f"forward is {100 * gain:.1f} points better than rollback here, because a step that is done again is long beside the time "
-            "between failures. It goes on without the samples of the dead; if none may be lost, use rollback."
+            f"forward is {100 * gain:.1f} points better than rollback here, because recomputing a step takes long compared with "
+            "the time between failures. It drops the samples of failed workers; if none may be lost, use rollback."
         )
     return ""
 
@@ -174,19 +182,22 @@ def _around_optimum(answer: Answer) -> str:
     if best is None or answer["best"] == "none":
         return ""
     text = (
-        f"How often to save is no fine art: from {duration(best['good_from_s'])} to {duration(best['good_to_s'])} goodput is within 0.1 "
-        "points of the best that was tried"
+        f"The checkpoint interval need not be exact: from {duration(best['good_from_s'])} to {duration(best['good_to_s'])} "
+        "goodput is within 0.1 points of the best simulated value"
     )
     rows = {row["name"]: row for row in answer["rows"]}
     usual, shown = rows["relaunch"], shown_row(answer)
     if usual["exact_s"] and shown["exact_s"] and shown["exact_s"] > 1.5 * usual["exact_s"]:
         text += (
-            f". Young's formula with all failures in it ({duration(usual['young_s'])}) is for strategies that go back to a checkpoint "
-            f"each time; {shown['name']} does so only every {duration(shown['mtbf_back_s'])}"
+            f". Young's formula over all failures ({duration(usual['young_s'])}) is for strategies that load a checkpoint after "
+            f"each failure; {shown['name']} loads one only every {duration(shown['mtbf_back_s'])}"
         )
     question = answer["question"]
     if shown["mtbf_back_s"] and question["save_s"] > shown["mtbf_back_s"] / 2:
-        text += f". A checkpoint takes {duration(question['save_s'])}, which is long beside {duration(shown['mtbf_back_s'])}: make it cheaper first"
+        text += (
+            f". A checkpoint takes {duration(question['save_s'])}, which is long compared with "
+            f"{duration(shown['mtbf_back_s'])}: make it cheaper first"
+        )
     return f"{text}."
 
 
@@ -197,15 +208,16 @@ def _spares(answer: Answer) -> str:
         away = question["nodes"] * question["repair_s"] / (question["mtbf_node_s"] + question["repair_s"])
         if away < 0.01:
             return ""
-        gone = f"{away:,.2f} {'workers' if per_node == 1 else 'machines'} are away"
+        gone = f"{away:,.2f} {'workers' if per_node == 1 else 'nodes'} are missing"
         return (
-            f"No spares: on average {gone}, and as long as one is, somebody does two slices of each step, "
-            "which then takes twice as long under --split slices; --split even shares it out (other bits)."
+            f"No spares: on average {gone}. While one is missing, another worker computes two slices of each step, "
+            "which then takes twice as long with --split slices; --split even divides the work evenly (other bits)."
         )
-    machines = f" ({counted(-(-spares // per_node), 'machine')})" if per_node > 1 else ""
+    machines = f" ({counted(-(-spares // per_node), 'node')})" if per_node > 1 else ""
     return (
-        f"Keep {counted(spares, 'spare worker')}{machines}, {percent(spares / question['workers'])} more: without any, goodput would be "
-        f"{percent(bare['slices'])} ({percent(bare['even'])} with --split even, which gives other bits), and {percent(bare['relaunch'])} of relaunch, which waits for repairs."
+        f"Keep {counted(spares, 'spare worker')}{machines}, {percent(spares / question['workers'])} more. Without spares "
+        f"goodput would be {percent(bare['slices'])} ({percent(bare['even'])} with --split even, which gives other bits), "
+        f"and {percent(bare['relaunch'])} with relaunch, which waits for repairs."
     )
 
 
@@ -218,11 +230,11 @@ def _what_is_left(answer: Answer) -> str:
     what, then = _PARTS[part]
     others = [f"{_PARTS[name][0]} {percent(value)}" for value, name in shares[1:3] if value >= _WORTH_SAYING]
     rest = f" (then {listing(others)})" if others else ""
-    return f"Most of what is lost is {what}: {percent(share)} of the time{rest}. To mend that: {then}."
+    return f"Most of the lost time goes to {what}: {percent(share)} of all time{rest}. To reduce it: {then}."
 
 
 def _llama(answer: Answer) -> str:
-    """Hold the rate against one that was published; small jobs are of another kind."""
+    """Compare the failure rate with that published for Llama 3; "" below 256 workers, which it says nothing about."""
     question, llama = answer["question"], answer["llama"]
     if question["workers"] < 256:
         return ""
@@ -233,10 +245,10 @@ def _llama(answer: Answer) -> str:
     same = llama["failures"] / ratio
     text = (
         f"For scale: Llama 3 was interrupted {llama['failures']} times in {llama['days']} days on {llama['workers']:,} GPUs, once in "
-        f"{node:.0f} days for each machine of eight; at your rate it would have been {round(same):,} times"
+        f"{node:.0f} days for each node of eight; at your rate it would have been {round(same):,} times"
     )
     if ratio > 2:
-        text += f". If yours is from a data sheet, ask again with --mtbf-node {node:.0f}d"
+        text += f". If your rate is from a data sheet, plan again with --mtbf-node {node:.0f}d"
     if ratio < 0.05:
         text += ". Is that rate right?"
         return text
@@ -244,12 +256,12 @@ def _llama(answer: Answer) -> str:
 
 
 def assumption_lines(known: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """Return option, value, source and reason of each number that a plan stands on."""
+    """Return option, value, source and reason of each number that the plan is computed from."""
     return [(option(one["name"]), shown_value(one["name"], one["value"]), one["source"], one["why"]) for one in known]
 
 
 def option(name: str) -> str:
-    """Return how a number is given on the command line."""
+    """Return the command-line option of a number."""
     if name.startswith("mtbf"):
         name = name.removesuffix("_s")
     return "--" + name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""The results of a demo: its rows, its table on a terminal, its page."""
+"""The results of ``holdfast demo``: its rows, its terminal table and its HTML page."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 def demo_rows(
     reports: Sequence[tuple[str, Mapping[str, Any]]], *, settings: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return what the ``results.json`` of a demo holds: one row per run, compared with the first.
+    """Return the contents of a demo's ``results.json``: one row per run, compared with the first.
 
-    Each row is the run's report with ``name``, ``overhead`` (of its ``train_s``, as a fraction of that of the
-    first run) and ``accuracy_loss`` (how much lower its accuracy is, as a fraction of 1). Both are null for the
-    first run, and where a run has no such number.
+    Each row is the run's report plus ``name``, ``overhead`` (extra ``train_s`` as a fraction of the first run's) and
+    ``accuracy_loss`` (the first run's accuracy minus this run's, as a fraction of 1). Both are null for the first
+    run, and where a run has no such number.
 
     Args:
-        reports: Name and report of each run, the undisturbed one first.
-        settings: What the runs have in common.
+        reports: Name and report of each run, the failure-free one first.
+        settings: The settings that all runs share.
     """
     rows: list[dict[str, Any]] = []
     for name, report in reports:
@@ -59,22 +59,22 @@ def load_results(directory: Path) -> dict[str, Any]:
     """Return the results of the demo in ``directory``.
 
     Raises:
-        ConfigError: if there are none, or if they are not what :func:`~holdfast.report.files.write_results` writes.
+        ConfigError: if there are none, or :func:`~holdfast.report.files.write_results` did not write them.
     """
     path = directory / "results.json"
     if not path.is_file():
-        raise ConfigError(f"there is no results.json in {directory}; `holdfast demo --out {directory}` writes one")
+        raise ConfigError(f"no results.json in {directory}; `holdfast demo --out {directory}` writes one")
     return checked_results(read_json(path), path)
 
 
 def checked_results(results: Any, path: Path) -> dict[str, Any]:
-    """Return what ``path`` holds if it is the results of a demo.
+    """Return ``results``, read from ``path``, if they are the results of a demo.
 
     Raises:
-        ConfigError: if it is not.
+        ConfigError: if they are not.
     """
     if not isinstance(results, dict) or not isinstance(results.get("rows"), list) or not results["rows"]:
-        raise ConfigError(f"{path} is not the results of a demo: it must be an object with a list of rows")
+        raise ConfigError(f"{path} does not hold the results of a demo: it must be an object with a list of rows")
     for place, row in enumerate(results["rows"]):
         if "name" not in checked_report(row, f"{path}, row {place}"):
             raise ConfigError(f"{path}, row {place}: a row of a demo must have a name")
@@ -82,10 +82,10 @@ def checked_results(results: Any, path: Path) -> dict[str, Any]:
 
 
 def page_of(results: Any, path: Path) -> str:
-    """Return the page of the demo that ``path`` holds. The records of its runs are in folders beside it, with their names.
+    """Return the page of the demo in ``path``. The records of each run are beside it, in a folder of the run's name.
 
     Raises:
-        ConfigError: if it is not what a demo writes.
+        ConfigError: if ``path`` does not hold the results of a demo.
     """
     rows = checked_results(results, path)["rows"]
     return render_demo(results, {row["name"]: load_events(path.parent / row["name"]) for row in rows})
@@ -96,7 +96,7 @@ def render_demo(results: Mapping[str, Any], records: Mapping[str, Sequence[Recor
 
     Args:
         results: As :func:`~holdfast_lab.pages.demo.demo_rows` makes them.
-        records: Of each run, by its name; a run without them has no timeline.
+        records: Records by run name; a run without records has no timeline.
     """
     from holdfast.report.figures import timeline
     from holdfast_lab.pages.trade_off import trade_off
@@ -114,7 +114,7 @@ def render_demo(results: Mapping[str, Any], records: Mapping[str, Sequence[Recor
         environment(Path(__file__).parent)
         .get_template("demo.html")
         .render(
-            title=results["settings"].get("title") or "What surviving costs",
+            title=results["settings"].get("title") or "The cost of surviving failures",
             settings={k: v for k, v in results["settings"].items() if k != "title"},
             headline=_demo_headline(results),
             cells=demo_cells(results),
@@ -131,14 +131,14 @@ def _demo_headline(results: Mapping[str, Any]) -> str:
     others = [row["name"] for row in rows[1:] if row["name"] not in same]
     killed = sorted({len(row["failures"]) for row in rows[1:]})
     started = count(rows[0]["workers"]["started"], "worker")
-    text = f"The same training by {started}, once undisturbed"
+    text = f"The same training job on {started}, once without failures"
     if len(rows) > 1:
         amount = f"{killed[0]}" if len(killed) == 1 else f"{killed[0]} to {killed[-1]}"
-        text += f" and {len(rows) - 1} times with {amount} of them killed on the way"
+        text += f" and {len(rows) - 1} times with {amount} of them killed while it ran"
     text += "."
     if same:
-        text += f" Under {listing(same)} it ended with the very bits of the undisturbed run"
-        text += f"; under {listing(others)} with others." if others else "."
+        text += f" With {listing(same)} the final weights are bit-identical to those of the failure-free run"
+        text += f"; with {listing(others)} they differ." if others else "."
     return text
 
 
@@ -159,9 +159,9 @@ def demo_table(results: Mapping[str, Any]) -> Table:
 
 
 def demo_cells(results: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the table of a demo as text, one mapping per run.
+    """Return the cells of a demo's table as text, one mapping per run.
 
-    ``bits`` is ``"reference"`` for the first run, and for the others ``"same"`` or ``"differs"``.
+    ``bits`` is ``"reference"`` for the first run, and ``"same"`` or ``"differs"`` for every other run.
     """
     rows = results["rows"]
     reference = rows[0]["replicas"]["sha256"]

@@ -1,4 +1,4 @@
-"""A map: who wins where, over two quantities."""
+"""Draws a heat map over two quantities: the best strategy in each cell."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _FIELD_IN = 0.62
 
 
 def winners(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a field for each row, ``section["text"]`` in it, as dark as ``section["shade"]`` is large. There is at least one row.
+    """Return the map as SVG: a cell for each row, with the text in column ``text``, darker for a larger ``shade``.
 
-    ``x`` and ``y`` are ``[key, name]`` of the two axes, whose values stand as they come, from left to right and from top to bottom.
+    ``x`` and ``y`` are ``[key, name]`` of the two axes. Their values keep the order of the rows, from left to right and
+    from top to bottom. ``rows`` must not be empty.
     """
     (x, x_name), (y, y_name) = section["x"], section["y"]
     across, down = list(dict.fromkeys(row[x] for row in rows)), list(dict.fromkeys(row[y] for row in rows))

@@ -1,4 +1,4 @@
-"""The pictures of a study: stacked bars, lines over a number of workers, and points with intervals."""
+"""The plots of a study: stacked bars, lines over the number of workers, and points with intervals."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _NAMES_IN = 1.9
 _BAR_IN = 0.3
 _LEGEND_COLUMNS, _LEGEND_ROW_IN = 4, 0.22
 _MARK_IN, _LETTER_IN = 0.6, 0.075
-"""What an entry of a legend takes beside its letters; and a letter, of any words, at most."""
+"""Width of a legend entry without its text, and of one character of text at most."""
 _KEY_IN = 2.1
 
 
 def stacked_bars(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return horizontal bars, one a group, stacked from the medians of ``section["values"]``; "" if there is none.
+    """Return horizontal bars as SVG, one per group, stacked from the medians of ``section["values"]``; "" if all are 0.
 
-    With ``range``, a line goes from the least sum of a group's rows to the greatest. With ``whole`` all bars are as long as that
-    many, which is then not written behind each.
+    With ``range``, a line runs from the smallest to the largest total of a group's rows. With ``whole``, every bar is
+    that long, and no total is written behind it.
     """
     groups = _told_apart(rows, section["by"])
     if not any(row.get(key) for row in rows for key, _ in section["values"]):
@@ -78,7 +78,10 @@ def stacked_bars(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) 
 
 
 def workers_lines(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line for each series over ``section["x"]``, both axes logarithmic; what is not measured is hollow. "" without rows."""
+    """Return a line per series over ``section["x"]`` as SVG, on logarithmic axes; "" without rows.
+
+    Rows that were not measured have hollow markers.
+    """
     rows = [row for row in rows if row.get(section["y"][0]) is not None]
     if not rows:
         return ""
@@ -99,7 +102,7 @@ def workers_lines(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
 
 
 def _look(place: int, size: float) -> dict[str, Any]:
-    """Return how the series at a place is marked: in another colour than the one before, and no two alike in both."""
+    """Return colour and marker of a series: neighbours differ in colour, and no two series share both."""
     rounds, color = divmod(place, len(_PALETTE))
     return {"color": _PALETTE[color], "marker": _MARKS[(place + rounds) % len(_MARKS)], "markersize": size}
 
@@ -123,10 +126,10 @@ def _draw_series(
 
 
 def scattered(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a point for each row, with its interval if it has one, and its ``label`` beside it. "" without rows.
+    """Return a point per row as SVG, with its interval if it has one, and its ``label`` beside it; "" without rows.
 
-    ``interval`` names the columns of the two ends; ``band`` a range of y to shade, ``limits`` where its axis ends; ``log`` the axes that are
-    logarithmic; ``curves`` are ``[name, xs, ys]`` each, drawn through.
+    ``interval`` names the columns of the two ends, ``band`` is a range of y to shade, ``limits`` is the range of the
+    y axis, ``log`` lists the logarithmic axes, and ``curves`` are lines to draw, ``[name, xs, ys]`` each.
     """
     (x, x_name), (y, y_name) = section["x"], section["y"]
     rows = [row for row in rows if row.get(x) is not None and row.get(y) is not None]
@@ -148,7 +151,7 @@ def scattered(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
         for axis in section.get("log", ()):
             getattr(axes, f"set_{axis}scale")("log")
             getattr(axes, f"{axis}axis").set_major_formatter(lambda value, _: f"{value:g}")
-            # Within a decade these are labelled too, by default in a script of their own that is no text.
+            # Matplotlib labels minor ticks in mathtext by default, which does not end up as text in the SVG.
             getattr(axes, f"{axis}axis").set_minor_formatter(
                 lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else ""
             )
@@ -161,9 +164,9 @@ def scattered(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def interval_lines(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line for each group, with a point and its interval for each series on it, over ``x``. "" without rows.
+    """Return a line per group over ``x`` as SVG, on it a point with its interval per series; "" without rows.
 
-    ``interval`` names the columns of the two ends; ``band`` a range of x to shade; ``limits`` where the axis ends.
+    ``interval`` names the columns of the two ends, ``band`` is a range of x to shade, ``limits`` the range of the axis.
     """
     x, x_name = section["x"]
     rows = [row for row in rows if row.get(x) is not None]
@@ -195,7 +198,7 @@ def interval_lines(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 
 
 def _told_apart(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Mapping[str, Any]]]:
-    """Return the rows by what of ``names`` is not the same in all; by all of them where there is one group only."""
+    """Return the rows grouped by those of ``names`` whose values differ; by all of them if none does."""
     differ = [name for name in names if len(grouped(rows, [name])) > 1] or names
     return {" ".join(key): group for key, group in grouped(rows, differ).items()}
 
@@ -205,7 +208,7 @@ def _key(row: Mapping[str, Any], names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _ends(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float]] | None:
-    """Return how far the ends of each row's interval are from its value."""
+    """Return the distances of each row's value from both ends of its interval, as matplotlib's error bars take them."""
     if "interval" not in section:
         return None
     ends = [[row[end] if row.get(end) is not None else row[key] for row in rows] for end in section["interval"]]

@@ -1,4 +1,4 @@
-"""Rows of results, grouped by what they have in common: for tables and for pictures."""
+"""Grouping of result rows, for tables and plots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def grouped(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
-    """Return the rows by their values of ``names``, as text, in the order in which they come."""
+    """Return the rows grouped by their values of ``names`` (as text), in the order of first appearance."""
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(tuple(as_name(row.get(name)) for name in names), []).append(row)
@@ -17,7 +17,7 @@ def grouped(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[tup
 
 
 def as_name(value: Any) -> str:
-    """Return a value as the name of a line; "" for None."""
+    """Return a value as the label of a line; "" for None."""
     return "" if value is None else str(value)
 
 
@@ -28,5 +28,5 @@ def middle(values: Sequence[Any]) -> float | None:
 
 
 def row_id(section: str, values: Sequence[str]) -> str:
-    """Return the anchor of a line of a table."""
+    """Return the HTML anchor of a table line."""
     return re.sub(r"[^a-z0-9]+", "-", "-".join((section, *values)).lower()).strip("-")

@@ -1,4 +1,4 @@
-"""The page of a scenario or of a plan, from ``results.json`` alone."""
+"""The page of a simulated scenario or of a plan, rendered from ``results.json`` alone."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Row = dict[str, Any]
 Results = Mapping[str, Any]
 
 KINDS = ("scenario", "plan")
-"""What ``results.json`` has under ``"simulated"``."""
+"""Values of ``"simulated"`` in ``results.json``."""
 
 _PARTS = {
-    "lost": "again",
+    "lost": "recompute",
     "save": "save",
     "detect": "detect",
     "regroup": "regroup",
@@ -33,14 +33,14 @@ _PARTS = {
 
 
 def page_of(results: dict[str, Any], path: Path) -> str:
-    """Return the page of the simulation that ``path`` holds.
+    """Return the page of the simulation in ``path``.
 
     Raises:
-        ConfigError: if it is not what a simulation writes.
+        ConfigError: if ``path`` does not hold the results of a simulation.
     """
     needed = {"simulated": str, "title": str, "rows": list, "settings": dict}
     needed |= {"known": list, "map": list, "question": dict} if results["simulated"] == "plan" else {}
-    where = f"{path} is not the results of a simulation"
+    where = f"{path} does not hold the results of a simulation"
     if results["simulated"] not in KINDS:
         raise ConfigError(f"{where}: 'simulated' is missing or of the wrong type")
     check_keys(results, needed, where)
@@ -48,10 +48,10 @@ def page_of(results: dict[str, Any], path: Path) -> str:
 
 
 def render_simulated(results: Results) -> str:
-    """Return the page.
+    """Return the page of a simulation or a plan.
 
     Args:
-        results: What ``results.json`` holds.
+        results: The contents of ``results.json``.
     """
     is_plan = results["simulated"] == "plan"
     rows = [shown_cells(row) for row in results["rows"]]
@@ -74,7 +74,7 @@ def render_simulated(results: Results) -> str:
 
 
 def shown_cells(row: Mapping[str, Any]) -> Row:
-    """Return a row with its numbers in words beside them: ``goodput_shown`` and so on, with their 95 % intervals."""
+    """Return a row with its numbers also as text: ``goodput_shown`` and so on, with their 95 % intervals."""
     save = (
         f"{duration(row['interval_s'])} ({advice.counted(row['save_every'], 'step')})" if row["save_every"] else "never"
     )
@@ -95,7 +95,7 @@ def shown_cells(row: Mapping[str, Any]) -> Row:
 
 
 def columns(results: Results) -> list[tuple[str, str]]:
-    """Return what is shown of each row: key and heading."""
+    """Return the columns of the strategy table: key and heading."""
     per_day = results["simulated"] == "plan"
     return [
         ("saves_shown", "checkpoint every"),
@@ -108,7 +108,7 @@ def columns(results: Results) -> list[tuple[str, str]]:
 
 
 def map_table(cells: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return the map as text: heads, and a line for each mean time between failures of a machine."""
+    """Return the map as text: headings, and a line for each mean time between failures of a node."""
     sizes = list(dict.fromkeys(cell["workers"] for cell in cells))
     lines: dict[str, list[str]] = {}
     for cell in cells:
@@ -117,12 +117,12 @@ def map_table(cells: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[
 
 
 def _train(row: Mapping[str, Any]) -> str:
-    if "train_s" not in row:  # of a scenario: the time until the job was done, or until nobody looked any more
+    if "train_s" not in row:  # a scenario: it ends when the job finishes, or at the simulated horizon
         if row["steps_asked"] is None:
             return DASH
         if row["finished"] == 0:
-            return f"not done in {duration(row['horizon_s'])}"
-        late = "" if row["finished"] == 1 else f", {percent(1 - row['finished'], digits=0)} not done"
+            return f"not finished in {duration(row['horizon_s'])}"
+        late = "" if row["finished"] == 1 else f", {percent(1 - row['finished'], digits=0)} not finished"
         return f"{duration(row['total_s'])} ({_between(row, 'total_s')}{late})"
     if row["train_s"] is None:
         return "never"
@@ -164,9 +164,9 @@ def _lead(results: Results) -> str:
         return f"{best['name']}: goodput {percent(best['goodput'])}."
     close = [row for row in others if row["goodput_high"] >= best["goodput_low"]]
     text = f"{best['name']} has the highest goodput, {percent(best['goodput'])}"
-    text += f"; {', '.join(row['name'] for row in close)} cannot be told from it" if close else ""
+    text += f"; {', '.join(row['name'] for row in close)}: no significant difference" if close else ""
     worst = min(others, key=lambda row: row["goodput"])
-    return f"{text}. The lowest has {worst['name']}, {percent(worst['goodput'])}."
+    return f"{text}. {worst['name']} has the lowest, {percent(worst['goodput'])}."
 
 
 # -- sections
@@ -190,8 +190,8 @@ def _table(heads: Sequence[tuple[str, str]]) -> dict[str, Any]:
     return {
         "kind": "table",
         "id": "strategies",
-        "title": "Strategies side by side",
-        "note": "Simulated. In brackets 95 % intervals of the mean. All met the same failures.",
+        "title": "Strategies compared",
+        "note": "Simulated. 95 % intervals of the mean in brackets. Every strategy was given the same failures.",
         "where": {},
         "by": ["name"],
         "columns": [[key, heading, "text"] for key, heading in heads],
@@ -202,9 +202,10 @@ def _bars(rows: Sequence[Row]) -> list[dict[str, Any]]:
     bars = {
         "kind": "bars",
         "id": "time",
-        "title": "Where the time goes that is not useful",
-        "note": "Simulated. again: work that was lost and is done once more; save, detect, regroup, load, start, rejoin: training is held for it; "
-        "wait: too few workers are there. The rest of 100 % is work that counts, some of it with fewer workers than all.",
+        "title": "Where lost time goes",
+        "note": "Simulated. recompute: steps that were lost and are computed again; save, detect, regroup, load, start, "
+        "rejoin: training is blocked by it; wait: too few workers are available. The rest up to 100 % is useful "
+        "work, some of it with fewer workers.",
         "where": {},
         "by": ["name"],
         "values": [[f"{part}_percent", name] for part, name in _PARTS.items()],
@@ -217,19 +218,20 @@ def _interval_sections(results: Results) -> list[dict[str, Any]]:
     table = {
         "kind": "table",
         "id": "interval",
-        "title": "How often to save",
-        "note": "Work between two checkpoints: by Young's and Daly's formulas, where Daly's model is smallest (exact), and as simulated, with "
-        "the range in which goodput is within 0.1 points of the best. Failures that lead back to a checkpoint are those that count.",
+        "title": "Checkpoint interval",
+        "note": "Work between two checkpoints: from Young's and Daly's formulas, at the minimum of Daly's model (exact), and "
+        "as simulated, with the range where goodput is within 0.1 points of the best. Only failures after which "
+        "a checkpoint is loaded count.",
         "where": {},
         "by": ["strategies"],
         "rows": advice.interval_lines(results),
         "columns": [
-            ["back", "back to one every", "text"],
+            ["back", "loads one every", "text"],
             ["young", "Young", "text"],
             ["daly", "Daly", "text"],
             ["exact", "exact", "text"],
             ["simulated", "simulated", "text"],
-            ["range", "as good as", "text"],
+            ["range", "equally good", "text"],
         ],
     }
     if results["optimum"] is None:
@@ -246,7 +248,7 @@ def _interval_sections(results: Results) -> list[dict[str, Any]]:
         "kind": "points",
         "id": "tried",
         "title": f"Goodput of {results['shown']} over the interval",
-        "note": "Simulated, each with the same failures, so differences are surer than the intervals of 95 % look.",
+        "note": "Simulated, each with the same failures, so differences are more certain than the 95 % intervals suggest.",
         "where": {},
         "rows": tried,
         "x": ["minutes", "work between two checkpoints, minutes"],
@@ -278,19 +280,20 @@ def _map_section(results: Results) -> dict[str, Any]:
     return {
         "kind": "map",
         "id": "map",
-        "title": "Who wins where",
+        "title": "Best strategy by workers and node failure rate",
         "note": MAP_NOTE,
         "where": {},
         "rows": cells,
         "x": ["workers", "workers"],
-        "y": ["mtbf", "a machine fails once in"],
+        "y": ["mtbf", "MTBF of a node"],
         "shade": "gain",
         "text": "text",
     }
 
 
 MAP_NOTE = (
-    "Simulated: the winner of rollback, forward and relaunch, its goodput in %, and behind the bar that of relaunch. any: relaunch is less than "
-    "half a point behind; none: nothing gets done. Step and checkpoint take as long everywhere; spares are as many as suffice."
+    "Simulated: the best of rollback, forward and relaunch, its goodput in %, and after the bar that of relaunch. "
+    "any: relaunch is less than half a point behind; none: no useful progress. Step and checkpoint times are the "
+    "same everywhere; there are enough spares."
 )
-"""What the fields of the map mean."""
+"""Explains the cells of the map."""

@@ -1,19 +1,19 @@
-"""The page of a study: its claims, its tables and its pictures, from ``results.json`` alone.
+"""The page of a study: its claims, tables and plots, rendered from ``results.json`` alone.
 
-A study says under ``page`` how its rows are shown, section by section:
+The study's ``page`` lists the sections. The kind of a section is one of these:
 
-* ``table``: rows that agree in ``by`` are one line; a column is ``[key, heading, unit]``, numbers are medians; where they are
-  texts or counts of something, a fourth word says of what: ``[key, heading, "text", "iterations"]``;
-* ``bars``: a bar for each group in ``by``, named by what of it is not the same in all, stacked from the medians of ``values``,
-  ``[key, name]`` each; ``range`` adds that of the rows' sums;
-* ``lines``: a line for each group in ``series`` over ``x``; rows that are not ``measured`` are hollow;
+* ``table``: one line for all rows with the same values of ``by``; a column is ``[key, heading, unit]``, and numbers are
+  medians; a column of texts or counts has a fourth item, the thing counted: ``[key, heading, "text", "iterations"]``;
+* ``bars``: a bar for each group in ``by``, labelled by the values that differ between groups, stacked from the medians
+  of ``values``, ``[key, name]`` each; ``range`` adds the range of the rows' totals;
+* ``lines``: a line for each group in ``series`` over ``x``; rows that are not ``measured`` have hollow markers;
 * ``points``: a point for each row at ``x`` and ``y``, with its ``interval``, coloured by ``series``;
 * ``intervals``: a line for each group in ``by``, on it a point for each row, at ``x``, with its ``interval``;
-* ``map``: a field for each row at ``x`` and ``y``, as dark as ``shade`` is large, with ``text`` in it;
-* ``list``: sentences, each with the ``section`` and the ``row`` that it stands on.
+* ``map``: a cell for each row at ``x`` and ``y``, darker for a larger ``shade``, with ``text`` in it;
+* ``list``: sentences, each linked to its evidence: the ``section`` and the ``row``.
 
-``where`` chooses rows by the values that they must have; a section that shows what follows from many rows brings
-``rows`` of its own.
+``where`` selects the rows with the given values. A section that shows numbers derived from many rows has ``rows`` of
+its own.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ from holdfast_lab.pages.rows import as_name, grouped, middle, row_id
 
 _MEASURED = "measured"
 _MANY = 40
-"""A table with more lines is folded up."""
+"""A table with more lines than this is collapsed."""
 SHARE = "share"
-"""The unit of a number from 0 to 1 that is shown in percent."""
+"""Unit of a number from 0 to 1 that is displayed in percent."""
 
 
 def page_of(results: dict[str, Any], path: Path) -> str:
-    """Return the page of the study that ``path`` holds.
+    """Return the page of the study in ``path``.
 
     Raises:
-        ConfigError: if it is not what a study writes.
+        ConfigError: if ``path`` does not hold the results of a study.
     """
-    check_keys(results, {"settings": dict, "rows": list, "claims": list}, f"{path} is not the results of a study")
+    check_keys(
+        results, {"settings": dict, "rows": list, "claims": list}, f"{path} does not hold the results of a study"
+    )
     return render_study(results)
 
 
@@ -51,7 +53,7 @@ def render_study(results: Mapping[str, Any]) -> str:
     """Return the page of a study.
 
     Args:
-        results: What its ``results.json`` holds.
+        results: The contents of its ``results.json``.
     """
     shown = [shown_section(section, results["rows"]) for section in results.get("page", ())]
     settings = {name: text for name, value in results["settings"].items() if (text := _listed(value))}
@@ -71,7 +73,7 @@ def render_study(results: Mapping[str, Any]) -> str:
 
 
 def claim_lines(results: Mapping[str, Any]) -> list[str]:
-    """Return each claim with its verdict, for a terminal."""
+    """Return each claim with its verdict, as lines for a terminal."""
     lines = []
     for claim in results["claims"]:
         shown = _claim(claim)
@@ -104,7 +106,7 @@ def _end(value: float | None, unbounded: str, unit: str) -> str:
 
 
 def shown_section(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return what the template shows, None if there is nothing to show."""
+    """Return a section as the template takes it, None if there is nothing to show."""
     if section["kind"] == "list":
         items = [{"text": item["text"], "link": row_id(item["section"], item["row"])} for item in section["items"]]
         return {**section, "items": items} if items else None
@@ -153,7 +155,7 @@ def _table(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dic
 
 
 def _shown_unit(kind: str, unit: str = "") -> str:
-    """Return what stands below the heading of a column; a percentage has its sign in every cell."""
+    """Return the unit below a column's heading; "" for percentages, which have their sign in every cell."""
     return unit or (kind if kind in ("ms", "s", "MB") else "")
 
 

@@ -1,4 +1,4 @@
-"""The picture of a demo: what each run lost in accuracy against what it lost in time."""
+"""The scatter plot of a demo: accuracy lost against time lost, one point per run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _LEFT_IN = 0.38
-"""Room for the numbers of the axis."""
+"""Room for the tick labels of the y axis."""
 _RIGHT_IN = 0.1
 
 
 def trade_off(results: Mapping[str, Any]) -> str:
-    """Return what each run of a demo lost in accuracy against what it lost in time; "" if nothing can be compared.
+    """Return a scatter plot as SVG: accuracy lost against time lost of each run; "" if no run has both numbers.
 
     Args:
-        results: As :func:`~holdfast_lab.pages.demo.demo_rows` makes them; the undisturbed run is the origin.
+        results: As :func:`~holdfast_lab.pages.demo.demo_rows` returns them; the failure-free run is the origin.
     """
     rows = [r for r in results["rows"][1:] if r.get("overhead") is not None and r.get("accuracy_loss") is not None]
     if not rows:
@@ -42,7 +42,7 @@ def trade_off(results: Mapping[str, Any]) -> str:
 
 def _draw_plane(axes: Axes, spots: Sequence[tuple[float, float]]) -> None:
     xs, ys = [0.0, *(x for x, _ in spots)], [0.0, *(y for _, y in spots)]
-    # Below a few percent it is the machine that speaks, not the strategy: do not blow that up to a picture.
+    # Differences below a few percent are noise of the machine, not effects of the strategy: do not magnify them.
     wide, high = max(max(xs) - min(xs), 5.0), max(max(ys) - min(ys), 0.5)
     axes.set_xlim(min(xs) - 0.06 * wide, min(xs) + 1.2 * wide)
     axes.set_ylim(min(ys) - 0.2 * high, min(ys) + 1.15 * high)
@@ -54,9 +54,9 @@ def _draw_plane(axes: Axes, spots: Sequence[tuple[float, float]]) -> None:
     axes.tick_params(length=0)
     axes.xaxis.set_major_formatter(lambda x, _: f"{plain(x)} %")
     axes.yaxis.set_major_formatter(lambda y, _: plain(y))
-    axes.set_xlabel("time lost: training time over the undisturbed run")
+    axes.set_xlabel("time lost: training time over that of the failure-free run")
     axes.set_title(
-        "accuracy lost, percentage points below the undisturbed run", loc="left", fontsize=9, color=style.SOFT
+        "accuracy lost, percentage points below the failure-free run", loc="left", fontsize=9, color=style.SOFT
     )
 
 

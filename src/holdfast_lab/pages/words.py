@@ -1,4 +1,4 @@
-"""Numbers in words, as the pages of the lab say them."""
+"""Formats durations and percentage points for the pages of the lab."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SPANS = (
     ("s", 1.0, 1.0),
     ("ms", 1e-3, 1e-3),
 )
-"""Unit, its seconds, and from where on it is used."""
+"""Unit, its length in seconds, and the smallest value in seconds that is shown in it."""
 
 
 def duration(value: float | None) -> str:
-    """Return a time of any length in the unit that fits, with three digits: ``"250 ms"``, ``"21.4 h"``, ``"5 y"``; or a dash."""
+    """Return a duration in the unit that fits, with three digits: ``"250 ms"``, ``"21.4 h"``, ``"5 y"``; a dash for None."""
     if value is None:
         return DASH
     if not math.isfinite(value):
@@ -31,5 +31,5 @@ def duration(value: float | None) -> str:
 
 
 def points(value: float | None) -> str:
-    """Return a fraction in percentage points, or a dash."""
+    """Return a fraction in percentage points, a dash for None."""
     return percent(value, signed=True, digits=2).replace(" %", " pp")

@@ -1,6 +1,6 @@
-"""One experiment a file: what a paper measured, on this code.
+"""Experiments that repeat the measurements of a paper with this code.
 
-``STUDIES`` says which there are; ``holdfast study --list`` prints it.
+``STUDIES`` lists them by name; ``holdfast study --list`` prints the list.
 """
 
 from __future__ import annotations
@@ -20,4 +20,4 @@ STUDIES: dict[str, Study] = {
     study.name: study
     for study in (CheckpointCost(), Exact(), Guard(), Parallelism(), Resilience(), Scar(), SoftErrors())
 }
-"""Every study by its name."""
+"""All studies by name."""

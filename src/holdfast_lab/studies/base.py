@@ -1,7 +1,7 @@
-"""What a study is, and carrying one out: task by task, so that an interrupted one goes on where it was.
+"""The interface of a study, and the runner that executes its tasks one by one and can resume after an interruption.
 
-``DIR/rows.jsonl`` has a first line that says what was asked, and one line a finished task. A task that was
-not finished is done again as a whole; nothing that was measured is measured twice.
+The first line of ``DIR/rows.jsonl`` holds the study's settings, and each further line a finished task. An unfinished
+task is repeated as a whole; a finished one is never measured again.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ Row = dict[str, Any]
 
 JOURNAL = "rows.jsonl"
 _NAMED = 12
-"""So many tasks that are missing are named one by one."""
+"""Up to this many missing tasks are listed by name."""
 _WIDE = 1.5
-"""Bounds of what is left are told where they are further apart than this."""
+"""The bounds of the remaining time are shown if their ratio is above this."""
 
 MEASURED = "measured"
 EXTRAPOLATED = "extrapolated"
 NOT_RUN = "not run"
 
 SHARE = "share"
-"""The unit of a number from 0 to 1 that is a part of a whole."""
+"""Unit of a fraction from 0 to 1 of a whole."""
 
-NOT_CHECKED = "not checked: nothing was run that tells"
+NOT_CHECKED = "not checked: no run of this study measures it"
 
 _TELLING = 0.5
-"""A claim holds by a share of runs only if its interval is narrower than this: an interval that reaches below a half does not
-exclude chance. With the exact interval it takes six runs of six."""
+"""A claim about a share of runs holds only if its interval is narrower than this: an interval that reaches below a half
+does not exclude chance. With the exact interval this takes six runs of six."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a user asked for.
+    """The options of ``holdfast study``.
 
     Args:
-        out: Where results go.
-        data: Where datasets are that are read from files; None if nothing was said.
-        quick: Measure as much as fits into a minute.
-        seed: Of everything that is drawn.
+        out: Directory for the results.
+        data: Directory of datasets that are read from files; None if not given.
+        quick: Measure only as much as takes about a minute.
+        seed: Seed of all random draws.
         only: Frameworks, or kinds of parallelism; empty: all.
-        repetitions: Of each measurement, ``>= 1``; None: as many as the study finds right.
+        repetitions: Repetitions of each measurement, ``>= 1``; None: the study's own number.
         model: The only network to measure; "" leaves the choice to the study.
     """
 
@@ -67,11 +67,11 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A part of a study that is done as a whole.
+    """A part of a study that is executed and saved as a whole.
 
     Args:
         key: Its name, unique in the study.
-        run: Does it; gets the rows of the tasks before it.
+        run: Executes it, given the rows of all earlier tasks, and returns its rows.
     """
 
     key: str
@@ -80,21 +80,21 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A statement of a paper, and what we found.
+    """A claim of a paper, and our result.
 
     Args:
-        claim: In one sentence.
-        source: Where it comes from.
-        paper: The number it gives, None if it gives none.
-        ours: The number that we found, None if it was not measured.
-        unit: Of all numbers of the claim, as it stands behind them: ``%``, ``points``; :data:`SHARE` is shown in percent;
-            "" for a number that has none.
-        ci: Its 95 % confidence interval, an end of it infinite where the data set none; None if there is no interval.
-        holds: Whether it does; None if it was not checked. A claim with too little evidence is undecided, which is None, too: one
-            on a single run, and one that would hold by a share of runs with an interval wider than a half. A single run in which
-            it is not so refutes a claim about all runs.
-        found: In words.
-        runs: Number of runs, or pairs of runs, behind an interval that is not of a share.
+        claim: The claim in one sentence.
+        source: Its source.
+        paper: The paper's number, None if it gives none.
+        ours: Our number, None if it was not measured.
+        unit: Unit of all numbers of the claim, as displayed after them: ``%``, ``points``; :data:`SHARE` is displayed in
+            percent; "" for a number without unit.
+        ci: 95 % confidence interval of our number, an end infinite where the data do not bound it; None without interval.
+        holds: Whether the claim holds; None if it was not checked, or if there is too little evidence: from a single
+            run, or a share of runs whose interval is wider than a half. One counterexample refutes a claim about all
+            runs.
+        found: The result in words.
+        runs: Number of runs, or of pairs of runs, behind an interval that is not that of a share.
     """
 
     claim: str
@@ -112,7 +112,7 @@ class Claim:
             object.__setattr__(self, "holds", None)
 
     def _share_width(self) -> float:
-        """Return the width of the interval of a share of runs that is all or none of them; 0 for any other interval."""
+        """Return the width of the interval of a share of runs that is 0 or 1; 0 for any other interval."""
         whole = {SHARE: 1.0, "%": 100.0}.get(self.unit)
         if whole is None or self.ci is None:
             return 0.0
@@ -129,79 +129,79 @@ class Claim:
         unit: str | None = None,
         runs: int | None = None,
     ) -> Claim:
-        """Return the same statement with what was found; ``unit`` is what it was, unless given."""
+        """Return this claim with a result; the unit is kept unless ``unit`` is given."""
         unit = self.unit if unit is None else unit
         return replace(self, ours=ours, holds=holds, found=found, ci=ci, unit=unit, runs=runs)
 
     def judged_by_count(self, good: int, tries: int, found: str, holds: bool | None = None) -> Claim:
-        """Return the same statement with a share in percent and Wilson's interval; it holds if all are good, unless given."""
+        """Return this claim with a share in percent and Wilson's interval; by default it holds if all tries are good."""
         ours, ci = in_percent(good, tries)
         return self.judged(ours, good == tries if holds is None else holds, found, ci=ci, unit="%")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as it stands in ``results.json``."""
-        # JSON has no infinity: an end that there is not is null.
+        """Return the claim as ``results.json`` stores it."""
+        # JSON has no infinity: an unbounded end is null.
         ci = None if self.ci is None else [end if math.isfinite(end) else None for end in self.ci]
         names = ("claim", "source", "paper", "ours", "unit")
         return {name: getattr(self, name) for name in names} | {"ci": ci, "holds": self.holds, "found": self.found}
 
 
 def statement(claim: str, source: str, paper: float | None = None, unit: str = "", found: str = NOT_CHECKED) -> Claim:
-    """Return a claim that nothing was run for yet; :meth:`Claim.judged` says what was found."""
+    """Return a claim without a result; :meth:`Claim.judged` adds one."""
     return Claim(claim=claim, source=source, paper=paper, unit=unit, found=found)
 
 
 def in_percent(good: int, tries: int) -> tuple[float, tuple[float, float]]:
-    """Return a share of tries, and Wilson's 95 % interval of it, both in percent."""
+    """Return the share of good tries and its Wilson 95 % interval, both in percent."""
     low, high = wilson(good, tries)
     return 100 * good / tries, (100 * low, 100 * high)
 
 
 class Study(Protocol):
-    """An experiment that can be repeated."""
+    """A repeatable experiment."""
 
     name: str
-    """On the command line."""
+    """The name on the command line."""
     title: str
     paper: str
     """Authors, title, year, number."""
     intervals: str
-    """Where its 95 % intervals come from, in a sentence for the page."""
+    """How its 95 % intervals are computed, in a sentence for the page."""
     task_s: float
-    """What a task of the whole study takes on the average, seconds: as it was on two cores."""
+    """Average seconds per task of the whole study, measured on two cores."""
     quick_task_s: float
-    """The same with ``--quick``."""
+    """Average seconds per task with ``--quick``."""
 
     def settings(self, options: Options) -> dict[str, Any]:
-        """Return what decides about the numbers: another value makes it another study."""
+        """Return the settings that determine the results: another value makes it another study."""
         ...
 
     def tasks(self, options: Options) -> list[Task]:
-        """Return what is to be done, in order."""
+        """Return all tasks, in order of execution."""
         ...
 
     def left_out(self, options: Options) -> list[str]:
-        """Return what is not done, in sentences."""
+        """Return what the study leaves out, in sentences."""
         ...
 
     def claims(self, rows: Sequence[Row], seed: int) -> list[Claim]:
-        """Hold the claims against the rows."""
+        """Return every claim with its result from the rows."""
         ...
 
     def page(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """Return the sections of the page; :func:`holdfast_lab.pages.study.render_study` says what a section may be."""
+        """Return the sections of the page; :mod:`holdfast_lab.pages.study` documents them."""
         ...
 
 
 def check_parts(only: Sequence[str], known: Collection[str]) -> None:
-    """Make sure that all parts of a study that are asked for are there.
+    """Check that all requested parts of a study exist.
 
     Args:
-        only: What was given with ``--only``.
-        known: What there is.
+        only: The values of ``--only``.
+        known: All parts of the study.
 
     Raises:
-        ConfigError: if one is not.
+        ConfigError: if a requested part does not exist.
     """
     for name in only:
         if name not in known:
@@ -209,21 +209,21 @@ def check_parts(only: Sequence[str], known: Collection[str]) -> None:
 
 
 def parts_left_out(only: Sequence[str], known: Collection[str]) -> list[str]:
-    """Return in a sentence which parts of a study are not done because others were asked for; none if all are done."""
+    """Return a sentence that lists the parts excluded by ``--only``; an empty list if none is excluded."""
     missing = [name for name in known if only and name not in only]
     return [f"Parts: {', '.join(missing)}."] if missing else []
 
 
 def carry_out(study: Study, options: Options, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Do what is not done yet, and return what ``results.json`` holds; writes it, too.
+    """Execute the unfinished tasks, write ``results.json``, and return its contents.
 
     Args:
-        study: Which.
-        options: How.
-        say: Is told what happens, a line at a time.
+        study: The study.
+        options: Its options.
+        say: Called with each progress line.
 
     Raises:
-        ConfigError: if the directory holds another study, or the same with other settings.
+        ConfigError: if the directory holds another study, or the same study with other settings.
     """
     settings = study.settings(options)
     journal = Journal(options.out, study.name, settings)
@@ -231,9 +231,9 @@ def carry_out(study: Study, options: Options, say: Callable[[str], None] = lambd
     known = journal.read()
     pace = Pace(study.quick_task_s if options.quick else study.task_s, journal.took_s)
     if missing := [task.key for task in tasks if task.key not in known]:
-        say(f"{len(tasks)} tasks, {len(missing)} of them to do, {pace.left(missing)}")
+        say(f"{len(tasks)} tasks, {len(missing)} left, {pace.left(missing)}")
     if done := len(tasks) - len(missing):
-        say(f"{done} of {len(tasks)} tasks were done before; remove {options.out} to measure them again")
+        say(f"{done} of {len(tasks)} tasks are already finished; remove {options.out} to measure them again")
     rows: list[Row] = []
     try:
         for number, task in enumerate(tasks, start=1):
@@ -244,7 +244,7 @@ def carry_out(study: Study, options: Options, say: Callable[[str], None] = lambd
                 known[task.key] = task.run(rows)
                 journal.add(task.key, known[task.key], time.monotonic() - begun_s)
             rows += known[task.key]
-    finally:  # an interrupted study shows what it has
+    finally:  # an interrupted study still writes its partial results
         missing = [task.key for task in tasks if task.key not in known]
         results = _results(study, options, settings, rows, missing)
         journal.finish(results)
@@ -252,20 +252,20 @@ def carry_out(study: Study, options: Options, say: Callable[[str], None] = lambd
 
 
 class Pace:
-    """How long what is left of a study will take.
+    """Estimates the remaining time of a study.
 
     Args:
-        task_s: What a task took on the average where it was measured once, on two cores.
-        took_s: What tasks took here, by their names.
+        task_s: Average seconds per task in a reference run on two cores.
+        took_s: Seconds of each finished task of this run, by task name.
     """
 
     def __init__(self, task_s: float, took_s: Mapping[str, float]) -> None:
         self._task_s, self._took_s = task_s, took_s
 
     def left(self, keys: Sequence[str]) -> str:
-        """Return in words how long the tasks of these names will take, between what bounds, and where that is known from."""
+        """Return the estimated time of these tasks in words, with its bounds and what it is based on."""
         if not self._took_s:
-            return f"about {_in_words(self._task_s * len(keys))}, as it was once on two cores"
+            return f"about {_in_words(self._task_s * len(keys))}, estimated from a run on two cores"
         kinds: dict[str, list[float]] = {}
         for key, taken_s in self._took_s.items():
             kinds.setdefault(_kind(key), []).append(taken_s)
@@ -275,18 +275,18 @@ class Pace:
             known = kinds.get(kind)
             mean_s = statistics.fmean(known or every)
             about_s += number * mean_s
-            if known is None:  # of which none is done yet: it may be like any other
+            if known is None:  # no task of this kind is finished yet: it may take as long as any other
                 low_s, high_s = low_s + number * min(every), high_s + number * max(every)
             else:
                 off_s = _off_s(known, number)
                 low_s += max(number * mean_s - off_s, number * min(known))
                 high_s += min(number * mean_s + off_s, number * max(known))
         bounds = f" ({_in_words(low_s)} to {_in_words(high_s)})" if high_s > _WIDE * low_s else ""
-        return f"about {_in_words(about_s)}{bounds}, by what {len(self._took_s)} took here"
+        return f"about {_in_words(about_s)}{bounds}, estimated from the {len(self._took_s)} finished"
 
 
 def _off_s(known: Sequence[float], number: int) -> float:
-    """Return how far the sum of ``number`` more may be from what these say: two standard errors of the difference."""
+    """Return the uncertainty of the total of ``number`` more tasks: two standard errors of the difference."""
     if len(known) < 2:
         return 0.0
     return 2 * statistics.stdev(known) * math.sqrt(number + number**2 / len(known))
@@ -299,7 +299,7 @@ def _in_words(seconds: float) -> str:
 
 
 def _kind(key: str) -> str:
-    """Return what tasks that are alike have in common in their names."""
+    """Return the kind of a task: its name up to the first colon."""
     return key.split(":")[0]
 
 
@@ -322,7 +322,7 @@ def _results(
 
 
 def _grouped(keys: Sequence[str]) -> str:
-    """Return names of tasks, in one word where many begin alike."""
+    """Return task names as text; many are counted by kind."""
     if len(keys) <= _NAMED:
         return ", ".join(keys)
     kinds = Counter(map(_kind, keys))
@@ -333,22 +333,22 @@ class Journal:
     """The rows of finished tasks, on disk.
 
     Args:
-        out: The study's directory; made by the first write.
-        name: Of the study.
-        settings: That the rows belong to.
+        out: The study's directory; created by the first write.
+        name: Name of the study.
+        settings: The settings that the rows belong to.
     """
 
     def __init__(self, out: Path, name: str, settings: Mapping[str, Any]) -> None:
         self._out = out
         self._head: Row = {"study": name, "settings": json.loads(json.dumps(settings))}
         self.took_s: dict[str, float] = {}
-        """What tasks took that have been read or added, by their names; older files do not say it."""
+        """Seconds of each task that was read or added, by name; older files lack them."""
 
     def read(self) -> dict[str, list[Row]]:
         """Return the rows of each finished task.
 
         Raises:
-            ConfigError: if they belong to something else.
+            ConfigError: if the rows belong to another study or to other settings.
         """
         path = self._out / JOURNAL
         if not path.is_file():
@@ -364,14 +364,14 @@ class Journal:
         return {entry["task"]: entry["rows"] for entry in entries[1:]}
 
     def add(self, key: str, rows: Sequence[Row], took_s: float) -> None:
-        """Write down that a task is done, and in how many seconds."""
+        """Save a finished task, its rows and its duration in seconds."""
         path = self._out / JOURNAL
         try:
             self._out.mkdir(parents=True, exist_ok=True)
             entries = list(_whole_lines(path)) if path.is_file() else []
             if not entries:
                 path.write_text(json.dumps(self._head) + "\n")
-            elif not path.read_bytes().endswith(b"\n"):  # a line that was cut off by a death
+            elif not path.read_bytes().endswith(b"\n"):  # the process was killed while it wrote the last line
                 path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
             with path.open("a") as file:
                 file.write(json.dumps({"task": key, "rows": list(rows), "took_s": round(took_s, 3)}) + "\n")
@@ -394,7 +394,7 @@ def _whole_lines(path: Path) -> list[Row]:
         try:
             entries.append(json.loads(line))
         except ValueError:
-            break  # a death in the middle of a line: its task is done again
+            break  # the process was killed while it wrote this line: its task is repeated
     return entries
 
 
@@ -405,13 +405,13 @@ def _difference(theirs: Row, ours: Row) -> str:
 
 
 def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Return in words which settings differ, "" if none does."""
+    """Return the differing settings in words, "" if none differs."""
     names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
-    return "; ".join(f"{name} = {old.get(name)!r}, asked was {new.get(name)!r}" for name in names)
+    return "; ".join(f"{name} = {old.get(name)!r}, requested {new.get(name)!r}" for name in names)
 
 
 def machine() -> str:
-    """Return on what this runs, in words."""
+    """Return a description of this machine: cores, processor, memory."""
     model = "an unnamed processor"
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():

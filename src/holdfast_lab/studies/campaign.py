@@ -1,13 +1,13 @@
-"""Campaigns: many trials of each of many settings, in parallel, into one file, until the shares of outcomes are known.
+"""Campaigns: many trials of many settings, run in parallel and written to one file, until outcome shares are precise.
 
-A trial is a pure function of its cell's settings and its seed, so it does not matter in which process it runs, beside or
-after what, or whether the campaign was killed meanwhile: the table is the same. The parent alone writes it, a row as soon as
-it is there. Which trials are made depends on no timing either: a cell's trials are made in batches, the next only when
-the last is in and its first so many trials do not say enough yet.
+A trial is a pure function of its cell's settings and its seed. The table is therefore the same in whatever process a
+trial runs, in whatever order, and also if the campaign is killed and resumed. Only the parent writes the table, each
+row as soon as it arrives. The set of trials does not depend on timing either: a cell's trials run in batches, and the
+next batch starts only when all earlier trials are in and are not yet enough.
 
-A trial that raises is one whose training failed (TF), and so is one that kills its process. Who killed a process cannot
-be seen from outside, so a trial whose process died is made again, as the first in a new process, and its training counts
-as failed when that one ends in the same way (the same signal or exit status). A stranger's kill costs a repetition, no more.
+A trial that raises, or that kills its process, has the outcome TF (training failed). The cause of a process's death is
+not visible from outside, so a trial whose process died is repeated as the first trial of a new process. It counts as
+TF if the new process ends in the same way (same signal or exit status). An unrelated kill costs one repetition only.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ Say = Callable[[str], None]
 def run_campaign(
     campaign: Campaign, path: Path, processes: int | None = None, say: Say = lambda _: None
 ) -> dict[str, str]:
-    """Make the trials that are not made yet; killed at any moment, it goes on there when it is run again.
+    """Run the missing trials; after a kill at any moment, calling it again resumes the campaign.
 
-    Ctrl-C and SIGTERM end it by KeyboardInterrupt, with the processes ended and every row in the file that was made.
+    Ctrl-C and SIGTERM raise KeyboardInterrupt, after the processes have ended and every finished row is in the file.
     :func:`holdfast_lab.studies.campaign_table.read_rows` reads the rows.
 
     Args:
-        campaign: What is asked.
-        path: Of the file.
-        processes: In parallel, each with one thread of torch; None: as many as there are cores.
-        say: Is told what happens, a line at a time.
+        campaign: The campaign.
+        path: Path of its file.
+        processes: Number of parallel processes, each with one torch thread; None: one per core.
+        say: Called with each progress line.
 
     Returns:
-        Why cells could not be prepared, by name; empty if all went well. They are tried again the next time.
+        For each cell that could not be prepared, by name, the reason; they are tried again by the next call.
 
     Raises:
-        ConfigError: if the file belongs to another campaign, or cannot be used; or a cell's name is there twice.
+        ConfigError: if the file belongs to another campaign or cannot be used, or if two cells have the same name.
     """
     cells = campaign.checked_cells()
     with (
@@ -69,7 +69,7 @@ def _modules(*functions: Callable[..., Any]) -> list[str]:
 
 @contextlib.contextmanager
 def _stopped_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM do what Ctrl-C does; in the main thread only, the only one that can."""
+    """Handle SIGTERM like Ctrl-C; only in the main thread, because Python sets signal handlers only there."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -85,7 +85,7 @@ def _stopped_by_sigterm() -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------
-# In the processes
+# In the worker processes
 
 
 @dataclass(slots=True)
@@ -94,16 +94,16 @@ class _Warm:
 
 
 _warm = _Warm()
-"""The warm state of the cell that this process is at."""
+"""The warm state of this process's current cell."""
 
 
 def _warm_up(prepare: Callable[[Mapping[str, Any]], Any], settings: Mapping[str, Any]) -> None:
-    _warm.state = None  # two of them may not fit into memory
+    _warm.state = None  # two states may not fit into memory
     _warm.state = prepare(settings)
 
 
 def _make_trial(trial: Callable[[Any, int], Mapping[str, Any]], seed: int) -> tuple[dict[str, Any], float]:
-    """Return what a trial found, and how many seconds it took."""
+    """Return the result of a trial and its duration in seconds."""
     begun_s = time.perf_counter()
     found = found_by(trial, _warm.state, seed)
     return found, time.perf_counter() - begun_s
@@ -114,12 +114,12 @@ def _make_trial(trial: Callable[[Any, int], Mapping[str, Any]], seed: int) -> tu
 
 
 class _Progress:
-    """How far a cell is.
+    """Progress of a cell.
 
     Args:
-        cell: Which.
-        stop: When it has enough.
-        outcomes: Those that are known.
+        cell: The cell.
+        stop: Decides when the cell has enough trials.
+        outcomes: Known outcomes, by trial number.
     """
 
     def __init__(self, cell: Cell, stop: Stop, outcomes: Mapping[int, str]) -> None:
@@ -130,12 +130,12 @@ class _Progress:
         self._go_on()
 
     def add(self, number: int, outcome: str) -> None:
-        """Take an outcome."""
+        """Add the outcome of a trial."""
         self.outcomes[number] = outcome
         self._go_on()
 
     def _go_on(self) -> None:
-        """Open the next batch, when the last is in and does not say enough."""
+        """Start the next batch once all earlier trials are in and are not yet enough."""
         while not self.is_over and all(number in self.outcomes for number in range(self._end)):
             if self._end and self._stop.is_enough([self.outcomes[number] for number in range(self._end)]):
                 self.is_over = True
@@ -144,7 +144,7 @@ class _Progress:
             self.todo.extend(number for number in range(begin, self._end) if number not in self.outcomes)
 
     def summary(self) -> str:
-        """Return its shares in words."""
+        """Return the cell's outcome shares in words."""
         known = shares(self.outcomes.values()).items()
         said = ", ".join(f"{name} {s.share:.1%} [{s.low:.1%}, {s.high:.1%}]" for name, s in known if s.trials)
         return f"{self.cell.name}: {len(self.outcomes)} trials, {said}"
@@ -166,26 +166,26 @@ class _Trial:
 
 
 class _Running:
-    """Gives trials to processes and takes what they found, until there is nothing to do.
+    """Hands trials to worker processes and collects their results until every cell has enough.
 
     Args:
-        campaign: Which.
-        progress: Of each cell.
-        table: Where rows go.
-        say: Is told what happens.
+        campaign: The campaign.
+        progress: Progress of each cell.
+        table: Table for the rows.
+        say: Called with each progress line.
     """
 
     def __init__(self, campaign: Campaign, progress: Sequence[_Progress], table: Table, say: Say) -> None:
         self._campaign, self._progress, self._table, self._say = campaign, progress, table, say
-        self._at: dict[Worker, _Progress] = {}  # what each is warm for
-        self._again: dict[Worker, _Trial] = {}  # what killed its process and is to be the first in the new one
+        self._at: dict[Worker, _Progress] = {}  # the cell that each worker is warm for
+        self._again: dict[Worker, _Trial] = {}  # trials whose process died, to be repeated first in the new process
         self._deaths: Counter[tuple[str, int | None, str]] = Counter()
-        self._failed: set[str] = set()  # cells of which it was said that training failed
+        self._failed: set[str] = set()  # cells whose first failed training was reported
         self._broken: dict[str, str] = {}
 
     def run(self, workers: Workers) -> dict[str, str]:
         if known := sum(len(progress.outcomes) for progress in self._progress):
-            self._say(f"{known} trials were made before")
+            self._say(f"{known} trials are already in the file")
         while True:
             for worker in workers.free():
                 self._give(worker)
@@ -196,7 +196,7 @@ class _Running:
                 self._take(answer)
 
     def _give(self, worker: Worker) -> None:
-        """Give it a trial of the cell that it is warm for, or warm it for one; nothing if there is nothing."""
+        """Give a worker a trial of the cell that it is warm for, or warm it for another; do nothing if no cell needs it."""
         progress = self._at.get(worker)
         if progress is None or not self._is_open(progress):
             if (progress := self._next_cell(worker)) is None:
@@ -211,7 +211,7 @@ class _Running:
         return not progress.is_over and progress.cell.name not in self._broken
 
     def _next_cell(self, worker: Worker) -> _Progress | None:
-        """Return a cell that has something to do, one with few processes at it: so most are prepared only once."""
+        """Return an open cell with few workers at it, so that most cells are prepared only once."""
         again = self._again.get(worker)
         if again is not None and self._is_open(again.progress):
             return again.progress
@@ -235,7 +235,7 @@ class _Running:
                 self._take_death(call, answer)
             case _Trial() as call:
                 if answer.error is not None:
-                    raise answer.error  # not the trial's own: its errors are found, not raised
+                    raise answer.error  # our own error: errors of the trial itself are recorded as its outcome
                 self._add(call, *answer.value)
 
     def _take_warm_up(self, cell: str, answer: Answer) -> None:
@@ -269,7 +269,7 @@ class _Running:
             )
         if taken := found.keys() & {*COLUMNS, *cell.settings}:
             raise InternalError(
-                f"trials of cell {cell.name!r} return what the table has already: {', '.join(sorted(taken))}"
+                f"trials of cell {cell.name!r} return names that the table uses itself: {', '.join(sorted(taken))}"
             )
         self._table.add(
             cell.name, number, seed_of(self._campaign.seed, cell.name, number), outcome, as_json(found), seconds

@@ -1,4 +1,4 @@
-"""What a campaign is: cells, of each of which trials are made until it has enough; and what it asks of its trials."""
+"""The definition of a campaign: its cells, its stopping rule, and the contract of a trial."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from holdfast_lab.studies.outcomes import TF
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A setting of which many trials are made.
+    """A setting that many trials are run with.
 
     Args:
-        name: Unique in the campaign.
-        settings: What JSON can hold; given to ``prepare``, and in every row.
+        name: Its name, unique in the campaign.
+        settings: JSON values; passed to ``prepare``, and part of every row.
     """
 
     name: str
@@ -30,14 +30,15 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """When a cell has enough trials.
+    """The stopping rule: when a cell has enough trials.
 
     Args:
-        width: When the 95 % interval (Wilson) of every outcome's share reaches at most so far to each side, from 0 to 1. A
-            rule that looks again and again stops at a lucky moment now and then: the interval it leaves is a little too narrow.
-        batch: It is looked at after so many trials, twice so many, and so on, ``>= 1``.
-        least: But not before so many.
-        most: After so many it ends in any case, ``>= least``.
+        width: Stop when the half-width of the 95 % interval (Wilson) of every outcome's share is at most this, from 0 to 1.
+            A rule that is checked repeatedly stops early by chance now and then, so the final interval is slightly too
+            narrow.
+        batch: Check the rule after every so many trials, ``>= 1``.
+        least: Minimum number of trials.
+        most: Maximum number of trials, ``>= least``.
     """
 
     width: float
@@ -47,7 +48,9 @@ class Stop:
 
     def __post_init__(self) -> None:
         if not 0 <= self.width <= 1:
-            raise ConfigError(f"width must be from 0 to 1, got {self.width}: half of an interval of a share")
+            raise ConfigError(
+                f"width must be from 0 to 1, got {self.width}: it is the half-width of a share's interval"
+            )
         if not (self.batch >= 1 and 1 <= self.least <= self.most):
             raise ConfigError(
                 "batch must be at least 1, and least from 1 to most, "
@@ -55,7 +58,7 @@ class Stop:
             )
 
     def is_enough(self, outcomes: Sequence[str]) -> bool:
-        """Return whether these first trials say enough."""
+        """Return whether the outcomes of the first trials are enough."""
         if len(outcomes) >= self.most:
             return True
         widest = max((share.high - share.low) / 2 for share in shares(outcomes).values())
@@ -64,22 +67,23 @@ class Stop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """What is asked, and how a trial is made.
+    """A campaign: its cells, and the functions that run a trial.
 
     Args:
-        name: Of the campaign.
-        seed: Of all trials.
-        cells: Their names differ.
-        prepare: Makes the warm state of a cell from its settings, in each process that needs it, one cell at a time: what a
-            trial starts from, such as a model at the epoch of the restart (:class:`holdfast_lab.studies.warm.Held`), the data,
-            the outcome of the undisturbed run. Importable, and must give the same bits in every process. What cells
-            have in common it may keep, as with :func:`functools.cache`.
-        trial: Makes a trial from a warm state and a seed, which it must leave as good as new for the next. Importable. What
-            it returns has an ``outcome``, and whatever else JSON can hold, under other names than those of the table's
-            columns and of the cell's settings. If it raises, the outcome is TF, and the row has the ``error``; but an
+        name: Name of the campaign.
+        seed: Seed that all trial seeds are derived from.
+        cells: Cells with distinct names.
+        prepare: Builds the warm state of a cell from its settings: the state that a trial starts from, such as a model at
+            the restart epoch (:class:`holdfast_lab.studies.warm.Held`), the data, and the outcome of the failure-free
+            run. Called in each process that needs it, one cell at a time. It must be importable and give the same bits in
+            every process. It may cache what cells share, for example with :func:`functools.cache`.
+        trial: Runs a trial from a warm state and a seed, and must restore the warm state for the next trial. It must be
+            importable. It returns an ``outcome`` and any other JSON values, under names that are neither columns of the
+            table nor settings of the cell. If it raises, the outcome is TF and the row holds the ``error``; an
             InternalError ends the campaign.
-        stop: When a cell has enough.
-        limit_s: A trial that takes longer is one that killed its process; None: it may take as long as it likes.
+        stop: The stopping rule.
+        limit_s: Time limit of a trial in seconds; a trial that exceeds it counts as one that killed its process. None: no
+            limit.
     """
 
     name: str
@@ -91,48 +95,48 @@ class Campaign:
     limit_s: float | None = None
 
     def settings(self) -> dict[str, Any]:
-        """Return what decides about every row, beside the settings of its cell."""
+        """Return the settings that determine every row, besides those of its cell."""
         stop = {name: getattr(self.stop, name) for name in ("width", "batch", "least", "most")}
         return {"campaign": self.name, "seed": self.seed, **stop, "limit_s": self.limit_s}
 
     def checked_cells(self) -> list[Cell]:
-        """Return the cells, with their settings as they come back from a file.
+        """Return the cells, with their settings after a JSON round trip.
 
         Raises:
-            ConfigError: if a name is there twice.
+            ConfigError: if two cells have the same name.
         """
         twice = [name for name, count in Counter(cell.name for cell in self.cells).items() if count > 1]
         if twice:
-            raise ConfigError(f"cells of a campaign must have different names, got twice: {', '.join(twice)}")
+            raise ConfigError(f"cells of a campaign must have distinct names, got twice: {', '.join(twice)}")
         return [Cell(cell.name, json.loads(json.dumps(dict(cell.settings), allow_nan=False))) for cell in self.cells]
 
 
 def seed_of(seed: int, cell: str, number: int) -> int:
-    """Return the seed of a trial: 63 bits that depend on all three, the same on every machine."""
+    """Return the seed of a trial: 63 bits derived from all three arguments, the same on every machine."""
     text = json.dumps([seed, cell, number]).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def found_by(trial: Callable[[Any, int], Mapping[str, Any]], warm: Any, seed: int) -> dict[str, Any]:
-    """Return what a trial found; one that raises has found that training fails."""
+    """Return the result of a trial; an exception counts as a failed training."""
     try:
         return dict(trial(warm, seed))
-    except InternalError:  # the mistake is ours, and nothing is known of the training
+    except InternalError:  # a bug of the campaign, which says nothing about the training
         raise
     except (Exception, SystemExit) as error:
         return {"outcome": TF, "error": f"{type(error).__name__}: {error}"}
 
 
 def check_alone(campaign: Campaign, cell: Cell, trials: int = 3) -> None:
-    """Check that a trial finds the same from a new warm state as after others, in two orders.
+    """Check that a trial gives the same result from a new warm state as after other trials, in two orders.
 
     Args:
-        campaign: Any.
-        cell: One of its.
-        trials: How many of the cell's are made, three times each.
+        campaign: The campaign.
+        cell: One of its cells.
+        trials: Number of trials to run, three times each.
 
     Raises:
-        InternalError: if one does not: the trial does not put back what it alters, or draws from more than its seed.
+        InternalError: if results differ: the trial does not restore what it changes, or draws from more than its seed.
     """
     seeds = [seed_of(campaign.seed, cell.name, number) for number in range(trials)]
     alone = {seed: found_by(campaign.trial, campaign.prepare(cell.settings), seed) for seed in seeds}

@@ -1,16 +1,16 @@
-"""The file of a campaign: one SQLite database, one row a trial, written by one process at a time.
+"""The file of a campaign: an SQLite database with one row per trial, written by one process at a time.
 
 =============  ==========================================================================
 table          columns
 =============  ==========================================================================
-``settings``   ``name``, ``value`` (JSON): what decides about every row
+``settings``   ``name``, ``value`` (JSON): the settings that determine every row
 ``cells``      ``name``, ``settings`` (JSON)
 ``trials``     ``cell``, ``number`` (together the key), ``seed``, ``outcome``, ``found``
                (JSON of everything else that the trial returned), ``seconds``
 =============  ==========================================================================
 
-A row is there as a whole or not at all, whenever the process that writes it is killed. Numbers that are not finite
-are null: JSON has none. The file must be on a disk of this machine: its journal is shared memory.
+A row is written completely or not at all, even if the writing process is killed. Infinite and NaN values are stored as
+null, because JSON has no such numbers. The file must be on a local disk: SQLite's WAL index is shared memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from holdfast.errors import ConfigError
 from holdfast_lab.studies.base import Row, differing
 
 _APPLICATION = 0x486F6C64
-"""Says in the head of the file whose it is."""
+"""SQLite's application id in the file header, which marks a file of a campaign."""
 _TABLES = (
     "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
     "CREATE TABLE cells (name TEXT PRIMARY KEY, settings TEXT NOT NULL)",
@@ -38,11 +38,11 @@ _TABLES = (
     f"PRAGMA application_id = {_APPLICATION}",
 )
 COLUMNS = ("cell", "number", "seed", "outcome", "seconds")
-"""Names that what a trial returns must not have, but for its outcome."""
+"""Reserved names: of these a trial may return only its outcome."""
 
 
 def as_json(value: Any) -> str:
-    """Return it as JSON, numbers that are not finite as null."""
+    """Return a value as JSON, with null for infinite and NaN numbers."""
     return json.dumps(_plain(value), allow_nan=False)
 
 
@@ -55,15 +55,15 @@ def _plain(value: Any) -> Any:
 
 
 class Table:
-    """A campaign's file, open for writing; nobody else can write to it meanwhile.
+    """A campaign's file, opened for writing under an exclusive lock.
 
     Args:
-        path: Of the file; made, with its directory, if it is not there.
-        settings: What decides about every row, as JSON can hold it.
-        cells: The settings of each cell, by its name; cells may be added later, but not changed.
+        path: Path of the file; created with its directory if missing.
+        settings: The settings that determine every row, as JSON values.
+        cells: The settings of each cell, by name; cells may be added later, but not changed.
 
     Raises:
-        ConfigError: if the file belongs to another campaign, is none, is in use, or cannot be written.
+        ConfigError: if the file belongs to another campaign, is no campaign's file, is in use, or cannot be written.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], cells: Mapping[str, Mapping[str, Any]]) -> None:
@@ -75,7 +75,7 @@ class Table:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ConfigError(f"{path} is in use by another process; wait for it, or give another file") from error
-            # Closed before the lock's file is: closing any file of this name drops SQLite's own locks on it.
+            # Closed before the lock file: closing any descriptor of this file drops SQLite's own POSIX locks on it.
             self._base = opened.enter_context(contextlib.closing(sqlite3.connect(path, isolation_level=None)))
             if not _is_empty(self._base):
                 _check_ours(self._base, path)
@@ -85,7 +85,7 @@ class Table:
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Table:
-        """Return this table; it is closed with the block."""
+        """Return this table; it is closed at the end of the block."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
@@ -118,7 +118,7 @@ class Table:
         self._base.execute("COMMIT")
 
     def outcomes(self, cell: str) -> dict[int, str]:
-        """Return the outcome of each trial of a cell that is there, by its number."""
+        """Return the outcomes of a cell's recorded trials, by trial number."""
         return dict(self._base.execute("SELECT number, outcome FROM trials WHERE cell = ?", (cell,)).fetchall())
 
     def add(self, cell: str, number: int, seed: int, outcome: str, found: str, seconds: float) -> None:
@@ -129,22 +129,22 @@ class Table:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return all that :func:`each_row` yields."""
+    """Return all rows, as :func:`each_row` yields them."""
     return list(each_row(path))
 
 
 def each_row(path: Path, cell: str | None = None) -> Iterator[Row]:
-    """Yield the rows of a campaign by cell and number, with the settings of the cell; it may still be under way.
+    """Yield the rows of a campaign by cell and number, with the settings of the cell; the campaign may still be running.
 
     Args:
-        path: Of the file.
-        cell: Its rows alone; None: those of all.
+        path: Path of the file.
+        cell: Yield only the rows of this cell; None: of all cells.
 
     Raises:
-        ConfigError: if the file is not there, or holds no campaign.
+        ConfigError: if the file does not exist, or holds no campaign.
     """
     if not path.is_file():
-        raise ConfigError(f"{path} is not there; it is made by the study that fills it")
+        raise ConfigError(f"no file {path}; the study that fills it creates it")
     with _told(path), contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as base:
         _check_ours(base, path)
         cells = _pairs(base, "cells")
@@ -165,7 +165,7 @@ def _is_empty(base: sqlite3.Connection) -> bool:
 
 def _check_ours(base: sqlite3.Connection, path: Path) -> None:
     if base.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION:
-        raise ConfigError(f"{path} is a database of something else; give another file")
+        raise ConfigError(f"{path} is an SQLite database, but not of a campaign; give another file")
 
 
 def _pairs(base: sqlite3.Connection, table: str) -> dict[str, Any]:
@@ -174,12 +174,12 @@ def _pairs(base: sqlite3.Connection, table: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _told(path: Path) -> Iterator[None]:
-    """Say in one line what is wrong with the file."""
+    """Turn errors of SQLite and the file system into a ConfigError of one line."""
     try:
         yield
     except sqlite3.OperationalError as error:
         raise ConfigError(
-            f"cannot use {path}: {error}; every row before is in it: mend that, and start again"
+            f"cannot use {path}: {error}; all earlier rows are saved: fix the cause, and start again"
         ) from error
     except sqlite3.DatabaseError as error:
         raise ConfigError(f"{path} holds no campaign: {error}; give another file") from error

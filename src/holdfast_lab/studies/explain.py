@@ -1,4 +1,4 @@
-"""What the rows of a campaign say: shares of outcomes, spreads, and which factor explains the outcome."""
+"""Statistics over the rows of a campaign: outcome shares, spreads, and how much a factor explains the outcome."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class Share(NamedTuple):
-    """How often an outcome came.
+    """Frequency of an outcome.
 
     Args:
-        trials: So many had it.
-        share: Of all, from 0 to 1.
-        low: Lower end of its 95 % interval (Wilson).
+        trials: Number of trials with this outcome.
+        share: Share of all trials, from 0 to 1.
+        low: Lower end of the share's 95 % interval (Wilson).
         high: Upper end.
     """
 
@@ -34,14 +34,14 @@ class Share(NamedTuple):
 
 
 def shares(outcomes: Iterable[str]) -> dict[str, Share]:
-    """Return the share of each of the four outcomes; there must be at least one."""
+    """Return the share of each of the four outcomes; ``outcomes`` must not be empty."""
     counts = Counter(outcomes)
     total = counts.total()
     return {name: Share(counts[name], counts[name] / total, *wilson(counts[name], total)) for name in OUTCOMES}
 
 
 def by_level(rows: Iterable[Row], factor: str) -> dict[Any, dict[str, Share]]:
-    """Return the shares of outcomes among rows of each level of a factor, levels in order; rows without it are left out."""
+    """Return the outcome shares for each level of a factor, in order of levels; rows without the factor are skipped."""
     outcomes: dict[Any, list[str]] = {}
     for row in rows:
         if factor in row:
@@ -55,11 +55,11 @@ class Explained:
     """How much of the outcome a factor explains.
 
     Args:
-        factor: Which.
-        share: Of the entropy of the outcome, from 0 (as much as chance would) to 1 (the level decides the outcome).
-        p: The probability of as large a share, or a larger one, if the factor had nothing to do with it.
-        levels: How many it has.
-        trials: How many rows have it.
+        factor: Name of the factor.
+        share: Explained share of the outcome's entropy, from 0 (no more than chance) to 1 (the level determines it).
+        p: Probability of a share at least as large if outcome and factor were independent.
+        levels: Number of levels of the factor.
+        trials: Number of rows that have the factor.
     """
 
     factor: str
@@ -70,22 +70,22 @@ class Explained:
 
 
 def explained(rows: Sequence[Row], factor: str, *, seed: int, permutations: int = 999) -> Explained:
-    """Return how much a factor explains of the outcome, over those rows that have it.
+    """Return how much of the outcome a factor explains, over the rows that have the factor.
 
-    It is Theil's uncertainty coefficient, I(outcome; factor) / H(outcome), less what levels without a meaning would get:
-    that is estimated by permuting the outcomes, which also gives p, and matters for factors of many levels. It says
-    nothing about causes: where two factors go together, both explain.
+    The measure is Theil's uncertainty coefficient, I(outcome; factor) / H(outcome), corrected for chance. The chance
+    level is estimated by permuting the outcomes, which also gives p; it matters for factors of many levels. The measure
+    says nothing about causes: of two correlated factors, both explain the outcome.
 
     Args:
         rows: Independent trials.
-        factor: A name in rows; its values are levels, whatever they are.
-        seed: Of the permutations.
-        permutations: How many, ``>= 1``; the smallest p is ``1 / (permutations + 1)``.
+        factor: A column of the rows; its distinct values are the levels.
+        seed: Seed of the permutations.
+        permutations: Number of permutations, ``>= 1``; the smallest p is ``1 / (permutations + 1)``.
 
     Source:
         H. Theil, "On the estimation of relationships involving qualitative variables", American Journal of Sociology 76(1),
         1970; N. X. Vinh, J. Epps, J. Bailey, "Information theoretic measures for clusterings comparison", JMLR 11, 2010
-        (less chance); B. Phipson, G. K. Smyth, "Permutation p-values should never be zero", SAGMB 9(1), 2010.
+        (correction for chance); B. Phipson, G. K. Smyth, "Permutation p-values should never be zero", SAGMB 9(1), 2010.
     """
     having = [row for row in rows if factor in row]
     levels, outcomes = _numbered([row[factor] for row in having]), _numbered([row["outcome"] for row in having])
@@ -98,7 +98,7 @@ def explained(rows: Sequence[Row], factor: str, *, seed: int, permutations: int 
     drawn = np.array([_information(levels, chance.permutation(outcomes)) for _ in range(permutations)])
     by_chance = float(drawn.mean())
     room = entropy - by_chance
-    share = max(0.0, (found - by_chance) / room) if room > 1e-12 else 0.0  # no room: a level for every trial
+    share = max(0.0, (found - by_chance) / room) if room > 1e-12 else 0.0  # room is 0 with a level for every trial
     p = (1 + int((drawn >= found - 1e-12).sum())) / (permutations + 1)
     return Explained(factor, share, p, num_levels, len(having))
 
@@ -109,7 +109,7 @@ def _numbered(values: Sequence[Any]) -> _Numbers:
 
 
 def _information(a: _Numbers, b: _Numbers) -> float:
-    """Return the mutual information of two lists of levels, in nats."""
+    """Return the mutual information of two sequences of levels, in nats."""
     joint = np.bincount(a * (int(b.max()) + 1) + b)
     return _entropy(np.bincount(a)) + _entropy(np.bincount(b)) - _entropy(joint)
 
@@ -120,13 +120,13 @@ def _entropy(counts: np.ndarray[Any, Any]) -> float:
 
 
 class Spread(NamedTuple):
-    """How values lie.
+    """Mean and variation of values.
 
     Args:
-        values: How many.
-        mean: Of them.
-        std: Standard deviation of the population they are drawn from (over ``values - 1``), None of fewer than two.
-        cv: Coefficient of variation, ``std / |mean|``; None where there is none.
+        values: Number of values.
+        mean: Their mean.
+        std: Sample standard deviation (over ``values - 1``), None for fewer than two values.
+        cv: Coefficient of variation, ``std / |mean|``; None if undefined.
     """
 
     values: int
@@ -136,7 +136,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Return mean, deviation and coefficient of variation of the values that are there, None if none is."""
+    """Return mean, standard deviation and coefficient of variation of the values that are not None; None without any."""
     there = [value for value in values if value is not None]
     if not there:
         return None

@@ -1,4 +1,4 @@
-"""The frameworks that are measured: each in its own environment, and each measurement in a process of its own."""
+"""The measured frameworks: each in its own virtual environment, each measurement in its own process."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _CALM = {
     "PYTHONWARNINGS": "ignore",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-"""One thread a worker, no accelerator, and no chatter: frameworks are compared on the same footing."""
+"""Same conditions for all frameworks: one thread per worker, no accelerator, no log output."""
 
 
 class WorkerFailed(Exception):
-    """A measurement could not be made; the message says why, in one line."""
+    """A measurement failed; the message gives the reason in one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """A framework, and where it is installed.
+    """A framework and its virtual environment.
 
     Args:
-        name: On the command line, and of its script ``workers/with_NAME.py``.
+        name: Its name on the command line and in its script ``workers/with_NAME.py``.
         environment: Name of its virtual environment; "" is the one that runs Holdfast.
     """
 
@@ -47,7 +47,7 @@ class Framework:
     environment: str = ""
 
     def python(self) -> Path | None:
-        """Return its interpreter, None if it is not installed; looked for here and beside Holdfast's sources."""
+        """Return its interpreter, from the current directory or beside Holdfast's sources; None if it is not installed."""
         if not self.environment:
             return Path(sys.executable)
         places = (Path.cwd(), Path(__file__).parents[3])
@@ -55,22 +55,22 @@ class Framework:
         return next((path for path in found if path.is_file()), None)
 
     def why_not(self) -> str:
-        """Return why it cannot be measured here, "" if it can."""
+        """Return why the framework cannot be measured on this machine, "" if it can."""
         if self.python() is not None:
             return ""
-        return f"{self.environment} is not there; make it with: make study-peers"
+        return f"{self.environment} does not exist; create it with: make study-peers"
 
     def run(self, task: Mapping[str, Any], timeout_s: float) -> list[Row]:
-        """Carry out a task in a process of its own.
+        """Run a task in a new process and return its rows.
 
         Raises:
-            WorkerFailed: if it cannot be done.
+            WorkerFailed: if the task fails.
         """
         with tempfile.TemporaryDirectory(prefix="holdfast-study-") as folder:
             return self._finish([self._start(task, Path(folder))], timeout_s)
 
     def run_killed(self, task: Mapping[str, Any], timeout_s: float) -> bool:
-        """Carry out a task that is to die by its alarm; return whether it did, not whether it had ended before.
+        """Run a task that sets an alarm (SIGALRM) to kill itself; return True if it was killed, False if it ended before.
 
         Raises:
             WorkerFailed: if it failed in another way.
@@ -85,12 +85,12 @@ class Framework:
             return False
 
     def run_ranks(self, task: Mapping[str, Any], world_size: int, timeout_s: float) -> list[Row]:
-        """Carry out a task with several processes, in each of which RANK and WORLD_SIZE are set; the rows are those of rank 0.
+        """Run a task in several processes with RANK and WORLD_SIZE set in each, and return the rows of rank 0.
 
         Args:
-            task: For all alike.
-            world_size: How many.
-            timeout_s: For all together.
+            task: The task of every process.
+            world_size: Number of processes.
+            timeout_s: Timeout of each process in seconds.
 
         Raises:
             WorkerFailed: if a process failed.
@@ -144,9 +144,9 @@ class _Started:
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
-            raise WorkerFailed(f"was not done after {timeout_s:g} s") from error
+            raise WorkerFailed(f"did not finish within {timeout_s:g} s") from error
         if code < 0:
-            raise WorkerFailed(f"was ended by {signal.Signals(-code).name}", code)
+            raise WorkerFailed(f"was killed by {signal.Signals(-code).name}", code)
         if code:
             raise WorkerFailed(_last_error(self.errors_path.read_text(errors="replace")))
 
@@ -155,15 +155,17 @@ class _Started:
 
     def end(self) -> None:
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)  # its own session: nobody else is in it
+            os.killpg(
+                self.process.pid, signal.SIGKILL
+            )  # started in its own session, so the group holds no other process
             self.process.wait()
 
 
 def _last_error(text: str) -> str:
-    """Return the line that a traceback ends with, or the last line."""
+    """Return the last exception line of the output, or else its last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
-    return ((errors or lines or ["it said nothing"])[-1])[:300]
+    return ((errors or lines or ["no output"])[-1])[:300]
 
 
 FRAMEWORKS = {
@@ -175,4 +177,4 @@ FRAMEWORKS = {
         Framework(name="orbax", environment=".venv-study-orbax"),
     )
 }
-"""All of them, by name."""
+"""All frameworks by name."""

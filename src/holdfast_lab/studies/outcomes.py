@@ -1,12 +1,12 @@
-"""What became of a training that was disturbed: its class, whether its bits are others, and how far each layer is off.
+"""Outcome of a training run with an injected fault: its class, a digest of its bits, and the error of each layer.
 
 =======  =============================================================================================
-class    what happened
+class    meaning
 =======  =============================================================================================
-RWC      restart without change: the accuracy is within a limit of that of the undisturbed run
-AccR     accuracy reduction: it is below by more than the limit
-NaN      collapse: a loss or a weight is not a finite number
-TF       training failed without that: it raised, or its process died of it
+RWC      restart without change: the accuracy is within a limit of that of the fault-free run
+AccR     accuracy reduction: the accuracy is lower by more than the limit
+NaN      collapse: a loss or a weight is NaN or infinite
+TF       training failed: it raised an exception, or its process died
 =======  =============================================================================================
 
 Source:
@@ -29,7 +29,7 @@ from holdfast.checkpoint.format import tensor_bytes
 RWC, ACCR, NAN, TF = "RWC", "AccR", "NaN", "TF"
 OUTCOMES = (RWC, ACCR, NAN, TF)
 LIMIT = 0.05
-"""The paper's: a drop of "more than 5 %". Whether of the accuracy or in points it leaves open, as far as we know it."""
+"""The paper's limit: a drop of "more than 5 %". The text available to us does not say whether relative or in points."""
 
 
 def outcome_of(
@@ -40,32 +40,32 @@ def outcome_of(
     limit: float = LIMIT,
     drop: Literal["points", "relative"] = "points",
 ) -> str:
-    """Return the class of a training that ended by itself: RWC, AccR or NaN.
+    """Return the class of a training run that finished: RWC, AccR or NaN.
 
     Args:
-        accuracy: At its end, from 0 to 1.
-        undisturbed: That of the undisturbed run, from 0 to 1.
+        accuracy: Final accuracy, from 0 to 1.
+        undisturbed: Final accuracy of the fault-free run, from 0 to 1.
         finite: Whether all losses and weights are finite; see :func:`are_finite`.
-        limit: The largest drop that is no change, ``>= 0``.
-        drop: What the limit is a share of: 1 ("points": 0.93 to 0.88 is a drop of 0.05), or the undisturbed accuracy
-            ("relative": that is one of 0.054).
+        limit: The largest drop that counts as no change, ``>= 0``.
+        drop: How the drop is measured: in points ("points": 0.93 to 0.88 is a drop of 0.05), or relative to the
+            fault-free accuracy ("relative": the same drop is 0.054).
     """
     if not finite:
         return NAN
     whole = 1.0 if drop == "points" else undisturbed
-    # The last digits are those of rounding: a drop of exactly the limit is no change.
+    # Tolerates rounding errors: a drop of exactly the limit is no change.
     return ACCR if undisturbed - accuracy > limit * whole + 1e-9 else RWC
 
 
 def are_finite(losses: Iterable[float], tensors: Iterable[Tensor]) -> bool:
-    """Return whether no loss and no value of the tensors is infinite or NaN."""
+    """Return whether all losses and all tensor values are finite."""
     return all(map(math.isfinite, losses)) and all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return 32 hexadecimal digits that depend on every bit, shape, dtype and name: equal if the states are bit-equal.
+    """Return a digest of 32 hexadecimal digits over every bit, shape, dtype and name: equal if the states are bit-equal.
 
-    Unlike ``==`` it tells 0 from -0, and one NaN from another.
+    Unlike ``==`` it distinguishes 0 from -0, and NaNs with different bits.
     """
     whole = xxhash.xxh3_128()
     for name in sorted(tensors):
@@ -76,10 +76,10 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def relative_error(undisturbed: Tensor, disturbed: Tensor) -> Tensor:
-    """Return (A2 - A1) / |A1| for each value, in float64; A1 is undisturbed.
+    """Return (A2 - A1) / |A1| for each value, in float64; A1 is the fault-free tensor.
 
-    Where A1 is 0 there is no such number: it is 0 where A2 is 0, too, and infinite with the sign of A2 elsewhere. NaN
-    where A1 is not finite, or A2 is NaN.
+    Where A1 is 0, the error is 0 if A2 is 0 too, and infinite with the sign of A2 otherwise. It is NaN where A1 is not
+    finite or A2 is NaN.
     """
     a1, a2 = undisturbed.detach().to(torch.float64), disturbed.detach().to(torch.float64)
     error = (a2 - a1) / a1.abs()
@@ -89,20 +89,20 @@ def relative_error(undisturbed: Tensor, disturbed: Tensor) -> Tensor:
 def layer_errors(
     undisturbed: Mapping[str, Tensor], disturbed: Mapping[str, Tensor]
 ) -> dict[str, dict[str, float | None]]:
-    """Return how far each layer of two models is apart, by its name: what stands before the last dot of its tensors' names.
+    """Return the differences between two models for each layer, by its name: the tensor name up to the last dot.
 
     Args:
-        undisturbed: Tensors by name; those of whole numbers are left out.
+        undisturbed: Tensors of the fault-free model by name; integer tensors are skipped.
         disturbed: Tensors of the same names and shapes.
 
     Returns:
-        ``values`` and how many of them are ``changed``, ``from_zero`` (A1 is 0, A2 is not) and ``not_finite`` (no finite
-        number can be given for another reason); over the rest, ``mean``, ``median`` and ``max`` of the absolute relative
-        error, None if there is no rest; and ``norm``, the norm of A2 - A1 over that of A1, of finite values, which
-        zeros do not disturb, None if A1 is 0.
+        The number of ``values``, and how many of them are ``changed``, ``from_zero`` (A1 is 0, A2 is not) and
+        ``not_finite`` (the relative error is not finite for another reason); over the remaining values, ``mean``,
+        ``median`` and ``max`` of the absolute relative error, None if none remain; and ``norm``, the norm of A2 - A1
+        over the norm of A1 over finite values, which tolerates zeros, None if A1 is 0.
 
     Source:
-        The relative error: Rojas, Perez, Meneses (2024), as above. What is done about zeros is ours.
+        The relative error: Rojas, Perez, Meneses (2024), as above. The treatment of zeros is our own.
     """
     layers: dict[str, list[str]] = {}
     for name, tensor in undisturbed.items():
@@ -134,7 +134,7 @@ def _error(a1: Tensor, a2: Tensor) -> dict[str, float | None]:
 
 
 def _norm_ratio(difference: Tensor, whole: Tensor) -> float | None:
-    """Return the ratio of norms, None if the second is 0; squares of large values would not be finite, so they are scaled."""
+    """Return the ratio of norms, None if the second is 0. Values are scaled first, so that squares do not overflow."""
     norms = []
     for values in (difference, whole):
         largest = float(values.abs().max()) if values.numel() else 0.0

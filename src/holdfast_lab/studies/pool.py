@@ -1,6 +1,6 @@
-"""Processes side by side, each at one call at a time; one that dies is noticed, and so is the call it was at.
+"""A process pool that survives the death of its processes and reports which call each of them died in.
 
-:class:`concurrent.futures.ProcessPoolExecutor` gives up as a whole when one of its processes dies, and cannot say which
+:class:`concurrent.futures.ProcessPoolExecutor` breaks as a whole when one of its processes dies, and cannot tell which
 call killed it.
 """
 
@@ -29,19 +29,19 @@ from holdfast.errors import ConfigError, JobError
 from holdfast_lab.studies.base import Row
 
 _END_S = 20.0
-"""How long a process that was told to end may take to clean up, before it is killed."""
+"""Seconds that a process may take to clean up after SIGTERM, before it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a call.
+    """The result of a call.
 
     Args:
-        worker: Whose call it was.
-        key: Of the call.
-        value: What it returned, None if it did not.
-        error: What it raised, None if nothing.
-        ended: How the process ended that was at it, "" if it did not end: a signal's name, or an exit status.
+        worker: The worker that executed the call.
+        key: Key of the call.
+        value: Its return value, None if it did not return.
+        error: The exception it raised, None if none.
+        ended: How the worker's process ended, "" if it is still running: a signal's name, or an exit status.
     """
 
     worker: Worker
@@ -52,10 +52,10 @@ class Answer:
 
 
 class Worker:
-    """One of the processes; when it dies, another takes its place.
+    """A worker process; when it dies, the next call starts a new one.
 
     Args:
-        context: Starts processes.
+        context: The multiprocessing context that starts processes.
     """
 
     def __init__(self, context: ForkServerContext) -> None:
@@ -68,22 +68,22 @@ class Worker:
 
     @property
     def connection(self) -> Connection | None:
-        """Return where answers come, None if it is at nothing."""
+        """Return the connection that the answer will arrive on, None if the worker is idle."""
         return None if self.key is None else self._connection
 
     @property
     def pid(self) -> int | None:
-        """Return that of its process, None if there is none."""
+        """Return the pid of its process, None without a process."""
         return None if self._process is None else self._process.pid
 
     def give(self, key: Any, limit_s: float | None, function: Callable[..., Any], *arguments: Any) -> None:
-        """Let it call ``function``, which must be importable, as must be what it gets and returns.
+        """Start a call of ``function`` in the worker's process; function, arguments and result must be picklable.
 
         Args:
-            key: Stands in the answer; not None.
-            limit_s: It is killed when it has not answered so long after; None: never.
-            function: To be called.
-            arguments: Of the call.
+            key: Identifies the call in its answer; not None.
+            limit_s: The process is killed if it has not answered after so many seconds; None: never.
+            function: The function to call.
+            arguments: Its arguments.
         """
         assert key is not None
         assert self.key is None
@@ -92,38 +92,38 @@ class Worker:
         assert self._connection is not None
         self.key, self.limit_s = key, limit_s
         self.deadline_s = float("inf") if limit_s is None else time.monotonic() + limit_s
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died idle: that is the answer, then
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died while idle: answer() reports that
             self._connection.send((function, arguments))
 
     def _start(self) -> None:
         mine, theirs = self._context.Pipe()
         process = self._context.Process(target=_work, args=(theirs,))
-        process.start()  # takes seconds, the first time
-        theirs.close()  # or its death would not end the pipe
-        # Not before: who is told to stop meanwhile has no process to wait for, and what was started finds its pipe closed.
+        process.start()  # takes seconds the first time
+        theirs.close()  # or the pipe would stay open after the process dies
+        # Set last: a stop() during the start must not wait for the process, which then finds its pipe closed and ends.
         self._connection, self._process = mine, process
 
     def answer(self) -> Answer:
-        """Return what came; blocks until something does."""
+        """Return the answer; blocks until it arrives."""
         assert self._connection is not None
         key = self.key
         try:
             value, error = self._connection.recv()
-        except (EOFError, OSError):  # its end of the pipe went with it, maybe in the middle of an answer
+        except (EOFError, OSError):  # the process died, possibly while sending the answer
             return Answer(self, key, ended=self.end())
         self.key = None
         return Answer(self, key, value, error)
 
     def late(self) -> Answer:
-        """Kill it, because it has not answered in time."""
+        """Kill the process, because it has exceeded its time limit, and return that as the answer."""
         assert self._process is not None
         key = self.key
         self._process.kill()
         self.end()
-        return Answer(self, key, ended=f"killed because it had not answered for {self.limit_s:g} s")
+        return Answer(self, key, ended=f"killed after {self.limit_s:g} s without an answer")
 
     def stop(self) -> None:
-        """Tell the process to end, whatever it is at."""
+        """Ask the process to end, even in the middle of a call."""
         if self._process is None or self._connection is None:
             return
         if self.key is None:
@@ -132,7 +132,7 @@ class Worker:
             self._process.terminate()
 
     def end(self) -> str:
-        """Wait until the process has ended, and return how it did; one that does not is killed."""
+        """Wait until the process has ended, kill it if it does not end in time, and return its exit status or signal."""
         if self._process is None or self._connection is None:
             return ""
         self._connection.close()
@@ -146,45 +146,45 @@ class Worker:
 
 
 class Workers:
-    """Processes that carry out trials, each with one thread of torch; started when they are first needed.
+    """A pool of worker processes, each with one torch thread; a process starts with its first call.
 
     Args:
-        count: How many; None: as many as there are cores.
-        preload: Modules that are imported once, before the processes are forked off.
+        count: Number of processes; None: one per core.
+        preload: Modules that are imported once, before the processes are forked.
 
     Raises:
-        ConfigError: if there are none.
+        ConfigError: if ``count`` is below 1.
     """
 
     def __init__(self, count: int | None = None, preload: Sequence[str] = ()) -> None:
         if count is not None and count < 1:
-            raise ConfigError(f"there must be at least 1 process, got {count}")
+            raise ConfigError(f"the number of processes must be at least 1, got {count}")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, *preload])
         count = len(os.sched_getaffinity(0)) if count is None else count
         self._workers = [Worker(context) for _ in range(count)]
-        atexit.register(self.close)  # or the interpreter would wait for processes that wait for it
+        atexit.register(self.close)  # or interpreter and workers would wait for each other at exit
 
     def __enter__(self) -> Workers:
-        """Return these; they end with the block."""
+        """Return this pool; its processes end with the block."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
-        """End the processes, and what they are at; when they are given something again, others are started."""
+        """End the processes and their current calls; a later call starts new processes."""
         for worker in self._workers:
             worker.stop()
         for worker in self._workers:
             worker.end()
 
     def free(self) -> list[Worker]:
-        """Return those that can be given something."""
+        """Return the idle workers."""
         return [worker for worker in self._workers if worker.key is None]
 
     def wait(self) -> list[Answer]:
-        """Return what came since the last time, at least one answer, in no order; nothing if nobody is at anything."""
+        """Block until there is an answer, and return all answers in no particular order; an empty list if all are idle."""
         busy = {worker.connection: worker for worker in self._workers if worker.connection is not None}
         if not busy:
             return []
@@ -198,10 +198,10 @@ class Workers:
                 return [worker.late() for worker in late]
 
     def rows(self, run: Callable[..., list[Row]], values: Iterable[Any]) -> list[Row]:
-        """Return the rows that ``run`` gives for each of ``values``, in their order.
+        """Return the rows of ``run(value)`` for each of ``values``, in order.
 
         Raises:
-            JobError: if a process dies of it; and whatever ``run`` raises.
+            JobError: if a process dies; and any exception of ``run``.
         """
         calls = deque(enumerate(values))
         found: dict[int, list[Row]] = {}
@@ -213,23 +213,23 @@ class Workers:
                 for answer in self.wait():
                     if answer.ended:
                         raise JobError(
-                            f"a process of the study died ({answer.ended}); start it again, it goes on where it was"
+                            f"a process of the study died ({answer.ended}); run the study again to resume it"
                         )
                     if answer.error is not None:
                         raise answer.error
                     found[answer.key] = answer.value
         except BaseException:
-            self.close()  # nobody would take what the others find
+            self.close()  # the remaining results would not be collected
             raise
         return [row for number in sorted(found) for row in found[number]]
 
 
 # ---------------------------------------------------------------------------------------------
-# In such a process
+# In a worker process
 
 
 class _Terminated(BaseException):
-    """SIGTERM came. No call catches it, or it would be taken for something that the call raised."""
+    """SIGTERM was received. Derived from BaseException, so that it is not taken for an exception of the call."""
 
 
 def _terminated(*_: object) -> NoReturn:
@@ -238,7 +238,7 @@ def _terminated(*_: object) -> NoReturn:
 
 def _work(connection: Connection) -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asked for the study is told that it was stopped, by its parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and reports it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     was_terminated = False
     try:
@@ -250,7 +250,7 @@ def _work(connection: Connection) -> None:
     except _Terminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         was_terminated = True
-    atexit._run_exitfuncs()  # nobody else would, in such a process: what calls have left open is closed, or removed
+    atexit._run_exitfuncs()  # multiprocessing skips atexit handlers in workers; they clean up after the calls
     if was_terminated:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -264,7 +264,7 @@ def _called(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """Return the error, or one that says the same, if it does not survive pickling."""
+    """Return the error, or a RuntimeError with the same text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301  # our own bytes
     except Exception:
@@ -273,7 +273,7 @@ def _portable(error: BaseException) -> BaseException:
 
 
 def _end_with_parent() -> None:
-    """End when the study is killed: nobody would take what this process finds."""
+    """End this process when the study's process dies, because no one collects its results then."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

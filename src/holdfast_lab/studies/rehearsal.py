@@ -1,7 +1,7 @@
-"""Rehearsing failures of a training of one's own: with which way of keeping copies do they cost least?
+"""Rehearses failures of the user's own training job, to find the standby settings with which a failure costs least.
 
-The training is run once undisturbed, and then with each way, the same worker dying in the same step. All workers are virtual,
-so one process plays them, and what it loses and restores has the bits that real workers would have.
+The training runs once without failures, and then once with each setting and failure, where the same worker dies in the
+same step. All workers are virtual: one process runs them all, and restores the same bits as real workers would.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """What is rehearsed.
+    """The settings of a rehearsal.
 
     Args:
-        script: The training script; it logs the metric in every step, and its model is split.
+        script: The training script; it must log the metric in every step, and its model must be split over workers.
         args: Its arguments.
-        workers: How many, ``>= 2``.
-        every: C of the running checkpoint; see :class:`~holdfast.checkpoint.priority.Saving`.
-        fraction: r of it.
-        failures: How many, each in a run of its own.
-        seed: Of the job, and of who dies when.
-        metric: What the loss is called in the log.
-        limit_s: A run that takes longer is ended.
+        workers: Number of workers, ``>= 2``.
+        every: C of the priority checkpoint; see :class:`~holdfast.checkpoint.priority.Saving`.
+        fraction: r of the priority checkpoint.
+        failures: Number of failures, each in its own run.
+        seed: Seed of the job, and of the failed workers and steps.
+        metric: Name of the loss in the log.
+        limit_s: Time limit of a run in seconds.
 
     Raises:
-        ConfigError: if blocks cannot be saved so.
+        ConfigError: if ``every`` or ``fraction`` is out of range.
     """
 
     script: Path
@@ -62,20 +62,21 @@ class Rehearsal:
         Saving(every=self.every, fraction=self.fraction)
 
     def ways(self) -> list[tuple[str, ...]]:
-        """Return the ways that are tried, at equal bytes, each as the options of ``holdfast run`` that ask for it."""
+        """Return the settings to compare, all with the same number of bytes, as options of ``holdfast run``."""
         common = ("--strategy", "partial", "--mirror-every", str(self.every), "--mirror-fraction", f"{self.fraction:g}")
         both = itertools.product(PREDICTORS, CODECS)
         return [(*common, "--mirror-predictor", predictor, "--mirror-codec", codec) for predictor, codec in both]
 
     def deaths(self, steps: int) -> list[tuple[int, int]]:
-        """Return who dies in which step: any worker, when all has been saved once, and the loss still has half of the run to fall.
+        """Return rank and step of each failure: any worker, after everything was saved once and in the first half of the run.
 
         Raises:
             ConfigError: if the training has too few steps for that.
         """
         if steps // 2 <= self.every:
             raise ConfigError(
-                f"a training must have more than {2 * self.every + 1} steps, twice --mirror-every, to be rehearsed, got {steps}: give it more, or a smaller --mirror-every"
+                f"a rehearsal needs a training of more than {2 * self.every + 1} steps, twice --mirror-every, got {steps}: "
+                "train for more steps, or give a smaller --mirror-every"
             )
         rng = random.Random(f"rehearsal {self.seed}")
         return [(rng.randrange(self.workers), rng.randrange(self.every, steps // 2)) for _ in range(self.failures)]
@@ -83,12 +84,13 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """What failures cost with one way.
+    """The cost of failures with one setting.
 
     Args:
-        options: Of ``holdfast run``.
-        costs: Of each failure, in iterations against the undisturbed run; those that could be told.
-        censored: Levels of the loss that a run never came to: what it cost is a lower bound.
+        options: Options of ``holdfast run``.
+        costs: Cost of each failure in iterations, compared with the failure-free run; without those that are not
+            measurable.
+        censored: Number of loss levels that a run never reached, so that its cost is a lower bound.
     """
 
     options: tuple[str, ...]
@@ -102,14 +104,14 @@ class Tried:
 
 
 def rehearse(this: Rehearsal, say: Say) -> list[Tried]:
-    """Return what failures cost with each way, the least first.
+    """Return the cost of failures with each setting, the lowest first.
 
     Args:
-        this: What is rehearsed.
-        say: Is told of every run that begins.
+        this: The rehearsal.
+        say: Called with a progress line for every run.
 
     Raises:
-        ConfigError: if the training fails, or its loss cannot be told from its noise after any of the failures.
+        ConfigError: if the training fails, or if its loss cannot be distinguished from noise after any of the failures.
     """
     if not this.script.is_file():
         raise ConfigError(f"there is no script {str(this.script)!r}")
@@ -127,7 +129,8 @@ def rehearse(this: Rehearsal, say: Say) -> list[Tried]:
             told = [cost for cost in costs if cost["iterations"] is not None]
             if not told:
                 raise ConfigError(
-                    "the loss falls nowhere after the failures by more than chance; give more --failures, a longer training, or one that still learns"
+                    "after none of the failures does the loss fall by more than its noise; give more --failures, a longer training, "
+                    "or one whose loss still falls"
                 )
             iterations = tuple(cost["iterations"] for cost in told)
             tried.append(Tried(options=way, costs=iterations, censored=sum(cost["censored"] for cost in told)))
@@ -138,16 +141,16 @@ def _cost(
     this: Rehearsal, folder: Path, undisturbed: Path, way: Sequence[str], death: tuple[int, int], say: Say
 ) -> dict[str, Any]:
     rank, step = death
-    say(f"worker {rank} dies in step {step}: {' '.join(way[2:])}")
+    say(f"worker {rank} killed in step {step}: {' '.join(way[2:])}")
     _run(this, folder, *way, "--inject", f"kill:rank={rank},step={step},phase=optimizer")
     return cost_against(folder, undisturbed, this.metric)
 
 
 def _run(this: Rehearsal, folder: Path, *words: str) -> dict[str, Any]:
-    """Run the training, and return its report.
+    """Run the training and return its report.
 
     Raises:
-        ConfigError: if it fails, or takes too long.
+        ConfigError: if it fails or exceeds its time limit.
     """
     command = [sys.executable, "-m", "holdfast", "run", "-n", str(this.workers), "--fabric", "virtual"]
     command += ["--seed", str(this.seed), *words, "--no-page", "--report", str(folder), str(this.script), *this.args]
@@ -161,14 +164,16 @@ def _run(this: Rehearsal, folder: Path, *words: str) -> dict[str, Any]:
             code = None
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # its own session: nobody else is in it
+                os.killpg(
+                    process.pid, signal.SIGKILL
+                )  # started in its own session, so the group holds no other process
                 process.wait()
         said.seek(0)
         lines = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()]
     if code != 0:
-        how = f"was not done after {this.limit_s:g} s" if code is None else f"ended with {code}"
+        how = f"did not finish within {this.limit_s:g} s" if code is None else f"ended with exit status {code}"
         raise ConfigError(
-            f"a run of {this.script} {how}: {(lines or ['it said nothing'])[-1]}; try it: holdfast {' '.join(command[3:])}"
+            f"a run of {this.script} {how}: {(lines or ['no output'])[-1]}; to reproduce it: holdfast {' '.join(command[3:])}"
         )
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return report

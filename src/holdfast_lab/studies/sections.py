@@ -1,7 +1,7 @@
-"""The sections of a study's page: typed builders of what ``results.json`` has under ``page``.
+"""Typed builders for the sections of a study's page, the list under ``page`` in ``results.json``.
 
-:mod:`holdfast_lab.pages.study` says how each kind is drawn. A section shows either rows of its own (``rows``), or those rows of
-the study that have certain values (``where``). Keywords stand in the JSON in the order in which they are given.
+:mod:`holdfast_lab.pages.study` documents how each kind is drawn. A section shows either its own ``rows``, or the rows of
+the study selected by ``where``. The JSON keeps the order of the keywords.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Section = dict[str, Any]
 Column = list[str]
 Sentence = dict[str, Any]
 Axis = Sequence[str]
-"""The key of a column of the rows, and its name in the picture."""
+"""The key of a column of the rows, and its label in the plot."""
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -26,10 +26,10 @@ def column(
     """Return a column of a table.
 
     Args:
-        kind: How a value is shown; a number, a time, a size or a share as the median of a line's rows.
-        key: In the rows.
-        heading: Over it; "" is the key.
-        of: What a number or a text counts, below the heading; "" for nothing.
+        kind: How values are displayed; numbers, times, sizes and shares as the median of a line's rows.
+        key: Key of the rows.
+        heading: Column heading; "" is the key.
+        of: The thing that a number or a text counts, shown below the heading; "" for none.
     """
     return [key, heading or key.replace("_", " "), kind, *([of] if of else [])]
 
@@ -40,7 +40,7 @@ megabytes, percent, count = partial(column, "MB"), partial(column, "%"), partial
 
 
 class TableLook(TypedDict):
-    """What a table shows: a line for rows that agree in ``by``; ``folded`` up until it is asked for."""
+    """Options of a table: one line for all rows with the same values of ``by``; ``folded`` collapses it."""
 
     by: Sequence[str]
     columns: Sequence[Column]
@@ -48,7 +48,7 @@ class TableLook(TypedDict):
 
 
 class BarsLook(TypedDict):
-    """What bars show: a bar for each group in ``by``, stacked from ``values``, ``[key, name]`` each."""
+    """Options of bars: a bar for each group in ``by``, stacked from ``values``, ``[key, name]`` each."""
 
     by: Sequence[str]
     values: Sequence[Axis]
@@ -58,7 +58,7 @@ class BarsLook(TypedDict):
 
 
 class LinesLook(TypedDict):
-    """What lines show: a line for each group in ``series``."""
+    """Options of lines: a line for each group in ``series``."""
 
     series: Sequence[str]
     x: Axis
@@ -66,7 +66,7 @@ class LinesLook(TypedDict):
 
 
 class PointsLook(LinesLook):
-    """What points show: a point for each row; ``interval`` names its two ends, ``band`` and ``limits`` are ranges of y."""
+    """Options of points: a point for each row; ``interval`` names its two ends, ``band`` and ``limits`` are ranges of y."""
 
     interval: NotRequired[Sequence[str]]
     label: NotRequired[str]
@@ -77,7 +77,7 @@ class PointsLook(LinesLook):
 
 
 class IntervalsLook(TypedDict):
-    """What intervals show: a line for each group in ``by``; ``band`` and ``limits`` are ranges of x."""
+    """Options of intervals: a line for each group in ``by``; ``band`` and ``limits`` are ranges of x."""
 
     by: Sequence[str]
     series: Sequence[str]
@@ -108,7 +108,7 @@ def table(
     where: Mapping[str, Any] | None = None,
     **look: Unpack[TableLook],
 ) -> Section:
-    """Return a table: see :class:`TableLook`; ``name`` is its anchor, ``note`` says how to read it."""
+    """Return a table, see :class:`TableLook`; ``name`` is its HTML anchor, ``note`` explains how to read it."""
     return _section("table", name, title, note, rows, where, look)
 
 
@@ -120,32 +120,32 @@ def bars(
     where: Mapping[str, Any] | None = None,
     **look: Unpack[BarsLook],
 ) -> Section:
-    """Return stacked bars: see :class:`BarsLook`."""
+    """Return stacked bars, see :class:`BarsLook`."""
     return _section("bars", name, title, note, rows, where, look)
 
 
 def lines(name: str, title: str, note: str, where: Mapping[str, Any], **look: Unpack[LinesLook]) -> Section:
-    """Return lines: see :class:`LinesLook`."""
+    """Return lines, see :class:`LinesLook`."""
     return _section("lines", name, title, note, None, where, look)
 
 
 def points(name: str, title: str, note: str, rows: Rows, **look: Unpack[PointsLook]) -> Section:
-    """Return points: see :class:`PointsLook`."""
+    """Return points, see :class:`PointsLook`."""
     return _section("points", name, title, note, rows, None, look)
 
 
 def intervals(name: str, title: str, note: str, rows: Rows, **look: Unpack[IntervalsLook]) -> Section:
-    """Return intervals: see :class:`IntervalsLook`."""
+    """Return intervals, see :class:`IntervalsLook`."""
     return _section("intervals", name, title, note, rows, None, look)
 
 
 def sentences(name: str, title: str, items: Sequence[Sentence]) -> Section:
-    """Return a list of sentences, each made by :func:`sentence`."""
+    """Return a list of sentences, each built by :func:`sentence`."""
     return {"kind": "list", "id": name, "title": title, "items": list(items)}
 
 
 def sentence(words: str, section: str, *values: Any) -> Sentence:
-    """Return a sentence that links to the line of a table that it stands on: the table's name, and the line's values."""
+    """Return a sentence with a link to its evidence: a table's name, and the values that identify the line."""
     return {"text": words, "section": section, "row": [str(value) for value in values]}
 
 
@@ -155,13 +155,13 @@ def not_run(
     title: str = "Not run",
     columns: Sequence[Column] = (text("why"),),
 ) -> Section:
-    """Return the table of what failed, and why.
+    """Return the table of failed measurements and the reasons.
 
     Args:
-        by: A line for rows that agree in these.
-        rows: To choose from, where the section brings rows of its own; None: the page chooses from all of the study.
-        title: Over it.
-        columns: The reason, and what else is told.
+        by: One line for all rows with the same values of these.
+        rows: Rows to select from, for a section with its own rows; None: the page selects from all rows of the study.
+        title: Title of the section.
+        columns: The reason, and any further columns.
     """
     mine = None if rows is None else [row for row in rows if row["status"] == NOT_RUN]
     where = {"status": NOT_RUN} if rows is None else None
@@ -169,5 +169,5 @@ def not_run(
 
 
 def measured(part: str, **values: Any) -> dict[str, Any]:
-    """Return the ``where`` of a part's measured rows, of those that have certain values."""
+    """Return the ``where`` that selects a part's measured rows with the given values."""
     return {"part": part, "status": MEASURED, **values}

@@ -1,4 +1,4 @@
-"""Confidence intervals, by bootstrap and of shares, and medians."""
+"""Confidence intervals (bootstrap, and of shares) and medians."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def bootstrap(
     seed: int,
     resamples: int = RESAMPLES,
 ) -> tuple[float, float]:
-    """Return the 95 % percentile interval of a statistic of independent groups of repetitions.
+    """Return the bootstrap 95 % percentile interval of a statistic over independent groups of repetitions.
 
     Args:
-        groups: Each is drawn from anew, with replacement; none is empty.
-        statistic: Of all groups together.
-        seed: Same seed, same interval.
-        resamples: How often to draw, ``>= 40``.
+        groups: Values of each group, not empty; each group is resampled with replacement.
+        statistic: Computes the statistic from all groups.
+        seed: Seed of the resampling; the same seed gives the same interval.
+        resamples: Number of resamples, ``>= 40``.
 
     Source:
         B. Efron, "Bootstrap methods: another look at the jackknife", Annals of Statistics 7(1), 1979.
@@ -35,11 +35,11 @@ def bootstrap(
 
 
 def share_interval(successes: int, tries: int) -> tuple[float, float]:
-    """Return the 95 % interval of a probability, of ``tries`` of which ``successes`` had it; unlike by bootstrap, also if all had.
+    """Return the exact 95 % interval of a success probability; unlike a bootstrap it is valid if all tries succeed, too.
 
     Args:
-        successes: From 0 to ``tries``.
-        tries: ``>= 1``.
+        successes: Number of successes, from 0 to ``tries``.
+        tries: Number of tries, ``>= 1``.
 
     Source:
         C. J. Clopper, E. S. Pearson, "The use of confidence or fiducial limits illustrated in the case of the binomial",
@@ -55,11 +55,13 @@ def share_interval(successes: int, tries: int) -> tuple[float, float]:
 
 
 def wilson(successes: int, tries: int) -> tuple[float, float]:
-    """Return the 95 % score interval of a probability; narrower than :func:`share_interval`, and right on average only.
+    """Return the 95 % score interval of a success probability.
+
+    It is narrower than :func:`share_interval`, and has its coverage only on average.
 
     Args:
-        successes: From 0 to ``tries``.
-        tries: ``>= 1``.
+        successes: Number of successes, from 0 to ``tries``.
+        tries: Number of tries, ``>= 1``.
 
     Source:
         E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22(158), 1927;
@@ -70,11 +72,11 @@ def wilson(successes: int, tries: int) -> tuple[float, float]:
     half = _Z * math.sqrt(share * (1 - share) / tries + room / (4 * tries)) / (1 + room)
     return (middle - half if successes else 0.0), (
         middle + half if successes < tries else 1.0
-    )  # rounded, it is not quite
+    )  # exactly 0 and 1, which rounding would miss
 
 
 def _root(rising: Callable[[float], float]) -> float:
-    """Return where a function from 0 to 1 that rises is 0."""
+    """Return the root in [0, 1] of an increasing function, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -1,7 +1,7 @@
-"""Going back, in memory, to where a training was: what a trial starts from, without a new process.
+"""In-memory snapshot of a training, so that each trial starts from the same state without a new process.
 
-It is sound for what :class:`Held` says it holds. Whatever else a trial alters and does not put back, the next one finds:
-:func:`holdfast_lab.studies.campaign_plan.check_alone` is there to find that.
+:class:`Held` documents what it restores. Any other state that a trial changes leaks into the next trial;
+:func:`holdfast_lab.studies.campaign_plan.check_alone` detects that.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from holdfast.torch_private import buffers_of, parameters_of
 
 
 class Stateful(Protocol):
-    """Anything with a state that it can be given again, such as a schedule of the learning rate."""
+    """An object whose state can be saved and loaded, such as a learning rate scheduler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its state."""
+        """Return the state."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take a state."""
+        """Load a state."""
         ...
 
 
 class Held:
-    """Where a training was when this was made.
+    """A snapshot of a training's state, taken when the object is created.
 
-    It holds the bits of parameters, gradients and buffers, those too that no ``state_dict`` has; the optimizer's state and
-    settings, without the casts of ``load_state_dict``; and the global generators of torch (of the CPU, and of GPUs in
-    use), NumPy and Python. Modules, parameters and their optimizer stay the objects they are, so hooks, wrappers and
-    schedules go on knowing them. It does not hold other attributes of modules, hooks, or what other objects remember.
+    It holds the bits of parameters, gradients and buffers, including buffers that are not in ``state_dict``; the state and
+    settings of the optimizer, without the casts of ``load_state_dict``; and the global random generators of torch (CPU,
+    and GPUs in use), NumPy and Python. Modules, parameters and the optimizer keep their identity, so hooks, wrappers and
+    schedulers keep working. It does not hold other attributes of modules, hooks, or the state of other objects.
 
     Args:
         module: The model.
         optimizer: Its optimizer, if it has one.
-        others: Have states of their own.
+        others: Further objects with a state.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, *others: Stateful) -> None:
@@ -57,7 +57,7 @@ class Held:
         self._generators = _generator_states()
 
     def restore(self) -> None:
-        """Go back there."""
+        """Restore the snapshot."""
         for part, was_training in self._modules:
             part.training = was_training
         for held in self._tensors:
@@ -73,13 +73,13 @@ class _HeldTensor:
     def __init__(self, tensors: dict[str, Any], name: str, tensor: Tensor) -> None:
         self._tensors, self._name, self._tensor = tensors, name, tensor
         self._needs_grad = tensor.requires_grad
-        self._data = tensor.data  # where the values are
+        self._data = tensor.data  # shares the tensor's storage
         self._values = tensor.data.clone()
         self._grad = None if tensor.grad is None else tensor.grad.clone()
 
     def restore(self) -> None:
         self._data.copy_(self._values)
-        self._tensor.data = self._data  # a trial may have put other memory there, or another dtype
+        self._tensor.data = self._data  # a trial may have replaced the storage or the dtype
         self._tensor.grad = None if self._grad is None else self._grad.clone()
         self._tensor.requires_grad_(self._needs_grad)
         self._tensors[self._name] = self._tensor

@@ -40,7 +40,7 @@ def test_the_answer_says_what_to_do_why_and_what_it_assumed(tmp_path, capsys):
     assert code == 0
     assert text.startswith("Use --strategy rollback, with a checkpoint every ")
     assert "holdfast run --strategy rollback --checkpoint-dir DIR --checkpoint-every " in text
-    assert "A failure comes every 2.06 d: 128 machines of 8 workers" in text  # 264 d / 128
+    assert "There is a failure every 2.06 d: 128 nodes of 8 workers" in text  # 264 d / 128
     answer = json.loads((tmp_path / "results.json").read_text())
     assumed = {one["name"]: one for one in answer["known"] if one["source"] == "assumed"}
     assert {"step_s", "state_bytes", "write_bytes_per_s", "restart_s", "repair_s", "workers_per_node"} <= set(assumed)

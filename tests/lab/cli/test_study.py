@@ -33,7 +33,7 @@ def test_the_list_names_every_study():
             ["checkpoint-price"],
             "the study must be one of checkpoint-cost, exact, guard, parallelism, resilience, scar, soft-errors, got 'checkpoint-price'",
         ),
-        (["scar", "--data", "/nowhere"], "--data must be a directory, got '/nowhere', which is none"),
+        (["scar", "--data", "/nowhere"], "--data must be an existing directory, got '/nowhere'"),
         (["resilience", "--network", "gpt"], "--network must be one of mlp, cnn (more with --data), got 'gpt'"),
         (["checkpoint-cost", "--only", "caffe"], "--only must be one of torch, "),
         (["checkpoint-cost", "--repetitions", "0"], "--repetitions"),
@@ -77,7 +77,7 @@ def test_a_quick_study_measures_says_what_it_left_out_and_is_not_done_twice(tmp_
     assert (tmp_path / "index.html").read_text().startswith("<!doctype html>")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["figures", "index.html", "results.json", "rows.jsonl"]
     assert second.returncode == 0, second.stderr
-    assert "tasks were done before" in second.stderr
+    assert "tasks are already finished" in second.stderr
     assert "[1/" not in second.stderr
 
 
@@ -109,7 +109,7 @@ def test_a_quick_study_of_resilience_sets_real_processes_beside_logical_ones(tmp
     done = study("resilience", "--quick", "--out", str(tmp_path), timeout_s=800)
 
     assert done.returncode == 0, done.stderr
-    assert "give their files with --data" in done.stderr
+    assert "give the directory of the datasets with --data" in done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     assert {row["status"] for row in results["rows"] if row["part"] != "update"} == {"measured"}
     points = {(row["strategy"], row["update"]): row for row in results["rows"] if row["part"] == "point"}
@@ -158,4 +158,4 @@ def test_a_quick_study_of_exactness_sums_the_same_in_all_ways_and_finds_one_poin
     hashes = {row["policy"]: row["sha256"] for row in results["rows"] if row["part"] == "spread"}
     assert {policy for policy, one in hashes.items() if one == hashes["nothing happens"]} == {"nothing happens", "rollback", "restart"}  # fmt: skip
     held = {claim["claim"]: claim["holds"] for claim in results["claims"]}
-    assert [holds for claim, holds in held.items() if "memory" in claim or "sha256" in claim or "a gradient for" in claim] == [True] * 3  # fmt: skip
+    assert [holds for claim, holds in held.items() if "memory" in claim or "sha256" in claim or "one gradient per" in claim] == [True] * 3  # fmt: skip

@@ -1,1 +1,1 @@
-"""What exactness costs, and what it buys."""
+"""The exactness study: cost and benefit of bit-identical training."""

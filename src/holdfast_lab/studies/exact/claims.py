@@ -1,4 +1,4 @@
-"""What is claimed of exactness, held against the rows of its study. There is no paper: the claims are Holdfast's own."""
+"""Claims about exactness, checked against the rows of the study. There is no paper: the claims are Holdfast's own."""
 
 from __future__ import annotations
 
@@ -15,39 +15,51 @@ from holdfast_lab.studies.stats import bootstrap, median
 _OURS = "Holdfast, docs/papers/exact.md"
 
 LARGEST_RATIO = 1.03
-"""The upper end of an interval must not lie above it."""
+"""Limit for the upper end of an interval."""
 IMBALANCE_PERCENT = 5.0
 MEMORY_PERCENT = 5.0
 _ROUNDS = 8
-"""Of blocks, for a verdict: an interval from fewer is too narrow."""
+"""Minimum number of blocks for a verdict: an interval from fewer is too narrow."""
 _RUNS = 3
-"""Of a job, for an interval."""
+"""Minimum number of runs of a job for an interval."""
 
-_AT_MOST = f"a step takes at most {LARGEST_RATIO} of what the same slices take summed in any order"
-ONE_SLICE = f"Nothing fails, one slice a worker: summed in order, {_AT_MOST}"
+_AT_MOST = (
+    f"a step with deterministic all-reduce takes at most {LARGEST_RATIO} times as long as with unordered all-reduce"
+)
+ONE_SLICE = f"Without failures, one slice per worker: {_AT_MOST}"
 MORE_SLICES = {
-    order: f"Nothing fails, more slices than workers: summed in order ({order}), {_AT_MOST}" for order in (FOLD, TREE)
+    order: f"Without failures, more slices than workers ({order} order): {_AT_MOST}" for order in (FOLD, TREE)
 }
-CERTIFIED = f"Nothing fails, one slice a worker: with the certificate a step takes at most {LARGEST_RATIO} of what it takes without"
-WITHOUT = f"One slice a worker: summed in order, a step takes at most {LARGEST_RATIO} of that of a loop without any protection, which sums by Open MPI's Allreduce"
-FASTER = "One slice a worker: summed in order, a step takes no longer than with DDP on Gloo"
-MEMORY = f"Sums in order take at most a gradient for each slice and one for the result, on the whole machine, to {MEMORY_PERCENT:g} %"
-GOODPUT = f"After a kill an even split commits at least as many samples in a second as {FEWEST.name} do"
+CERTIFIED = (
+    f"Without failures, one slice per worker: with the certificate a step takes at most {LARGEST_RATIO} times as long as "
+    "without"
+)
+WITHOUT = (
+    f"One slice per worker: a step with deterministic all-reduce takes at most {LARGEST_RATIO} times as long as in a plain "
+    "loop without fault tolerance that uses Open MPI's Allreduce"
+)
+FASTER = "One slice per worker: a step with deterministic all-reduce takes no longer than with DDP on Gloo"
+MEMORY = (
+    "Deterministic all-reduce takes at most one gradient per slice and one for the result, on the whole machine, within "
+    f"{MEMORY_PERCENT:g} %"
+)
+GOODPUT = f"After a kill an even split commits at least as many samples per second as {FEWEST.name}"
 IMBALANCE = (
-    f"After a kill steps are longer than evenly divided ones by what the slices predict, within {IMBALANCE_PERCENT:g} %"
+    "After a kill, the slowdown of steps over evenly divided work is as predicted from the slices, within "
+    f"{IMBALANCE_PERCENT:g} %"
 )
 ONE_POINT = {
-    policy: f"All disturbed runs under {policy} end with the sha256 of the undisturbed one" for policy in EXACT
+    policy: f"All runs with failures under {policy} end with the sha256 of the failure-free run" for policy in EXACT
 }
 SPREAD = {
-    policy: f"Runs under {policy} end apart: their accuracy has a spread above 0"
+    policy: f"Runs with failures under {policy} differ: their accuracy has a standard deviation above 0"
     for policy in POLICIES
     if policy not in EXACT
 }
 
 
 def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
-    """Return every claim with what was found."""
+    """Return every claim with its result."""
     measured = [row for row in rows if row["status"] == MEASURED]
     cost = [row for row in measured if row["part"] == "cost"]
     jobs = [row for row in measured if row["part"] == "goodput"]
@@ -78,7 +90,7 @@ def _at(rows: Sequence[Row], variant: str, shares: Sequence[int]) -> list[Row]:
 
 
 def _ratio(words: str, rows: Sequence[Row], name: str, most: float = LARGEST_RATIO) -> Claim:
-    """Return a claim that holds where every network and number of workers is below, and falls where one is above."""
+    """Return a claim that holds if all networks and numbers of workers are below ``most``, and fails if one is above."""
     claim = statement(words, _OURS, most)
     if not rows:
         return claim
@@ -87,12 +99,13 @@ def _ratio(words: str, rows: Sequence[Row], name: str, most: float = LARGEST_RAT
     above = [row for row in rows if row[f"{name}_low"] > most]
     holds = True if below == len(rows) else False if above else None
     told = (
-        f"the highest interval of {len(rows)}: {worst['network']}, {worst['workers']} workers, {worst['slices']} slices. The interval "
-        f"lies below {most:g} in {below}, above in {len(above)}; the median of all is {statistics.median(row[name] for row in rows):.3g}"
+        f"the highest interval of {len(rows)}: {worst['network']}, {worst['workers']} workers, {worst['slices']} slices. "
+        f"The interval is below {most:g} in {below} and above in {len(above)}; the median of all ratios is "
+        f"{statistics.median(row[name] for row in rows):.3g}"
     )
     ci = (worst[f"{name}_low"], worst[f"{name}_high"])
     if worst["rounds"] < _ROUNDS:
-        told, holds = f"{told}; fewer than {_ROUNDS} blocks decide nothing", None
+        told, holds = f"{told}; undecided, because there are fewer than {_ROUNDS} blocks", None
     return claim.judged(worst[name], holds, told, ci=ci)
 
 
@@ -101,7 +114,10 @@ def _memory(rows: Sequence[Row]) -> Claim:
         return statement(MEMORY, _OURS)
     off = {id(row): 100 * (row["bytes"] / row["expected_bytes"] - 1) for row in rows}
     worst = max(rows, key=lambda row: off[id(row)])
-    told = f"the most above that of {len(rows)}: {worst['network']}, {worst['slices']} slices, {worst['variant']}; counted, so without an interval"
+    told = (
+        f"the largest excess of {len(rows)}: {worst['network']}, {worst['slices']} slices, {worst['variant']}; allocated "
+        "bytes are exact, so there is no interval"
+    )
     return statement(MEMORY, _OURS, 0).judged(off[id(worst)], off[id(worst)] <= MEMORY_PERCENT, told, unit="%")
 
 
@@ -126,12 +142,12 @@ def _goodput(jobs: Sequence[Row], seed: int) -> Claim:
         return claim.judged(ours, None, f"fewer than {_RUNS} runs of each")
     low, high = bootstrap([even, whole], lambda drawn: median(drawn[0]) / median(drawn[1]), seed)
     holds = True if low >= 1 else False if high < 1 else None
-    told = f"ratio of medians of {len(even)} and {len(whole)} runs, from the kill on, recovery included"
+    told = f"ratio of medians of {len(even)} and {len(whole)} runs, from the kill to the end, recovery included"
     return claim.judged(ours, holds, told, ci=(low, high))
 
 
 def imbalances(jobs: Sequence[Row], seed: int) -> list[Row]:
-    """Return a row for each way to divide the work: medians over runs, with intervals where there are enough runs."""
+    """Return a row for each way to divide the work: medians over runs, with intervals if there are enough runs."""
     found: list[Row] = []
     for name, mine in _by_name(jobs).items():
         row: Row = {"divided": name, "runs": len(mine), "expected": mine[0]["expected"], "status": MEASURED}
@@ -162,13 +178,16 @@ def _imbalance(jobs: Sequence[Row], seed: int) -> Claim:
     inside = [low >= -IMBALANCE_PERCENT and high <= IMBALANCE_PERCENT for low, high in ends.values()]
     outside = [low > IMBALANCE_PERCENT or high < -IMBALANCE_PERCENT for low, high in ends.values()]
     holds = True if all(inside) else False if any(outside) else None
-    told = f"the farthest off of {len(ways)} ways to divide the work: {worst['divided']}, {worst['expected']:.3g} expected, {worst['imbalance']:.3g} found"
+    told = (
+        f"the largest error of {len(ways)} ways to divide the work: {worst['divided']}, {worst['expected']:.3g} expected, "
+        f"{worst['imbalance']:.3g} measured"
+    )
     low, high = ends[worst["divided"]]
     return claim.judged(ours, holds, told, ci=(low, high), unit="%")
 
 
 # ---------------------------------------------------------------------------------------------
-# What it buys
+# Spread of final results
 
 
 def _one_point(words: str, rows: Sequence[Row]) -> Claim:
@@ -181,13 +200,13 @@ def _one_point(words: str, rows: Sequence[Row]) -> Claim:
 
 
 def _spread(words: str, rows: Sequence[Row]) -> Claim:
-    """Return a claim that holds where every training has a spread, and falls where one has none at all."""
+    """Return a claim that holds if every training has a spread, and fails if one has none at all."""
     claim = statement(words, _OURS)
     if not rows:
         return claim
     least = min(rows, key=lambda row: row["accuracy_sd"])
     holds = True if least["accuracy_sd_low"] > 0 else False if least["accuracy_sd_high"] == 0 else None
-    each = "; ".join(f"{row['training']}: {row['hashes']} sha256 of {row['runs']} runs" for row in rows)
+    each = "; ".join(f"{row['training']}: {row['hashes']} different sha256 in {row['runs']} runs" for row in rows)
     told = f"standard deviation over runs, the smallest of {len(rows)}: {least['training']}. {each}"
     ci = (least["accuracy_sd_low"], least["accuracy_sd_high"])
     return claim.judged(least["accuracy_sd"], holds, told, ci=ci, unit="points")

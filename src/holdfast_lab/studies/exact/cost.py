@@ -1,4 +1,4 @@
-"""What sums in order cost while nothing fails, in time and in memory: real processes, the same training summed in several ways."""
+"""Cost of the deterministic all-reduce without failures, in time and memory: real processes, several ways to all-reduce."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from holdfast_lab.studies.parallelism.jobs import ended, own_environment
 from holdfast_lab.studies.stats import bootstrap, median
 
 SCRIPTS = Path(__file__).with_name("workers")
-"""Scripts that run in processes of their own."""
+"""Scripts that run in separate processes."""
 
 NETWORKS = ("mlp", "cnn", "gpt")
 QUICK_NETWORK = "cnn"
 BATCH = {"mlp": 128, "cnn": 128, "gpt": 32}
-"""Samples of a mini-batch, whatever the number of workers."""
+"""Mini-batch size in samples, for any number of workers."""
 SHARES = (1, 2, 4, 8)
-"""Slices of a worker."""
+"""Slices per worker."""
 _MORE_SLICES = tuple(variant for variant in VARIANTS if variant != CERTIFICATE)
-"""What takes turns where a worker has several slices: what the certificate costs does not depend on them."""
+"""Variants to time with several slices per worker: the cost of the certificate does not depend on the slices."""
 _ROUNDS_OF_ONE = 60
-"""Blocks of each variant where a worker has one slice: there differences are looked for that are as small as the noise."""
+"""Blocks of each variant with one slice per worker: the differences to measure there are as small as the noise."""
 _START_S = 240.0
 _ROUND_S = 60.0
-"""A round of all variants may take so long, on a busy machine."""
+"""Time limits in seconds, on a busy machine: of the start, and of a round of all variants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +39,12 @@ class Timed:
     """A training whose steps are timed.
 
     Args:
-        network: Which.
-        workers: How many.
-        share: Slices of each of them.
-        rounds: Blocks of each variant; 0 looks at what is allocated alone.
-        block_s: How long a block lasts, about.
-        variants: Which take turns.
+        network: Name of the network.
+        workers: Number of workers.
+        share: Slices per worker.
+        rounds: Blocks of each variant; 0 measures only allocated memory.
+        block_s: Approximate duration of a block in seconds.
+        variants: Variants to time, in turns.
     """
 
     network: str
@@ -56,23 +56,23 @@ class Timed:
 
     @property
     def slices(self) -> int:
-        """Those of a mini-batch."""
+        """Number of slices of a mini-batch."""
         return self.workers * self.share
 
     def about(self, part: str) -> Row:
-        """Return the columns that all its rows have."""
+        """Return the columns common to all its rows."""
         names = {name: getattr(self, name) for name in ("network", "workers", "slices", "share", "rounds")}
         return {"part": part, **names, "batch": BATCH[self.network]}
 
     def words(self, out: Path) -> list[str]:
-        """Return the command line of the script, behind its interpreter."""
+        """Return the command line of the script, after the interpreter."""
         words = [SCRIPTS / "cost.py", "--network", self.network, "--workers", self.workers]
         words += ["--slices", self.slices, "--batch", BATCH[self.network], "--rounds", self.rounds]
         return [str(word) for word in [*words, "--block-s", self.block_s, "--out", out, "--variants", *self.variants]]
 
 
 def cost_tasks(networks: Sequence[str], seed: int, *, quick: bool) -> list[Task]:
-    """Return what is timed."""
+    """Return the tasks that time steps."""
     if quick:
         found = [
             Timed(network=name, workers=2, share=share, rounds=4, block_s=0.1) for name in networks for share in (1, 4)
@@ -93,7 +93,7 @@ def cost_tasks(networks: Sequence[str], seed: int, *, quick: bool) -> list[Task]
 
 
 def memory_tasks(networks: Sequence[str], *, quick: bool) -> list[Task]:
-    """Return where is looked what is allocated."""
+    """Return the tasks that measure allocated memory."""
     shares, workers = ((2,), 2) if quick else (SHARES, 4)
     found = [
         Timed(network=name, workers=workers, share=share, rounds=0, variants=(FOLD, TREE, DDP))
@@ -104,7 +104,7 @@ def memory_tasks(networks: Sequence[str], *, quick: bool) -> list[Task]:
 
 
 def _found(timed: Timed) -> dict[str, Any] | str:
-    """Return what the workers wrote down, or why they did not."""
+    """Return the results of the workers, or the reason why there are none."""
     mpirun = mpirun_words(timed.workers)
     if not mpirun:
         return NO_MPIRUN
@@ -113,7 +113,7 @@ def _found(timed: Timed) -> dict[str, Any] | str:
         limit_s = _START_S + _ROUND_S * timed.rounds
         code, said = ended([*mpirun, *timed.words(out)], own_environment(), Path(name), limit_s)
         if code or not out.is_file():
-            return f"ended with {code}: {said}"
+            return f"ended with exit status {code}: {said}"
         found: dict[str, Any] = json.loads(out.read_text())
         return found["failed"] or found
 
@@ -126,12 +126,14 @@ def _time(timed: Timed, seed: int, _: Sequence[Row]) -> list[Row]:
 
 
 def cost_rows(about: Row, blocks: dict[str, list[float]], seed: int) -> list[Row]:
-    """Return a row of each variant: its step, and its ratios to others' within a round, which may be slower than the others altogether.
+    """Return a row for each variant: its step time, and its ratios to other variants.
+
+    Ratios are taken within a round, because a whole round may be slower than other rounds.
 
     Args:
-        about: What all rows have.
-        blocks: By variant, the mean step of each block, seconds; those of one round have the same place.
-        seed: Of the bootstrap.
+        about: Columns common to all rows.
+        blocks: Mean step time in seconds of each block, by variant; blocks of one round have the same index.
+        seed: Seed of the bootstrap.
     """
     quickest = min(ANY_ORDER, key=lambda variant: median(blocks[variant]))
     rows: list[Row] = []
@@ -153,9 +155,9 @@ def _weigh(timed: Timed, _: Sequence[Row]) -> list[Row]:
 
 
 def memory_rows(about: Row, parameters: int, sizes: dict[str, dict[str, int]]) -> list[Row]:
-    """Return what sums take on the machine, beside what they should: a gradient for each slice and one for the result.
+    """Return the memory of the all-reduce on the machine and its expected size: a gradient per slice and one for the result.
 
-    DDP has at every worker its buckets, and the gradients that it copies into them.
+    DDP has in every worker its buckets, and the gradients that it copies into them.
     """
     gradient = 4 * parameters
     rows: list[Row] = []

@@ -1,4 +1,4 @@
-"""What keeping slices whole costs after a kill: real jobs, in which one worker of four is killed by SIGKILL."""
+"""Cost of whole slices after a kill: real jobs in which one of four workers is killed by SIGKILL."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row, Task
 from holdfast_lab.studies.parallelism.jobs import ended, own_environment
 
 SCRIPTS = Path(__file__).with_name("workers")
-"""Scripts that run in processes of their own."""
+"""Scripts that run in separate processes."""
 
 WORKERS = 4
 BATCH = 192
 STEPS, STEP = 60, 25
-"""Steps of a job, and the one in which the kill strikes."""
+"""Steps of a job, and the step of the kill."""
 KILLED = 2
 SAMPLE_S = 0.002
-"""What a sample takes its worker: so much more than anything else that it alone decides."""
+"""Seconds per sample: so much more than everything else that it dominates the step time."""
 _WARM_UP_STEPS = 3
 _LIMIT_S = 240.0
 
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """How the work is divided among those who are left.
+    """How the work is divided among the survivors.
 
     Args:
-        slices: Of a mini-batch, a multiple of :data:`WORKERS`.
-        split: ``"slices"``, which change hands whole, or ``"even"``.
-        spares: Workers that take the place of who dies.
+        slices: Slices of a mini-batch, a multiple of :data:`WORKERS`.
+        split: ``"slices"``, which are reassigned whole, or ``"even"``.
+        spares: Number of hot spares.
     """
 
     slices: int
@@ -46,25 +46,25 @@ class Divided:
 
     @property
     def name(self) -> str:
-        """Return it in words."""
+        """Return a description."""
         if self.spares:
             return f"{self.slices} whole slices, a spare"
         return "even split" if self.split == "even" else f"{self.slices} whole slices"
 
     @property
     def alive(self) -> int:
-        """How many share the work after the kill."""
+        """Number of workers that share the work after the kill."""
         return WORKERS - (0 if self.spares else 1)
 
     @property
     def imbalance(self) -> float:
-        """What the slowest has to do after the kill, over what each had to if all had the same."""
+        """Work of the slowest worker after the kill, relative to an even division."""
         if self.split == "even":
             return 1.0
         return -(-self.slices // self.alive) / (self.slices / self.alive)
 
     def words(self, folder: Path, seed: int) -> list[str]:
-        """Return the command line, behind ``holdfast run``."""
+        """Return the command line after ``holdfast run``."""
         words = ["-n", WORKERS, "--slices", self.slices, "--split", self.split, "--spares", self.spares, "--seed", seed]
         words += ["--no-page", "--report", folder / "report", "--inject", f"kill:rank={KILLED},step={STEP}"]
         words += [SCRIPTS / "job.py", "--steps", STEPS, "--batch", BATCH, "--sample-s", SAMPLE_S]
@@ -76,7 +76,7 @@ DIVIDED = (FEWEST, Divided(8), Divided(12), Divided(16), Divided(32), EVEN, SPAR
 
 
 def goodput_tasks(runs: int, seed: int, *, quick: bool) -> list[Task]:
-    """Return the jobs, so that those of one kind lie apart in time."""
+    """Return the jobs, ordered so that jobs of one kind are spread over time."""
     divided = (FEWEST, EVEN) if quick else DIVIDED
     return [
         Task(f"goodput: {one.name}, {number}", partial(_measure, one, seed + number, number))
@@ -93,22 +93,23 @@ def _measure(divided: Divided, seed: int, repetition: int, _: Sequence[Row]) -> 
         words = [sys.executable, "-m", "holdfast", "run", *divided.words(folder, seed)]
         code, said = ended(words, own_environment(), folder, _LIMIT_S)
         if code:
-            return [about | {"status": NOT_RUN, "why": f"ended with {code}: {said}"}]
+            return [about | {"status": NOT_RUN, "why": f"ended with exit status {code}: {said}"}]
         lines = (folder / "report" / "events.jsonl").read_text().splitlines()
     return [about | {"status": MEASURED} | after_the_kill([json.loads(line) for line in lines], divided.alive)]
 
 
 def after_the_kill(events: Sequence[Mapping[str, Any]], alive: int) -> Row:
-    """Return what a job did from the kill to its end.
+    """Return the performance of a job from the kill to its end.
 
     Args:
-        events: Its records.
-        alive: How many shared the work then.
+        events: The records of the job.
+        alive: Number of workers after the kill.
 
     Returns:
-        ``samples_per_s`` that were committed from the kill on, detection and recovery included; ``goodput``, the same over
-        that before the kill; ``recover_s``, from the last step before it to the end of the one that it struck; and
-        ``imbalance``, by how much steps are longer than all workers' together would be if each had the same to do.
+        ``samples_per_s``, committed samples per second from the kill to the end, detection and recovery included;
+        ``goodput``, the same relative to the rate before the kill; ``recover_s``, seconds from the last step before the
+        kill to the end of the step with the kill; and ``imbalance``, the step time after the kill relative to an even
+        division of the work among the workers then alive.
     """
     commits: dict[int, tuple[float, int]] = {}
     for event in events:
@@ -128,5 +129,5 @@ def after_the_kill(events: Sequence[Mapping[str, Any]], alive: int) -> Row:
 
 
 def _step_s(commits: Mapping[int, tuple[float, int]], first: int, last: int) -> float:
-    """Return what a step takes, the median of those after ``first`` up to ``last``."""
+    """Return the median time of the steps after ``first``, up to ``last``."""
     return statistics.median(commits[b][0] - commits[a][0] for a, b in pairwise(range(first, last + 1)))

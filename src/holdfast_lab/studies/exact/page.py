@@ -1,4 +1,4 @@
-"""How the study of exactness shows its rows."""
+"""The page of the exactness study."""
 
 from __future__ import annotations
 
@@ -7,8 +7,19 @@ from collections.abc import Sequence
 from holdfast_lab.studies.base import MEASURED, Row
 from holdfast_lab.studies.exact.claims import LARGEST_RATIO, imbalances
 from holdfast_lab.studies.exact.goodput import SAMPLE_S, WORKERS
-from holdfast_lab.studies.exact.spread import NOTHING, spreads
-from holdfast_lab.studies.exact.workers.cost import ALONE, CERTIFICATE, DDP, FOLD, MEMORY, MPI, ORDERED, PLAIN, TREE
+from holdfast_lab.studies.exact.spread import spreads
+from holdfast_lab.studies.exact.workers.cost import (
+    ALONE,
+    CERTIFICATE,
+    DDP,
+    FOLD,
+    MEMORY,
+    MPI,
+    ORDERED,
+    PLAIN,
+    TREE,
+    WHOLE,
+)
 from holdfast_lab.studies.sections import (
     Section,
     intervals,
@@ -23,18 +34,20 @@ from holdfast_lab.studies.sections import (
 )
 
 _NAMES = {
-    FOLD: "in order, fold",
-    TREE: "in order, tree",
-    CERTIFICATE: "in order, fold, certificate",
-    MEMORY: "any order, shared memory",
-    MPI: "any order, MPI Allreduce",
+    FOLD: "deterministic, fold",
+    TREE: "deterministic, tree",
+    CERTIFICATE: "deterministic, fold, certificate",
+    MEMORY: "unordered, shared memory",
+    MPI: "unordered, MPI Allreduce",
     PLAIN: "plain loop, MPI Allreduce",
     DDP: "DDP on Gloo",
+    ALONE: "no all-reduce",
+    WHOLE: "no all-reduce, one slice per worker",
 }
-"""What variants are called; the others keep their names."""
+"""Displayed names of variants."""
 _CURVE = (FOLD, TREE, MEMORY, MPI, PLAIN, DDP, ALONE)
 _ASIDE = 0.1
-"""How far apart in x the points of one number of slices are drawn."""
+"""Horizontal distance between the points of the same number of slices."""
 _SEED = 0
 _NBSP = "\N{NO-BREAK SPACE}"
 
@@ -79,13 +92,14 @@ def _shown(row: Row) -> Row:
 def _against_any(cost: Sequence[Row]) -> Section:
     return intervals(
         "against-any-order",
-        "A step with sums in order against the same slices summed in any order",
-        "Median of ratios within a round of blocks, 95 % intervals; against the quicker of two ways in which the same session sums in any order. Shaded: up to 1.03. "
-        "With one slice a worker, what is summed in any order through shared memory is the same work: there the points show how exactly this is measured.",
+        "Step time with deterministic all-reduce relative to unordered all-reduce",
+        "Median of ratios within a round of blocks, 95 % intervals, relative to the faster of two unordered all-reduces in the "
+        "same session. Shaded: up to 1.03. With one slice per worker, the unordered all-reduce through shared memory does "
+        "the same work, so these points show the precision of the measurement.",
         [row for row in cost if row["variant"] in ORDERED],
         by=["place"],
         series=["summed"],
-        x=["to_any", "step in order / step in any order"],
+        x=["to_any", "deterministic step / unordered step"],
         interval=["to_any_low", "to_any_high"],
         band=[1.0, LARGEST_RATIO],
     )
@@ -98,15 +112,16 @@ def _curve(network: str, workers: int, cost: Sequence[Row]) -> Section:
     return points(
         f"curve-{network}-{workers}",
         f"More slices than workers: {network}, {workers} workers",
-        "The mini-batch stays the same, so more slices are smaller ones. Over a step with one slice a worker that sums nothing, timed in the same blocks; "
-        "what grows without a sum, too, is what smaller micro-batches cost by themselves.",
+        "The mini-batch stays the same, so more slices are smaller slices. Relative to a step with one slice per worker and no "
+        "all-reduce, timed in the same blocks. An increase that also appears without all-reduce is the cost of smaller "
+        "micro-batches.",
         [
             row | {"aside": row["share"] + _ASIDE * (_CURVE.index(row["variant"]) - (len(_CURVE) - 1) / 2)}
             for row in chosen
         ],
         series=["summed"],
-        x=["aside", "slices a worker"],
-        y=["to_whole", "step / step of one slice a worker, no sum"],
+        x=["aside", "slices per worker"],
+        y=["to_whole", "step / step with one slice per worker, no all-reduce"],
         interval=["to_whole_low", "to_whole_high"],
     )
 
@@ -114,16 +129,16 @@ def _curve(network: str, workers: int, cost: Sequence[Row]) -> Section:
 def _steps(cost: Sequence[Row]) -> Section:
     return table(
         "steps",
-        "What a step takes",
-        "Medians over blocks, in which all take turns in the same processes, and ratios with their 95 % intervals.",
+        "Median step times",
+        "Medians over blocks, in which all variants take turns in the same processes, and ratios with 95 % intervals.",
         cost,
         by=["network", "workers", "slices", "summed"],
         columns=[
             milliseconds("step_s", "step"),
-            text("to_any_shown", "to any order"),
+            text("to_any_shown", "to unordered"),
             text("to_plain_shown", "to a plain loop"),
             text("to_ddp_shown", "to DDP"),
-            text("to_whole_shown", "to one slice a worker, no sum"),
+            text("to_whole_shown", "to one slice per worker, no all-reduce"),
             number("rounds", "blocks"),
         ],
         folded=True,
@@ -136,9 +151,9 @@ def _memory(rows: Sequence[Row]) -> Section:
     ]
     return table(
         "memory",
-        "What sums take in memory, on the whole machine",
-        "Allocated: pages of the shared segments; of DDP its buckets and the gradients that go into them. Expected: a gradient for each slice and one for the "
-        "result; of DDP two a worker. A gradient is four bytes a parameter.",
+        "Memory of the all-reduce, on the whole machine",
+        "Allocated: pages of the shared-memory segments; for DDP its buckets and the gradients copied into them. Expected: "
+        "one gradient per slice and one for the result; for DDP two per worker. A gradient has four bytes per parameter.",
         shown,
         by=["network", "parameters", "workers", "slices", "summed"],
         columns=[
@@ -159,29 +174,30 @@ def _after_a_kill(jobs: Sequence[Row]) -> list[Section]:
     shown = [row | {f"{key}_shown": _with_interval(row, key, n) for key, n in digits.items()} for row in ways]
     figure = intervals(
         "after-a-kill",
-        "After a kill: how the work is divided among those who are left",
-        "One worker of four is killed by SIGKILL. Medians over runs, 95 % intervals; from the kill to the end of the job, detection and recovery included. "
-        "Expected: by the number of workers alive and the imbalance of their slices alone.",
+        "Goodput after a kill, by division of the work among the survivors",
+        "One worker of four is killed by SIGKILL. Medians over runs, 95 % intervals, from the kill to the end of the job, "
+        "detection and recovery included. Expected: from the number of survivors and the imbalance of their slices alone.",
         [*map(_goodput, ways), *map(_expected, ways)],
         by=["divided"],
         series=["kind"],
-        x=["goodput", "samples in a second, % of those before the kill"],
+        x=["goodput", "samples per second, % of those before the kill"],
         interval=["goodput_low", "goodput_high"],
     )
     numbers = table(
         "imbalance",
-        "Imbalance, expected and found",
-        "Expected: ceil(slices / alive) / (slices / alive). Found: by how much a step is longer after the kill than if the work before it were divided evenly among those alive. "
-        f"A sample takes its worker {1000 * SAMPLE_S:g} ms, which is waited for: each worker has, as it were, a device of its own.",
+        "Imbalance, expected and measured",
+        "Expected: ceil(slices / alive) / (slices / alive). Measured: step time after the kill relative to an even division of "
+        f"the work among the survivors. Each sample takes {1000 * SAMPLE_S:g} ms of sleep, as if each worker had its own "
+        "device.",
         shown,
         by=["divided"],
         columns=[
-            number("alive", "workers then"),
+            number("alive", "workers after the kill"),
             number("expected"),
-            text("imbalance_shown", "found"),
+            text("imbalance_shown", "measured"),
             text("samples_per_s_shown", "samples/s"),
-            text("goodput_shown", "over before"),
-            seconds("recover_s", "step of the kill"),
+            text("goodput_shown", "relative to before the kill"),
+            seconds("recover_s", "step with the kill"),
             number("runs"),
         ],
     )
@@ -198,14 +214,15 @@ def _expected(way: Row) -> Row:
 
 
 # ---------------------------------------------------------------------------------------------
-# What it buys
+# Spread of final results
 
 
 def _ends(name: str, rows: Sequence[Row]) -> Section:
     return intervals(
         f"ends-{name}",
-        f"Where disturbed runs end: {name}",
-        "Each point is a run with one to five deaths of eight workers, drawn; all have the same weights, samples and order. Runs with the same accuracy lie on each other.",
+        f"Final accuracy of runs with failures: {name}",
+        "Each point is a run in which one to five of eight workers fail at random; initial weights, samples and order are the "
+        "same in all runs. Points of the same accuracy overlap.",
         [row | {"kind": "a run"} for row in rows],
         by=["policy"],
         series=["kind"],
@@ -223,8 +240,8 @@ def _spreads(rows: Sequence[Row]) -> Section:
         shown.append(row | texts | unbroken)
     return table(
         "spread",
-        "How far runs end apart",
-        f"Standard deviations over runs with their 95 % intervals. Same: with the sha256 of the run in which {NOTHING}.",
+        "Spread of final results",
+        "Standard deviations over runs with 95 % intervals. Same: runs with the sha256 of the failure-free run.",
         shown,
         by=["training", "policy"],
         columns=[

@@ -1,7 +1,7 @@
-"""What exactness buys: one training, disturbed many times at random, and how far apart it ends by what is done about failures.
+"""Benefit of exactness: the spread of final results of one training with random failures, for each failure policy.
 
-Every training has the same first weights, samples, order and slices; only who dies when is drawn. What is left between two
-ends is the failures' doing.
+All runs have the same initial weights, samples, order and slices; only the failures (ranks and steps) are random. Any
+difference between two results is therefore caused by failures.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from holdfast_lab.workloads import load_dataset, loss_of, make_model
 from holdfast_lab.workloads.train import accuracy
 
 ROLLBACK, RESTART, EVEN, FORWARD, SKIP = POLICIES = ("rollback", "restart", "even split", "forward", "skip")
-"""What is done about a failure; ``skip`` is torchft's: everybody leaves the step out, and goes on with the next mini-batch."""
+"""Failure policies; ``skip`` is torchft's: all workers discard the step and continue with the next mini-batch."""
 EXACT = (ROLLBACK, RESTART)
-"""Those that promise the bits of the undisturbed training."""
+"""Policies that guarantee the bits of the failure-free training."""
 NOTHING = "nothing happens"
 
 WORKERS = 8
 _EVERY = 10
-"""Steps between two checkpoints, of ``restart``; nobody dies before the first."""
+"""Steps between two checkpoints under ``restart``; no worker fails before the first."""
 _BUCKET_BYTES = 20_000
-"""Small enough that there is something between two sums of a step."""
+"""Small enough that a step has several all-reduces, so that a failure can fall between two of them."""
 _PLACES = (("backward", None), ("allreduce", None), ("allreduce", 0), ("allreduce", 1))
-"""Phases that a death may come in, and the bucket that was summed last."""
+"""Phases in which a worker may fail, and the last bucket that was all-reduced before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What is trained.
+    """A training configuration.
 
     Args:
-        network: Which.
-        dataset: On what.
-        batch: Samples of a step, a multiple of :data:`WORKERS`.
-        steps: That a training has.
-        rate: Of SGD with momentum 0.9.
-        samples: So many of the dataset are used; None: all.
+        network: Name of the network.
+        dataset: Name of the dataset.
+        batch: Mini-batch size in samples, a multiple of :data:`WORKERS`.
+        steps: Number of steps.
+        rate: Learning rate of SGD with momentum 0.9.
+        samples: Number of samples of the dataset to use; None: all.
     """
 
     network: str
@@ -68,19 +68,19 @@ class Training:
 
     @property
     def name(self) -> str:
-        """Return it in words."""
+        """Return a description."""
         return f"{self.network}, {self.dataset}"
 
 
 QUICK = (Training(network="mlp", dataset="digits", steps=40),)
 INSIDE = (Training(network="mlp", dataset="digits"), Training(network="cnn", dataset="digits", steps=90))
 READ = (Training(network="cnn", dataset="fashion", steps=150, samples=20_000),)
-"""By ``--data``."""
+"""Need ``--data``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Who dies where in which step."""
+    """A failure: rank, step, phase, and the last bucket that was all-reduced before."""
 
     rank: int
     step: int
@@ -88,12 +88,12 @@ class Death:
     bucket: int | None
 
     def __str__(self) -> str:
-        behind = "" if self.bucket is None else f" behind bucket {self.bucket}"
+        behind = "" if self.bucket is None else f" after bucket {self.bucket}"
         return f"{self.rank} in step {self.step}, {self.phase}{behind}"
 
 
 def draw_deaths(steps: int, seed: int, run: int) -> list[Death]:
-    """Return one to five deaths of eight workers, each in a step of its own: for all policies the same."""
+    """Return one to five failures of eight workers, each in a different step; they are the same for all policies."""
     rng = random.Random(f"{seed}/{run}")
     count = rng.randint(1, 5)
     ranks, when = rng.sample(range(WORKERS), count), sorted(rng.sample(range(_EVERY + 1, steps - 1), count))
@@ -101,7 +101,7 @@ def draw_deaths(steps: int, seed: int, run: int) -> list[Death]:
 
 
 def spread_tasks(trainings: Sequence[Training], runs: int, options: Options) -> list[Task]:
-    """Return the trainings by policy, the undisturbed one first; the quick ones all at once."""
+    """Return one task per training and policy, the failure-free run first; with ``--quick`` one task per training."""
     everything = (NOTHING, *POLICIES)
     if options.quick:
         return [Task(f"spread: {one.name}", partial(_train_all, one, everything, runs, options)) for one in trainings]
@@ -123,14 +123,14 @@ def _train(training: Training, data: Path | None, seed: int, asked: tuple[str, i
 
 
 def train(training: Training, data: Path | None, seed: int, policy: str, run: int) -> Row:
-    """Train once and return the row: what happened, and what came of it.
+    """Train once and return the row with the failures and the result.
 
     Args:
-        training: What.
-        data: Where datasets are that are read from files.
-        seed: Of the weights, the order of the samples and, with ``run``, of the deaths.
+        training: The training configuration.
+        data: Directory of datasets that are read from files.
+        seed: Seed of the weights, of the sample order and, together with ``run``, of the failures.
         policy: One of :data:`POLICIES`, or :data:`NOTHING`.
-        run: Its number.
+        run: Number of the run.
     """
     torch.set_deterministic_debug_mode("error")
     samples, test, (channels, side, _), classes = _data(training, data, seed)
@@ -142,7 +142,7 @@ def train(training: Training, data: Path | None, seed: int, policy: str, run: in
     with tempfile.TemporaryDirectory(prefix="holdfast-study-") as folder:
         settings = _settings(policy, [] if policy == SKIP else deaths, Path(folder))
         session = holdfast.Session(model, optimizer, seed=seed, **settings)
-        with contextlib.redirect_stderr(io.StringIO()):  # it says who was lost
+        with contextlib.redirect_stderr(io.StringIO()):  # a session logs the lost ranks
             for step in session.steps(samples, training.batch, shuffle=False):
                 for x, y in step:
                     step.backward(loss_of(model(x), y))
@@ -163,7 +163,7 @@ def _settings(policy: str, deaths: Sequence[Death], folder: Path) -> dict[str, A
 
 @functools.lru_cache(maxsize=1)
 def _data(training: Training, data: Path | None, seed: int) -> tuple[TensorDataset, Any, tuple[int, ...], int]:
-    """Return the samples of all steps in their order, those to test with, the shape of one, and the classes."""
+    """Return the samples of all steps in order, test samples, the shape of a sample, and the number of classes."""
     dataset = load_dataset(training.dataset, data, limit=training.samples)
     generator = torch.Generator().manual_seed(seed)
     needed = training.batch * training.steps
@@ -173,7 +173,7 @@ def _data(training: Training, data: Path | None, seed: int) -> tuple[TensorDatas
 
 
 def without(samples: TensorDataset, batch: int, steps: Sequence[int]) -> TensorDataset:
-    """Return the samples without the mini-batches of some steps: what they were is in no weight, and training ends so much earlier."""
+    """Return the samples without the mini-batches of some steps, which then never reach the weights."""
     index = torch.arange(len(samples))
     kept = index[~torch.isin(index // batch, torch.tensor(steps, dtype=torch.int64))]
     return TensorDataset(*samples[kept])
@@ -194,7 +194,7 @@ def _sha256(model: nn.Module) -> str:
 
 
 def spreads(rows: Sequence[Row], seed: int) -> list[Row]:
-    """Return how far the runs of each training ended apart, by policy: standard deviations with their intervals, by bootstrap."""
+    """Return the spread of results for each training and policy: standard deviations with bootstrap intervals."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for one in rows:
         if one["part"] == "spread" and one["status"] == MEASURED:

@@ -1,7 +1,7 @@
-"""What exactness costs, and what it buys.
+"""The exactness study: cost and benefit of bit-identical training.
 
-Time of a step, memory, and goodput after a kill, with real processes; and, with virtual ones, how far apart one training ends
-that is disturbed at random, by what is done about failures.
+Step time, memory, and goodput after a kill are measured with real processes. With virtual workers, it measures the
+spread of final results of one training with random failures, for each failure policy.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ _QUICK_JOBS, _QUICK_RUNS = 1, 6
 
 
 class Exact:
-    """See the head of this file."""
+    """The study; see the module's docstring."""
 
     name = "exact"
-    title = "Exactness: what it costs, and what it buys"
-    paper = "Holdfast's own promise, the same bits whatever happens; beside it sums in any order, DDP, and torchft's policy. No paper measured it"
+    title = "Exactness: its cost and benefit"
+    paper = (
+        "Holdfast's own guarantee of bit-identical results despite failures, compared with unordered all-reduce, DDP, and "
+        "torchft's policy. No paper measured it"
+    )
     intervals = (
-        "Intervals are 95 % intervals: of ratios of steps by bootstrap over blocks, in which all were timed; of jobs and "
-        "of standard deviations by bootstrap over runs; of shares Wilson's."
+        "95 % intervals: for ratios of step times, bootstrap over blocks in which all variants were timed; for jobs and "
+        "standard deviations, bootstrap over runs; for shares, Wilson."
     )
     task_s, quick_task_s = 25.0, 8.0
     claims, page = staticmethod(hold_claims), staticmethod(sections)
@@ -64,28 +67,29 @@ class Exact:
 
     def left_out(self, options: Options) -> list[str]:
         """See :meth:`Study.left_out`."""
-        told = ["Sums between hosts: all workers share the memory of this one."]
+        told = ["All-reduce between hosts: all workers share the memory of one host."]
         if not options.data:
-            told.append(f"{', '.join(one.name for one in READ)}: give its files with --data.")
+            told.append(f"{', '.join(one.name for one in READ)}: give the directory of the dataset with --data.")
         told += parts_left_out(options.only, ONLY)
         if options.quick:
             told.append(
-                "All but one network, two workers with one and four slices each, two ways to divide the work after a kill with one run each, one short training."
+                "All but one network, two workers with one and four slices each, two ways to divide the work after a kill "
+                "with one run each, and one short training."
             )
         return told
 
 
 def _check(options: Options) -> None:
-    """Make sure that what is asked for is there.
+    """Check the options.
 
     Raises:
-        ConfigError: if it is not.
+        ConfigError: if an option has an invalid value.
     """
     check_parts(options.only, ONLY)
     if options.data is not None and not options.data.is_dir():
-        raise ConfigError(f"--data must be a directory, got {str(options.data)!r}, which is none")
+        raise ConfigError(f"--data must be an existing directory, got {str(options.data)!r}")
     if options.repetitions == 1:
-        raise ConfigError("--repetitions must be at least 2 for the study of exactness, got 1: one run has no spread")
+        raise ConfigError("--repetitions must be at least 2 for the exactness study, got 1: a single run has no spread")
     if options.model not in ("", *NETWORKS):
         raise ConfigError(f"--network must be one of {', '.join(NETWORKS)}, got {options.model!r}")
 

@@ -1,4 +1,4 @@
-"""A sum that gives up the bits, for what order costs to be held against."""
+"""An unordered all-reduce without bit-identical results, as the baseline for the cost of the deterministic one."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from holdfast.session.session import Session
 
 
 def sum_unordered(session: Session, add: Callable[[torch.Tensor], None]) -> None:
-    """Let a session that has not trained yet sum in whatever order ``add`` takes; all else stays as it is.
+    """Make a session use ``add`` as its all-reduce, in any order; everything else stays unchanged.
 
-    Every worker has one slice, and nobody may die: who lives would not end with the same bits.
+    Call it before the first step. Every worker has one slice. No worker may fail, because the survivors would not end with
+    the same bits.
 
     Args:
-        session: Of a whole model.
-        add: Makes a vector the sum over all workers, in place; called by all of them with vectors of one length.
+        session: The session of a replicated model.
+        add: All-reduces a vector (sum) in place; called by all workers with vectors of the same length.
 
     Raises:
         ConfigError: if the session's model is split.
     """
     world, replica = session._connect(), session._replica
     if not replica.is_replicated:
-        raise ConfigError("the session's model is split: only sums of a whole one can be made in any order")
+        raise ConfigError("an unordered all-reduce needs a replicated model, got a session whose model is split")
     world.loops.sum = _UnorderedSum(world.comm, replica.size_bytes, add)
 
 
 class _UnorderedSum(OrderedSum):
-    """Needs no memory that others read.
+    """An all-reduce without shared memory.
 
     Args:
-        comm: Who takes part.
-        size_bytes: Memory of the one slice.
+        comm: The communicator.
+        size_bytes: Bytes of the worker's slice.
         add: See :func:`sum_unordered`.
     """
 
@@ -44,7 +45,7 @@ class _UnorderedSum(OrderedSum):
         self._add = add
 
     def __call__(self, span: Span, owners: Mapping[int, int], *, mean: Mean | None = None, **_: object) -> torch.Tensor:
-        """Return the sum, in place of the term."""
+        """Return the sum over all workers, computed in place."""
         result = span.of(self.room(0))
         self._add(result)
         if mean is not None:

@@ -1,4 +1,4 @@
-"""The design of the study of the guard: which flips strike which trainings how often, and what is trained without any."""
+"""The design of the guard study: which bit flips are injected into which trainings how often, and the clean trainings."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CRITICAL_PART, KINDS, LONGER, CLEAN, CLEAN_NETWORKS = (
 QUICK = "the critical bit of every kind"
 
 _CRITICAL_TRIALS = 4400
-"""Of each of two trainings: nearly half of them change the class, and 3,838 that are all healed show 99.9 %."""
+"""For each of two trainings: nearly half of the flips change the class, and 3,838 flips, all healed, show 99.9 %."""
 _KIND_TRIALS = 60
 _LONGER_TRIALS = 60
 _QUICK_TRIALS = 20
 _CLEAN_EPOCHS = 44
-"""Of 23 steps: 1,012."""
+"""Epochs of 23 steps: 1,012 steps."""
 _CLEAN_RUNS = 22
 _CLEAN_NETWORK_RUNS = 6
 _QUICK_CLEAN_RUNS = 3
@@ -32,13 +32,13 @@ _QUICK_CLEAN_RUNS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Cells of which as many trials are made.
+    """A group of cells with the same number of trials.
 
     Args:
-        name: Unique.
-        cells: Which.
-        trials: Of each.
-        clean: Nothing strikes.
+        name: Unique name.
+        cells: The cells.
+        trials: Trials of each cell.
+        clean: Whether the trainings run without bit flips.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Part:
 
 
 def parts(seed: int, *, quick: bool, trials: int | None) -> list[Part]:
-    """Return the whole design, what counts most first.
+    """Return the whole design, the most important parts first.
 
     Args:
-        seed: Of all trainings.
-        quick: As much as fits into a minute.
-        trials: Of each cell, instead of the standing numbers.
+        seed: Seed of all trainings.
+        quick: Whether to return only a design that takes about a minute.
+        trials: Trials of each cell; None: the numbers of the design.
     """
     found = _quick(seed) if quick else list(_whole(seed))
     return found if trials is None else [dataclasses.replace(part, trials=trials) for part in found]
@@ -81,7 +81,7 @@ def _whole(seed: int) -> Iterator[Part]:
     yield Part(name=KINDS, cells=kinds, trials=_KIND_TRIALS)
     clean = [Setup(optimizer=o, workers=w, sums=w > 2, epochs=_CLEAN_EPOCHS) for o in ("adam", "sgd") for w in (2, 4)]
     yield Part(name=CLEAN, cells=tuple(map(_clean, clean)), trials=_CLEAN_RUNS, clean=True)
-    # Shorter: what was wrong in the end is still wrong then, and there are more trials in an hour.
+    # Shorter trainings give more trials per hour, and a harmful flip still shows after two epochs.
     short = [dataclasses.replace(setup, epochs=2) for setup in small]
     yield Part(name=CRITICAL_PART, cells=tuple(_cell(s, WEIGHTS, CRITICAL) for s in short), trials=_CRITICAL_TRIALS)
     wide = Setup(size=88, batch=16, warm=1, epochs=1, training_seed=seed)

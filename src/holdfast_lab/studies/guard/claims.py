@@ -1,4 +1,4 @@
-"""What is asked of the guard, held against the rows."""
+"""Requirements on the guard, checked against the rows of its study."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from holdfast_lab.studies.guard.cost import LARGE
 from holdfast_lab.studies.guard.setup import ACTIVATIONS, GRADIENTS, MESSAGE, OF_ONE_REPLICA, WEIGHTS
 from holdfast_lab.studies.stats import wilson
 
-_ASKED = "what is asked of the guard"
+_ASKED = "requirement on the guard"
 
 HEALED_PERCENT = 99.9
 CLEAN_STEPS = 100_000
 MOST_RATIO = 1.03
 LONGEST = 64
-"""Steps of a rotation, at most."""
+"""Maximum number of steps of a check rotation."""
 
-FOUND_AND_HEALED = "Harmful single flips in weights of one replica are found and healed"
-OF_THE_STATE = "Harmful single flips in the optimizer's state of one replica are found and healed"
-WITHIN = "Harmful flips of one replica are found within a rotation"
+FOUND_AND_HEALED = "Harmful single bit flips in the weights of one replica are detected and healed"
+OF_THE_STATE = "Harmful single bit flips in the optimizer state of one replica are detected and healed"
+WITHIN = "Harmful bit flips in one replica are detected within a check rotation"
 NO_ALARMS = "No false alarms in 100,000 clean steps"
-COST = "A step with --guard heal takes at most 1.03 times as long, upper end of the interval (8.4 million parameters)"
+COST = (
+    "A step with --guard heal takes at most 1.03 times as long as without the guard, by the upper end of the interval "
+    "(8.4 million parameters)"
+)
 
 
 def hold_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return every claim with what was found."""
+    """Return every claim with its result."""
     kinds = [row for row in rows if row["part"] == "kind" and row["status"] == MEASURED]
     return [
         _healed(FOUND_AND_HEALED, kinds, WEIGHTS),
@@ -43,28 +46,28 @@ def _of(kinds: Sequence[Row], *targets: str) -> list[Row]:
 
 
 def _healed(words: str, kinds: Sequence[Row], target: str) -> Claim:
-    """At least 99.9 %: as many as that must have been tried without a miss for the interval to say so."""
+    """Return the claim of at least 99.9 %: it holds if the lower end of the interval reaches that."""
     mine = _of(kinds, target)
     tries, healed, found = (sum(row[name] for row in mine) for name in ("harmful", "healed", "found"))
     if not tries:
         return statement(words, _ASKED)
     ours, ci = in_percent(healed, tries)
     holds = True if ci[0] >= HEALED_PERCENT else False if ours < HEALED_PERCENT else None
-    told = f"{healed} of {tries} ended with the bits of the undisturbed run, {found} were found"
+    told = f"{healed} of {tries} runs ended bit-identical to the fault-free run, {found} flips were detected"
     return statement(words, _ASKED, HEALED_PERCENT).judged(ours, holds, told, ci=ci, unit="%")
 
 
 def _found(kinds: Sequence[Row], target: str, *, sums: bool = False) -> Claim:
-    """No number is asked of these: all replicas get the same wrong sum, which only ranges can tell."""
+    """Return a claim without a required number: all replicas get the same wrong sum, which only range checks can detect."""
     words = (
-        f"Every harmful flip of {target}{', with --guard-sums,' if sums else ''} that was tried was found and healed"
+        f"Every injected harmful bit flip in {target}{', with --guard-sums,' if sums else ''} is detected and healed"
     )
     mine = [row for row in _of(kinds, target) if row["sums"] == sums]
     tries, healed, found = (sum(row[name] for row in mine) for name in ("harmful", "healed", "found"))
-    claim = statement(words, "no number is asked")
+    claim = statement(words, "no required number")
     if not tries:
         return claim
-    told = f"{healed} of {tries} ended with the bits of the undisturbed run, {found} were found"
+    told = f"{healed} of {tries} runs ended bit-identical to the fault-free run, {found} flips were detected"
     return claim.judged_by_count(healed, tries, told)
 
 
@@ -75,7 +78,7 @@ def _within(kinds: Sequence[Row]) -> Claim:
         return claim
     ours = max(row["within_all"] for row in mine)
     found = sum(row["found"] for row in mine)
-    told = f"until the last of {found} was found; 1: in the step that it struck in"
+    told = f"until the last of {found} flips was detected; 1: in the step of the flip"
     return claim.judged(ours, ours <= LONGEST, told, unit="steps")
 
 
@@ -86,7 +89,7 @@ def _alarms(rows: Sequence[Row]) -> Claim:
         return claim
     most = 1e5 * wilson(alarms, steps)[1]
     least = 1e5 * wilson(alarms, steps)[0]
-    told = f"of {steps:,} in {sum(row['runs'] for row in rows)} trainings"
+    told = f"{steps:,} steps in {sum(row['runs'] for row in rows)} trainings"
     holds = False if alarms else True if steps >= CLEAN_STEPS else None
     ours, unit = 1e5 * alarms / steps, "in 100,000 steps"
     return claim.judged(ours, holds, told, ci=(least, most), unit=unit)
@@ -99,7 +102,7 @@ def _cost(rows: Sequence[Row]) -> Claim:
         return claim
     (row,) = mine
     ci: tuple[float, float] = (row["ratio_low"], row["ratio_high"])
-    told = f"median of {row['blocks']} rounds; the settings say how busy the machine was"
+    told = f"median of {row['blocks']} rounds; the load of the machine is listed under settings"
     holds = ci[1] <= MOST_RATIO
     ours, unit = row["ratio"], "times as long"
     return claim.judged(ours, holds, told, ci=ci, unit=unit)

@@ -1,4 +1,4 @@
-"""What the guard costs in a step while nothing is wrong: two real processes, the same training with it and without."""
+"""Cost of the guard in clean steps: two real processes run the same training with and without it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from holdfast_lab.studies.parallelism.jobs import ended, own_environment
 from holdfast_lab.studies.stats import bootstrap, median
 
 SCRIPTS = Path(__file__).with_name("workers")
-"""Scripts that run in processes of their own."""
+"""Scripts that run in separate processes."""
 
 WORKERS_OF_IT = 2
-NO_MPIRUN = "there is no mpirun: pip install 'holdfast[mpi]'"
+NO_MPIRUN = "mpirun not found; install it with: pip install 'holdfast[mpi]'"
 _START_S = 300.0
 _STEP_S = 2.0
-"""A step may take so long, on a busy machine."""
+"""Time limit of a step in seconds, on a busy machine."""
 _VARIANTS = 4
 
 
@@ -33,12 +33,12 @@ class Timed:
     """A training whose steps are timed.
 
     Args:
-        name: In words.
-        size: Height and width of images.
-        samples: So many there are.
-        batch: Samples of a step.
-        blocks: Of each variant.
-        steps: Of a block, more than the longest rotation.
+        name: Description.
+        size: Height and width of the images in pixels.
+        samples: Number of samples in the dataset.
+        batch: Mini-batch size in samples.
+        blocks: Blocks of each variant.
+        steps: Steps of a block, more than the longest check rotation.
     """
 
     name: str
@@ -54,7 +54,7 @@ LARGE = Timed(name="mlp, 8.4 million parameters", size=256, samples=256)
 
 
 def cost_tasks(seed: int, *, quick: bool) -> list[Task]:
-    """Return what is timed."""
+    """Return the tasks that time steps."""
     timed = (Timed(name=SMALL.name, blocks=6),) if quick else (SMALL, LARGE)
     return [Task(f"cost: {one.name}", partial(_task, one, seed)) for one in timed]
 
@@ -70,13 +70,13 @@ def _task(timed: Timed, seed: int, _: Sequence[Row]) -> list[Row]:
         limit_s = _START_S + _STEP_S * _VARIANTS * (timed.blocks + 1) * timed.steps
         code, said = ended(command, own_environment(), Path(name), limit_s)
         if code or not out.is_file():
-            return [about | {"status": NOT_RUN, "why": f"ended with {code}: {said}"}]
+            return [about | {"status": NOT_RUN, "why": f"ended with exit status {code}: {said}"}]
         found = json.loads(out.read_text())
     return cost_rows(about | {"parameters": found["parameters"]}, found["blocks"], seed)
 
 
 def mpirun_words(workers: int) -> list[str]:
-    """Return what starts a script as so many workers of MPI, nothing if there is no mpirun."""
+    """Return the command that starts a script as MPI workers, empty if there is no mpirun."""
     beside = Path(sys.executable).with_name("mpirun")
     mpirun = str(beside) if beside.is_file() else shutil.which("mpirun")
     if mpirun is None:
@@ -93,12 +93,12 @@ def _command(mpirun: Sequence[str], timed: Timed, out: Path) -> list[str]:
 
 
 def cost_rows(about: Row, blocks: dict[str, list[float]], seed: int) -> list[Row]:
-    """Return a row of each variant: its step, and its ratio to that without a guard, taken within each round.
+    """Return a row for each variant: its step time, and its ratio to that without the guard, taken within each round.
 
     Args:
-        about: What all rows have.
-        blocks: By variant, the mean step of each block, seconds; those of one round have the same place.
-        seed: Of the bootstrap.
+        about: Columns common to all rows.
+        blocks: Mean step time in seconds of each block, by variant; blocks of one round have the same index.
+        seed: Seed of the bootstrap.
     """
     rows: list[Row] = []
     for guard, times in blocks.items():

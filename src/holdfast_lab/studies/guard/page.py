@@ -1,4 +1,4 @@
-"""How the study of the guard shows its rows: what was found and healed, within how many steps, at what cost."""
+"""The page of the guard study: detected and healed flips, detection latency in steps, and cost."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from holdfast_lab.studies.sections import Section, intervals, milliseconds, not_
 from holdfast_lab.studies.stats import wilson
 
 _READ = (
-    "Harmful: the training's class changed (accuracy more than 5 points below the undisturbed one, at the worker that is worst off; NaN; it failed) where no "
-    "guard was. Healed: the same flip, with --guard heal, and all workers ended with the bits of the undisturbed run, weights and optimizer's state. "
-    "The critical bit is drawn more often than it would come, so counts are no rates; 95 % intervals (Wilson)."
+    "Harmful: without the guard the flip changes the outcome class of the training (accuracy of the worst worker more than "
+    "5 points below the fault-free run, NaN, or failure). Healed: with --guard heal and the same flip, all workers end with "
+    "weights and optimizer state bit-identical to the fault-free run. The critical bit is over-sampled, so counts are not "
+    "rates; 95 % intervals (Wilson)."
 )
 _LAW = (
-    "Share of flips that are harmful where every bit of every value is as likely, in percent: parts of the bits are weighted by how many "
-    "they are. Intervals put together as Zou and Donner do (2008)."
+    "Share of harmful flips if every bit of every value is equally likely, in percent: groups of bits are weighted by their "
+    "number of bits. Intervals are combined by the method of Zou and Donner (2008)."
 )
 
 
@@ -55,12 +56,12 @@ def _share(row: Row, name: str) -> str:
 def _coverage_picture(kinds: Sequence[Row]) -> Section:
     return intervals(
         "coverage-picture",
-        "Harmful flips that were found and healed",
+        "Healed share of harmful bit flips",
         _READ,
         kinds,
         by=["target"],
         series=["training", "length"],
-        x=["healed_percent", "healed to the bits of the undisturbed run, % of harmful flips"],
+        x=["healed_percent", "healed (bit-identical to the fault-free run), % of harmful flips"],
         interval=["healed_low", "healed_high"],
         limits=[-2, 102],
     )
@@ -70,17 +71,18 @@ def _coverage(kinds: Sequence[Row]) -> Section:
     return table(
         "coverage",
         "Coverage",
-        "Within: steps until half of those that were found were, 99 of 100, and all; 1: in the step that it struck in. By range: found by its size, not by comparison.",
+        "Within: steps until half, 99 % and all of the detected flips were detected; 1: in the step of the flip. By range: "
+        "detected by the range check, not by comparing replicas.",
         kinds,
         by=["target", "training", "length"],
         columns=[
             number("trials", "flips"),
             number("harmful"),
-            number("found"),
+            number("found", "detected"),
             text("healed_shown", "healed, %"),
             text("within", "within steps"),
             number("by_range"),
-            number("redone_steps", "steps redone"),
+            number("redone_steps", "steps replayed"),
         ],
     )
 
@@ -88,16 +90,16 @@ def _coverage(kinds: Sequence[Row]) -> Section:
 def _any_flip(kinds: Sequence[Row]) -> Section:
     return table(
         "any-flip",
-        "What any flip does without the guard, and what the guard makes of those without harm",
+        "Effect of any bit flip without the guard, and of the guard on harmless flips",
         _LAW,
         kinds,
         by=["target", "training", "length"],
         columns=[
             text("harmful_shown", "harmful, %"),
-            text("differs_shown", "bits differ in the end, % of those drawn"),
-            number("others", "without harm, tried"),
-            number("others_found", "found"),
-            number("others_healed", "same bits in the end"),
+            text("differs_shown", "final bits differ, % of flips drawn"),
+            number("others", "harmless, tried"),
+            number("others_found", "detected"),
+            number("others_healed", "final bits same"),
         ],
     )
 
@@ -105,15 +107,15 @@ def _any_flip(kinds: Sequence[Row]) -> Section:
 def _accuracy(kinds: Sequence[Row]) -> Section:
     return table(
         "accuracy",
-        "Accuracy after a harmful flip, without the guard and with it",
-        "Means over harmful flips, of the worker that is worst off.",
+        "Accuracy after a harmful bit flip, without and with the guard",
+        "Means over harmful flips, of the worker with the lowest accuracy.",
         [row for row in kinds if row["harmful"]],
         by=["target", "training", "length"],
         columns=[
             number("harmful", "flips"),
             number("accuracy", "without"),
             number("accuracy_guarded", "with"),
-            number("undisturbed"),
+            number("undisturbed", "fault-free"),
         ],
     )
 
@@ -126,12 +128,12 @@ def _bits(rows: Sequence[Row]) -> Section:
             counts[0], counts[1] = counts[0] + row["changed"], counts[1] + row["trials"]
     return points(
         "bits",
-        "Bit by bit, in weights",
-        "All trainings together; bits are counted from the least significant one, and 30 is the critical one.",
+        "Effect by bit position, in weights",
+        "All trainings together; bits are numbered from the least significant one, and 30 is the critical one.",
         [_changed(guard, bit, *counts) for (guard, bit), counts in sorted(found.items(), reverse=True)],
         series=["guard"],
         x=["bit", "bit"],
-        y=["changed_percent", "trainings whose class changed, %"],
+        y=["changed_percent", "trainings with changed outcome class, %"],
         interval=["changed_low", "changed_high"],
         limits=[-2, 102],
     )
@@ -147,7 +149,7 @@ def _missed(rows: Sequence[Row]) -> Section:
     names = ["step", "bit", "before", "after", "outcome", "outcome_guarded", "found_by", "within", "error_guarded"]
     return table(
         "missed",
-        "Harmful flips that were not healed, the first of each kind",
+        "Harmful bit flips that were not healed, the first of each kind",
         "",
         [row | {"found_by": row["found_by"] or "nothing"} for row in rows if row["part"] == "missed"],
         by=["target", "training", "path", "rank"],
@@ -158,11 +160,11 @@ def _missed(rows: Sequence[Row]) -> Section:
 def _clean(rows: Sequence[Row]) -> Section:
     return table(
         "clean",
-        "Trainings that nothing strikes, with --guard heal",
-        "From new weights, each with a seed of its own.",
+        "Clean trainings with --guard heal",
+        "Each from new weights with its own seed.",
         [row | {"alarms_shown": str(row["alarms"])} for row in rows if row["part"] == "clean"],
         by=["training"],
-        columns=[number("runs", "trainings"), number("steps"), text("alarms_shown", "alarms")],
+        columns=[number("runs", "trainings"), number("steps"), text("alarms_shown", "false alarms")],
     )
 
 
@@ -176,14 +178,15 @@ def _cost(rows: Sequence[Row]) -> Section:
     ]
     return table(
         "cost",
-        "What a step costs while nothing is wrong",
-        "Two processes; variants take turns, and the ratio is taken within each round; 95 % intervals by bootstrap of the median. Busy machines tell nothing.",
+        "Cost of a clean step",
+        "Two processes; variants take turns, and ratios are taken within each round; 95 % intervals by bootstrap of the median. "
+        "Results from a busy machine mean nothing.",
         shown,
         by=["training", "guard"],
         columns=[
             milliseconds("step_s", "step"),
-            text("against", "times that without"),
-            text("more", "more, us"),
+            text("against", "ratio to no guard"),
+            text("more", "extra, us"),
             number("blocks", "rounds"),
         ],
     )

@@ -1,4 +1,4 @@
-"""Rows of the study of the guard: of each kind of flip what it does without the guard and what the guard makes of it."""
+"""Rows of the guard study: for each kind of bit flip, its effect without the guard and with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast_lab.studies.outcomes import RWC
 from holdfast_lab.studies.stats import wilson
 
 _MISSES = 20
-"""So many that were not healed are shown one by one."""
+"""Maximum number of flips that were not healed to list."""
 _OF_A_MISS = (
     *("bit", "path", "before", "after", "step", "rank", "outcome", "accuracy"),
     *("found", "found_by", "within", "outcome_guarded", "accuracy_guarded", "error_guarded"),
@@ -25,8 +25,8 @@ def kind_row(settings: Mapping[str, Any], strata: Mapping[str, Sequence[Row]]) -
     """Return the row of one target in one training.
 
     Args:
-        settings: Of one of its cells.
-        strata: Trials, by the bits that were drawn; see :data:`~holdfast_lab.studies.guard.setup.STRATA`.
+        settings: Settings of one of its cells.
+        strata: Trials by stratum of bits; see :data:`~holdfast_lab.studies.guard.setup.STRATA`.
     """
     trials = [row for rows in strata.values() for row in rows]
     harmful = [row for row in trials if is_harmful(row)]
@@ -52,10 +52,10 @@ def kind_row(settings: Mapping[str, Any], strata: Mapping[str, Sequence[Row]]) -
 
 
 def weighted(known: Mapping[str, tuple[int, int]]) -> tuple[float, float, float]:
-    """Return the share that flips of any bit have, all bits as likely, and its 95 % interval.
+    """Return a share over flips of any bit, all bits equally likely, and its 95 % interval.
 
     Args:
-        known: By bits that were drawn together, how many of how many had it.
+        known: For each stratum of bits, the number of hits and of tries.
 
     Source:
         G. Y. Zou, A. Donner, "Construction of confidence limits about effect measures: a general approach", Statistics in
@@ -71,7 +71,7 @@ def weighted(known: Mapping[str, tuple[int, int]]) -> tuple[float, float, float]
 
 
 def bit_rows(settings: Mapping[str, Any], trials: Iterable[Row]) -> list[Row]:
-    """Return, of every bit that was flipped in weights, how many trainings changed their class without the guard and with it."""
+    """Return, for each flipped bit of weights, the number of trainings with a changed class, without and with the guard."""
     by_bit: dict[int, list[Row]] = {}
     for one in trials:
         by_bit.setdefault(one["bit"], []).append(one)
@@ -88,7 +88,7 @@ def bit_rows(settings: Mapping[str, Any], trials: Iterable[Row]) -> list[Row]:
 
 
 def missed_rows(trials: Iterable[Row]) -> list[Row]:
-    """Return the first harmful flips that were not healed to the bits of the undisturbed run."""
+    """Return the first harmful flips whose run did not end bit-identical to the fault-free run."""
     missed = [row for row in trials if is_harmful(row) and not row["healed"]]
     return [
         {"part": "missed", "status": MEASURED, **_about(row), **{name: row.get(name) for name in _OF_A_MISS}}
@@ -97,7 +97,7 @@ def missed_rows(trials: Iterable[Row]) -> list[Row]:
 
 
 def clean_row(cell: Cell, runs: Sequence[Row]) -> Row:
-    """Return how many alarms there were in trainings that nothing struck."""
+    """Return the number of false alarms in clean trainings."""
     return {
         "part": "clean",
         "status": MEASURED,
@@ -111,7 +111,7 @@ def clean_row(cell: Cell, runs: Sequence[Row]) -> Row:
 
 
 def is_harmful(row: Row) -> bool:
-    """Return whether a flip changed the class of the training that no guard watched."""
+    """Return whether a flip changed the outcome class of the training without the guard."""
     return bool(row["outcome"] != RWC)
 
 
@@ -129,7 +129,7 @@ def _share_of(name: str, rows: Sequence[Row]) -> Row:
 
 
 def _within(harmful: Iterable[Row]) -> Row:
-    """Return within how many steps flips were found: half of them, 99 of 100, all."""
+    """Return the number of steps until half, 99 % and all of the detected flips were detected."""
     steps = sorted(row["within"] for row in harmful if row.get("found"))
     if not steps:
         return {}

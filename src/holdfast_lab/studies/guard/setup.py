@@ -1,4 +1,4 @@
-"""What is trained, and which flips strike it: the settings of the study of the guard."""
+"""The settings of the guard study: trainings, and the bit flips injected into them."""
 
 from __future__ import annotations
 
@@ -10,45 +10,44 @@ from typing import Any
 WEIGHTS, OPTIMIZER, GRADIENTS, ACTIVATIONS, MESSAGE = "weights", "optimizer", "gradients", "activations", "message"
 TARGETS = (WEIGHTS, OPTIMIZER, GRADIENTS, ACTIVATIONS, MESSAGE)
 OF_ONE_REPLICA = (WEIGHTS, OPTIMIZER)
-"""Targets that make replicas differ; the others give all of them the same wrong sum."""
+"""Targets that make replicas differ; flips of the other targets give all replicas the same wrong sum."""
 
 CRITICAL = "30"
 STRATA = {CRITICAL: 1 / 32, "23:29": 7 / 32, "31": 1 / 32, "0:22": 23 / 32}
-"""Bits of a float32 that are drawn together: the critical one, the rest of the exponent, the sign, the mantissa; and the
-share of all bits that they are. What is said of "any flip" is weighted by it, because the critical bit is drawn far more
-often than it would come."""
+"""Strata of the bits of a float32, and the share of all bits in each: the critical bit, the rest of the exponent, the
+sign, the mantissa. Results for "any flip" are weighted by these shares, because the critical bit is over-sampled."""
 WEIGHT_OF_BIT = 1 / 32
 
 LEARNED = 64
-"""Steps until the guard knows which values are usual: only what is not finite is out of range before."""
+"""Steps until the guard has learned the usual ranges; before, only infinite and NaN values are out of range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A training by virtual workers, that goes on from one that has begun."""
+    """A training with virtual workers that continues from a warm state."""
 
     network: str = "mlp"
-    """A network of :mod:`holdfast_lab.workloads`, on its digits."""
+    """A network of :mod:`holdfast_lab.workloads`, trained on digits."""
     size: int | None = None
-    """Height and width that images are scaled to: more of them is more weights, and a longer rotation of the guard."""
+    """Height and width that images are scaled to; larger images mean more weights and a longer check rotation."""
     optimizer: str = "adam"
     """See :func:`holdfast_lab.workloads.make_optimizer`."""
     workers: int = 2
-    """Virtual ones; one that is altered has weights and an optimizer's state of its own."""
+    """Number of virtual workers; a worker with a flip keeps its own weights and optimizer state."""
     batch: int = 64
-    """Samples of a step."""
+    """Mini-batch size in samples."""
     warm: int = 4
-    """Epochs before."""
+    """Epochs before the warm state."""
     epochs: int = 4
-    """Epochs that are disturbed."""
+    """Epochs that a bit flip may fall in."""
     sums: bool = False
-    """Where there is a guard, checksums go with what is summed, too."""
+    """Whether the guard, if enabled, also sends checksums with the all-reduces."""
     training_seed: int = 0
-    """Of the weights, the order of the samples, and what is random in the network."""
+    """Seed of the weights, of the sample order, and of randomness in the network."""
 
     @property
     def name(self) -> str:
-        """Return it in words."""
+        """Return a description."""
         wide = f" {self.size} x {self.size}" if self.size else ""
         sums = ", sums checked" if self.sums else ""
         return f"{self.network}{wide}, {self.optimizer}, {self.workers} workers{sums}"
@@ -56,12 +55,12 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Which flips strike it: one bit each, of any value, in any step, at any worker."""
+    """The injected bit flips: one bit each, of any value, in any step, at any worker."""
 
     target: str
     """One of :data:`TARGETS`."""
     bits: str
-    """One of :data:`STRATA`, in each of which every bit is as likely."""
+    """One of :data:`STRATA`; within it every bit is equally likely."""
 
     def settings(self, setup: Setup) -> dict[str, Any]:
         """Return both as columns."""

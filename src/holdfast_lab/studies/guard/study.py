@@ -1,7 +1,7 @@
-"""The guard: which share of harmful flips it finds and heals, within how many steps, how often it is wrong, and what it costs.
+"""The guard study: share of harmful bit flips detected and healed, detection latency, false alarms, and cost.
 
-Trainings by virtual workers, small ones, go on from the same state in memory again and again. Each trial is one flip of one bit:
-first without the guard, to see whether it changes the class of the outcome, then the same flip with ``--guard heal``.
+Small trainings with virtual workers start many times from the same in-memory state. Each trial injects one bit flip: first
+without the guard, to see whether it changes the outcome class, then the same flip with ``--guard heal``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ONLY = (FLIPS, "clean", COST)
 
 
 class Guard:
-    """See the head of this file."""
+    """The study; see the module's docstring."""
 
     name = "guard"
-    title = "The guard: what it finds and heals, how often it is wrong, what it costs"
-    paper = "what docs/how-to/guard-against-corruption.md says of it; no paper"
+    title = "The guard: detection, healing, false alarms and cost"
+    paper = "the claims of docs/how-to/guard.md; no paper"
     intervals = (
-        "Intervals are 95 % intervals: of a share of flips, and of alarms, Wilson's, of shares that are weighted by "
-        "bits put together as Zou and Donner do; of times by bootstrap over the rounds."
+        "95 % intervals: for shares of flips and for alarms, Wilson; for shares weighted by bits, combined by the method of "
+        "Zou and Donner; for times, bootstrap over the rounds."
     )
     task_s, quick_task_s = 260.0, 20.0
 
@@ -57,7 +57,7 @@ class Guard:
         """See :meth:`Study.tasks`.
 
         Raises:
-            ConfigError: if what is asked for is not there.
+            ConfigError: if an option has an invalid value.
         """
         _check(options)
         wanted = options.only or ONLY
@@ -71,7 +71,7 @@ class Guard:
         told += parts_left_out(options.only, ONLY)
         if options.quick:
             told.append(
-                "All bits but the critical one, 4 workers, other optimizers and networks, nearly all of the clean steps; "
+                "All bits except the critical one; 4 workers; other optimizers and networks; nearly all of the clean steps; "
                 f"the cost with {LARGE.name.partition(', ')[2]}."
             )
         return told
@@ -90,7 +90,8 @@ def _check(options: Options) -> None:
     for option, given in (("--network", options.model), ("--data", options.data)):
         if given:
             raise ConfigError(
-                f"{option} is not for the study of the guard, which has small networks of its own on digits; got {str(given)!r}"
+                f"{option} cannot be used with the guard study, which trains its own small networks on digits; "
+                f"got {str(given)!r}: leave it out"
             )
 
 
@@ -99,7 +100,7 @@ def _parts(options: Options) -> list[Part]:
 
 
 def _campaign(options: Options, part: Part, _: Sequence[Row]) -> list[Row]:
-    """Make the trials of a part that are not made yet, in a table of its own, and return what they say."""
+    """Run the missing trials of a part, in the part's own table, and return its rows."""
     path = options.out / f"{part.name.replace(', ', '-').replace(' ', '-')}.sqlite"
     stop = Stop(width=0.0, batch=part.trials, least=part.trials, most=part.trials)
     begins, makes = (prepare_clean, trial_clean) if part.clean else (prepare, trial)
@@ -124,11 +125,11 @@ def _clean_rows(cells: Sequence[Cell], of: dict[str, list[Row]]) -> list[Row]:
 
 
 def flip_rows(cells: Sequence[Cell], of: dict[str, list[Row]]) -> list[Row]:
-    """Return the rows of cells with flips; those that differ only in the bits that are drawn are put together.
+    """Return the rows of cells with flips; cells that differ only in their stratum of bits are combined.
 
     Args:
-        cells: Of a part.
-        of: Their trials, by the name of the cell.
+        cells: The cells of a part.
+        of: Their trials, by cell name.
     """
     rows: list[Row] = []
     groups: dict[str, dict[str, Cell]] = {}
@@ -136,7 +137,7 @@ def flip_rows(cells: Sequence[Cell], of: dict[str, list[Row]]) -> list[Row]:
         alike = json.dumps({name: value for name, value in cell.settings.items() if name != "bits"})
         groups.setdefault(alike, {})[cell.settings["bits"]] = cell
     for strata in groups.values():
-        # A trial whose process died twice has nothing to say but that.
+        # A trial whose process died twice has no other results.
         known = {bits: [row for row in of[cell.name] if "differs" in row] for bits, cell in strata.items()}
         known = {bits: trials for bits, trials in known.items() if trials}
         if not known:
@@ -147,6 +148,6 @@ def flip_rows(cells: Sequence[Cell], of: dict[str, list[Row]]) -> list[Row]:
         if settings["target"] == WEIGHTS:
             rows += bit_rows(settings, every)
         if lost := sum(len(of[cell.name]) for cell in strata.values()) - len(every):
-            why = f"{lost} trials ended without an answer"
+            why = f"{lost} trials ended without a result"
             rows.append({"part": "trials", "status": NOT_RUN, "training": settings["network"], "why": why})
     return rows

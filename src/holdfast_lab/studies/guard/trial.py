@@ -1,4 +1,4 @@
-"""Trials of the study of the guard: one flip, without the guard and then with it; and long trainings in which nothing happens."""
+"""Trials of the guard study: one bit flip, without and then with the guard; and long clean trainings."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from holdfast_lab.studies.guard.workers.training import OFF, Ended, State, steps
 from holdfast_lab.studies.outcomes import NAN, RWC, TF, outcome_of
 
 SAMPLED = 0.2
-"""Share of the flips that change nothing with which the guard is tried, too."""
+"""Share of the harmless flips that are also tried with the guard."""
 GUARD = "heal"
 
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """What the trials of a cell start from.
+    """The warm state that the trials of a cell start from.
 
     Args:
-        setup: What is trained.
-        case: What strikes.
-        begin: The state that trainings go on from.
-        undisturbed: What comes of one that nothing strikes.
+        setup: The training.
+        case: The bit flips.
+        begin: The state that trainings continue from.
+        undisturbed: The result of the fault-free training.
     """
 
     setup: Setup
@@ -40,7 +40,7 @@ class Warm:
 
 
 def prepare(settings: Mapping[str, Any]) -> Warm:
-    """Train up to where trials begin, and once undisturbed from there."""
+    """Train up to the warm state, and from there once without a fault."""
     setup, case = of_settings(Setup, settings), of_settings(Case, settings)
     begun = train(setup, OFF, seed=setup.training_seed, epochs=setup.warm)
     _check(begun)
@@ -51,7 +51,7 @@ def prepare(settings: Mapping[str, Any]) -> Warm:
 
 
 def trial(warm: Warm, seed: int) -> Row:
-    """Let a flip strike a training that no guard watches; if that changes its class, or by lot, also one that is watched."""
+    """Inject a flip without the guard; if that changes the class, and for a random sample of flips, repeat it with the guard."""
     rng = random.Random(seed)
     fault = drawn(warm, rng)
     without = _go_on(warm, OFF, fault)
@@ -73,7 +73,7 @@ def trial(warm: Warm, seed: int) -> Row:
 
 
 def drawn(warm: Warm, rng: random.Random) -> Fault:
-    """Return a flip of one bit in any step, at any worker."""
+    """Return a random flip of one bit, in any step, at any worker."""
     setup, case = warm.setup, warm.case
     how = Alteration(count=1, bits=case.bits, seed=rng.getrandbits(62))
     flip = Flip(case.target, how)
@@ -93,7 +93,7 @@ def _go_on(warm: Warm, guard: str, fault: Fault | None = None) -> Ended:
 
 
 def _guarded(warm: Warm, fault: Fault) -> Row:
-    """Return what the guard made of a flip."""
+    """Return the result of the same flip with the guard."""
     ended = _go_on(warm, GUARD, fault)
     found = ended.of("CorruptionFound")
     row: Row = {
@@ -112,10 +112,10 @@ def _guarded(warm: Warm, fault: Fault) -> Row:
 
 
 def _struck(ended: Ended) -> Row:
-    """Return which bit of what was flipped."""
+    """Return the flipped bit, its tensor, and the value before and after."""
     altered = ended.of("ValuesAltered")
     if not altered:
-        raise InternalError("the flip of a trial did not strike")
+        raise InternalError("the injected bit flip of a trial did not happen")
     (value,) = altered[0].values
     return {"bit": value["bit"], "path": value["path"], "before": value["before"], "after": value["after"]}
 
@@ -128,7 +128,7 @@ def _class(ended: Ended, undisturbed: Ended) -> str:
 
 def _check(ended: Ended) -> None:
     if ended.error or not ended.finite:
-        raise InternalError(f"a training that nothing disturbed failed: {ended.error or 'its loss is not finite'}")
+        raise InternalError(f"a fault-free training failed: {ended.error or 'its loss is not finite'}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -136,13 +136,13 @@ def _check(ended: Ended) -> None:
 
 
 def prepare_clean(settings: Mapping[str, Any]) -> Setup:
-    """Return what is trained."""
+    """Return the training's settings."""
     setup: Setup = of_settings(Setup, settings)
     return setup
 
 
 def trial_clean(setup: Setup, seed: int) -> Row:
-    """Train from the beginning with the guard and without a flip; return what it found all the same."""
+    """Train from new weights with the guard and without a flip; return the false alarms."""
     own = dataclasses.replace(setup, training_seed=seed % 2**31)
     ended = train(own, GUARD, seed=own.training_seed, epochs=setup.epochs)
     found = [

@@ -1,4 +1,4 @@
-"""What the study of resilience trains, and what happens to it: networks, cases, and which cases are tried."""
+"""Networks and cases of the resilience study: what is trained, which failures happen, and which cases are tried."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ ALL, SOME, FEW = "all", "some", "few"
 EARLY, MIDDLE, LATE, SPREAD = MOMENTS = ("early", "middle", "late", "spread")
 
 _SHARE = {EARLY: 0.1, MIDDLE: 0.5, LATE: 0.9}
-"""Of the steps."""
+"""The step of the failure, as a share of all steps."""
 GAP = 0.2
-"""After so large a share of the steps newcomers take the places of those who are gone."""
+"""Replacements join after this share of all steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """A network, and what it is trained on.
+    """A network and its training settings.
 
     Args:
-        name: What it is called here.
-        model: As :func:`holdfast_lab.workloads.make_model` knows it.
+        name: Its name in this study.
+        model: Its name for :func:`holdfast_lab.workloads.make_model`.
         shape: Its options, by name.
-        dataset: Its data.
-        batch: Samples of a step, a multiple of all numbers of workers.
-        steps: That a training has.
-        learning_rate: Of SGD with momentum 0.9.
-        workers: Numbers of workers that are tried.
-        seeds: Trainings of each case.
-        bucket_bytes: Of a sum.
+        dataset: Name of the dataset.
+        batch: Mini-batch size in samples, a multiple of every number of workers.
+        steps: Number of steps.
+        learning_rate: Learning rate of SGD with momentum 0.9.
+        workers: Numbers of workers to try.
+        seeds: Number of training runs of each case.
+        bucket_bytes: Bucket size of the all-reduce.
         tried: :data:`ALL` cases, :data:`SOME` or :data:`FEW`.
-        tested: So many samples of the test set are looked at.
+        tested: Number of test samples to evaluate.
     """
 
     name: str
@@ -58,18 +58,18 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What happens to a training, and what is done about it.
+    """The failures or changes in a training run, and the recovery strategy.
 
     Args:
         strategy: One of :data:`STRATEGIES`.
-        workers: Logical ones.
-        count: So many are lost, or leave.
+        workers: Number of virtual workers.
+        count: Number of workers that fail or leave.
         what: One of :data:`WHATS`.
-        moment: When: all in one step, early, in the middle or late, or each in a step of its own, which is drawn.
-        averaged: Share of the buckets that are averaged by then, from 0 to 1.
+        moment: One of :data:`MOMENTS`: all in one step (early, middle or late), or each in a random step (spread).
+        averaged: Share of the buckets that are averaged when the failure happens, from 0 to 1.
         batch: ``"global"`` or ``"local"``, see :class:`holdfast.Settings`.
         rescale: ``"survivors"`` or ``"original"``.
-        every: Steps between two checkpoints, 0 where there are none.
+        every: Steps between two checkpoints, 0 without checkpoints.
     """
 
     strategy: str
@@ -83,20 +83,20 @@ class Case:
     every: int = 0
 
     def columns(self) -> dict[str, Any]:
-        """Return it as columns of a row."""
+        """Return the case as columns of a row."""
         return asdict(self) | {"lost_share": self.count / self.workers}
 
     @property
     def key(self) -> str:
-        """Return its name."""
+        """Return the key of the case in files."""
         return "/".join(str(value) for value in asdict(self).values())
 
     def victims(self, seed: int) -> list[int]:
-        """Return who is lost: with a seed the same for all strategies and policies."""
+        """Return the ranks that fail or leave; with the same seed they are the same for all strategies and policies."""
         return self._rng(seed).sample(range(self.workers), self.count)
 
     def shares(self, seed: int) -> list[float]:
-        """Return for each victim when it is lost, as a share of the training; drawn ones lie away from its two ends."""
+        """Return when each of these ranks is lost, as a share of the training; random ones are away from both ends."""
         if self.moment != SPREAD:
             return [_SHARE[self.moment]] * self.count
         rng = self._rng(seed)
@@ -128,7 +128,7 @@ READ = (
     Network(name="gpt-small", model="gpt", shape=_gpt(context=128, layers=2, width=32), dataset="shakespeare", batch=64,
             steps=60, learning_rate=0.3, workers=(64,), seeds=30, tried=FEW, tested=100),
 )  # fmt: skip
-"""By ``--data``: narrow enough for a CPU."""
+"""Need ``--data``; narrow enough for a CPU."""
 WIDE = (
     Network(name="alexnet", model="alexnet", dataset="fashion", batch=1024, steps=300, learning_rate=0.02,
             workers=(4, 64, 1024), seeds=30, tested=2000),
@@ -137,11 +137,11 @@ WIDE = (
     Network(name="gpt", model="gpt", shape=_gpt(context=128, layers=4, width=128), dataset="shakespeare", batch=256,
             steps=300, learning_rate=0.1, workers=(4, 64, 256), seeds=30, tested=200),
 )  # fmt: skip
-"""By ``--data`` and their name alone: days on a CPU, which is for those who have a GPU."""
+"""Need ``--data`` and ``--network``: they take days on a CPU, so they are for GPUs."""
 
 
 def cases(network: Network, *, quick: bool) -> list[Case]:
-    """Return what is tried with a network."""
+    """Return the cases to try with a network."""
     yielded = {ALL: _all, SOME: _some, FEW: _few}[network.tried]
     return list(dict.fromkeys(_quick(network) if quick else yielded(network)))
 
@@ -193,12 +193,12 @@ _POLICIES = tuple((batch, rescale) for batch in ("global", "local") for rescale 
 
 
 def _around(workers: int, count: int, averaged: tuple[float, ...], everies: tuple[int, ...]) -> Iterator[Case]:
-    """Yield all strategies and policies with failures at drawn steps; and what is planned."""
+    """Yield all strategies and policies with failures at random steps, and the planned changes."""
     for batch, rescale in _POLICIES:
         how = {"workers": workers, "count": count, "batch": batch, "rescale": rescale}
         for share in (*averaged, 1.0):
             yield Case(strategy=FORWARD, averaged=share, **how)  # type: ignore[arg-type]
-        if (batch, rescale) != ("global", "original"):  # nothing is lost, nothing is to be scaled
+        if (batch, rescale) != ("global", "original"):  # no sample is lost, so there is nothing to rescale
             yield Case(strategy=ROLLBACK, **how)  # type: ignore[arg-type]
             for every in everies:
                 yield Case(strategy=RESTART, every=every, **how)  # type: ignore[arg-type]

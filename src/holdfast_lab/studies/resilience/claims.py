@@ -1,6 +1,7 @@
-"""What is claimed of rollback, forward and restart, held against the rows of the study of resilience.
+"""Claims about rollback, forward and restart, checked against the rows of the resilience study.
 
-The paper is known here by its abstract; no numbers of it are at hand. So what is expected follows from what it says of the strategies.
+Only the abstract of the paper was available, without numbers. The expectations follow from its description of the
+strategies.
 """
 
 from __future__ import annotations
@@ -19,35 +20,46 @@ _ABSTRACT = "Nicolae et al. 2022, abstract"
 _READING = "Nicolae et al. 2022, our reading"
 
 SMALL = 1.0
-"""Points of accuracy: less is a small loss."""
+"""Percentage points of accuracy: a smaller loss counts as small."""
 GOODPUT_PERCENT = 5.0
 _RUNS = 3
-"""Of real runs, or pairs of cases, for an interval."""
+"""Minimum number of real runs, or of pairs of cases, for an interval."""
 
 BITS = {
-    ROLLBACK: "Rollback equals the undisturbed training, to the bit, where the mini-batch keeps its size",
-    RESTART: "Restart equals the undisturbed training, to the bit, where the mini-batch keeps its size",
-    FORWARD: "Forward with everything averaged at the failure is no failure at all",
+    ROLLBACK: "Rollback is bit-identical to the failure-free training if the mini-batch keeps its size",
+    RESTART: "Restart is bit-identical to the failure-free training if the mini-batch keeps its size",
+    FORWARD: "Forward is bit-identical to the failure-free training if all buckets are averaged at the failure",
 }
-SMALL_LOSS = "Forward loses less than one point of accuracy, whatever is lost when"
+SMALL_LOSS = "Forward loses less than one point of accuracy, however many workers fail and whenever they fail"
 NOT_BETTER = "Forward loses accuracy where rollback and restart lose none"
-MORE = "The more is averaged at the failure, the less forward loses: half of the buckets against none, by distance of the weights"
+MORE = (
+    "The more buckets are averaged at the failure, the less forward loses: half of the buckets against none, by distance "
+    "of the weights"
+)
 ORDER = "Forward takes no longer than rollback"
-RESTART_MORE = "Restart takes longer than rollback, at its best interval"
+RESTART_MORE = "Restart takes longer than rollback, at the best checkpoint interval of restart"
 PLANNED = "A planned removal takes less time than a failure"
-RESCALE = "Dividing by what is in the sum changes the weights less than dividing by the size that the mini-batch would have had"
-REAL_BITS = "Real processes: rollback and restart end with the sha256 of the undisturbed run"
+RESCALE = (
+    "Dividing the gradient by the samples of the survivors changes the weights less than dividing by the original "
+    "mini-batch size"
+)
+REAL_BITS = "Real processes: rollback and restart end with the sha256 of the failure-free run"
 REAL_ORDER = "Real processes: forward takes no longer than rollback"
 REAL_RESTART = "Real processes: restart takes longer than rollback"
-MODES = "All slices at once end as near to slice by slice as another order of samples does, by accuracy"
-UPDATE_SHORTER = "With eager updates a training takes less time than with lazy ones, failures and taking back included"
-UPDATE_BITS = "Real processes: eager updates that are taken back leave no bit: the sha256 is that of the undisturbed run with lazy ones"
-UPDATE_STEP = "Real processes: a step takes no longer with eager updates than with lazy ones"
-PREDICTED = "The simulator's goodput, with measured costs, lies within 5 % of that of real processes"
+MODES = "Computing all slices in one batch changes the accuracy no more than another order of the samples does"
+UPDATE_SHORTER = (
+    "With the overlapped optimizer (eager) a training takes less time than without (lazy), failures and undo included"
+)
+UPDATE_BITS = (
+    "Real processes: undoing updates of the overlapped optimizer is exact: the sha256 is that of the failure-free run "
+    "with lazy updates"
+)
+UPDATE_STEP = "Real processes: a step takes no longer with the overlapped optimizer (eager) than without (lazy)"
+PREDICTED = "The simulator's goodput, with measured costs, is within 5 % of that of real processes"
 
 
 def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
-    """Return every claim with what was found."""
+    """Return every claim with its result."""
     cases = [row for row in rows if row["part"] == "case" and row["status"] == MEASURED]
     points = [row for row in rows if row["part"] == "point" and row["status"] == MEASURED]
     usual = [row for row in points if is_usual(row)]
@@ -107,15 +119,16 @@ def _small(rows: Sequence[Row]) -> Claim:
         holds = False
     above = sum(row["accuracy_loss_low"] > 0 for row in rows)
     told = (
-        f"the largest mean of {len(rows)} cases: {worst['network']}, {worst['count']} of {worst['workers']} lost, "
-        f"{worst['moment']}. In {above} cases the interval lies above 0, in {sum(r['accuracy_loss_high'] < 0 for r in rows)} below"
+        f"the largest mean of {len(rows)} cases: {worst['network']}, {worst['count']} of {worst['workers']} workers lost, "
+        f"{worst['moment']}. The interval is above 0 in {above} cases, "
+        f"below 0 in {sum(r['accuracy_loss_high'] < 0 for r in rows)}"
     )
     ci = (worst["accuracy_loss_low"], worst["accuracy_loss_high"])
     return claim.judged(worst["accuracy_loss"], holds, told, ci=ci, unit="points")
 
 
 def is_lossy(row: Row) -> bool:
-    """Return whether in a case something is lost that rollback and restart keep, and the mini-batch keeps its size."""
+    """Return whether a case loses samples that rollback and restart would keep, with a mini-batch of constant size."""
     is_forward = row["strategy"] == FORWARD and row["what"] == FAILURE and row["averaged"] < 1
     return bool(is_forward and (row["batch"], row["rescale"]) == ("global", "survivors"))
 
@@ -129,20 +142,20 @@ def _not_better(rows: Sequence[Row]) -> Claim:
     more, more_low, more_high = _mean_of(rows, "loss_more")
     told = (
         f"mean of {sum(row['cases'] for row in rows):,} cases, {len(rows)} networks. "
-        f"Of the test loss: {more:.2g} [{more_low:.2g}, {more_high:.2g}] more"
+        f"The test loss is {more:.2g} [{more_low:.2g}, {more_high:.2g}] higher"
     )
     return claim.judged(ours, holds, told, ci=(low, high), unit="points")
 
 
 def _mean_of(rows: Sequence[Row], name: str) -> tuple[float, float, float]:
-    """Return the mean of a column over networks, which are independent of each other, and its interval."""
+    """Return the mean of a column over the networks, which are independent of each other, and its interval."""
     mean = statistics.fmean(row[name] for row in rows)
     half = math.hypot(*((row[f"{name}_high"] - row[f"{name}_low"]) / 2 for row in rows)) / len(rows)
     return mean, mean - half, mean + half
 
 
 # ---------------------------------------------------------------------------------------------
-# One case against another
+# Comparison of two cases
 
 _Chosen = Callable[[Row], bool]
 _ALIKE = ("network", "workers", "count", "moment", "rescale", "averaged", "what")
@@ -175,7 +188,7 @@ def _spread(rows: Sequence[Row]) -> list[Row]:
 
 
 def _pairs(rows: Sequence[Row], one: _Chosen, other: _Chosen, but: str = "") -> list[tuple[Row, Row]]:
-    """Return rows that the two choose and that are alike, ``but`` for one column."""
+    """Return pairs of a row selected by ``one`` and a row selected by ``other`` that agree in all columns except ``but``."""
     first, second = [row for row in rows if one(row)], [row for row in rows if other(row)]
     names = [name for name in _ALIKE if name != but]
     found = {tuple(row[name] for name in names): row for row in second}
@@ -183,7 +196,7 @@ def _pairs(rows: Sequence[Row], one: _Chosen, other: _Chosen, but: str = "") -> 
 
 
 def _best_restart(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Return restart with the interval that takes the least time, and rollback beside it."""
+    """Return pairs of restart at the checkpoint interval with the least overhead, and rollback."""
     pairs: dict[tuple[str, int, int], tuple[Row, Row]] = {}
     for restart, rollback in _pairs(rows, _is(RESTART), _is(ROLLBACK)):
         place = (restart["network"], restart["workers"], restart["count"])
@@ -203,9 +216,9 @@ def _ratio(
     all_of_them: bool = False,
     by: str = "",
 ) -> Claim:
-    """Return a claim of the ratio of a column, the median over pairs of cases; or of every pair, where it is computed.
+    """Return a claim about the ratio of a column: its median over pairs of cases, or every pair with ``all_of_them``.
 
-    With ``by`` it says the median of each group of that column, too.
+    With ``by``, the result also lists the median of each group of that column.
     """
     pairs = [(one, other) for one, other in pairs if other[name]]
     ratios = [one[name] / other[name] for one, other in pairs]
@@ -217,7 +230,7 @@ def _ratio(
     holds: bool | None = holding == len(ratios)
     if not all_of_them:
         holds = is_so(ours) if ci is not None and is_so(ci[0]) == is_so(ci[1]) else None
-    told = f"median of {len(ratios)} pairs of cases, {min(ratios):.3g} to {max(ratios):.3g}; so in {holding}"
+    told = f"median of {len(ratios)} pairs of cases, {min(ratios):.3g} to {max(ratios):.3g}; true in {holding} pairs"
     if by:
         groups: dict[str, list[float]] = {}
         for (one, _), ratio in zip(pairs, ratios, strict=True):
@@ -235,12 +248,12 @@ def _real_bits(points: Sequence[Row]) -> Claim:
     if not mine:
         return statement(REAL_BITS, _READING)
     same = sum(row["same"] for row in mine)
-    told = f"{same} of {len(mine)} runs, a worker of four killed in each"
+    told = f"{same} of {len(mine)} runs, with one of four workers killed in each"
     return statement(REAL_BITS, _READING, 100).judged_by_count(same, len(mine), told)
 
 
 def is_usual(row: Row) -> bool:
-    """Return whether a run is one that others are not set beside only to compare updates."""
+    """Return whether a run belongs to the comparison of strategies, not only to the comparison of optimizer updates."""
     return bool(row["update"] == LAZY and (row["strategy"] == FORWARD or not row["averaged"]))
 
 
@@ -282,7 +295,7 @@ def _update_shorter(rows: Sequence[Row]) -> Claim:
     ratios = [row["eager_s"] / row["lazy_s"] for row in rows]
     told = (
         f"simulated: median of {len(rows)} cases, {min(ratios):.4g} to {max(ratios):.4g}; "
-        f"taking back takes up to {1000 * max(row['undo_s'] for row in rows):.3g} ms of a training"
+        f"undo takes at most {1000 * max(row['undo_s'] for row in rows):.3g} ms of a training"
     )
     return claim.judged(statistics.median(ratios), max(ratios) < 1, told)
 
@@ -291,7 +304,7 @@ def _update_bits(points: Sequence[Row]) -> Claim:
     if not points:
         return statement(UPDATE_BITS, _READING)
     same = sum(row["same"] for row in points)
-    told = f"{same} of {len(points)} runs, in which {sum(row['undone'] for row in points)} buckets were taken back"
+    told = f"{same} of {len(points)} runs, in which the updates of {sum(row['undone'] for row in points)} buckets were undone"
     holds = all(row["same"] and row["undone"] for row in points)
     return statement(UPDATE_BITS, _READING, 100).judged_by_count(same, len(points), told, holds)
 
@@ -308,9 +321,9 @@ def _predicted(points: Sequence[Row]) -> Claim:
         measured, said = (statistics.median(r[key] for r in rows) for key in ("overhead_percent", "predicted_percent"))
         off[name] = 100 * abs((100 + measured) / (100 + said) - 1)
     worst = max(off, key=off.__getitem__)
-    told = f"the largest of {len(off)} points: {worst}"
+    told = f"the largest error of {len(off)} points: {worst}"
     if enough := min(map(len, by_name.values())) >= _RUNS:
-        told += f"; medians of {len(points) // len(off)} runs, costs from the other runs"
+        told += f"; medians of {len(points) // len(off)} runs, with costs measured in the other runs"
     holds = off[worst] <= GOODPUT_PERCENT if enough else None
     return claim.judged(off[worst], holds, told, unit="%")
 
@@ -322,7 +335,7 @@ def _modes(rows: Sequence[Row]) -> Claim:
     worst = max(rows, key=lambda row: row["accuracy_apart"])
     ci = (worst["accuracy_more_low"], worst["accuracy_more_high"])
     told = (
-        f"the furthest of {worst['seeds']} seeds, {worst['variant']}; another order: {worst['accuracy_usual']:.3g}. "
+        f"the largest difference of {worst['seeds']} seeds, {worst['variant']}; another order: {worst['accuracy_usual']:.3g}. "
         f"The mean difference is {worst['accuracy_more']:.3g} [{ci[0]:.3g}, {ci[1]:.3g}]"
     )
     holds = all(row["accuracy_apart"] <= row["accuracy_usual"] for row in rows)

@@ -1,4 +1,4 @@
-"""What a case of the study of resilience costs in time: from the simulator, with costs that are stated, or were measured."""
+"""The time cost of a case of the resilience study, simulated with stated or measured costs."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ STATED = Costs(
     load_s=10.0,
     rejoin_s=3.0,
 )
-"""Seconds: a step takes one with 1,024 workers, each of which has one slice; it is missed in a second; a checkpoint holds training for half of one."""
+"""In seconds. A step with 1,024 workers of one slice each takes 1 s, a failure is detected after 1 s, and a checkpoint
+blocks training for 0.5 s."""
 
 _BUCKETS = 6
 _NS = 1_000_000_000
 _OFF = ("lost", "save", "detect", "regroup", "load", "restart", "rejoin", "wait")
-"""Parts of the time in which nothing is done that lasts."""
+"""Parts of the time without lasting progress."""
 _NEVER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Failures at moments that are known.
+    """Failures at given times.
 
     Args:
-        failures: When, seconds, the worker, and how many from that on; a worker fails once.
-        back_s: So long after the last of them there is somebody in their places; None: never.
+        failures: Time in seconds, first rank, and number of consecutive ranks; each worker fails at most once.
+        back_s: Seconds from the last failure until replacements join; None: never.
     """
 
     failures: tuple[tuple[float, int, int], ...]
@@ -60,15 +61,16 @@ class Planned:
 
 
 def costs_of(costs: Costs) -> dict[str, float]:
-    """Return those that are not 0, by name."""
+    """Return the costs that are not 0, by name."""
     return {name: value for name, value in asdict(costs).items() if isinstance(value, float) and 0 < value < _NEVER_S}
 
 
 def overhead(case: Case, steps: int, seeds: Sequence[int], costs: Costs = STATED, update: str = "lazy") -> Row:
-    """Return how much longer a training of so many steps takes than with nothing lost, nobody gone and nothing saved.
+    """Return the extra time of a training of ``steps`` steps over one without failures, departures and checkpoints.
 
-    ``overhead`` counts only time in which nothing was done that lasts; ``longer`` also that steps are slower, or more of
-    them, with fewer workers. Both are percent of the undisturbed time, with the ends of the interval where moments are drawn.
+    ``overhead`` counts only time without lasting progress. ``longer`` also counts that with fewer workers steps are slower,
+    or more steps are needed. Both are in percent of the failure-free time, with the ends of their interval if the moments
+    of failures are random.
     """
     chosen = seeds if case.moment == SPREAD else seeds[:1]
     found = [_one(case, steps, seed, costs, update) for seed in chosen]
@@ -90,9 +92,9 @@ def _one(case: Case, steps: int, seed: int, costs: Costs, update: str) -> dict[s
 
 
 def _planned(case: Case, steps: int, seed: int, costs: Costs) -> dict[str, float]:
-    """Return what a planned removal costs: as when all die between two steps and are missed at once, and no work is lost.
+    """Return the cost of a planned removal: that of failures between two steps, detected immediately and without lost work.
 
-    The simulator has only failures, so what they cost more is left out.
+    The simulator knows only failures, so their detection time and lost work are subtracted.
     """
     failed = replace(case, what={REMOVAL: FAILURE, ADDITION: REPLACED}[case.what], strategy="rollback")
     outcome = simulated(failed, steps, seed, costs)
@@ -127,7 +129,7 @@ def _scenario(case: Case, steps: int, costs: Costs, failures: Planned, update: s
 
 
 def simulated(case: Case, steps: int, seed: int, costs: Costs, update: str = "lazy") -> Outcome:
-    """Return what comes of a training of so many steps."""
+    """Simulate a training of ``steps`` steps."""
     empty = _scenario(case, steps, costs, Planned(()), update)
     compute_s, sums_s = (float(part[-1]) for part in step_parts_s(empty.cluster, empty.job, costs))
     step_s = empty.full_step_s
@@ -136,7 +138,7 @@ def simulated(case: Case, steps: int, seed: int, costs: Costs, update: str = "la
     if case.moment == SPREAD:
         undisturbed_s = steps * step_s
         moments = [(share * undisturbed_s, rank, 1) for share, rank in zip(shares, case.victims(seed), strict=True)]
-    else:  # all at once, where the accuracy has them; who it is makes no difference here
+    else:  # all in one step, as in the accuracy runs; which ranks fail makes no difference to the time
         step = max(1, int(shares[0] * steps))
         into_s = compute_s + case.averaged * sums_s if case.averaged else compute_s / 2
         saves = step // case.every if case.every else 0

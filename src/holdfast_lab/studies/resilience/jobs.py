@@ -1,4 +1,4 @@
-"""The points of the study of resilience that real processes measure: a small network on digits, a worker of four killed by SIGKILL."""
+"""Measurements of the resilience study with real processes: a small network on digits, one of four workers is killed."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Real:
     """A run of ``holdfast run``.
 
     Args:
-        strategy: What survivors do; "" where nobody dies.
-        averaged: Buckets that are averaged by then.
-        update: When the optimizer runs, :data:`LAZY` or :data:`EAGER`.
+        strategy: The recovery strategy; "" for a run without a failure.
+        averaged: Number of buckets that are averaged when the worker is killed.
+        update: When the optimizer runs, :data:`LAZY` or :data:`EAGER` (overlapped).
     """
 
     strategy: str
@@ -45,14 +45,14 @@ class Real:
 
     @property
     def name(self) -> str:
-        """Return what happens in it."""
+        """Return a description of the run."""
         told = self.strategy or "nothing"
         if self.averaged or self.strategy == FORWARD:
             told += f", {self.averaged} buckets averaged"
         return f"{told}, eager" if self.update == EAGER else told
 
     def words(self, folder: Path, seed: int) -> list[str]:
-        """Return the command line, behind ``holdfast run``."""
+        """Return the command line after ``holdfast run``."""
         words = ["-n", WORKERS, "--slices", WORKERS, "--seed", seed, "--no-page", "--report", folder / "report"]
         words += ["--strategy", self.strategy or ROLLBACK, "--update", self.update]
         if self.strategy:
@@ -68,11 +68,11 @@ REALS = (Real(""), Real("", update=EAGER), Real(ROLLBACK), Real(FORWARD), Real(R
          *(Real(strategy, 2, update) for strategy in (ROLLBACK, FORWARD, RESTART) for update in (LAZY, EAGER)))  # fmt: skip
 QUICK_REALS = (Real(""), Real(ROLLBACK), Real(FORWARD, 2), Real(RESTART), Real(ROLLBACK, 2, EAGER))
 TAKEN_BACK = (ROLLBACK, RESTART)
-"""Strategies under which updates are taken back that were made by then."""
+"""Strategies that undo the updates made before the failure."""
 
 
 def measure(real: Real, seed: int, repetition: int) -> list[Row]:
-    """Run a job to its end, and return its row."""
+    """Run a job to its end and return its row."""
     row: Row = {"part": "real", "happens": real.name, "strategy": real.strategy, "workers": WORKERS}
     row |= {
         "count": int(bool(real.strategy)),
@@ -85,7 +85,7 @@ def measure(real: Real, seed: int, repetition: int) -> list[Row]:
         words = [sys.executable, "-m", "holdfast", "run", *real.words(folder, seed + repetition)]
         code, said = ended(words, own_environment(), folder, _LIMIT_S)
         if code != 0:
-            return [row | {"status": NOT_RUN, "why": f"ended with {code}: {said}"}]
+            return [row | {"status": NOT_RUN, "why": f"ended with exit status {code}: {said}"}]
         report = json.loads((folder / "report" / "report.json").read_text())
         events = [json.loads(line) for line in (folder / "report" / "events.jsonl").read_text().splitlines()]
         costs = {f"cost_{key}": one.value for key, one in read_measured(folder / "report").costs.items()}
@@ -94,8 +94,7 @@ def measure(real: Real, seed: int, repetition: int) -> list[Row]:
         costs |= {"undone": sum(undone), "copy_bytes": max(copies)}
         if real.strategy in TAKEN_BACK and not sum(undone):
             return [
-                row
-                | {"status": NOT_RUN, "why": "the kill met no bucket that was updated: there was nothing to take back"}
+                row | {"status": NOT_RUN, "why": "no bucket was updated before the kill, so there was nothing to undo"}
             ]
     found = {
         "accuracy": 100 * report["metrics"]["accuracy"],
@@ -109,9 +108,10 @@ def measure(real: Real, seed: int, repetition: int) -> list[Row]:
 
 
 def _time(events: Sequence[Mapping[str, Any]], *, disturbed: bool) -> Row:
-    """Return what a step took, and how much longer it was from the step before the kill to the end of the one that it struck.
+    """Return the step time, and the extra time from the step before the kill to the end of the step with the kill.
 
-    What training was held for checkpoints is added. Times far from the kill do not count: other things that the machine does are in them, too.
+    The time that checkpoints blocked training is added. Times far from the kill do not count, because they contain noise
+    from other work of the machine.
     """
     commits = sorted((e["t_s"], e["step"]) for e in events if e["event"] == "StepCommitted")
     step_s = statistics.median(after - before for (before, _), (after, _) in pairwise(commits))
@@ -126,16 +126,16 @@ def _time(events: Sequence[Mapping[str, Any]], *, disturbed: bool) -> Row:
 
 _TOLD = ("happens", "strategy", "workers", "count", "averaged", "repetition", "update")
 _UPDATES = ("update_s", "copy_s", "undo_s", "waited_s", "discard_s")
-"""Costs that only runs with eager updates have."""
+"""Costs that only runs with the overlapped optimizer have."""
 
 
 def compare(rows: Sequence[Row], seed: int) -> list[Row]:
-    """Return the measured points: held against the undisturbed run with the same seed and lazy updates, and what the simulator says of them.
+    """Return the measured points, compared with the failure-free run of the same seed (lazy updates) and the simulation.
 
-    The simulator takes its costs from runs of other seeds where there are any.
+    The simulator takes its costs from runs with other seeds if there are any.
     """
     known = [row for row in rows if row["part"] == "real" and row["status"] == MEASURED]
-    runs: list[Row] = [{"update": LAZY, **row} for row in known]  # rows of before do not say
+    runs: list[Row] = [{"update": LAZY, **row} for row in known]  # older rows lack it
     undisturbed = {row["repetition"]: row for row in runs if not row["strategy"] and row["update"] == LAZY}
     points = []
     for row in runs:
@@ -161,11 +161,11 @@ def compare(rows: Sequence[Row], seed: int) -> list[Row]:
 
 
 def _predicted(row: Row, runs: Sequence[Row], seed: int) -> float:
-    """Return the overhead, percent, that the simulator finds with costs that were measured."""
+    """Return the overhead in percent that the simulator predicts from measured costs."""
     runs = [run for run in runs if run["update"] == row["update"]]
     known: Row = {"step_s": statistics.median(run["step_s"] for run in runs)}
     for name in ("detect_s", "regroup_s", "load_s", "save_s", *_UPDATES):
-        # One strategy's regrouping is not another's: what it takes apart is that of the same one.
+        # Regrouping differs between strategies: take its costs from runs of the same strategy.
         values = [run[f"cost_{name}"] for run in runs if run["strategy"] == row["strategy"] and f"cost_{name}" in run]
         known[name] = statistics.median(values) if values else 0.0
     known = dict(updates_apart(known))

@@ -1,4 +1,4 @@
-"""How far trainings with all slices at once end from those slice by slice, which have the bits of real processes."""
+"""Compares training with all slices in one batch to training slice by slice, which has the bits of real processes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from holdfast_lab.workloads.train import accuracy
 _WORKERS, _BATCH, _EPOCHS = 8, 128, 3
 _RATE = 0.05
 _KILLS = ((2, 9, 1), (5, 9, 3), (7, 20, 0))
-"""Who is killed in which step, after which bucket."""
+"""Rank, step and last averaged bucket of each kill."""
 
 VARIANTS = {"mlp": ("mlp", False), "mlp, dropout": ("mlp", True), "cnn, batch norm": ("cnn", False)}
-"""Networks, and whether their dropout is left on."""
+"""Networks, and whether their dropout stays enabled."""
 
 
 def compare_modes(variant: str, seeds: Sequence[int]) -> list[Row]:
-    """Return how far accuracy and weights lie apart, undisturbed and with three deaths under ``forward``.
+    """Return the differences in accuracy and weights, without failures and with three failures under ``forward``.
 
-    ``apart`` is that between slice by slice and all at once; ``usual`` what another seed of the order of samples makes, for comparison.
+    ``apart`` is the difference between slice by slice and all slices in one batch; ``usual`` is, for comparison, the
+    difference caused by another order of the samples.
     """
     rows = []
     for strategy in ("rollback", "forward"):
@@ -55,7 +56,7 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _trained(kind: Any, variant: str, strategy: str, seed: int, order: int | None = None) -> tuple[float, torch.Tensor]:
-    """Return accuracy, percent, and weights."""
+    """Return the accuracy in percent, and the weights."""
     network, keeps_dropout = VARIANTS[variant]
     data = load_dataset("digits", None)
     model = make_model(network, data.num_classes, seed=seed)
@@ -70,7 +71,7 @@ def _trained(kind: Any, variant: str, strategy: str, seed: int, order: int | Non
     settings |= {"fabric": "virtual", "guard": "off"} if kind is holdfast.Session else {}
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE, momentum=0.9)
     trainer = kind(model, optimizer, **settings)
-    with contextlib.redirect_stderr(io.StringIO()):  # a session says who was lost
+    with contextlib.redirect_stderr(io.StringIO()):  # a session logs the lost ranks
         for step in trainer.steps(data.train, _BATCH, _EPOCHS):
             for x, y in step:
                 step.backward(loss_of(model(x), y))

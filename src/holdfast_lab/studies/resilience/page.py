@@ -1,4 +1,4 @@
-"""How the study of resilience shows its rows: accuracy against time, and what each policy makes of it."""
+"""The page of the resilience study: accuracy against time, and the effect of each policy."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ from holdfast_lab.studies.sections import (
 )
 
 _TRADE = (
-    "Accuracy: trainings by logical workers, means of paired differences from the undisturbed training with the same seed, 95 % intervals; positive is worse. "
-    "Time: simulated with stated costs, and only what is held, lost or done again; with fewer workers steps are slower besides, the same for all strategies. "
-    "Each point is a number of workers and of failures at drawn moments."
+    "Accuracy: training with virtual workers, means of paired differences from the failure-free training with the same seed, "
+    "95 % intervals; positive is worse. Time: simulated with stated costs; it counts only time when training was blocked "
+    "and work that was lost or recomputed. In addition steps are slower with fewer workers, equally for all strategies. "
+    "Each point is one number of workers and of failures, at random moments."
 )
-_TRADE_REAL = " What is called real are four processes, one of them killed, measured on this machine: mean and median of all runs."
+_TRADE_REAL = (
+    " Real: four processes, one of them killed, measured on this machine; mean accuracy and median time of all runs."
+)
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
@@ -95,7 +98,7 @@ def _trade(name: str, cases: Sequence[Row], measured: Sequence[Row]) -> Section:
         _TRADE + (_TRADE_REAL if real else ""),
         [*chosen, *real],
         series=["happens"],
-        x=["overhead_percent", "time held, lost or done again, % of the undisturbed run"],
+        x=["overhead_percent", "time blocked, lost or recomputed, % of the failure-free run"],
         y=["accuracy_loss", "accuracy lost, points"],
         interval=["accuracy_loss_low", "accuracy_loss_high"],
         log=["x"],
@@ -103,7 +106,7 @@ def _trade(name: str, cases: Sequence[Row], measured: Sequence[Row]) -> Section:
 
 
 def _together(runs: Sequence[Row]) -> Row:
-    """Return a point for runs of one job: the mean of what they lost, and the median of their time."""
+    """Return one point for all runs of a job: their mean accuracy loss and median time."""
     lost = np.array([row["accuracy_loss"] for row in runs])
     low, high = Estimate.of(lost)[1:3] if len(runs) > 1 else (None, None)
     found = {"accuracy_loss": float(lost.mean()), "accuracy_loss_low": low, "accuracy_loss_high": high}
@@ -114,8 +117,8 @@ def _averaged(name: str, cases: Sequence[Row]) -> Section:
     forward = [row for row in cases if row["strategy"] == FORWARD and row["batch"] == "global" and row["averaged"] < 1]
     return points(
         f"lost-share-{name}",
-        f"Forward: how far the weights end from the undisturbed ones: {name}",
-        "Distance over how far the undisturbed training moved the weights, by the share of the workers that is lost; drawn moments.",
+        f"Forward: distance of the final weights from the failure-free ones: {name}",
+        "Relative to the distance that the failure-free training moves the weights, by share of lost workers; random moments.",
         [
             row | {"divided": f"{100 * row['averaged']:g} % averaged, {row['rescale']}"}
             for row in forward
@@ -130,19 +133,19 @@ def _averaged(name: str, cases: Sequence[Row]) -> Section:
 
 _COLUMNS = [
     text("accuracy_shown", "accuracy lost, points"),
-    text("loss_shown", "test loss, more"),
+    text("loss_shown", "increase of test loss"),
     number("distance_percent", "distance, %"),
     text("same_shown", "same bits"),
-    number("overhead_percent", "held, lost, redone, %"),
-    number("longer_percent", "longer in all, %"),
+    number("overhead_percent", "blocked, lost, recomputed, %"),
+    number("longer_percent", "total extra time, %"),
 ]
 
 
 def _strategies(cases: Sequence[Row]) -> Section:
     return table(
         "strategies",
-        "Strategies: failures at drawn moments, the mini-batch keeps its size",
-        "Longer in all: with steps that are slower because fewer workers share them.",
+        "Strategies: failures at random moments, mini-batch of constant size",
+        "Total extra time includes slower steps, because fewer workers share the work.",
         [row for row in cases if _is_plain(row) and (row["batch"], row["rescale"]) == ("global", "survivors")],
         by=["network", "workers", "count", "happens"],
         columns=_COLUMNS,
@@ -153,7 +156,8 @@ def _policies(cases: Sequence[Row]) -> Section:
     return table(
         "policies",
         "Policies",
-        "Local: each worker keeps its samples, the mini-batch shrinks, and the same samples take more steps. Original: divided by the size that the mini-batch had at first.",
+        "Local: each worker keeps its number of samples, so the mini-batch shrinks and the same samples take more steps. "
+        "Original: the gradient is divided by the original mini-batch size.",
         [row for row in cases if _is_plain(row) and (row["batch"], row["rescale"]) != ("global", "survivors")],
         by=["network", "workers", "count", "happens", "policy"],
         columns=_COLUMNS,
@@ -176,8 +180,8 @@ def _moments(cases: Sequence[Row]) -> Section:
 def _planned(cases: Sequence[Row]) -> Section:
     return table(
         "planned",
-        "A planned removal and an addition beside a failure",
-        "In the middle of the training, rollback. Newcomers take the places of those who are gone a fifth of the training later.",
+        "Planned removal and addition compared with a failure",
+        "In the middle of the training, with rollback. Replacements join a fifth of the training later.",
         [row for row in cases if row["what"] != FAILURE],
         by=["network", "workers", "count", "what", "batch"],
         columns=_COLUMNS,
@@ -188,8 +192,8 @@ def _points(runs: Sequence[Row]) -> Section:
     return table(
         "real",
         "Real processes",
-        "Four processes train the small network on digits, one is killed by SIGKILL in step 23 of 48. Simulated: with costs measured in the other runs of the same strategy and update, "
-        "or in the same one if there is no other.",
+        "Four processes train the small network on digits, and one is killed by SIGKILL in step 23 of 48. Simulated: with costs "
+        "measured in the other runs of the same strategy and optimizer mode, or in the same run if there is no other.",
         [row | {"same_bits": row["same"]} for row in runs],
         by=["happens"],
         columns=[
@@ -197,7 +201,7 @@ def _points(runs: Sequence[Row]) -> Section:
             number("predicted_percent", "simulated, %"),
             number("accuracy_loss", "accuracy lost, points"),
             truth("same_bits"),
-            text("decisions", "decided"),
+            text("decisions", "decision"),
             count("repetition", "runs"),
         ],
     )
@@ -206,18 +210,20 @@ def _points(runs: Sequence[Row]) -> Section:
 def _updates(rows: Sequence[Row]) -> Section:
     stated = ", ".join(
         f"{name} {1000 * rows[0][f'cost_{key}']:g} ms"
-        for name, key in (("updating", "update_s"), ("copying", "copy_s"), ("taking back", "undo_s"))
+        for name, key in (("update", "update_s"), ("copy", "copy_s"), ("undo", "undo_s"))
         if rows
     )
     return table(
         "updates",
-        "Eager updates beside lazy ones, simulated",
-        "A bucket is updated as soon as its sum is in, beside the sums that follow, after a copy; a step that is discarded takes these updates back. "
-        f"Stated for all buckets of a step of about a second: {stated}. Copies: what a worker holds besides, of this network with momentum.",
+        "Overlapped optimizer (eager) compared with lazy updates, simulated",
+        "Eager: the parameters of a bucket are copied and updated as soon as its all-reduce is complete, overlapped with "
+        "the following all-reduces; a discarded step undoes these updates. "
+        f"Stated costs of all buckets, for a step of about one second: {stated}. Copies: extra memory of a worker, for this "
+        "network with momentum.",
         [
             row
             | {
-                "when": "drawn moments" if row["moment"] == SPREAD else f"{100 * row['averaged']:g} % averaged",
+                "when": "random moments" if row["moment"] == SPREAD else f"{100 * row['averaged']:g} % averaged",
                 "happens": row["strategy"] + (f", every {row['every']} steps" if row["every"] else ""),
             }
             for row in rows
@@ -227,7 +233,7 @@ def _updates(rows: Sequence[Row]) -> Section:
             seconds("lazy_s", "training, lazy"),
             seconds("eager_s", "training, eager"),
             number("shorter_percent", "shorter, %"),
-            milliseconds("undo_s", "taking back"),
+            milliseconds("undo_s", "undo"),
             megabytes("copy_bytes", "copies"),
         ],
         folded=True,
@@ -237,18 +243,19 @@ def _updates(rows: Sequence[Row]) -> Section:
 def _updated(rows: Sequence[Row]) -> Section:
     return table(
         "updated",
-        "Eager updates beside lazy ones, real processes",
-        "All that eager updates took, of all buckets of a step; waited: what of it did not lie beside sums. Held by the kill: from the step before to the end of the one that it struck.",
+        "Overlapped optimizer (eager) compared with lazy updates, real processes",
+        "Time of eager updates, over all buckets of a step. Waited: the part of it that was not overlapped with all-reduces. "
+        "Blocked by the kill: extra time from the step before the kill to the end of the step with the kill.",
         [row for row in rows if row.get("update") == EAGER or row["averaged"] or not row["strategy"]],
         by=["happens"],
         columns=[
             milliseconds("step_s", "step"),
-            milliseconds("more_s", "held by the kill"),
+            milliseconds("more_s", "blocked by the kill"),
             milliseconds("cost_update_s", "updates"),
             milliseconds("cost_copy_s", "copies"),
             milliseconds("cost_waited_s", "waited"),
-            milliseconds("cost_undo_s", "taking back"),
-            number("undone", "buckets taken back"),
+            milliseconds("cost_undo_s", "undo"),
+            number("undone", "buckets undone"),
             megabytes("copy_bytes", "copies"),
             count("repetition", "runs"),
         ],
@@ -265,15 +272,16 @@ def _modes(rows: Sequence[Row]) -> Section:
     ]
     return table(
         "modes",
-        "All slices at once against slice by slice",
-        "Eight workers on digits. Slice by slice has the bits of real processes. Furthest: of all seeds. Usual: what another order of the samples makes of it.",
+        "All slices in one batch compared with slice by slice",
+        "Eight workers on digits. Slice by slice has the bits of real processes. Largest: over all seeds. Usual: the "
+        "difference caused by another order of the samples.",
         shown,
         by=["variant", "happens"],
         columns=[
-            text("more", "accuracy more, points"),
-            number("accuracy_apart", "furthest, points"),
+            text("more", "increase of accuracy, points"),
+            number("accuracy_apart", "largest, points"),
             number("accuracy_usual", "usual, points"),
-            text("apart", "weights, furthest"),
+            text("apart", "weights, largest"),
             text("usual", "weights, usual"),
             number("seeds"),
         ],
@@ -283,7 +291,7 @@ def _modes(rows: Sequence[Row]) -> Section:
 def _undisturbed(rows: Sequence[Row]) -> Section:
     return table(
         "undisturbed",
-        "Undisturbed trainings",
+        "Failure-free training",
         "Spread: standard deviation over seeds.",
         [row for row in rows if row["part"] == "undisturbed"],
         by=["network", "dataset"],
@@ -292,6 +300,6 @@ def _undisturbed(rows: Sequence[Row]) -> Section:
             number("spread", "spread, points"),
             number("seeds"),
             number("steps"),
-            number("batch_size", "samples of a step"),
+            number("batch_size", "samples per step"),
         ],
     )

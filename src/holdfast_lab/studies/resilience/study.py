@@ -1,7 +1,8 @@
-"""Nicolae et al. 2022: what failures of a data-parallel training cost in accuracy and in time, by strategy and policy.
+"""Nicolae et al. 2022: the cost of failures in data-parallel training, in accuracy and time, by strategy and policy.
 
-Accuracy comes from trainings by up to 1,024 logical workers (:mod:`holdfast_lab.virtual_ddp.training`), held against the undisturbed training with
-the same seed; time from :mod:`holdfast_lab.simulate`, with costs that are stated; some points are measured with real processes.
+Accuracy is measured with up to 1,024 virtual workers (:mod:`holdfast_lab.virtual_ddp.training`) and compared with the
+failure-free training of the same seed. Time comes from :mod:`holdfast_lab.simulate` with stated costs. Some points are
+measured with real processes.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ SIMULATED, MODES, REAL = ONLY = ("simulated", "modes", "real")
 _MODE_SEEDS, _QUICK_MODE_SEEDS = 30, 2
 _REAL_RUNS = 5
 _BLOCK = 6
-"""Seeds of a task."""
+"""Number of seeds of a task."""
 _PLACES = 12
-"""What is behind them comes of the order in which numbers are added, and would be no loss of accuracy, nor a gain."""
+"""Decimal places to keep: further digits are rounding errors, neither a loss nor a gain of accuracy."""
 
 
 class Resilience:
-    """See the head of this file."""
+    """The study; see the module's docstring."""
 
     name = "resilience"
     title = "Low-overhead resilience for data-parallel training: accuracy against time"
@@ -46,8 +47,8 @@ class Resilience:
         "learning, CCGrid 2022"
     )
     intervals = (
-        "Intervals are 95 % intervals: of a case, and of all cases together, Student's t over paired seeds; of ratios of cases by bootstrap over "
-        "the cases, which have their seeds in common; of real runs by bootstrap over them; of shares Wilson's."
+        "95 % intervals: for a case, and for all cases together, Student's t over paired seeds; for ratios of cases, bootstrap "
+        "over the cases, which share their seeds; for real runs, bootstrap over the runs; for shares, Wilson."
     )
     task_s, quick_task_s = 92.0, 6.0
     claims, page = staticmethod(hold_claims), staticmethod(sections)
@@ -82,7 +83,7 @@ class Resilience:
                 for real in reals:
                     run = partial(_measure, real, options.seed, repetition)
                     tasks.append(Task(f"real: {real.name}, {repetition}", run))
-            # Under its name of before it would not be done again where a study of before is gone on with.
+            # A new name, so that a resumed study of an older version computes this task again.
             tasks.append(Task("real: all compared", partial(compare, seed=options.seed)))
         return tasks
 
@@ -90,29 +91,30 @@ class Resilience:
         """See :meth:`Study.left_out`."""
         told: list[str] = []
         if not options.data:
-            told.append(f"{_named(READ)}: give their files with --data.")
+            told.append(f"{_named(READ)}: give the directory of the datasets with --data.")
         if not options.quick and options.model not in [network.name for network in WIDE]:
-            told.append(f"{_named(WIDE)}: days on a CPU; ask for one with --data and --network.")
+            told.append(f"{_named(WIDE)}: take days on a CPU; select one with --data and --network.")
         told += parts_left_out(options.only, ONLY)
         if options.quick:
             told.append(
-                "All but one network, two numbers of workers, failures at drawn moments, one run of each real job; all slices at once against slice by slice but for the network with batch norm."
+                "All but one network, two numbers of workers, failures at random moments, and one run of each real job; "
+                "the comparison of all slices in one batch with slice by slice, except for the network with batch norm."
             )
         return told
 
 
 def _networks(options: Options) -> list[Network]:
-    """Return what is trained.
+    """Return the networks to train.
 
     Raises:
-        ConfigError: if what is asked for is not there.
+        ConfigError: if an option has an invalid value.
     """
     check_parts(options.only, ONLY)
     if options.data is not None and not options.data.is_dir():
-        raise ConfigError(f"--data must be a directory, got {str(options.data)!r}, which is none")
+        raise ConfigError(f"--data must be an existing directory, got {str(options.data)!r}")
     if options.repetitions == 1:
         raise ConfigError(
-            "--repetitions must be at least 2 for the study of resilience, got 1: one training says nothing of how far it is off"
+            "--repetitions must be at least 2 for the resilience study, got 1: a single training run gives no interval"
         )
     chosen = QUICK if options.quick else (*INSIDE, *(READ if options.data else ()))
     if options.data and options.model and not options.quick:
@@ -135,7 +137,9 @@ def _seeds(network: Network, options: Options) -> int:
 
 
 def _compare_modes(variant: str, seeds: list[int], _: Sequence[Row]) -> list[Row]:
-    with Workers(1, preload=[compare_modes.__module__]) as workers:  # with one thread of torch, as everywhere
+    with Workers(
+        1, preload=[compare_modes.__module__]
+    ) as workers:  # with one torch thread, like all training runs of the study
         return workers.rows(partial(compare_modes, seeds=seeds), [variant])
 
 
@@ -158,9 +162,9 @@ def _measure(real: Any, seed: int, repetition: int, _: Sequence[Row]) -> list[Ro
 
 
 def _train(options: Options, network: Network, seeds: Sequence[int], _: Sequence[Row]) -> list[Row]:
-    """Train every case with some seeds, as many at a time as there are cores; what was done before is not done again.
+    """Train every case with some seeds, one process per core; finished seeds are not repeated.
 
-    What came of each training stands in a journal of its own, because it is too much for one page.
+    The results of each training run go to a separate journal, because they are too many for the page.
     """
     tried, journal = cases(network, quick=options.quick), _journal(options, network)
     known = journal.read()
@@ -186,7 +190,7 @@ def _trials(network: Network, options: Options, tried: list[Case], seed: int) ->
 
 
 def _sum_up(options: Options, network: Network, seeds: Sequence[int], _: Sequence[Row]) -> list[Row]:
-    """Return a row for each case: what it costs in accuracy, and what in time."""
+    """Return a row for each case: its cost in accuracy and in time."""
     _train(options, network, seeds, ())
     known = _journal(options, network).read()
     by_case: dict[str, list[Row]] = {}
@@ -215,7 +219,7 @@ def _sum_up(options: Options, network: Network, seeds: Sequence[int], _: Sequenc
 
 
 def _together(about: Row, rows: Sequence[Row], by_case: Mapping[str, Sequence[Row]]) -> list[Row]:
-    """Return what forward costs over all cases: they have their seeds in common, so only these are independent."""
+    """Return the cost of forward over all cases; the cases share their seeds, so only the seeds are independent."""
     lossy = [by_case[row["case"]] for row in rows if row["part"] == "case" and is_lossy(row)]
     if not lossy:
         return []

@@ -1,4 +1,4 @@
-"""One training of the study of resilience: by logical workers, with all slices of a step at once."""
+"""A training run of the resilience study: virtual workers, with all slices of a step in one batch."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from holdfast_lab.virtual_ddp.training import Batched, Change, Snapshot
 from holdfast_lab.workloads import load_dataset, loss_of, make_model
 
 _CHUNK = 500
-"""Samples that are tested at a time."""
+"""Test samples per forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What came of a training.
+    """The result of a training run.
 
     Args:
-        accuracy: On the test set, percent.
-        loss: The same.
-        weights: All of them.
-        steps: That are in the weights.
-        lost: Samples that are not.
-        redone: Steps whose work was done again.
-        decisions: What came of each meeting.
-        buckets: Of a step.
+        accuracy: Accuracy on the test set in percent.
+        loss: Mean loss on the test set.
+        weights: All weights, flattened.
+        steps: Number of steps in the weights.
+        lost: Number of samples that were lost.
+        redone: Number of steps that were computed again.
+        decisions: The decision of each recovery.
+        buckets: Number of buckets of a step.
     """
 
     accuracy: float
@@ -47,7 +47,7 @@ class Ended:
 
 
 class _Again:
-    """A dataset gone through several times, in one epoch: so there is one short mini-batch in all, at the end."""
+    """A dataset repeated several times within one epoch, so that only the very last mini-batch can be short."""
 
     def __init__(self, samples: Any, length: int) -> None:
         self._samples, self._length = samples, length
@@ -64,7 +64,7 @@ class _Again:
 
 @functools.lru_cache(maxsize=1)
 def _data(network: Network, data: Path | None) -> tuple[Any, Any, tuple[int, ...], int]:
-    """Return the samples to train on, as often as it takes, those to test with, the shape of one, and the classes."""
+    """Return training samples (repeated as needed), test samples, the shape of a sample, and the number of classes."""
     dataset = load_dataset(network.dataset, data)
     length, test = network.batch * network.steps, dataset.test[: network.tested]
     if isinstance(dataset.train, TensorDataset):
@@ -76,7 +76,7 @@ def _data(network: Network, data: Path | None) -> tuple[Any, Any, tuple[int, ...
 
 
 def fresh(network: Network, data: Path | None, seed: int, device: str = "cpu") -> torch.nn.Module:
-    """Return the network as it is before the first step."""
+    """Return the network with its initial weights."""
     _, _, shape, classes = _data(network, data)
     more: dict[str, Any] = dict(network.shape) | ({} if network.model == "gpt" else {"image": shape[:2]})
     return make_model(network.model, classes, seed=seed, device=device, **more)
@@ -91,27 +91,28 @@ def train(
     begin: Snapshot | None = None,
     before_step: Callable[[Batched], None] | None = None,
 ) -> Ended:
-    """Train a new network, and return what came of it.
+    """Train a network and return the result.
 
     Args:
-        network: Which, and for how long.
-        data: Where datasets are that are read from files.
-        seed: Of its weights, the order of its samples, and who is lost when.
-        case: What happens; None: nothing.
-        begin: What the training that nothing happens to has come to, no later than :func:`_undisturbed` says. None: the beginning.
-        before_step: Called with the training before each step.
+        network: The network and its training settings.
+        data: Directory of datasets that are read from files.
+        seed: Seed of the weights, of the sample order, and of ranks and steps of the failures.
+        case: The failures and the strategy; None: no failures.
+        begin: Snapshot of the failure-free training to start from, at the latest from the step that :func:`_undisturbed`
+            returns. None: start from the beginning.
+        before_step: Called with the trainer before each step.
     """
     samples, test, _, _ = _data(network, data)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = fresh(network, data, seed, device)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # what is drawn depends on who is computed together, and would hide what a failure does
+            module.p = 0.0  # random masks depend on the grouping of samples, and would hide the effect of a failure
     optimizer = torch.optim.SGD(model.parameters(), lr=network.learning_rate, momentum=0.9)
     trainer = _trainer(network, model, optimizer, seed, case, begin)
     for step in trainer.steps(samples, network.batch):
         if step.samples < network.batch // 2:
-            break  # what is left over where mini-batches shrank: so few samples would count as much as a whole step's
+            break  # the remainder after mini-batches shrank: its few samples would weigh as much as a full step
         if before_step:
             before_step(trainer)
         for x, y in step:
@@ -158,9 +159,10 @@ def _trainer(
 
 
 def _undisturbed(case: Case, seed: int, steps: int) -> int:
-    """Return up to which step a training is, in all that it keeps, the one that nothing happens to.
+    """Return the step up to which the state of a training equals that of the failure-free one.
 
-    Of checkpoints there must be the one that a failure in that step goes back to where the newest does not count yet.
+    With checkpoints, the step must leave room for the previous checkpoint, which a failure loads if the newest one is not
+    complete yet.
     """
     first = min(step for _, step in _happening(case, seed, steps))
     return max(0, first // case.every - 1) * case.every if case.every else first
@@ -171,13 +173,13 @@ def _is_failure(case: Case) -> bool:
 
 
 def _happening(case: Case, seed: int, steps: int) -> Iterator[tuple[int, int]]:
-    """Yield who is gone, and from which step on."""
+    """Yield the ranks that fail or leave, and the step of each."""
     for rank, share in zip(case.victims(seed), case.shares(seed), strict=True):
         yield rank, max(1, int(share * steps))
 
 
 def _kill(rank: int, step: int, averaged: float, buckets: int) -> Fault:
-    """Return a kill when a share of the buckets is averaged; a share that is not 1 leaves one at least."""
+    """Return a kill after a share of the buckets is averaged; a share below 1 leaves at least one bucket."""
     done = buckets if averaged == 1 else min(buckets - 1, round(averaged * buckets))
     if done == 0:
         return Fault("kill", rank=rank, step=step)
@@ -195,7 +197,7 @@ def _changes(case: Case, happening: list[tuple[int, int]], steps: int) -> Iterat
 
 @torch.no_grad()
 def _test(model: torch.nn.Module, test: Any, device: str) -> tuple[float, float]:
-    """Return accuracy, percent, and mean loss."""
+    """Return the accuracy in percent, and the mean loss."""
     model.eval()
     right = total = 0
     loss = 0.0
@@ -210,16 +212,16 @@ def _test(model: torch.nn.Module, test: Any, device: str) -> tuple[float, float]
 
 
 def trials(network: Network, data: Path | None, seed: int, cases: list[Case]) -> list[Row]:
-    """Return what came of all cases with one seed, beside the training that nothing happened to.
+    """Return the results of all cases for one seed, compared with the failure-free training.
 
-    Accuracy and loss are differences: positive is worse than undisturbed. The distance of the weights is a share of how far the
-    undisturbed training moved them.
+    Accuracy and loss are differences: positive is worse than failure-free. The distance of the weights is relative to the
+    distance that the failure-free training moves them.
     """
     torch.set_num_threads(1)
     found: dict[str, Ended] = {}
 
     def train_those_that_part(trainer: Batched) -> None:
-        """What they have in common with the undisturbed one is not computed again."""
+        """Start the cases that diverge in this step from a snapshot, so that their common steps are computed only once."""
         part = [case for case in cases if _undisturbed(case, seed, network.steps) == trainer.step]
         begin = trainer.snapshot() if part else None
         found.update((case.key, train(network, data, seed, case, begin=begin)) for case in part)
@@ -246,5 +248,5 @@ def trials(network: Network, data: Path | None, seed: int, cases: list[Case]) ->
 
 
 def _begin(network: Network, data: Path | None, seed: int) -> torch.Tensor:
-    """Return the weights that a training begins with."""
+    """Return the initial weights, flattened."""
     return torch.cat([parameter.detach().flatten() for parameter in fresh(network, data, seed).parameters()])

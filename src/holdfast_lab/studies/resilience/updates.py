@@ -1,4 +1,4 @@
-"""Eager updates beside lazy ones in the study of resilience: how long the same trainings take by the simulator, and what the undo copies hold."""
+"""The overlapped optimizer (eager updates) in the resilience study: simulated training time and size of undo copies."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ EVERY = 5
 """Steps between two checkpoints."""
 
 UPDATING = replace(STATED, sum_s=STATED.sum_s - 0.05, update_s=0.05, copy_s=0.02, undo_s=0.02)
-"""As what is stated elsewhere, where the optimizer is in the time of the sums: a step with lazy updates takes as long."""
+"""The stated costs, with the optimizer's time split off from the all-reduces: a step with lazy updates takes as long."""
 
 
 def cross(network: Network, data: Path | None, seeds: Sequence[int], *, quick: bool) -> list[Row]:
-    """Return a row for each case: how long the whole training takes with lazy updates and with eager ones, and to take updates back."""
+    """Return a row for each case: simulated training time with lazy and with eager updates, and the time of undo."""
     held = {"copy_bytes": copy_bytes(network, data)}
     costs = {f"cost_{name}": getattr(UPDATING, name) for name in ("update_s", "copy_s", "undo_s")}
     about = {"part": "update", "status": SIMULATED, "network": network.name, "dataset": network.dataset}
@@ -35,7 +35,7 @@ def cross(network: Network, data: Path | None, seeds: Sequence[int], *, quick: b
 
 
 def copy_bytes(network: Network, data: Path | None) -> int:
-    """Return what a worker's undo copies hold: all that an update changes, the parameters and what the optimizer keeps for them."""
+    """Return the bytes of a worker's undo copies: the parameters and their optimizer state, which an update changes."""
     model = fresh(network, data, seed=0)
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=network.learning_rate, momentum=0.9)
@@ -47,7 +47,7 @@ def copy_bytes(network: Network, data: Path | None) -> int:
 
 
 def _crossed(network: Network, quick: bool) -> Iterator[Case]:
-    """Yield failures at drawn moments, and all in one step in the middle, with none, some or most of the buckets averaged."""
+    """Yield failures at random moments, and all in one middle step with none, some or most of the buckets averaged."""
     for workers, count in dict.fromkeys((case.workers, case.count) for case in cases(network, quick=quick)):
         for strategy in (ROLLBACK, FORWARD, RESTART):
             how = {"strategy": strategy, "workers": workers, "count": count, "every": EVERY * (strategy == RESTART)}

@@ -1,1 +1,1 @@
-"""Partial recovery and prioritised checkpoints (Qiao 2019)."""
+"""Partial recovery and priority checkpoints (SCAR; Qiao et al. 2019)."""

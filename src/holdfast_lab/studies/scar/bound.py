@@ -1,4 +1,4 @@
-"""Cost of perturbations by size and by kind, and its bounds: what the rows of perturbations are held against, and how they are shown."""
+"""Claims and page sections about perturbations: their iteration cost by size and kind, compared with its bounds."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ _PAPER = "theorem"
 _VIOLATIONS = "violations"
 _MANY = 20_000
 _HEAVY = "quadratic"
-"""The program whose costs are drawn: its c is known."""
+"""The program shown in the plot of costs: its c is known."""
 
 
 def bound_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return what was found of the bound, in the form that always holds and in the paper's."""
+    """Return the claims about the bound, in the form that always holds and in the paper's form."""
     known = [row for row in rows if row["part"] == "bound" and row["status"] == MEASURED and row["c_from"] == KNOWN]
     kinds = [row for row in rows if row["part"] == "kind" and row["status"] == MEASURED]
     return [_always_holds(known), _of_every_kind(kinds), _as_a_difference(known), _irreducible(kinds)]
 
 
 def _always_holds(known: Sequence[Row]) -> Claim:
-    words = "A perturbed run is at eps after at most log((||x(0) - x*|| + D) / eps) / log(1/c) iterations"
+    words = "A perturbed run reaches eps after at most log((||x(0) - x*|| + D) / eps) / log(1/c) iterations"
     claim = statement(words, _DERIVED, 0.0)
     if not known:
         return claim
     tries, above = (sum(row[name] for row in known) for name in ("perturbations", "violations"))
     found = f"in {tries:,} perturbations, random, adversarial, resets, and along the slowest direction; c is known"
-    found += "" if tries >= _MANY else f"; fewer than {_MANY:,} were asked for"
+    found += "" if tries >= _MANY else f"; fewer than the planned {_MANY:,}"
     return claim.judged(float(above), above == 0, found, unit=_VIOLATIONS)
 
 
 def _of_every_kind(kinds: Sequence[Row]) -> Claim:
     words = (
-        "That holds for every kind: resets, bit flips, lost gradients, stale blocks, rounding, asynchronous updates; "
-        "once, several times, at every step"
+        "The same bound holds for every kind of perturbation: resets, bit flips, lost gradients, stale blocks, rounding, "
+        "asynchronous updates; once, several times, at every step"
     )
     known = [row for row in kinds if row["c_from"] == KNOWN]
     claim = statement(words, _DERIVED, 0.0)
@@ -48,10 +48,10 @@ def _of_every_kind(kinds: Sequence[Row]) -> Claim:
         return claim
     above, runs, lost = (sum(row[name] for row in known) for name in ("violations", "trials", "diverged"))
     found = f"in {runs} runs of {len({row['kind'] for row in known})} kinds where c is known"
-    found += f"; {lost} of them left the numbers, where there is no bound" if lost else ""
+    found += f"; {lost} of them diverged to NaN or infinity, where there is no bound" if lost else ""
     if fitted := [row for row in kinds if row["c_from"] != KNOWN]:
         worse, tries = (sum(row[name] for row in fitted) for name in ("violations", "trials"))
-        found += f"; where c was fitted, {worse} in {tries}"
+        found += f"; with a fitted c, {worse} in {tries}"
     return claim.judged(float(above), above == 0, found, unit=_VIOLATIONS)
 
 
@@ -62,14 +62,16 @@ def _as_a_difference(known: Sequence[Row]) -> Claim:
         return claim
     tries, above = (sum(row[name] for row in known) for name in ("perturbations", "difference_violations"))
     each = "; ".join(f"{row['program']}, {row['kind']}: {100 * row['difference_share']:.0f} %" for row in known)
-    found = f"of {tries:,} perturbations cost more: the undisturbed run beats the rate c at first; {each}"
+    found = (
+        f"of {tries:,} perturbations cost more, because the unperturbed run is faster than the rate c at first; {each}"
+    )
     ci = _interval(above, tries)
     ours = above / tries
     return claim.judged(ours, above == 0, found, ci=ci, unit=SHARE)
 
 
 def _interval(successes: int, tries: int) -> tuple[float, float] | None:
-    # Exact binomial sums take too long for many tries, and are not needed there.
+    # Exact binomial sums take too long for many tries; the normal approximation is good enough there.
     if tries <= 1000:
         return share_interval(successes, tries)
     share = successes / tries
@@ -88,17 +90,15 @@ def _irreducible(kinds: Sequence[Row]) -> Claim:
     kept = sum(row["holds"] for row in known)
     others = [row for row in checked if row["c_from"] != KNOWN]
     found = f"of {len(known)} kinds of perturbations where c is known"
-    found += f"; where c was fitted, {sum(row['holds'] for row in others)} of {len(others)}" if others else ""
-    found += (
-        f", and there {', '.join(slower)} does not keep it undisturbed either" if (slower := _slower(always)) else ""
-    )
+    found += f"; with a fitted c, {sum(row['holds'] for row in others)} of {len(others)}" if others else ""
+    found += f", and {', '.join(slower)} exceeds it even without perturbation" if (slower := _slower(always)) else ""
     ci = share_interval(kept, len(known))
     ours, holds = kept / len(known), kept == len(known)
     return claim.judged(ours, holds, found, ci=ci, unit=SHARE)
 
 
 def bound_sections(rows: Sequence[Row]) -> list[Section]:
-    """Return the sections about perturbations."""
+    """Return the page sections about perturbations."""
     kinds = [row for row in rows if row["part"] == "kind" and row["status"] == MEASURED]
     return [_figure(rows), _bound_table(rows), _kinds_table(kinds), _always_table(kinds)]
 
@@ -117,10 +117,10 @@ def _figure(rows: Sequence[Row]) -> Section:
     ]
     return points(
         "perturbations",
-        "Iteration cost against the size of a perturbation",
-        "A quadratic of 64 dimensions and condition 30, whose c is known. D is the sum of c^-l ||d(l)||, as a multiple of ||x(0) - x*||; "
-        "means of runs of about the same D, with 95 % intervals. The paper's bound is on the cost; the absolute one is on the count, less "
-        "the undisturbed count.",
+        "Iteration cost by size of the perturbation",
+        "A quadratic of 64 dimensions and condition number 30, whose c is known. D is the sum of c^-l ||d(l)||, as a multiple of "
+        "||x(0) - x*||; means over runs of similar D, with 95 % intervals. The paper's bound limits the cost; the absolute "
+        "bound limits the iteration count, and is shown minus the unperturbed count.",
         shown,
         series=["kind"],
         interval=["low", "high"],
@@ -141,9 +141,10 @@ def _bound_table(rows: Sequence[Row]) -> Section:
     return table(
         "bound",
         "How often the bounds were exceeded",
-        "Absolute: the count of the perturbed run against its bound. As a difference: the cost against the paper's bound. What it means "
-        "that the absolute bound is exceeded: where c is known, an error in the theory or in this code; where it is fitted, that the program "
-        "did not contract at that c wherever the run went; where it is the worst ratio of the undisturbed run, that the perturbed run met a worse one.",
+        "Absolute: the iteration count of the perturbed run against its bound. As a difference: the cost against the paper's "
+        "bound. If the absolute bound is exceeded: with a known c, the theory or this code is wrong; with a fitted c, the "
+        "program did not contract at that rate everywhere on the run's path; with the worst ratio of the unperturbed run as "
+        "c, the perturbed run had an iteration with a worse ratio.",
         held,
         by=["program", "kind", "c_from"],
         columns=[
@@ -160,7 +161,7 @@ def _kinds_table(kinds: Sequence[Row]) -> Section:
     return table(
         "kinds",
         "Every kind of perturbation, once and several times",
-        f"{_about(kinds)} In each trial all kinds strike at the same iterations. Size: the sum of ||d||, the median over the trials.",
+        f"{_about(kinds)} In each trial all kinds perturb the same iterations. Size: the sum of ||d||, median over the trials.",
         [_shown(row) for row in kinds if row["often"] != ALWAYS],
         by=["program", "kind", "often"],
         columns=[
@@ -180,10 +181,11 @@ def _always_table(kinds: Sequence[Row]) -> Section:
     above, runs = (sum(row[name] for row in always) for name in ("violations", "trials"))
     return table(
         "irreducible",
-        "Perturbed at every step: the error that stays",
-        f"{_about(kinds)} Size: the largest ||d|| of the second half of a run. Error: the largest distance to x* in its last quarter; "
-        "its bound: c / (1 - c) times the size. Left: what is still left of the way to x*; it is added to the bound before they are compared. "
-        f"The bound on the cost was exceeded in {above} of {runs} runs. {_of_nothing(slower)}",
+        "Perturbation at every step: the irreducible error",
+        f"{_about(kinds)} Size: the largest ||d|| of the second half of a run. Error: the largest distance to x* in its last "
+        "quarter; its bound: c / (1 - c) times the size. Left: the part of the distance that has not decayed yet; it is added "
+        f"to the bound before the comparison. The bound on the cost was exceeded in {above} of {runs} runs. "
+        f"{_of_nothing(slower)}",
         [_shown(row) | {"holds": _kept(row, slower)} for row in always],
         by=["program", "kind"],
         columns=[
@@ -191,7 +193,7 @@ def _always_table(kinds: Sequence[Row]) -> Section:
             text("error", "error", _START),
             text("error_bound", "its bound", _START),
             text("left", "left", _START),
-            text("holds", "kept"),
+            text("holds", "within bound"),
             _COST,
             _BOUND,
             _ODD,
@@ -202,24 +204,24 @@ def _always_table(kinds: Sequence[Row]) -> Section:
 _COST, _BOUND = ["cost", "cost", "text", "iterations"], ["bound", "bound", "text", "iterations"]
 _ODD = ["odd", "odd", "text", "runs"]
 _START = "starts"
-"""What distances are in multiples of: ||x(0) - x*||."""
+"""The unit of distances: ||x(0) - x*||."""
 
 
 def _slower(always: Sequence[Row]) -> dict[str, Row]:
-    """Return the programs whose undisturbed run is itself slower at its end than their c, with the row that says so."""
+    """Return the programs whose unperturbed run is slower than their c at its end, with its row."""
     return {row["program"]: row for row in always if row["kind"] == NOTHING and row["holds"] is False}
 
 
 def _of_nothing(slower: Mapping[str, Row]) -> str:
-    """Say what the row of the undisturbed run is for, and what it means that it does not keep its bound."""
-    words = "Nothing: the undisturbed run, whose bound is what is left alone."
+    """Return the explanation of the unperturbed run's row, and of programs where it exceeds its bound."""
+    words = "Nothing: the unperturbed run, whose bound is only the part that is left."
     if not slower:
         return words
-    each = ", ".join(f"{name}: {row['error']:.2g} where {row['left']:.2g} were left" for name, row in slower.items())
+    each = ", ".join(f"{name}: error {row['error']:.2g}, left {row['left']:.2g}" for name, row in slower.items())
     return (
-        f"{words} Where c is fitted it is the rate over the whole run, and a run that is quick at first and slow at its end falls short of it "
-        f"there with nothing done to it ({each}). No perturbation is to blame for that, and whether the other rows of such a program keep their bounds "
-        "tells little of the theory: they stand in brackets."
+        f"{words} A fitted c is the rate over the whole run. A run that is fast at first and slow at its end therefore exceeds "
+        f"the bound there even without perturbation ({each}). For such a program the other rows say little about the theory: "
+        "they are in brackets."
     )
 
 
@@ -231,18 +233,19 @@ def _kept(row: Row, slower: Mapping[str, Row]) -> str:
 
 
 def _about(kinds: Sequence[Row]) -> str:
-    """Return what all tables of kinds have to say."""
+    """Return the note common to all tables of kinds."""
     rates = {row["program"]: f"{row['program']} {row['c']:.4g} ({row['c_from']})" for row in kinds}
     return (
-        "Distances are multiples of ||x(0) - x*||, the start. Cost: iterations more to the same distances from x*, mean with its 95 % interval; "
-        "the bound: what it can be at most by the absolute bound. A run that never gets there counts as if it did when it was given up, "
-        "and the mean is a lower bound (>=). Odd: how many never got there, and how many of them ended at NaN or infinity, where there is no bound (-). "
+        "Distances are multiples of the initial distance ||x(0) - x*||. Cost: extra iterations to the same distances from x*, "
+        "mean with its 95 % interval; bound: the largest cost that the absolute bound allows. A run that never reaches a "
+        "distance counts as if it did so when it was stopped, so the mean is a lower bound (>=). Odd: number of runs that "
+        "never reached it, and how many of them ended at NaN or infinity, where there is no bound (-). "
         f"c: {', '.join(rates.values())}."
     )
 
 
 def _shown(row: Row) -> Row:
-    """Return a row of the tables of kinds: numbers as text, so that a 0 is shown, too."""
+    """Return a row of the tables of kinds, with numbers as text so that a 0 is displayed."""
     least, least_in_loss = (">= " if row[name] else "" for name in ("censored", "loss_censored"))
     between = f" [{_tenths(row['ci'][0])}, {_tenths(row['ci'][1])}]" if row["ci"] else ""
     texts = {
@@ -260,5 +263,5 @@ def _shown(row: Row) -> Row:
 
 
 def _tenths(value: float) -> str:
-    """Return iterations as they are shown."""
+    """Return a number of iterations with one decimal."""
     return f"{round(value, 1) + 0.0:,.1f}"  # 0.0, not -0.0

@@ -1,4 +1,4 @@
-"""What the paper says of partial recovery and prioritised checkpoints, and what was expected here, held against the rows."""
+"""The paper's claims about partial recovery and priority checkpoints, and our own expectations, checked against the rows."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _SHUFFLES = 10_000
 
 
 def skews_of(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the skew of the drift of each program, as its pilot found it."""
+    """Return the skew of the drift of each program, as measured by its pilot run."""
     return {row["program"]: row["skew"] for row in rows if row["part"] == "pilot" and row["status"] == MEASURED}
 
 
 def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
-    """Return every claim with what was found."""
+    """Return every claim with its result."""
     trials, skews = Trials(rows, seed), skews_of(rows)
     return [
         *_headline(trials, skews),
@@ -62,7 +62,10 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
 
 
 def _headline(trials: Trials, skews: Mapping[str, float]) -> list[Claim]:
-    words = f"SCAR (r = 1/8, half lost) costs {LEAST:.0f} to {MOST:.0f} % fewer iterations than going back to a full checkpoint"
+    words = (
+        f"SCAR (r = 1/8, half of the blocks lost) costs {LEAST:.0f} to {MOST:.0f} % fewer iterations than rollback to a "
+        "full checkpoint"
+    )
     claims = []
     for program in trials.stated():
         late = trials.cell(program, SCAR)
@@ -75,7 +78,7 @@ def _headline(trials: Trials, skews: Mapping[str, float]) -> list[Claim]:
         if program in skews:
             found += f"; the top eighth of the blocks has {100 * skews[program]:.0f} % of the drift"
         holds = ours >= LEAST if not in_percent(late.ci)[0] < LEAST < in_percent(late.ci)[1] else None
-        found += "" if holds is not None else "; the interval does not tell"
+        found += "" if holds is not None else "; undecided by the interval"
         claims.append(
             statement(f"{words}: {program}", ABSTRACT, LEAST).judged(
                 ours, holds, found, ci=in_percent(late.ci), unit="%"
@@ -85,7 +88,10 @@ def _headline(trials: Trials, skews: Mapping[str, float]) -> list[Claim]:
 
 
 def _near_optimal(trials: Trials) -> Claim:
-    words = f"SCAR is near-optimal: the best choice of blocks at the same bytes would save at most {_NEAR_POINTS:.0f} points more"
+    words = (
+        "SCAR is near-optimal: the best choice of blocks at the same bytes would save at most "
+        f"{_NEAR_POINTS:.0f} points more"
+    )
     source = f"{ABSTRACT}; the {_NEAR_POINTS:.0f} points are ours"
     found = gaps(trials, trials.stated(), HINDSIGHT, SCAR)
     claim = statement(words, source, _NEAR_POINTS, POINTS)
@@ -96,7 +102,7 @@ def _near_optimal(trials: Trials) -> Claim:
     return claim.judged(
         100 * value,
         100 * value <= _NEAR_POINTS,
-        f"hindsight, which knows when but not who, above SCAR; the most, {farthest}; {told(found, POINTS)}",
+        f"hindsight, which knows when nodes fail but not which, minus SCAR; the largest gap: {farthest}; {told(found, POINTS)}",
         ci=in_percent(ci),
     )
 
@@ -117,7 +123,7 @@ def _expected_of_scar(trials: Trials) -> list[Claim]:
 
 
 def _predicted(trials: Trials, skews: Mapping[str, float], seed: int) -> Claim:
-    words = "The skew of the drift of an undisturbed run predicts what SCAR saves"
+    words = "The skew of the drift of a failure-free run predicts the iterations that SCAR saves"
     saved = {
         program: reduction
         for program, (reduction, _) in reductions(trials, trials.stated(), SCAR).items()
@@ -131,7 +137,7 @@ def _predicted(trials: Trials, skews: Mapping[str, float], seed: int) -> Claim:
     ours, rng = float((ranks[0] * ranks[1]).mean()), np.random.default_rng(seed)
     shuffled = rng.permuted(np.tile(ranks[1], (_SHUFFLES, 1)), axis=1)
     chance = float(((shuffled * ranks[0]).mean(axis=1) >= ours - 1e-9).mean())
-    found = f"rank correlation over {len(saved)} programs; without any relation it were as high with probability {chance:.2g}"
+    found = f"rank correlation over {len(saved)} programs; by chance it would be at least as high with p = {chance:.2g}"
     holds = False if ours <= 0 else True if chance < 0.05 else None
     return statement(words, EXPECTED, 1.0).judged(ours, holds, found)
 
@@ -148,14 +154,14 @@ def _partial_alone(trials: Trials, nodes: int) -> Claim:
     return claim.judged(
         100 * value,
         abs(100 * value - expected) <= _NEAR_POINTS,
-        f"the farthest from it, {farthest}; within {_NEAR_POINTS:.0f} points was asked; {told(found)}",
+        f"the largest deviation: {farthest}; the limit is {_NEAR_POINTS:.0f} points; {told(found)}",
         ci=in_percent(ci),
     )
 
 
 def _never_farther(trials: Trials) -> Claim:
     words = (
-        "Partial recovery is never farther from what was lost than going back to the same checkpoint: ||d'|| <= ||d||"
+        "Partial recovery is never farther from the lost state than rollback to the same checkpoint: ||d'|| <= ||d||"
     )
     pairs = [
         pair
@@ -173,19 +179,19 @@ def _never_farther(trials: Trials) -> Claim:
 def _share_of_square(trials: Trials, rows: Sequence[Row], nodes: int) -> Claim:
     expected = nodes / NODES
     blocks = {row["program"]: row["blocks"] for row in rows if row["part"] == "pilot" and row["status"] == MEASURED}
-    # A few layers cannot be divided so that this share of them is lost.
+    # A program with only a few layers cannot lose exactly this share of its blocks.
     divided = [
         program
         for program in trials.programs()
         if abs(blocks.get(program, NODES) * nodes // NODES / blocks.get(program, NODES) - expected) <= _NEAR_SHARE
     ]
-    words = f"Of random blocks, {nodes}/{NODES} of all, E||d'||^2 = p ||d||^2"
+    words = f"If a random {nodes}/{NODES} of the blocks is lost, E||d'||^2 = p ||d||^2"
     claim = statement(words, PAPER, expected)
     if (shares := trials.share_of_error(partial_of(nodes), divided)) is None:
         return claim
     value, ci, every = shares
     holds = ci[0] <= expected <= ci[1] or abs(value - expected) <= _NEAR_SHARE
-    found = f"mean over {len(every)} failures of {len(divided)} programs, each with its own shares of the blocks"
+    found = f"mean over {len(every)} failures of {len(divided)} programs"
     unit = "of ||d||^2"
     return claim.judged(value, holds, found, ci=ci, unit=unit)
 
@@ -207,7 +213,10 @@ def _order_of_choices(trials: Trials) -> list[Claim]:
 
 
 def _smaller_fraction(trials: Trials) -> Claim:
-    words = "Saving smaller parts more often is better, when the farthest blocks go first: r = 1/8 above r = 1/2, full recovery"
+    words = (
+        "Saving smaller parts more often is better if the farthest blocks are saved first: r = 1/8 above r = 1/2, "
+        "full recovery"
+    )
     return is_above(
         words,
         gaps(
@@ -228,7 +237,7 @@ def _several(trials: Trials) -> Claim:
 
 
 def _same_bytes(trials: Trials, rows: Sequence[Row]) -> Claim:
-    words = "No policy writes more bytes per iteration than one full save in C iterations"
+    words = "No policy writes more bytes per iteration than one full save every C iterations"
     budgets = {
         row["program"]: row["block_bytes"] / row["every"]
         for row in rows
@@ -247,6 +256,6 @@ def _same_bytes(trials: Trials, rows: Sequence[Row]) -> Claim:
     return claim.judged(
         ratios[most],
         ratios[most] <= 1 + 1e-6,
-        f"the most: {most}; mean over failures after the first full save",
+        f"the largest: {most}; mean over failures after the first full save",
         unit="times the bytes of the full saves",
     )

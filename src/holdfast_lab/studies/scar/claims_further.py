@@ -1,4 +1,4 @@
-"""What goes beyond the paper, and what was expected of it, held against the rows."""
+"""Claims about policies beyond the paper, checked against the rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _GOAL = "our goal"
 
 
 def further_claims(trials: Trials) -> list[Claim]:
-    """Return what was found of policies that are not the paper's."""
+    """Return the claims about policies that are not in the paper."""
     return [*_beyond(trials), *_chosen(trials)]
 
 
@@ -35,8 +35,8 @@ def _beyond(trials: Trials) -> list[Claim]:
 
 
 def _of_als(trials: Trials) -> list[Claim]:
-    """Hold what is gained by saving the factor alone that the next iteration reads; that depends on which it is."""
-    words = "ALS: saving the live factor only saves at least 95 %, {} first, so that the {} are live"
+    """Return the claims about saving only the factor that the next iteration reads; the gain depends on which one it is."""
+    words = "ALS: a checkpoint of only the live factor saves at least 95 % ({} updated first, so the {} are live)"
     programs = trials.stated(ALS)
     swapped = [program for program in programs if program.endswith(ITEMS_FIRST)]
     usual = [program for program in programs if program not in swapped]
@@ -47,21 +47,24 @@ def _of_als(trials: Trials) -> list[Claim]:
 
 
 def _above_control(trials: Trials) -> Claim:
-    words = "SCAR saves more than no checkpoint at all, lost blocks begun anew"
+    words = "SCAR saves more than no checkpoint with lost blocks reset to their initial values"
     return is_above(words, gaps(trials, trials.stated(), SCAR, NO_CHECKPOINT))
 
 
 def _chosen(trials: Trials) -> list[Claim]:
-    """Hold that a policy that was chosen by rehearsal does well where it was not chosen."""
+    """Return the claims about a policy chosen by rehearsal, evaluated on fresh seeds."""
     picked = {program: policy for program in trials.programs() if (policy := trials.chosen(program))}
-    words = "One policy a program, chosen by rehearsing failures beside an undisturbed run, is never below SCAR on fresh seeds"
+    words = (
+        "One policy per program, chosen by rehearsing failures next to a failure-free run, is never below SCAR on "
+        "fresh seeds"
+    )
     above_scar = {
         f"{program} ({picked[program]})": gap
         for program in picked
         for gap in gaps(trials, [program], picked[program], SCAR).values()
     }
     never = at_least(words, _GOAL, 0.0, above_scar, POINTS)
-    words = "That policy saves more than 90 % with most programs at their stated rates"
+    words = "The policy chosen by rehearsal saves more than 90 % for most programs at their stated rates"
     cells: dict[str, Cell] = {
         f"{program} ({picked[program]})": cell
         for program in trials.stated()

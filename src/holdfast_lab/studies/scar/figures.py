@@ -1,4 +1,4 @@
-"""How the page of the study of partial recovery is put together: cells of trials, tables and pictures of them."""
+"""Building blocks of the page of the partial recovery study: cells of trials, tables and plots."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from holdfast_lab.studies.sections import Section, table, text
 
 LATE = "Failures after the first full save (T >= C). "
 READ = (
-    "Iterations saved against going back to a full checkpoint, %, with 95 % intervals by paired bootstrap over the trials; above 100 "
-    "the failure helped."
+    "Iterations saved compared with rollback to a full checkpoint, %, with 95 % intervals by paired bootstrap over the "
+    "trials; above 100 the failure helped."
 )
 AXIS = "iterations saved, %"
 _LIMITS = (-60, 130)
-"""Percent; what is beyond is in the tables."""
+"""Limits of the plots in percent; values beyond are only in the tables."""
 _FAR = 1e3
-"""A share so far beyond any picture that it stands for an infinite one."""
+"""A finite stand-in for infinite shares, far outside any plot."""
 
 
 def called(policy: str) -> str:
-    """Return a policy's name on the page."""
+    """Return a policy's displayed name."""
     return "SCAR" if policy == SCAR else policy
 
 
 def unbroken(text: str) -> str:
-    """Return a text that stays on one line."""
+    """Return a text with non-breaking spaces."""
     return text.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def shown(value: float, ci: tuple[float, float]) -> str:
-    """Return a reduction and its interval for a table."""
+    """Return a reduction and its interval as a table cell."""
     return unbroken(show(value, ci))
 
 
 def row_of(program: str, policy: str, cell: Cell) -> Row:
-    """Return a row of the page; numbers of a picture in percent."""
+    """Return a row of the page; numbers for plots are in percent."""
     return {
         "program": program,
         "policy": called(policy),
@@ -62,7 +62,7 @@ def _percent(share: float) -> float | None:
 
 
 def rows_of(trials: Trials, programs: Sequence[str], policies: Sequence[str], *, late: bool = True) -> list[Row]:
-    """Return a row for each program and each policy that it was tried with."""
+    """Return a row for each program and each policy that was tried with it."""
     return [
         row_of(program, policy, cell)
         for program in programs
@@ -72,10 +72,10 @@ def rows_of(trials: Trials, programs: Sequence[str], policies: Sequence[str], *,
 
 
 def figure(make: Callable[..., Section], name: str, title: str, note: str, rows: Sequence[Row], **more: Any) -> Section:
-    """Return a picture; its axis of reductions reaches as far as its intervals do, within reason."""
+    """Return a plot whose axis of reductions covers all intervals, up to :data:`_LIMITS`."""
     low, high = limits = _limits(rows)
     if any(row["low"] is not None and not low <= row["low"] <= row["high"] <= high for row in rows):
-        note += " What ends at the edge goes on beyond it: see the tables."
+        note += " Intervals that end at the edge extend beyond it: see the tables."
     return make(name, title, note, rows, interval=["low", "high"], limits=limits, **more)
 
 
@@ -85,7 +85,7 @@ def _limits(rows: Sequence[Row]) -> list[float]:
 
 
 def pivot(trials: Trials, name: str, title: str, note: str, policies: Mapping[str, str]) -> Section:
-    """Return a table with a line for each program and a column for each policy, by its heading."""
+    """Return a table with a line for each program and a column for each policy; ``policies`` maps policies to headings."""
     lines = []
     for program in trials.stated():
         cells = {policy: cell for policy in policies if (cell := trials.cell(program, policy))}

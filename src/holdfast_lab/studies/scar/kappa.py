@@ -1,4 +1,4 @@
-"""Iterations until a run gets somewhere: to a loss, or near the optimum."""
+"""Number of iterations until a run reaches a loss, or a distance from the optimum."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def kappa(losses: ArrayLike, level: float, window: int = 1) -> float:
     """Return the iterations until the trailing mean of the loss is at most ``level``, interpolated; ``inf`` if never.
 
     Args:
-        losses: On a fixed set of samples; that of x(0) first; of shape (iterations + 1,).
-        level: To be reached.
-        window: Of the trailing mean, ``>= 1``.
+        losses: Loss on a fixed set of samples, that of x(0) first; of shape (iterations + 1,).
+        level: Loss to reach.
+        window: Window of the trailing mean in iterations, ``>= 1``.
     """
     return float(crossing(trailing_mean(losses, window), level))
 
@@ -24,15 +24,15 @@ def kappa(losses: ArrayLike, level: float, window: int = 1) -> float:
 def kappa_within(distances: ArrayLike, eps: float) -> Numbers:
     """Return the iterations until the distance to the optimum is at most ``eps``, interpolated; ``inf`` if never.
 
-    Interpolated in the logarithm: of a run that converges at a rate the result is exact, and what lies below such a run
-    at every whole iteration gets there no later.
+    Interpolation is in the logarithm, so the result is exact for a run with a constant rate of convergence, and a run
+    that is below such a run at every whole iteration reaches ``eps`` no later.
 
     Args:
         distances: ||x(k) - x*||, that of x(0) first; of shape (iterations + 1, ...).
-        eps: To be reached, ``> 0``.
+        eps: Distance to reach, ``> 0``.
 
     Returns:
-        Of shape (...).
+        Iterations, of shape (...).
     """
-    tiny = np.finfo(np.float64).tiny  # the logarithm of what is at the optimum itself
+    tiny = np.finfo(np.float64).tiny  # avoids the logarithm of 0 at the optimum itself
     return crossing(np.log(np.maximum(np.asarray(distances, dtype=np.float64), tiny)), math.log(eps))

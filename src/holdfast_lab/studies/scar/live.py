@@ -1,7 +1,7 @@
-"""Partial recovery with real processes: workers that own shards are killed, and the cost is held against a prediction.
+"""Partial recovery with real processes: workers that own shards are killed, and the cost is compared with a prediction.
 
-Predicted is what the same job costs with virtual workers, whose loss of the same shard at the same step is computed in one
-process. Who is killed dies after the closing sum of its step, so that all backups are of the same step in both.
+The prediction is the cost of the same job with virtual workers, which lose the same shard at the same step in one process.
+The worker is killed after the commit vote of its step, so that in both runs all standbys are of the same step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast_lab.studies.parallelism.jobs import ended, own_environment
 from holdfast_lab.studies.stats import share_interval
 
 SCRIPTS = Path(__file__).with_name("workers")
-"""Scripts that run in processes of their own."""
+"""Scripts that run in separate processes."""
 
 _LIMIT_S = 300.0
 _BATCH = 64
@@ -35,17 +35,17 @@ _DERIVED = "derived: the virtual workers compute the same"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Live:
-    """One real run with one death, and what it is compared with.
+    """A real run with one failure, and the runs it is compared with.
 
     Args:
-        fabric: Of the real run.
+        fabric: Fabric of the real run.
         optimizer: ``adam`` or ``momentum``.
         rate: Its learning rate.
-        epochs: Of 1,472 digits or so, in mini-batches of 64.
-        every: C of the running checkpoint.
-        fraction: r of it.
-        workers: How many, each with a shard.
-        seed: Of the job, and of who dies when.
+        epochs: Number of epochs of about 1,472 digits, in mini-batches of 64.
+        every: C of the priority checkpoint.
+        fraction: r of the priority checkpoint.
+        workers: Number of workers, each with a shard.
+        seed: Seed of the job, and of rank and step of the failure.
     """
 
     fabric: str
@@ -59,17 +59,17 @@ class Live:
 
     @property
     def policy(self) -> tuple[str, ...]:
-        """The options of ``holdfast run`` that say how parts are saved and restored."""
+        """The options of ``holdfast run`` for saving and restoring parts."""
         return ("--strategy", "partial", "--mirror-every", str(self.every), "--mirror-fraction", str(self.fraction))
 
     def death(self) -> tuple[int, int]:
-        """Return who dies, and in which step: any worker, in the first half of the run, after a first full save."""
+        """Return rank and step of the failure: any worker, in the first half of the run, after the first full save."""
         rng = random.Random(f"{self.seed} {self.fabric} {self.optimizer}")
         return rng.randrange(self.workers), rng.randrange(self.every, self.epochs * 10)
 
 
 def run_live(live: Live) -> Row:
-    """Carry out the real run, the undisturbed and the predicted one; return what they say."""
+    """Execute the failure-free, the predicted and the real run, and return the row that compares them."""
     rank, step = live.death()
     about: Row = {
         "part": "live",
@@ -88,7 +88,7 @@ def run_live(live: Live) -> Row:
         for run, (fabric, words) in runs.items():
             code, said = _run(live, folder / run, fabric, words)
             if code:
-                return {**about, "status": NOT_RUN, "why": f"{run}: ended with {code}: {said}"}
+                return {**about, "status": NOT_RUN, "why": f"{run}: ended with exit status {code}: {said}"}
         return {**about, "status": MEASURED, **_compared(folder)}
 
 
@@ -122,7 +122,7 @@ def _compared(folder: Path) -> dict[str, Any]:
 
 
 def live_tasks(seed: int) -> list[Task]:
-    """Return the real runs of the whole study: each fabric with each optimizer, several deaths each."""
+    """Return the real runs of the whole study: each fabric with each optimizer, several failures each."""
     found = []
     for number in range(_DEATHS):
         for fabric in ("gloo", "ulfm"):
@@ -137,8 +137,8 @@ def _task(live: Live, _: Sequence[Row]) -> list[Row]:
 
 
 def live_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Hold what is predicted of real processes against what they did."""
-    words = "Real workers that own shards and are killed cost what is predicted: what they lose is what was not saved, no more"
+    """Return the claim that compares real processes with the prediction."""
+    words = "Killing a real worker that owns a shard costs what is predicted: only state that was not saved is lost"
     live = [row for row in rows if row["part"] == "live" and row["status"] == MEASURED]
     if not live:
         return [statement(words, _DERIVED)]

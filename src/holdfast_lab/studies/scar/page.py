@@ -1,4 +1,4 @@
-"""How the study of partial recovery shows its rows: reductions with their intervals, in tables and pictures."""
+"""The page of the partial recovery study: reductions with their intervals, in tables and plots."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from holdfast_lab.studies.sections import Section, intervals, number, points, ta
 
 _PRIORITY = chosen("full", "priority", FRACTIONS[-1])
 _ODD = (
-    "Odd: how many trials are censored, and how many negative. Censored: they did not get to every level, and count as if they "
-    "got there when they were given up. Negative: the failure helped."
+    "Odd: number of censored trials, and of negative ones. Censored: the run did not reach every level, and counts as if it "
+    "did so when it was stopped. Negative: the failure helped."
 )
 
 
@@ -53,16 +53,16 @@ def sections(rows: Sequence[Row]) -> list[Section]:
             trials,
             "partial",
             "Partial recovery alone",
-            "From full saves, by how many of four nodes die. Expected: 75, 50, 25 %.",
+            "From full saves, by the number of failed nodes of four. Expected: 75, 50, 25 %.",
             {partial_of(nodes): f"{nodes}/{NODES} lost" for nodes in range(1, NODES)},
         ),
         _choices_figure(trials),
-        _choices_table(trials, PARTIAL, "Which blocks are saved, and how often: only the lost go back"),
-        _choices_table(trials, "full", "Which blocks are saved, and how often: all go back"),
+        _choices_table(trials, PARTIAL, "Choice of blocks and save interval: only lost blocks are restored"),
+        _choices_table(trials, "full", "Choice of blocks and save interval: all blocks are restored"),
         pivot(
             trials,
             "shares",
-            "SCAR by how much is lost",
+            "SCAR by share of lost blocks",
             "",
             {SCAR if nodes == NODES // 2 else f"{SCAR}, {nodes}/{NODES} lost": f"{nodes}/{NODES} lost" for nodes in range(1, NODES)},
         ),
@@ -94,7 +94,7 @@ def _headline_figure(trials: Trials) -> Section:
         for policy, name in names.items()
         if (cell := trials.cell(program, policy))
     ]
-    note = f"{LATE}Half of the blocks lost. Shaded: what the abstract says, {LEAST:.0f} to {MOST:.0f} %."
+    note = f"{LATE}Half of the blocks lost. Shaded: the abstract's range, {LEAST:.0f} to {MOST:.0f} %."
     return figure(
         intervals,
         "headline-figure",
@@ -128,9 +128,9 @@ def _headline_table(trials: Trials, skews: Mapping[str, float]) -> Section:
     return table(
         "headline",
         "The abstract's number: SCAR with r = 1/8, half of the blocks lost",
-        f"{READ} T >= C: failures after the first full save; before it, what traditional recovery restores is the beginning. "
-        "Skew: the share of the drift from iteration 3 C to 4 C, in squares, that the top eighth of the blocks has, in an "
-        f"undisturbed run. Made: with T >= C, and all. {_ODD}",
+        f"{READ} T >= C: failures after the first full save; before it, traditional recovery restores the initial state. "
+        "Skew: share of the squared drift from iteration 3 C to 4 C in the top eighth of the blocks, in a failure-free run. "
+        f"Trials: with T >= C, and all. {_ODD}",
         lines,
         by=["program"],
         columns=[
@@ -140,7 +140,7 @@ def _headline_table(trials: Trials, skews: Mapping[str, float]) -> Section:
             text("skew", "skew", "%"),
             text("cost_text", "cost", "iterations"),
             text("base", "traditional", "iterations"),
-            text("both_trials", "made", "trials"),
+            text("both_trials", "number", "trials"),
             text("odd", "odd", "trials"),
         ],
     )
@@ -155,9 +155,9 @@ def _scatter(trials: Trials, skews: Mapping[str, float]) -> Section:
     return figure(
         points,
         "skew",
-        "The skew of the drift against what SCAR saves",
-        f"{LATE}An undisturbed run tells the skew: the share of the drift that the top eighth of the blocks has. "
-        f"Where all blocks move alike, there is nothing to choose. Shaded: {LEAST:.0f} to {MOST:.0f} %.",
+        "Iterations saved by SCAR, by skew of the drift",
+        f"{LATE}Skew: share of the drift in the top eighth of the blocks, measured in a failure-free run. If all blocks "
+        f"move equally, priority has no effect. Shaded: {LEAST:.0f} to {MOST:.0f} %.",
         rows,
         series=["family"],
         label="program",
@@ -187,7 +187,7 @@ def _choices_figure(trials: Trials) -> Section:
         intervals,
         "choices-figure",
         "Priority, round-robin and random",
-        f"{LATE}Half of the blocks lost, only they go back; the same bytes at every r.",
+        f"{LATE}Half of the blocks lost, only these are restored; the same bytes at every r.",
         rows,
         by=["program", "fraction"],
         series=["policy"],
@@ -212,7 +212,7 @@ def _choices_table(trials: Trials, restore: str, title: str) -> Section:
     return table(
         f"choices-{restore}",
         title,
-        f"{LATE}{READ} Half of the blocks lost. r = 1 is {same}, whatever is chosen.",
+        f"{LATE}{READ} Half of the blocks lost. r = 1 is {same}, for every choice.",
         lines,
         by=["program", "choice"],
         columns=[text("whole", "r = 1", "%"), *(text(_fraction(r), _fraction(r), "%") for r in FRACTIONS)],
@@ -228,12 +228,13 @@ def _controls_table(trials: Trials) -> Section:
                 lines.append(row_of(program, policy, cell) | {"gap": shown(*gap) if policy != SCAR else None})
     return table(
         "controls",
-        "How near to the best: no checkpoint, SCAR, and hindsight",
-        f"{LATE}{READ} Hindsight: at every save of r = 1/8, the blocks were chosen that make the sum of the squares of the distances to the state at "
-        "the failure the least; it knows when nodes die, and in the other line who does too. It is an estimate of the least cost that any choice of the same "
-        "bytes could have had: the distance is the least, up to a block or two, but the cost need not be. Nothing lost, other randomness: what chance alone costs. "
-        "Above SCAR: in points, paired. Restored to: how far from what was lost, as the program takes distances (Euclidean; of documents, tokens with another topic); "
-        "numbers of different programs cannot be compared. Odd: trials that are censored, and negative.",
+        "Distance from the optimum: no checkpoint, SCAR, and hindsight",
+        f"{LATE}{READ} Hindsight: every save of r = 1/8 takes the blocks that minimize the sum of squared distances to the state "
+        "at the failure. It knows when nodes fail, and in the second variant also which. It estimates the least cost of any "
+        "choice with the same bytes: its distance is minimal, up to a block or two, but its cost need not be. Nothing lost, "
+        "other randomness: the cost of chance alone. Above SCAR: in points, paired. Restored to: distance from the lost "
+        "state in the program's own metric (Euclidean; for documents, tokens with another topic), not comparable between "
+        "programs. Odd: number of censored trials, and of negative ones.",
         lines,
         by=["program", "policy"],
         columns=[

@@ -1,4 +1,4 @@
-"""How the page shows what goes beyond the paper, and every policy with every program."""
+"""Page sections about policies beyond the paper, and the table of every policy with every program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast_lab.studies.stats import RESAMPLES
 
 
 def _further(trials: Trials, program: str) -> list[str]:
-    """Return the policies of a program that are not the paper's."""
+    """Return the policies of a program that are not in the paper."""
     known = (TRADITIONAL, PARTIAL, "full", NO_CHECKPOINT, RESEED, HINDSIGHT, HINDSIGHT_WHO)
     return [
         policy
@@ -33,15 +33,15 @@ def _further(trials: Trials, program: str) -> list[str]:
 
 
 def further_figure(trials: Trials) -> Section:
-    """Return dead reckoning beside SCAR."""
+    """Return the plot that compares dead reckoning with SCAR."""
     rows = rows_of(trials, trials.programs(), [SCAR, LINE, CALIBRATED, LINE_INT8])
     return figure(
         intervals,
         "further-figure",
         "Dead reckoning, at the same bytes",
-        f"{LATE}Half of the blocks lost, r = 1/8. A lost block is restored to where the line through its last two saves leads, and "
-        "what is saved is what is farthest from there. Calibrated: it goes only that share of the way which the survivors have gone of theirs. "
-        "int8: saved as steps of a byte, of which more fit.",
+        f"{LATE}Half of the blocks lost, r = 1/8. A lost block is extrapolated linearly from its last two saves, and the blocks "
+        "farthest from their extrapolation are saved. Calibrated: a lost block moves only by the share of its extrapolation that "
+        "survivors have moved of theirs. int8: differences are saved in one byte each, so that more blocks fit.",
         rows,
         by=["program"],
         series=["policy"],
@@ -50,7 +50,7 @@ def further_figure(trials: Trials) -> Section:
 
 
 def further_table(trials: Trials) -> Section:
-    """Return all policies that are not the paper's, beside SCAR."""
+    """Return the table of all policies that are not in the paper, compared with SCAR."""
     lines = []
     for program in trials.programs():
         for policy in (SCAR, *_further(trials, program)):
@@ -60,7 +60,7 @@ def further_table(trials: Trials) -> Section:
     return table(
         "further",
         "Beyond the paper, at the same bytes",
-        f"{LATE}{READ} Half of the blocks lost. Above SCAR: in points, paired. Odd: trials that are censored, and negative.",
+        f"{LATE}{READ} Half of the blocks lost. Above SCAR: in points, paired. Odd: number of censored trials, and of negative ones.",
         lines,
         by=["program", "policy"],
         columns=[
@@ -73,7 +73,7 @@ def further_table(trials: Trials) -> Section:
 
 
 def chosen_table(trials: Trials) -> Section:
-    """Return what a policy does that was chosen by rehearsal."""
+    """Return the table of the policies chosen by rehearsal."""
     lines = []
     for program in trials.programs():
         policy = trials.chosen(program)
@@ -89,7 +89,7 @@ def chosen_table(trials: Trials) -> Section:
         )
     return table(
         "chosen",
-        "One policy, chosen by the system",
+        "One policy per program, chosen by rehearsal",
         f"{LATE}{READ} {CHOSEN}",
         lines,
         by=["program", "policy"],
@@ -97,13 +97,13 @@ def chosen_table(trials: Trials) -> Section:
             text("rehearsed", "in rehearsal", "%"),
             text("reduction", "on fresh seeds", "%"),
             text("gap", "above SCAR", "points"),
-            number("trials", "made", "trials"),
+            number("trials", "number", "trials"),
         ],
     )
 
 
 def several_table(trials: Trials) -> Section:
-    """Return the runs with several failures."""
+    """Return the table of runs with several failures."""
     lines = [
         row_of(program, policy, cell) | {"failures": failures}
         for failures in (2, 3)
@@ -114,20 +114,20 @@ def several_table(trials: Trials) -> Section:
     return table(
         "several",
         "Several failures in one run",
-        f"{READ} Half of the blocks lost each time, other blocks each time. Odd: trials that are censored, and negative.",
+        f"{READ} Each failure loses another random half of the blocks. Odd: number of censored trials, and of negative ones.",
         lines,
         by=["program", "failures", "policy"],
         columns=[
             text("reduction", "saved", "%"),
             text("cost_text", "cost", "iterations"),
-            number("trials", "made", "trials"),
+            number("trials", "number", "trials"),
             text("odd", "odd", "trials"),
         ],
     )
 
 
 def every_table(trials: Trials) -> Section:
-    """Return every cell."""
+    """Return the table of all cells."""
     lines = []
     for program in trials.programs():
         for policy in trials.policies(program):
@@ -137,7 +137,7 @@ def every_table(trials: Trials) -> Section:
     return table(
         "every",
         "Every policy with every program",
-        f"{READ} Restored to: how far from what was lost, root of the mean square. Odd: trials that are censored, and negative.",
+        f"{READ} Restored to: root mean square distance from the lost state. Odd: number of censored trials, and of negative ones.",
         lines,
         by=["program", "policy"],
         columns=[
@@ -147,7 +147,7 @@ def every_table(trials: Trials) -> Section:
             number("error", "restored to", "distance"),
             text("bytes", "written", "bytes an iteration"),
             number("undefined", "resamples without a reduction", f"of {RESAMPLES:,}"),
-            number("trials", "made", "trials"),
+            number("trials", "number", "trials"),
             text("odd", "odd", "trials"),
         ],
         folded=True,

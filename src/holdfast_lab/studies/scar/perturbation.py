@@ -1,14 +1,14 @@
-"""What a perturbation can cost at most, the rate that decides it, and the record of how far a run was pushed.
+"""Upper bounds on the cost of a perturbation, the rate of convergence they depend on, and a recorder of perturbed runs.
 
-A perturbed run is y(k+1) = f(y(k) + d(k)), y(0) = x(0). Where ||f(x) - x*|| <= c ||x - x*|| with c < 1,
+A perturbed run is y(k+1) = f(y(k) + d(k)), y(0) = x(0). If ||f(x) - x*|| <= c ||x - x*|| with c < 1,
 
     ||y(k+1) - x*|| <= c (||y(k) - x*|| + ||d(k)||), and so
     ||y(k) - x*|| <= c^k (||x(0) - x*|| + D) with D = sum of c^-l ||d(l)|| over l < k.
 
-The second line, solved for k, bounds the iterations to any eps: :func:`most_iterations`. Summed the other way, with a
-perturbation at every step, it is the error that stays: :func:`irreducible_error`. The paper's bound is on a difference of
-counts, :func:`paper_cost`; it takes the undisturbed run for one that needs log(||x(0) - x*|| / eps) / log(1/c) iterations,
-and is exceeded where that run is faster than the worst case.
+The second line, solved for k, bounds the iterations to any eps: :func:`most_iterations`. With a perturbation at every
+step, the first line gives the irreducible error: :func:`irreducible_error`. The paper bounds the difference of two
+iteration counts, :func:`paper_cost`. It assumes that the unperturbed run needs log(||x(0) - x*|| / eps) / log(1/c)
+iterations, and is exceeded if that run is faster than the worst case.
 
 Source: Qiao, Aragam, Zhang, Xing, "Fault tolerance in iterative-convergent machine learning", ICML 2019.
 """
@@ -31,11 +31,11 @@ from holdfast_lab.workloads.iterative.base import Program, State, copy_of
 Numbers = NDArray[np.float64]
 
 KEPT_BYTES = 256 * 2**20
-"""An undisturbed run that takes more memory than this is computed again beside each disturbed one."""
+"""An unperturbed run that takes more memory than this is recomputed along with each perturbed one."""
 FLOOR_TIMES = 3.0
-"""A rate is fitted as long as the distance is so many times the one that the run stays at."""
+"""A rate is fitted to distances above this multiple of the run's noise floor."""
 FLAT_TIMES = 1 / 4
-"""A run stays where it is if, over its last quarter, it converges less than so many times as fast as on the average."""
+"""A run has reached its floor if its rate over the last quarter is below this multiple of its average rate."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -43,33 +43,33 @@ FLAT_TIMES = 1 / 4
 
 
 def log_delta(sizes: ArrayLike, c: float) -> Numbers:
-    """Return the logarithm of D = sum of c^-l ||d(l)||; D itself is beyond any float after some thousand iterations.
+    """Return the logarithm of D = sum of c^-l ||d(l)||; D itself overflows after some thousand iterations.
 
     Args:
-        sizes: ||d(l)||, that of the first iteration first; of shape (iterations, ...): of many runs at once.
+        sizes: ||d(l)||, that of the first iteration first; of shape (iterations, ...), for many runs at once.
         c: Rate, between 0 and 1.
 
     Returns:
-        Of shape (...); ``-inf`` for a run that was not disturbed.
+        log D, of shape (...); ``-inf`` for a run without perturbation.
     """
     check_rate(c)
     values = np.asarray(sizes, dtype=np.float64)
     growth = math.log(1 / c) * np.arange(len(values)).reshape(-1, *(1 for _ in values.shape[1:]))
-    with np.errstate(divide="ignore"):  # the logarithm of an iteration without a perturbation is -inf, and adds nothing
+    with np.errstate(divide="ignore"):  # log 0 of an unperturbed iteration is -inf, and adds nothing
         return np.asarray(np.logaddexp.reduce(np.log(values) + growth, axis=0))
 
 
 def most_iterations(c: float, start: float, log_delta: ArrayLike, eps: float) -> Numbers:
-    """Return how many iterations a disturbed run needs at most to get within ``eps`` of the optimum.
+    """Return an upper bound on the iterations that a perturbed run needs to get within ``eps`` of the optimum.
 
     Args:
-        c: Rate that no iteration falls short of, between 0 and 1.
+        c: Rate that every iteration achieves, between 0 and 1.
         start: ||x(0) - x*||, ``> 0``.
         log_delta: As :func:`log_delta` returns it, of shape (...).
         eps: Distance, ``> 0``.
 
     Returns:
-        Of shape (...), ``>= 0``; with ``-inf`` for ``log_delta``, that of the undisturbed run.
+        Iterations, of shape (...), ``>= 0``; with ``-inf`` for ``log_delta``, the bound of the unperturbed run.
     """
     check_rate(c)
     reach = np.logaddexp(math.log(start), np.asarray(log_delta, dtype=np.float64))
@@ -77,9 +77,9 @@ def most_iterations(c: float, start: float, log_delta: ArrayLike, eps: float) ->
 
 
 def paper_cost(c: float, start: float, log_delta: ArrayLike) -> Numbers:
-    """Return the paper's bound on how many iterations more a disturbed run needs: log(1 + D / ||x(0) - x*||) / log(1/c).
+    """Return the paper's bound on the extra iterations of a perturbed run: log(1 + D / ||x(0) - x*||) / log(1/c).
 
-    As a bound on the difference of two measured counts it does not always hold; see the head of this file.
+    As a bound on the difference of two measured counts it does not always hold; see the module's docstring.
 
     Args:
         c: Rate, between 0 and 1.
@@ -87,17 +87,17 @@ def paper_cost(c: float, start: float, log_delta: ArrayLike) -> Numbers:
         log_delta: As :func:`log_delta` returns it, of shape (...).
 
     Returns:
-        Of shape (...), ``>= 0``.
+        Iterations, of shape (...), ``>= 0``.
     """
     check_rate(c)
     return np.logaddexp(0.0, np.asarray(log_delta, dtype=np.float64) - math.log(start)) / math.log(1 / c)
 
 
 def irreducible_error(c: float, size: float) -> float:
-    """Return how far from the optimum a run can stay for ever that is perturbed at every step.
+    """Return the irreducible error: the largest distance from the optimum at which a run can stay if perturbed at every step.
 
-    From ||y(k+1) - x*|| <= c (||y(k) - x*|| + ||d(k)||): the limit e = c (e + size) is e = c / (1 - c) size. The constant is
-    c / (1 - c), and not 1 / (1 - c), since y is measured after the iteration that follows a perturbation.
+    From ||y(k+1) - x*|| <= c (||y(k) - x*|| + ||d(k)||), the limit e = c (e + size) gives e = c / (1 - c) size. The
+    constant is c / (1 - c), not 1 / (1 - c), because y is measured after the iteration that follows a perturbation.
 
     Args:
         c: Rate, between 0 and 1.
@@ -108,10 +108,10 @@ def irreducible_error(c: float, size: float) -> float:
 
 
 def check_rate(c: float) -> None:
-    """Refuse a rate that is not between 0 and 1: no bound follows from it.
+    """Check that a rate is between 0 and 1; otherwise no bound follows from it.
 
     Raises:
-        ConfigError: if it is not.
+        ConfigError: if it is not between 0 and 1.
     """
     if not 0 < c < 1:
         raise ConfigError(f"the rate c must be between 0 and 1, got {c}; a program whose c is 1 or more has no bound")
@@ -123,14 +123,14 @@ def check_rate(c: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """How fast a run converges.
+    """The rate of convergence of a run.
 
     Args:
-        fitted: c of the line through the logarithms of the distances: what the run does on the average.
+        fitted: c from a line fitted to the logarithms of the distances: the average rate of the run.
         interval: Its 95 % confidence interval.
-        worst: The largest ratio of a distance to the one before: no iteration of this run fell short of it. A perturbed run
-            goes elsewhere, so that even this is an estimate, unless c is known from f.
-        iterations: How many the line was fitted to; what came later is at the floor of the run's noise, or of its end.
+        worst: The largest ratio of a distance to the previous one: every iteration of this run achieved it. A perturbed
+            run takes another path, so even this is an estimate unless c is known from f.
+        iterations: Number of iterations that the line was fitted to; later ones are at the noise floor.
     """
 
     fitted: float
@@ -140,13 +140,13 @@ class Rate:
 
 
 def fit_rate(distances: ArrayLike) -> Rate:
-    """Return the rate of an undisturbed run.
+    """Return the rate of convergence of an unperturbed run.
 
-    The interval takes it into account that neighbouring residuals are alike: of n of them, with a correlation rho from one
-    to the next, only n (1 - rho) / (1 + rho) count.
+    The interval accounts for the autocorrelation of residuals: n residuals with lag-1 correlation rho count as
+    n (1 - rho) / (1 + rho).
 
     Args:
-        distances: ||x(k) - x*||, that of x(0) first; if x* is the end of a long run, of its beginning.
+        distances: ||x(k) - x*||, that of x(0) first; if x* is the end of a long run, only the first part of that run.
 
     Raises:
         ConfigError: if fewer than four distances are above the floor.
@@ -155,7 +155,8 @@ def fit_rate(distances: ArrayLike) -> Rate:
     used = values[: _above_floor(values)]
     if len(used) < 4:
         raise ConfigError(
-            f"a rate needs at least 4 distances that fall, got {len(used)} of {len(values)}; measure a longer run"
+            f"fitting a rate needs at least 4 distances above the noise floor, got {len(used)} of {len(values)}; "
+            "measure a longer run"
         )
     logs, steps = np.log(used), np.arange(len(used), dtype=np.float64)
     slope, offset = np.polyfit(steps, logs, 1)
@@ -170,7 +171,7 @@ def fit_rate(distances: ArrayLike) -> Rate:
 
 
 def _above_floor(distances: Numbers) -> int:
-    """Return how many distances come before the run is where it stays; all of them if it still moves at the end."""
+    """Return the number of distances before the run reaches its floor; all of them if it still converges at the end."""
     logs, quarter = np.log(np.maximum(distances, np.finfo(np.float64).tiny)), max(2, len(distances) // 4)
     at_end = float(np.polyfit(np.arange(quarter), logs[-quarter:], 1)[0])
     if at_end < FLAT_TIMES * (logs[-1] - logs[0]) / len(logs):
@@ -183,7 +184,7 @@ def _above_floor(distances: Numbers) -> int:
 def _slope_error(residuals: Numbers, steps: Numbers) -> float:
     square = float((residuals**2).sum())
     if square < 1e-24 * len(residuals):
-        return 0.0  # a line, but for rounding
+        return 0.0  # an exact line, up to rounding
     rho = float((residuals[1:] * residuals[:-1]).sum()) / square
     rho = min(max(rho, 0.0), 0.99)
     counting = max(3.0, len(residuals) * (1 - rho) / (1 + rho))
@@ -193,11 +194,11 @@ def _slope_error(residuals: Numbers, steps: Numbers) -> float:
 
 
 # ---------------------------------------------------------------------------------------------
-# The perturbed run, beside the undisturbed one
+# The perturbed run, and the unperturbed one that it is compared with
 
 
 class Contraction(Program, Protocol):
-    """A program whose optimum and rate are known."""
+    """A program with known optimum and rate."""
 
     optimum: Tensor
     """x*, of the shape of the parameters."""
@@ -206,57 +207,57 @@ class Contraction(Program, Protocol):
 
 
 class Perturbation(Protocol):
-    """Something that befalls a run."""
+    """A perturbation of a run."""
 
     def disturb(self, state: State, program: Program, iteration: int) -> None:
         """Add d(iteration) to y(iteration), in place.
 
-        Called before every iteration of one run, in order, whether it is one to disturb or not: some need to have seen what
-        came before. An object that has been through one run is not for another.
+        Called before every iteration of a run, in order, also before iterations that are not perturbed, because some
+        perturbations depend on earlier states. Use a new object for each run.
 
         Args:
-            state: What the iteration is about to read.
-            program: Whose state it is.
-            iteration: That is about to be done.
+            state: The state that the iteration is about to read.
+            program: The program of the state.
+            iteration: The number of the next iteration.
         """
         ...
 
 
 class Nothing:
-    """The perturbation of the undisturbed run."""
+    """The absence of a perturbation."""
 
     def disturb(self, state: State, program: Program, iteration: int) -> None:
         """Do nothing."""
 
 
 def parameters(program: Program, state: State) -> Tensor:
-    """Return a view on the parameters, of shape (blocks, any width)."""
+    """Return a view of the parameters, of shape (blocks, width)."""
     return program.rows(state)[0]
 
 
 def apart(program: Program, a: Tensor, b: Tensor) -> float:
-    """Return the distance of two sets of parameters: the root of the sum of the squares of the distances of their blocks.
+    """Return the distance between two sets of parameters: the root of the sum of squared distances of their blocks.
 
-    With the Euclidean distance of blocks it is the Euclidean distance. In 64 bits, since the square of a 32-bit number whose
-    exponent was hit does not fit into 32.
+    If blocks use the Euclidean distance, the result is the Euclidean distance. Computed in 64 bits, because the square of a
+    32-bit number with a flipped exponent bit overflows 32 bits.
     """
     wide = [values.double() if values.is_floating_point() else values for values in (a, b)]
     return float(torch.linalg.vector_norm(program.distance(*wide).double()))
 
 
 class Undisturbed(Protocol):
-    """The run that nothing befalls."""
+    """The unperturbed run."""
 
     def at(self, iteration: int) -> State:
-        """Return x(iteration); to be read only, until the next call; iterations are asked for in order."""
+        """Return x(iteration), read-only and valid until the next call; iterations must be requested in order."""
         ...
 
 
 class Kept:
-    """An undisturbed run in memory, computed as far as it was asked for.
+    """An unperturbed run whose states are kept in memory and computed on demand.
 
     Args:
-        program: Whose.
+        program: The program to run.
     """
 
     def __init__(self, program: Program) -> None:
@@ -273,10 +274,10 @@ class Kept:
 
 
 class Beside:
-    """An undisturbed run that is computed as it is asked for.
+    """An unperturbed run that keeps only its current state.
 
     Args:
-        program: Whose.
+        program: The program to run.
     """
 
     def __init__(self, program: Program) -> None:
@@ -287,7 +288,8 @@ class Beside:
         """Return x(iteration)."""
         if iteration < self._iteration:
             raise ConfigError(
-                f"iteration {iteration} was asked for after {self._iteration}; keep the run to go back in it"
+                f"iteration {iteration} was requested after {self._iteration}, but only later ones are available; "
+                "use Kept for random access"
             )
         for passed in range(self._iteration, iteration):
             self._program.iterate(self._state, passed)
@@ -296,12 +298,12 @@ class Beside:
 
 
 def undisturbed(program: Program, iterations: int, most_bytes: int = KEPT_BYTES) -> Callable[[], Undisturbed]:
-    """Return what gives the undisturbed run to each disturbed one: always the same where it fits into memory.
+    """Return a function that returns an unperturbed run: always the same one if it fits into memory.
 
     Args:
-        program: Whose.
-        iterations: How many.
-        most_bytes: What may be kept.
+        program: The program to run.
+        iterations: Number of iterations.
+        most_bytes: Memory limit in bytes.
     """
     state_bytes = sum(tensor.nbytes for tensor in program.start().values())
     if state_bytes * (iterations + 1) > most_bytes:
@@ -311,11 +313,11 @@ def undisturbed(program: Program, iterations: int, most_bytes: int = KEPT_BYTES)
 
 
 class Recorder:
-    """Lets a perturbation happen, and writes down its size and how far the run is from the undisturbed one.
+    """Applies a perturbation, and records its size and the distance of the run from the unperturbed one.
 
     Args:
-        perturbation: What befalls the run.
-        beside: The undisturbed run. A run that begins at x(T), with T > 0, has been at no distance from it before.
+        perturbation: The perturbation.
+        beside: The unperturbed run. For a run that starts at x(T), T > 0, all earlier distances are 0.
     """
 
     def __init__(self, perturbation: Perturbation, beside: Undisturbed) -> None:
@@ -323,10 +325,10 @@ class Recorder:
         self.distances: list[float] = []
         """||y(k) - x(k)||, before d(k) is added; that of x(0) first."""
         self.sizes: list[float] = []
-        """||d(k)||; ``inf`` if what it left, or what it found, is no number."""
+        """||d(k)||; ``inf`` if the state before or after is NaN."""
 
     def disturb(self, state: State, program: Program, iteration: int) -> None:
-        """Do what the perturbation does, and record it."""
+        """Apply the perturbation and record it."""
         missed = [0.0] * (iteration - len(self.sizes))
         self.sizes += missed
         self.distances += missed
@@ -336,7 +338,7 @@ class Recorder:
         self.sizes.append(_finite(apart(program, parameters(program, state), before)))
 
     def close(self, state: State, program: Program, iteration: int) -> None:
-        """Record how far apart the runs are after the last iteration, ``iteration`` in all."""
+        """Record the distance between the runs after the last iteration; ``iteration`` is the total number of iterations."""
         theirs = parameters(program, self._beside.at(iteration))
         self.distances.append(_finite(apart(program, parameters(program, state), theirs)))
 

@@ -1,6 +1,6 @@
-"""Thousands of perturbed runs of a linear contraction at once, as the rows of a matrix, against the bounds on their cost.
+"""Runs thousands of perturbed runs of a linear contraction as the rows of a matrix, and compares their cost with bounds.
 
-Everything is in e = y - x*, float64, for which an iteration is a product with a matrix and the optimum is 0.
+All states are e = y - x*, in float64: an iteration is a matrix product, and the optimum is 0.
 """
 
 from __future__ import annotations
@@ -23,32 +23,31 @@ Numbers = NDArray[np.float64]
 
 RANDOM, ADVERSARIAL, RESET = KINDS = ("random", "adversarial", "reset")
 SLOWEST = "slowest"
-"""Along the direction in which the program converges most slowly: what comes nearest to the absolute bound."""
+"""Perturbation along the direction of slowest convergence, which comes nearest to the absolute bound."""
 ALL_KINDS = (*KINDS, SLOWEST)
 LEVELS = 7
 AT_ONCE = 1000
-"""So many runs fit into a cache, with all that is kept of them."""
+"""Number of runs whose data fit into the CPU cache."""
 _CLOSE = 1e-4
-"""An undisturbed run is followed until it has come so near, of where it began."""
+"""The unperturbed run ends at this distance, as a multiple of its initial distance."""
 _MOST_TIMES = 4
 _SIZES = (-2.0, 1.0)
-"""Powers of ten, of the distance that the undisturbed run has to go, between which the size of a perturbation is."""
+"""Range of perturbation sizes, as powers of ten relative to the current distance of the unperturbed run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What perturbations of a kind cost, each of shape (runs,); distances in units of ||x(0) - x*||.
+    """Costs of perturbations of a kind, each of shape (runs,); distances in units of ||x(0) - x*||.
 
     Args:
         size: Sum of ||d(l)||.
         log_delta: Logarithm of D = sum of c^-l ||d(l)||.
-        cost: Iterations more than undisturbed, mean over the levels of eps.
-        room: By how many iterations the absolute bound is above the count, at the level where that is least; below 0: it is
-            exceeded.
+        cost: Extra iterations compared with the unperturbed run, mean over the levels of eps.
+        room: Absolute bound minus iteration count, the smallest over the levels; below 0 the bound is exceeded.
         paper: The paper's bound on the cost.
-        most: What the cost can be at most by the absolute bound, mean over the levels.
-        censored: How many levels were never reached.
-        loss_cost: As ``cost``, in levels of the loss; nan if that was not measured.
+        most: The largest cost that the absolute bound allows, mean over the levels.
+        censored: Number of levels that were never reached.
+        loss_cost: Like ``cost``, over levels of the loss; nan if not measured.
     """
 
     size: Numbers
@@ -62,14 +61,14 @@ class Costs:
 
 
 def joined(parts: list[Costs]) -> Costs:
-    """Return the runs of all parts."""
+    """Concatenate the runs of all parts."""
     return Costs(*(np.concatenate([getattr(part, name) for part in parts]) for name in Costs.__slots__))
 
 
 def matrix_of(program: Program) -> Numbers | None:
-    """Return the matrix A of a program of which y -> x* + A (y - x*) is an iteration; None if it is not of this kind.
+    """Return the matrix A of a program whose iteration is y -> x* + A (y - x*); None for other programs.
 
-    Found by doing an iteration from x* and from each point that is 1 away from it along an axis.
+    Computed from one iteration at x* and one at each point at distance 1 from it along an axis.
     """
     if not hasattr(program, "optimum") or not hasattr(program, "rate"):
         return None
@@ -91,11 +90,11 @@ def _image(program: Program, point: torch.Tensor, iteration: int) -> torch.Tenso
 
 
 class Batch:
-    """A linear contraction, to be perturbed.
+    """Batched perturbed runs of a linear contraction.
 
     Args:
-        program: Which.
-        matrix: As :func:`matrix_of` returns it.
+        program: The program.
+        matrix: Its matrix, from :func:`matrix_of`.
     """
 
     def __init__(self, program: Contraction, matrix: Numbers) -> None:
@@ -106,9 +105,9 @@ class Batch:
         self._width = error.shape[1]
         self._begin = error.flatten().numpy() / float(error.norm())
         self.distances = np.array(list(self._undisturbed()))
-        """||x(k) - x*|| of the undisturbed run, 1 at x(0)."""
+        """||x(k) - x*|| of the unperturbed run, 1 at x(0)."""
         self._struck = len(self.distances) // 2
-        """Every perturbation is before this iteration, and every level is reached after it."""
+        """All perturbations are before this iteration, and all levels are reached after it."""
         self.eps = levels(self.distances, count=LEVELS, begin=self._struck)
 
     def _undisturbed(self) -> Iterator[float]:
@@ -118,13 +117,13 @@ class Batch:
             error = self._matrix @ error
 
     def costs(self, kind: str, runs: int, seed: int) -> Costs:
-        """Return what perturbations cost: half of the runs are perturbed once, the others up to four times.
+        """Return the costs of perturbations: half of the runs are perturbed once, the others two to four times.
 
         Args:
-            kind: One of :data:`ALL_KINDS`. Sizes are drawn, in the logarithm, from a hundredth of the distance that the
-                undisturbed run has to go to ten times that; of blocks that are reset, the share.
-            runs: How many, ``>= 1``.
-            seed: Of all that is drawn.
+            kind: One of :data:`ALL_KINDS`. Sizes are log-uniform, from a hundredth to ten times the current distance of
+                the unperturbed run; for resets, the share of blocks is uniform instead.
+            runs: Number of runs, ``>= 1``.
+            seed: Seed of all random draws.
         """
         parts = []
         for first in range(0, runs, AT_ONCE):
@@ -145,14 +144,14 @@ class Batch:
                 sizes[iteration, hit] = np.linalg.norm(change, axis=1)
             error = error @ self._matrix.T
         delta = log_delta(sizes, self.c)
-        # Who is not there by then has exceeded the bound, and is counted so.
+        # A run that has not reached a level by then has exceeded the bound, and is counted so.
         for _ in range(self._struck, math.ceil(most_iterations(self.c, 1.0, delta.max(), self.eps[-1])) + 2):
             distances.append(np.linalg.norm(error, axis=1))
             error = error @ self._matrix.T
         return measured(np.array(distances), self.distances, sizes, self.c, self.eps)
 
     def _strikes(self, runs: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-        """Return when each run is struck, of shape (iterations, runs); none at x(0), where a reset is nothing."""
+        """Return the mask of perturbed iterations, of shape (iterations, runs); none at x(0), where a reset has no effect."""
         count = np.where(rng.random(runs) < 0.5, 1, rng.integers(2, _MOST_TIMES + 1, runs))
         order = rng.random((self._struck - 1, runs)).argsort(axis=0).argsort(axis=0)
         return np.concatenate([np.zeros((1, runs), dtype=np.bool_), order < count])
@@ -176,14 +175,14 @@ class Batch:
 
 
 def measured(distances: Numbers, plain: Numbers, sizes: Numbers, c: float, eps: list[float]) -> Costs:
-    """Return what perturbations cost, and what they may have.
+    """Return the costs of perturbations and their bounds.
 
     Args:
-        distances: ||y(k) - x*||, of shape (iterations + 1, runs).
-        plain: ||x(k) - x*||, of shape (iterations + 1,), of a run that reaches every level.
+        distances: ||y(k) - x*|| of the perturbed runs, of shape (iterations + 1, runs).
+        plain: ||x(k) - x*|| of the unperturbed run, which reaches every level; of shape (iterations + 1,).
         sizes: ||d(l)||, of shape (iterations, runs).
         c: Rate, between 0 and 1.
-        eps: Levels.
+        eps: Levels of the distance.
     """
     start = float(plain[0])
     delta = log_delta(sizes, c)
@@ -191,10 +190,10 @@ def measured(distances: Numbers, plain: Numbers, sizes: Numbers, c: float, eps: 
     base = np.array([float(kappa_within(plain, level)) for level in eps])[:, None]
     most = np.array([most_iterations(c, start, delta, level) for level in eps])
     censored = np.isinf(counts)
-    # A run that was given up before its bound has neither kept it nor exceeded it.
+    # A run that was stopped before its bound has neither met nor exceeded it.
     end = len(distances) - 1.0
     counted = np.minimum(counts, end)
-    with np.errstate(invalid="ignore"):  # a perturbation that leaves no number: it has no bound, and exceeds none
+    with np.errstate(invalid="ignore"):  # a NaN state has no bound, and exceeds none
         room = np.where(censored & (most > end), np.inf, most - counts)
     return Costs(
         size=sizes.sum(axis=0) / start,

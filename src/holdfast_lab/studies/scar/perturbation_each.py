@@ -1,11 +1,11 @@
-"""Every kind of perturbation side by side: once, several times, and at every step.
+"""Compares all kinds of perturbations: once, several times, and at every step.
 
-What befalls a run once or several times has a cost, held against its bound. What befalls it at every step has one, too, and
-leaves an error that stays: with e the distance in the middle of a run and s the largest perturbation since, a later distance
-is at most c / (1 - c) s, which stays, and c^k e, which goes.
+The cost of each perturbation is compared with its bound. A perturbation at every step also leaves an irreducible error:
+with e the distance in the middle of a run and s the largest perturbation since then, a later distance is at most
+c / (1 - c) s, which stays, plus c^k e, which decays.
 
-A run that a perturbation has taken out of the numbers, to NaN or infinity, is kept: it never gets to a level, so that it is
-censored, and its cost is counted as if it had got there when it was given up.
+A run that diverges to NaN or infinity is kept. It never reaches a level, so it is censored, and its cost is counted as if
+it had reached the level when it was stopped.
 """
 
 from __future__ import annotations
@@ -53,32 +53,32 @@ from holdfast_lab.workloads.iterative.base import Program
 
 TIMES = 3
 NOTHING = "nothing"
-"""The kind that is the undisturbed run."""
+"""The name of the unperturbed run among the kinds."""
 ONCE, SEVERAL, ALWAYS = OFTEN = ("once", f"{TIMES} times", "every step")
-"""How often something befalls a run."""
+"""How often a run is perturbed."""
 ASUNDER = 0.1
-"""Size of a step that is added once or several times, in units of ||x(0) - x*||."""
+"""Size of a perturbation added once or several times, in units of ||x(0) - x*||."""
 STANDING = 0.01
-"""Size of one that is added at every step."""
+"""Size of a perturbation added at every step, in the same unit."""
 _NEAR = 1e-6
-"""A linear contraction is followed for as long as it takes undisturbed to come so near to x*, of where it began."""
+"""Distance at which the unperturbed run of a linear contraction ends, as a multiple of its initial distance."""
 _SMALL = 1e-12
-"""Of where a run began, what rounding to 64 bits may amount to."""
+"""Tolerance for rounding errors in 64 bits, as a multiple of the initial distance."""
 _FEWER = 4
-"""Of what befalls a run at every step, so many times fewer runs: they are longer, and much alike."""
+"""Runs that are perturbed at every step are fewer by this factor: they are longer, and very similar."""
 _PAST = 16
-"""A run begins so many iterations before it is first disturbed: no further back does any kind look."""
+"""A run starts so many iterations before its first perturbation, the longest history that any kind needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of perturbation, and how often it is tried.
+    """A kind of perturbation.
 
     Args:
-        name: In rows and on the page.
-        make: Makes one, given its iterations and a seed.
-        often: Those of :data:`OFTEN` that make sense.
-        is_drawn: Whether something in it is drawn; two runs that it befalls at every step are the same if not.
+        name: Its name in rows and on the page.
+        make: Creates a perturbation from its iterations and a seed.
+        often: The values of :data:`OFTEN` that make sense for it.
+        is_drawn: Whether it is random; if not, all runs that are perturbed at every step are the same.
     """
 
     name: str
@@ -90,23 +90,25 @@ class Kind:
 def kind_rows(
     program: Program, trials: int, seed: int, iterations: int, window: int, part: int = 0, parts: int = 1
 ) -> list[Row]:
-    """Return what each kind of perturbation costs, once, several times and at every step.
+    """Return the cost of each kind of perturbation, once, several times and at every step.
 
     Args:
-        program: Any; one that counts in integers is only reset, stale, asynchronous, or loses updates.
-        trials: Of each kind, of once and of several times; of every step a quarter as many, one if nothing is drawn.
-            Number by number all kinds befall the same iterations.
-        seed: Of all that is drawn.
-        iterations: Of the undisturbed run; a linear contraction takes as long as it takes to come a million times nearer.
-        window: Of the trailing mean of the loss, in iterations; 1 of a linear contraction.
+        program: The program; one with integer parameters can only be reset, stale, asynchronous, or lose updates.
+        trials: Trials of each kind, for once and for several times; for every step a quarter as many, or one if the kind
+            is not random. In trials of the same number all kinds perturb the same iterations.
+        seed: Seed of all random draws.
+        iterations: Iterations of the unperturbed run; a linear contraction ignores it and runs until it is a million times
+            nearer to x*.
+        window: Window of the trailing mean of the loss in iterations; a linear contraction ignores it and uses 1.
         part: Which of ``parts`` equal parts of the rows to return, from 0.
-        parts: In how many parts the work is done, in as many calls.
+        parts: Number of parts (calls) that the work is divided into.
 
     Returns:
-        Of ``part`` "kind" a row for each kind and how often, in the order of :func:`kinds_of`. Distances are in units of
-        ||x(0) - x*||. ``size``: the median over the runs of the sum of ||d(l)||, at every step of the largest.
-        ``violations`` of the absolute bound, ``bound`` is that less the undisturbed count. ``error``, ``error_bound``,
-        ``left`` and ``holds``: what stays, at every step; of the run of the largest error.
+        Rows with ``part`` "kind", one for each kind and frequency, in the order of :func:`kinds_of`. Distances are in
+        units of ||x(0) - x*||. ``size`` is the median over the runs of the sum of ||d(l)||, or of the largest ||d(l)||
+        for every step. ``violations`` counts runs above the absolute bound; ``bound`` is that bound minus the unperturbed
+        count. ``error``, ``error_bound``, ``left`` and ``holds`` describe the irreducible error of the run with the
+        largest error, for every step.
     """
     is_known = matrix_of(program) is not None
     if is_known:
@@ -124,7 +126,7 @@ def kind_rows(
 
 
 def kinds_of(scene: Scene) -> list[Kind]:
-    """Return the kinds that there are for a program, the undisturbed run first."""
+    """Return the kinds of perturbations of a program, the unperturbed run first."""
     struck, always = (ONCE, SEVERAL), (ALWAYS,)
     nothing = Kind(name=NOTHING, make=lambda *_: Nothing(), often=always, is_drawn=False)
     of_blocks = [
@@ -142,7 +144,7 @@ def kinds_of(scene: Scene) -> list[Kind]:
 
 
 def _of_numbers(scene: Scene) -> list[Kind]:
-    """Return the kinds that add to the parameters, flip their bits or round them."""
+    """Return the kinds for floating-point parameters: additions, bit flips and rounding."""
     dtype, struck, always = scene.optimum.dtype, (ONCE, SEVERAL), (ALWAYS,)
     bits, fraction = torch.finfo(dtype).bits, round(-math.log2(torch.finfo(dtype).eps))
     return [
@@ -232,7 +234,7 @@ def _what_stays(scene: Scene, runs: Sequence[Run], c: float) -> Row:
 
 
 def _error(scene: Scene, run: Run, c: float) -> Row:
-    """Return the largest distance in the last quarter of a run, and its bound from what befell it in its second half."""
+    """Return the largest distance in the last quarter of a run, and its bound from the perturbations of its second half."""
     length, start = len(run.distances) - 1, float(scene.distances[0])
     half, quarter = length // 2, length // 4
     size, error = float(run.sizes[half:].max()), _no_less(float(run.distances[-quarter:].max()))
@@ -248,5 +250,5 @@ def _error(scene: Scene, run: Run, c: float) -> Row:
 
 
 def _no_less(distance: float) -> float:
-    """Return a distance, of what is no number an infinite one."""
+    """Return a distance, with NaN replaced by infinity."""
     return math.inf if math.isnan(distance) else distance

@@ -1,7 +1,7 @@
-"""What can befall a run: each kind of perturbation, once, several times or at every step.
+"""The kinds of perturbations of a run, each applied once, several times or at every step.
 
-Whatever is drawn is a function of (seed, iteration). Blocks are written as a whole, with all that goes with their
-parameters; a kind that adds to the parameters, or rounds them, leaves an optimizer's state alone.
+All random draws are functions of (seed, iteration). Blocks are overwritten as a whole, including their optimizer state;
+kinds that add to the parameters, or round them, do not change the optimizer state.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from holdfast_lab.workloads.iterative.base import Program, State
 Rows = tuple[Tensor, ...]
 
 SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of a number, and the integer that has as many."""
+"""The integer type for each size of a number in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class When:
-    """The iterations that something befalls.
+    """The iterations that are perturbed.
 
     Args:
-        iterations: Which; None: all of them.
+        iterations: Their numbers; None: all iterations.
     """
 
     iterations: frozenset[int] | None = None
 
     def __contains__(self, iteration: int) -> bool:
-        """Return whether it is one of them."""
+        """Return whether an iteration is perturbed."""
         return self.iterations is None or iteration in self.iterations
 
 
@@ -43,22 +43,22 @@ EVERY_STEP = When()
 
 
 def at(*iterations: int) -> When:
-    """Return the given iterations, one or several; they count from 0."""
+    """Return the given iterations, counted from 0."""
     return When(frozenset(iterations))
 
 
 def drawn(seed: int, iteration: int) -> np.random.Generator:
-    """Return the generator of what is drawn for one iteration: the same whenever it is asked for."""
+    """Return the random generator of an iteration: always the same for the same arguments."""
     return np.random.default_rng((seed, iteration))
 
 
 def some_blocks(program: Program, share: float, rng: np.random.Generator) -> Tensor:
-    """Return the numbers of a random share of the blocks, rounded to whole blocks; int64, rising.
+    """Return the indices of a random share of the blocks, rounded to whole blocks; int64, ascending.
 
     Args:
-        program: Whose blocks.
-        share: From 0 to 1.
-        rng: Draws them.
+        program: The program.
+        share: Share of the blocks, from 0 to 1.
+        rng: The random generator.
     """
     if not 0 <= share <= 1:
         raise ConfigError(f"the share of the blocks must be from 0 to 1, got {share}")
@@ -70,18 +70,19 @@ def _copied(rows: Rows) -> Rows:
 
 
 def _write(state: State, program: Program, blocks: Tensor, source: Rows) -> None:
-    """Give ``blocks`` the rows that they have in ``source``."""
+    """Copy the rows of ``blocks`` from ``source``."""
     for view, values in zip(program.rows(state), source, strict=True):
         view[blocks] = values[blocks]
     program.mend(state, blocks)
 
 
 def _numbers(state: State, program: Program) -> Tensor:
-    """Return the parameters if they are numbers to add to."""
+    """Return the parameters if they are floating-point numbers."""
     values = parameters(program, state)
     if not values.is_floating_point():
         raise ConfigError(
-            f"{program.name} counts in {values.dtype}: nothing can be added to it or rounded; reset blocks instead"
+            f"parameters of {program.name} are {values.dtype}, which cannot be perturbed by addition or rounding; "
+            "reset blocks instead"
         )
     return values
 
@@ -95,19 +96,19 @@ def _mend_all(state: State, program: Program) -> None:
 
 
 class RandomDirection:
-    """A step of a given length in a direction that is drawn, each as likely as any other.
+    """A step of a given length in a uniformly random direction.
 
     Args:
-        when: At which iterations.
+        when: Perturbed iterations.
         size: Euclidean length, ``>= 0``.
-        seed: Of the direction.
+        seed: Seed of the direction.
     """
 
     def __init__(self, when: When, size: float, seed: int) -> None:
         self._when, self._size, self._seed = when, size, seed
 
     def disturb(self, state: State, program: Program, iteration: int) -> None:
-        """Take it."""
+        """Add the step."""
         if iteration not in self._when:
             return
         values = _numbers(state, program)
@@ -117,19 +118,19 @@ class RandomDirection:
 
 
 class Adversarial:
-    """A step of a given length straight away from the optimum.
+    """A step of a given length directly away from the optimum.
 
     Args:
-        when: At which iterations.
+        when: Perturbed iterations.
         size: Euclidean length, ``>= 0``.
-        optimum: x*, of the parameters' shape.
+        optimum: x*, of the shape of the parameters.
     """
 
     def __init__(self, when: When, size: float, optimum: Tensor) -> None:
         self._when, self._size, self._optimum = when, size, optimum
 
     def disturb(self, state: State, program: Program, iteration: int) -> None:
-        """Take it; from the optimum itself every direction leads away, and the one of equal numbers is taken."""
+        """Add the step; at the optimum itself every direction leads away, and the vector of ones is used."""
         if iteration not in self._when:
             return
         values = _numbers(state, program)
@@ -141,19 +142,20 @@ class Adversarial:
 
 
 class BitFlip:
-    """One bit of one parameter, which is drawn.
+    """A flip of one bit of a random parameter.
 
     Args:
-        when: At which iterations.
-        seed: Of the place.
-        bit: Which; 0 is the last of the fraction, of 32-bit numbers 31 the sign and 30 the first of the exponent. None: drawn.
+        when: Perturbed iterations.
+        seed: Seed of the random draws.
+        bit: Bit to flip; 0 is the least significant bit of the fraction, and for 32-bit numbers 31 is the sign and 30 the
+            most significant bit of the exponent. None: a random bit.
     """
 
     def __init__(self, when: When, seed: int, bit: int | None = None) -> None:
         self._when, self._seed, self._bit = when, seed, bit
 
     def disturb(self, state: State, program: Program, iteration: int) -> None:
-        """Flip it."""
+        """Flip the bit."""
         if iteration not in self._when:
             return
         values, rng = parameters(program, state), drawn(self._seed, iteration)
@@ -168,10 +170,10 @@ class BitFlip:
 
 
 class Rounded:
-    """The parameters, rounded to a narrower type and back; to the nearest, and to its largest number if they are beyond it.
+    """Rounding of the parameters to a narrower type: to the nearest value, with larger numbers clamped to its maximum.
 
     Args:
-        when: At which iterations; at every step it is a run whose parameters are held in that type.
+        when: Perturbed iterations; at every step it is a run whose parameters are stored in that type.
         dtype: ``torch.bfloat16``, ``torch.float8_e4m3fn`` or any other floating-point type.
     """
 
@@ -179,7 +181,7 @@ class Rounded:
         self._when, self._dtype = when, dtype
 
     def disturb(self, state: State, program: Program, iteration: int) -> None:
-        """Round them."""
+        """Round the parameters."""
         if iteration not in self._when:
             return
         values, largest = _numbers(state, program), torch.finfo(self._dtype).max
@@ -188,38 +190,38 @@ class Rounded:
 
 
 # ---------------------------------------------------------------------------------------------
-# Blocks that become what they were
+# Blocks restored to earlier values
 
 
 class Reset:
-    """Some blocks, which are drawn, become what they were in x(0).
+    """A reset of random blocks to their values in x(0).
 
     Args:
-        when: At which iterations.
-        share: Of the blocks, from 0 to 1.
-        seed: Of which.
+        when: Perturbed iterations.
+        share: Share of the blocks, from 0 to 1.
+        seed: Seed of the random choice.
     """
 
     def __init__(self, when: When, share: float, seed: int) -> None:
         self._when, self._share, self._seed = when, share, seed
 
     def disturb(self, state: State, program: Program, iteration: int) -> None:
-        """Reset them."""
+        """Reset the blocks."""
         if iteration in self._when:
             blocks = some_blocks(program, self._share, drawn(self._seed, iteration))
             _write(state, program, blocks, program.rows(program.start()))
 
 
 class Stale:
-    """Some blocks, which are drawn, become what they were some steps ago; before that many steps, what they were in x(0).
+    """A reset of random blocks to their values some steps ago, or in x(0) if there are not that many steps yet.
 
-    What they were is what the iterations had made of them, before anything befell them.
+    The earlier values are the results of iterations, before they were perturbed.
 
     Args:
-        when: At which iterations.
-        steps: How long ago, ``>= 1``.
-        share: Of the blocks, from 0 to 1.
-        seed: Of which.
+        when: Perturbed iterations.
+        steps: Age of the values in steps, ``>= 1``.
+        share: Share of the blocks, from 0 to 1.
+        seed: Seed of the random choice.
     """
 
     def __init__(self, when: When, steps: int, share: float, seed: int) -> None:
@@ -229,7 +231,7 @@ class Stale:
         self._past: deque[Rows] = deque(maxlen=steps + 1)
 
     def disturb(self, state: State, program: Program, iteration: int) -> None:
-        """Put them back, if it is time, and remember what there is now."""
+        """Record the current state, and reset the blocks if this iteration is perturbed."""
         self._past.append(_copied(program.rows(state)))
         if iteration in self._when:
             blocks = some_blocks(program, self._share, drawn(self._seed, iteration))
@@ -237,16 +239,17 @@ class Stale:
 
 
 class LostUpdate:
-    """The update of an iteration does not arrive, or not all of it: a lost gradient.
+    """The loss of an iteration's update, or of a part of it: a lost gradient.
 
-    What befalls the iteration k is d(k + 1), the update taken back.
+    If the update of iteration k is lost, the perturbation d(k + 1) undoes it.
 
     Args:
-        when: At which iterations the update is lost.
-        share: Of the blocks, which are drawn, from 0 to 1.
-        seed: Of which.
-        part: Of the update, from 0 to 1. Where it is a mean over a batch, of which a worker had this part, and the sum is
-            still divided by the whole batch, this is what is lost in size; its direction is that of the whole batch.
+        when: Iterations whose update is lost.
+        share: Share of the blocks, chosen at random, from 0 to 1.
+        seed: Seed of the random choice.
+        part: Lost part of the update, from 0 to 1. It models a mean over a mini-batch of which a failed worker had this
+            part, while the sum is still divided by the whole mini-batch. Only the size of the loss is modelled; its
+            direction is that of the whole mini-batch.
     """
 
     def __init__(self, when: When, share: float, seed: int, part: float = 1.0) -> None:
@@ -256,14 +259,14 @@ class LostUpdate:
         self._before: Rows | None = None
 
     def disturb(self, state: State, program: Program, iteration: int) -> None:
-        """Take back what the iteration before has done, if it is to be lost, and remember what there is now."""
+        """Undo the previous iteration if its update is lost, and record the current state."""
         if self._before is not None and iteration - 1 in self._when:
             blocks = some_blocks(program, self._share, drawn(self._seed, iteration - 1))
             _write(state, program, blocks, self._left(program.rows(state), self._before))
         self._before = _copied(program.rows(state)) if iteration in self._when else None
 
     def _left(self, after: Rows, before: Rows) -> Rows:
-        """Return what is there if a part of the update is lost; where nothing is between two values, all of it is."""
+        """Return the state without a part of the update; integer rows lose the whole update."""
         if self._part == 1:
             return before
         return tuple(
@@ -273,12 +276,12 @@ class LostUpdate:
 
 
 class Asynchronous:
-    """At every step only some blocks, which are drawn, take their update; each at least once in so many steps.
+    """Asynchronous updates: at every step only some random blocks are updated, with a bounded delay.
 
     Args:
-        share: Of the blocks that take their update, from 0 to 1.
-        delay: After so many steps without an update a block takes the next, ``>= 1``: the bound on the delay.
-        seed: Of which.
+        share: Share of the blocks that are updated, from 0 to 1.
+        delay: Maximum number of steps that a block goes without an update, ``>= 1``.
+        seed: Seed of the random choice.
     """
 
     def __init__(self, share: float, delay: int, seed: int) -> None:
@@ -289,13 +292,13 @@ class Asynchronous:
         self._age: Tensor | None = None
 
     def disturb(self, state: State, program: Program, iteration: int) -> None:
-        """Take back what the iteration before has done to the blocks that do not take part."""
+        """Undo the previous iteration for the blocks that were not to be updated."""
         if self._before is not None:
             _write(state, program, self._held(program, iteration - 1), self._before)
         self._before = _copied(program.rows(state))
 
     def _held(self, program: Program, iteration: int) -> Tensor:
-        """Return the blocks that do not take the update of ``iteration``."""
+        """Return the blocks that are not updated in ``iteration``."""
         age = torch.zeros(program.blocks, dtype=torch.int64) if self._age is None else self._age
         count = program.blocks - math.ceil(self._share * program.blocks)
         waits = torch.zeros(program.blocks, dtype=torch.bool)

@@ -1,9 +1,9 @@
-"""What perturbations cost by their size, held against the bounds.
+"""The cost of perturbations by size, compared with its bounds.
 
-Of a linear contraction whose optimum and rate are known, thousands of runs at once, and a count above the absolute bound
-would be an error in the theory or in this code. Of any other program one run at a time, x* is where a long run ends and c is
-fitted: there a count above the bound says that the program did not contract at that c wherever the perturbed run went, and
-one below it proves nothing. The rows say which it is (``means``).
+A linear contraction with known optimum and rate runs thousands of trials at once, and a count above the absolute bound
+would be an error in the theory or in this code. Any other program runs one trial at a time; x* is the end of a long run,
+and c is fitted. There a count above the bound means that the program did not contract at that c everywhere on the
+perturbed run's path, and a count below it proves nothing. Rows say which case applies (``means``).
 """
 
 from __future__ import annotations
@@ -52,39 +52,40 @@ Numbers = NDArray[np.float64]
 
 KNOWN, FITTED, WORST = "known", "fitted", "worst ratio"
 MEANS = {
-    KNOWN: "above the absolute bound would be an error in the theory or in this code",
-    FITTED: "above the absolute bound: the program did not contract at the fitted c wherever the run went",
-    WORST: "above the absolute bound: the perturbed run met an iteration worse than any of the undisturbed one",
+    KNOWN: "a count above the absolute bound is an error in the theory or in this code",
+    FITTED: "a count above the absolute bound means that the program did not contract at the fitted c everywhere",
+    WORST: "a count above the absolute bound means an iteration with a worse ratio than any of the unperturbed run",
 }
-"""Where c comes from, and what a count above the absolute bound means then."""
+"""For each source of c, the meaning of a count above the absolute bound."""
 
 LONG = 10
-"""Where x* is not known, it is where a run of so many times the iterations ends."""
+"""An unknown x* is the end of a run with so many times the iterations."""
 BINS = 4
-"""Of sizes, in each power of ten."""
+"""Number of size bins per power of ten."""
 CAP = 3
-"""A run is given up, and counted as censored, after so many times the iterations of the undisturbed one."""
+"""A run is stopped, and counted as censored, after so many times the iterations of the unperturbed one."""
 _SIZES = (-2.0, 0.25)
-"""Powers of ten, of the way from x(0) that the run has come, between which the size of a perturbation is."""
+"""Range of perturbation sizes, as powers of ten relative to the current distance from x(0)."""
 ROUNDING = 1e-6
-"""Iterations; what is closer to a bound than this is at it."""
+"""Tolerance for rounding errors when iterations are compared with a bound."""
 
 
 def cost_rows(program: Program, trials: int, seed: int, iterations: int = 300, window: int = 8) -> list[Row]:
     """Return the cost of perturbations by kind and size, and how often it was above each bound.
 
     Args:
-        program: Any.
-        trials: In all, the same for each kind; of a linear contraction 20,000 take seconds, else each is a run.
-        seed: Of what is perturbed.
-        iterations: Of the undisturbed run whose levels are to be reached; of no meaning for a linear contraction.
-        window: Of the trailing mean of its loss, in iterations; as above.
+        program: The program.
+        trials: Total number of trials, divided equally among the kinds; for a linear contraction 20,000 take seconds, for
+            other programs each trial is a separate run.
+        seed: Seed of the perturbations.
+        iterations: Iterations of the unperturbed run that defines the levels; ignored for a linear contraction.
+        window: Window of the trailing mean of its loss in iterations; ignored for a linear contraction.
 
     Returns:
-        Of ``part`` "perturbation" a row for each kind and bin of sizes, of ``part`` "bound" one for each kind and source
-        of c. All distances are in units of ||x(0) - x*||. ``least_room`` and ``undisturbed_room`` are by how many
-        iterations the absolute bound is above the count, at least; where the latter is below 0 the undisturbed run
-        itself does not converge at that c, and no perturbation is needed to exceed it.
+        Rows with ``part`` "perturbation" for each kind and size bin, and with ``part`` "bound" for each kind and source of
+        c. All distances are in units of ||x(0) - x*||. ``least_room`` and ``undisturbed_room`` are the smallest
+        difference between absolute bound and iteration count, of perturbed runs and of the unperturbed run. If the latter
+        is below 0, the unperturbed run itself does not converge at that c.
     """
     matrix = matrix_of(program)
     if matrix is not None:
@@ -105,19 +106,20 @@ def cost_rows(program: Program, trials: int, seed: int, iterations: int = 300, w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """A program, and all that is known of its undisturbed run.
+    """A program and its unperturbed run.
 
     Args:
-        program: Any.
-        beside: Gives the undisturbed run.
-        optimum: x*, known or where a run of :data:`LONG` times the iterations ends.
+        program: The program.
+        beside: Returns the unperturbed run.
+        optimum: x*, known, or the end of a run with :data:`LONG` times the iterations.
         distances: ||x(k) - x*||, of shape (iterations + 1,).
-        losses: Of the same states.
-        window: Of their trailing mean.
-        rate: Fitted.
-        begin: Perturbations are before this iteration, and after the first, where a reset is nothing; levels after it.
-        eps: Levels of the distance, falling, of those that the rate was fitted to.
-        loss_levels: Of the loss, falling.
+        losses: Losses of the same states.
+        window: Window of their trailing mean in iterations.
+        rate: The fitted rate.
+        begin: Perturbations are before this iteration, and after the first one, where a reset has no effect; levels are
+            reached after it.
+        eps: Levels of the distance, descending, within the range that the rate was fitted to.
+        loss_levels: Levels of the loss, descending.
     """
 
     program: Program
@@ -133,10 +135,10 @@ class Scene:
 
     @classmethod
     def of(cls, program: Program, iterations: int, window: int) -> Scene:
-        """Run a program undisturbed.
+        """Run a program without perturbation.
 
         Raises:
-            ConfigError: if its distance to where it ends, or its loss, does not fall so that levels can be told apart.
+            ConfigError: if its distance to x*, or its loss, does not fall enough to define levels.
         """
         beside = undisturbed(program, CAP * iterations)
         optimum = getattr(program, "optimum", None)
@@ -164,16 +166,16 @@ class Scene:
 
     @property
     def iterations(self) -> int:
-        """Return how many the undisturbed run has."""
+        """Return the number of iterations of the unperturbed run."""
         return len(self.distances) - 1
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of perturbations that there can be."""
+        """Return the kinds of perturbations that the program supports."""
         return KINDS if self.optimum.is_floating_point() else (RESET,)
 
     def is_there(self, distance: float, loss: float) -> bool:
-        """Return whether a run has reached the last level of the distance, and with its trailing mean that of the loss."""
+        """Return whether a run has reached the last level of the distance and, by its trailing mean, of the loss."""
         return distance <= self.eps[-1] and loss <= self.loss_levels[-1]
 
 
@@ -189,14 +191,14 @@ class Run:
 def perturbed_run(
     scene: Scene, perturbation: Perturbation, begin: int, most: int, until: Callable[[float, float], bool] | None = None
 ) -> Run:
-    """Run a program with a perturbation, from where it comes.
+    """Run a program with a perturbation, from the first perturbed iteration on.
 
     Args:
-        scene: Of the program.
-        perturbation: That does nothing before iteration ``begin``.
-        begin: The undisturbed run serves until then.
-        most: Iterations after which it ends.
-        until: Ends it before that, given its distance and the trailing mean of its loss.
+        scene: The program and its unperturbed run.
+        perturbation: A perturbation that has no effect before iteration ``begin``.
+        begin: Iterations before this one are taken from the unperturbed run.
+        most: Maximum number of iterations.
+        until: Stops the run earlier, if true for its distance and the trailing mean of its loss.
     """
     program, beside = scene.program, scene.beside()
     state, recorder = copy_of(beside.at(begin)), Recorder(perturbation, beside)
@@ -249,11 +251,11 @@ def _trial(scene: Scene, kind: str, rng: np.random.Generator) -> Run:
 
 
 def costs_of(scene: Scene, run: Run, c: float) -> Costs:
-    """Return what a perturbed run costs, in levels of the distance and of the loss, and what it may; of shape (1,).
+    """Return the cost of a perturbed run, by levels of the distance and of the loss, and its bounds; of shape (1,).
 
     Args:
-        scene: Of its program.
-        run: As :func:`perturbed_run` returns it.
+        scene: The program and its unperturbed run.
+        run: The run, from :func:`perturbed_run`.
         c: Rate, between 0 and 1.
     """
     found = measured(run.distances[:, None], scene.distances, run.sizes[:, None], c, scene.eps)
@@ -266,7 +268,7 @@ def costs_of(scene: Scene, run: Run, c: float) -> Costs:
 
 
 def _binned(program: Program, costs: dict[str, Costs]) -> Iterator[Row]:
-    """Yield a row for each kind and each bin of D / ||x(0) - x*||, of which the paper's bound is a function."""
+    """Yield a row for each kind and each bin of D / ||x(0) - x*||, the argument of the paper's bound."""
     for kind, found in costs.items():
         bins = np.floor(BINS * found.log_delta / math.log(10))
         for number in np.unique(bins[np.isfinite(bins)]):
@@ -315,7 +317,7 @@ def _bound_row(program: Program, kind: str, found: Costs, source: str, c: float)
 
 
 def interval_of_mean(values: Numbers) -> list[float] | None:
-    """Return the 95 % interval of the mean of independent values, from the normal distribution; None of fewer than two."""
+    """Return the normal 95 % interval of the mean of independent values; None for fewer than two values."""
     if len(values) < 2:
         return None
     mean, half = float(values.mean()), 1.96 * float(values.std(ddof=1)) / math.sqrt(len(values))
@@ -323,5 +325,5 @@ def interval_of_mean(values: Numbers) -> list[float] | None:
 
 
 def finite(value: float) -> float | None:
-    """Return a number as it can stand in a row: None if it is infinite, or no number."""
+    """Return a number as JSON can store it: None if it is infinite or NaN."""
     return float(value) if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""What an undisturbed run tells beforehand: levels of the loss, how skewed the drift is, and which learning rate is best."""
+"""Pilot runs without failures: levels of the loss, skew of the drift, and the best learning rate."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from holdfast_lab.workloads.iterative.base import Program
 LEVELS = 7
 _PILOTS = 3
 _WIDER = (1, 2, 4)
-"""Times the window of a program that are tried, until the loss can be told from its noise."""
+"""Multiples of a program's window to try, until the loss falls by more than its noise."""
 
 
 def pilot(course: Course) -> list[Row]:
-    """Run without a failure, and return a row that says where the loss can be told from its noise, and how skewed the drift is.
+    """Run without failures, and return a row with the levels of the loss and the skew of the drift.
 
     Raises:
-        ConfigError: if the loss can be told nowhere.
+        ConfigError: if the loss falls nowhere by more than its noise.
     """
     runs, skews, began = [], [], time.perf_counter()
     for number in range(_PILOTS):
@@ -58,13 +58,13 @@ def pilot(course: Course) -> list[Row]:
 
 
 def _levels(runs: Sequence[Sequence[float]], course: Course) -> tuple[list[float], int]:
-    """Return the levels of the loss that every run reaches, and the window that its mean is taken over.
+    """Return the levels of the loss that every run reaches, and the window of its trailing mean.
 
-    That is the course's, or the least of its doubles with which the loss falls by more than its noise: at the best
-    learning rate a loss can be too noisy for the window that is enough at the stated one.
+    The window is the course's, or the smallest multiple of it with which the loss falls by more than its noise: at the best
+    learning rate the loss can be too noisy for the window that is enough at the stated rate.
 
     Raises:
-        ConfigError: if it falls with none of them.
+        ConfigError: if the loss falls by more than its noise with none of the windows.
     """
     for times in _WIDER:
         window = times * course.window
@@ -74,7 +74,7 @@ def _levels(runs: Sequence[Sequence[float]], course: Course) -> tuple[list[float
             if times == _WIDER[-1]:
                 raise
             continue
-        # A level that another seed does not reach would measure the seed.
+        # A level that some seeds do not reach would measure the seed, not the failure.
         if found := [level for level in reached if all(math.isfinite(kappa(run, level, window)) for run in runs)]:
             return found, window
     raise ConfigError(
@@ -83,7 +83,7 @@ def _levels(runs: Sequence[Sequence[float]], course: Course) -> tuple[list[float
 
 
 def _watched(program: Program, course: Course) -> tuple[list[float], Tensor]:
-    """Return the losses, and how far each block moved from 3 C to 4 C."""
+    """Return the losses, and the drift of each block: its distance between iterations 3 C and 4 C."""
     state, losses, then = program.start(), [], None
     drift = torch.zeros(program.blocks)
     for iteration in range(course.iterations + 1):
@@ -97,18 +97,18 @@ def _watched(program: Program, course: Course) -> tuple[list[float], Tensor]:
 
 
 def skew(drift: Tensor) -> float:
-    """Return the share of the sum of squares that the largest eighth of the blocks has."""
+    """Return the share of the squared drift in the eighth of the blocks with the largest drift."""
     squares = drift.double().square().sort(descending=True).values
     return float(squares[: math.ceil(len(squares) / 8)].sum() / squares.sum().clamp_min(1e-300))
 
 
 def with_levels(course: Course, row: Row) -> Course:
-    """Return the course with what its pilot found."""
+    """Return the course with the levels and the window of its pilot."""
     return replace(course, levels=tuple(row["levels"]), last=row["kappas"][-1], window=row["window"])
 
 
 def at_rate(course: Course, times: float) -> list[Row]:
-    """Return a row that says how low the loss gets at a multiple of the program's own learning rate; None if it blows up."""
+    """Return a row with the final loss at a multiple of the program's stated learning rate; None if the loss diverges."""
     seed = int(course.chance("pilot", 0).integers(2**31))
     own: Any = course.make(seed)
     rate = times * (own.optimizer.rate if hasattr(own, "optimizer") else own.learning_rate)

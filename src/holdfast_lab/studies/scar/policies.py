@@ -1,6 +1,6 @@
-"""The policies that are compared: what is saved while nothing happens, and what is restored when nodes die.
+"""The compared policies: which blocks are saved during training, and how lost blocks are restored after nodes fail.
 
-All write the same bytes per iteration, on the average, as one full save every C iterations.
+On average, each policy writes the same bytes per iteration as one full save every C iterations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from holdfast.checkpoint.priority_choice import CHOICES
 from holdfast_lab.workloads.iterative.base import Program, State
 
 NODES = 4
-"""So many hold equal shares of the blocks, drawn at random."""
+"""Number of nodes; each holds an equal, random share of the blocks."""
 HALF = NODES // 2
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8)
 LEAST = FRACTIONS[-1]
@@ -44,18 +44,18 @@ KEPT = "SCAR, optimizer state kept by a peer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What is saved, and what is restored.
+    """A policy for saving and restoring blocks.
 
     Args:
-        name: In rows and on the page.
-        fraction: r: of the blocks, how many a save takes; 1: all, every C iterations.
-        choice: Which; see :class:`~holdfast.checkpoint.priority.Saving`.
-        predictor: What a block is restored to; see there.
-        codec: How it is written; see there.
-        saves: ``all`` rows, the ``parameters`` alone, those of ``live`` blocks, or ``nothing``.
-        distance: By which blocks are chosen: the program's own, or its ``likelihood``.
-        restore: Name of the way back, one of :data:`~holdfast_lab.studies.scar.restore.WAYS`.
-        nodes: How many of :data:`NODES` die; 0: none.
+        name: Its name in rows and on the page.
+        fraction: r, the fraction of the blocks in each save; 1: all blocks, every C iterations.
+        choice: How blocks are chosen; see :class:`~holdfast.checkpoint.priority.Saving`.
+        predictor: The value a block is restored to; see there.
+        codec: The encoding of saved blocks; see there.
+        saves: ``all`` rows, only the ``parameters``, only rows of ``live`` blocks, or ``nothing``.
+        distance: The metric for choosing blocks: the program's ``own``, or its ``likelihood``.
+        restore: Name of the restore method, one of :data:`~holdfast_lab.studies.scar.restore.WAYS`.
+        nodes: Number of :data:`NODES` that fail; 0: none.
     """
 
     name: str
@@ -70,23 +70,23 @@ class Policy:
 
     @property
     def saving(self) -> tuple[float, str, str, str, str, str]:
-        """Return what decides about the checkpoint: policies that agree in it share one."""
+        """Return the settings of the checkpoint; policies with the same settings share a checkpoint."""
         return (self.fraction, self.choice, self.predictor, self.codec, self.saves, self.distance)
 
 
 def chosen(restore: str, choice: str, fraction: float) -> str:
-    """Return the name of a policy of partial saves.
+    """Return the name of a policy with partial saves.
 
     Args:
-        restore: ``full`` if all go back, :data:`PARTIAL` if only the lost do.
-        choice: Which blocks are saved.
-        fraction: r, one over a whole number.
+        restore: ``full`` if all blocks are restored, :data:`PARTIAL` if only lost blocks are.
+        choice: How blocks are chosen.
+        fraction: r, the reciprocal of a whole number.
     """
     return f"{restore}, {choice}, r = 1/{round(1 / fraction)}"
 
 
 def paper_policies(fractions: Sequence[float] = FRACTIONS) -> list[Policy]:
-    """Return the policies of the paper, the traditional one first; ``fractions`` are those of partial saves."""
+    """Return the policies of the paper, the traditional one first; ``fractions`` are the values of r for partial saves."""
     partial = [
         Policy(name=PARTIAL if nodes == HALF else f"{PARTIAL}, {nodes}/{NODES} lost", nodes=nodes)
         for nodes in range(1, NODES)
@@ -106,7 +106,7 @@ def paper_policies(fractions: Sequence[float] = FRACTIONS) -> list[Policy]:
 
 
 def traditional() -> Policy:
-    """Return the full save every C iterations to which all go back."""
+    """Return the policy with a full save every C iterations and rollback of all blocks."""
     return Policy(name=TRADITIONAL, restore="all")
 
 
@@ -116,7 +116,7 @@ def scar() -> Policy:
 
 
 def controls() -> list[Policy]:
-    """Return what tells how much of a policy's gain is its own: no checkpoint at all, and no loss at all."""
+    """Return the controls: no checkpoint at all, and no loss at all."""
     return [
         Policy(name=NO_CHECKPOINT, saves="nothing", restore="start"),
         Policy(name=RESEED, saves="nothing", restore="reseed", nodes=0),
@@ -124,7 +124,7 @@ def controls() -> list[Policy]:
 
 
 def bounds() -> list[Policy]:
-    """Return the policies that know at every save what is to come."""
+    """Return the policies with hindsight, which know at every save when nodes will fail."""
     return [
         Policy(name=HINDSIGHT, fraction=LEAST, saves="nothing", restore="hindsight"),
         Policy(name=HINDSIGHT_WHO, fraction=LEAST, saves="nothing", restore="hindsight who"),
@@ -132,11 +132,11 @@ def bounds() -> list[Policy]:
 
 
 def further_policies(program: Program, state: State) -> list[Policy]:
-    """Return what goes beyond the paper and makes sense for a program.
+    """Return the policies beyond the paper that apply to a program.
 
     Args:
-        program: Any.
-        state: Of it.
+        program: The program.
+        state: A state of the program.
     """
     rows = program.rows(state)
     found: list[Policy] = []
@@ -169,10 +169,10 @@ def further_policies(program: Program, state: State) -> list[Policy]:
 
 
 def candidates(policies: Sequence[Policy]) -> list[Policy]:
-    """Return those that a system may choose from: what needs no foresight, no peer, and no luck.
+    """Return the policies that a real system could use: without hindsight, peer copies or controls.
 
     Args:
-        policies: Of a program.
+        policies: All policies of a program.
     """
     of_numbers = {LINE, INT8, LINE_INT8, CALIBRATED, CALIBRATED_INT8, FULL_INT8, ALONE}
     names = {SCAR, LIVE, LIVE_INT8, SURVIVORS, SWEEP, LIKELIHOOD, LIKELIHOOD_SWEEP} | of_numbers

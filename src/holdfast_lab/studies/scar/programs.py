@@ -1,4 +1,4 @@
-"""The programs of the study of partial recovery: on which data, for how long, and with which policies."""
+"""The programs of the partial recovery study: their data, run lengths and policies."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from holdfast_lab.workloads.iterative import Program, make_program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A program of the study, and how it is run.
+    """A program of the study and its settings.
 
     Args:
         program: One of :data:`holdfast_lab.workloads.iterative.PROGRAMS`.
-        title: In rows and on the page; "": the program's name.
+        title: Its name in rows and on the page; "": the program's name.
         from_files: Whether its data are read from files.
-        every: C.
-        window: Of the trailing mean of its loss.
-        iterations: Of the pilot.
-        fractions: Of partial saves that are compared.
+        every: C, iterations per full save.
+        window: Window of the trailing mean of its loss in iterations.
+        iterations: Iterations of the pilot run.
+        fractions: Values of r for partial saves.
         has_rate: Whether its learning rate is swept.
         fails_often: Whether several failures in one run are tried.
-        perturbed: How many perturbations its iteration cost is measured of; 0: none.
-        options: Of :func:`~holdfast_lab.workloads.iterative.make_program`.
-        by_request: Whether it is left out unless it is asked for: it would not fit into the hour.
+        perturbed: Number of perturbations to measure the iteration cost of; 0: none.
+        options: Options of :func:`~holdfast_lab.workloads.iterative.make_program`.
+        by_request: Whether it runs only with ``--only``, because the study is meant to take about an hour.
     """
 
     program: str
@@ -58,12 +58,12 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Return what it is called."""
+        """Return its name in rows and on the page."""
         return self.title or self.program
 
 
 ITEMS_FIRST = "items first"
-"""How a factorisation is called whose live factor is that of the users: there are fewer of them, so it takes less to save."""
+"""Marks a factorisation whose live factor is that of the users; there are fewer users, so it is cheaper to save."""
 _FEW: dict[str, Any] = {"fractions": (LEAST,)}
 _ALS: dict[str, Any] = {"every": 8, "window": 1, "iterations": 32, "has_rate": False}
 _LDA: dict[str, Any] = {"every": 8, "window": 4, "iterations": 64, "has_rate": False}
@@ -108,27 +108,27 @@ ENTRIES = (
 )
 """Every program of the study."""
 REPLACED = {"als-ratings": "als-movielens", "lda-documents": "lda-reuters"}
-"""Programs on data that are made, which are run where there are no files for the others."""
+"""Programs on synthetic data, and the programs on real data that they stand in for without ``--data``."""
 NOT_READ = (
-    "Data of the paper that no program here reads: MNIST (digits of scikit-learn and Fashion-MNIST instead), Jester (MovieLens alone), "
-    "20 Newsgroups (Reuters alone)."
+    "Data of the paper that no program here uses: MNIST (scikit-learn digits and Fashion-MNIST instead), Jester (only "
+    "MovieLens), 20 Newsgroups (only Reuters)."
 )
-"""What is always left out."""
+"""What no run of the study covers."""
 
 
 def make(name: str, data: Path | None, options: Sequence[tuple[str, Any]], seed: int, **more: Any) -> Program:
-    """Return a program of the study; of the top level, so that another process can be told to call it."""
+    """Return a program of the study; a top-level function, so that it can be pickled for another process."""
     return make_program(name, data, seed, **dict(options), **more)
 
 
 def policies_of(which: str, fractions: Sequence[float], program: Program) -> list[Policy]:
-    """Return what is compared.
+    """Return the policies to compare.
 
     Args:
-        which: ``whole``: all; ``few``: those that a system may choose from, beside the traditional ones; ``several``:
-            those of the runs with several failures; ``quick``.
-        fractions: Of partial saves.
-        program: That it is for.
+        which: ``whole``: all policies; ``few``: those that a real system could use, and the traditional ones; ``several``:
+            those for runs with several failures; ``quick``: those of ``--quick``.
+        fractions: Values of r for partial saves.
+        program: The program.
     """
     further = further_policies(program, program.start())
     if which == "whole":

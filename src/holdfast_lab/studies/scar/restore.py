@@ -1,4 +1,4 @@
-"""The ways back after nodes died: which state the run goes on with."""
+"""Restore methods after nodes have failed: the state with which the run continues."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _ROUNDS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What is there when nodes die.
+    """The situation when nodes fail.
 
     Args:
-        program: That runs.
-        state: As it was, of which ``lost`` is to be restored; nobody writes to it.
-        iteration: How many were done.
-        lost: Numbers of the blocks that the dead held; int64.
+        program: The program.
+        state: The state at the failure, including the lost blocks; read-only.
+        iteration: Number of finished iterations.
+        lost: Indices of the blocks of the failed nodes; int64.
         start: The rows of x(0).
-        running: What was saved; None if nothing was.
-        history: Steps at which a policy of the least fraction saves, each with all rows as they were then; x(0) first.
-        room_bytes: So much one of these saves may take.
-        reseeded: Makes the same program with other randomness.
+        running: The priority checkpoint; None if nothing was saved.
+        history: Steps at which a policy of the smallest fraction saves, each with all rows at that step; x(0) first.
+        room_bytes: Maximum bytes of one of these saves.
+        reseeded: Creates the same program with other randomness.
     """
 
     program: Program
@@ -45,19 +45,19 @@ class Scene:
 
     @property
     def saved(self) -> Running:
-        """Return what was saved."""
-        assert self.running is not None, "this way back needs a checkpoint"
+        """Return the priority checkpoint."""
+        assert self.running is not None, "this restore method needs a checkpoint"
         return self.running
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What the run goes on with.
+    """The state with which the run continues.
 
     Args:
-        state: After the failure.
-        program: That goes on.
-        work: Iterations that the way back itself took.
+        state: The restored state.
+        program: The program that continues.
+        work: Cost of the restore itself in iterations.
     """
 
     state: State
@@ -66,7 +66,7 @@ class Restored:
 
 
 def lose(scene: Scene) -> Restored:
-    """Restore the lost blocks from what was saved of them; the others stay."""
+    """Restore the lost blocks from the checkpoint; all other blocks stay."""
     return _written(scene, scene.lost, scene.saved.recover(scene.lost, scene.iteration))
 
 
@@ -90,7 +90,7 @@ def _with_rest(scene: Scene) -> Restored:
 
 
 def _live(scene: Scene) -> Restored:
-    """Restore the lost live blocks; the dead ones become those of x(0), so that it shows if they are read after all."""
+    """Restore the lost live blocks; reset the other lost blocks to x(0), so that an error shows if they are read."""
     assert scene.program.live is not None
     live = scene.program.live
     place = live.cumsum(0) - 1
@@ -102,7 +102,7 @@ def _live(scene: Scene) -> Restored:
 
 
 def _calibrated(scene: Scene) -> Restored:
-    """Go as far along the prediction as the survivors, who know where they are, have gone along theirs."""
+    """Move lost blocks along their prediction by the share that surviving blocks have really moved along theirs."""
     blocks = torch.arange(scene.program.blocks)
     expected, *others = scene.saved.recover(blocks, scene.iteration)
     last = scene.saved.state_dict()["saved"][0]
@@ -124,7 +124,7 @@ def _survivors(scene: Scene) -> Restored:
     state = copy_of(scene.state)
     lost = torch.zeros(scene.program.blocks, dtype=torch.bool)
     lost[scene.lost] = True
-    scene.program.resolve(state, lost)  # type: ignore[attr-defined]  # only for programs that can
+    scene.program.resolve(state, lost)  # type: ignore[attr-defined]  # only used for programs that have it
     return Restored(state, scene.program)
 
 
@@ -158,15 +158,15 @@ def _from_history(scene: Scene, wanted: Tensor) -> Restored:
 
 
 def least_sum(costs: NDArray[np.float64], sizes: NDArray[np.float64], room: float) -> NDArray[np.int64]:
-    """Return for each block one of the times at which it could be saved, such that the sum of the costs is about the least.
+    """Return for each block one of the possible save times, such that the total cost is approximately minimal.
 
-    Each time gets the price at which it is asked for by just as many blocks as there is room for, given the prices of the
-    others, again and again; then blocks take their places in the order of what they gain above the price.
+    An auction: iteratively, each time gets the price at which demand equals its room, given the prices of all other times.
+    Then blocks are assigned greedily, in order of their gain above the price.
 
     Args:
-        costs: Of each block, had it been saved last at each time; of shape (blocks, times). The first time is free.
-        sizes: Of each block; of shape (blocks,).
-        room: For each time but the first.
+        costs: Cost of each block if it was last saved at each time; of shape (blocks, times). The first time is free.
+        sizes: Size of each block; of shape (blocks,).
+        room: Capacity of each time except the first.
     """
     prices = np.zeros(costs.shape[1])
     for _ in range(_ROUNDS):
@@ -199,7 +199,7 @@ def _written(scene: Scene, blocks: Tensor, values: Rows) -> Restored:
 
 
 def _write(program: Program, state: State, blocks: Tensor, values: Rows) -> None:
-    for view, value in zip(program.rows(state), values, strict=False):  # what no value is given for stays
+    for view, value in zip(program.rows(state), values, strict=False):  # rows without a value stay
         view[blocks] = value
     program.mend(state, blocks)
 
@@ -218,4 +218,4 @@ WAYS: dict[str, Callable[[Scene], Restored]] = {
     "hindsight": _hindsight,
     "hindsight who": _hindsight_who,
 }
-"""Every way back, by its name in a policy."""
+"""All restore methods, by their name in a policy."""

@@ -1,4 +1,4 @@
-"""What the trials say together: mean costs, and how much less than traditional recovery each policy costs."""
+"""Aggregates trials: mean costs, and the reduction of each policy compared with traditional recovery."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from holdfast_lab.studies.stats import RESAMPLES
 
 Numbers = NDArray[np.float64]
 AT_BEST = ", best rate"
-"""Ends the name of a program that runs at its best learning rate, not at the stated one."""
+"""Suffix of a program that runs at its best learning rate instead of the stated one."""
 _ENDS = (0.025, 0.975)
 MLR, NETWORKS, ALS, LDA = ("mlr",), ("mlp", "cnn", "gpt"), ("als",), ("lda",)
-"""How the names of programs begin."""
+"""Prefixes of program names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What a policy cost a program.
+    """The cost of a policy for a program.
 
     Args:
-        trials: How many, each paired with the same trial of the traditional policy.
-        cost: Iterations, mean.
+        trials: Number of trials, each paired with the same trial of the traditional policy.
+        cost: Mean cost in iterations.
         cost_ci: Its 95 % interval.
-        reduction: 1 - mean cost / mean traditional cost; nan where the traditional cost is not above 0.
-        ci: Its 95 % interval, by paired bootstrap over the trials; infinite ends where too many resamples have none.
-        undefined: In how many of the :data:`~holdfast_lab.studies.stats.RESAMPLES` resamples the traditional cost is not above 0.
-        censored: Trials in which a level was not reached: their costs are lower bounds.
+        reduction: 1 - mean cost / mean traditional cost; nan if the traditional cost is not above 0.
+        ci: Its 95 % interval, by paired bootstrap over the trials; an end is infinite if too many resamples are undefined.
+        undefined: Number of the :data:`~holdfast_lab.studies.stats.RESAMPLES` resamples whose traditional cost is not above 0.
+        censored: Trials in which a level was not reached, so that their cost is a lower bound.
         negative: Trials in which the failure helped.
-        bytes: Written per iteration, mean.
-        error: Root of the mean square distance from what was lost to what was restored.
+        bytes: Mean number of bytes written per iteration.
+        error: Root mean square distance between lost and restored state.
     """
 
     trials: int
@@ -51,11 +51,11 @@ class Cell:
 
 
 class Trials:
-    """Rows of trials, to be asked.
+    """Queries over the rows of trials.
 
     Args:
-        rows: Of the whole study; those of trials are taken.
-        seed: Of the resampling.
+        rows: Rows of the whole study; only those of trials are used.
+        seed: Seed of the resampling.
     """
 
     def __init__(self, rows: Sequence[Row], seed: int = 0) -> None:
@@ -67,23 +67,23 @@ class Trials:
                 self._rows.setdefault((row["program"], kind, row["policy"]), {})[row["trial"]] = row
 
     def programs(self, kind: str = "main") -> list[str]:
-        """Return the programs that there are such trials of, in the order in which they come."""
+        """Return the programs with trials of this kind, in order of appearance."""
         return list(dict.fromkeys(program for program, kind_of, _ in self._rows if kind_of == kind))
 
     def policies(self, program: str, kind: str = "main") -> list[str]:
-        """Return the policies of a program, in the order in which they come."""
+        """Return the policies of a program, in order of appearance."""
         return [policy for name, kind_of, policy in self._rows if (name, kind_of) == (program, kind)]
 
     def stated(self, *families: tuple[str, ...]) -> list[str]:
-        """Return the programs of some families at their stated rates; of all if none is given."""
+        """Return the programs of the given families (default: all) at their stated learning rates."""
         return [program for program in self.programs() if not program.endswith(AT_BEST) and _is_of(program, families)]
 
     def at_best(self, *families: tuple[str, ...]) -> list[str]:
-        """Return the same at their best rates."""
+        """Return the programs of the given families (default: all) at their best learning rates."""
         return [program for program in self.programs() if program.endswith(AT_BEST) and _is_of(program, families)]
 
     def chosen(self, program: str) -> str | None:
-        """Return the policy that cost a program least where failures were rehearsed beside an undisturbed run."""
+        """Return the policy with the lowest cost in the rehearsal next to a failure-free run."""
         costs = {
             policy: float(np.mean([row["cost"] for row in self._rows[program, "rehearsal", policy].values()]))
             for policy in self.policies(program, "rehearsal")
@@ -92,13 +92,14 @@ class Trials:
         return min(costs, key=lambda policy: costs[policy]) if costs else None
 
     def cell(self, program: str, policy: str, kind: str = "main", *, late: bool = True) -> Cell | None:
-        """Return what a policy cost; None if there are fewer than two trials.
+        """Return the cost of a policy; None for fewer than two trials.
 
         Args:
-            program: Which.
-            policy: Which.
-            kind: Of the trials.
-            late: Of failures after the first full save alone (T >= C), of which there are more; else of all.
+            program: Name of the program.
+            policy: Name of the policy.
+            kind: Kind of the trials.
+            late: Use only failures after the first full save (T >= C), including additional late trials; else all
+                failures.
         """
         pairs = self._pairs(program, policy, TRADITIONAL, kind, late=late)
         if len(pairs) < 2:
@@ -124,7 +125,7 @@ class Trials:
     def gap(
         self, program: str, policy: str, other: str, kind: str = "main", *, late: bool = True
     ) -> tuple[float, tuple[float, float]] | None:
-        """Return by how much the reduction of a policy is above that of another, and its 95 % interval; None as above."""
+        """Return the reduction of a policy minus that of another, with its 95 % interval; None for fewer than two trials."""
         mine = self._pairs(program, policy, TRADITIONAL, kind, late=late)
         theirs = self._pairs(program, other, TRADITIONAL, kind, late=late)
         known = {(row["kind"], row["trial"]): row["cost"] for row, _ in theirs}
@@ -141,7 +142,7 @@ class Trials:
         return float(_less(a.mean(), base.mean()) - _less(b.mean(), base.mean())), _interval(drawn)
 
     def share_of_error(self, policy: str, programs: Sequence[str]) -> tuple[float, tuple[float, float], Numbers] | None:
-        """Return E(||d'||^2 / ||d||^2) of a policy, ||d|| of rolling all back, over some programs; its interval; every share."""
+        """Return E(||d'||^2 / ||d||^2) of a policy over some programs, its interval, and all shares; ||d|| is of full rollback."""
         pairs = [pair for program in programs for pair in self.pairs(program, policy, TRADITIONAL)]
         shares = np.array([(mine["error"] / base["error"]) ** 2 for mine, base in pairs if base["error"] > 0])
         if len(shares) < 2:
@@ -149,7 +150,7 @@ class Trials:
         return float(shares.mean()), _interval(_weights(len(shares), self._seed) @ shares), shares
 
     def pairs(self, program: str, policy: str, other: str) -> list[tuple[Row, Row]]:
-        """Return the rows of two policies in the same main trials, of all failures."""
+        """Return pairs of rows of two policies in the same main trials, over all failures."""
         return self._pairs(program, policy, other, "main", late=False)
 
     def _pairs(self, program: str, policy: str, other: str, kind: str, *, late: bool) -> list[tuple[Row, Row]]:
@@ -157,7 +158,7 @@ class Trials:
         return [(row, theirs[trial]) for trial, row in mine.items() if trial in theirs]
 
     def _of(self, program: str, kind: str, policy: str, *, late: bool) -> dict[tuple[str, int], Row]:
-        """Return the rows of a policy by their trial; late failures of the main trials with those that were drawn late."""
+        """Return the rows of a policy by trial; for late failures, those of the main trials and the additional late trials."""
         kinds = (kind, "late") if late and kind == "main" else (kind,)
         return {
             (name, trial): row
@@ -177,18 +178,18 @@ def _less(cost: NDArray[np.float64] | float, base: NDArray[np.float64] | float) 
 
 
 def _interval(drawn: Numbers) -> tuple[float, float]:
-    """Return the 95 % percentile interval of what resamples say; one that says nothing counts as beyond both ends."""
+    """Return the 95 % percentile interval over resamples; an undefined resample counts as beyond both ends."""
     silent = np.isnan(drawn)
     if not silent.any():
         low, high = np.quantile(drawn, _ENDS)
         return float(low), float(high)
-    low = np.quantile(np.where(silent, -np.inf, drawn), _ENDS[0], method="lower")  # between infinities nothing lies
+    low = np.quantile(np.where(silent, -np.inf, drawn), _ENDS[0], method="lower")  # no interpolation between infinities
     high = np.quantile(np.where(silent, np.inf, drawn), _ENDS[1], method="higher")
     return float(low), float(high)
 
 
 @lru_cache(maxsize=64)
 def _weights(count: int, seed: int) -> Numbers:
-    """Return how often each of ``count`` trials is in each resample, as shares; the same for all policies: paired."""
+    """Return the share of each trial in each resample; the same for all policies, so that they are paired."""
     drawn = np.random.default_rng([seed, count]).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
     return drawn / count

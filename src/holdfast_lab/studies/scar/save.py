@@ -1,9 +1,9 @@
-"""What a partial save takes from training: how long the loop is held, against a plain copy, and the choice of the blocks.
+"""Cost of a partial save: how long it blocks the training loop compared with a plain copy, and the time to choose blocks.
 
-An MLP of 8.5 million parameters at one of two workers, the fewest that can lose a part: it computes with the whole model, and holds
-and updates the larger of two shards, in blocks of 16 numbers, none over two layers. In each repetition all fractions take turns,
-in another order each time, and before each clock starts it trains a step, so that parameters lie in the caches where training
-leaves them. A step is without its sums.
+An MLP of 8.5 million parameters on one of two workers, the smallest number that can lose a part. The worker computes with the
+whole model, and owns and updates the larger of two shards, in blocks of 16 numbers, none of which spans two layers. In each
+repetition all fractions take turns, in a different order each time. A training step precedes each measurement, so that
+caches are in the state in which training leaves them. A step excludes its all-reduces.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from holdfast_lab.studies.sections import Section, measured, milliseconds, numbe
 from holdfast_lab.studies.stats import bootstrap, median
 
 HELD_TIMES, SELECTED_PERCENT = 1.2, 5.0
-"""What was asked: at most so many times the copy, and at most so much of a step."""
-_ASKED = "what is asked of a partial save"
+"""Requirements: at most so many times a copy, and at most so many percent of a step."""
+_ASKED = "requirement on a partial save"
 _WIDTHS = (784, 2048, 2048, 1312, 10)
 _SHARDS = 2
 _SAMPLES, _BATCHES = 32, 32
@@ -41,7 +41,7 @@ Times = dict[str, list[float]]
 
 
 class _Timed(Running):
-    """A running checkpoint that notes how long writing took."""
+    """A priority checkpoint that measures its time for writing."""
 
     write_s = 0.0
 
@@ -53,7 +53,7 @@ class _Timed(Running):
 
 
 class _Training:
-    """The MLP, with momentum, the parameters of the larger shard in one tensor of blocks."""
+    """The MLP, trained with momentum; the parameters of the larger shard are views of one tensor of blocks."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -74,7 +74,7 @@ class _Training:
             yield from zip(images, classes, strict=True)
 
     def train(self) -> None:
-        """Take a step."""
+        """Train one step."""
         x, y = next(self._batches)
         self._model.zero_grad()
         nn.functional.cross_entropy(self._model(x), y).backward()
@@ -87,7 +87,7 @@ def _numel(parameters: Sequence[nn.Parameter]) -> int:
 
 
 def _gathered(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return blocks in which the parameters lie from now on."""
+    """Return a tensor of blocks, and make the parameters views of it."""
     blocks = [-(-parameter.numel() // _BLOCK) for parameter in parameters]
     rows = torch.zeros(sum(blocks), _BLOCK)
     for parameter, mine in zip(parameters, rows.split(blocks), strict=True):
@@ -97,15 +97,15 @@ def _gathered(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def held_rows(seed: int) -> list[Row]:
-    """Return a row for each fraction r: medians of what a save takes, and their ratios with 95 % intervals.
+    """Return a row for each fraction r: median times of a save, and their ratios with 95 % intervals.
 
     Args:
-        seed: Of the order of the turns, and of the resampling.
+        seed: Seed of the order of the turns, and of the resampling.
     """
     training = _Training()
     savings = {way: _Timed([training.rows], saving) for way, saving in _SAVINGS.items()}
     times: dict[str, Times] = {way: {part: [] for part in _PARTS} for way in savings}
-    for turn in range(-1, _REPETITIONS):  # the first is not counted
+    for turn in range(-1, _REPETITIONS):  # the first repetition is a warm-up
         for way in random.Random(f"{seed} {turn}").sample(sorted(savings), len(savings)):
             taken = _one(training, savings[way])
             if turn >= 0:
@@ -115,7 +115,7 @@ def held_rows(seed: int) -> list[Row]:
 
 
 def _one(training: _Training, running: _Timed) -> tuple[float, ...]:
-    """Save once; return how long each of :data:`_PARTS` took, seconds."""
+    """Save once; return the seconds of each of :data:`_PARTS`."""
     step_s = _seconds(training.train)
     running.write_s, begun_s = 0.0, time.perf_counter()
     saved = running.take([training.rows], training.step)
@@ -134,7 +134,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 def _row(way: str, parameters: int, found: Times, seed: int) -> Row:
     found = found | {"held_s": [sum(both) for both in zip(found["selection_s"], found["write_s"], strict=True)]}
-    saves = 1 / _SAVINGS[way].period  # in each step, on the average
+    saves = 1 / _SAVINGS[way].period  # average number per step
     row: Row = {"part": "held", "status": MEASURED, "way": way, "parameters": parameters, "repetitions": _REPETITIONS}
     row |= {part: median(values) for part, values in found.items()}
     return (
@@ -146,7 +146,7 @@ def _row(way: str, parameters: int, found: Times, seed: int) -> Row:
 
 
 def _ratio(name: str, mine: Sequence[float], theirs: Sequence[float], seed: int, times: float = 1.0) -> Row:
-    """Return the ratio of the medians and its interval, drawn by repetition."""
+    """Return the ratio of the medians and its interval, by bootstrap over the repetitions."""
 
     def of(drawn: Sequence[Sequence[float]]) -> float:
         chosen = [int(number) for number in drawn[0]]
@@ -158,7 +158,7 @@ def _ratio(name: str, mine: Sequence[float], theirs: Sequence[float], seed: int,
 
 
 def held_tasks(workers: Workers, seed: int) -> list[Task]:
-    """Return what is timed, alone in one of the processes."""
+    """Return the timing task, which runs alone in one of the processes."""
     return [Task("held: the larger shard of two", partial(_task, workers, seed))]
 
 
@@ -167,31 +167,33 @@ def _task(workers: Workers, seed: int, _: Sequence[Row]) -> list[Row]:
 
 
 # ---------------------------------------------------------------------------------------------
-# What is said of it
+# Claims and table
 
 
 def held_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Hold the rows against what was asked, by their intervals."""
+    """Return the claims about the requirements, decided by the intervals."""
     held = [row for row in rows if row["part"] == "held" and row["status"] == MEASURED]
-    words = f"A partial save holds the loop for at most {HELD_TIMES:g} times a plain copy of the same blocks, their choice apart"
-    with_choice = "with the choice " + ", ".join(f"{row['held_to_copy']:.2g} times ({row['way']})" for row in held)
+    words = (
+        f"A partial save blocks the loop for at most {HELD_TIMES:g} times as long as a plain copy of the same blocks, "
+        "excluding the choice of blocks"
+    )
+    with_choice = "including the choice " + ", ".join(f"{row['held_to_copy']:.2g} times ({row['way']})" for row in held)
     return [
         _at_most(words, held, "write_to_copy", HELD_TIMES, "times the copy", with_choice),
         _at_most(
-            f"Choosing the blocks takes less than {SELECTED_PERCENT:g} % of a step, over all steps: 8.5 million parameters at two workers",
+            f"Choosing the blocks takes less than {SELECTED_PERCENT:g} % of a step, averaged over all steps: 8.5 million "
+            "parameters, two workers",
             held,
             "selection_percent",
             SELECTED_PERCENT,
             "%",
-            f"one pass over the {held[0]['parameters']:,} parameters that are held, and what is saved of them"
-            if held
-            else "",
+            f"one pass over the {held[0]['parameters']:,} owned parameters and their last saved values" if held else "",
         ),
     ]
 
 
 def _at_most(words: str, rows: Sequence[Row], name: str, most: float, unit: str, more: str) -> Claim:
-    """Hold that something is at most so much at every r; None if an interval does not tell and none is above."""
+    """Return a claim that a number is at most ``most`` at every r; undecided if an interval contains ``most``."""
     if not rows:
         return statement(words, _ASKED, most, unit)
     worst = max(rows, key=lambda row: float(row[name]))
@@ -203,25 +205,26 @@ def _at_most(words: str, rows: Sequence[Row], name: str, most: float, unit: str,
     return statement(words, _ASKED, most).judged(
         worst[name],
         holds,
-        f"the most, {worst['way']}; {each} {unit}; {more}",
+        f"the largest: {worst['way']}; {each} {unit}; {more}",
         ci=(worst[f"{name}_low"], worst[f"{name}_high"]),
         unit=unit,
     )
 
 
 def held_table() -> Section:
-    """Return how the page shows the rows."""
+    """Return the table of the page."""
     return table(
         "held",
-        "What a partial save takes from training",
-        f"The larger of two shards of 8.5 million parameters, in blocks of {_BLOCK} numbers, C = {_EVERY}, medians of {_REPETITIONS} repetitions in one thread. Selection: "
-        "from the parameters to the numbers of the blocks. Write: what is written of them; the loop is held for both. Copy: the same blocks, as torch copies them. "
-        "A save falls on every second step at r = 1/8. On a machine that is busy only the ratios say something.",
+        "Cost of a partial save",
+        f"The larger of two shards of 8.5 million parameters, in blocks of {_BLOCK} numbers, C = {_EVERY}, medians of "
+        f"{_REPETITIONS} repetitions in one thread. Selection: choosing the blocks. Write: encoding the chosen blocks; both "
+        "block the training loop. Copy: a plain torch copy of the same blocks. At r = 1/8 every second step saves. On a busy "
+        "machine only the ratios are meaningful.",
         where=measured("held"),
         by=["way"],
         columns=[
-            number("parameters", "parameters held"),
-            milliseconds("step_s", "a step"),
+            number("parameters", "owned parameters"),
+            milliseconds("step_s", "step"),
             milliseconds("selection_s", "selection"),
             milliseconds("write_s", "write"),
             milliseconds("copy_s", "copy"),

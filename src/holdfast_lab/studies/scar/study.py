@@ -1,7 +1,7 @@
-"""Partial recovery and prioritised checkpoints: the experiments of Qiao and others (2019), on this code.
+"""Partial recovery and priority checkpoints: the experiments of Qiao et al. (2019), with this code.
 
-A failure is simulated in the process that iterates, so that every policy sees the same run, the same failure and the
-same randomness after it. Trials run side by side, in as many processes as there are cores.
+Failures are simulated in the process that iterates, so that every policy gets the same run, the same failure and the same
+randomness after it. Trials run in parallel, one process per core.
 """
 
 from __future__ import annotations
@@ -26,33 +26,32 @@ from holdfast_lab.studies.scar.save import held_claims, held_tasks
 from holdfast_lab.studies.scar.trials import Course, Policies, trial, trial_of_several
 
 _TRIALS = 100
-"""Of all failures, and of those after the first full save."""
+"""Number of trials over all failures, and of trials with a failure after the first full save."""
 _QUICK = "mlr-digits"
 _TIMES_THE_RATE = (1 / 4, 1 / 2, 1, 2, 4, 8, 16)
 _REHEARSED = 24
 _CHUNK = 25
-"""Trials of a task: what an interruption loses at most."""
+"""Trials of a task: the most that an interruption loses."""
 _SEVERAL = (2, 3)
 _TRIED = 30
-"""Of each kind of perturbation."""
+"""Trials of each kind of perturbation."""
 _PARTS = 8
-"""In so many parts all kinds are tried, side by side."""
+"""Number of parallel parts that the kinds of perturbations are divided into."""
 
 
 class Scar:
-    """See the head of this file."""
+    """The study; see the module's docstring."""
 
     name = "scar"
-    title = "Partial recovery and prioritised checkpoints"
+    title = "Partial recovery and priority checkpoints"
     paper = (
         "A. Qiao, B. Aragam, B. Zhang, E. P. Xing: Fault tolerance in iterative-convergent machine learning, ICML 2019, "
         "arXiv 1810.07354"
     )
     intervals = (
-        "Intervals are 95 % intervals: of what is saved by bootstrap over the trials, paired by trial; a resample in "
-        "which going back to a full checkpoint costs nothing counts as beyond both ends. Of a mean cost of "
-        "perturbations from the normal distribution. Of a share of runs by Clopper and Pearson, of more than 1,000 "
-        "from the normal distribution."
+        "95 % intervals: for iterations saved, bootstrap over the trials, paired by trial; a resample in which rollback to a "
+        "full checkpoint costs nothing counts as beyond both ends. For a mean cost of perturbations, normal distribution. "
+        "For a share of runs, Clopper-Pearson, above 1,000 runs the normal distribution."
     )
     task_s, quick_task_s = 15.5, 6.7
 
@@ -74,7 +73,7 @@ class Scar:
         """See :meth:`Study.tasks`.
 
         Raises:
-            ConfigError: if a program is asked for that is not one, or that needs files.
+            ConfigError: if a requested program does not exist, or needs files.
         """
         return _Plan(options).tasks()
 
@@ -92,13 +91,15 @@ class Scar:
 
 
 class _Plan:
-    """What is run, and how."""
+    """The programs and tasks of a run of the study."""
 
     def __init__(self, options: Options) -> None:
         if options.model:
-            raise ConfigError(f"--network is not for this study, got {options.model!r}; choose programs with --only")
+            raise ConfigError(
+                f"--network cannot be used with this study, got {options.model!r}; choose programs with --only"
+            )
         if options.data is not None and not options.data.is_dir():
-            raise ConfigError(f"--data must be a directory, got {str(options.data)!r}, which is none")
+            raise ConfigError(f"--data must be an existing directory, got {str(options.data)!r}")
         self._options = options
         self._workers = Workers(preload=[__name__])
         self.entries = self._chosen()
@@ -111,7 +112,7 @@ class _Plan:
                 names = ", ".join(f"'{each}'" if " " in each else each for each in known)
                 raise ConfigError(f"--only must be one of {names}, got {name!r}")
             if known[name].from_files and self._options.data is None:
-                raise ConfigError(f"{name} is run on data from files: say in which directory they are, with --data DIR")
+                raise ConfigError(f"{name} needs data from files: give their directory with --data DIR")
         if wanted:
             return [entry for entry in ENTRIES if entry.name in wanted]
         if self._options.quick:
@@ -131,7 +132,7 @@ class _Plan:
         others = [entry.name for entry in missing if not entry.by_request]
         told = [f"Programs: {', '.join(others)}."] if others else []
         if requested:
-            told.append(f"Programs that would not fit into the hour: {', '.join(requested)}; run each with --only.")
+            told.append(f"Programs that run only on request: {', '.join(requested)}; run each with --only.")
         if self._options.data is None:
             told.append(
                 "All data from files (Fashion-MNIST, CoverType, MovieLens, Reuters): give their directory with --data."
@@ -139,8 +140,8 @@ class _Plan:
         told.append(NOT_READ)
         if self._options.quick:
             told.append(
-                "Everything but the traditional policy, partial recovery and r = 1/8, with half of the blocks lost: no other "
-                "shares and fractions, no perturbations, no several failures, nothing beyond the paper."
+                "Everything except the traditional policy, partial recovery and r = 1/8 with half of the blocks lost: other "
+                "shares and fractions, perturbations, several failures, and policies beyond the paper."
             )
         return told
 
@@ -159,7 +160,7 @@ class _Plan:
         return tasks
 
     def _of_program(self, entry: Entry, course: Course) -> list[Task]:
-        """Return what the whole study does with a program."""
+        """Return the tasks of a program in the whole study."""
         rehearsed = min(_REHEARSED, self.trials)
         whole, few = (partial(policies_of, which, entry.fractions) for which in ("whole", "few"))
         tasks = self._of_main(course, whole)
@@ -194,7 +195,7 @@ class _Plan:
         )
 
     def _of_main(self, course: Course, policies: Policies) -> list[Task]:
-        """Return the trials that everything is said of: of all failures, then as many late ones as are still missing."""
+        """Return the main trials over all failures, then the additional late trials."""
         return [task for kind in ("main", "late") for task in self._of_trials(course, kind, self.trials, policies)]
 
     def _of_trials(self, course: Course, kind: str, count: int, policies: Policies) -> list[Task]:
@@ -211,7 +212,7 @@ class _Plan:
     def _pilot(self, course: Course, known: Sequence[Row]) -> list[Row]:
         try:
             return self._workers.rows(pilot, [_at_rate(course, known)])
-        except ConfigError as error:  # its data are not there, or it does not converge: the others can be run
+        except ConfigError as error:  # missing data, or no convergence: other programs can still run
             return [{"part": "pilot", "status": NOT_RUN, "program": course.name, "why": str(error)}]
 
     def _trials(
@@ -249,40 +250,40 @@ class _Plan:
                     "part": "rate",
                     "status": NOT_RUN,
                     "program": entry.name,
-                    "why": "the loss grew beyond all bounds at every rate",
+                    "why": "the loss diverged at every learning rate",
                 }
             ]
         return [row | {"best": row["loss"] == least} for row in rows]
 
 
 def _ready(course: Course, known: Sequence[Row]) -> Course | None:
-    """Return the course as its pilot found it, None if the pilot failed."""
+    """Return the course with the results of its pilot, None if the pilot failed."""
     found = next(row for row in known if row["part"] == "pilot" and row["program"] == course.name)
     return with_levels(_at_rate(course, known), found) if found["status"] == MEASURED else None
 
 
 def _late_of_main(course: Course, known: Sequence[Row]) -> int:
-    """Return how many of the main trials failed after the first full save."""
+    """Return the number of main trials whose failure is after the first full save."""
     main = [row for row in known if row["part"] == "trial" and (row["program"], row["kind"]) == (course.name, "main")]
     return len({row["trial"] for row in main if row.get("late")})
 
 
 def _at_rate(course: Course, known: Sequence[Row]) -> Course:
-    """Return the course at the best learning rate, if that is what its name says."""
+    """Return the course at the best learning rate if its name ends with :data:`AT_BEST`, else unchanged."""
     if not course.name.endswith(AT_BEST):
         return course
     name = course.name.removesuffix(AT_BEST)
     rates = [row["rate"] for row in known if row["part"] == "rate" and row["program"] == name and row.get("best")]
     if not rates:
-        raise ConfigError("no best learning rate is known: the sweep could not be run")
+        raise ConfigError("no best learning rate is known, because the sweep of learning rates failed")
     return replace(course, make=partial(course.make, learning_rate=rates[0]))
 
 
 def perturbed(course: Course, seed: int, count: int) -> list[Row]:
-    """Return what perturbations of a program cost by their size."""
+    """Return the cost of perturbations of a program by size."""
     return cost_rows(course.make(seed), count, seed, course.iterations, course.window)
 
 
 def perturbed_by_kind(course: Course, seed: int, trials: int, part: int) -> list[Row]:
-    """Return one of :data:`_PARTS` parts of what each kind of perturbation costs."""
+    """Return one of :data:`_PARTS` parts of the cost of each kind of perturbation."""
     return kind_rows(course.make(seed), trials, seed, course.iterations, course.window, part, _PARTS)

@@ -1,4 +1,4 @@
-"""The tables of the study of partial recovery that show rows as they are."""
+"""Tables of the partial recovery study that show rows without aggregation."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from holdfast_lab.studies.sections import (
 
 
 def rates_table(rows: Sequence[Row]) -> Section:
-    """Return the sweep of learning rates."""
+    """Return the table of the learning rate sweep."""
     found = [row for row in rows if row["part"] == "rate" and row["status"] == MEASURED]
     return table(
         "rates",
         "Learning rates",
-        "The loss at the end of the pilot, by multiples of the stated rate; the best is that of the least loss. "
-        "Under-tuned rates make anything look good that makes steps larger.",
+        "Loss at the end of the pilot run, by multiples of the stated rate; the best rate has the lowest loss. "
+        "With a rate that is too low, anything that enlarges steps looks good.",
         [row | {"times_the_stated_rate": row["times"]} for row in found],
         by=["program", "times_the_stated_rate"],
-        columns=[number("rate"), number("loss", "loss", "nats a sample"), truth("best")],
+        columns=[number("rate"), number("loss", "loss", "nats per sample"), truth("best")],
     )
 
 
 def pilot_table(rows: Sequence[Row]) -> Section:
-    """Return what the pilots found."""
+    """Return the table of the pilot runs."""
     found = [row for row in rows if row["part"] == "pilot" and row["status"] == MEASURED]
     lines = [
         row
@@ -48,10 +48,12 @@ def pilot_table(rows: Sequence[Row]) -> Section:
     ]
     return table(
         "pilot",
-        "The programs, undisturbed",
-        "Levels: losses at which iterations are counted, where the loss falls by several times its noise; how many, and the first and the last of "
-        "them; reached after so many iterations. Where they are few, a cost is the mean over few. Mean of: so many losses are averaged, "
-        "twice or four times as many as is stated in the settings where the loss is too noisy for that. Iteration: one of it, and its loss. Losses: in nats a sample, of LDA a token; of ALS squared ratings; of a quadratic (x - x*)' H (x - x*) / 2.",
+        "The programs without failures",
+        "Levels: losses at which iterations are counted, in the range where the loss falls by several times its noise: their "
+        "number, the first and last level, and the iterations that reach these. With few levels, a cost is a mean over few "
+        "values. Mean of: window of the trailing mean, two or four times that of the settings if the loss is too noisy. "
+        "Iteration: time of an iteration and its loss. Losses are in nats per sample, for LDA per token; for ALS in squared "
+        "ratings; for a quadratic (x - x*)' H (x - x*) / 2.",
         lines,
         by=["program"],
         columns=[
@@ -71,20 +73,18 @@ def pilot_table(rows: Sequence[Row]) -> Section:
 LIVE_TABLE = table(
     "live",
     "Real workers that own blocks, killed by SIGKILL",
-    "Runs of holdfast run, with what their reports say.",
+    "Jobs of holdfast run, with numbers from their reports.",
     where=measured("live"),
     by=["program", "policy", "fabric", "workers", "kill_step"],
     columns=[
         number("restored", "restored", "blocks"),
-        text("staleness", "how stale", "steps"),
+        text("staleness", "staleness", "steps"),
         number("cost", "cost", "iterations"),
         number("predicted", "predicted", "iterations"),
         truth("same_bits", "same bits as predicted"),
     ],
 )
-"""Runs with real workers."""
+"""The table of runs with real workers."""
 
 
-NOT_RUN_TABLE = not_run(
-    ["part", "program"], title="What could not be run", columns=[text("why"), count("trial", "trials")]
-)
+NOT_RUN_TABLE = not_run(["part", "program"], title="Not run", columns=[text("why"), count("trial", "trials")])

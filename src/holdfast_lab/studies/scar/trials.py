@@ -1,6 +1,6 @@
-"""A trial: one run, one failure, and every policy's way on from it, all with the same randomness.
+"""A trial: one run, one failure, and the continuation under every policy, all with the same randomness.
 
-Every policy sees the undisturbed run until the failure, so one pass over it serves them all.
+Until the failure every policy shares the failure-free run, so it is computed only once.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from holdfast_lab.studies.scar.restore import WAYS, Restored, Rows, Scene
 from holdfast_lab.workloads.iterative.base import Program, State
 
 KINDS_OF_TRIALS = ("main", "late", "rehearsal", "several", "pilot")
-"""Blocks of trials that share no randomness; in those called late, nodes die after the first full save."""
-TOO_SOON = "the undisturbed run was not at the last level after all failures, or never got there"
+"""Kinds of trials, which share no randomness; in late trials, nodes fail after the first full save."""
+TOO_SOON = "the failure-free run reached the last level before all failures, or never"
 Policies = Callable[[Program], Sequence[Policy]]
 _SLOTS = 16
-"""How many saves back somebody with hindsight may choose from: twice as many as it takes to save all."""
+"""Number of past saves that hindsight may choose from: twice the number that saves all blocks."""
 _CAP = 4
-"""A run that takes so many times as long as the undisturbed one is given up, and counted as censored."""
+"""A run is stopped, and counted as censored, after so many times the iterations of the failure-free one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """How a program is run in trials.
+    """The settings of a program in trials.
 
     Args:
-        name: In rows and on the page.
-        make: Makes the program, with its randomness from a seed, the same data for every seed; and at another
-            ``learning_rate``, if it is asked to and has one.
-        every: C: all is saved once in so many iterations.
-        window: Of the trailing mean of the loss.
-        iterations: Of the pilot; the last level is one that it reaches.
-        seed: Of everything that is drawn.
-        levels: Of the loss, falling; empty before the pilot.
-        last: Iterations at which the pilot reached the last of them.
+        name: Its name in rows and on the page.
+        make: Creates the program from a seed, with the same data for every seed; accepts another ``learning_rate`` if the
+            program has one.
+        every: C, iterations per full save.
+        window: Window of the trailing mean of the loss in iterations.
+        iterations: Iterations of the pilot run, which reaches the last level.
+        seed: Seed of all random draws.
+        levels: Levels of the loss, descending; empty before the pilot.
+        last: Iterations at which the pilot reached the last level.
     """
 
     name: str
@@ -59,12 +59,12 @@ class Course:
     last: float = 0.0
 
     def chance(self, kind: str, number: int) -> np.random.Generator:
-        """Return where a trial draws from; a function of the seed, the kind of trials and the number alone."""
+        """Return the random generator of a trial, a function of the seed, the kind of trials and the number alone."""
         return np.random.default_rng([self.seed, KINDS_OF_TRIALS.index(kind), number])
 
     @property
     def limit(self) -> int:
-        """Return after how many iterations a run is given up."""
+        """Return the number of iterations after which a run is stopped."""
         return math.ceil(_CAP * self.last)
 
 
@@ -73,13 +73,13 @@ class Course:
 
 
 def run_on(program: Program, state: State, losses: list[float], course: Course) -> None:
-    """Go on with a run until the trailing mean is at the last level, or it is given up.
+    """Continue a run until the trailing mean of the loss reaches the last level, or the run is stopped.
 
     Args:
-        program: Any.
-        state: Before iteration ``len(losses) - 1``; written to.
-        losses: Those so far, that of ``state`` last; the others are appended.
-        course: Says when it ends.
+        program: The program.
+        state: The state before iteration ``len(losses) - 1``; modified in place.
+        losses: Losses so far, that of ``state`` last; further losses are appended.
+        course: The settings with the last level and the limit.
     """
     while len(losses) <= course.limit and np.mean(losses[-course.window :]) > course.levels[-1]:
         program.iterate(state, len(losses) - 1)
@@ -89,14 +89,16 @@ def run_on(program: Program, state: State, losses: list[float], course: Course) 
 def running_for(
     program: Program, state: State, start: Rows, policy: Policy, course: Course, seed: int
 ) -> Running | None:
-    """Return the checkpoint of a policy, None if it saves nothing; ``state`` is the one that is saved as it goes on."""
+    """Return the checkpoint of a policy, None if it saves nothing; ``state`` is the live state that it will save."""
     if policy.saves == "nothing":
         return None
     rows = saved_rows(program, start, policy)
     sizes = _sizes(program, start, policy)
     share = float(sizes.sum()) / float(program.block_bytes.sum())
     if policy.fraction == 1 and policy.codec != "exact":
-        share *= _shrinks(rows, policy.codec)  # a full save cannot take more blocks, but it can come sooner
+        share *= _shrinks(
+            rows, policy.codec
+        )  # a smaller full save cannot take more blocks, but it can be more frequent
     every = max(1, math.ceil(course.every * share))
     saving = Saving(
         every=every,
@@ -111,7 +113,7 @@ def running_for(
 
 
 def _likelihood_lost(program: Any, state: State) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return by how much the log-likelihood of each document would change if it were as it was saved."""
+    """Return a metric: the change of each document's log-likelihood if it were replaced by its saved value."""
 
     def distance(_: Tensor, saved: Tensor) -> Tensor:
         changed = program.log_likelihoods(state) - program.log_likelihoods(state, saved)
@@ -121,7 +123,7 @@ def _likelihood_lost(program: Any, state: State) -> Callable[[Tensor, Tensor], T
 
 
 def saved_rows(program: Program, rows: Rows, policy: Policy) -> Rows:
-    """Return those rows that a policy saves."""
+    """Return the rows that a policy saves."""
     if policy.saves == "parameters":
         return rows[:1]
     if policy.saves == "live":
@@ -145,13 +147,13 @@ def _shrinks(rows: Rows, codec: str) -> float:
 
 
 class Followed:
-    """A run, and what each way of saving has of it.
+    """A run with the checkpoints of several policies.
 
     Args:
-        program: Any.
-        policies: Whose checkpoints are kept.
-        course: Says how often all is saved.
-        seed: Of the random choices.
+        program: The program.
+        policies: The policies to keep checkpoints for.
+        course: The settings with the save interval.
+        seed: Seed of random choices of blocks.
     """
 
     def __init__(self, program: Program, policies: Sequence[Policy], course: Course, seed: int) -> None:
@@ -171,7 +173,7 @@ class Followed:
         self.iteration = 0
 
     def advance(self, until: int) -> None:
-        """Iterate, and save what is due, the last time after ``until`` iterations."""
+        """Iterate up to ``until`` iterations in total, and write the checkpoints that are due."""
         for iteration in range(self.iteration, until):
             self.program.iterate(self.state, iteration)
             self._save(iteration + 1)
@@ -189,7 +191,7 @@ class Followed:
             del self.history[1:-_SLOTS]
 
     def restored(self, policy: Policy, lost: Tensor, reseeded: Callable[[], Program]) -> Restored:
-        """Return what a policy goes on with when blocks are lost now."""
+        """Return the state with which a policy continues if blocks are lost now."""
         period = max(1, round(LEAST * self.course.every))
         scene = Scene(
             program=self.program,
@@ -210,13 +212,13 @@ class Followed:
 
 
 def trial(course: Course, kind: str, number: int, policies: Policies) -> list[Row]:
-    """Return a row for each policy: what one failure cost with it.
+    """Return a row for each policy with the cost of one failure.
 
     Args:
-        course: Of the program, with levels.
+        course: Settings of the program, with levels.
         kind: One of :data:`KINDS_OF_TRIALS`.
-        number: Of the trial.
-        policies: To compare, given the program.
+        number: Number of the trial.
+        policies: Returns the policies to compare for a program.
     """
     chance = course.chance(kind, number)
     seed, other_seed = (int(drawn) for drawn in chance.integers(2**31, size=2))
@@ -247,7 +249,7 @@ def trial(course: Course, kind: str, number: int, policies: Policies) -> list[Ro
 
 
 def undisturbed_losses(program: Program, course: Course) -> list[float]:
-    """Return the losses of a run that nothing happens to, until the trailing mean is at the last level."""
+    """Return the losses of the failure-free run until their trailing mean reaches the last level."""
     state = program.start()
     losses = [program.loss(state)]
     run_on(program, state, losses, course)
@@ -255,16 +257,16 @@ def undisturbed_losses(program: Program, course: Course) -> list[float]:
 
 
 def failure_at(chance: np.random.Generator, course: Course, undisturbed: Sequence[float], least: int = 1) -> int | None:
-    """Return after which iteration nodes die: geometric, drawn anew until it is before the last level is reached.
+    """Return the iteration after which nodes fail: geometric, redrawn until it is before the last level is reached.
 
     Args:
-        chance: Drawn from.
-        course: Has levels.
-        undisturbed: Losses.
-        least: Drawn anew until it is not before this one, either.
+        chance: The random generator.
+        course: Settings with levels.
+        undisturbed: Losses of the failure-free run.
+        least: Smallest allowed iteration; earlier ones are redrawn, too.
 
     Returns:
-        None if there is no such iteration, or the last level is never reached.
+        The iteration, None if there is none in that range, or if the last level is never reached.
     """
     last = kappa(undisturbed, course.levels[-1], course.window)
     if not least < last < math.inf:
@@ -276,30 +278,30 @@ def failure_at(chance: np.random.Generator, course: Course, undisturbed: Sequenc
 
 
 def lost_of(order: Tensor, nodes: int) -> Tensor:
-    """Return the blocks that are lost, of all in a random order, when so many of :data:`NODES` die; at least one if any dies."""
+    """Return the lost blocks if ``nodes`` of :data:`NODES` fail, from a random order; at least one if any node fails."""
     return order[: max(len(order) * nodes // NODES, min(nodes, 1))]
 
 
 def distance_of(program: Program, a: State, b: State) -> float:
-    """Return how far two states are apart: the root of the sum of squares over the blocks."""
+    """Return the distance between two states: the root of the sum of squares over the blocks."""
     return float(program.distance(program.rows(a)[0], program.rows(b)[0]).double().norm())
 
 
 def _cost(course: Course, losses: list[float], undisturbed: list[float], failure: int, work: float) -> Row:
-    # What was reached before the failure cannot cost anything: those levels say nothing of it.
+    # Levels reached before the failure contain no information about its cost.
     ahead = [level for level in course.levels if kappa(undisturbed, level, course.window) > failure]
     cost = iteration_cost(losses, undisturbed, ahead, course.window)
     return {"cost": cost.iterations + work, "censored": cost.censored, "levels": len(ahead)}
 
 
 def trial_of_several(course: Course, number: int, policies: Policies, failures: int) -> list[Row]:
-    """Return a row for each policy: what several failures in one run cost with it.
+    """Return a row for each policy with the cost of several failures in one run.
 
     Args:
-        course: Of the program, with levels.
-        number: Of the trial.
-        policies: To compare, given the program.
-        failures: How many.
+        course: Settings of the program, with levels.
+        number: Number of the trial.
+        policies: Returns the policies to compare for a program.
+        failures: Number of failures.
     """
     chance = course.chance("several", number)
     seed, other_seed = (int(drawn) for drawn in chance.integers(2**31, size=2))
@@ -321,7 +323,7 @@ def trial_of_several(course: Course, number: int, policies: Policies, failures: 
                 losses.append(program.loss(followed.state))
             lost = lost_of(order, policy.nodes)
             restored = followed.restored(policy, lost, lambda: course.make(other_seed))
-            for name, tensor in restored.state.items():  # the checkpoint looks at this state, so it is written to
+            for name, tensor in restored.state.items():  # in place, because the checkpoint refers to this state
                 followed.state[name].copy_(tensor)
             losses[-1] = program.loss(followed.state)
         run_on(program, followed.state, losses, course)

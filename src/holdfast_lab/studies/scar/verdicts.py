@@ -1,4 +1,4 @@
-"""Holding what the trials say against a number: the words, and the verdicts, that all claims of the study share."""
+"""Verdicts that compare the results of trials with a number, and their wording, shared by all claims of the study."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ PAPER = "paper"
 DERIVED = "derived"
 EXPECTED = "expected from a prototype"
 POINTS = "points"
-"""The unit of a difference of percentages."""
+"""Unit of a difference of percentages."""
 LEAST, MOST = 78.0, 95.0
-"""What the abstract says that SCAR saves, in percent."""
+"""The abstract's range of iterations that SCAR saves, in percent."""
 
 Measured = tuple[float, tuple[float, float]]
 
 
 def show(value: float, ci: tuple[float, float], unit: str = "") -> str:
-    """Return a reduction and its interval in percent, as tables and claims show it; an end that there is not as infinite."""
+    """Return a reduction and its interval in percent, as shown in tables and claims; an unbounded end as infinite."""
     if not math.isfinite(value):
-        return "nothing to save"  # going back cost nothing in any of the trials
+        return "nothing to save"  # rollback cost nothing in any of the trials
     return f"{_whole(value)} [{_whole(ci[0])}, {_whole(ci[1])}] {unit}".rstrip()
 
 
@@ -35,7 +35,7 @@ def _whole(share: float) -> str:
 
 
 def told(found: Mapping[str, Measured], unit: str = "%") -> str:
-    """Return each program, or what else was measured, with its number, in a sentence of a claim."""
+    """Return each name with its number, as text of a claim."""
     return "; ".join(f"{name} {show(*measured, unit)}" for name, measured in found.items())
 
 
@@ -45,7 +45,7 @@ def in_percent(ci: tuple[float, float]) -> tuple[float, float]:
 
 
 def where_it_lies(percent: float) -> str:
-    """Return whether a reduction is inside the abstract's range, and by how much not."""
+    """Return whether a reduction is inside the abstract's range, or how far outside."""
     if LEAST <= percent <= MOST:
         return "inside the range"
     points = max(LEAST - percent, percent - MOST)
@@ -54,7 +54,7 @@ def where_it_lies(percent: float) -> str:
 
 
 def partial_of(nodes: int) -> str:
-    """Return the name of partial recovery alone when so many of :data:`NODES` die."""
+    """Return the name of partial recovery alone if ``nodes`` of :data:`NODES` fail."""
     return PARTIAL if nodes == NODES // 2 else f"{PARTIAL}, {nodes}/{NODES} lost"
 
 
@@ -63,9 +63,9 @@ def partial_of(nodes: int) -> str:
 
 
 def at_least(words: str, source: str, least: float, found: Mapping[str, Measured], unit: str = "%") -> Claim:
-    """Hold that something is at least so many percent, or points, of each program; None if an interval does not tell and none is below.
+    """Return a claim that a number is at least ``least`` percent, or points, for each program.
 
-    The lowest is shown.
+    It is refuted if an interval is below ``least``, else undecided if an interval contains it. The lowest number is shown.
     """
     claim = statement(words, source, least, unit)
     if not found:
@@ -74,17 +74,17 @@ def at_least(words: str, source: str, least: float, found: Mapping[str, Measured
     value, ci = found[lowest]
     below = [name for name, (_, (_, high)) in found.items() if 100 * high < least]
     unclear = [name for name, (_, (low, high)) in found.items() if 100 * low < least <= 100 * high]
-    unsure = f"; the interval does not tell: {', '.join(unclear)}" if unclear else ""
+    unsure = f"; undecided by the interval: {', '.join(unclear)}" if unclear else ""
     return claim.judged(
         100 * value,
         False if below else None if unclear else True,
-        f"the lowest, {lowest}; {told(found, unit)}{unsure}",
+        f"the lowest: {lowest}; {told(found, unit)}{unsure}",
         ci=in_percent(ci),
     )
 
 
 def reductions(trials: Trials, programs: Sequence[str], policy: str) -> dict[str, Measured]:
-    """Return what a policy saves with each program that it saves a number with, after the first full save."""
+    """Return the reduction of a policy for each program with a defined reduction, over failures after the first full save."""
     cells = {program: trials.cell(program, policy) for program in programs}
     return {
         program: (cell.reduction, cell.ci) for program, cell in cells.items() if cell and math.isfinite(cell.reduction)
@@ -92,13 +92,13 @@ def reductions(trials: Trials, programs: Sequence[str], policy: str) -> dict[str
 
 
 def gaps(trials: Trials, programs: Sequence[str], policy: str, other: str) -> dict[str, Measured]:
-    """Return by how much a policy saves more than another with each program, paired."""
+    """Return the paired difference of the reductions of two policies, for each program."""
     found = {program: trials.gap(program, policy, other) for program in programs}
     return {program: gap for program, gap in found.items() if gap and math.isfinite(gap[0])}
 
 
 def is_above(words: str, found: Mapping[str, Measured]) -> Claim:
-    """Hold that every difference, by its name, is above 0; None if an interval does not tell and none is against it."""
+    """Return a claim that every named difference is above 0; undecided if an interval contains 0 and none is below 0."""
     claim = statement(words, PAPER, unit=POINTS)
     if not found:
         return claim
@@ -106,9 +106,9 @@ def is_above(words: str, found: Mapping[str, Measured]) -> Claim:
     value, ci = found[lowest]
     against = [name for name, (_, (_, high)) in found.items() if high < 0]
     unclear = [name for name, (_, (low, high)) in found.items() if low <= 0 <= high]
-    text = f"more, the least of {len(found)}: {lowest}"
-    text += f"; not so: {', '.join(against)}" if against else ""
-    text += f"; the interval does not tell: {', '.join(unclear)}" if unclear else ""
+    text = f"the smallest of {len(found)} differences: {lowest}"
+    text += f"; below 0: {', '.join(against)}" if against else ""
+    text += f"; undecided by the interval: {', '.join(unclear)}" if unclear else ""
     holds = False if against else None if unclear else True
     ours, ends = 100 * value, in_percent(ci)
     return claim.judged(ours, holds, text, ci=ends)

@@ -1,8 +1,8 @@
-"""Times steps of one training whose slices are summed in order, in any order, by a plain loop, by DDP, and not at all, as a script that ``mpirun`` starts.
+"""Times steps with deterministic all-reduce, unordered all-reduce, a plain MPI loop, DDP, and no all-reduce.
 
-All variants train in the same processes and take turns, block by block, in another order each time. They begin with the same
-weights and go through the same mini-batches cut into the same slices; after the first steps their weights are compared, so
-that none is quick because it sums something else.
+Started by ``mpirun``. All variants train in the same processes and take turns, block by block, in a different order each
+round. They start from the same weights and use the same mini-batches in the same slices. After the first steps their
+weights are compared, so that no variant is fast because it computes something else.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ VARIANTS = (*ORDERED, *ANY_ORDER, PLAIN, DDP, ALONE, WHOLE)
 _WARM_UP_STEPS = 3
 _MOST_STEPS = 40
 _BATCHES = {"mlp": 2, "cnn": 16, "gpt": 16}
-"""Mini-batches that there are, for each network; they are gone through again and again."""
+"""Number of mini-batches for each network; they are used repeatedly."""
 _TOLERANCE = 1e-3
-"""Largest distance between two variants' weights after the first steps, as a share of how far training has moved them."""
+"""Largest distance between two variants' weights after the first steps, relative to the distance training moved them."""
 
 
 class Training:
-    """What every variant trains, each from the beginning: a model, its optimizer, and the slices of this worker.
+    """The training of a variant: a new model, its optimizer, and the slices of this worker.
 
     Args:
-        options: The command line.
-        rank: This worker.
-        slices: Of a mini-batch, a multiple of the workers.
+        options: The parsed command line.
+        rank: Rank of this worker.
+        slices: Slices of a mini-batch, a multiple of the number of workers.
     """
 
     def __init__(self, options: argparse.Namespace, rank: int, slices: int) -> None:
@@ -58,13 +58,13 @@ class Training:
         self.dataset = _noise(options.network, _BATCHES[options.network] * options.batch)
         for module in self.model.modules():
             if isinstance(module, nn.Dropout):
-                module.p = 0.0  # what is drawn would hide whether all sum the same
+                module.p = 0.0  # random masks would hide differences between the all-reduces
         self.optimizer = make_optimizer("sgd", self.model.parameters())
         self._rank = rank
         self._begun = self._sample()
 
     def mine(self, step: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield the samples of each slice of this worker."""
+        """Yield the samples of this worker's slices, slice by slice."""
         size = self.batch // self.slices
         count = self.slices // self.workers
         first = step * self.batch % len(self.dataset) + self._rank * count * size
@@ -73,7 +73,7 @@ class Training:
             yield tuple(tensor[index] for tensor in self.dataset.tensors)
 
     def moved(self) -> list[float]:
-        """Return how far training has moved a few numbers of each parameter."""
+        """Return how far training has moved a few sampled values of each parameter."""
         return [after - before for after, before in zip(self._sample(), self._begun, strict=True)]
 
     def _sample(self) -> list[float]:
@@ -82,7 +82,7 @@ class Training:
 
 
 _SIDE = {"mlp": 256, "cnn": 28}
-"""Of images, pixels."""
+"""Side of the images in pixels."""
 _CHARACTERS, _CONTEXT = 65, 64
 
 
@@ -94,7 +94,7 @@ def _make(network: str) -> nn.Module:
 
 @functools.cache
 def _noise(network: str, samples: int) -> TensorDataset:
-    """Return samples that mean nothing: only how long a step takes is looked at."""
+    """Return random samples: only the step time matters."""
     generator = torch.Generator().manual_seed(0)
     if network == "gpt":
         text = torch.randint(_CHARACTERS, (samples, _CONTEXT + 1), generator=generator)
@@ -104,11 +104,11 @@ def _noise(network: str, samples: int) -> TensorDataset:
 
 
 # ---------------------------------------------------------------------------------------------
-# The variants: each yields before a step, when the one before is in the weights, for ever
+# The variants: endless generators that yield before each step, when the previous update is complete
 
 
 def ordered(training: Training, **settings: Any) -> Iterator[None]:
-    """Train with a session, slice by slice."""
+    """Train with a session and its deterministic all-reduce, slice by slice."""
     for step in _session_steps(training, slices=training.slices, **settings):
         yield
         for x, y in step:
@@ -116,13 +116,14 @@ def ordered(training: Training, **settings: Any) -> Iterator[None]:
 
 
 def unordered(training: Training, add: Callable[[torch.Tensor], None] | None = None) -> Iterator[None]:
-    """Let each worker add up its own slices, and a session only the workers' sums: the same session, another order.
+    """Train with a session in which each worker accumulates the gradients of its own slices before the all-reduce.
 
-    Gradients of further backward passes are added to where the session wants that of the first.
+    It is the same session with another order of summation. Gradients of further backward passes are accumulated in the
+    buffer that the session provides for the first.
 
     Args:
-        training: What to train.
-        add: Sums over workers; default: as sums in order do, through the same memory.
+        training: The training.
+        add: All-reduce over workers; default: the session's own, through shared memory.
     """
     count = training.slices // training.workers
     for step in _session_steps(training, add, slices=training.workers):
@@ -146,7 +147,7 @@ def _session_steps(
 
 
 def plain(training: Training, add: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Train as a plain loop does: gradients of the slices are added up in one vector, which ``add`` makes the sum over workers."""
+    """Train in a plain loop: accumulate the gradients of the slices in one vector, and all-reduce it with ``add``."""
     parameters = list(training.model.parameters())
     flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
     parts = flat.split([parameter.numel() for parameter in parameters])
@@ -175,7 +176,7 @@ def plain(training: Training, add: Callable[[torch.Tensor], None]) -> Iterator[N
 
 
 def ddp(training: Training, wrapped: nn.parallel.DistributedDataParallel) -> Iterator[None]:
-    """Train with DDP, which sums in the last of a worker's slices."""
+    """Train with DDP, which all-reduces during the last slice of a worker (``no_sync`` before)."""
     count, step = training.slices // training.workers, 0
     while True:
         yield
@@ -189,20 +190,20 @@ def ddp(training: Training, wrapped: nn.parallel.DistributedDataParallel) -> Ite
 
 
 # ---------------------------------------------------------------------------------------------
-# The race
+# The timed comparison
 
 
 class Race:
-    """All variants in this process, and the other workers' through MPI.
+    """All variants in this process, with MPI to the other workers.
 
     Args:
-        options: The command line.
+        options: The parsed command line.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
         module = nn.Linear(1, 1)
         first = holdfast.Session(module, make_optimizer("sgd", module.parameters()), fabric="ulfm")
-        self.rank = first.rank  # MPI is now set up as sessions want it, which is why one comes first
+        self.rank = first.rank  # a session must initialize MPI, with its own settings, before the import below
         from mpi4py import MPI
 
         self._comm = MPI.COMM_WORLD.Dup()
@@ -211,11 +212,11 @@ class Race:
         self._steps: dict[str, Iterator[None]] = {}
         self._trainings: dict[str, Training] = {}
         self.bytes: dict[str, dict[str, int]] = {}
-        """By variant, what sums take on the whole machine, in parts."""
+        """Bytes of the all-reduce on the whole machine, by variant and kind of memory."""
         self.parameters = 0
 
     def begin(self) -> None:
-        """Make each variant, let it warm up, and note what it allocated."""
+        """Create each variant, warm it up, and record its allocated memory."""
         for variant in self._options.variants:
             slices = self._options.workers if variant == WHOLE else self._options.slices
             training = Training(self._options, self.rank, slices)
@@ -264,18 +265,19 @@ class Race:
         self.bytes[variant] = mine
 
     def unlike(self) -> str:
-        """Return which variant came to other weights than the others, but for those who sum nothing; "" if none did."""
+        """Return an error message if a variant with an all-reduce has weights that differ from the reference; "" if none."""
         reference = self._trainings[FOLD].moved()
         for variant, training in self._trainings.items():
             apart = math.dist(training.moved(), reference) / math.hypot(*reference)
             if variant not in (ALONE, WHOLE) and not apart < _TOLERANCE:
                 return (
-                    f"the weights of {variant} are {apart:.2g} of the way that training moved them from those of {FOLD}"
+                    f"the weights of {variant} differ from those of {FOLD} by {apart:.2g} of the distance that training "
+                    f"moved them, expected less than {_TOLERANCE:g}"
                 )
         return ""
 
     def run(self, rounds: int, block_s: float) -> dict[str, list[float]]:
-        """Return the mean step of each block by variant, seconds; the places of one round are the same."""
+        """Return the mean step time of each block in seconds, by variant; blocks of one round have the same index."""
         slowest = max(self._time_block(variant, 2) for variant in self._options.variants)
         steps = max(1, min(_MOST_STEPS, math.ceil(block_s / slowest)))
         rng = random.Random(0)
@@ -286,7 +288,7 @@ class Race:
         return blocks
 
     def _time_block(self, variant: str, steps: int) -> float:
-        """Return the mean step of a block over all workers, which begin it together."""
+        """Return the mean step time of a block over all workers; a barrier precedes it."""
         self.meet()
         next(self._steps[variant])
         begun_s = time.perf_counter()
@@ -296,23 +298,23 @@ class Race:
         return statistics.fmean(self._comm.allgather(took_s))
 
     def meet(self) -> None:
-        """Wait for all."""
+        """Wait for all workers (MPI barrier)."""
         self._comm.Barrier()
 
 
 def shared_segments() -> dict[int, int]:
-    """Return the segments that this process has open, its own and others': by their numbers, what their pages take, bytes."""
+    """Return the allocated bytes of all shared-memory segments that this process has open, by inode number."""
     found: dict[int, int] = {}
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the folder's own is closed by now
-            if "memfd:holdfast" in os.readlink(entry):  # such a link leads nowhere
+        with contextlib.suppress(OSError):  # the descriptor of the directory itself is closed by now
+            if "memfd:holdfast" in os.readlink(entry):  # a memfd has no path, so only readlink shows its name
                 status = entry.stat()
                 found[status.st_ino] = 512 * status.st_blocks
     return found
 
 
 def main() -> None:
-    """Let all variants take turns; the first worker writes how long their blocks took, and what they allocated."""
+    """Time all variants in turns; rank 0 writes block times and allocated memory."""
     options = _parse()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -323,8 +325,8 @@ def main() -> None:
         found["blocks"] = race.run(options.rounds, options.block_s)
     if race.rank == 0:
         Path(options.out).write_text(json.dumps(found))
-    race.meet()  # nobody is gone before all are here
-    os._exit(0)  # training has no end here
+    race.meet()  # no process may exit before all have finished
+    os._exit(0)  # the generators never end
 
 
 def _parse() -> argparse.Namespace:

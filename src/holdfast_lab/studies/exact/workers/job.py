@@ -1,6 +1,6 @@
-"""Train a small network on digits, where each sample takes some time more, as a script for ``holdfast run``.
+"""Train a small network on digits with an extra delay per sample; a script for ``holdfast run``.
 
-The time is waited for, not computed: so each worker has, as it were, a device of its own, however few cores there are.
+The delay is a sleep, so it needs no core: each worker behaves as if it had its own device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast_lab.workloads import load_dataset, loss_of, make_model, make_optim
 
 
 def main() -> None:
-    """Train as the command line says; the settings of the session come from the environment."""
+    """Train with the options of the command line; the settings of the session come from the environment."""
     options = _parse()
     torch.set_num_threads(1)
     torch.set_deterministic_debug_mode("error")
@@ -36,7 +36,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True, help="samples of a mini-batch")
-    parser.add_argument("--sample-s", type=float, required=True, help="what a sample takes its worker")
+    parser.add_argument("--sample-s", type=float, required=True, help="delay per sample, seconds")
     return parser.parse_args()
 
 

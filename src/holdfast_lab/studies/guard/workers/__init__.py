@@ -1,1 +1,1 @@
-"""Scripts that the study starts in processes of their own."""
+"""Scripts that the study starts in separate processes."""

@@ -1,7 +1,8 @@
-"""Times steps of the same training with the guard and without, as a script that ``mpirun`` starts.
+"""Times steps of the same training with and without the guard; started by ``mpirun``.
 
-All variants train in the same processes and take turns, block by block, in another order each time. Blocks are longer than
-a rotation of the guard, so that each with ``heal`` holds a copy of the whole state; a block counts by its mean step.
+All variants train in the same processes and take turns, block by block, in a different order each round. A block is longer
+than a check rotation, so each block with ``heal`` includes a snapshot of the whole state. The result of a block is its mean
+step time.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ import holdfast
 from holdfast_lab.workloads import load_dataset, loss_of, make_model, make_optimizer
 
 VARIANTS = {"off": ("off", False), "stop": ("stop", False), "heal": ("heal", False), "heal, sums": ("heal", True)}
-"""What of the guard is on: the policy, and whether checksums go with what is summed."""
+"""Guard settings of each variant: the policy, and whether all-reduces carry checksums."""
 _WARM_UP_STEPS = 70
-"""Until fresh memory for two copies has been touched once."""
+"""Enough steps to touch the memory of two snapshots once."""
 
 
 def main() -> None:
-    """Train all variants in turns; the first worker writes how long their blocks took."""
+    """Train all variants in turns; rank 0 writes the block times."""
     options = _parse()
     torch.set_num_threads(1)
     sessions = {variant: _Endless(*settings, options) for variant, settings in VARIANTS.items()}
@@ -42,12 +43,12 @@ def main() -> None:
     if off.is_lead:
         found = {"blocks": blocks, "parameters": off.parameters}
         Path(options.out).write_text(json.dumps(found))
-    next(off.steps)  # nobody is gone before all are here
-    os._exit(0)  # training has no end here
+    next(off.steps)  # a step is a barrier: no process may exit before all have finished
+    os._exit(0)  # the generators never end
 
 
 class _Endless:
-    """A training whose steps are done one by one, for ever."""
+    """An endless training, executed step by step."""
 
     def __init__(self, guard: str, sums: bool, options: argparse.Namespace) -> None:
         data = load_dataset("digits", None, limit=options.samples, size=options.size)
@@ -68,7 +69,7 @@ class _Endless:
 
 
 def _time_block(steps: Iterator[None], number: int) -> float:
-    """Return the mean step of a block, seconds; all workers begin it together, because a step ends for all or none."""
+    """Return the mean step time of a block in seconds; the step before it synchronizes all workers."""
     next(steps)
     begun_s = time.perf_counter()
     for _ in range(number):

@@ -1,7 +1,7 @@
-"""A training by virtual workers in this process, done again and again from one state: with a guard, without, disturbed, not.
+"""A training with virtual workers in this process, repeated from one state: with or without a guard, with or without a flip.
 
-Each time the model, its optimizer and the session are new, and the state is copied into them; so nothing of one training
-is left to the next.
+Each repetition creates a new model, optimizer and session, and copies the state into them, so that nothing leaks from one
+training into the next.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from holdfast_lab.workloads.train import accuracy
 OFF = "off"
 
 State = Mapping[str, Any]
-"""Of the model and of its optimizer."""
+"""State of the model and of its optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """What came of a training.
+    """The result of a training.
 
     Args:
-        accuracy: On the test set, from 0 to 1: of the worker that is worst off.
-        finite: Whether all losses, and the weights of all workers, are.
-        bits: Digests by worker of its model and its optimizer's state; empty if it did not get to its end.
-        records: What it wrote down, but for its steps.
-        steps: So many were committed.
-        state: Of the lowest worker.
+        accuracy: Accuracy on the test set, from 0 to 1, of the worst worker.
+        finite: Whether all losses, and the weights of all workers, are finite.
+        bits: For each rank, digests of its model and optimizer state; empty if the training did not finish.
+        records: Its records, except those of steps.
+        steps: Number of committed steps.
+        state: State of the lowest rank.
         error: Why it failed, "" if it did not.
     """
 
@@ -61,13 +61,13 @@ class Ended:
 
 
 class _Records:
-    """Takes the records of a session, in memory."""
+    """Collects the records of a session in memory."""
 
     def __init__(self) -> None:
         self.written: list[Record] = []
 
     def write(self, record: Record) -> None:
-        """Take one."""
+        """Add a record."""
         if type(record).__name__ != "StepCommitted":
             self.written.append(record)
 
@@ -81,19 +81,19 @@ def train(
     begin: State | None = None,
     fault: Fault | None = None,
 ) -> Ended:
-    """Train, and return what came of it.
+    """Train, and return the result.
 
-    Without a guard a training whose loss is not finite ends there: its class is known.
+    Without a guard, a training ends at the first loss that is not finite, because its class is known then.
 
     Args:
-        setup: What.
+        setup: The training.
         guard: A policy; see :attr:`holdfast.Settings.guard`.
-        seed: Of the order of the samples and what is random in the network.
-        epochs: How long.
-        begin: The state to go on from; None: a new model.
-        fault: What strikes; None: nothing.
+        seed: Seed of the sample order, and of randomness in the network.
+        epochs: Number of epochs.
+        begin: The state to continue from; None: a new model.
+        fault: The injected fault; None: none.
     """
-    forget_sessions()  # sessions with an unfinished loop would be kept
+    forget_sessions()  # or sessions with an unfinished loop would stay in memory
     data = _dataset(setup.size)
     channels, side, _ = data.shape
     image = (channels, side)
@@ -101,7 +101,9 @@ def train(
     optimizer = make_optimizer(setup.optimizer, model.parameters())
     if begin is not None:
         model.load_state_dict(begin["model"])
-        optimizer.load_state_dict(copy.deepcopy(begin["optimizer"]))  # it would keep the tensors that it is given
+        optimizer.load_state_dict(
+            copy.deepcopy(begin["optimizer"])
+        )  # load_state_dict keeps references to the given tensors
     faults = FaultPlan((fault,)).to_json() if fault is not None else ""
     session = holdfast.Session(
         model,
@@ -114,20 +116,20 @@ def train(
         faults=faults,
     )
     records = _Records()
-    session._connect().log.subscribe(records)  # nothing public tells what was written down, without a directory
+    session._connect().log.subscribe(records)  # there is no public access to records without a directory
     try:
-        # It tells the user of what it finds.
+        # The guard prints its findings.
         with contextlib.redirect_stderr(io.StringIO()):
             finite = _train(session, model, data.train, setup.batch, epochs, to_the_end=guard != OFF)
     except InternalError:
         raise
-    except Exception as error:  # whatever a flip makes of a training: it failed
+    except Exception as error:  # a flip may cause any error; all count as a failed training
         return Ended(records=records.written, steps=session.step, error=f"{type(error).__name__}: {error}")
     return _ended(session, setup, model, data.test, records.written, finite=finite)
 
 
 def _train(session: Any, model: nn.Module, samples: Any, batch: int, epochs: int, *, to_the_end: bool) -> bool:
-    """Return whether all losses were finite, of steps that were done again the last one's."""
+    """Return whether all losses were finite; for replayed steps the last loss counts."""
     losses: dict[int, float] = {}
     for step in session.steps(samples, batch, epochs, drop_last=True):
         losses[session.step] = session.metrics.get("loss", 0.0)
@@ -160,5 +162,5 @@ def _dataset(size: int | None) -> Any:
 
 
 def steps_of(setup: Setup) -> int:
-    """Return how many steps an epoch has."""
+    """Return the number of steps per epoch."""
     return len(_dataset(setup.size).train) // setup.batch

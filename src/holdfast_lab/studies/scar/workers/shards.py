@@ -1,6 +1,6 @@
-"""A network in shards, as a script for ``holdfast run``: what the study of partial recovery kills workers of.
+"""A sharded network, as a script for ``holdfast run``; the partial recovery study kills workers of this job.
 
-Every step logs ``evaluation``, the loss on a fixed set of samples before the step, beside that of the mini-batch.
+Every step logs ``evaluation``, the loss on a fixed set of samples before the step, and the loss of the mini-batch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import holdfast
 from holdfast_lab.workloads import load_dataset
 
 EVALUATED = 500
-"""Samples of the fixed set, the first ones of the training set."""
+"""Size of the fixed set: the first samples of the training set."""
 HIDDEN = 64
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Train with the options of the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--shards", type=int, required=True)
     parser.add_argument("--epochs", type=int, required=True)
