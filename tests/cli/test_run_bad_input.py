@@ -69,6 +69,7 @@ BAD = {
     "workers not a number": (["-n", "two"], "--workers must be a whole number, got 'two'"),
     "a unit": (["--hang-timeout", "5s"], "--hang-timeout must be a number of seconds, without a unit, got '5s'"),
     "unknown option": (["--hope"], "No such option: --hope"),
+    "unknown option, where all are": (["--hope"], "holdfast run --help-all lists every option"),
     "rank out of range": (["-n", "2", "--inject", "kill:rank=5,step=1"], "rank must be one of 0..1, got 5"),
     "malformed fault": (["--inject", "kill:rank=1"], "step is missing"),
     "flip of nothing": (["--inject", "flip:rank=0,step=1"], "--inject flip:rank=0,step=1: target is missing"),

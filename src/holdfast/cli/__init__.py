@@ -14,9 +14,10 @@ from holdfast.cli.ckpt import ckpt
 from holdfast.cli.control import scale, set_
 from holdfast.cli.diff_runs import diff_runs
 from holdfast.cli.doctor import doctor
+from holdfast.cli.given import GroupedCommand
 from holdfast.cli.lab import COMMANDS, Commands, placeholder
 from holdfast.cli.report import report
-from holdfast.cli.run import run
+from holdfast.cli.run import RunCommand, run
 from holdfast.cli.tables import need_command
 from holdfast.cli.verify import verify
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError, HoldfastError, InternalError
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)
 app.command(context_settings={"allow_interspersed_args": False})(doctor)
 app.command()(scale)
 app.command(name="set")(set_)
@@ -76,7 +77,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         sys.exit(1)
     except _USAGE_ERROR as error:
         message = _of_number(error) or " ".join(error.format_message().split())  # type: ignore[attr-defined]
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {message}{_all_options(error)}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -89,6 +90,14 @@ def _complain(error: HoldfastError, *, debug: bool) -> NoReturn:
     if isinstance(error, ConfigError | CheckpointMissing):
         sys.exit(2)
     sys.exit(3 if isinstance(error, CheckpointCorrupt) else 1)
+
+
+def _all_options(error: Exception) -> str:
+    """Return the hint to ``--help-all`` for an unknown option of a command that has it; "" for other errors."""
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ != "NoSuchOption" or not isinstance(getattr(context, "command", None), GroupedCommand):
+        return ""
+    return f"; {context.command_path} --help-all lists every option"
 
 
 def _of_number(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""``holdfast run``: train on several workers, and survive the loss of some."""
+"""``holdfast run``: train on several workers and recover from worker failures."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument
+from typer import Argument, Option
 
-from holdfast.cli.given import takes
+from holdfast.cli.given import GroupedCommand, show_all, takes
 from holdfast.cli.signals import sigterm_as_interrupt
 from holdfast.config import MOST_WORKERS, Settings
 from holdfast.errors import ConfigError
@@ -24,53 +24,64 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What only the command itself needs to know."""
+    """Options that only the command itself uses."""
 
     respawn: bool = option(
         False,
-        help="Start a new worker for each that dies.",
-        manual="start a new worker for each that dies; `--fabric gloo` only. It joins between two steps, with the state from the others' memory",
-        group="newcomers",
+        help="Start a replacement for each failed worker; --fabric gloo.",
+        manual="start a replacement for each failed worker; `--fabric gloo` only. It joins between two steps, with the state from a survivor's memory",
+        group="Spare and replacement workers",
+        is_basic=True,
     )
     inject: tuple[str, ...] = option(
         (),
-        help="Break something: kill:rank=1,step=20[,phase=allreduce[,bucket=2]], flip:rank=1,step=20,target=weights.",
-        manual="repeatable; see below",
-        group="faults",
+        help="Inject a fault, such as kill:rank=1,step=20 or flip:rank=1,step=20,target=weights.",
+        manual="inject a fault; repeatable, see below",
+        group="Fault injection",
+        is_basic=True,
         metavar="SPEC",
         kind=list[str],
     )
     baseline: Path | None = option(
         None,
-        help="The report of an undisturbed run, to say what this one's failures cost in steps.",
-        manual="the report of an undisturbed run with the same seed: this one then says how many steps more it took to the losses that the other came to after the step of the first failure, `iteration_cost` in `report.json`",
-        usual="none",
-        group="comparison",
+        help="Report of a failure-free run, to count the extra steps that failures cost.",
+        manual="report of a failure-free run with the same seed; adds `iteration_cost` to `report.json`: how many more steps this run took to reach the losses of that run after the first failure",
+        group="Output",
         kind=Path,
     )
     as_json: bool = option(
         False,
-        help="Print report.json on stdout; all else goes to stderr.",
-        manual="print the report on stdout; all else goes to stderr",
-        group="comparison",
+        help="Print report.json to stdout; all other output goes to stderr.",
+        manual="print `report.json` to stdout; all other output goes to stderr",
+        group="Output",
         flags=("--json",),
     )
 
 
 OPTIONS = declared(Asked, Settings, Job)
-_TOLD_APART = ("token", "slices", "checkpoint_every")
-"""Settings that are not simply what the option says."""
+_CONVERTED = ("token", "slices", "checkpoint_every")
+"""Settings whose value is not that of the option."""
+
+
+class RunCommand(GroupedCommand):
+    """The command, whose ``--help`` lists its basic options."""
+
+    basic = frozenset(each.parameter for each in OPTIONS if each.option.is_basic)
 
 
 @takes(OPTIONS)
 def run(
     script: Annotated[Path, Argument(metavar="SCRIPT", help="The training script.", show_default=False)],
-    args: Annotated[list[str] | None, Argument(metavar="[ARGS]...", help="Handed on to the script.")] = None,
+    args: Annotated[list[str] | None, Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
+    *,
+    help_all: Annotated[
+        bool, Option("--help-all", help="Show every option, by group, and exit.", is_eager=True, callback=show_all)
+    ] = False,
     **given: Any,
 ) -> int:
-    """Train SCRIPT on N workers; when some die, the others go on.
+    """Train SCRIPT on N workers, and recover when workers fail.
 
-    Options stand before SCRIPT; what stands behind it is the script's, but for --report, which may come last.
+    Options come before SCRIPT, arguments of the script after it; only --report may also come last.
 
     Example: holdfast run -n 4 --inject kill:rank=1,step=20 --report out train.py --epochs 3
     """
@@ -143,7 +154,7 @@ def _newcomers(max_respawns: int | None, *, respawn: bool) -> int:
 def _settings(given: dict[str, Any]) -> Settings:
     """Return the settings: those given, then those of the environment; the ConfigError names the option of one that was given."""
     options = {each.name: each for each in declared(Settings)}
-    values = {name: _value(each, given[each.parameter]) for name, each in options.items() if name not in _TOLD_APART}
+    values = {name: _value(each, given[each.parameter]) for name, each in options.items() if name not in _CONVERTED}
     values |= _slices(given["slices"]) | _how_often(given["checkpoint_every"])
     try:
         return Settings.from_env(**values)

@@ -40,135 +40,153 @@ class Job:
     args: tuple[str, ...] = ()
     settings: Settings
     max_restarts: int = option(
-        3, help="How often the whole job may be started again.", group="limits", metavar="R", is_shown=True
+        3,
+        help="Maximum number of restarts of the whole job.",
+        group="Recovery",
+        metavar="R",
+        has_default=True,
     )
     max_respawns: int = option(
         0,
-        help="How many, at most [16].",
-        manual="how many, at most; with `--respawn`",
-        group="newcomers",
+        help="Maximum number of replacement workers.",
+        manual="maximum number of replacement workers, with `--respawn`",
+        usual="16",
+        group="Spare and replacement workers",
         metavar="R",
         most=MOST_WORKERS,
     )
     nnodes: int = option(
         1,
-        help="Machines, each with a launcher and so many workers.",
-        manual="machines that take part, each with a launcher of its own and `-n` workers; `--fabric gloo` only: [nodes.md](../how-to/nodes.md)",
-        group="nodes",
+        help="Nodes, each with a launcher of its own; --fabric gloo.",
+        manual="nodes, each with a launcher of its own and `-n` workers; `--fabric gloo` only: [nodes.md](../how-to/nodes.md)",
+        group="Multiple nodes with Gloo",
+        is_basic=True,
         metavar="N",
         most=MOST_WORKERS,
         least_given=1,
-        is_shown=True,
+        has_default=True,
     )
-    node_rank: int = option(0, help="Which of them this is, from 0.", group="nodes", metavar="R", is_shown=True)
+    node_rank: int = option(
+        0,
+        help="Rank of this node, from 0.",
+        usual="0",
+        group="Multiple nodes with Gloo",
+        is_basic=True,
+        metavar="R",
+        has_default=True,
+    )
     rdzv: str = option(
         "",
-        help="Where they meet: holdfast://HOST:PORT or etcd://HOST:PORT/JOB.",
-        manual="where they meet: `holdfast://HOST:PORT`, which the first node hosts, or `etcd://HOST:PORT[,HOST:PORT...]/JOB`",
-        group="nodes",
+        help="Rendezvous: holdfast://HOST:PORT or etcd://HOST:PORT/JOB.",
+        manual="rendezvous: `holdfast://HOST:PORT`, hosted by node 0, or `etcd://HOST:PORT[,HOST:PORT...]/JOB`",
+        group="Multiple nodes with Gloo",
+        is_basic=True,
         metavar="URL",
     )
     rdzv_timeout_s: float = option(
         300.0,
-        help="How long to wait for the others.",
-        manual="how long to wait for the store and the other nodes",
-        group="meeting",
-        is_shown=True,
+        help="How long to wait for the rendezvous.",
+        manual="how long to wait for the store and for the other nodes",
+        group="Multiple nodes with Gloo",
+        has_default=True,
     )
     node_timeout_s: float = option(
         10.0,
-        help="A machine that is not heard of for so long is lost.",
-        manual="a machine that is not heard of for so long is lost, with its workers",
-        group="meeting",
-        is_shown=True,
+        help="A node without a heartbeat for this long is lost.",
+        manual="a node without a heartbeat for this long is lost, with its workers",
+        group="Multiple nodes with Gloo",
+        has_default=True,
     )
     hosts: tuple[Host, ...] = option(
         (),
-        help="Machines to start workers on; --fabric ulfm.",
-        manual="machines on which mpirun starts the workers, `N` on each; `--fabric ulfm` only: [nodes.md](../how-to/nodes.md#with-open-mpi)",
-        usual="this one",
-        group="machines",
+        help="Hosts on which mpirun starts workers; --fabric ulfm.",
+        manual="hosts on which mpirun starts workers, with N slots each; `--fabric ulfm` only: [nodes.md](../how-to/nodes.md#with-open-mpi)",
+        usual="this machine",
+        group="Multiple nodes with Open MPI",
+        is_basic=True,
         metavar="HOST:N,...|FILE|slurm",
         kind=str,
     )
     launch_agent: str = option(
         "",
-        help="What reaches them, as CMD HOST COMMAND [ssh].",
-        manual="what reaches them, called as `CMD HOST COMMAND`",
+        help="Remote shell, called as CMD HOST COMMAND.",
+        manual="remote shell, called as `CMD HOST COMMAND`",
         usual="`ssh`",
-        group="machines",
+        group="Multiple nodes with Open MPI",
         metavar="CMD",
     )
     network: str = option(
         "",
-        help="By which they talk: an interface, or ADDRESS/BITS [any].",
-        manual="by which they talk: an interface, or `ADDRESS/BITS`",
-        group="machines",
+        help="Network interface or CIDR that workers use to communicate.",
+        usual="any",
+        group="Multiple nodes with Open MPI",
         metavar="NET",
     )
     run_dir: Path | None = option(
         None,
-        help="A folder that they all see [that of --checkpoint-dir].",
-        manual="a folder that they all see, for the time of the run",
+        help="Directory that all hosts share, for the time of the run.",
         usual="that of `--checkpoint-dir`",
-        group="machines",
+        group="Multiple nodes with Open MPI",
         kind=Path,
     )
     stragglers: str = option(
         "warn",
-        help="What to do about slow workers.",
-        manual="what to do about a worker that has been slower than the others for 20 steps: say so; give it fewer slices (with `--split even` a smaller share); tell it to leave, so that a spare or a new worker takes its place (`replace` needs `--spares` or `--respawn`, and only warns once nobody is left for that). Workers are replaced, and slices shared out, at most once in 30 s. `rebalance` is refused with `--nnodes` above 1: each launcher knows only how fast its own workers are",
-        group="stragglers",
+        help="Response to slow workers.",
+        manual="response to a worker that has been slower than the others for 20 steps, at most once in 30 s: log it; assign it fewer slices (with `--split even`, a smaller share); or stop it, so that a spare or new worker replaces it. `replace` needs `--spares` or `--respawn`, and only warns when none is left. `rebalance` needs a single launcher (`--nnodes 1`), which knows the speed of all workers",
+        group="Failure detection",
         choices=POLICIES,
-        is_shown=True,
+        has_default=True,
     )
     straggler_factor: float = option(
         2.0,
-        help="Slow: X times the median of the others.",
-        manual="slow is who takes X times as long for a slice as the median of the others",
-        group="stragglers",
+        help="Slow: X times the median time per slice of the other workers.",
+        group="Failure detection",
         metavar="X",
-        is_shown=True,
+        has_default=True,
     )
     stall_timeout_s: float = option(
         60.0,
-        help="Start again if all workers wait for each other this long.",
-        manual="when all living workers have waited for each other this long, without a sign of life, or have recovered again and again for nothing, the job is started again",
-        group="limits",
-        is_shown=True,
+        help="Restart the job if all workers wait for each other for this long.",
+        manual="restart the job if all live workers have waited for each other for this long without a heartbeat, or have recovered repeatedly without progress",
+        group="Failure detection",
+        has_default=True,
     )
     mtbf_s: float = option(
         0.0,
-        help="Kill random workers, on average one in so many seconds.",
-        manual="kills random workers at exponential times, on average one in so many seconds; the last one is spared",
-        group="faults",
+        help="Chaos mode: kill random workers, with this mean time between kills.",
+        manual="chaos mode: kill a random worker at exponentially distributed intervals with this mean; the last worker is spared",
+        group="Fault injection",
     )
     grace_s: float = option(
         30.0,
-        help="Time to finish a step and save after SIGTERM.",
-        manual="after SIGTERM or SIGINT: time to finish the step in progress and save",
-        group="stopping",
-        is_shown=True,
+        help="Time to finish the step and save after SIGTERM or SIGINT.",
+        group="Resume and stop",
+        has_default=True,
     )
     log_dir: Path | None = option(
-        None, help="Keep each worker's output in a file here.", usual="in the report folder", group="output", kind=Path
+        None,
+        help="Write each worker's output to a file in this directory.",
+        usual="the report directory",
+        group="Output",
+        kind=Path,
     )
     report_dir: Path | None = option(
         None,
-        help="Write report.json, events.jsonl, index.html here.",
-        manual="write the files below",
-        group="output",
+        help="Write report.json, events.jsonl and index.html to this directory.",
+        manual="write `report.json`, `events.jsonl` and `index.html` to this directory",
+        group="Output",
+        is_basic=True,
         flags=("--report",),
         kind=Path,
     )
     page: bool = option(
         True,
-        help="Draw the page of the report, too.",
-        manual="draw `index.html` too, or not: it takes a second or two, and `holdfast report DIR` draws it later",
+        help="Also write index.html.",
+        manual="also write `index.html`, which takes a second or two; `holdfast report DIR` writes it later",
         usual="`--page`",
-        group="output",
+        group="Output",
         flags=("--page/--no-page",),
-        is_shown=True,
+        has_default=True,
     )
 
     @property
