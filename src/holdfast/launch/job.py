@@ -1,4 +1,4 @@
-"""What the launcher is asked to do, and what it answers."""
+"""The job that the launcher runs, its options, and its outcome."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ MAX_RESPAWNS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A script to run on some workers of this machine, or of several; what the launcher alone has to know.
+    """A script to run on workers of this machine or of several, with the options that only the launcher needs.
 
     Args:
         script: The file.
-        args: What the script finds in ``sys.argv[1:]``.
-        settings: For the workers; ``workers`` is how many there are. ``run_dir`` and ``origin_s`` are the launcher's.
+        args: ``sys.argv[1:]`` of the script.
+        settings: Settings of the workers; ``workers`` is their number. The launcher sets ``run_dir`` and ``origin_s``.
     """
 
     script: Path
@@ -191,22 +191,22 @@ class Job:
 
     @property
     def is_virtual(self) -> bool:
-        """Whether all workers live in one process."""
+        """Whether all workers are in one process."""
         return self.fabric.one_process
 
     @property
     def fabric(self) -> Fabric:
-        """How workers are started, and how they communicate."""
+        """The fabric, which starts the workers and connects them."""
         return make_fabric(self.settings.fabric or DEFAULT)
 
     @property
     def workers(self) -> int:
-        """How many share the work, on all nodes."""
+        """Number of workers that compute, over all nodes."""
         return self.nnodes * self.settings.workers
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All workers and spares that the job begins with."""
+        """Ranks of all workers and spares that the job begins with."""
         return tuple(range(self.workers + self.nnodes * self.settings.spares))
 
     def home(self, rank: int) -> int:
@@ -217,23 +217,23 @@ class Job:
 
     @property
     def slices(self) -> int:
-        """Slices of a mini-batch, the same for the whole job; 0 leaves it to the checkpoint that is resumed, or to a choice."""
+        """Slices per mini-batch, the same for the whole job; 0 if the resumed checkpoint or ``auto_slices`` determines the number."""
         is_open = self.settings.resume or self.settings.auto_slices >= 0
         return self.settings.slices or (0 if is_open else self.workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended.
+    """Outcome of a run.
 
     Args:
         exit_code: 0 done, 1 failed, 2 wrong setting, 4 stopped with its state saved.
-        message: One line that says why, "" if it is done.
-        traceback: Of the first worker whose script raised, or "".
-        mpirun_says: What mpirun printed, if no worker has said why the run failed, or "".
-        report: As in ``report.json``.
-        is_reported: It was written to the folder that the job has for it.
-        records: Of all workers and of the launcher, in the order of time.
+        message: One line that gives the reason, "" if the run is done.
+        traceback: Traceback of the first worker whose script raised, or "".
+        mpirun_says: Output of mpirun, if no worker recorded why the run failed, or "".
+        report: Content of ``report.json``.
+        is_reported: Whether the report was written to the job's report directory.
+        records: Records of all workers and of the launcher, ordered by time.
     """
 
     exit_code: int
@@ -246,7 +246,7 @@ class Outcome:
 
 
 def check(job: Job) -> None:
-    """Raise a ConfigError, which says what to change, if the job cannot be started."""
+    """Raise a ConfigError that says what to change, if the job cannot be started."""
     settings = job.settings
     if not job.script.is_file():
         refuse(f"there is no script {str(job.script)!r}")
@@ -254,20 +254,20 @@ def check(job: Job) -> None:
         refuse(f"--min-workers must be at most the number of workers ({job.workers}), got {settings.min_workers}")
     if settings.auto_slices >= max(1, job.workers) and not settings.resume:
         refuse(
-            f"--slices auto:F must leave somebody: F must be below the number of workers ({job.workers}), got {settings.auto_slices}"
+            f"--slices auto:F must leave a worker: F must be below the number of workers ({job.workers}), got {settings.auto_slices}"
         )
     if settings.resume and not settings.checkpoint_dir:
-        refuse("--resume needs --checkpoint-dir: where are the checkpoints to go on from?")
+        refuse("--resume needs --checkpoint-dir, the directory of the checkpoints to resume from")
     _check_checkpoints(settings)
     strategy = strategy_class(settings.strategy)
     if strategy.needs_checkpoint and not settings.checkpoint_dir:
         refuse(
-            f"--strategy {settings.strategy} needs --checkpoint-dir: it goes back to the newest checkpoint after every failure"
+            f"--strategy {settings.strategy} needs --checkpoint-dir: it restarts from the newest checkpoint after every failure"
         )
     if settings.reinit_from != "own" and not strategy.rebuilds:
-        refuse(f"--reinit-from {settings.reinit_from} needs --strategy reinit: the others build nothing again")
+        refuse(f"--reinit-from {settings.reinit_from} needs --strategy reinit: other strategies rebuild nothing")
     if settings.reinit_from == "checkpoint" and not settings.checkpoint_dir:
-        refuse("--reinit-from checkpoint needs --checkpoint-dir: where are the checkpoints to go on from?")
+        refuse("--reinit-from checkpoint needs --checkpoint-dir, the directory of the checkpoints to resume from")
     _check_amounts(job)
     check_plan(job)
     for folder, flag in ((job.report_dir, "--report"), (job.log_dir, "--log-dir")):
@@ -281,9 +281,9 @@ def _check_checkpoints(settings: Settings) -> None:
     often = settings.checkpoint_every or settings.checkpoint_auto
     for given, flag in ((often, "--checkpoint-every"), (settings.keep_last, "--keep-last")):
         if given and not place:
-            refuse(f"{flag} needs --checkpoint-dir: where are the checkpoints to go?")
+            refuse(f"{flag} needs --checkpoint-dir, the directory for the checkpoints")
     if place and not _is_remote(place) and local.exists() and not local.is_dir():
-        refuse(f"--checkpoint-dir must be a folder, and {place} is a file")
+        refuse(f"--checkpoint-dir must be a directory, and {place} is a file")
     if settings.keep_every and not settings.keep_last:
         refuse("--keep-every needs --keep-last: without it all checkpoints are kept")
     if settings.checkpoint_format == "hdf5" and importlib.util.find_spec("h5py") is None:
@@ -291,7 +291,7 @@ def _check_checkpoints(settings: Settings) -> None:
 
 
 def _is_remote(place: str) -> bool:
-    """Return whether checkpoints are somewhere else than in a local folder."""
+    """Return whether checkpoints are in remote storage, not in a local directory."""
     return "://" in place and not place.startswith("file://")
 
 
@@ -309,25 +309,25 @@ def _check_amounts(job: Job) -> None:
     if job.stragglers not in POLICIES:
         refuse(f"--stragglers must be one of {', '.join(POLICIES)}, got {job.stragglers!r}")
     if job.stragglers == "replace" and not (job.settings.spares or job.max_respawns):
-        refuse("--stragglers replace needs --spares or --respawn: who is to take the place of a slow worker?")
+        refuse("--stragglers replace needs --spares or --respawn, which provide replacements for slow workers")
     if not 1 < job.straggler_factor < math.inf:
         refuse(f"--straggler-factor must be more than 1 and finite, got {job.straggler_factor:g}")
     if job.max_respawns and not job.fabric.can_join:
         refuse(
-            f"--respawn needs --fabric gloo: the {job.settings.fabric} fabric cannot take in workers while it runs; --spares can wait there"
+            f"--respawn needs --fabric gloo: the {job.settings.fabric} fabric cannot add workers to a running job; use --spares there"
         )
     if not job.stall_timeout_s > 0:
         refuse(f"--stall-timeout must be more than 0 seconds, got {job.stall_timeout_s:g}")
     if job.mtbf_s and job.is_virtual:
         refuse(
-            f"--mtbf kills processes, and with --fabric {job.settings.fabric} all workers are one; use --inject, or --fabric ulfm"
+            f"--mtbf kills processes, and with --fabric {job.settings.fabric} all workers are in one; use --inject, or --fabric ulfm"
         )
     if not 0 <= job.mtbf_s < math.inf:
         refuse(f"--mtbf must be more than 0 seconds and finite, got {job.mtbf_s:g}")
 
 
 def check_plan(job: Job) -> None:
-    """Raise a ConfigError if the fault plan does not fit the workers."""
+    """Raise a ConfigError if the fault plan does not match the workers."""
     if job.settings.faults:
         from holdfast.faults.plan import FaultPlan
 
@@ -349,19 +349,19 @@ def refuse(message: str) -> NoReturn:
     raise ConfigError(message)
 
 
-# -- the command line that says it again
+# -- the command line of a job
 
 _SAID_APART = ("workers", "token", "certificate", "resume", "max_respawns", "page")
-"""Fields whose options :func:`command_line` writes in its own way, or not at all."""
+"""Fields whose options :func:`command_line` writes in a special way, or omits."""
 OPTIONS, _JOB_OPTIONS = (
     tuple((each.flag, each.name) for each in fields_of(kind) if each.option.help and each.name not in _SAID_APART)
     for kind in (Settings, Job)
 )
-"""Option and field."""
+"""Option and field name."""
 
 
 def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
-    """Return the command that runs the job, with every setting that is not the default; the secret of the nodes stays out."""
+    """Return the command that runs the job, with every setting that is not the default; the rendezvous token is left out."""
     settings = job.settings
     words = ["holdfast", "run", "-n", str(settings.workers), *_said(settings, OPTIONS, Settings(fabric="ulfm"))]
     words += ["--checkpoint-every", "auto"] if settings.checkpoint_auto else []
@@ -377,7 +377,7 @@ def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
 
 
 def _said(given: object, options: Sequence[tuple[str, str]], usual: object) -> list[str]:
-    """Return the options of what is not as usual, each with its value; what is wanted or not has none."""
+    """Return the options whose values are not the default, each with its value; switches have none."""
     words = []
     for flag, name in options:
         value = getattr(given, name)
@@ -387,18 +387,18 @@ def _said(given: object, options: Sequence[tuple[str, str]], usual: object) -> l
 
 
 def _word(value: Any) -> str:
-    """Return a value as it is given on the command line."""
+    """Return a value in command-line syntax."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
 def resume_command(job: Job, workers: int, checkpoint_dir: str) -> str:
-    """Return the command that goes on from ``checkpoint_dir``, the same on every node.
+    """Return the command that resumes the job from ``checkpoint_dir``, the same on every node.
 
-    So many workers are left, spares among them; the job may need more.
+    ``workers`` are left, including spares; the job may need more.
     """
-    if job.hosts:  # all workers end with a host that is lost, and those that are left have room again
+    if job.hosts:  # all workers end with a lost host, and the remaining hosts have free slots again
         workers = min(len(job.ranks), sum(host.slots for host in job.hosts))
     share = max(min(workers, job.workers) if job.settings.spares else workers, job.settings.min_workers)
     settings = dataclasses.replace(
