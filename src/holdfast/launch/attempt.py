@@ -30,7 +30,7 @@ _MEMORY_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backi
 _SESSION_VARIABLE = "PRTE_MCA_prte_tmpdir_base"
 """Sets where mpirun creates its session directory, which remains if mpirun is killed."""
 _PORT_LOOKS = 8
-"""Number of consecutive checks of mpirun's ports that find nothing to close; mpirun accepts waiting connections one by one."""
+"""Consecutive checks of mpirun's ports that find nothing to close; mpirun accepts waiting connections one by one."""
 _NESTED = ("PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PRTE_")
 """Variables from which our mpirun would conclude that it is a worker of another mpirun."""
 
@@ -43,7 +43,8 @@ class Attempt:
         settings: Settings of this start: ``workers``, ``ranks``, ``resume`` and ``faults`` may differ from the job's.
         ranks: Ranks that this start begins with.
         places: Directories of the run.
-        all_stop: Whether all workers of the job stop when this launcher dies, rather than only the workers of this launcher.
+        all_stop: Whether all workers of the job stop when this launcher dies, rather than only the workers of this
+            launcher.
         hosts: Hosts that mpirun uses; None for this machine only.
     """
 
@@ -82,7 +83,7 @@ class Attempt:
         self._mpirun = self._started[0] if job.fabric.has_parent_process else None
 
     def add(self, rank: int) -> None:
-        """Start a single worker, if the fabric starts workers one by one. A worker that is started later is a newcomer."""
+        """Start a single worker, if the fabric starts each; a worker that is started later is a newcomer."""
         if rank not in self.processes:
             self.processes = (*self.processes, rank)
         self._watchers[rank] = start(self._command, self._env | {"HOLDFAST_RANK": str(rank)}, self._log, self._locks)
@@ -101,7 +102,7 @@ class Attempt:
         return pair is not None and pair.watcher.is_alive()
 
     def untold_end(self, rank: int, exit_code: int) -> WorkerEnded:
-        """Kill the watcher of a worker that has ended, which notifies the other workers over MPI; return the record that it did not write."""
+        """Kill the watcher of an ended worker, so that MPI notifies the others; return the record that it did not write."""
         pair, position = self.pair(rank), self.position(rank)
         if pair is not None:
             pair.watcher.send(signal.SIGKILL)
@@ -126,7 +127,7 @@ class Attempt:
         return Sign(position.phase, position.pulse, position.beats, position.waits, is_stopped)
 
     def fence(self, rank: int) -> bool:
-        """Kill a worker, and resume a stopped watcher so that it records the death; return whether the worker's process is known."""
+        """Kill a worker, and resume its watcher, which records the death; return whether the worker's process is known."""
         pair = self.pair(rank)
         if pair is not None:
             pair.watcher.send(signal.SIGCONT)

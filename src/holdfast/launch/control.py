@@ -85,7 +85,7 @@ def announce(run_dir: Path, job: Job) -> Running:
 
 
 def find(pid: int | None = None) -> Running:
-    """Return the job whose launcher has this ``pid``; without one, the only job, if it was started in the current directory.
+    """Return the job whose launcher has this ``pid``; if None, the only job, if it was started in this directory.
 
     Raises:
         ConfigError: if there is no such job, more than one, or one that was started elsewhere.

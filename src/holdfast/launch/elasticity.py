@@ -15,7 +15,7 @@ from holdfast.records.paths import requests_path
 
 
 class Crew:
-    """Replaces failed workers, and scales the job on request. Creating it publishes the job, so that commands can find it."""
+    """Replaces failed workers, and scales the job on request. The constructor publishes the job to commands."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -23,7 +23,7 @@ class Crew:
         self._running = announce(run.places.run_dir, run.job)
 
     def begin(self, start: Start) -> None:
-        """Prepare for a start of the job. If the job began without this node, offer it the node's workers as newcomers."""
+        """Prepare for a start of the job. If it began without this node, offer the node's workers as newcomers."""
         run = self._run
         run.births.begin_again(max(run.judge.highest, *start.ranks) + 1)
         if run.nodes is not None and run.nodes.is_late:

@@ -1,13 +1,13 @@
 """Detection of hung workers. Pure: no clock, process or file.
 
-Two signals are observed from outside. A thread of each worker makes its beacon *pulse*: a process that is stopped, or that
-holds the GIL, has no pulse. And each worker publishes its position, and whether it waits for other workers: a worker that
-makes no progress and does not wait, while another worker waits, is considered hung.
+Two signals are observed from outside. A thread of each worker makes its beacon *pulse*: a process that is stopped, or
+that holds the GIL, has no pulse. And each worker publishes its position, and whether it waits for other workers: a
+worker that makes no progress and does not wait, while another worker waits, is considered hung.
 
-Operations that are slow by nature are not hangs. The longest one observed that ended without intervention raises the limit;
-the limit is higher until a worker has applied its first step (loading a library holds the GIL, too), in recovery and for
-checkpoints, where no earlier duration is comparable. Workers that are outside training, or marked busy, are ignored. If no
-worker waits, as when all evaluate, only the pulse counts.
+Operations that are slow by nature are not hangs. The longest one observed that ended without intervention raises the
+limit; the limit is higher until a worker has applied its first step (loading a library holds the GIL, too), in recovery
+and for checkpoints, where no earlier duration is comparable. Workers that are outside training, or marked busy, are
+ignored. If no worker waits, as when all evaluate, only the pulse counts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from holdfast.records.beacon import UNCONNECTED, Position
 _TIMES = 3.0
 """Factor on the longest duration observed, and on the limit of the pulse in a worker's first step."""
 _NEW_TIMES = 10.0
-"""Factor on the limit for a worker's first step, which may compile and load data, and on the limit of the pulse before it."""
+"""Factor on the limit for a worker's first step, which may compile and load data, and of the pulse before it."""
 _LOOKS_WITHIN_S = 0.1
-"""A launcher that has not checked for this long, or for half the timeout, may have been suspended with the whole machine."""
+"""A launcher that has not checked for this long, or half the timeout, may have been suspended with the machine."""
 _IN_STEP = ("forward", "backward", "allreduce", "optimizer")
 _PHASE_TIMES = dict.fromkeys(_IN_STEP, 1.0) | {"recovery": 10.0, "gate": 10.0, "checkpoint": 30.0}
 """Factor on the limit in each phase of training: loading state and writing to storage may be slow."""
@@ -48,7 +48,7 @@ class _Sight:
 
 @dataclass(slots=True)
 class Hangs:
-    """Checks all workers of a job periodically; no worker is reported before ``timeout_s`` of silence, none at all if it is 0."""
+    """Checks all workers of a job periodically; reports none before ``timeout_s`` of silence, and none at all if it is 0."""
 
     timeout_s: float
     _pulses: dict[int, _Sight] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Hangs:
     _looked_s: float | None = None
     _given_up: set[int] = field(default_factory=set)
     keep_us_waiting: bool = field(default=False, init=False)
-    """Whether a worker of this node has waited so long that, as far as this node knows, the workers that compute are hung."""
+    """Whether a worker of this node has waited so long that, as far as is known here, others are hung."""
 
     def begin(self) -> None:
         """Reset for a start of the job."""

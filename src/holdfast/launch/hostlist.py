@@ -32,8 +32,8 @@ class Host:
 def parse_hosts(text: str, env: Mapping[str, str] | None = None) -> tuple[Host, ...]:
     """Return the hosts given by ``--hosts``.
 
-    Formats: ``node0:8,node1:8``; a file with one host a line, ``node0:8`` or ``node0 slots=8``; or ``slurm`` for the hosts of the
-    allocation, which is read from ``env`` (None: the environment of this process).
+    Formats: ``node0:8,node1:8``; a file with one host a line, ``node0:8`` or ``node0 slots=8``; or ``slurm`` for the
+    hosts of the allocation, which is read from ``env`` (None: the environment of this process).
 
     Raises:
         ConfigError: if the text is none of these, or names a host twice.

@@ -217,7 +217,7 @@ class Job:
 
     @property
     def slices(self) -> int:
-        """Slices per mini-batch, the same for the whole job; 0 if the resumed checkpoint or ``auto_slices`` determines the number."""
+        """Slices per mini-batch, fixed for the job; 0 if the resumed checkpoint or ``auto_slices`` determines them."""
         is_open = self.settings.resume or self.settings.auto_slices >= 0
         return self.settings.slices or (0 if is_open else self.workers)
 
@@ -262,7 +262,7 @@ def check(job: Job) -> None:
     strategy = strategy_class(settings.strategy)
     if strategy.needs_checkpoint and not settings.checkpoint_dir:
         refuse(
-            f"--strategy {settings.strategy} needs --checkpoint-dir: it restarts from the newest checkpoint after every failure"
+            f"--strategy {settings.strategy} needs --checkpoint-dir: every failure restarts from the newest checkpoint"
         )
     if settings.reinit_from != "own" and not strategy.rebuilds:
         refuse(f"--reinit-from {settings.reinit_from} needs --strategy reinit: other strategies rebuild nothing")
@@ -314,7 +314,7 @@ def _check_amounts(job: Job) -> None:
         refuse(f"--straggler-factor must be more than 1 and finite, got {job.straggler_factor:g}")
     if job.max_respawns and not job.fabric.can_join:
         refuse(
-            f"--respawn needs --fabric gloo: the {job.settings.fabric} fabric cannot add workers to a running job; use --spares there"
+            f"--respawn needs --fabric gloo: the {job.settings.fabric} fabric cannot add workers to a running job; use --spares"
         )
     if not job.stall_timeout_s > 0:
         refuse(f"--stall-timeout must be more than 0 seconds, got {job.stall_timeout_s:g}")
@@ -361,7 +361,7 @@ OPTIONS, _JOB_OPTIONS = (
 
 
 def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
-    """Return the command that runs the job, with every setting that is not the default; the rendezvous token is left out."""
+    """Return the command that runs the job, with every non-default setting except the rendezvous token."""
     settings = job.settings
     words = ["holdfast", "run", "-n", str(settings.workers), *_said(settings, OPTIONS, Settings(fabric="ulfm"))]
     words += ["--checkpoint-every", "auto"] if settings.checkpoint_auto else []

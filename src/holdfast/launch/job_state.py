@@ -22,10 +22,10 @@ from holdfast.records.types import (
 )
 
 POISON_DEATHS = 3
-"""Number of consecutive deaths at the same slice of the same step after which the samples are blamed, not the machine."""
+"""Consecutive deaths at the same slice of the same step after which the samples are blamed, not the machine."""
 
 VAIN_RECOVERIES = 3
-"""Number of consecutive recoveries without a lost worker, a newcomer or a committed step after which they count as futile."""
+"""Consecutive recoveries without a lost worker, newcomer or committed step after which they count as futile."""
 
 _COMPUTING = ("forward", "backward")
 _WAITING = ("allreduce", "recovery", "gate")
@@ -53,7 +53,8 @@ class Departed(Verdict):
 class Broken(Verdict):
     """The job must not continue.
 
-    ``exit_code`` is 2 for a wrong setting. ``unexplained``: no worker recorded a reason, so mpirun's output may give it. ``rank`` and
+    ``exit_code`` is 2 for a wrong setting. ``unexplained``: no worker recorded a reason, so mpirun's output may give
+    it. ``rank`` and
     ``step``: the worker whose script failed without a record, and its step; -1 for none.
     """
 
@@ -95,9 +96,9 @@ class _Start:
 class Judge:
     """Takes every record of a job, over all its starts, and decides when and how the job is over.
 
-    ``virtual``: all workers are in one process. ``all_connect``: the fabric connects all workers or none, so a worker that dies before
-    keeps the others waiting. The job is lost after ``stall_timeout_s`` in which all workers wait for each other without a heartbeat,
-    or recover without progress.
+    ``virtual``: all workers are in one process. ``all_connect``: the fabric connects all workers or none, so a worker
+    that dies before keeps the others waiting. The job is lost after ``stall_timeout_s`` in which all workers wait for
+    each other without a heartbeat, or recover without progress.
     """
 
     def __init__(
@@ -243,7 +244,7 @@ class Judge:
         return tuple(rank for rank in start.ranks if rank not in gone | start.lost_s.keys() | self.killed)
 
     def ranks_left(self, wanted: int = 1) -> tuple[int, ...]:
-        """Return the ranks for a restart: those whose machine is not known to have failed, and new ones, up to ``wanted`` in all."""
+        """Return the ranks for a restart: those on machines not known to have failed, and new ones up to ``wanted``."""
         start = self._start
         gone = start.lost_s.keys() | start.left | self.killed
         if not self._virtual:
@@ -254,7 +255,8 @@ class Judge:
     def verdict(self, now_s: float, *, running: bool, crash: str = "") -> Verdict | None:
         """Return how the job ended, None while it runs.
 
-        ``running``: mpirun, or the single process, was alive before the last records were read; ``crash``: which signal killed it.
+        ``running``: mpirun, or the single process, was alive before the last records were read; ``crash``: which signal
+        killed it.
         """
         return (
             self._never_began()
@@ -265,7 +267,7 @@ class Judge:
         )
 
     def _never_began(self) -> Verdict | None:
-        """Return the verdict if a worker died before all were connected: the others wait for it, and do not detect its death."""
+        """Return the verdict if a worker died before all were connected: the others wait, and do not detect it."""
         start = self._start
         if start.given_up:
             return Lost(start.given_up)

@@ -263,7 +263,7 @@ class Launcher:
         return [record for record in read_run(self._places.run_dir) if isinstance(record, RunStarted)]
 
     def _has_begun(self) -> bool:
-        """Return whether training has begun: existing checkpoints are then of this job, or of the one that it resumes."""
+        """Return whether training has begun: checkpoints are then of this job, or of the one that it resumes."""
         return bool(self._began()) or (self._nodes is not None and self._nodes.slices > 0)
 
     def _slices(self) -> int:
@@ -274,7 +274,7 @@ class Launcher:
         return next((record.slices for record in self._began()), unsaid)
 
     def _mtbf_s(self) -> float:
-        """Return the estimated time between failures: the configured value counts as one failure, and so does each restart."""
+        """Return the estimated time between failures: the configured value counts as one failure, as does each restart."""
         given = self._job.settings
         if not (self._restarts and given.checkpoint_auto):
             return given.mtbf_s

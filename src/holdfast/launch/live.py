@@ -45,7 +45,7 @@ class Status:
 
 
 class View:
-    """Displays a run; this class displays nothing. The launcher calls ``show`` periodically, the other methods on events."""
+    """Displays a run; this class displays nothing. ``show`` is called periodically, the other methods on events."""
 
     def output(self, rank: int, line: str) -> None:
         """Display a line that worker ``rank`` printed."""
@@ -76,7 +76,7 @@ class PlainView(View):
 
 
 class LiveView(View):
-    """A progress bar, the workers and the last event at the bottom of a terminal (stderr); output scrolls above it, or goes to ``output``."""
+    """A progress bar, the workers and the last event at the bottom of stderr; output scrolls above, or goes to ``output``."""
 
     def __init__(self, output: TextIO | None = None) -> None:
         from rich.console import Console
@@ -221,7 +221,7 @@ class Story:
         return "; ".join([*parts, f"{what} with {_ranks(record.survivors)}"])
 
     def _losses(self, record: Recovered) -> list[str]:
-        """Return which ranks are lost; the record of a worker that left in order may arrive after those of the survivors."""
+        """Return the lost ranks; the record of a worker that left in order may arrive after those of the survivors."""
         lost = [rank for rank in record.lost if rank not in self._left]
         if not lost:
             return []

@@ -35,7 +35,7 @@ class Answer:
 
 
 class Agent:
-    """Starts commands on other hosts, as ``WORDS HOST COMMAND``, and commands for the hosts in ``here`` on this machine."""
+    """Starts commands on other hosts, as ``WORDS HOST COMMAND``; on this machine for the hosts in ``here``."""
 
     def __init__(self, words: Sequence[str], here: Collection[str] = ()) -> None:
         self._words = tuple(words)
@@ -87,7 +87,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill_command(process: Process, number: signal.Signals) -> str:
-    """Return a command that sends a signal to a process of the host where it is run, but not to a later process with its PID."""
+    """Return a command that signals a process of the host where it is run, but no later process with its PID."""
     started = f'"$(sed "s/.*) //" /proc/{process.pid}/stat 2>/dev/null | cut -d" " -f20)"'
     return f"test {started} = {process.started} && kill -s {number.name.removeprefix('SIG')} {process.pid}"
 
@@ -144,7 +144,7 @@ def _agent_words(job: Job) -> list[str]:
 
 
 def shared_folder(job: Job) -> Path | None:
-    """Return the directory that launcher and workers share; None for a job on one machine. Raise a ConfigError if there is none."""
+    """Return the directory that all hosts share; None without ``--hosts``. Raise a ConfigError if it is missing."""
     place = job.settings.checkpoint_dir.removeprefix("file://")
     if not job.hosts:
         return None
@@ -193,7 +193,7 @@ class Hosts:
             self._names[node] = name
 
     def look_again(self, pairs: Iterable[Pair]) -> dict[str, str]:
-        """After mpirun has ended, kill the remaining processes and find out which hosts are left; return the lost ones with reasons."""
+        """After mpirun has ended, kill remaining processes and check the hosts; return the lost ones with reasons."""
         _, missing = self._look(self._kills(pairs))
         self.left = tuple(host for host in self.left if host.name not in missing)
         return missing

@@ -1,8 +1,8 @@
 """Disables network devices for some time: ``python cut.py SECONDS DEVICE...``; 0 seconds means forever.
 
-This is a separate process, so that the network is restored whatever happens to the launcher: when the time is over, or when
-standard input ends, as it does with the launcher. It prints ``cut`` once the network is down, and nothing if it could not
-be disabled. It is run by its path, and imports nothing of the package, so that it starts quickly.
+This is a separate process, so that the network is restored whatever happens to the launcher: when the time is over, or
+when standard input ends, as it does with the launcher. It prints ``cut`` once the network is down, and nothing if it
+could not be disabled. It is run by its path, and imports nothing of the package, so that it starts quickly.
 """
 
 from __future__ import annotations

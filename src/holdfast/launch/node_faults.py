@@ -1,7 +1,8 @@
 """Faults that the launcher injects: kills of random workers, and faults of this node as a whole.
 
-A node fails, or loses its network. A worker requests the fault at its planned step through a file, and waits; the launcher records
-the fault, notifies the other launchers, which will receive nothing more from this node, and injects it.
+A node fails, or loses its network. A worker requests the fault at its planned step through a file, and waits; the
+launcher records the fault, notifies the other launchers, which will receive nothing more from this node, and injects
+it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Kills:
 
 
 class Killer:
-    """Kills random workers from the first committed step on, if the job requests it; these faults are numbered after the planned ones."""
+    """Kills random workers from the first committed step on (``--mtbf``); numbered after the planned faults."""
 
     def __init__(self, run: Run, news: News, planned: int) -> None:
         self._run = run

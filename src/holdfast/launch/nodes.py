@@ -1,10 +1,12 @@
 """The launchers of a job, one per node, as one of them sees the others.
 
-They share a store. Each publishes the records of its workers, so that every launcher has all records, reaches the same decisions and
-can write the report. Each holds a lease; when it expires, the node is lost, and its workers count as failed.
+They share a store. Each publishes the records of its workers, so that every launcher has all records, reaches the same
+decisions and can write the report. Each holds a lease; when it expires, the node is lost, and its workers count as
+failed.
 
 A store may outlive the job (etcd): the keys of one run have its number as a prefix.
 
+=======================  ====================================================================
 =======================  ====================================================================
 ``about``                description of the job, JSON, written by the first launcher and compared by the others
 ``origin``               wall time of time zero
@@ -20,10 +22,10 @@ A store may outlive the job (etcd): the keys of one run have its number as a pre
 ``asked/N``              JSON: the N-th change requested of the running job
 ``leave/RANK``           a worker is asked to leave
 ``stop``                 the whole job must save and stop
-=======================  ====================================================================
 
-A node that is cut off cannot continue beside the others. Its workers complete no all-reduce without them, and it kills its workers
-before the others may restart the job, which happens only :data:`FENCE_LEASES` leases after they lost a node.
+A node that is cut off cannot continue beside the others. Its workers complete no all-reduce without them, and it kills
+its workers before the others may restart the job, which happens only :data:`FENCE_LEASES` leases after they lost a
+node.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ FENCE_LEASES = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start of the job: the workers' store, all ranks, those of this node, and those that had not ended if this node joins late."""
+    """One start of the job: the workers' store, all ranks, those of this node, and those alive when it joins."""
 
     store: str
     ranks: tuple[int, ...]
@@ -197,7 +199,7 @@ class Nodes(Meeting):
         return changes
 
     def _ranks(self, seated: Seated) -> tuple[int, ...]:
-        """Return the workers of a node in this start of the job: a launcher that has not begun it yet still names those of the last."""
+        """Return the workers of a node in this start; a launcher that has not begun it still names those of the last."""
         return seated.ranks if seated.start == self.number else ()
 
     def _lose(self, node: int, known: _Node, changes: Changes) -> None:
@@ -297,7 +299,7 @@ _BATCH_BYTES = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A record of another node's worker, the start that it belongs to, and the worker's last position if it has ended."""
+    """A record of another node's worker, its start of the job, and the last position of a worker that ended."""
 
     start: int
     record: Record
@@ -305,7 +307,7 @@ class Told:
 
 
 class Telling:
-    """Replicates records between launchers. Begins with the records of this node's earlier launchers, then the others' from their oldest on."""
+    """Replicates records between launchers; begins with those of this node's earlier launchers."""
 
     def __init__(self, store: Store, node: int) -> None:
         self._store = store

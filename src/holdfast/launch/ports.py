@@ -1,9 +1,9 @@
 """Closes the ports of mpirun on one machine, for which mpirun has no option.
 
-PRRTE listens on all interfaces for daemons on other machines, of which a job on one machine has none. PMIx listens on the loopback
-interface for the workers, each of which connects once at its start. It waits indefinitely for the first bytes of a connection, so a
-connection that sends nothing keeps mpirun from reporting a death. As the parent of mpirun, the launcher may duplicate its sockets,
-and have the kernel drop all packets to the listening ones.
+PRRTE listens on all interfaces for daemons on other machines, of which a job on one machine has none. PMIx listens on
+the loopback interface for the workers, each of which connects once at its start. It waits indefinitely for the first
+bytes of a connection, so a connection that sends nothing keeps mpirun from reporting a death. As the parent of mpirun,
+the launcher may duplicate its sockets, and have the kernel drop all packets to the listening ones.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ _Address = tuple[str, int]
 def shut_ports(mpirun: int, workers: Sequence[int] | None) -> int | None:
     """Block connections to mpirun from other machines, and from this one once its workers are connected.
 
-    Other connections made before are closed. If the system does not permit duplicating mpirun's sockets, the ports stay open.
+    Other connections made before are closed. If the system does not permit duplicating mpirun's sockets, the ports stay
+    open.
 
-    Args: PIDs of mpirun and of its live workers; the latter None as long as some have not started. Returns the number of closed
-    connections, None if the workers are not connected yet. Connections that wait to be accepted are found by later calls.
+    Args: PIDs of mpirun and of its live workers; the latter None as long as some have not started. Returns the number
+    of closed connections, None if the workers are not connected yet. Connections that wait to be accepted are found by
+    later calls.
     """
     with contextlib.ExitStack() as copies:
         try:

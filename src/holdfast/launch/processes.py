@@ -126,7 +126,7 @@ def pair_path(run_dir: Path, rank: int) -> Path:
 
 
 def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
-    """Request that this process receives signal ``number`` when its parent dies; if the ``parent`` named is already dead, exit now."""
+    """Request signal ``number`` for this process when its parent dies; if ``parent`` is given and dead, exit now."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() == 1 if parent is None else os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -146,7 +146,7 @@ def adopt_orphans() -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the PIDs of a process's children, including zombies; none if it has ended, or if the system does not tell."""
+    """Return the PIDs of a process's children, including zombies; none if it has ended or the system has no list."""
     lists = []
     for path in Path("/proc", str(pid), "task").glob("*/children"):
         try:
@@ -178,7 +178,8 @@ def end_children() -> None:
 def end_at_once(spared: Collection[int] = ()) -> NoReturn:
     """Kill this process and all its descendants by SIGKILL, as in a power failure: none saves or reports anything.
 
-    All are stopped before the first is killed, so that none observes the death of another; ``spared`` children continue.
+    All are stopped before the first is killed, so that none observes the death of another; ``spared`` children
+    continue.
     """
     stopped: set[Process] = set()
     while new := _below_us(spared) - stopped:
@@ -217,7 +218,7 @@ def name_of(pid: int) -> str:
 
 
 def value_of(pid: int, variable: str) -> str | None:
-    """Return the value of an environment variable at the start of a process; None if it was not set, or cannot be read."""
+    """Return the value of a variable at the start of a process; None if it was not set or cannot be read."""
     start = f"{variable}=".encode()
     try:
         words = Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
@@ -243,8 +244,8 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` in its own process group, with its output appended to ``log``.
 
-    It inherits the descriptors ``files``. It does not die with this process: the workers' watchers detect the death of the launcher, and
-    make the workers save and exit.
+    It inherits the descriptors ``files``. It does not die with this process: the workers' watchers detect the death of
+    the launcher, and make the workers save and exit.
     """
     with log.open("ab") as output:
         return subprocess.Popen(
@@ -259,7 +260,7 @@ def start(
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[Pair]) -> None:
-    """Kill the processes from :func:`start`, all workers below them, and the workers' children; none runs when this returns.
+    """Kill the processes from :func:`start`, the workers below them, and their children; returns once all ended.
 
     Watchers and workers that have not recorded themselves, and are not in ``pairs``, are found below ``processes``.
     """

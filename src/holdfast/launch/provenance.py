@@ -1,7 +1,7 @@
 """Provenance of a job: what is needed to repeat it, for the report, and a note that this user has run it here.
 
-The notes are empty files in ``$XDG_STATE_HOME/holdfast/runs`` (``~/.local/state/holdfast/runs``), outside of report directories,
-which may be untrusted. Each is named by a digest of the script and its arguments.
+The notes are empty files in ``$XDG_STATE_HOME/holdfast/runs`` (``~/.local/state/holdfast/runs``), outside of report
+directories, which may be untrusted. Each is named by a digest of the script and its arguments.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _MOST = 1000
 
 
 def note(facts: Mapping[str, Any]) -> None:
-    """Note that a job with these :func:`job_facts` was run here; without the note, ``holdfast verify`` needs ``--trust`` or ``--script``."""
+    """Note that a job with these :func:`job_facts` was run here; else ``holdfast verify`` needs ``--trust`` or ``--script``."""
     with suppress(OSError, RuntimeError):  # no home directory, or it is not writable
         folder = _folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -40,7 +40,7 @@ _ALIKE = (
 
 @dataclass(frozen=True, slots=True)
 class Seated:
-    """A launcher that is present: the number of earlier launchers of its node, its workers, and their start of the job, -1 before the first."""
+    """A present launcher: number of earlier ones of its node, its workers, and their start (-1 before the first)."""
 
     seat: int
     ranks: tuple[int, ...]
@@ -94,7 +94,7 @@ class Meeting:
         """Why the other launchers have given this one up, or ""."""
         mine = self.there().get(self._me)
         if mine is None or mine.seat != self._seat:
-            return f"the other launchers received no heartbeat of node {self._me} for {self._lease_s:g} s (--node-timeout) and gave it up"
+            return f"node {self._me} was given up: no heartbeat for {self._lease_s:g} s (--node-timeout)"
         return ""
 
     def there(self) -> dict[int, Seated]:
@@ -178,7 +178,7 @@ class Meeting:
             runs.close()
 
     def _is_over(self, launchers: Store) -> bool:
-        """Return whether no launcher is left in a run that had begun, or in a run whose launchers' settings differ from this one's."""
+        """Return whether no launcher is left in a run that had begun, or whose settings differ from this job's."""
         if not self._url.startswith("etcd://"):
             return False  # a hub ends with its run
         if launchers.get("start/0") is not None:  # leases of a run that has just died remain for a while
@@ -259,7 +259,7 @@ class Meeting:
                 refuse(f"node {self._me} has a launcher already, {holder}: give each node its own --node-rank")
 
     def _meet(self) -> dict[int, int]:
-        """Wait until all launchers are present, unless the job has begun; return the seats of the launchers it began with."""
+        """Wait until all launchers are present, or the job has begun; return the seats that it began with."""
 
         def ready() -> str | None:
             there = self.there()
@@ -299,18 +299,16 @@ def check_nodes(job: Job) -> None:
         return
     if not job.fabric.survives_node_loss:
         refuse(
-            f"--nnodes and --rdzv need --fabric gloo, got {job.settings.fabric}; with ulfm, mpirun reaches the nodes, see docs/how-to/nodes.md"
+            f"--nnodes and --rdzv need --fabric gloo, got {job.settings.fabric}; with ulfm, use --hosts, see docs/how-to/nodes.md"
         )
     if job.nnodes > 1 and job.stragglers == "rebalance":
         refuse(
-            "--stragglers rebalance works on one node only: each launcher knows only the speed of its own workers; use warn or replace"
+            "--stragglers rebalance works on one node only: a launcher knows the speed of its own workers; use warn or replace"
         )
     if not 0 <= job.node_rank < job.nnodes:
         refuse(f"--node-rank must be from 0 to {job.nnodes - 1} (--nnodes {job.nnodes}), got {job.node_rank}")
     if not job.rdzv:
-        refuse(
-            "--nnodes needs --rdzv, the rendezvous of the nodes, for instance holdfast://HOST:29400, the address of the first node"
-        )
+        refuse("--nnodes needs --rdzv, for instance holdfast://HOST:29400, the address of the first node")
     if not job.rdzv.startswith("etcd://"):
         host, _ = split_address(job.rdzv)
         if host not in _LOOPBACK and not job.settings.token:

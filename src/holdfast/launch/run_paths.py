@@ -26,9 +26,10 @@ class Places:
     Args:
         run_dir: Records and beacons; removed with the run.
         log_dir: Output of each worker, and of mpirun.
-        memory_dir: In-memory directory for MPI's shared segments, which mpirun leaves behind when it is killed. None if the
-            machine has none, or the job uses several machines.
-        own: Temporary directories of this machine, removed at the end. The first one is the run directory, or has a link to it.
+        memory_dir: In-memory directory for MPI's shared segments, which mpirun leaves behind when it is killed. None if
+            the machine has none, or the job uses several machines.
+        own: Temporary directories of this machine, removed at the end. The first one is the run directory, or has a
+            link to it.
         is_shared: Whether the run directory is on a file system that several machines share.
     """
 
@@ -40,7 +41,7 @@ class Places:
 
     @classmethod
     def make(cls, log_dir: Path | None, shared: Path | None = None) -> Self:
-        """Create the directories: the log directory inside the run directory if None is given, the run directory inside ``shared``, if given.
+        """Create the directories: by default, logs inside the run directory; the run directory inside ``shared`` if given.
 
         Raises:
             ConfigError: if one cannot be created.
@@ -74,7 +75,7 @@ class Places:
         return tuple(folder.lock for folder in self.own)
 
     def lost(self) -> Path | None:
-        """Return the run's directory if it was removed while the job runs, else None; MPI has its memory open already."""
+        """Return the run directory if it was removed while the job runs, else None; MPI has its memory open already."""
         if self.own and self.own[0].is_gone():
             return self.own[0].path
         return self.run_dir if self.is_shared and is_missing(self.run_dir) else None

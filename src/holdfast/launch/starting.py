@@ -1,8 +1,9 @@
 """Detection of workers that keep a start of the job from beginning. Pure: no clock, process or file.
 
-A worker has arrived once it requests to be connected to the others. Before, it runs imports and the script's preparations, which
-may be slow by nature: the limit is the timeout, or three times the slowest arrival so far. A worker that has not arrived by then
-is hung if its process is stopped or missing, or if another worker has waited for it for as long as the limit.
+A worker has arrived once it requests to be connected to the others. Before, it runs imports and the script's
+preparations, which may be slow by nature: the limit is the timeout, or three times the slowest arrival so far. A worker
+that has not arrived by then is hung if its process is stopped or missing, or if another worker has waited for it for as
+long as the limit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ WARN_AFTER_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """Observation of a worker, from its beacon; phase "" if it is not known yet, and whether a signal stops its process."""
+    """Observation of a worker, from its beacon; phase "" if unknown yet, and whether a signal stops its process."""
 
     phase: str = ""
     pulse: int = 0
@@ -38,7 +39,7 @@ class Sign:
 
     @property
     def is_missing(self) -> bool:
-        """Whether the others may wait for it: it has not requested to be connected yet, or is stopped before it trains."""
+        """Whether others may wait for it: it has not requested to be connected, or is stopped before it trains."""
         return self.is_late or (self.is_stopped and self.phase in ("connect", "start"))
 
     @property
@@ -59,7 +60,7 @@ class _Sight:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of a check: workers to give up; why the start is lost though no worker is to blame; a new warning, or ""."""
+    """Result of a check: workers to give up; why the start is lost without a culprit; a new warning, or ""."""
 
     stuck: Sequence[Stuck] = ()
     lost: str = ""
@@ -68,7 +69,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Starting:
-    """Checks the workers of this node until all are connected; each has at least ``timeout_s`` to arrive, 0 for no limit."""
+    """Checks the workers of this node until all are connected; each has ``timeout_s`` to arrive, 0 for no limit."""
 
     timeout_s: float
     script: str
@@ -99,8 +100,8 @@ class Starting:
     ) -> Finding:
         """Check the observations of all live workers of this node; each worker is given up once.
 
-        In a job that ``has_begun``, a worker that is not connected is a newcomer, which no other worker waits for. ``elsewhere``:
-        :attr:`keeps_waiting` is true on another node.
+        In a job that ``has_begun``, a worker that is not connected is a newcomer, which no other worker waits for.
+        ``elsewhere``: :attr:`keeps_waiting` is true on another node.
         """
         if not self.timeout_s:
             return Finding()

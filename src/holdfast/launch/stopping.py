@@ -1,4 +1,4 @@
-"""Stopping a job, or this node's part in it, early: on a signal, on request of another launcher, or when the store is lost."""
+"""Early stop of a job, or of one node's part in it: on a signal, on another launcher's request, or without a store."""
 
 from __future__ import annotations
 
@@ -118,10 +118,11 @@ class Stopping:
     # -- loss of the store
 
     def without_store(self, attempt: Attempt, why: str) -> Verdict | None:
-        """Make the workers save and stop, if the job cannot continue without this launcher; return the verdict once there is one.
+        """Make the workers save and stop, if the job cannot continue without this launcher; return the verdict, if any.
 
-        Otherwise this node alone may be cut off. Its workers must then not stop the job, and must have ended before other nodes
-        may restart it. If no worker of the job reaches the store, they learn it in the commit vote, and stop.
+        Otherwise this node alone may be cut off. Its workers must then not stop the job, and must have ended before
+        other nodes may restart it. If no worker of the job reaches the store, they learn it in the commit vote, and
+        stop.
         """
         run = self._run
         if self._lost_store_by_s is None:
@@ -147,6 +148,6 @@ class Stopping:
         if job.nnodes == 1:
             return Broken(f"the store was lost: {why}")
         return Broken(
-            f"node {job.node_rank} can no longer take part: {why}. Its workers were killed, and results that the other nodes "
-            "did not receive are discarded; to rejoin, start it again with the same command"
+            f"node {job.node_rank} can no longer take part: {why}. Its workers were killed, and results that the "
+            "other nodes did not receive are discarded; to rejoin, start it again with the same command"
         )

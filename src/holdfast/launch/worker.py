@@ -1,12 +1,12 @@
 """One worker: ``python -m holdfast.launch.worker SCRIPT [ARGS]...``, started by mpirun.
 
-The process that mpirun starts forks immediately. The child runs the script. The parent, the *watcher*, waits for it, records how
-it ended, and kills itself with SIGKILL unless the child exited with 0: Open MPI notifies the other workers of a killed worker, but
-not of one that exits with another code, which they would wait for forever.
+The process that mpirun starts forks immediately. The child runs the script. The parent, the *watcher*, waits for it,
+records how it ended, and kills itself with SIGKILL unless the child exited with 0: Open MPI notifies the other workers
+of a killed worker, but not of one that exits with another code, which they would wait for forever.
 
-The watcher also cleans up: it kills the children of a worker that has ended, the worker when mpirun has ended, and all of them
-when the launcher has; in the last case, the worker is first asked to save and stop. If the watcher is stopped (SIGSTOP) at that
-moment, its worker resumes it, and so do the other watchers.
+The watcher also cleans up: it kills the children of a worker that has ended, the worker when mpirun has ended, and all
+of them when the launcher has; in the last case, the worker is first asked to save and stop. If the watcher is stopped
+(SIGSTOP) at that moment, its worker resumes it, and so do the other watchers.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _wait(pid: int, mpirun: Process | None, settings: Settings, rank: int) -> in
 
 
 def _wait_and_publish(handles: dict[str, int], settings: Settings, rank: int) -> set[str]:
-    """Return which processes have ended. Until then, sync the worker's files in the shared directory to other machines."""
+    """Return which processes have ended. Until then, sync the worker's files to other machines."""
     if LAUNCHER_NODE not in os.environ or not settings.run_dir:
         return wait_for_end(handles)
     run_dir = Path(settings.run_dir)
@@ -258,7 +258,7 @@ def _end_mpirun(mpirun: Process) -> None:
 
 
 def _prepare_to_tell(settings: Settings, rank: int, pid: int) -> Callable[[int], None]:
-    """Return a function that records how the worker ended. Opens the file now, because the others wait for us once it has died."""
+    """Return a function that records how the worker ended; the file is opened now, as the others wait for us then."""
     if not settings.run_dir:
         return lambda exit_code: None
     run_dir = Path(settings.run_dir)
@@ -327,7 +327,7 @@ def run_script(script: Path, args: list[str]) -> NoReturn:
 
 
 def _remember_notice(settings: Settings) -> None:
-    """Remember a SIGTERM that arrives before training; not for a newcomer that no worker depends on yet, or if the whole job stops."""
+    """Remember a SIGTERM before training, except for newcomers, which no worker depends on yet, and if the job stops."""
     from holdfast import notice
 
     is_newcomer = settings.rank >= 0 and str(settings.rank) not in settings.ranks.split(",")
@@ -339,8 +339,8 @@ def _remember_notice(settings: Settings) -> None:
 def _have_children_end_with_us() -> None:
     """Make processes that Python forks in the main thread die with this process, even if the watcher has died before.
 
-    The watcher adopts and ends all other children. For a fork in another thread, the kernel would signal when that thread ends; and
-    a ``subprocess`` runs no Python between fork and exec in which it could be set up.
+    The watcher adopts and ends all other children. For a fork in another thread, the kernel would signal when that
+    thread ends; and a ``subprocess`` runs no Python between fork and exec in which it could be set up.
     """
     worker, here = os.getpid(), threading.local()
 
@@ -437,8 +437,8 @@ def _report_failure(error: BaseException, script: Path) -> int:
 def describe(error: BaseException, script: Path) -> ScriptFailed:
     """Return the record of ``error``, which ended ``script``; the caller sets time, rank and step.
 
-    A :class:`~holdfast.errors.HoldfastError` is reported in one line; any other error with its traceback, without the frames above the
-    script's own.
+    A :class:`~holdfast.errors.HoldfastError` is reported in one line; any other error with its traceback, without the
+    frames above the script's own.
     """
     frames = _script_frames(error.__traceback__, script)
     if isinstance(error, SystemExit):
