@@ -1,7 +1,7 @@
-"""What a run was asked to do, and the environment variables that carry it to the workers.
+"""Settings of a run, and the environment variables that pass them to the workers.
 
-One precedence everywhere: what the script passes to :class:`holdfast.Session`, then the environment
-(which is how ``holdfast run`` passes its options on), then the default that stands here.
+Precedence: arguments of :class:`holdfast.Session` in the script, then the environment (through which ``holdfast run``
+passes its options), then the defaults below.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ KINDS = ("same", "any")
 POLICIES = ("ignore", "warn", "rebalance", "replace")
 
 FIRM = "HOLDFAST_FIRM"
-"""Where this variable is 1, what the script passes to the session does not count: the run is somebody else's."""
+"""If this variable is 1, arguments of the session in the script are ignored: the run is a replay."""
 
 MOST_WORKERS = 1 << 16
-"""Most workers and spares of a job: far more than any job has had, and few enough to list one by one."""
+"""Maximum number of workers and spares of a job; few enough to list one by one."""
 
 _LONGEST_HANG_S = 1e9
-"""Threads cannot sleep for much longer."""
+"""The longest supported timeout of a thread's sleep."""
 _SHORTEST_HANG_S = 0.1
-"""A beacon pulses ten times in a second: whoever is looked at more closely seems to have stopped between two pulses."""
+"""A beacon pulses ten times a second: with a shorter limit, a worker would seem hung between two pulses."""
 _SHORTEST_START_S = 1.0
 """Python alone takes a tenth of a second to start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that can be set from outside the script. Each field ``x`` is read from ``HOLDFAST_X``."""
+    """All settings that can be set from outside the script. Each field ``x`` is read from ``HOLDFAST_X``."""
 
     workers: int = option(
         1,
@@ -90,11 +90,11 @@ class Settings:
         most=MOST_WORKERS,
     )
     ranks: str = ""
-    """Comma-separated numbers of the workers that the job is started with; "" is 0, 1, 2, ..."""
+    """Comma-separated ranks that the job is started with; "" is 0, 1, 2, ..."""
     rank: int = -1
-    """This worker's number under the ``gloo`` fabric; MPI numbers those of the ``ulfm`` fabric."""
+    """Rank of this worker with the ``gloo`` fabric; with ``ulfm``, MPI assigns it."""
     store: str = ""
-    """Where membership is kept under the ``gloo`` fabric, as ``holdfast://HOST:PORT/JOB``."""
+    """URL of the membership store of the ``gloo`` fabric, as ``holdfast://HOST:PORT/JOB``."""
     token: str = option(
         "",
         help="Secret that all nodes share.",
@@ -194,7 +194,7 @@ class Settings:
         least=-1,
         least_given=0,
     )
-    """Workers beside its own that hold each part of a model that is split; -1: one, where there is no replica of it."""
+    """Standbys of each part of a split model, in addition to its own worker; -1: one, unless the part has a replica."""
     mirror_every: int = option(
         1,
         help="1: standbys apply every step. Above 1: they receive a full copy in this many steps.",
@@ -273,13 +273,14 @@ class Settings:
         kind=str,
         least=0,
     )
-    """Pieces that a mini-batch is cut into; 0 is the number of workers the job is started with, or what ``auto_slices`` says."""
+    """Slices per mini-batch; 0: the number of workers at the start of the job, or chosen by ``auto_slices``."""
     auto_slices: int = option(-1, least=-1)
-    """Choose ``slices`` so that the loss of so many workers leaves the work nearly even; 0: of a quarter of them; -1: do not."""
+    """Choose ``slices`` to keep the load nearly even after the loss of this many workers; 0: of a quarter of them; -1:
+    off."""
     bucket_bytes: int = option(25 << 20, least=1)
-    """Gradients are summed in buckets of about this size."""
+    """Approximate size of the buckets in which gradients are reduced."""
     shared_bytes: int = option(-1, least=-1)
-    """Most memory that a worker may share with the others of its host, for sums; 0: none, -1: what is free."""
+    """Maximum shared memory of a worker with the others of its host, for all-reduces; 0: none, -1: all that is free."""
     checkpoint_dir: str = option(
         "",
         help="Directory or URL of checkpoints, such as s3://bucket/run.",
@@ -299,9 +300,9 @@ class Settings:
         kind=str,
         least=0,
     )
-    """Steps between checkpoints; 0 saves none but those that are asked for."""
+    """Steps between checkpoints; 0 saves only those that are requested."""
     checkpoint_auto: bool = False
-    """Take checkpoints as often as pays, from what they are found to cost and how often failures come (Daly 2006)."""
+    """Choose the checkpoint interval from the measured cost of a checkpoint and the failure rate (Daly 2006)."""
     checkpoint_format: str = option(
         "safetensors",
         help="File format of new checkpoints.",
@@ -319,7 +320,7 @@ class Settings:
         least_given=2,
         because="the newest may turn out to be damaged",
     )
-    """How many of the newest checkpoints are kept, at least 2; 0 keeps all."""
+    """Number of newest checkpoints to keep, at least 2; 0 keeps all."""
     keep_every: int = option(
         0,
         help="Also keep checkpoints of steps that N divides.",
@@ -343,15 +344,15 @@ class Settings:
         manual="kill a worker that has sent no heartbeat, or has made no progress while others wait for it, for this long; it counts as failed. At least 0.1, or 0: never. [operations.md](../how-to/operations.md) says what raises the limit",
         group="Failure detection",
     )
-    """A worker that has given no sign for so long, or for three times as long as ever before, is ended; 0 ends none."""
+    """Limit without a heartbeat; rises to three times the longest silence so far. 0: no limit."""
     start_timeout_s: float = option(
         120.0,
         help="Kill a worker that is not ready to connect after this long; 0: never.",
         manual="limit for a worker to become ready to connect; it rises to three times what the slowest other worker took. A later worker is killed if it sends no heartbeat, or once another worker has waited for it this long. The job then begins without it, or with a spare. At least 1, or 0: never: [operations.md](../how-to/operations.md#starting)",
         group="Failure detection",
     )
-    """A worker that is not ready to connect after so long, or after three times what the slowest other one took, is ended if the
-    others wait for it or it shows no sign of life; 0 ends none."""
+    """Limit to become ready to connect; rises to three times the slowest other worker. A later worker is killed if others wait for
+    it, or it sends no heartbeat. 0: no limit."""
     stop_after: int = option(
         -1,
         help="Once this step is committed, save the state and exit with code 4.",
@@ -361,7 +362,7 @@ class Settings:
         least=-1,
         least_given=0,
     )
-    """Stop, with the state saved, when this step is committed; -1: when the script ends."""
+    """Stop, with the state saved, once this step is committed; -1: run to the end of the script."""
     resume: bool = option(
         False,
         help="Resume from the newest intact checkpoint.",
@@ -372,13 +373,13 @@ class Settings:
     faults: str = ""
     """The fault plan, as JSON (see :mod:`holdfast.faults.plan`)."""
     run_dir: str = ""
-    """Where workers write their records and beacons; "" writes none."""
+    """Directory of the workers' records and beacons; "" writes none."""
     origin_s: float = 0.0
-    """``time.monotonic()`` when the launcher started: zero of every ``t_s``."""
+    """``time.monotonic()`` at the start of the launcher, the zero of every ``t_s``."""
 
     def __post_init__(self) -> None:
         check(self)
-        strategy_class(self.strategy)  # refuses a name that there is not
+        strategy_class(self.strategy)  # raises if the name is unknown
         if self.fabric:
             make_fabric(self.fabric)
         if self.keep_last < 0 or self.keep_last == 1:
@@ -399,12 +400,12 @@ class Settings:
             )
         self._check_mirrors()
         if self.guard_sums and self.guard == "off":
-            raise ConfigError("guard_sums needs guard stop, warn or heal, which say what comes of a finding, got off")
+            raise ConfigError("guard_sums needs guard stop, warn or heal, the response to a wrong checksum, got off")
         if not self.mtbf_s > 0:
             raise ConfigError(f"mtbf_s must be positive, got {self.mtbf_s}")
         if self.checkpoint_every and self.checkpoint_auto:
             raise ConfigError(
-                "checkpoints are taken every so many steps (checkpoint_every) or as often as pays (checkpoint_auto), not both"
+                "set either checkpoint_every (a fixed interval) or checkpoint_auto (the optimal interval), not both"
             )
 
     def _check_mirrors(self) -> None:
@@ -415,14 +416,15 @@ class Settings:
             )
         if self.mirror_every > 1 and not strategy_class(self.strategy).restores_parts:
             raise ConfigError(
-                f"mirror_every above 1 needs strategy partial, got {self.strategy}: a copy that is some steps old has not the bits that it promises"
+                f"mirror_every above 1 needs strategy partial, got {self.strategy}: an outdated copy cannot restore the same bits"
             )
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None, **overrides: Any) -> Self:
         """Read the settings from the environment; ``overrides`` that are not None win.
 
-        ``slices`` may be ``auto`` or ``auto:F`` in both, see :func:`losses_of`; a number goes before, wherever it is from.
+        ``slices`` may be ``auto`` or ``auto:F`` in both, see :func:`losses_of`; a number takes precedence, wherever it
+        is from.
 
         Raises:
             ConfigError: if a variable or an override has a value that is not allowed, or is unknown.
@@ -437,7 +439,7 @@ class Settings:
                 values[field.name] = parse(variable(field.name), text, field.default)
         known = {field.name for field in dataclasses.fields(cls)}
         for name in overrides.keys() - known:
-            raise ConfigError(f"unknown setting {name!r}; there are {', '.join(sorted(known))}")
+            raise ConfigError(f"unknown setting {name!r}; known settings are {', '.join(sorted(known))}")
         is_firm = parse(FIRM, env.get(FIRM, ""), default=False)
         given = {} if is_firm else {k: v for k, v in overrides.items() if v is not None}
         if isinstance(given.get("slices"), str):
@@ -446,13 +448,13 @@ class Settings:
 
     @property
     def auto_text(self) -> str:
-        """What :func:`losses_of` reads, "" where the number of slices is not to be chosen."""
+        """Input of :func:`losses_of`; "" if the number of slices is not chosen automatically."""
         if self.slices or self.auto_slices < 0:
             return ""
         return f"auto:{self.auto_slices}" if self.auto_slices else "auto"
 
     def to_env(self) -> dict[str, str]:
-        """Return the variables that make :meth:`from_env` give these settings again (defaults are left out)."""
+        """Return the variables from which :meth:`from_env` reproduces these settings; defaults are omitted."""
         return {
             variable(field.name): str(int(value)) if isinstance(value, bool) else str(value)
             for field in dataclasses.fields(self)
@@ -461,7 +463,7 @@ class Settings:
 
     @property
     def pulse_every_s(self) -> float:
-        """How often a worker shows that its interpreter runs, seconds: ten times in the shorter timeout; 0: never."""
+        """Interval of a worker's heartbeat, seconds: a tenth of the shorter timeout; 0: no heartbeat."""
         return min((limit for limit in (self.hang_timeout_s, self.start_timeout_s) if limit), default=0.0) / 10
 
 

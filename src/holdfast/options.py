@@ -1,7 +1,7 @@
 """Options, each declared once, in the dataclass field that holds its value.
 
-The parser, ``holdfast run --help``, the checks of bounds and choices, the tables in ``docs/reference/cli.md`` and the command lines
-in reports are all generated from these fields. To add an option, add a field.
+The parser, ``holdfast run --help``, the checks of bounds and choices, the tables in ``docs/reference/cli.md`` and the
+command lines in reports are all generated from these fields. To add an option, add a field.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ GROUPS = (
     "Fault injection",
     "Output",
 )
-"""Sections of ``--help-all`` and of the reference page, in order. Within a group, basic options come first, then the order of fields."""
+"""Sections of ``--help-all`` and of the reference page, in order. Within a group, basic options come first, then the
+order of fields."""
 
 _KEY = "holdfast"
 
@@ -42,7 +43,8 @@ class Option:
     Args:
         help: Text in ``--help``; "" for a field without an option.
         manual: Text in ``docs/reference/cli.md``, in Markdown; "" to reuse ``help``.
-        usual: Default as the documentation shows it, in Markdown; "" to show that of the field, if it is positive or a word.
+        usual: Default as the documentation shows it, in Markdown; "" to show that of the field, if it is positive or a
+            word.
         group: One of :data:`GROUPS`.
         is_basic: Whether ``--help`` lists the option. ``--help-all`` lists every option.
         flags: Names, as click expects them; empty for ``--`` and the field name without its unit.

@@ -1,4 +1,4 @@
-"""The command line: one file a command, each of which imports what it needs when it runs."""
+"""The command line: one module per command, which imports its dependencies when it runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from holdfast.report.formatting import clean
 app = typer.Typer(
     name="holdfast",
     cls=Commands,
-    help="PyTorch training that goes on, to the bit, while workers die.",
+    help="Fault-tolerant PyTorch training: recover from worker failures with bit-identical results.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -43,7 +43,7 @@ for _name, _help in COMMANDS.items():
     app.command(name=_name, help=_help)(placeholder)
 
 _USAGE_ERROR: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
-"""Typer does not give it a name of its own."""
+"""Not exported by typer."""
 _NUMBERS = {"int": "a whole number", "float": "a number"}
 _LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 
@@ -55,14 +55,14 @@ def options(
     debug: Annotated[bool, Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[bool, Option("--version", help="Print the version.")] = False,
 ) -> None:
-    """Take the options that all commands share."""
+    """Options that all commands share."""
     need_command(context)
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command that ``args`` name, and exit: 0 done, 1 failed, 2 wrong usage, 3 damaged data, 4 stopped and saved."""
+    """Run the command in ``args`` and exit: 0 done, 1 failed, 2 wrong usage, 3 damaged data, 4 stopped with its state saved."""
     words = list(sys.argv[1:] if args is None else args)
-    debug = "--debug" in words[:2]  # before the command or right behind it; further on it may be the script's
+    debug = "--debug" in words[:2]  # before the command or directly after it; later words may be the script's
     words = [word for place, word in enumerate(words) if place > 1 or word != "--debug"]
     if words[:1] == ["--version"]:
         from holdfast import __version__
@@ -85,7 +85,7 @@ def _complain(error: HoldfastError, *, debug: bool) -> NoReturn:
     if debug or isinstance(error, InternalError):
         traceback.print_exception(error)
     else:
-        # Some messages quote what stands in a file, and that may be anything.
+        # some messages quote the content of a file, which may be anything
         print("\n".join(map(clean, f"error: {error}".split("\n"))), file=sys.stderr)
     if isinstance(error, ConfigError | CheckpointMissing):
         sys.exit(2)
@@ -101,7 +101,7 @@ def _all_options(error: Exception) -> str:
 
 
 def _of_number(error: Exception) -> str:
-    """Return what is wrong with a value that is no number, or too small or large, as all other messages say it; "" for other errors."""
+    """Return a message, in the form of all other ones, for a value that is no number or out of range; "" for other errors."""
     param, find = getattr(error, "param", None), getattr(error.__cause__, "errors", None)
     if param is None or find is None:
         return ""

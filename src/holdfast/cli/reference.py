@@ -1,4 +1,5 @@
-"""Write the option tables of the reference page from the declarations: ``python -m holdfast.cli.reference docs/reference/cli.md``."""
+"""Write the option tables of the reference page from the declarations: ``python -m holdfast.cli.reference
+docs/reference/cli.md``."""
 
 from __future__ import annotations
 

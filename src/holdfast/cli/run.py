@@ -95,7 +95,7 @@ def run(
     try:
         with sigterm_as_interrupt():
             outcome = launch(job, make_view(sys.stderr if asked.as_json else sys.stdout))
-    except KeyboardInterrupt:  # before the job begins; later it takes signals itself
+    except KeyboardInterrupt:  # before the job begins, which handles signals itself
         print("stopped", file=sys.stderr)
         return 1
     report_dir = job.report_dir if outcome.is_reported else None
@@ -106,7 +106,7 @@ def run(
 
 
 def _check(given: dict[str, Any]) -> None:
-    """Refuse what only the command line can get wrong; the ConfigError names the option."""
+    """Check values for which the command line has its own rules; the ConfigError names the option."""
     values = [(each, given[each.parameter]) for each in OPTIONS if given[each.parameter] is not None]
     for each, value in values:
         how = each.option
@@ -121,7 +121,7 @@ def _check(given: dict[str, Any]) -> None:
 
 
 def _job(script: Path, args: list[str], given: dict[str, Any], asked: Asked) -> Job:
-    """Return what the launcher is to do; the ConfigError names an option whose value is not allowed."""
+    """Return the job for the launcher; the ConfigError names an option whose value is not allowed."""
     from holdfast.launch.hostlist import parse_hosts
 
     newcomers = _newcomers(given["max_respawns"], respawn=asked.respawn)
@@ -142,9 +142,9 @@ def _job(script: Path, args: list[str], given: dict[str, Any], asked: Asked) -> 
 
 
 def _newcomers(max_respawns: int | None, *, respawn: bool) -> int:
-    """Return how many workers may be started in the place of the dead; a limit without --respawn is refused."""
+    """Return the maximum number of replacement workers; a limit without --respawn is an error."""
     if max_respawns is not None and not respawn:
-        why = "without it nobody is started in the place of the dead"
+        why = "without it, failed workers are not replaced"
         raise ConfigError(f"--max-respawns {max_respawns} needs --respawn: {why}")
     if max_respawns is not None and max_respawns > MOST_WORKERS:
         raise ConfigError(f"--max-respawns must be at most {MOST_WORKERS}, got {max_respawns}")
@@ -152,7 +152,7 @@ def _newcomers(max_respawns: int | None, *, respawn: bool) -> int:
 
 
 def _settings(given: dict[str, Any]) -> Settings:
-    """Return the settings: those given, then those of the environment; the ConfigError names the option of one that was given."""
+    """Return the settings from options and environment; the ConfigError names the option, if it was given."""
     options = {each.name: each for each in declared(Settings)}
     values = {name: _value(each, given[each.parameter]) for name, each in options.items() if name not in _CONVERTED}
     values |= _slices(given["slices"]) | _how_often(given["checkpoint_every"])
@@ -166,7 +166,7 @@ def _settings(given: dict[str, Any]) -> Settings:
 
 
 def _value(option: Declared, given: Any) -> Any:
-    """Return the setting that an option asks for; None if it was not given: a switch can only be turned away from its default."""
+    """Return the setting of an option; None if it was not given. A switch can only be changed from its default."""
     return ((not option.default) if given else None) if option.kind is bool else given
 
 
@@ -205,7 +205,7 @@ def _split_off_report(args: list[str]) -> tuple[tuple[str, ...], Path | None]:
 
 
 def _plan(specs: list[str], settings: Settings, nnodes: int, newcomers: int) -> str:
-    """Return the fault plan as JSON; that of the environment if there are no ``specs``."""
+    """Return the fault plan as JSON; the plan of the environment if there are no ``specs``."""
     if not specs:
         return settings.faults
     from holdfast.faults.plan import FaultPlan, parse
@@ -219,18 +219,18 @@ def _plan(specs: list[str], settings: Settings, nnodes: int, newcomers: int) -> 
 
 
 def _check_baseline(baseline: Path | None, report_dir: Path | None) -> None:
-    """Refuse before anything runs what could not be compared after it; the ConfigError names the option."""
+    """Check ``--baseline`` before anything runs; the ConfigError names the option."""
     if baseline is None:
         return
     from holdfast.report.against import read_losses
 
     if report_dir is None:
-        raise ConfigError(f"--baseline {baseline} needs --report DIR: this run's losses are read from there")
+        raise ConfigError(f"--baseline {baseline} needs --report DIR, from which this run's losses are read")
     read_losses(baseline)
 
 
 def _add_cost(report: dict[str, Any], report_dir: Path, baseline: Path) -> None:
-    """Say in the report what the failures cost, in steps, against an undisturbed run."""
+    """Add the cost of failures, in steps relative to a failure-free run, to the report."""
     from holdfast.report import save_report
     from holdfast.report.against import cost_against
 
@@ -242,14 +242,14 @@ def _add_cost(report: dict[str, Any], report_dir: Path, baseline: Path) -> None:
 
 
 def _show(outcome: Outcome, report_dir: Path | None, *, as_json: bool) -> None:
-    """Print the summary, then why it failed: a traceback comes last, where it is seen."""
+    """Print the summary, then why the run failed: a traceback comes last, where it is visible."""
     from holdfast.report import summary_lines
     from holdfast.report.formatting import is_distributed
 
     if as_json:
         print(json.dumps(outcome.report, indent=1))
     report = outcome.report
-    # A script may use torch.distributed without DistributedDataParallel: it has no steps, and is done all the same.
+    # A script may use torch.distributed without DistributedDataParallel: it then has no steps.
     worth_it = report["steps"] or (is_distributed(report) and report["outcome"] == "done")
     lines = summary_lines(report, report_dir) if worth_it else []
     print(*lines, sep="\n", end="\n" if lines else "", file=sys.stderr if as_json else sys.stdout)
