@@ -351,7 +351,7 @@ class Settings:
         manual="limit for a worker to become ready to connect; it rises to three times what the slowest other worker took. A later worker is killed if it sends no heartbeat, or once another worker has waited for it this long. The job then begins without it, or with a spare. At least 1, or 0: never: [operations.md](../how-to/operations.md#starting)",
         group="Failure detection",
     )
-    """Limit to become ready to connect; rises to three times the slowest other worker. A later worker is killed if others wait for
+    """Limit to become ready to connect, or three times the slowest other worker. A later one is killed if others wait for
     it, or it sends no heartbeat. 0: no limit."""
     stop_after: int = option(
         -1,

@@ -60,7 +60,7 @@ def options(
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command in ``args`` and exit: 0 done, 1 failed, 2 wrong usage, 3 damaged data, 4 stopped with its state saved."""
+    """Run a command and exit: 0 done, 1 failed, 2 wrong usage, 3 damaged data, 4 stopped with its state saved."""
     words = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in words[:2]  # before the command or directly after it; later words may be the script's
     words = [word for place, word in enumerate(words) if place > 1 or word != "--debug"]
@@ -101,7 +101,7 @@ def _all_options(error: Exception) -> str:
 
 
 def _of_number(error: Exception) -> str:
-    """Return a message, in the form of all other ones, for a value that is no number or out of range; "" for other errors."""
+    """Return a message in our own form for a value that is no number or out of range; "" for other errors."""
     param, find = getattr(error, "param", None), getattr(error.__cause__, "errors", None)
     if param is None or find is None:
         return ""

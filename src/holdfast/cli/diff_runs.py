@@ -62,7 +62,7 @@ def diff_runs(
 
 
 def _look_into_checkpoints(runs: Sequence[Certified], parting: Parting) -> tuple[int, Spot] | None:
-    """Return the first different value in the first checkpoints after the divergence that both runs have, and their step."""
+    """Return the first different value in the first common checkpoints after the divergence, and their step."""
     from holdfast.checkpoint.compare import first_difference
     from holdfast.cli.places import opened
     from holdfast.errors import CheckpointError, ConfigError

@@ -35,7 +35,7 @@ def find(text: str) -> tuple[Storage, int | None]:
 
 
 def find_root(text: str) -> Storage:
-    """Return the storage of a directory of checkpoints; raise a ConfigError for a single checkpoint, or anything else."""
+    """Return the storage of a directory of checkpoints; raise a ConfigError for anything else."""
     storage, step = find(text)
     if step is not None:
         raise ConfigError(f"{text} is a single checkpoint; name its directory: {storage.url}")
@@ -44,7 +44,7 @@ def find_root(text: str) -> Storage:
 
 @contextmanager
 def opened(text: str, step: int | None = None, now: Callable[[str], None] = lambda text: None) -> Iterator[Source]:
-    """Open a checkpoint or file; in a directory, ``step``, or the newest intact one. ``now`` is called with each progress message.
+    """Open a checkpoint or file; in a directory, ``step``, or the newest intact one. ``now`` receives progress messages.
 
     Raises:
         ConfigError: if it does not exist, or a step is given for a single checkpoint or file.

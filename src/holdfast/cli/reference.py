@@ -1,5 +1,4 @@
-"""Write the option tables of the reference page from the declarations: ``python -m holdfast.cli.reference
-docs/reference/cli.md``."""
+"""Write the option tables of the reference page: ``python -m holdfast.cli.reference docs/reference/cli.md``."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def _cell(declared: Declared) -> str:
 
 
 def rewritten(page: str) -> str:
-    """Return the page with newly generated tables between its two markers; raise a ValueError if a marker is missing."""
+    """Return the page with new tables between its two markers; raise a ValueError if a marker is missing."""
     before, behind = page[: page.index(_BEGIN)], page[page.index(_END) :]
     return f"{before}{_BEGIN}\n\n{_INTRO}\n\n{tables(OPTIONS)}\n\n{behind}"
 

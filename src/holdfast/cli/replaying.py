@@ -97,7 +97,7 @@ def _copy_checkpoint(url: str, step: int, folder: Path) -> None:
 
 
 def find_start(run: Certified, report: Mapping[str, Any], wanted: int) -> tuple[int, str]:
-    """Return the step to start from, at most ``wanted``, and the location of the state before it, "" for the beginning."""
+    """Return the step to start from, at most ``wanted``, and where the state before it is, "" for the beginning."""
     for step, url in sorted(_places(run, report, wanted).items(), reverse=True):
         if _is_intact(url, step, run):
             return step, url

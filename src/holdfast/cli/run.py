@@ -181,7 +181,7 @@ def _slices(given: str | None) -> dict[str, Any]:
 
 
 def _how_often(checkpoint_every: str | None) -> dict[str, Any]:
-    """Return the settings of ``--checkpoint-every``; raise a ConfigError if it is neither a number of steps nor ``auto``."""
+    """Return the settings of ``--checkpoint-every``; raise a ConfigError if it is neither a number nor ``auto``."""
     if checkpoint_every is None:
         return {}
     if checkpoint_every == "auto":

@@ -28,7 +28,7 @@ _STYLES = {"intact": "green", "DAMAGED": "bold red", "identical": "green", "not 
 
 
 def in_json(value: Any) -> str:
-    """Return a value as standard JSON: dataclasses as objects, non-finite numbers as ``"inf"``, ``"-inf"`` or ``"nan"``."""
+    """Return a value as standard JSON: dataclasses as objects, non-finite numbers as ``"inf"`` or ``"nan"``."""
     return json.dumps(_plain(value), indent=1, allow_nan=False)
 
 

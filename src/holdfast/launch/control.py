@@ -104,7 +104,7 @@ def find(pid: int | None = None) -> Running:
         refuse(f"job {job.pid} ({job.script}) was started {where}, not here: name it with --job {job.pid}")
     there = ", ".join(f"{job.pid} ({job.script})" for job in all_jobs)
     if pid is None:
-        refuse(f"{len(all_jobs)} jobs are running: {there}; choose one with --job PID")
+        refuse(f"{len(all_jobs)} jobs are running: {there}; choose one with --job NUMBER")
     return refuse(f"--job must be the PID of a running launcher: {there}; got {pid}")
 
 

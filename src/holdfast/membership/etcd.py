@@ -1,4 +1,4 @@
-"""The store in an etcd cluster (3.4 or newer), which outlives every launcher; uses the JSON gateway, so needs no client library.
+"""The store in an etcd cluster (3.4 or newer), which outlives every launcher; it needs no client library.
 
 All requests go to one member of the cluster, and to the next when it does not answer. The local copy is read once and
 then updated by a watch; it includes this client's own writes before :meth:`EtcdStore.put` and the other methods return.
@@ -91,7 +91,7 @@ class EtcdStore(Store):
 
     @property
     def own_address(self) -> str:
-        """See :attr:`Store.own_address`; the route to a member on this machine does not show the address for other machines."""
+        """See :attr:`Store.own_address`; a member on this machine does not show the route to others."""
         ways = []
         for member in self._cluster.members:
             with contextlib.suppress(OSError):  # no route to this member
@@ -146,7 +146,7 @@ class EtcdStore(Store):
         return {"key": encode(self._prefix + key), "value": encode(f"{tag} {value}")}
 
     def _ask(self, path: str, body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Send a request until a member answers. A request whose answer was lost is repeated, and may be executed twice."""
+        """Send a request until a member answers; if an answer is lost, the request may be executed twice."""
         silence = self._new_silence()
         while not self._lost:
             try:

@@ -1,5 +1,4 @@
-"""Client of an etcd cluster's JSON gateway: one request at a time to one member, and to the next if it does not
-answer."""
+"""Client of an etcd cluster's JSON gateway: one request at a time, to one member until it does not answer."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ class Cluster:
         return connection
 
     def request(self, connection: http.client.HTTPConnection, path: str, body: object) -> http.client.HTTPResponse:
-        """Send a request, and return the response, of which only the header is read; raise :class:`Refused` if etcd returns an error."""
+        """Send a request, and return the response with its body unread; raise :class:`Refused` on an error of etcd."""
         headers = {"Content-Type": "application/json"}
         if self._user and path != "auth/authenticate":
             headers["Authorization"] = self._pass or self._log_in(connection)
@@ -111,7 +110,7 @@ class Line:
         self._member = cluster.member
 
     def ask(self, path: str, body: object) -> dict[str, Any]:
-        """Send a request once. If the member does not answer (:class:`Unavailable`), the next request goes to the next member."""
+        """Send a request once; if it is not answered (:class:`Unavailable`), the next goes to the next member."""
         if self._connection is None or self._member != self._cluster.member:
             self.drop()
             self._member = self._cluster.member

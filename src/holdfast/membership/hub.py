@@ -37,7 +37,7 @@ _LOOKS = 10
 
 
 class Seldom:
-    """Limits log lines that unknown clients can provoke to one in ``every_s``: logs the first immediately, and counts later ones."""
+    """Limits log lines that unknown clients can provoke to one in ``every_s``: logs the first, counts later ones."""
 
     def __init__(self, every_s: float = _SAY_EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._every_s = every_s

@@ -117,7 +117,7 @@ class Roster:
         return tuple(sorted(rank for rank, wish in waiting.items() if wish["loop"] == loop and rank not in gone))
 
     def join(self, loop: int, is_late: Callable[[], bool] = lambda: False) -> bool:
-        """Ask to be admitted to a training loop, and wait until admitted or ``is_late`` (which reads the store); return whether admitted."""
+        """Wait to be admitted to a training loop, until ``is_late`` (which reads the store); return whether admitted."""
         self.store.put(f"join/{self.rank}", json.dumps({"loop": loop}))
         generation = self.store.wait(lambda: self._my_generation() or (0 if is_late() else None))
         self.store.delete(f"join/{self.rank}")

@@ -174,7 +174,7 @@ class Silence:
         self._since_s = max(self._since_s, at_s)
 
     def is_too_long(self) -> bool:
-        """Return whether the silence is too long; time in which it was not checked, as while the process was stopped, does not count."""
+        """Return whether the silence is too long; time without checks, as while the process was stopped, is excluded."""
         now_s = self._clock()
         held_up_s = max(0.0, now_s - self._looked_s - 2 * self._look_s)
         self._since_s = min(self._since_s + held_up_s, now_s)
