@@ -81,7 +81,7 @@ BAD = {
     "restart without checkpoints": (["--strategy", "restart"], "--strategy restart needs --checkpoint-dir"),
     "resume without checkpoints": (["--resume"], "--resume needs --checkpoint-dir"),
     "interval without checkpoints": (["--checkpoint-every", "5"], "--checkpoint-every needs --checkpoint-dir"),
-    "checkpoints in a file": (["--checkpoint-dir", __file__], "--checkpoint-dir must be a folder, and "),
+    "checkpoints in a file": (["--checkpoint-dir", __file__], "--checkpoint-dir must be a directory, and "),
     "endless mtbf": (["--mtbf", "inf"], "--mtbf must be more than 0 seconds and finite, got inf"),
     "min-workers too large": (["-n", "2", "--min-workers", "3"], "--min-workers must be at most the number of workers"),
     "no mtbf": (["--mtbf", "0"], "--mtbf must be more than 0 seconds, got 0"),
@@ -111,7 +111,7 @@ BAD = {
         ["--slices", "some"],
         "--slices must be a number, auto, or auto:F to bear the loss of F workers",
     ),
-    "nobody would be left": (["-n", "3", "--slices", "auto:3"], "--slices auto:F must leave somebody: F must be below"),
+    "nobody would be left": (["-n", "3", "--slices", "auto:3"], "--slices auto:F must leave a worker: F must be below"),
     "negative restarts": (["--max-restarts", "-1"], "--max-restarts must be at least 0, got -1"),
     "no patience": (["--stall-timeout", "0"], "--stall-timeout must be more than 0 seconds, got 0"),
 }
