@@ -323,7 +323,7 @@ def test_prune_removes_what_is_old_or_was_given_up(runs, printed):
     assert "removed step 10\n" in out
     assert "removed step-00000025, " in out
     assert [path.name for path in sorted(runs.iterdir())] == ["step-00000020", "step-00000030", "step-00000040"]
-    assert printed("prune", "runs/a", "--keep-last", "2") == "nothing to remove; 2 checkpoints stay\n"
+    assert printed("prune", "runs/a", "--keep-last", "2") == "nothing to remove; 2 checkpoints kept\n"
 
 
 def test_prune_keeps_steps_that_are_divided_and_the_newest_intact_one(runs, ckpt):

@@ -196,7 +196,7 @@ BAD = [
     ({"batch_size": 2**40}, "--batch-size must be a whole number from 1 to"),
     ({"batch_size": 1.5}, "--batch-size must be a whole number from 1 to"),
     ({"strategy": "hope"}, "--strategy must be one of rollback, forward, restart, got 'hope'"),
-    ({"strategy": "reinit"}, "--strategy reinit is for a job that is started with it"),
+    ({"strategy": "reinit"}, "--strategy reinit must be set when the job starts"),
     ({"strategy": "restart"}, "--strategy restart needs a checkpoint directory, and job"),
     ({"checkpoint_every": 5}, "--checkpoint-every needs a checkpoint directory, and job"),
     ({"checkpoint_every": -1, "checkpoint_dir": "c"}, "--checkpoint-every must be a whole number from 0 to"),
@@ -288,7 +288,7 @@ def test_a_folder_in_the_place_of_the_file_asks_for_nothing(tmp_path):
     [
         (("scale", "3"), 0, "(train.py): workers=3"),
         (("set", "--lr", "0.5", "--batch-size", "64"), 0, "(train.py): lr=0.5, batch_size=64"),
-        (("set",), 2, "error: nothing is asked for"),
+        (("set",), 2, "error: no change requested"),
         (("scale", "0"), 2, "error: WORKERS must be a whole number from 1 to 1024, got 0"),
         (("scale", "many"), 2, "error: WORKERS must be a whole number, got 'many'"),
         (("scale", "3", "--job", "1"), 2, "error: --job must be the PID of a running launcher"),

@@ -86,8 +86,8 @@ def test_hosts_are_given_as_a_list_or_as_a_file(text, tmp_path):
 
 BAD_NAMES = {
     "": "got ''",
-    "n1:0": "the workers of n1 must be a number from 1 to 1024, got '0'",
-    "n1:many": "the workers of n1 must be a number from 1 to 1024, got 'many'",
+    "n1:0": "the number of workers of n1 must be from 1 to 1024, got '0'",
+    "n1:many": "the number of workers of n1 must be from 1 to 1024, got 'many'",
     "n1,-oProxyCommand=x": "got '-oProxyCommand=x'",
     "n[1-3]:8": "got 'n[1-3]:8'",
     "n1:2,n1:3": "names n1 twice",

@@ -46,7 +46,7 @@ def test_a_newcomer_says_when_it_came_and_how_long_the_others_were_held():
     grown = {"decision": "grow", "survivors": (0, 2, 3), "joined": (3,), "held_s": 0.048}
 
     assert told(recovered(step=300, **grown), recovered(rank=2, step=300, **grown)) == [
-        "rank 3 joined at step 300, which held the others for 48 ms; ranks 0, 2, 3 go on"
+        "rank 3 joined at step 300; the other workers paused for 48 ms; ranks 0, 2, 3 continue"
     ]
 
 
@@ -54,7 +54,7 @@ def test_a_newcomer_that_speaks_first_does_not_say_how_long_the_others_were_held
     grown = {"decision": "grow", "survivors": (0, 2, 3), "joined": (3,)}
 
     assert told(recovered(rank=3, step=300, **grown), recovered(step=300, **grown, held_s=0.048)) == [
-        "rank 3 joined at step 300, which held the others for 48 ms; ranks 0, 2, 3 go on"
+        "rank 3 joined at step 300; the other workers paused for 48 ms; ranks 0, 2, 3 continue"
     ]
 
 
@@ -70,13 +70,13 @@ def test_newcomers_may_come_in_the_recovery_of_a_death():
 def test_who_leaves_in_order_is_not_lost():
     assert told(Left(t_s=1.0, rank=1, step=6), recovered(step=6, lost=(1,), survivors=(0,))) == [
         "rank 1 left before step 6, as requested",
-        "rank 0 goes on",
+       "rank 0 continues",
     ]
 
 
 def test_who_left_in_order_and_says_so_last_was_not_lost():
     assert told(recovered(step=6, lost=(1,), survivors=(0,)), Left(t_s=1.0, rank=1, step=6)) == [
-        "rank 1 is gone; rank 0 goes on",
+        "rank 1 has ended; rank 0 continues",
         "rank 1 left before step 6, as requested",
     ]
 
@@ -84,7 +84,7 @@ def test_who_left_in_order_and_says_so_last_was_not_lost():
 def test_who_dies_between_two_steps_is_lost():
     kill = FaultFired(t_s=0.5, rank=1, step=5, fault=0, kind="kill", phase="optimizer")
 
-    assert told(kill, recovered(lost=(1,)))[1:] == ["lost rank 1; ranks 0, 2 go on"]
+    assert told(kill, recovered(lost=(1,)))[1:] == ["lost rank 1; ranks 0, 2 continue"]
 
 
 def test_who_is_lost_while_another_leaves_is_lost():
@@ -95,7 +95,7 @@ def test_who_is_lost_while_another_leaves_is_lost():
 
 
 def test_before_training_under_torch_distributed_there_is_no_step_to_speak_of():
-    assert Story().tell(recovered(lost=(1,), decision="continue")) == "lost rank 1; ranks 0, 2 go on"
+    assert Story().tell(recovered(lost=(1,), decision="continue")) == "lost rank 1; ranks 0, 2 continue"
 
 
 def test_forward_goes_on_with_the_step():

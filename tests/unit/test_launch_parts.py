@@ -305,7 +305,7 @@ def test_torch_distributed_is_told_with_its_first_step_and_without_a_plan():
 def test_no_step_goes_on_where_there_is_none():
     story = Story()
 
-    assert story.tell(goes_on(0)) == "lost rank 1; ranks 0, 2 go on"
+    assert story.tell(goes_on(0)) == "lost rank 1; ranks 0, 2 continue"
     assert [story.tell(record) for record in (ddp_started(0), ddp_started(2))] == [None, None]
 
 

@@ -371,7 +371,7 @@ def test_a_client_that_is_answered_with_nonsense_takes_the_store_for_lost(answer
 
         with ThreadPoolExecutor(1) as pool:
             pool.submit(serve)
-            with pytest.raises(StoreLost, match=r"nonsense|closed the connection|reset"):
+            with pytest.raises(StoreLost, match=r"invalid message|closed the connection|reset"):
                 HubStore(f"127.0.0.1:{server.getsockname()[1]}", TOKEN)
 
 

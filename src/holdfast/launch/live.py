@@ -215,8 +215,8 @@ class Story:
         # Under torch.distributed, before the first step or without steps, no step can be named.
         has_no_step = record.decision == "continue" and self._started is None
         if has_no_step or (record.decision in ("redo", "grow") and not record.redone_steps):
-            goes = "goes" if len(record.survivors) == 1 else "go"
-            return "; ".join([*parts, f"{_ranks(record.survivors)} {goes} on"])
+            verb = "continues" if len(record.survivors) == 1 else "continue"
+            return "; ".join([*parts, f"{_ranks(record.survivors)} {verb}"])
         what = decision_of(record.decision).sentence.format(step=record.step)
         return "; ".join([*parts, f"{what} with {_ranks(record.survivors)}"])
 
@@ -259,4 +259,4 @@ def _begin(record: RunStarted) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else "nobody"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else "no rank"
