@@ -30,7 +30,7 @@ def machine_facts(environment: Mapping[str, str]) -> dict[str, Any]:
     Args:
         environment: Variables at the start of this process; libraries add some.
     """
-    memory = Path("/dev/shm")  # noqa: S108 - only looked at
+    memory = Path("/dev/shm")  # noqa: S108 - only its size is read
     return {
         "kind": kind_of_worker(),
         "cpus": len(os.sched_getaffinity(0)),

@@ -228,8 +228,10 @@ def _step_threads(seen: Seen) -> Check:
 
 
 def _randomness(seen: Seen) -> Check:
-    drawn = {who: _some([_GENERATORS.get(name, name) for name in names]) for who, names in seen.draws.items() if names}
-    said = [f"the {who} draws from {generators}" for who, generators in drawn.items()]
+    drawn = {
+        source: _some([_GENERATORS.get(name, name) for name in names]) for source, names in seen.draws.items() if names
+    }
+    said = [f"the {source} draws from {generators}" for source, generators in drawn.items()]
     return Check("randomness", OK, f"{'; '.join(said)}: seeded for each slice" if said else "no generator is used")
 
 

@@ -265,9 +265,7 @@ _ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_MMAP_THRESHOLD_": 
 def _environment(settings: Settings, places: Places, grace_s: float) -> dict[str, str]:
     theirs = {f"HOLDFAST_{field.name.upper()}" for field in dataclasses.fields(Settings)}
     env = {name: value for name, value in os.environ.items() if name not in theirs and not name.startswith(_NESTED)}
-    env.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # as torchrun does; a thread count that depends on the number of workers would change bits
+    env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; a count derived from the workers would change bits
     env.setdefault("MASTER_PORT", str(_free_port()))
     if not any(name in env for name in _ALLOCATOR):
         env |= _ALLOCATOR

@@ -40,11 +40,7 @@ class Job:
     args: tuple[str, ...] = ()
     settings: Settings
     max_restarts: int = option(
-        3,
-        help="Maximum number of restarts of the whole job.",
-        group="Recovery",
-        metavar="R",
-        has_default=True,
+        3, help="Maximum number of restarts of the whole job.", group="Recovery", metavar="R", has_default=True
     )
     max_respawns: int = option(
         0,

@@ -53,9 +53,8 @@ class Departed(Verdict):
 class Broken(Verdict):
     """The job must not continue.
 
-    ``exit_code`` is 2 for a wrong setting. ``unexplained``: no worker recorded a reason, so mpirun's output may give
-    it. ``rank`` and
-    ``step``: the worker whose script failed without a record, and its step; -1 for none.
+    ``exit_code`` is 2 for a wrong setting. ``unexplained``: no worker recorded a reason, so mpirun's output may give it.
+    ``rank`` and ``step``: the worker whose script failed without a record, and its step; -1 for none.
     """
 
     message: str
@@ -337,9 +336,7 @@ class Judge:
         start = self._start
         if running and self.living():
             return None
-        stayed = (
-            start.finished.keys() - start.left
-        )  # a worker that has left may have passed the gate of an earlier training loop
+        stayed = start.finished.keys() - start.left  # those that left may have passed the gate of an earlier loop
         passed = [start.finished[r] for r, end in start.ended.items() if end.exit_code == 0 and r in stayed]
         if self._virtual and not passed and any(end.exit_code == 0 for end in start.ended.values()):
             passed = list(start.finished.values())

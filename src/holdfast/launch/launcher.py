@@ -149,9 +149,7 @@ class Launcher:
         self._attempt = attempt = Attempt(job, settings, own, self._places, all_stop=all_stop, hosts=self._hosts)
         verdict = None
         while verdict is None:
-            running = self._is_running(
-                attempt
-            )  # before the records are read: a process that has ended has written all its records
+            running = self._is_running(attempt)  # before reading: a process that has ended has written all records
             self._news.read(attempt)
             self._judge.connect(rank for rank in self._judge.unconnected() if attempt.is_connected(rank))
             verdict = self._lost_folder()
@@ -284,9 +282,7 @@ class Launcher:
 
     def _ranks_left(self) -> tuple[int, ...]:
         """Return the ranks of the next start, the same on all launchers."""
-        if (
-            self._hosts is not None
-        ):  # mpirun ends all workers when it loses a host, so their exit codes are not informative
+        if self._hosts is not None:  # mpirun ends all workers when it loses a host: exit codes are not informative
             wanted = min(self._hosts.slots, len(self._job.ranks))
             return self._judge.ranks_left(wanted)[:wanted]
         ranks = self._judge.ranks_left(len(self._job.ranks) if self._job.max_respawns else 1)

@@ -169,8 +169,8 @@ class Story:
                 return ("start",), None if is_distributed(record) else _begin(record)
             case StepCommitted() if self._started is not None and is_distributed(self._started):
                 # not earlier: a script without DistributedDataParallel "starts" when it ends
-                who = count(record.workers, "rank")
-                return ("start",), f"{who}: torch.distributed; all-reduces of DDP continue over the survivors"
+                ranks = count(record.workers, "rank")
+                return ("start",), f"{ranks}: torch.distributed; all-reduces of DDP continue over the survivors"
             case ValuesAltered():
                 return ("fault", record.fault), f"flip of rank {record.rank} at step {record.step}: {_altered(record)}"
             case FaultFired(kind="flip"):

@@ -243,12 +243,12 @@ class Meeting:
 
     def _take_seat(self) -> None:
         """Become the launcher of this node; an earlier launcher must have ended, or its lease expired."""
-        who = f"process {os.getpid()} on {socket.gethostname()}"
+        identity = f"process {os.getpid()} on {socket.gethostname()}"
         patience_s = 2 * self._lease_s
         while True:
             self.store.wait(lambda: None if self._me in self.there() else True, patience_s)
             seat = len(self.store.under(f"seat/{self._me}/"))
-            if self._me not in self.there() and self.store.create(f"seat/{self._me}/{seat}", json.dumps(who)):
+            if self._me not in self.there() and self.store.create(f"seat/{self._me}/{seat}", json.dumps(identity)):
                 self._seat = seat
                 self.hold_seat((), -1)
                 return

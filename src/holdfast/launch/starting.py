@@ -186,8 +186,8 @@ class Starting:
         states: dict[str, list[int]] = {}
         for rank in sorted(blamed):
             states.setdefault(self._state(self._seen[rank].sign), []).append(rank)
-        who = "; ".join(f"{_ranks(ranks)} {state}" for state, ranks in states.items())
-        return f"the job has not begun after {now_s - min(s.began_s for s in self._seen.values()):.0f} s: {who}"
+        blame = "; ".join(f"{_ranks(ranks)} {state}" for state, ranks in states.items())
+        return f"the job has not begun after {now_s - min(s.began_s for s in self._seen.values()):.0f} s: {blame}"
 
     def _state(self, sign: Sign) -> str:
         if sign.is_stopped:

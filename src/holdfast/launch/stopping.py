@@ -55,9 +55,7 @@ class Stopping:
         self.is_asked = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._at_once |= (
-            self._signals > 0 and number == signal.SIGINT
-        )  # schedulers repeat SIGTERM; only a user repeats Ctrl-C
+        self._at_once |= self._signals > 0 and number == signal.SIGINT  # schedulers repeat SIGTERM, users Ctrl-C
         self._signals += 1
         self.is_asked = True
 

@@ -160,9 +160,7 @@ class HubStore(Store):
 
     def _hear(self, line: bytes) -> None:
         if not line:
-            self._silence.broken(
-                self._beaten_s
-            )  # not the current time: the hub also counts from when it received the heartbeat
+            self._silence.broken(self._beaten_s)  # not the current time: the hub counts from when it got the heartbeat
             self._beat_is_answered = True
             return
         message = parse(line)

@@ -186,7 +186,7 @@ class Hub:
             self._loop.remove_reader(listening.fileno())
         await asyncio.sleep(
             0
-        )  # connections already accepted must be registered before they are closed; asyncio fails otherwise
+        )  # accepted connections must be registered before they are closed; asyncio fails otherwise
         self._server.close()
         for connection in self._connections:
             connection.transport.abort()

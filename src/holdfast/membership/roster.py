@@ -164,9 +164,7 @@ class Roster:
         if act == "agree":
             return json.dumps(not dead and all(vote.flag for vote in votes.values()))
         alive = {rank: vote for rank, vote in votes.items() if rank not in dead}
-        stay = [rank for rank, vote in alive.items() if not vote.leaves] or list(
-            alive
-        )  # otherwise no member would have the state
+        stay = [rank for rank, vote in alive.items() if not vote.leaves] or list(alive)  # or the state would be lost
         loops = {vote.admits for vote in alive.values()}
         admitted = self.newcomers(loops.pop()) if len(loops) == 1 else ()
         return json.dumps(sorted({*stay, *admitted}))
