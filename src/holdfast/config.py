@@ -1,7 +1,7 @@
-"""What a run was asked to do, and the environment variables that carry it to the workers.
+"""Settings of a run, and the environment variables that pass them to the workers.
 
-One precedence everywhere: what the script passes to :class:`holdfast.Session`, then the environment
-(which is how ``holdfast run`` passes its options on), then the default that stands here.
+Precedence: arguments of :class:`holdfast.Session` in the script, then the environment (through which ``holdfast run``
+passes its options), then the defaults below.
 """
 
 from __future__ import annotations
@@ -39,279 +39,292 @@ KINDS = ("same", "any")
 POLICIES = ("ignore", "warn", "rebalance", "replace")
 
 FIRM = "HOLDFAST_FIRM"
-"""Where this variable is 1, what the script passes to the session does not count: the run is somebody else's."""
+"""If this variable is 1, arguments of the session in the script are ignored: the run is a replay."""
 
 MOST_WORKERS = 1 << 16
-"""Most workers and spares of a job: far more than any job has had, and few enough to list one by one."""
+"""Maximum number of workers and spares of a job; few enough to list one by one."""
 
 _LONGEST_HANG_S = 1e9
-"""Threads cannot sleep for much longer."""
+"""The longest supported timeout of a thread's sleep."""
 _SHORTEST_HANG_S = 0.1
-"""A beacon pulses ten times in a second: whoever is looked at more closely seems to have stopped between two pulses."""
+"""A beacon pulses ten times a second: with a shorter limit, a worker would seem hung between two pulses."""
 _SHORTEST_START_S = 1.0
 """Python alone takes a tenth of a second to start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that can be set from outside the script. Each field ``x`` is read from ``HOLDFAST_X``."""
+    """All settings that can be set from outside the script. Each field ``x`` is read from ``HOLDFAST_X``."""
 
-    fabric: str = option(
-        "",
-        help="How they talk [ulfm].",
-        manual="how they talk: Open MPI; Gloo, rebuilt among survivors, which also takes in new workers and spans nodes; or all of them in one process. Models must be in CPU memory; only with `virtual` a replicated model may be on a GPU",
-        usual="`ulfm`",
-        group="recovery",
-        choices=("", *FABRICS),
-        is_open=True,
-    )
     workers: int = option(
         1,
-        help="Workers on this machine, or on all --hosts [1].",
-        manual="worker processes",
-        usual="1; with `--hosts` all that they have room for",
-        group="workers",
+        help="Worker processes on each node; with --hosts, in total.",
+        manual="worker processes on each node; with `--hosts`, in total",
+        usual="1; with `--hosts`, all slots",
+        group="Workers",
+        is_basic=True,
         flags=("--workers", "-n"),
         metavar="N",
         least=1,
         most=MOST_WORKERS,
     )
+    fabric: str = option(
+        "",
+        help="Communication backend: Open MPI, Gloo, or a single process.",
+        manual="communication backend: Open MPI with ULFM; Gloo, which also admits new workers and spans nodes; or one process for all workers. Models must be in CPU memory; with `virtual`, a replicated model may be on a GPU",
+        usual="`ulfm`",
+        group="Workers",
+        is_basic=True,
+        choices=("", *FABRICS),
+        is_open=True,
+    )
     spares: int = option(
         0,
-        help="Workers that wait, warm, to take the place of who dies [0].",
-        manual="workers beside the N that take part in every step without a slice, warm, and take the place of who dies: from the step that was interrupted on",
-        group="copies",
+        help="Warm spare workers, which replace failed ones.",
+        manual="warm spare workers, in addition to `-n`: they take part in every step without a slice, and replace a failed worker from the interrupted step on",
+        usual="0",
+        group="Spare and replacement workers",
+        is_basic=True,
         metavar="K",
         least=0,
         most=MOST_WORKERS,
     )
     ranks: str = ""
-    """Comma-separated numbers of the workers that the job is started with; "" is 0, 1, 2, ..."""
+    """Comma-separated ranks that the job is started with; "" is 0, 1, 2, ..."""
     rank: int = -1
-    """This worker's number under the ``gloo`` fabric; MPI numbers those of the ``ulfm`` fabric."""
+    """Rank of this worker with the ``gloo`` fabric; with ``ulfm``, MPI assigns it."""
     store: str = ""
-    """Where membership is kept under the ``gloo`` fabric, as ``holdfast://HOST:PORT/JOB``."""
+    """URL of the membership store of the ``gloo`` fabric, as ``holdfast://HOST:PORT/JOB``."""
     token: str = option(
         "",
-        help="What all nodes must know.",
-        manual="what all nodes must know, also as `HOLDFAST_TOKEN`; needed when the store is beyond this machine",
-        group="meeting",
+        help="Secret that all nodes share.",
+        manual="secret that all nodes share, also read from `HOLDFAST_TOKEN`; required if the store is not on this machine",
+        group="Multiple nodes with Gloo",
         flags=("--rdzv-token",),
         metavar="SECRET",
         env="HOLDFAST_TOKEN",
     )
     strategy: str = option(
         "rollback",
-        help="What survivors do [rollback].",
-        manual="what survivors do; `restart` needs `--checkpoint-dir`, `reinit` a script that ends with `holdfast.reinit(main)`, `partial` a model that is split",
-        group="recovery",
+        help="How survivors recover from a failure.",
+        manual="how survivors recover from a failure; `restart` needs `--checkpoint-dir`, `reinit` a script that ends with `holdfast.reinit(main)`, `partial` a pipeline or sharded model",
+        group="Recovery",
+        is_basic=True,
         choices=STRATEGIES,
         is_open=True,
     )
     reinit_from: str = option(
         "own",
-        help="What --strategy reinit goes on from [own].",
-        manual="what `reinit` goes on from: a snapshot that each survivor takes at the fault; one that the lowest takes and gives to the others; or the newest checkpoint, the only one for models that are split",
-        group="recovery",
+        help="State from which --strategy reinit resumes.",
+        manual="state from which `reinit` resumes: a snapshot that each survivor takes at the failure; a snapshot of the lowest surviving rank, sent to the others; or the newest checkpoint, the only choice for pipeline and sharded models",
+        group="Recovery",
         choices=REINIT_FROM,
     )
     order: str = option(
         "fold",
-        help="Order in which they are added [fold].",
-        manual="order in which slices are added: ((0+1)+2)+3, or (0+1)+(2+3)",
-        group="sums",
+        help="Order in which the gradients of slices are added.",
+        manual="order in which the gradients of slices are added: ((0+1)+2)+3, or (0+1)+(2+3)",
+        group="Mini-batches and gradient reduction",
         choices=ORDERS,
     )
     split: str = option(
         "slices",
-        help="After a failure: hand slices over, or cut anew [slices].",
-        manual="after a failure: survivors take over whole slices and the bits stay; or the mini-batch is cut anew, evenly, and they do not",
-        group="sums",
+        help="After a failure, reassign whole slices, or split the mini-batch evenly again.",
+        manual="after a failure: survivors take over whole slices, and results stay bit-identical; or the mini-batch is split evenly again, and they do not",
+        group="Mini-batches and gradient reduction",
         choices=SPLITS,
     )
     batch: str = option(
         "global",
-        help="After a failure: which size stays [global].",
-        manual="after a failure: the mini-batch keeps its size, or each worker's share does and the mini-batch shrinks",
-        group="sums",
+        help="After a failure, keep the mini-batch size of the job, or that of each worker.",
+        manual="after a failure: the mini-batch keeps its size; or each worker's share does, and the mini-batch shrinks",
+        group="Mini-batches and gradient reduction",
         choices=BATCHES,
     )
     rescale: str = option(
         "survivors",
-        help="Divide an incomplete sum by [survivors].",
-        manual="divide a sum that lacks samples by what is in it, or by what it would have had",
-        group="sums",
+        help="Divide an incomplete all-reduce by its samples, or by those of the full mini-batch.",
+        manual="divisor of an all-reduce that lacks samples: the samples that it contains, or those of the full mini-batch",
+        group="Mini-batches and gradient reduction",
         choices=RESCALES,
     )
     update: str = option(
         "lazy",
-        help="The optimizer runs after all sums, or bucket by bucket [lazy].",
-        manual="when the optimizer runs: once the closing sum has returned; or bucket by bucket, each as soon as its sum is in, beside the sums that follow, with an undo copy until then. The bits are the same: [architecture.md](../explanation/architecture.md#the-rules-and-why)",
-        group="sums",
+        help="Run the optimizer after the commit vote, or overlap it with the all-reduce.",
+        manual="when the optimizer runs: after the commit vote; or bucket by bucket, each as soon as it is reduced, overlapped with the remaining all-reduces, with an undo copy until the vote. The bits are the same: [architecture.md](../explanation/architecture.md#the-rules-and-why)",
+        group="Mini-batches and gradient reduction",
         choices=UPDATES,
     )
     guard: str = option(
         "stop",
-        help="When replicas differ, or with warn and heal values are absurd [stop].",
-        manual="when replicas are found to differ: stop, warn and go on, or go back to a state in memory that is known to be right and do the steps since again; `off` does not compare. `warn` and `heal` also look for values far out of range: [guard-against-corruption.md](../how-to/guard-against-corruption.md)",
-        group="sums",
+        help="Response to silent data corruption.",
+        manual="`stop`: abort when replicas differ. `warn`: log and continue. `heal`: roll back to the last verified in-memory snapshot and replay. `off`: do not compare. `warn` and `heal` also check for values far out of range: [guard.md](../how-to/guard.md)",
+        group="Verification and silent data corruption",
+        is_basic=True,
         choices=GUARDS,
     )
     guard_sums: bool = option(
         False,
-        help="Checksums go with what is summed; whoever adds it looks.",
-        manual="checksums go with the gradients that workers give to sums, and with what stages of a pipeline hand over; whoever adds or takes it looks. A finding is answered as `--guard` says; `heal` does that one step again: [checksum-all-reduces.md](../how-to/checksum-all-reduces.md)",
+        help="Send checksums with gradients, and verify them on receipt.",
+        manual="send checksums with the gradients of an all-reduce and with the messages of pipeline stages; the receiver verifies them. `--guard` selects the response; `heal` repeats only that step: [guard.md](../how-to/guard.md#checksummed-sums)",
         usual="off",
-        group="sums",
+        group="Verification and silent data corruption",
     )
     kinds: str = option(
         "same",
-        help="Workers whose bits would differ: refused, or taken [same].",
-        manual="where bits are promised: refuse a worker whose bits would differ, because its CPU, threads or torch do; or take any, and say what is given up: [mixed-platforms.md](../how-to/mixed-platforms.md)",
-        group="sums",
+        help="Refuse workers whose platform computes different bits, or accept any.",
+        manual="where results are bit-identical: refuse a worker whose CPU, thread count or torch computes different bits; or accept any, and report what is no longer guaranteed: [doctor.md](../how-to/doctor.md#kinds-of-workers)",
+        group="Verification and silent data corruption",
         choices=KINDS,
     )
     certificate: bool = option(
         True,
-        help="Write no digests of each step, which diff-runs and verify read.",
-        manual="write no digests of each step, which `diff-runs` and `verify` read: [certificate.md](../explanation/exactness.md)",
-        group="sums",
+        help="Do not write digests of each step, which diff-runs and verify read.",
+        manual="do not write digests of each step, which `diff-runs` and `verify` read: [certificate.md](../explanation/exactness.md)",
+        group="Verification and silent data corruption",
         flags=("--no-certificate",),
     )
     mirror: int = option(
         -1,
-        help="Workers that hold each part of a split model beside those that compute it [1].",
-        manual="of a model that is split: hold each part at K workers beside the one that computes it; where chains are replicas of each other they count. 0 keeps parts once, and a death costs the steps since the checkpoint: [failures-model-parallel.md](../explanation/failures-model-parallel.md)",
-        group="copies",
+        help="Standbys of each part of the model.",
+        manual="standbys of each part of the model, in addition to the worker that computes it; replicas of a pipeline count. With 0, a failure costs the steps since the last checkpoint: [failure-model.md](../explanation/failure-model.md#split-models)",
+        usual="1",
+        group="Pipeline and sharded models",
         metavar="K",
         least=-1,
         least_given=0,
     )
-    """Workers beside its own that hold each part of a model that is split; -1: one, where there is no replica of it."""
+    """Standbys of each part of a split model, in addition to its own worker; -1: one, unless the part has a replica."""
     mirror_every: int = option(
         1,
-        help="1: they apply every step. Above, with --strategy partial: a whole copy is sent to them in so many [1].",
-        manual="1: those K apply every step themselves, and the bits of what they hold are right. Above, with `--strategy partial`: they keep a copy, and in so many steps as much is sent to them as a whole copy is; with `--checkpoint-dir` one of them writes its copy there as often",
-        group="copies",
+        help="1: standbys apply every step. Above 1: they receive a full copy in this many steps.",
+        manual="1: hot standbys, which apply every step and stay bit-identical. Above 1, with `--strategy partial`: delta standbys, which receive as many bytes as a full copy every STEPS steps; with `--checkpoint-dir`, one of them writes its copy there at that interval",
+        group="Pipeline and sharded models",
         metavar="STEPS",
         least=1,
     )
     mirror_fraction: float = option(
         1.0,
-        help="How much of a copy at a time: the smaller, the more often [1].",
-        manual="how much of a copy is sent at a time, every R x STEPS steps: with 0.125 and 16 an eighth every other step",
-        group="copies",
+        help="Fraction of a copy to send at a time; smaller fractions are sent more often.",
+        manual="fraction of a copy to send at a time, every R x STEPS steps: with 0.125 and 16, an eighth every other step",
+        group="Pipeline and sharded models",
         metavar="R",
     )
     mirror_choice: str = option(
         "priority",
-        help="What is sent first [priority: what moved most].",
-        manual="what is sent: the blocks that are farthest from what they would be restored to, all in turn, or any",
-        group="copies",
+        help="Which blocks to send: those that changed most, all in turn, or random ones.",
+        manual="which blocks to send: those farthest from the values they would be restored to, all in turn, or random ones",
+        group="Pipeline and sharded models",
         choices=MIRROR_CHOICES,
     )
     mirror_distance: str = option(
         "euclidean",
-        help="What moved most by: parameters, or all that is sent [euclidean].",
-        manual="how far a block is: its parameters alone, or with the optimizer's state that is saved, each in its own unit, the root of the mean square of what was sent",
-        group="copies",
+        help="What change is measured on: parameters, or optimizer state as well.",
+        manual="distance of a block: over its parameters; or also over the optimizer state that is saved, each scaled by the root mean square of the values sent",
+        group="Pipeline and sharded models",
         choices=MIRROR_DISTANCES,
     )
     mirror_predictor: str = option(
         "last",
-        help="Restore the last value, the line through two, or part of the way along it [last].",
-        manual="what a lost block is restored to: what was sent last; where the line through what was sent last and before that leads; or as far along it as the part was found to go: [partial-recovery.md](../explanation/partial-recovery.md#which-options-to-choose)",
-        group="copies",
+        help="Predict a lost block: last value, linear extrapolation, or a calibrated one.",
+        manual="value to restore a lost block to: the last value sent; linear extrapolation of the last two; or extrapolation by the fraction that has fitted this part: [failure-model.md](../explanation/failure-model.md#what-to-send-and-what-to-restore)",
+        group="Pipeline and sharded models",
         choices=MIRROR_PREDICTORS,
     )
     mirror_codec: str = option(
         "exact",
-        help="Send numbers, or differences of a byte [exact].",
-        manual="how it is sent: as it is, or as differences of one byte, so that 3.2 times as many blocks of float32 go into the same bytes",
-        group="copies",
+        help="Send values exactly, or as one-byte differences.",
+        manual="encoding of blocks: exact, or one-byte differences, so that four times as many blocks fit into the same bytes",
+        group="Pipeline and sharded models",
         choices=MIRROR_CODECS,
     )
     mirror_optimizer: str = option(
         "saved",
-        help="The optimizer's state of a part that is lost [saved].",
-        manual="the optimizer's state of a lost part: sent and restored with its blocks; begun anew; or sent whole in every step, so that it is restored as it was when the part was lost",
-        group="copies",
+        help="Optimizer state of a lost part: restored with its blocks, reset, or kept current.",
+        manual="optimizer state of a lost part: sent and restored with its blocks; reset; or sent in full at every step, and thus restored as it was at the failure",
+        group="Pipeline and sharded models",
         choices=MIRROR_OPTIMIZERS,
     )
     min_workers: int = option(
         1,
-        help="Below this: save and stop [1].",
-        manual="with fewer: save the state, stop with exit code 1, say how to resume",
-        group="limits",
+        help="With fewer workers, save the state and stop.",
+        manual="with fewer workers: save the state, exit with code 1 and print the command that resumes",
+        group="Recovery",
         metavar="M",
         least=1,
     )
     seed: int = option(
         0,
-        help="Of the samples' order, the model and the kills [0].",
-        manual="of the order of samples, the randomness in the model, and `--mtbf`",
-        group="seed",
+        help="Seed of the sample order, of randomness in the model, and of --mtbf.",
+        manual="seed of the sample order, of randomness in the model, and of `--mtbf`",
+        usual="0",
+        group="Workers",
         metavar="S",
         least=0,
     )
     slices: int = option(
         0,
-        help="Pieces of a mini-batch, for the whole job [N].",
-        manual="pieces a mini-batch is cut into, fixed for the job. Give it to compare the bits of jobs of different sizes. `auto:F` chooses a number with which the loss of up to F workers leaves the work nearly even, and says so; `auto` takes a quarter of the workers for F: [choose-slices.md](../how-to/choose-slices.md). At most 65,536, or the samples of a mini-batch if there are more",
-        usual="the number of workers",
-        group="slices",
+        help="Slices per mini-batch, fixed for the job.",
+        manual="slices per mini-batch, fixed for the job; give it to compare the bits of jobs of different sizes. `auto:F` chooses, and logs, a number that keeps the load nearly even after the loss of up to F workers; `auto` takes a quarter of the workers for F: [operations.md](../how-to/operations.md#how-many-slices). At most 65,536, or the samples of a mini-batch if there are more",
+        usual="one per worker",
+        group="Mini-batches and gradient reduction",
+        is_basic=True,
         metavar="V|auto[:F]",
         kind=str,
         least=0,
     )
-    """Pieces that a mini-batch is cut into; 0 is the number of workers the job is started with, or what ``auto_slices`` says."""
+    """Slices per mini-batch; 0: the number of workers at the start of the job, or chosen by ``auto_slices``."""
     auto_slices: int = option(-1, least=-1)
-    """Choose ``slices`` so that the loss of so many workers leaves the work nearly even; 0: of a quarter of them; -1: do not."""
+    """Choose ``slices`` to keep the load nearly even after the loss of this many workers; 0: of a quarter of them; -1:
+    off."""
     bucket_bytes: int = option(25 << 20, least=1)
-    """Gradients are summed in buckets of about this size."""
+    """Approximate size of the buckets in which gradients are reduced."""
     shared_bytes: int = option(-1, least=-1)
-    """Most memory that a worker may share with the others of its host, for sums; 0: none, -1: what is free."""
+    """Maximum shared memory of a worker with the others of its host, for all-reduces; 0: none, -1: all that is free."""
     checkpoint_dir: str = option(
         "",
-        help="Where checkpoints are: a folder, or s3://bucket/run.",
-        manual="where checkpoints are: a folder, `s3://bucket/run`, `gs://bucket/run` or `az://container/run` (with `holdfast[cluster]`); must hold none of another run",
-        group="checkpoints",
+        help="Directory or URL of checkpoints, such as s3://bucket/run.",
+        manual="directory of checkpoints, or `s3://bucket/run`, `gs://bucket/run` or `az://container/run` (with `holdfast[cluster]`); it must not hold checkpoints of another run",
+        group="Checkpoints",
+        is_basic=True,
         metavar="URL",
     )
     checkpoint_every: int = option(
         0,
-        help="Steps between checkpoints, or as often as pays.",
-        manual="steps between two; `auto`: as often as pays, see below",
-        usual="saves none",
-        group="checkpoints",
+        help="Steps between checkpoints; auto: the optimal interval.",
+        manual="steps between checkpoints; `auto`: the optimal interval (Daly 2006), see below",
+        usual="no checkpoints",
+        group="Checkpoints",
+        is_basic=True,
         metavar="STEPS|auto",
         kind=str,
         least=0,
     )
-    """Steps between checkpoints; 0 saves none but those that are asked for."""
+    """Steps between checkpoints; 0 saves only those that are requested."""
     checkpoint_auto: bool = False
-    """Take checkpoints as often as pays, from what they are found to cost and how often failures come (Daly 2006)."""
+    """Choose the checkpoint interval from the measured cost of a checkpoint and the failure rate (Daly 2006)."""
     checkpoint_format: str = option(
         "safetensors",
-        help="Of their files [safetensors].",
-        manual="of their files; what is read may have any",
-        group="checkpoints",
+        help="File format of new checkpoints.",
+        manual="file format of new checkpoints; every format can be read",
+        group="Checkpoints",
         choices=CHECKPOINT_FORMATS,
     )
     keep_last: int = option(
         0,
-        help="Keep only so many of the newest [all].",
-        manual="keep only so many of the newest, 2 at least: the newest may turn out to be damaged",
-        group="checkpoints",
+        help="Keep only the K newest checkpoints.",
+        manual="keep only the K newest checkpoints, at least 2: the newest may turn out to be damaged",
+        usual="all",
+        group="Checkpoints",
         metavar="K",
         least_given=2,
         because="the newest may turn out to be damaged",
     )
-    """How many of the newest checkpoints are kept, at least 2; 0 keeps all."""
+    """Number of newest checkpoints to keep, at least 2; 0 keeps all."""
     keep_every: int = option(
         0,
-        help="Besides these, keep those of every N-th step.",
-        group="checkpoints",
+        help="Also keep checkpoints of steps that N divides.",
+        group="Checkpoints",
         metavar="N",
         least=0,
         least_given=1,
@@ -319,55 +332,54 @@ class Settings:
     """Checkpoints of steps that it divides are kept, too."""
     mtbf_s: float = option(
         86400.0,
-        help="Between failures, until some are seen; for auto [a day].",
-        manual="mean time between failures of the whole job to believe in until some are seen; for `auto`",
+        help="Mean time between failures that --checkpoint-every auto assumes at first.",
+        manual="mean time between failures of the whole job that `--checkpoint-every auto` assumes until failures are observed",
         usual="86400",
-        group="checkpoints",
+        group="Checkpoints",
         flags=("--expected-mtbf",),
     )
     hang_timeout_s: float = option(
         30.0,
-        help="End a worker that gives no sign for so long [30]; 0: never.",
-        manual="a worker that has given no sign for so long, or stands still for so long while others wait for it, is ended and counts as dead; at least 0.1, or 0: never. [detect-failures.md](../how-to/detect-failures.md) says what raises it",
-        usual="30",
-        group="watching",
+        help="Kill a worker that has sent no heartbeat for this long; 0: never.",
+        manual="kill a worker that has sent no heartbeat, or has made no progress while others wait for it, for this long; it counts as failed. At least 0.1, or 0: never. [operations.md](../how-to/operations.md) says what raises the limit",
+        group="Failure detection",
     )
-    """A worker that has given no sign for so long, or for three times as long as ever before, is ended; 0 ends none."""
+    """Limit without a heartbeat; rises to three times the longest silence so far. 0: no limit."""
     start_timeout_s: float = option(
         120.0,
-        help="End a worker that keeps the others waiting for so long at the start [120]; 0: never.",
-        manual="limit for a worker to become ready to connect; it rises to three times what the slowest other worker took. A later worker is ended if it gives no sign of life, or if another worker has waited for it as long. The job then begins without it, or with a spare. At least 1, or 0: never. [start-and-stop.md](../how-to/start-and-stop.md#when-a-worker-does-not-start) says more",
-        usual="120",
-        group="watching",
+        help="Kill a worker that is not ready to connect after this long; 0: never.",
+        manual="limit for a worker to become ready to connect; it rises to three times what the slowest other worker took. A later worker is killed if it sends no heartbeat, or once another worker has waited for it this long. The job then begins without it, or with a spare. At least 1, or 0: never: [operations.md](../how-to/operations.md#starting)",
+        group="Failure detection",
     )
-    """A worker that is not ready to connect after so long, or after three times what the slowest other one took, is ended if the
-    others wait for it or it shows no sign of life; 0 ends none."""
+    """Limit to become ready to connect, or three times the slowest other worker. A later one is killed if others wait for
+    it, or it sends no heartbeat. 0: no limit."""
     stop_after: int = option(
         -1,
-        help="Save and stop when this step is committed; exit code 4.",
-        manual="when this step is committed, save the state as on SIGTERM, and end with 4",
-        group="length",
+        help="Once this step is committed, save the state and exit with code 4.",
+        manual="once this step is committed, save the state as on SIGTERM and exit with code 4",
+        group="Resume and stop",
         metavar="STEP",
         least=-1,
         least_given=0,
     )
-    """Stop, with the state saved, when this step is committed; -1: when the script ends."""
+    """Stop, with the state saved, once this step is committed; -1: run to the end of the script."""
     resume: bool = option(
         False,
-        help="Go on from the newest intact checkpoint.",
-        manual="go on from the newest intact checkpoint in `--checkpoint-dir`, on any number of workers; damaged ones are named and passed over",
-        group="length",
+        help="Resume from the newest intact checkpoint.",
+        manual="resume from the newest intact checkpoint in `--checkpoint-dir`, on any number of workers; damaged checkpoints are reported and skipped",
+        group="Resume and stop",
+        is_basic=True,
     )
     faults: str = ""
     """The fault plan, as JSON (see :mod:`holdfast.faults.plan`)."""
     run_dir: str = ""
-    """Where workers write their records and beacons; "" writes none."""
+    """Directory of the workers' records and beacons; "" writes none."""
     origin_s: float = 0.0
-    """``time.monotonic()`` when the launcher started: zero of every ``t_s``."""
+    """``time.monotonic()`` at the start of the launcher, the zero of every ``t_s``."""
 
     def __post_init__(self) -> None:
         check(self)
-        strategy_class(self.strategy)  # refuses a name that there is not
+        strategy_class(self.strategy)  # raises if the name is unknown
         if self.fabric:
             make_fabric(self.fabric)
         if self.keep_last < 0 or self.keep_last == 1:
@@ -388,12 +400,12 @@ class Settings:
             )
         self._check_mirrors()
         if self.guard_sums and self.guard == "off":
-            raise ConfigError("guard_sums needs guard stop, warn or heal, which say what comes of a finding, got off")
+            raise ConfigError("guard_sums needs guard stop, warn or heal, the response to a wrong checksum, got off")
         if not self.mtbf_s > 0:
             raise ConfigError(f"mtbf_s must be positive, got {self.mtbf_s}")
         if self.checkpoint_every and self.checkpoint_auto:
             raise ConfigError(
-                "checkpoints are taken every so many steps (checkpoint_every) or as often as pays (checkpoint_auto), not both"
+                "set either checkpoint_every (a fixed interval) or checkpoint_auto (the optimal interval), not both"
             )
 
     def _check_mirrors(self) -> None:
@@ -404,14 +416,15 @@ class Settings:
             )
         if self.mirror_every > 1 and not strategy_class(self.strategy).restores_parts:
             raise ConfigError(
-                f"mirror_every above 1 needs strategy partial, got {self.strategy}: a copy that is some steps old has not the bits that it promises"
+                f"mirror_every above 1 needs strategy partial, got {self.strategy}: an outdated copy cannot restore the same bits"
             )
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None, **overrides: Any) -> Self:
         """Read the settings from the environment; ``overrides`` that are not None win.
 
-        ``slices`` may be ``auto`` or ``auto:F`` in both, see :func:`losses_of`; a number goes before, wherever it is from.
+        ``slices`` may be ``auto`` or ``auto:F`` in both, see :func:`losses_of`; a number takes precedence, wherever it
+        is from.
 
         Raises:
             ConfigError: if a variable or an override has a value that is not allowed, or is unknown.
@@ -426,7 +439,7 @@ class Settings:
                 values[field.name] = parse(variable(field.name), text, field.default)
         known = {field.name for field in dataclasses.fields(cls)}
         for name in overrides.keys() - known:
-            raise ConfigError(f"unknown setting {name!r}; there are {', '.join(sorted(known))}")
+            raise ConfigError(f"unknown setting {name!r}; known settings are {', '.join(sorted(known))}")
         is_firm = parse(FIRM, env.get(FIRM, ""), default=False)
         given = {} if is_firm else {k: v for k, v in overrides.items() if v is not None}
         if isinstance(given.get("slices"), str):
@@ -435,13 +448,13 @@ class Settings:
 
     @property
     def auto_text(self) -> str:
-        """What :func:`losses_of` reads, "" where the number of slices is not to be chosen."""
+        """Input of :func:`losses_of`; "" if the number of slices is not chosen automatically."""
         if self.slices or self.auto_slices < 0:
             return ""
         return f"auto:{self.auto_slices}" if self.auto_slices else "auto"
 
     def to_env(self) -> dict[str, str]:
-        """Return the variables that make :meth:`from_env` give these settings again (defaults are left out)."""
+        """Return the variables from which :meth:`from_env` reproduces these settings; defaults are omitted."""
         return {
             variable(field.name): str(int(value)) if isinstance(value, bool) else str(value)
             for field in dataclasses.fields(self)
@@ -450,7 +463,7 @@ class Settings:
 
     @property
     def pulse_every_s(self) -> float:
-        """How often a worker shows that its interpreter runs, seconds: ten times in the shorter timeout; 0: never."""
+        """Interval of a worker's heartbeat, seconds: a tenth of the shorter timeout; 0: no heartbeat."""
         return min((limit for limit in (self.hang_timeout_s, self.start_timeout_s) if limit), default=0.0) / 10
 
 

@@ -1,7 +1,7 @@
-"""Options, declared once: in the field of the dataclass that holds the value.
+"""Options, each declared once, in the dataclass field that holds its value.
 
-``holdfast run --help``, the parser, the checks of amounts and choices, the table in ``docs/reference/cli.md`` and the command line that a
-report names are all made from these fields. To add an option, add a field.
+The parser, ``holdfast run --help``, the checks of bounds and choices, the tables in ``docs/reference/cli.md`` and the
+command lines in reports are all generated from these fields. To add an option, add a field.
 """
 
 from __future__ import annotations
@@ -16,41 +16,55 @@ from typing import Any
 from holdfast.errors import ConfigError
 
 GROUPS = (
-    *("workers", "machines", "nodes", "meeting", "recovery", "slices", "sums", "copies", "newcomers", "limits", "watching"),
-    *("stragglers", "faults", "seed", "checkpoints", "stopping", "length", "output", "comparison"),
-)  # fmt: skip
-"""In this order ``--help`` and the manual show options; those of a group stand in the order of their fields."""
+    "Workers",
+    "Recovery",
+    "Spare and replacement workers",
+    "Checkpoints",
+    "Resume and stop",
+    "Failure detection",
+    "Mini-batches and gradient reduction",
+    "Verification and silent data corruption",
+    "Pipeline and sharded models",
+    "Multiple nodes with Open MPI",
+    "Multiple nodes with Gloo",
+    "Fault injection",
+    "Output",
+)
+"""Sections of ``--help-all`` and of the reference page, in order. Within a group, basic options come first, then the
+order of fields."""
 
 _KEY = "holdfast"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """How a field is given on the command line, and what values it may have.
+    """The command-line option of a field, and the values that the field may have.
 
     Args:
-        help: Its line in ``--help``, "" for a field without an option.
-        manual: Its line in ``docs/reference/cli.md``, in Markdown; "": that of ``--help``.
-        usual: What the manual says is the default; "": the field's, where there are choices or ``--help`` shows it, or what
-            stands in brackets at the end of ``help``.
+        help: Text in ``--help``; "" for a field without an option.
+        manual: Text in ``docs/reference/cli.md``, in Markdown; "" to reuse ``help``.
+        usual: Default as the documentation shows it, in Markdown; "" to show that of the field, if it is positive or a
+            word.
         group: One of :data:`GROUPS`.
-        flags: As click takes them; none: ``--`` and the name of the field, without its unit.
-        metavar: What stands for the value; "": the choices, or what the field's name or type says.
-        kind: Type of the word, where it is not that of the default.
-        choices: All values that there are; none: any.
-        is_open: Other packages may add choices, so the value is checked where they are known.
-        least: The smallest value of the field; None: any.
-        most: The largest value of the field; None: any.
-        least_given: The smallest value on the command line, where values below it mean something else inside the program.
-        because: Why there is a smallest one.
-        is_shown: Whether ``--help`` shows the field's default. It is then what the option has, else the option has None.
-        env: A variable that may be set instead.
+        is_basic: Whether ``--help`` lists the option. ``--help-all`` lists every option.
+        flags: Names, as click expects them; empty for ``--`` and the field name without its unit.
+        metavar: Placeholder of the value; "" for the choices, or for one derived from the field's name or type.
+        kind: Type of the value on the command line, if it is not that of the default.
+        choices: All allowed values; empty if any value is allowed.
+        is_open: Whether plugins may add choices; the value is then checked where they are registered.
+        least: The smallest value of the field; None for no bound.
+        most: The largest value of the field; None for no bound.
+        least_given: The smallest value on the command line, if smaller values have an internal meaning.
+        because: The reason for the smallest value.
+        has_default: Whether the parser uses the field's default; otherwise a missing option is None.
+        env: Environment variable that may be set instead.
     """
 
     help: str = ""
     manual: str = ""
     usual: str = ""
     group: str = ""
+    is_basic: bool = False
     flags: tuple[str, ...] = ()
     metavar: str = ""
     kind: Any = None
@@ -60,7 +74,7 @@ class Option:
     most: int | None = None
     least_given: int | None = None
     because: str = ""
-    is_shown: bool = False
+    has_default: bool = False
     env: str | None = None
 
 
@@ -74,40 +88,38 @@ class Declared:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """As click takes them, such as ``--workers`` and ``-n``."""
+        """Names, as click expects them, such as ``--workers`` and ``-n``."""
         return self.option.flags or ("--" + self.name.removesuffix("_s").replace("_", "-"),)
 
     @property
     def flag(self) -> str:
-        """The option's own name, such as ``--workers``."""
+        """The main name, such as ``--workers``."""
         return self.flags[0].split("/")[0]
 
     @property
     def parameter(self) -> str:
-        """What the command's function calls it: the same name in Python's words."""
+        """Name of the parameter of the command's function."""
         return "as_json" if self.flag == "--json" else self.flag.removeprefix("--").replace("-", "_")
 
     @property
     def metavar(self) -> str:
-        """What stands for the value in ``--help``."""
-        said = "SECONDS" if self.name.endswith("_s") else "DIR" if self.kind is Path else ""
-        return self.option.metavar or "|".join(filter(None, self.option.choices)) or said
+        """Placeholder of the value in ``--help``."""
+        derived = "SECONDS" if self.name.endswith("_s") else "DIR" if self.kind is Path else ""
+        return self.option.metavar or "|".join(filter(None, self.option.choices)) or derived
 
     @property
     def manual(self) -> str:
-        """Its line in ``docs/reference/cli.md``."""
+        """Text in ``docs/reference/cli.md``."""
         return self.option.manual or self.option.help[:1].lower() + self.option.help[1:].removesuffix(".")
 
     @property
     def usual(self) -> str:
-        """What the manual says is the default."""
-        if self.option.usual or isinstance(self.default, bool):
+        """Default as the documentation shows it, in Markdown; "" for none."""
+        if self.option.usual or isinstance(self.default, bool) or not self.default:
             return self.option.usual
-        if self.option.choices and self.default:
+        if isinstance(self.default, str):
             return f"`{self.default}`"
-        if self.option.is_shown:
-            return f"{self.default:g}"
-        return self.option.help.rpartition(" [")[2].removesuffix("].") if self.option.help.endswith("].") else ""
+        return f"{self.default:g}" if self.default > 0 else ""
 
     @property
     def kind(self) -> Any:
@@ -121,21 +133,21 @@ def option(default: Any, **how: Any) -> Any:
 
 
 def declared(*classes: type) -> list[Declared]:
-    """Return the options of all fields, in the order in which they are shown."""
+    """Return the options of all fields, in the order in which the documentation lists them."""
     found = [each for one in classes for each in fields_of(one) if each.option.help]
-    return sorted(found, key=lambda each: GROUPS.index(each.option.group))
+    return sorted(found, key=lambda each: (GROUPS.index(each.option.group), not each.option.is_basic))
 
 
 def choices(one: type) -> dict[str, tuple[str, ...]]:
-    """Return the fields of a dataclass that may have only some values, and these."""
+    """Return the allowed values of each field of a dataclass that declares choices."""
     return {each.name: each.option.choices for each in fields_of(one) if each.option.choices}
 
 
 def check(given: Any) -> None:
-    """Hold the values of a dataclass against the choices and bounds that its fields declare.
+    """Check the values of a dataclass against the choices and bounds that its fields declare.
 
     Raises:
-        ConfigError: naming the first field that breaks them.
+        ConfigError: naming the first field whose value is not allowed.
     """
     fields = [(each.name, getattr(given, each.name), each.option) for each in fields_of(type(given))]
     for name, value, how in fields:
@@ -149,7 +161,7 @@ def check(given: Any) -> None:
 
 
 def fields_of(one: type) -> Iterator[Declared]:
-    """Yield the fields of a dataclass that declare something."""
+    """Yield the fields of a dataclass that declare an :class:`Option`."""
     for field in dataclasses.fields(one):
         if _KEY in field.metadata:
             yield Declared(field.name, field.default, field.metadata[_KEY])
@@ -161,10 +173,10 @@ def variable(name: str) -> str:
 
 
 def parse(variable: str, text: str, default: Any) -> Any:
-    """Return what a variable says, of the type of the default.
+    """Return the value of an environment variable, converted to the type of the default.
 
     Raises:
-        ConfigError: naming the variable, if it says no such thing.
+        ConfigError: naming the variable, if its text cannot be converted.
     """
     try:
         if isinstance(default, bool):
@@ -177,14 +189,14 @@ def parse(variable: str, text: str, default: Any) -> Any:
 
 
 MAX_REQUEST = 1 << 16
-"""Most characters of a line that asks a running job for changes."""
+"""Maximum length of a request line to a running job, in characters."""
 
 
 def request_in(line: str) -> dict[str, Any]:
-    """Return what a line of a file asks a running job for; the caller checks whether a value is allowed.
+    """Parse a request line to a running job; the caller checks the values.
 
     Raises:
-        ConfigError: if it is no JSON object with names of settings as keys.
+        ConfigError: if the line is not a JSON object with setting names as keys.
     """
     if len(line) > MAX_REQUEST:
         raise ConfigError(f"it has more than {MAX_REQUEST} characters")
@@ -201,14 +213,14 @@ def request_in(line: str) -> dict[str, Any]:
 
 
 def losses_of(text: str, name: str) -> int:
-    """Return the loss of how many workers the number of slices is to bear, 0 for as many as usual.
+    """Return F of ``auto:F``, the number of lost workers to plan slices for; 0 for ``auto``, the default number.
 
     Args:
         text: ``auto`` or ``auto:F``.
-        name: Of what was given, for the message.
+        name: Name of the option or variable, for the error message.
 
     Raises:
-        ConfigError: if it is something else.
+        ConfigError: if the text is neither.
     """
     word, colon, losses = text.partition(":")
     if word == "auto" and (not colon or (losses.isdecimal() and int(losses) > 0)):

@@ -40,11 +40,11 @@ def test_a_run_with_faults_is_the_same_to_the_last_step_and_a_replay_agrees(tmp_
     assert Certified(load_events(tmp_path / "report"), "it").check_workers() == [], "newcomers, too"
     assert (done.returncode, done.stdout.splitlines()[-1]) == (
         0,
-        f"same to the last step (14 steps, sha256 {disturbed['replicas']['sha256']})",
+        f"identical to the last step (14 steps, sha256 {disturbed['replicas']['sha256']})",
     )
     assert (again.returncode, again.stdout.splitlines()[-1]) == (
         0,
-        "verified steps 5 to 8, done again from the checkpoint before step 5",
+        "verified steps 5 to 8, replayed from the checkpoint before step 5",
     )
     assert sorted(path.name for path in quiet.parent.joinpath("saved").iterdir()) == saved, "nothing was written there"
 
@@ -57,8 +57,8 @@ def test_a_bit_that_flipped_in_one_worker_does_not_come_out_again(tmp_path):
     done = holdfast("verify", tmp_path / "report", "--to", 12)
 
     assert done.returncode == 3, done.stderr
-    assert "the links of steps 0 to 27 hold\nworker 1 had a state that differs from the records" in done.stdout
-    assert "step 9 does not come out again: its metrics; done again from the beginning\n" in done.stdout
+    assert "the hash chain of steps 0 to 27 is valid\nworker 1 had another state than is written down" in done.stdout
+    assert "step 9 is not reproduced: its metrics; replayed from the beginning\n" in done.stdout
 
 
 def test_of_a_split_model_too_a_replay_agrees_after_a_kill_and_not_after_a_flip(tmp_path):
@@ -71,11 +71,9 @@ def test_of_a_split_model_too_a_replay_agrees_after_a_kill_and_not_after_a_flip(
 
     assert_landed(report, 1)
     assert done.returncode == 3, done.stderr
-    assert (
-        "the links of steps 0 to 13 hold\nbefore step 14 workers 2, 3, which hold part 2, had different" in done.stdout
-    )
-    assert "step 10 does not come out again: the state before it; done again from the beginning\n" in done.stdout
-    assert "it was last right before step 6, and what altered it lies in between" in done.stdout
+    assert "the hash chain of steps 0 to 13 is valid\nbefore step 14 workers 2, 3, who hold part 2, had different" in done.stdout
+    assert "step 10 is not reproduced: the state before it; replayed from the beginning\n" in done.stdout
+    assert "it was last correct before step 6, and was altered in between" in done.stdout
     assert "\n  before step 14 worker 3 had other values in 2.2.weight\n" in done.stdout
 
 
@@ -119,22 +117,22 @@ def test_eleven_faults_that_leave_one_worker_of_twelve_change_nothing_up_to_the_
     assert report["samples"]["lost"] == report["samples"]["repeated"] == 0
     assert (same.returncode, same.stdout.splitlines()[-1]) == (
         0,
-        f"same to the last step (144 steps, sha256 {report['replicas']['sha256']})",
+        f"identical to the last step (144 steps, sha256 {report['replicas']['sha256']})",
     )
     assert (again.returncode, again.stdout.splitlines()[-1]) == (
         0,
-        "verified steps 0 to 143, and the final state, done again from the beginning",
+        "verified steps 0 to 143, and the final state, replayed from the beginning",
     )
     assert other.returncode == 1, "a bit that flips is told from none"
-    assert "same to step 39" in other.stdout
+    assert "identical to step 39" in other.stdout
 
 
 @pytest.mark.parametrize(
     ("alter", "message"),
     [
         ({"script": ROOT / "examples" / "01_survive_a_kill.py"}, "was changed since the run"),
-        ({"strategy": "forward"}, "forward went on without samples"),
-        ({"job": None}, "its report does not say what was run"),
+        ({"strategy": "forward"}, "forward continued without samples"),
+        ({"job": None}, "its report does not describe the job"),
     ],
     ids=["script", "forward", "old"],
 )

@@ -112,7 +112,7 @@ def test_a_run_folder_that_is_removed_ends_the_job_with_one_clear_line(tmp_path,
         job.wait()
 
     assert job.returncode == 1, said
-    assert f"error: {run_dir} is gone: something removed this run's folder" in said
+    assert f"error: {run_dir} was removed while the job was running" in said
     assert not any(pair.worker.is_alive() for pair in pairs)
     assert (tmp_path / "moved-away").is_dir(), "it is not removed under another name"
     assert os.listdir(tmp_path) == ["moved-away"]

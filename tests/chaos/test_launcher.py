@@ -264,7 +264,7 @@ def test_a_job_that_stands_still_starts_again(shell, tmp_path):
 
     assert done.code == 0, done.err
     assert report(tmp_path / "out")["restarts"] == 1
-    assert "no worker gave a sign of life for 1 s" in done.err
+    assert "no worker sent a heartbeat for 1 s" in done.err
 
 
 def test_random_kills_leave_one_worker_and_are_written_down(shell, tmp_path):
@@ -294,7 +294,7 @@ def test_too_few_workers_end_the_job_with_the_way_to_go_on(shell, tmp_path):
     done = shell.run(*options)
 
     assert done.code == 1
-    assert "too few workers are left to go on at step 4 (--min-workers 3)" in done.err
+    assert "too few workers are left to continue at step 4 (--min-workers 3)" in done.err
     assert "go on with: holdfast run -n 3 --min-workers 3 --slices 3 --checkpoint-dir" in done.err
 
 

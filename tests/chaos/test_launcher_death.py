@@ -250,4 +250,4 @@ def test_a_worker_that_loses_its_own_connection_to_the_store_stops_nobody_and_is
     assert exit_codes(report) == {0: 0, 1: -9, 2: -9}
     assert report["samples"]["lost"] == report["samples"]["repeated"] == 0
     assert report["replicas"]["state_sha256"] == reference.train("mlp", "sgd")
-    assert "worker 1: the store at 127.0.0.1:" in report["_stdout"] + report["_stderr"]
+    assert "worker 1: the connection to the store at 127.0.0.1:" in report["_stdout"] + report["_stderr"]

@@ -73,7 +73,7 @@ def test_a_node_is_cut_off_for_a_moment_and_another_for_so_long_that_it_must_com
         codes = cluster.wait()
 
         assert codes == {0: 0, 1: 0, 2: 0}, cluster.said()
-        assert "the network of node 1 is no longer cut" in cluster.output(1)
+        assert "the network of node 1 is restored" in cluster.output(1)
         assert cluster.committed(away)[2] <= 5
         for launcher in (first, back):
             report = cluster.report(launcher)
@@ -117,7 +117,7 @@ def test_a_launcher_that_may_not_cut_the_network_says_so_before_training(hosts, 
 
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith(
-        "error: --inject partition:node=1,step=2: to cut the network device eth0 takes CAP_NET"
+        "error: --inject partition:node=1,step=2: disabling the network device eth0 needs CAP_NET"
     )
     assert done.stderr.count("\n") == 1
 

@@ -249,7 +249,7 @@ def test_with_too_few_workers_the_lost_part_is_restored_and_all_is_saved(tmp_pat
     )
 
     assert_landed(report, 1)
-    assert "too few workers are left to go on at step 5" in report["_stderr"]
+    assert "too few workers are left to continue at step 5" in report["_stderr"]
     assert [restored["part"] for restored in report["restored"]] == [1]
     resumed = run(
         tmp_path / "second", "pipeline", "--fabric", "gloo", *saving, "--resume", strategy="rollback", workers=3

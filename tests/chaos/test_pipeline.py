@@ -269,5 +269,5 @@ def test_stages_that_wait_for_each_other_for_ever_are_ended_though_nobody_looks_
 
     report = run_report(tmp_path, *options, script, exit_code=1, timeout=60)
 
-    assert "no worker gave a sign of life for 2 s, all of them waiting for each other" in report["_stderr"]
+    assert "no worker sent a heartbeat for 2 s, all of them waiting for each other" in report["_stderr"]
     assert {event["step"] for event in records(report, "StepCommitted")} == {0, 1, 2}

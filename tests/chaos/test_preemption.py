@@ -82,7 +82,7 @@ def test_where_too_few_stay_the_state_is_saved(tmp_path, fabric):
     stopped = run(tmp_path, *options, deeds=["term:7:1"], exit_code=1)
 
     assert left(stopped) == {1: 8}
-    assert "too few workers are left to go on at step 8 (--min-workers 2)" in stopped["_stderr"]
+    assert "too few workers are left to continue at step 8 (--min-workers 2)" in stopped["_stderr"]
     resumed = Training(workers=3, checkpoint_dir=str(tmp_path / "c"), resume=True).run()
     assert resumed.sha256 == undisturbed()
 
@@ -157,7 +157,7 @@ def test_a_notice_in_a_run_without_a_place_for_checkpoints_finds_one(tmp_path):
     stopped = holdfast("run", *given, SCRIPT, "--deed", "term:7:all", cwd=tmp_path)
 
     assert stopped.returncode == 4, stopped.stderr
-    assert "The state before step 8 is saved in holdfast-checkpoint; go on with: holdfast run -n 2" in stopped.stderr
+    assert "The state before step 8 is saved in holdfast-checkpoint; resume with: holdfast run -n 2" in stopped.stderr
     resumed = Training(workers=3, checkpoint_dir=str(tmp_path / "holdfast-checkpoint"), resume=True).run()
     assert resumed.sha256 == undisturbed()
 

@@ -104,7 +104,7 @@ def test_a_script_that_keeps_the_others_waiting_is_named_and_its_worker_ended(tm
         records = job.end()
 
     job.check_bits()
-    assert "rank 1 is still importing, or preparing in train_slow_start.py" in job.said
+    assert "rank 1 is still importing or preparing in train_slow_start.py" in job.said
     (fenced,) = [r for r in records if r["event"] == "WorkerFenced"]
     assert (fenced["rank"], fenced["silent_s"] >= 12) == (1, True)
     assert "--start-timeout" in fenced["reason"]

@@ -323,7 +323,7 @@ def test_prune_removes_what_is_old_or_was_given_up(runs, printed):
     assert "removed step 10\n" in out
     assert "removed step-00000025, " in out
     assert [path.name for path in sorted(runs.iterdir())] == ["step-00000020", "step-00000030", "step-00000040"]
-    assert printed("prune", "runs/a", "--keep-last", "2") == "nothing to remove; 2 checkpoints stay\n"
+    assert printed("prune", "runs/a", "--keep-last", "2") == "nothing to remove; 2 checkpoints kept\n"
 
 
 def test_prune_keeps_steps_that_are_divided_and_the_newest_intact_one(runs, ckpt):
@@ -369,16 +369,16 @@ def test_every_command_takes_an_url(runs, printed):
 BAD = {
     "ls nowhere": "there is no 'nowhere'",
     "ls a.pt": "a.pt is a file; name a directory",
-    "ls runs/a/step-00000020": "is a single checkpoint; name the directory in which it is: runs/a",
+    "ls runs/a/step-00000020": "is a single checkpoint; name its directory: runs/a",
     "show nowhere.pt": "there is no 'nowhere.pt'",
     "show notes.txt": "must end with one of .pt, .pth",
     "show runs/a --step 21": "there is no complete checkpoint of step 21 in runs/a, there are steps 10, 20, 30; choose",
     "show runs/a --step many": "--step must be a whole number, got 'many'",
     "show memory://a/b.pt": "must be on this machine",
     "show a.pt --step 3": "a.pt is one file",
-    "show runs/a/step-00000010 --step 20": "--step chooses from several checkpoints",
+    "show runs/a/step-00000010 --step 20": "--step selects one of several checkpoints",
     "show runs/a/step-00000025": "there is no complete checkpoint of step 25",
-    "show copied": "under another name than that of its step",
+    "show copied": "is not named after its step",
     "show empty": "there is no complete checkpoint in empty",
     "verify empty": "there is no complete checkpoint in empty",
     "verify a.pt": "a.pt is a file of another program, which has no digests",
@@ -447,7 +447,7 @@ def test_a_group_without_a_command_is_wrong_usage_and_shows_which_there_are(caps
 
     helped, named = said[0].err, " ".join(["holdfast", *group])
     assert said[0].out == ""
-    assert helped == f"{said[1].out}error: {named} needs a command; those there are stand above\n"
+    assert helped == f"{said[1].out}error: {named} needs a command; the commands are listed above\n"
 
 
 def test_of_many_steps_the_first_and_the_last_are_named(ckpt, tmp_path):

@@ -72,8 +72,8 @@ def test_the_only_job_is_found(temp):
 
 
 def test_without_a_job_it_says_where_it_looked(temp):
-    assert refusal(find) == f"no job of yours runs on this machine (looked for in {temp}); holdfast run starts one"
-    assert "and none has the launcher 17 " in refusal(find, 17)
+    assert refusal(find) == f"no job of yours runs on this machine (searched {temp}); start one with holdfast run"
+    assert "and none has a launcher with PID 17 " in refusal(find, 17)
 
 
 def test_of_several_jobs_one_must_be_named(temp, other):
@@ -81,10 +81,10 @@ def test_of_several_jobs_one_must_be_named(temp, other):
     second = started(temp, other)
 
     said = refusal(find)
-    assert said.startswith("2 jobs run: ")
+    assert said.startswith("2 jobs are running: ")
     assert f"{os.getpid()} (train.py)" in said
     assert f"{other.pid} (train.py)" in said
-    assert said.endswith("; say which with --job NUMBER")
+    assert said.endswith("; choose one with --job NUMBER")
     assert find(other.pid).run_dir == second.run_dir
 
 
@@ -102,7 +102,7 @@ def test_the_only_job_is_taken_without_its_number_only_where_it_was_started(temp
 def test_a_number_that_no_launcher_has_is_answered_with_those_that_have_one(temp):
     started(temp)
 
-    assert refusal(find, 1) == (f"--job must be the number of a launcher that runs: {os.getpid()} (train.py); got 1")
+    assert refusal(find, 1) == (f"--job must be the PID of a running launcher: {os.getpid()} (train.py); got 1")
 
 
 def test_a_job_whose_launcher_is_gone_is_not_found_even_if_its_number_was_given_away(temp, other):
@@ -158,7 +158,7 @@ def test_a_job_that_has_ended_meanwhile_is_named(temp):
     (running.run_dir / "job.json").unlink()
     running.run_dir.rmdir()
 
-    assert refusal(ask, running, lr=0.1) == f"job {os.getpid()} (train.py) has ended meanwhile"
+    assert refusal(ask, running, lr=0.1) == f"job {os.getpid()} (train.py) has ended in the meantime"
 
 
 # -- what may be asked
@@ -181,28 +181,28 @@ def test_what_is_allowed_is_passed_on_as_it_is(temp, changes):
 
 
 BAD = [
-    ({}, "nothing is asked for: give at least one of --lr"),
+    ({}, "no change requested: give at least one of --lr"),
     ({"workers": 0}, "WORKERS must be a whole number from 1 to 1024, got 0"),
     ({"workers": -3}, "WORKERS must be a whole number from 1 to 1024, got -3"),
     ({"workers": 1025}, "WORKERS must be a whole number from 1 to 1024, got 1025"),
     ({"workers": True}, "WORKERS must be a whole number"),
-    ({"workers": 1, "min_workers": 2}, "WORKERS must be at least 2, because the job runs with --min-workers, got 1"),
-    ({"lr": -0.1}, "--lr must be a finite number of at least 0, got -0.1"),
-    ({"lr": float("nan")}, "--lr must be a finite number of at least 0, got nan"),
-    ({"lr": float("inf")}, "--lr must be a finite number of at least 0, got inf"),
-    ({"lr": 10**400}, "--lr must be a finite number of at least 0, got 1000"),
-    ({"lr": "fast"}, "--lr must be a finite number of at least 0, got 'fast'"),
+    ({"workers": 1, "min_workers": 2}, "WORKERS must be at least 2, the job's --min-workers, got 1"),
+    ({"lr": -0.1}, "--lr must be a finite number, at least 0, got -0.1"),
+    ({"lr": float("nan")}, "--lr must be a finite number, at least 0, got nan"),
+    ({"lr": float("inf")}, "--lr must be a finite number, at least 0, got inf"),
+    ({"lr": 10**400}, "--lr must be a finite number, at least 0, got 1000"),
+    ({"lr": "fast"}, "--lr must be a finite number, at least 0, got 'fast'"),
     ({"batch_size": 0}, "--batch-size must be a whole number from 1 to 2147483647, got 0"),
     ({"batch_size": 2**40}, "--batch-size must be a whole number from 1 to"),
     ({"batch_size": 1.5}, "--batch-size must be a whole number from 1 to"),
     ({"strategy": "hope"}, "--strategy must be one of rollback, forward, restart, got 'hope'"),
-    ({"strategy": "reinit"}, "--strategy reinit is for a job that is started with it"),
-    ({"strategy": "restart"}, "--strategy restart needs a place for checkpoints, and job"),
-    ({"checkpoint_every": 5}, "--checkpoint-every needs a place for checkpoints, and job"),
+    ({"strategy": "reinit"}, "--strategy reinit must be set when the job starts"),
+    ({"strategy": "restart"}, "--strategy restart needs a checkpoint directory, and job"),
+    ({"checkpoint_every": 5}, "--checkpoint-every needs a checkpoint directory, and job"),
     ({"checkpoint_every": -1, "checkpoint_dir": "c"}, "--checkpoint-every must be a whole number from 0 to"),
-    ({"momentum": 0.9}, "momentum cannot be changed while a job runs; workers, lr, batch_size, strategy"),
-    ({"workers": 3, "fabric": "ulfm"}, "runs with --fabric ulfm, which cannot take in or give up workers"),
-    ({"workers": 3, "fabric": "virtual"}, "runs with --fabric virtual, which cannot take in or give up workers"),
+    ({"momentum": 0.9}, "momentum cannot be changed while a job runs; these can: workers, lr, batch_size, strategy"),
+    ({"workers": 3, "fabric": "ulfm"}, "runs with --fabric ulfm, which cannot add or remove workers"),
+    ({"workers": 3, "fabric": "virtual"}, "runs with --fabric virtual, which cannot add or remove workers"),
 ]
 
 
@@ -219,7 +219,7 @@ def test_with_a_place_for_checkpoints_they_and_restart_may_be_asked_for():
 
 
 def test_more_workers_than_slices_are_allowed_and_explained():
-    assert "4 slices, so 2 of 6 workers will only stand by" in advice(running(), {"workers": 6})
+    assert "4 slices, so 2 of 6 workers will be idle spares" in advice(running(), {"workers": 6})
     assert advice(running(), {"workers": 4}) == ""
     assert advice(running(split="even"), {"workers": 6}) == ""
     assert advice(running(), {"lr": 1.0}) == ""
@@ -288,10 +288,10 @@ def test_a_folder_in_the_place_of_the_file_asks_for_nothing(tmp_path):
     [
         (("scale", "3"), 0, "(train.py): workers=3"),
         (("set", "--lr", "0.5", "--batch-size", "64"), 0, "(train.py): lr=0.5, batch_size=64"),
-        (("set",), 2, "error: nothing is asked for"),
+        (("set",), 2, "error: no change requested"),
         (("scale", "0"), 2, "error: WORKERS must be a whole number from 1 to 1024, got 0"),
         (("scale", "many"), 2, "error: WORKERS must be a whole number, got 'many'"),
-        (("scale", "3", "--job", "1"), 2, "error: --job must be the number of a launcher that runs"),
+        (("scale", "3", "--job", "1"), 2, "error: --job must be the PID of a running launcher"),
     ],
 )
 def test_the_commands_answer_with_an_exit_code_and_a_line(temp, command, code, said):

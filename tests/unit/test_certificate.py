@@ -450,7 +450,7 @@ def test_runs_with_and_without_faults_are_the_same_to_the_last_step(tmp_path, qu
     code, out = run_command(capsys, "diff-runs", write(tmp_path / "a", quiet), write(tmp_path / "b", other))
 
     assert code == 0
-    assert f"same to the last step ({reference.STEPS} steps, sha256 " in out
+    assert f"identical to the last step ({reference.STEPS} steps, sha256 " in out
 
 
 @pytest.mark.parametrize(
@@ -474,7 +474,7 @@ def test_runs_whose_records_do_not_hold_are_not_called_the_same(tmp_path, quiet,
 
     assert code == 3
     assert said in out
-    assert "as far as such records tell: same to " in out
+    assert "according to these records: identical to " in out
     assert told["same"] is False
     assert [bool(found) for found in told["findings"]] == [False, True]
 
@@ -486,7 +486,7 @@ def test_runs_with_different_seeds_part_at_the_first_step(tmp_path, quiet, capsy
 
     assert code == 1
     assert "different seed: 7 / 8" in out
-    assert "they part at step 0: the samples, the metrics" in out
+    assert "they diverge at step 0: the samples, the metrics" in out
 
 
 def test_the_first_step_tensor_and_index_that_differ_are_named_with_both_values(tmp_path, quiet, capsys):
@@ -508,11 +508,11 @@ def test_the_first_step_tensor_and_index_that_differ_are_named_with_both_values(
     )
 
     assert code == 1
-    assert "same to step 4\nthey part at step 5: the state before it, the metrics\n" in out
+    assert "identical to step 4\nthey diverge at step 5: the state before it, the metrics\n" in out
     assert "the state differs in 0.bias[0:8] .. 5.weight[0:10]" in out
-    assert "there it was the same before step 4" in out
+    assert "it was the same before step 4" in out
     states = [Checkpoints(tmp_path / name).load(6).state["replica"] for name in ("c1", "c2")]
-    named = out.splitlines()[-1].removeprefix("saved before step 6, the first that differs: ")
+    named = out.splitlines()[-1].removeprefix("saved before step 6, first difference: ")
     path, _, values = named.partition("[")
     index, _, values = values.partition("]: ")
     one, other = (state["model"][path.removeprefix("model/")] for state in states)
@@ -606,4 +606,4 @@ def test_a_job_that_no_run_writes_is_refused_in_one_line(tmp_path, unpacked, cap
 
     said = capsys.readouterr().err
     assert (ended.value.code, said.count("\n")) == (2, 1), said
-    assert "does not say what was run" in said
+    assert "does not describe the job" in said

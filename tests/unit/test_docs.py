@@ -147,6 +147,52 @@ def test_the_table_of_options_is_what_the_options_declare():
     assert page == rewritten(page), "python -m holdfast.cli.reference docs/reference/cli.md"
 
 
+HELP = """
+import contextlib
+from holdfast.cli import main
+for flag in ("--help", "--help-all"):
+    with contextlib.suppress(SystemExit):
+        main(["run", flag])
+    print("\\f")
+"""
+
+
+@pytest.fixture(scope="module")
+def run_help() -> tuple[str, str]:
+    """What ``holdfast run --help`` and ``--help-all`` print."""
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
+    basic, whole, _ = done.stdout.split("\f")
+    return basic, whole
+
+
+def flags_in(text: str) -> list[str]:
+    """Return the main name of each option that a help text lists."""
+    return re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, flags=re.MULTILINE)
+
+
+def test_help_lists_the_basic_options_and_help_all_every_one(run_help):
+    from holdfast.cli.run import OPTIONS
+
+    basic, whole = map(flags_in, run_help)
+    known = [each.flag for each in OPTIONS]
+
+    assert len(basic) < 20
+    assert set(basic) == {each.flag for each in OPTIONS if each.option.is_basic} | {"--help", "--help-all"}
+    assert [flag for flag in whole if flag not in ("--help", "--help-all")] == known
+    assert {"--help", "--help-all"} < set(whole)
+
+
+def test_the_groups_of_help_all_are_those_of_the_reference_page(run_help):
+    from holdfast.cli.reference import tables
+    from holdfast.cli.run import OPTIONS
+    from holdfast.options import GROUPS
+
+    headings = re.findall(r"^(\w.*):$", run_help[1], flags=re.MULTILINE)
+
+    assert headings == ["Arguments", "Options", *GROUPS]
+    assert re.findall(r"^### (.+)$", tables(OPTIONS), flags=re.MULTILINE) == list(GROUPS)
+
+
 def test_the_commands_of_the_lab_are_where_the_core_says_they_are():
     declared_there = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
         "holdfast.commands"

@@ -86,8 +86,8 @@ def test_hosts_are_given_as_a_list_or_as_a_file(text, tmp_path):
 
 BAD_NAMES = {
     "": "got ''",
-    "n1:0": "the workers of n1 must be a number from 1 to 1024, got '0'",
-    "n1:many": "the workers of n1 must be a number from 1 to 1024, got 'many'",
+    "n1:0": "the number of workers of n1 must be from 1 to 1024, got '0'",
+    "n1:many": "the number of workers of n1 must be from 1 to 1024, got 'many'",
     "n1,-oProxyCommand=x": "got '-oProxyCommand=x'",
     "n[1-3]:8": "got 'n[1-3]:8'",
     "n1:2,n1:3": "names n1 twice",
@@ -112,7 +112,7 @@ def test_slurm_says_which_hosts_there_are(tmp_path, monkeypatch):
     assert parse_hosts("slurm", env) == (Host("n1", 8), Host("n2", 8), Host("n3", 4))
     for wrong, message in (
         ({}, "SLURM_JOB_NODELIST is not set"),
-        (env | {"SLURM_TASKS_PER_NODE": "8(x2)"}, "SLURM_TASKS_PER_NODE='8(x2)' does not fit the 3 nodes"),
+        (env | {"SLURM_TASKS_PER_NODE": "8(x2)"}, "SLURM_TASKS_PER_NODE='8(x2)' does not match the 3 nodes"),
     ):
         with pytest.raises(ConfigError, match=message.replace("(", r"\(").replace(")", r"\)")):
             parse_hosts("slurm", wrong)
@@ -127,11 +127,11 @@ def test_slurm_says_which_hosts_there_are(tmp_path, monkeypatch):
         ({"hosts": ()}, "--launch-agent needs --hosts"),
         ({"hosts": (), "launch_agent": "", "run_dir": Path("x")}, "--run-dir needs --hosts"),
         ({"settings": Settings(fabric="gloo", workers=2)}, "--hosts needs --fabric ulfm, got gloo"),
-        ({"workers": 3}, "--hosts has room for 2 workers, and -n and --spares ask for 3"),
+        ({"workers": 3}, "--hosts has 2 slots, and -n and --spares ask for 3"),
         ({"launch_agent": "no-such-program -x"}, "--launch-agent no-such-program cannot be run"),
         (
             {"settings": Settings(fabric="ulfm", checkpoint_dir="s3://bucket/run")},
-            "--hosts needs a folder that all machines see: --checkpoint-dir, or --run-dir",
+            "--hosts needs a directory that all hosts share: --checkpoint-dir, or --run-dir",
         ),
     ],
 )
@@ -157,7 +157,7 @@ def test_a_host_that_cannot_take_part_is_named_with_what_it_lacks(make_job, tmp_
         'echo "no route to host" >&2; exit 255': f"host {AWAY} could not be reached: no route to host",
         "exit 91": f"host {AWAY} does not see {tmp_path.parent}: it must be shared",
         "exit 95": f"host {AWAY} has no {sys.executable}; install the same environment there",
-        'sh -c "$*" | sed "s/$(uname -n)/far/"': f"hosts {FAR} and {AWAY} are one machine, far",
+        'sh -c "$*" | sed "s/$(uname -n)/far/"': f"hosts {FAR} and {AWAY} are the same machine, far",
     }.items():
         with pytest.raises(ConfigError) as caught:
             meet(make_job(away), tmp_path)

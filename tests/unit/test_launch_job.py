@@ -72,7 +72,7 @@ def test_every_option_is_said_again_but_for_the_secret():
     words = command_line(job(**fields), faults=["kill:rank=0,step=1"]).split()
     words += command_line(Job(script=Path("s"), settings=Settings(mtbf_s=5.0), mtbf_s=2.0)).split()
 
-    assert flags - set(words) == {"--workers", "--rdzv-token", "--json", "--page", "--baseline"}
+    assert flags - set(words) == {"--workers", "--rdzv-token", "--json", "--page", "--baseline", "--help-all"}
     assert not any("s3cret" in word for word in words)
 
 
@@ -113,7 +113,7 @@ def test_a_spare_that_is_left_stays_one_when_a_job_is_resumed():
     ("field", "value", "message"),
     [
         ("max_respawns", -1, "--max-respawns must be at least 0, got -1"),
-        ("max_respawns", 1, "--respawn needs --fabric gloo: the ulfm fabric cannot take in workers"),
+        ("max_respawns", 1, "--respawn needs --fabric gloo: the ulfm fabric cannot add workers"),
         ("rdzv_timeout_s", 0.0, "--rdzv-timeout must be more than 0 seconds and finite, got 0"),
         ("stragglers", "shoot", "--stragglers must be one of ignore, warn, rebalance, replace, got 'shoot'"),
         ("stragglers", "replace", "--stragglers replace needs --spares or --respawn"),

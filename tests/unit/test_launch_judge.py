@@ -189,7 +189,7 @@ def test_three_deaths_at_the_same_slice_blame_its_samples(judge):
     verdict = judge.verdict(1.0, running=True)
     assert isinstance(verdict, Broken)
     assert verdict.message == (
-        "workers 0, 1, 2 died one after the other at the same place, slice 2 of step 4 (backward, killed by SIGKILL): "
+        "workers 0, 1, 2 died one after another at the same place, slice 2 of step 4 (backward, killed by SIGKILL): "
         "its samples are the likely cause: 7, 8"
     )
 
@@ -261,7 +261,7 @@ def test_recoveries_of_which_nothing_comes_lose_the_job(judge):
     verdict = judge.verdict(71.0, running=True)
 
     assert verdict == Lost(
-        "the workers recovered 3 times in 61 s, and nothing came of it: nobody was lost or let in, and no step was committed"
+        "the workers recovered 3 times in 61 s without progress: no worker was lost or admitted, and no step was committed"
     )
     judge.begin((0, 1, 2))
     assert judge.verdict(200.0, running=True) is None, "what was before the restart does not count"

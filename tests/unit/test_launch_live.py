@@ -46,7 +46,7 @@ def test_a_newcomer_says_when_it_came_and_how_long_the_others_were_held():
     grown = {"decision": "grow", "survivors": (0, 2, 3), "joined": (3,), "held_s": 0.048}
 
     assert told(recovered(step=300, **grown), recovered(rank=2, step=300, **grown)) == [
-        "rank 3 joined at step 300, which held the others for 48 ms; ranks 0, 2, 3 go on"
+        "rank 3 joined at step 300; the other workers paused for 48 ms; ranks 0, 2, 3 continue"
     ]
 
 
@@ -54,7 +54,7 @@ def test_a_newcomer_that_speaks_first_does_not_say_how_long_the_others_were_held
     grown = {"decision": "grow", "survivors": (0, 2, 3), "joined": (3,)}
 
     assert told(recovered(rank=3, step=300, **grown), recovered(step=300, **grown, held_s=0.048)) == [
-        "rank 3 joined at step 300, which held the others for 48 ms; ranks 0, 2, 3 go on"
+        "rank 3 joined at step 300; the other workers paused for 48 ms; ranks 0, 2, 3 continue"
     ]
 
 
@@ -62,40 +62,40 @@ def test_newcomers_may_come_in_the_recovery_of_a_death():
     record = recovered(lost=(1,), survivors=(0, 2, 3, 4), joined=(3, 4), redone_steps=1, held_s=0.1)
 
     assert told(record) == [
-        "lost rank 1; ranks 3, 4 joined at step 5, which held the others for 100 ms; step 5 is computed again with "
+        "lost rank 1; ranks 3, 4 joined at step 5; the other workers paused for 100 ms; step 5 is computed again with "
         "ranks 0, 2, 3, 4"
     ]
 
 
 def test_who_leaves_in_order_is_not_lost():
     assert told(Left(t_s=1.0, rank=1, step=6), recovered(step=6, lost=(1,), survivors=(0,))) == [
-        "rank 1 left before step 6, as it was told to",
-        "rank 0 goes on",
+        "rank 1 left before step 6, as requested",
+       "rank 0 continues",
     ]
 
 
 def test_who_left_in_order_and_says_so_last_was_not_lost():
     assert told(recovered(step=6, lost=(1,), survivors=(0,)), Left(t_s=1.0, rank=1, step=6)) == [
-        "rank 1 is gone; rank 0 goes on",
-        "rank 1 left before step 6, as it was told to",
+        "rank 1 has ended; rank 0 continues",
+        "rank 1 left before step 6, as requested",
     ]
 
 
 def test_who_dies_between_two_steps_is_lost():
     kill = FaultFired(t_s=0.5, rank=1, step=5, fault=0, kind="kill", phase="optimizer")
 
-    assert told(kill, recovered(lost=(1,)))[1:] == ["lost rank 1; ranks 0, 2 go on"]
+    assert told(kill, recovered(lost=(1,)))[1:] == ["lost rank 1; ranks 0, 2 continue"]
 
 
 def test_who_is_lost_while_another_leaves_is_lost():
     assert told(Left(t_s=1.0, rank=1, step=6), recovered(step=6, lost=(1, 3), redone_steps=1)) == [
-        "rank 1 left before step 6, as it was told to",
+        "rank 1 left before step 6, as requested",
         "lost rank 3; step 6 is computed again with ranks 0, 2",
     ]
 
 
 def test_before_training_under_torch_distributed_there_is_no_step_to_speak_of():
-    assert Story().tell(recovered(lost=(1,), decision="continue")) == "lost rank 1; ranks 0, 2 go on"
+    assert Story().tell(recovered(lost=(1,), decision="continue")) == "lost rank 1; ranks 0, 2 continue"
 
 
 def test_forward_goes_on_with_the_step():
@@ -108,7 +108,7 @@ def test_a_worker_that_is_fenced_says_why():
 
     assert told(hang, fenced, WorkerEnded(t_s=1.1, rank=1, step=5, exit_code=-9, pid=1)) == [
         "hang of rank 1 at step 5, forward",
-        "rank 1 is ended: no sign of life for 1.0 s",
+        "rank 1 is killed: no sign of life for 1.0 s",
     ]
 
 
@@ -136,15 +136,15 @@ def test_a_straggler_is_named_with_what_is_done_about_it(policy, then):
 def test_a_change_is_told_once_though_every_worker_says_it():
     said = [SettingChanged(t_s=1.0, rank=rank, step=7, name="lr", value="0.01") for rank in range(3)]
 
-    assert told(*said) == ["from step 7 on: lr is 0.01"]
+    assert told(*said) == ["from step 7 on, lr is 0.01"]
 
 
 @pytest.mark.parametrize(
     ("name", "value", "line"),
     [
-        ("workers", "4", "4 workers are wanted from step 7 on"),
-        ("workers", "1", "1 worker is wanted from step 7 on"),
-        ("speeds", '{"0": 1.0, "1": 0.25}', "from step 7 on slices are shared out by the workers' speed"),
+        ("workers", "4", "the job should have 4 workers from step 7 on"),
+        ("workers", "1", "the job should have 1 worker from step 7 on"),
+        ("speeds", '{"0": 1.0, "1": 0.25}', "from step 7 on, slices are assigned by worker speed"),
     ],
 )
 def test_a_change_that_is_no_setting_is_told_in_words(name, value, line):

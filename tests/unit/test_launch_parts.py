@@ -297,7 +297,7 @@ def test_torch_distributed_is_told_with_its_first_step_and_without_a_plan():
     story = Story()
 
     assert [story.tell(ddp_started(rank)) for rank in range(3)] == [None] * 3
-    assert story.tell(committed(0)) == "3 ranks: torch.distributed, sums inside DDP go on over the survivors"
+    assert story.tell(committed(0)) == "3 ranks: torch.distributed; all-reduces of DDP continue over the survivors"
     assert story.tell(committed(1)) is None
     assert story.tell(goes_on(2)) == "lost rank 1; step 2 continues with ranks 0, 2"
 
@@ -305,7 +305,7 @@ def test_torch_distributed_is_told_with_its_first_step_and_without_a_plan():
 def test_no_step_goes_on_where_there_is_none():
     story = Story()
 
-    assert story.tell(goes_on(0)) == "lost rank 1; ranks 0, 2 go on"
+    assert story.tell(goes_on(0)) == "lost rank 1; ranks 0, 2 continue"
     assert [story.tell(record) for record in (ddp_started(0), ddp_started(2))] == [None, None]
 
 
@@ -383,7 +383,7 @@ class Deaf:
 def test_torch_distributed_is_not_said_to_save_when_it_is_stopped(ddp_launcher):
     ddp_launcher._stopping.answer(Deaf())
 
-    assert ddp_launcher._view.lines == ["stopping: the ranks are sent a SIGTERM, within 0 s (Ctrl-C to stop at once)"]
+    assert ddp_launcher._view.lines == ["stopping: the ranks receive SIGTERM, within 0 s (Ctrl-C to stop immediately)"]
     assert ddp_launcher._stopping.timed_out() == Broken("stopped on request, but the ranks did not end within 0 s")
     assert ddp_launcher._restart(Lost("rank 0 killed by SIGTERM"), (1,)) == Broken(
         "stopped on request: rank 0 killed by SIGTERM"

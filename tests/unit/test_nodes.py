@@ -204,7 +204,7 @@ def test_a_node_has_one_launcher(meet, make_job):
     meet(2)
 
     with pytest.raises(
-        ConfigError, match=r"node 1 has a launcher already, process \d+ on .*: give each node a --node-r"
+        ConfigError, match=r"node 1 has a launcher already, process \d+ on .*: give each node its own --node-r"
     ):
         Nodes(make_job(1))
 
@@ -215,7 +215,7 @@ def test_who_was_given_up_knows_it_though_it_can_be_reached_again(meet):
 
     second.store.delete("node/1")  # as the store does when the lease runs out
 
-    assert "heard nothing of node 1 for 0.6 s (--node-timeout) and gave it up" in until(lambda: second.store_lost)
+    assert "node 1 was given up: no heartbeat for 0.6 s (--node-timeout)" in until(lambda: second.store_lost)
 
 
 def test_the_first_who_proposes_decides_who_is_started_again_and_where(meet):
@@ -312,10 +312,10 @@ def test_a_worker_of_another_node_is_told_to_leave_once(meet):
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
-        ({"workers": 3}, "was started with -n 3, the others with 2: give all nodes the same"),
-        ({"settings": {"seed": 5}}, "--seed 5, the others with 0"),
-        ({"args": ("--fast",)}, r"ARGS \['--fast'\], the others with \[\]"),
-        ({"nnodes": 3}, "--nnodes 3, the others with 2"),
+        ({"workers": 3}, "was started with -n 3, the other nodes with 2: give all nodes the same"),
+        ({"settings": {"seed": 5}}, "--seed 5, the other nodes with 0"),
+        ({"args": ("--fast",)}, r"ARGS \['--fast'\], the other nodes with \[\]"),
+        ({"nnodes": 3}, "--nnodes 3, the other nodes with 2"),
     ],
 )
 def test_launchers_that_were_started_differently_are_told_what_differs(meet, make_job, more, complaint):
@@ -336,7 +336,7 @@ def test_another_script_of_the_same_name_is_found_out(meet, make_job):
 def test_a_wrong_token_is_refused_in_one_line(meet, make_job):
     meet(2, token="right")  # noqa: S106
 
-    with pytest.raises(ConfigError, match="refused us for a wrong token: --rdzv-token") as refused:
+    with pytest.raises(ConfigError, match="refused the connection for a wrong token: --rdzv-token") as refused:
         Nodes(make_job(1, token="wrong"))  # noqa: S106
     assert "\n" not in str(refused.value)
 
@@ -355,7 +355,7 @@ def test_without_an_etcd_it_is_the_store_that_is_missing(make_job):
 
 
 def test_a_node_that_does_not_come_is_named(make_job):
-    with pytest.raises(ConfigError, match=r"node 1, 2 did not come within 0.2 s \(--rdzv-timeout\)"):
+    with pytest.raises(ConfigError, match=r"node 1, 2 did not join within 0.2 s \(--rdzv-timeout\)"):
         Nodes(make_job(0, nnodes=3, rdzv_timeout_s=0.2))
 
 
@@ -380,7 +380,7 @@ def test_a_port_that_is_taken_is_said(make_job):
         ({"rdzv": "10.0.0.1:29400"}, "--rdzv must be holdfast://HOST:PORT"),
         ({"rdzv": "holdfast://host:99999"}, "--rdzv must be holdfast://HOST:PORT"),
         ({"node_timeout_s": 0.0}, "--node-timeout must be between 0.5 and 3600 seconds, got 0"),
-        ({"stragglers": "rebalance"}, "--stragglers rebalance works on one node: .* take warn or replace"),
+        ({"stragglers": "rebalance"}, "--stragglers rebalance works on one node only: .* use warn or replace"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(make_job, given, complaint):

@@ -77,8 +77,8 @@ def test_a_layer_that_draws_outside_of_the_seeded_generators_is_named(broken, tm
 
     assert not is_exact(found)
     (step,) = said(found, "step")
-    assert step.what.startswith(f"computed again: other bits in 1.1 ({NAMES[broken]}) (output")
-    assert "Holdfast seeds them for each slice" in step.advice
+    assert step.what.startswith(f"computed again: different bits in 1.1 ({NAMES[broken]}) (output")
+    assert "Holdfast seeds for each slice" in step.advice
 
 
 def test_a_layer_that_depends_on_the_number_of_threads_is_named_and_holdfast_holds_it(tmp_path):
@@ -105,7 +105,7 @@ def test_samples_at_an_odd_place_in_memory_matter_where_a_layer_computes_otherwi
 
     (check,) = said(found, "alignment")
     assert check.verdict == "changes bits"
-    assert check.what.endswith("; the samples lie at such a place")
+    assert check.what.endswith("; the samples are misaligned")
     right = Seen(layers=[layer]).as_json()
     assert said(checks_of(facts | {"seen": right}, {"seen": right}), "alignment")[0].verdict == "held"
 
@@ -129,7 +129,7 @@ def test_a_tensor_of_torch_is_at_no_odd_place_and_a_part_of_one_is():
 def test_what_is_in_no_layer_is_in_the_loop(tmp_path):
     (step,) = said(checks("loss", tmp_path), "step")
 
-    assert "and in no layer by itself" in step.what
+    assert "but in no single layer" in step.what
 
 
 @pytest.mark.timeout(300)
@@ -139,7 +139,7 @@ def test_doctor_names_a_layer_that_depends_on_the_order_of_a_set_and_trains_noth
     assert done.returncode == 1, done.stderr
     broken = [check for check in json.loads(done.stdout)["checks"] if check["verdict"] == "changes bits"]
     assert [(check["name"], check["what"]) for check in broken] == [
-        ("elsewhere", "the step has other bits in another process: 1.1 (Sets)")
+        ("elsewhere", "the step has different bits in another process: 1.1 (Sets)")
     ]
     assert "PYTHONHASHSEED" in broken[0]["advice"]
 

@@ -81,7 +81,7 @@ def test_a_worker_of_another_node_may_be_the_one_that_waits():
         )
 
     assert [one[0] for one in found] == [WARN_AFTER_S, LIMIT_S + 1]
-    assert "rank 1 is still importing, or preparing in train.py" in found[0][1]
+    assert "rank 1 is still importing or preparing in train.py" in found[0][1]
     assert found[1][1] == 1
 
 
@@ -117,7 +117,7 @@ def test_a_start_in_which_all_wait_to_be_connected_is_lost():
     assert of_kind(found, "lost")[0] == (
         LIMIT_S + 1,
         "lost",
-        "the workers were not connected within 20 s though all of them had asked for it",
+        "the workers were not connected within 20 s, although all of them had requested it",
     )
 
 

@@ -34,13 +34,13 @@ def test_where_all_nodes_are_one_machine_there_is_no_network_to_cut(make_job, ur
         check_strikes(make_job(CUT, rdzv=url, node=node))
 
     assert str(refused.value) == (
-        f"--inject {CUT}: the nodes meet at {url}, inside this machine: there is no network to cut"
+        f"--inject {CUT}: the rendezvous {url} is on this machine's loopback interface: there is no network to disable"
     )
     check_strikes(make_job("nodeloss:node=1,step=2", "kill:rank=1,step=2", rdzv=url, node=node))
 
 
 def test_a_network_that_nobody_knows_cannot_be_cut(make_job):
-    with pytest.raises(ConfigError, match=r"it is not known which network leads to nowhere.invalid:29400 \(--rdzv\): "):
+    with pytest.raises(ConfigError, match=r"the network that leads to nowhere.invalid:29400 \(--rdzv\) is unknown: "):
         check_strikes(make_job(CUT, rdzv="holdfast://nowhere.invalid:29400"))
 
 
@@ -49,7 +49,7 @@ def test_who_cuts_needs_the_command_for_it_and_the_others_do_not(make_job, monke
     monkeypatch.setenv("PATH", str(tmp_path))
 
     check_strikes(make_job(CUT, node=0))
-    with pytest.raises(ConfigError, match=r"takes the command ip \(of iproute2\), and there is none on PATH"):
+    with pytest.raises(ConfigError, match=r"needs the command ip \(of iproute2\), which is not on PATH"):
         check_strikes(make_job(CUT, node=1))
 
 

@@ -164,7 +164,7 @@ def test_a_temporary_directory_that_is_full_is_one_clear_line_and_nothing_is_lef
         monkeypatch.setattr("tempfile.tempdir", str(disk))
         fill(disk)
 
-        with pytest.raises(ConfigError, match=r"cannot make a folder for the run in .*No space left.*set TMPDIR"):
+        with pytest.raises(ConfigError, match=r"cannot create a directory for the run in .*No space left.*set TMPDIR"):
             Places.make(None)
 
         assert names(disk) == ["filler"]

@@ -1,4 +1,4 @@
-"""The command line: one file a command, each of which imports what it needs when it runs."""
+"""The command line: one module per command, which imports its dependencies when it runs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from holdfast.cli.ckpt import ckpt
 from holdfast.cli.control import scale, set_
 from holdfast.cli.diff_runs import diff_runs
 from holdfast.cli.doctor import doctor
+from holdfast.cli.given import GroupedCommand
 from holdfast.cli.lab import COMMANDS, Commands, placeholder
 from holdfast.cli.report import report
-from holdfast.cli.run import run
+from holdfast.cli.run import RunCommand, run
 from holdfast.cli.tables import need_command
 from holdfast.cli.verify import verify
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError, HoldfastError, InternalError
@@ -25,12 +26,12 @@ from holdfast.report.formatting import clean
 app = typer.Typer(
     name="holdfast",
     cls=Commands,
-    help="PyTorch training that goes on, to the bit, while workers die.",
+    help="Fault-tolerant PyTorch training: recover from worker failures with bit-identical results.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)
 app.command(context_settings={"allow_interspersed_args": False})(doctor)
 app.command()(scale)
 app.command(name="set")(set_)
@@ -42,7 +43,7 @@ for _name, _help in COMMANDS.items():
     app.command(name=_name, help=_help)(placeholder)
 
 _USAGE_ERROR: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
-"""Typer does not give it a name of its own."""
+"""Not exported by typer."""
 _NUMBERS = {"int": "a whole number", "float": "a number"}
 _LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 
@@ -54,14 +55,14 @@ def options(
     debug: Annotated[bool, Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[bool, Option("--version", help="Print the version.")] = False,
 ) -> None:
-    """Take the options that all commands share."""
+    """Options that all commands share."""
     need_command(context)
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command that ``args`` name, and exit: 0 done, 1 failed, 2 wrong usage, 3 damaged data, 4 stopped and saved."""
+    """Run a command and exit: 0 done, 1 failed, 2 wrong usage, 3 damaged data, 4 stopped with its state saved."""
     words = list(sys.argv[1:] if args is None else args)
-    debug = "--debug" in words[:2]  # before the command or right behind it; further on it may be the script's
+    debug = "--debug" in words[:2]  # before the command or directly after it; later words may be the script's
     words = [word for place, word in enumerate(words) if place > 1 or word != "--debug"]
     if words[:1] == ["--version"]:
         from holdfast import __version__
@@ -76,7 +77,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         sys.exit(1)
     except _USAGE_ERROR as error:
         message = _of_number(error) or " ".join(error.format_message().split())  # type: ignore[attr-defined]
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {message}{_all_options(error)}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -84,15 +85,23 @@ def _complain(error: HoldfastError, *, debug: bool) -> NoReturn:
     if debug or isinstance(error, InternalError):
         traceback.print_exception(error)
     else:
-        # Some messages quote what stands in a file, and that may be anything.
+        # some messages quote the content of a file, which may be anything
         print("\n".join(map(clean, f"error: {error}".split("\n"))), file=sys.stderr)
     if isinstance(error, ConfigError | CheckpointMissing):
         sys.exit(2)
     sys.exit(3 if isinstance(error, CheckpointCorrupt) else 1)
 
 
+def _all_options(error: Exception) -> str:
+    """Return the hint to ``--help-all`` for an unknown option of a command that has it; "" for other errors."""
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ != "NoSuchOption" or not isinstance(getattr(context, "command", None), GroupedCommand):
+        return ""
+    return f"; {context.command_path} --help-all lists every option"
+
+
 def _of_number(error: Exception) -> str:
-    """Return what is wrong with a value that is no number, or too small or large, as all other messages say it; "" for other errors."""
+    """Return a message in our own form for a value that is no number or out of range; "" for other errors."""
     param, find = getattr(error, "param", None), getattr(error.__cause__, "errors", None)
     if param is None or find is None:
         return ""

@@ -1,4 +1,4 @@
-"""``holdfast ckpt``: look at checkpoints, compare, convert and remove them."""
+"""``holdfast ckpt``: list, show, verify, compare, convert and remove checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.listing import Examined
 
 _DAMAGED = 3
-"""The exit code if damaged data was found."""
+"""Exit code if damaged data was found."""
 _GUARDS = ("warn", "stop", "off")
 _MOST_ROWS = 40
 _MOST_LETTERS = 100
@@ -32,15 +32,15 @@ ckpt = typer.Typer(name="ckpt", rich_markup_mode=None)
 _Dir = Annotated[str, Argument(metavar="DIR", help="Directory or URL of checkpoints.", show_default=False)]
 _Path = Annotated[str, Argument(metavar="PATH", help="A checkpoint, a directory of them, or a file.")]
 _Json = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
-_All = Annotated[bool, Option("--all", help="Print everything; otherwise long lists are cut.")]
+_All = Annotated[bool, Option("--all", help="Print everything; otherwise long lists are truncated.")]
 
 
 @ckpt.callback(invoke_without_command=True)
 def about(context: typer.Context) -> None:
-    """Look at checkpoints, compare, convert and remove them.
+    """List, verify, compare, convert and remove checkpoints.
 
-    PATH is the folder of a checkpoint, the directory or URL in which checkpoints are, or a file of another program (.pt,
-    .safetensors, .npz, .h5). Nothing that is read is ever executed.
+    PATH is a checkpoint, a directory or URL of checkpoints, or a file of another program (.pt, .safetensors, .npz,
+    .h5). Nothing in these files is executed.
 
     Example: holdfast ckpt ls runs/a
     """
@@ -54,16 +54,16 @@ def ls(
     fast: Annotated[bool, Option("--fast", help="Read only the manifests, not every byte.")] = False,
     as_json: _Json = False,
 ) -> int:
-    """List checkpoints, and say of each if it is intact.
+    """List checkpoints, and whether each is intact.
 
-    Reads every byte. Attempts that were never completed are mentioned. Ends with 3 if a checkpoint is damaged.
+    Reads every byte. Also lists incomplete checkpoints. Exits with 3 if a checkpoint is damaged.
 
     Example: holdfast ckpt ls runs/a
     """
     from holdfast.checkpoint.listing import attempts, examine_all
 
     storage = find_root(directory)
-    with progress(f"looking into {storage.url}") as now:
+    with progress(f"reading {storage.url}") as now:
         found = examine_all(storage, lambda step: now(f"reading step {step}"), read_all=not fast)
         unfinished = attempts(storage)
     if as_json:
@@ -77,10 +77,10 @@ def ls(
         else:
             say(f"no checkpoints in {storage.url}")
         if any(examined.damage for examined in found):
-            say(f"holdfast ckpt verify {directory} says what is damaged")
+            say(f"holdfast ckpt verify {directory} shows the damage")
         for attempt in unfinished:
             what = f"{attempt.folder}, {size(attempt.size_bytes)}"
-            say(f"incomplete: {what}; being written, or given up: nobody loads it")
+            say(f"incomplete: {what}; being written, or abandoned; never loaded")
     return _DAMAGED if any(examined.damage for examined in found) else 0
 
 
@@ -111,13 +111,16 @@ def _ls_row(examined: Examined) -> tuple[str, ...]:
 def show(
     path: _Path,
     *,
-    step: Annotated[int | None, Option(metavar="N", help="Which one of a directory [newest intact].")] = None,
+    step: Annotated[
+        int | None, Option(metavar="N", help="Step of the checkpoint in a directory [default: newest intact].")
+    ] = None,
     everything: _All = False,
     as_json: _Json = False,
 ) -> int:
-    """Show what is in a checkpoint, or in a file.
+    """Show the contents of a checkpoint, or of a file.
 
-    Tensors with dtype, shape, size and digest, and what was written down beside them. Of a directory of checkpoints the newest intact one is shown. Files of other programs can be shown, too.
+    Lists tensors with dtype, shape, size and digest, and other saved values. For a directory, shows the newest intact
+    checkpoint. Files of other programs can be shown, too.
 
     Example: holdfast ckpt show runs/a --step 20
     """
@@ -171,9 +174,9 @@ def _facts(source: Source, now: Any) -> dict[str, Any]:
 
 @ckpt.command("verify")
 def verify(path: _Path, *, everything: _All = False, as_json: _Json = False) -> int:
-    """Read every byte, and name all that is damaged.
+    """Read every byte, and report all damage.
 
-    Of one checkpoint, or of all in a directory. Ends with 3 if anything is.
+    Verifies one checkpoint, or all in a directory. Exits with 3 if any is damaged.
 
     Example: holdfast ckpt verify runs/a/step-00000020
     """
@@ -181,16 +184,16 @@ def verify(path: _Path, *, everything: _All = False, as_json: _Json = False) -> 
 
     if Path(path).is_file() and Path(path).name != "manifest.json":
         what = f"{path} is a file of another program, which has no digests"
-        raise ConfigError(f"{what}; name a checkpoint, or a directory of them")
+        raise ConfigError(f"{what}; name a checkpoint, or a directory of checkpoints")
     storage, named = find(path)
-    with progress(f"looking into {storage.url}") as now:
+    with progress(f"reading {storage.url}") as now:
         if named is None:
             found = examine_all(storage, lambda step: now(f"reading step {step}"))
         else:
             now(f"reading step {named}")
             found = [examine(storage, named)]
     if not found:
-        raise CheckpointMissing(f"there is no complete checkpoint in {storage.url}; name a directory that has one")
+        raise CheckpointMissing(f"there is no complete checkpoint in {storage.url}; name a directory that contains one")
     if as_json:
         print_json({"url": storage.url, "checkpoints": [_described(examined) for examined in found]})
     else:
@@ -217,16 +220,16 @@ def _say_verified(examined: Examined, everything: bool) -> None:
 @ckpt.command("diff")
 def diff(
     first: Annotated[str, Argument(metavar="A", help="A checkpoint, a directory of them, or a file.")],
-    second: Annotated[str, Argument(metavar="B", help="What is compared with it.")],
+    second: Annotated[str, Argument(metavar="B", help="The checkpoint or file to compare with.")],
     *,
     everything: _All = False,
     as_json: _Json = False,
 ) -> int:
     """Compare two checkpoints, or files, tensor by tensor.
 
-    Prints how many values differ, the largest absolute and relative error (of the larger of the two values), the
-    Euclidean distance, and NaNs. Of a directory the newest intact checkpoint is taken. Prints "identical" if nothing
-    differs. Ends with 0 either way.
+    Prints how many values differ, the largest absolute and relative error (relative to the larger of the two values),
+    the Euclidean distance, and NaNs. For a directory, compares the newest intact checkpoint. Prints "identical" if
+    nothing differs. Exits with 0 either way.
 
     Example: holdfast ckpt diff runs/a/step-00000020 exported.safetensors
     """
@@ -257,14 +260,14 @@ def _say_differences(found: Comparison, everything: bool) -> None:
             _show_rows(("",), [(path,) for path in paths], "tensor", everything, indent=2)
     if found.scalars:
         say("")
-        say("values beside the tensors:")
+        say("other saved values:")
         pairs = found.scalars.items()
         cells = [(path, _cut(a, everything) or "-", _cut(b, everything) or "-") for path, (a, b) in pairs]
         _show_rows(("value", "a", "b"), cells, "value", everything, indent=2)
     num_same = len(found.tensors) - len(odd)
     say("")
     if found.is_identical:
-        beside = "" if found.scalars is not None else "; one of the two holds nothing beside them"
+        beside = "" if found.scalars is not None else "; one of the two has no other values"
         say(f"identical: {count(num_same, 'tensor')}{beside}", "green")
     else:
         alone = len(found.only_first) + len(found.only_second)
@@ -287,18 +290,22 @@ def _diff_row(tensor: TensorDiff) -> tuple[str, ...]:
 @ckpt.command("convert")
 def convert(
     source: Annotated[str, Argument(metavar="A", help="A checkpoint, a directory of them, or a file.")],
-    target: Annotated[str, Argument(metavar="B", help="Directory or URL that the new checkpoint goes to.")],
+    target: Annotated[str, Argument(metavar="B", help="Directory or URL of the new checkpoint.")],
     *,
-    to: Annotated[str, Option(metavar="safetensors|hdf5|npz|dcp", help="Format of the new one.")],
+    to: Annotated[str, Option(metavar="safetensors|hdf5|npz|dcp", help="Format of the new checkpoint.")],
     guard: Annotated[
-        str, Option(metavar="|".join(_GUARDS), help="If another program's file, without digests, holds absurd values.")
+        str,
+        Option(
+            metavar="|".join(_GUARDS),
+            help="Response to absurd values in a file of another program, which has no digests.",
+        ),
     ] = "warn",
     as_json: _Json = False,
 ) -> int:
     """Write a checkpoint, or a file, in another format.
 
-    It becomes the same step of B, and every tensor must have the digest that it had. Of a directory the newest intact checkpoint is taken. A file of another program becomes step 0, if it names no
-    other. B must not have that step.
+    The result is the same step in B, and every tensor keeps its digest. For a directory, converts the newest intact
+    checkpoint. A file of another program becomes step 0, unless it names a step. B must not have that step.
 
     Example: holdfast ckpt convert runs/a/step-00000020 exported --to hdf5
     """
@@ -310,10 +317,10 @@ def convert(
     if guard not in _GUARDS:
         raise ConfigError(f"--guard must be one of {', '.join(_GUARDS)}, got {guard!r}")
     if Path(target).is_file():
-        raise ConfigError(f"{target} is a file; name a directory for the new checkpoint, or an URL")
+        raise ConfigError(f"{target} is a file; name a directory or URL for the new checkpoint")
     with progress(f"opening {source}") as now, opened(source, now=now) as opened_source:
         if opened_source.manifest is None and guard != "off":
-            now(f"looking at the values of {opened_source.name}")
+            now(f"checking the values of {opened_source.name}")
             _check_plausible(opened_source, guard)
         now(f"converting {opened_source.name}")
         saved = carry_out(opened_source, open_storage(target), to)
@@ -321,12 +328,12 @@ def convert(
     if as_json:
         print_json({"path": saved.path, "step": saved.step, "bytes": saved.size_bytes, "tensors": num_tensors})
     else:
-        say(f"{saved.path}: {to}, {count(num_tensors, 'tensor')}, {size(saved.size_bytes)}; every digest is the same")
+        say(f"{saved.path}: {to}, {count(num_tensors, 'tensor')}, {size(saved.size_bytes)}; all digests match")
     return 0
 
 
 def _check_plausible(source: Source, guard: str) -> None:
-    """Warn of values that no training comes to; if ``guard`` is ``"stop"``, raise a CheckpointCorrupt."""
+    """Warn of values that training does not produce; if ``guard`` is ``"stop"``, raise a CheckpointCorrupt."""
     from holdfast.integrity.plausible import find_odd
 
     for path in source.tensors:
@@ -335,7 +342,7 @@ def _check_plausible(source: Source, guard: str) -> None:
             continue
         msg = f"{source.name}: {path}{odd}: a bit may have flipped; compare with another copy (holdfast ckpt diff)"
         if guard == "stop":
-            msg += ", or take it as it is: --guard off"
+            msg += ", or accept it: --guard off"
             raise CheckpointCorrupt(msg)
         warn(msg)
 
@@ -344,15 +351,15 @@ def _check_plausible(source: Source, guard: str) -> None:
 def prune(
     directory: _Dir,
     *,
-    keep_last: Annotated[int, Option(metavar="K", help="How many of the newest stay, at least 2.")],
-    keep_every: Annotated[int, Option(metavar="N", help="Steps that N divides stay, too.")] = 0,
-    dry_run: Annotated[bool, Option("--dry-run", help="Only say what would be removed.")] = False,
+    keep_last: Annotated[int, Option(metavar="K", help="Number of newest checkpoints to keep, at least 2.")],
+    keep_every: Annotated[int, Option(metavar="N", help="Also keep steps that N divides.")] = 0,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only print what would be removed.")] = False,
     as_json: _Json = False,
 ) -> int:
-    """Remove checkpoints that are old or incomplete.
+    """Remove old and incomplete checkpoints.
 
-    Incomplete ones go if a newer one is complete. The newest intact checkpoint always stays: they are read from the newest on until one is intact. Ends with 3 if a
-    damaged one was met.
+    Incomplete ones are removed if a newer one is complete. The newest intact checkpoint is always kept. Exits with 3 if
+    a damaged checkpoint was found.
 
     Example: holdfast ckpt prune runs/a --keep-last 3 --keep-every 1000 --dry-run
     """
@@ -363,7 +370,7 @@ def prune(
             why = "; the newest may be damaged" if least else ""
             raise ConfigError(f"{name} must be at least {least}, got {value}{why}")
     storage = find_root(directory)
-    with progress(f"looking into {storage.url}"):
+    with progress(f"reading {storage.url}"):
         done = carry_out(storage, keep_last, keep_every, dry_run=dry_run, on_damaged=warn_of)
     if as_json:
         print_json({"url": storage.url, "dry_run": dry_run, **dataclasses.asdict(done)})
@@ -372,20 +379,20 @@ def prune(
     for step in done.steps:
         say(f"{word} step {step}")
     for attempt in done.attempts:
-        say(f"{word} {attempt.folder}, {size(attempt.size_bytes)}, which was never completed")
-    kept = f"{count(len(done.kept), 'checkpoint')} {'stay' if len(done.kept) != 1 else 'stays'}"
+        say(f"{word} {attempt.folder}, {size(attempt.size_bytes)}, which is incomplete")
+    kept = f"{count(len(done.kept), 'checkpoint')} kept"
     freed = f"{'would free' if dry_run else 'freed'} {size(done.freed_bytes)}"
     say(f"{freed}; {kept}" if done.steps or done.attempts else f"nothing to remove; {kept}")
     return _DAMAGED if done.damaged else 0
 
 
-# -- words
+# -- formatting
 
 
 def _show_rows(
     heads: Sequence[str], rows: Sequence[Sequence[str]], what: str, everything: bool, indent: int = 0
 ) -> None:
-    """Print a table; of a long one only the first rows, unless everything is wanted, and how many more there are."""
+    """Print a table; truncate a long one, unless ``everything`` is wanted, and print how many rows are missing."""
     shown = rows if everything or len(rows) <= _MOST_ROWS else rows[: _MOST_ROWS - 5]
     table(heads, shown, indent)
     if more := len(rows) - len(shown):

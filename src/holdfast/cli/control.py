@@ -1,4 +1,4 @@
-"""``holdfast scale`` and ``holdfast set``: change a job while it runs."""
+"""``holdfast scale`` and ``holdfast set``: change a running job."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ _Job = Annotated[
     Option(
         "--job",
         metavar="NUMBER",
-        help="Process number of its launcher, if several jobs run, or it was started in another folder.",
+        help="PID of its launcher, if several jobs run, or it was started in another directory.",
     ),
 ]
 
 
 def scale(
-    workers: Annotated[int, Argument(metavar="WORKERS", help="How many are to share the work.")], *, job: _Job = None
+    workers: Annotated[int, Argument(metavar="WORKERS", help="Number of workers that share the work.")],
+    *,
+    job: _Job = None,
 ) -> int:
-    """Let a running job go on with more or fewer workers.
+    """Change the number of workers of a running job.
 
-    New workers join, and those that are too many leave, between two steps; nothing is lost or done again. It returns at
-    once: the job's own output says when it has happened.
+    Workers join or leave between two steps; no work is lost or repeated. The command returns immediately: the job's
+    output reports the change.
 
     Example: holdfast scale 6
     """
@@ -33,14 +35,14 @@ def scale(
 def set_(
     *,
     job: _Job = None,
-    lr: Annotated[float | None, Option(metavar="RATE", help="Learning rate, of all parameter groups.")] = None,
-    batch_size: Annotated[int | None, Option(metavar="N", help="Samples of a step, over all workers.")] = None,
-    strategy: Annotated[str | None, Option(metavar="NAME", help="What survivors do.")] = None,
+    lr: Annotated[float | None, Option(metavar="RATE", help="Learning rate of all parameter groups.")] = None,
+    batch_size: Annotated[int | None, Option(metavar="N", help="Samples per step, over all workers.")] = None,
+    strategy: Annotated[str | None, Option(metavar="NAME", help="How survivors recover from a failure.")] = None,
     checkpoint_every: Annotated[
-        int | None, Option(metavar="STEPS", help="Steps between checkpoints; 0 takes no more.")
+        int | None, Option(metavar="STEPS", help="Steps between checkpoints; 0 for none.")
     ] = None,
 ) -> int:
-    """Let a running job go on with other settings, from the same step on at all workers.
+    """Change settings of a running job, from the same step on at all workers.
 
     Example: holdfast set --lr 0.01
     """
@@ -54,7 +56,9 @@ def _ask(pid: int | None, **changes: Any) -> int:
     check_values(changes)
     job = find(pid)
     ask(job, **changes)
-    print(f"asked job {job.pid} ({job.script}): {', '.join(f'{name}={value}' for name, value in changes.items())}")
+    print(
+        f"requested of job {job.pid} ({job.script}): {', '.join(f'{name}={value}' for name, value in changes.items())}"
+    )
     if note := advice(job, changes):
         print(f"note: {note}", file=sys.stderr)
     return 0

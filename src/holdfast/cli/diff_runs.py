@@ -1,4 +1,4 @@
-"""``holdfast diff-runs``: to which step two runs are the same, and what is not the same then."""
+"""``holdfast diff-runs``: up to which step two runs are identical, and what differs then."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 _MOST_TENSORS = 5
 _WRONG = 3
 _MODEL = "replica/"
-"""What the paths of the model and the optimizer begin with in a checkpoint."""
+"""Prefix of the paths of model and optimizer in a checkpoint."""
 
 
 def diff_runs(
-    first: Annotated[Path, Argument(metavar="A", help="The report folder of a run.", show_default=False)],
-    second: Annotated[Path, Argument(metavar="B", help="That of another.", show_default=False)],
+    first: Annotated[Path, Argument(metavar="A", help="The report directory of a run.", show_default=False)],
+    second: Annotated[Path, Argument(metavar="B", help="The report directory of another run.", show_default=False)],
     *,
     as_json: Annotated[bool, Option("--json", help="Print JSON instead of text.")] = False,
 ) -> int:
-    """Say to which step two runs are the same, to the bit; where they part, in what.
+    """Find the step at which two runs diverge, and what differs there.
 
-    Compares the certified steps in events.jsonl: samples, metrics, and digests of the state, so what failed in a run and how often makes no
-    difference. Where both have saved the state behind the step at which they part, the first value that differs is looked up
-    there. Ends with 0 if they are the same as far as both go, with 1 if they part, with 3 if they do not but the records of one do not
-    hold, or its workers did not have one state.
+    Compares the certified steps in events.jsonl: samples, metrics and digests of the state, but not failures. If both
+    runs saved the state after the step at which they diverge, also prints the first value that differs. Exits with 0 if
+    the runs are identical as far as both go, with 1 if they diverge, with 3 if they do not but the records of one are
+    inconsistent, or the replicas of one differed.
 
     Example: holdfast diff-runs undisturbed eleven-faults
     """
@@ -49,7 +49,7 @@ def diff_runs(
     compared = compare_runs(*runs)
     if compared is None:
         a, b = (f"steps {run.first} to {run.last}" for run in runs)
-        raise ConfigError(f"no step is in both runs: {first} has {a}, {second} {b}")
+        raise ConfigError(f"the runs have no step in common: {first} has {a}, {second} {b}")
     spot = None if compared.parting is None else _look_into_checkpoints(runs, compared.parting)
     findings = [run.check() or run.check_workers() for run in runs]
     if as_json:
@@ -62,7 +62,7 @@ def diff_runs(
 
 
 def _look_into_checkpoints(runs: Sequence[Certified], parting: Parting) -> tuple[int, Spot] | None:
-    """Return the first value that differs in the first checkpoints behind the parting that both have, and their step."""
+    """Return the first different value in the first common checkpoints after the divergence, and their step."""
     from holdfast.checkpoint.compare import first_difference
     from holdfast.cli.places import opened
     from holdfast.errors import CheckpointError, ConfigError
@@ -72,7 +72,7 @@ def _look_into_checkpoints(runs: Sequence[Certified], parting: Parting) -> tuple
         try:
             with progress(f"comparing step {step}"), opened(places[0][step]) as a, opened(places[1][step]) as b:
                 spot = first_difference(a, b, _MODEL)
-        except (CheckpointError, ConfigError):  # it was removed since, or is damaged: the next one will do
+        except (CheckpointError, ConfigError):  # removed since, or damaged: try the next one
             continue
         if spot is not None:
             return step, spot
@@ -85,7 +85,7 @@ def _checkpoints(run: Certified) -> dict[int, str]:
     return {record.step: record.path for record in run.records if isinstance(record, CheckpointSaved)}
 
 
-# -- what is printed
+# -- output
 
 
 def _show(
@@ -97,51 +97,51 @@ def _show(
 ) -> None:
     for letter, run in zip("AB", runs, strict=True):
         said = f"{letter}  {run.name}: steps {run.first} to {run.last}"
-        say(said + (", whose certificate begins there anew" if run.begins_anew else ""))
+        say(said + (", whose certificate begins there" if run.begins_anew else ""))
     for name, values in settings.items():
         say(f"different {name}: {values[0]} / {values[1]}")
     for letter, run, found in zip("AB", runs, findings, strict=True):
         for finding in (*found, *run.twice()[:1]):
             say(f"{letter}  {finding.what}", "bold red")
     if compared.parting is None:
-        doubt = "as far as such records tell: " if any(findings) else ""
+        doubt = "according to these records: " if any(findings) else ""
         say(f"{doubt}{_same(compared, runs)}", "" if doubt else "green")
         return
     parting = compared.parting
     is_first = parting.step <= compared.first
-    say("not the same from the first step on" if is_first else f"same to step {parting.step - 1}")
+    say("different from the first step on" if is_first else f"identical to step {parting.step - 1}")
     for line in _lines(parting):
-        say(line, "bold red" if line.startswith("they part") else "")
+        say(line, "bold red" if line.startswith("they diverge") else "")
     if spot is not None:
         step, value = spot
         place = f"{value.path.removeprefix(_MODEL)}{list(value.index)}"
-        say(f"saved before step {step}, the first that differs: {place}: {value.values[0]} / {value.values[1]}")
+        say(f"saved before step {step}, first difference: {place}: {value.values[0]} / {value.values[1]}")
 
 
 def _same(compared: Compared, runs: list[Certified]) -> str:
     ends = [run.finished[0] for run in runs if run.finished and run.finished[0].step == compared.last + 1]
     if len(ends) == 2:
         steps = count(compared.last + 1 - compared.first, "step")
-        return f"same to the last step ({steps}, sha256 {ends[0].sha256})"
+        return f"identical to the last step ({steps}, sha256 {ends[0].sha256})"
     longer = next((run for run in runs if run.last > compared.last), None)
-    more = "" if longer is None else f", where one ends and {longer.name} goes on to step {longer.last}"
-    return f"same to step {compared.last}{more}"
+    more = "" if longer is None else f", where one ends and {longer.name} continues to step {longer.last}"
+    return f"identical to step {compared.last}{more}"
 
 
 def _lines(parting: Parting) -> list[str]:
     if not parting.what:
-        lines = [f"they part behind the last step: the final states before step {parting.step} differ"]
+        lines = [f"they diverge after the last step: the final states before step {parting.step} differ"]
     else:
-        lines = [f"they part at step {parting.step}: {', '.join(map(_IN_WORDS.__getitem__, parting.what))}"]
+        lines = [f"they diverge at step {parting.step}: {', '.join(map(_IN_WORDS.__getitem__, parting.what))}"]
     for name, (a, b) in parting.metrics.items():
         lines.append(f"  {name}: {_value(a)} / {_value(b)}")
     if parting.where:
-        since = "" if parting.same_until < 0 else f"; there it was the same before step {parting.same_until}"
+        since = "" if parting.same_until < 0 else f"; it was the same before step {parting.same_until}"
         lines.append(f"  the state differs in {parting.where}{since}")
     if parting.tensors:
         shown, more = ", ".join(parting.tensors[:_MOST_TENSORS]), len(parting.tensors) - _MOST_TENSORS
         others = f" and {more} more" if more > 0 else ""
-        lines.append(f"  tensors that differ before step {parting.tensors_step}: {shown}{others}")
+        lines.append(f"  different tensors before step {parting.tensors_step}: {shown}{others}")
     return lines
 
 

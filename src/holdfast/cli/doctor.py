@@ -1,4 +1,4 @@
-"""``holdfast doctor``: what breaks bits on this machine, or in a script's model, and what to do about it."""
+"""``holdfast doctor``: what changes bits on this machine, or in a script's model, and how to avoid it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ _STOPPED = 4
 def doctor(
     script: Annotated[
         Path | None,
-        Argument(
-            metavar="[SCRIPT]", help="Look at this script's model instead of the usual layers.", show_default=False
-        ),
+        Argument(metavar="[SCRIPT]", help="Check this script's model instead of common layers.", show_default=False),
     ] = None,
-    args: Annotated[list[str] | None, Argument(metavar="[ARGS]...", help="Handed on to the script.")] = None,
+    args: Annotated[list[str] | None, Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
     *,
     workers: Annotated[
         int,
@@ -34,16 +32,16 @@ def doctor(
             metavar="N",
             min=1,
             max=MOST_WORKERS,
-            help="Of the job that it is for: slices are so large.",
+            help="Number of workers of the job, which determines the size of a slice.",
         ),
     ] = 4,
-    timeout: Annotated[float, Option(metavar="SECONDS", help="For all of it.")] = 600.0,
-    as_json: Annotated[bool, Option("--json", help="Print all that was found as JSON.")] = False,
+    timeout: Annotated[float, Option(metavar="SECONDS", help="Limit for the whole check.")] = 600.0,
+    as_json: Annotated[bool, Option("--json", help="Print all findings as JSON.")] = False,
 ) -> int:
-    """Find out on this machine what breaks bits, of the usual layers or of SCRIPT's model, and say what to set.
+    """Check what changes bits on this machine, in common layers or in SCRIPT's model, and recommend settings.
 
-    The script runs up to its first step, which is computed again and again, in two processes; nothing is trained. Ends with 1 if
-    something breaks bits that Holdfast does not hold by itself.
+    The script runs up to its first step, which is computed several times, in two processes; nothing is trained. Exits
+    with 1 if something changes bits that Holdfast does not control.
 
     Example: holdfast doctor train.py --epochs 3
     """

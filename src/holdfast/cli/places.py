@@ -1,4 +1,4 @@
-"""What somebody means by a PATH: a checkpoint, a place of checkpoints, or a file of another program."""
+"""Interpretation of a PATH: a checkpoint, a directory of checkpoints, or a file of another program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def find(text: str) -> tuple[Storage, int | None]:
-    """Return the place of checkpoints that is meant, and the step if a single checkpoint is; a ConfigError if there is none."""
+    """Return the storage, and the step if a single checkpoint is named; raise a ConfigError if there is none."""
     from holdfast.checkpoint.storage import is_remote, open_storage, step_of
 
     if is_remote(text):
@@ -24,30 +24,30 @@ def find(text: str) -> tuple[Storage, int | None]:
         step = step_of(name)
         return open_storage(text if step is None else parent), step
     path = _folder(text)
-    whole = path.resolve()  # the name of "." is that of the directory
+    whole = path.resolve()  # "." has the name of its directory
     if (step := step_of(whole.name)) is not None:
         return open_storage(whole.parent if path.name in ("", "..") else path.parent), step
     if (path / "manifest.json").exists():
         raise ConfigError(
-            f"{path} holds a checkpoint under another name than that of its step; call it step-00000020 for step 20"
+            f"{path} holds a checkpoint, but is not named after its step; rename it, for step 20 to step-00000020"
         )
     return open_storage(path), None
 
 
 def find_root(text: str) -> Storage:
-    """Return the place of checkpoints that is meant; raise a ConfigError if a single checkpoint is, or something else."""
+    """Return the storage of a directory of checkpoints; raise a ConfigError for anything else."""
     storage, step = find(text)
     if step is not None:
-        raise ConfigError(f"{text} is a single checkpoint; name the directory in which it is: {storage.url}")
+        raise ConfigError(f"{text} is a single checkpoint; name its directory: {storage.url}")
     return storage
 
 
 @contextmanager
 def opened(text: str, step: int | None = None, now: Callable[[str], None] = lambda text: None) -> Iterator[Source]:
-    """Open what is meant; of a place of checkpoints the step, or the newest intact one. ``now`` is told what is being done.
+    """Open a checkpoint or file; in a directory, ``step``, or the newest intact one. ``now`` receives progress messages.
 
     Raises:
-        ConfigError: if there is nothing of that name, or a step is asked for where there is one thing only.
+        ConfigError: if it does not exist, or a step is given for a single checkpoint or file.
         CheckpointError: if it cannot be read.
     """
     from holdfast.checkpoint.files.kinds import KINDS, open_foreign
@@ -55,17 +55,17 @@ def opened(text: str, step: int | None = None, now: Callable[[str], None] = lamb
     from holdfast.checkpoint.storage import is_remote
 
     if is_remote(text) and text.lower().endswith(KINDS):
-        raise ConfigError(f"{text} is a file of another program, which must be on this machine; fetch it first")
+        raise ConfigError(f"{text} is a file of another program, which must be on this machine; download it first")
     if _is_foreign(text):
         if step is not None:
-            raise ConfigError(f"--step chooses from several checkpoints, and {text} is one file; leave it out")
+            raise ConfigError(f"--step selects one of several checkpoints, and {text} is one file; leave it out")
         with open_foreign(text) as source:
             yield source
         return
     storage, named = find(text)
     if named is not None and step is not None:
         raise ConfigError(
-            f"--step chooses from several checkpoints, and {text} is one; leave it out, or name {storage.url}"
+            f"--step selects one of several checkpoints, and {text} is one; leave it out, or name {storage.url}"
         )
     chosen = named if named is not None else step
     yield saved_source(storage, _newest(storage, now) if chosen is None else chosen)
@@ -81,7 +81,7 @@ def _newest(storage: Storage, now: Callable[[str], None]) -> int:
     if steps(storage):
         raise CheckpointCorrupt(f"no checkpoint in {storage.url} is intact")
     what = f"there is no complete checkpoint in {storage.url}"
-    raise CheckpointMissing(f"{what}; name a directory that has one, or a file")
+    raise CheckpointMissing(f"{what}; name a directory that contains one, or a file")
 
 
 def _is_foreign(text: str) -> bool:
@@ -99,7 +99,7 @@ def _folder(text: str) -> Path:
         path = path.parent
     if not path.exists():
         raise ConfigError(
-            f"there is no {str(path)!r}; name a directory of checkpoints, one checkpoint in it, an URL, or a file"
+            f"there is no {str(path)!r}; name a directory of checkpoints, one checkpoint in it, a URL, or a file"
         )
     if not path.is_dir():
         raise ConfigError(f"{path} is a file; name a directory of checkpoints, or one checkpoint in it")
@@ -107,5 +107,5 @@ def _folder(text: str) -> Path:
 
 
 def _is_data_folder(path: Path) -> bool:
-    """Return whether these are the files of a checkpoint of ours, whatever their format."""
+    """Return whether this directory has the data files of a Holdfast checkpoint, in any format."""
     return path.name.startswith("data-") and path.is_dir() and (path.parent / "manifest.json").is_file()

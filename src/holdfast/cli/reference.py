@@ -1,8 +1,10 @@
-"""Write the tables of options in the manual from what the options declare: ``python -m holdfast.cli.reference docs/reference/cli.md``."""
+"""Write the option tables of the reference page: ``python -m holdfast.cli.reference docs/reference/cli.md``."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from holdfast.cli.run import OPTIONS
@@ -10,10 +12,16 @@ from holdfast.options import Declared
 
 _BEGIN = "<!-- options of holdfast run: written by python -m holdfast.cli.reference -->"
 _END = "<!-- end of options -->"
+_INTRO = "`holdfast run --help` lists the most used options, `--help-all` all of them, by group."
 
 
-def table(options: list[Declared]) -> str:
-    """Return the options as a table in Markdown."""
+def tables(options: Sequence[Declared]) -> str:
+    """Return one Markdown table for each group of options, each under its heading."""
+    groups = groupby(options, key=lambda each: each.option.group)
+    return "\n\n".join(f"### {group}\n\n{_table(list(members))}" for group, members in groups)
+
+
+def _table(options: Sequence[Declared]) -> str:
     rows = [(_cell(each), each.manual, each.usual) for each in options]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     head = ["| option | meaning | default |", "|---|---|---|"]
@@ -27,9 +35,9 @@ def _cell(declared: Declared) -> str:
 
 
 def rewritten(page: str) -> str:
-    """Return the page with the table between its two markers made anew; raise a ValueError if one is missing."""
+    """Return the page with new tables between its two markers; raise a ValueError if a marker is missing."""
     before, behind = page[: page.index(_BEGIN)], page[page.index(_END) :]
-    return f"{before}{_BEGIN}\n\n{table(OPTIONS)}\n\n{behind}"
+    return f"{before}{_BEGIN}\n\n{_INTRO}\n\n{tables(OPTIONS)}\n\n{behind}"
 
 
 if __name__ == "__main__":

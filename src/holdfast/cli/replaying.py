@@ -1,4 +1,4 @@
-"""Doing steps of a run again, on one process, from what its report and its checkpoints hold."""
+"""Replay of steps of a run, on one process, from its report and checkpoints."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from holdfast.report.certificate import Certified
 
 _DECIDE = ("slices", "order", "seed", "rescale")
-"""What bits depend on, as the run had it: the script may have asked for it."""
+"""Settings that bits depend on, as recorded by the run, whose script may have set them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """Which steps of a script, the first and the last, are done again; ``job`` is what the report says was run.
+    """A replay of steps ``start`` to ``stop`` of a script; ``job`` is the job entry of the report.
 
-    One process plays as many workers as there were, because a model may be split among them. ``checkpoint`` is the directory or
-    URL in which the state before the first step is, "" for the beginning of training; ``started`` what the run said of itself.
+    One process plays all workers, because a model may be split among them. ``checkpoint`` is the directory or URL of
+    the state before the first step, "" for the beginning of training; ``started`` is the run's first record.
     """
 
     script: Path
@@ -43,11 +43,11 @@ class Replay:
     checkpoint: str
 
     def run(self) -> tuple[Record, ...]:
-        """Run the script, and return the records; raise a JobError if it did not come as far as it should."""
+        """Run the script, and return the records; raise a JobError if it did not reach the last step."""
         with tempfile.TemporaryDirectory(prefix="holdfast-verify-") as folder:
             outcome = self._launch(Path(folder))
         if outcome.exit_code not in (0, 4):
-            raise JobError(f"steps {self.start} to {self.stop} could not be done again: {outcome.message}")
+            raise JobError(f"steps {self.start} to {self.stop} could not be replayed: {outcome.message}")
         return outcome.records
 
     def _launch(self, folder: Path) -> Outcome:
@@ -62,7 +62,7 @@ class Replay:
             fabric="virtual",
             workers=self.job["settings"]["workers"] * self.nodes,
             guard="off",
-            checkpoint_dir=str(folder / "checkpoints"),  # never that of the run
+            checkpoint_dir=str(folder / "checkpoints"),  # never the run's own directory
             resume=bool(self.checkpoint),
             stop_after=self.stop,
             **{name: getattr(self.started, name) for name in _DECIDE},
@@ -75,7 +75,7 @@ class Replay:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Let the processes that are started find these variables."""
+    """Set environment variables for processes that are started."""
     before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:
@@ -93,19 +93,19 @@ def _copy_checkpoint(url: str, step: int, folder: Path) -> None:
     Checkpoints(folder).write_tensors(step, loaded.state, loaded.info).commit(loaded.generation)
 
 
-# -- where it begins
+# -- first step
 
 
 def find_start(run: Certified, report: Mapping[str, Any], wanted: int) -> tuple[int, str]:
-    """Return the step to begin with, at most ``wanted``, and where the state before it is, "" for the beginning of training."""
+    """Return the step to start from, at most ``wanted``, and where the state before it is, "" for the beginning."""
     for step, url in sorted(_places(run, report, wanted).items(), reverse=True):
         if _is_intact(url, step, run):
             return step, url
     if run.first == 0:
         return 0, ""
     raise ConfigError(
-        f"{run.name} begins with step {run.first}, which another run had come to, and no intact checkpoint from before step {wanted} is left "
-        "to go on from: give the folder of the run that began at step 0"
+        f"{run.name} begins at step {run.first}, resumed from another run, and no intact checkpoint from before step {wanted} is left "
+        "to replay from: give the report directory of the run that began at step 0"
     )
 
 
@@ -133,47 +133,47 @@ def _is_intact(url: str, step: int, run: Certified) -> bool:
         pass_over(str(error))
         return False
     if loaded.info.get("link") not in run.before(step):
-        pass_over(f"the checkpoint before step {step} in {url} has another history than {run.name}")
+        pass_over(f"the checkpoint before step {step} in {url} does not belong to the history of {run.name}")
         return False
     return True
 
 
 def pass_over(why: str) -> None:
-    """Say that something was left aside."""
-    warn(f"passed over: {why}")
+    """Warn that a checkpoint was skipped."""
+    warn(f"skipped: {why}")
 
 
-# -- whether it can be done
+# -- whether a replay is possible
 
 
 def script_of(report: Mapping[str, Any], given: Path | None, *, trusted: bool) -> Path:
-    """Return the script to run: the one that is named, else the run's own if it is what it was.
+    """Return the script to run: ``given``, or else the run's own script if it is unchanged.
 
-    A report may come from an untrusted source, and the sha256 in it proves nothing about the script that it names: unless it is
-    ``trusted``, this user must have run it here with these arguments.
+    A report may come from an untrusted source, and its sha256 proves nothing about the script that it names: unless the
+    report is ``trusted``, this user must have run the script here with these arguments.
 
     Raises:
-        ConfigError: if the script is gone, was changed, or this user has not run it here.
+        ConfigError: if the script is missing or changed, or this user has not run it here.
     """
     job = report["job"]
     if given is not None:
         if not given.is_file():
             raise ConfigError(f"--script must be a file, and there is no {str(given)!r}")
         if _sha256(given) != job["sha256"]:
-            warn(f"{given} is not the script that was run: its sha256 is another")
+            warn(f"{given} is not the script of the run: its sha256 differs")
         return given
     from holdfast.launch.provenance import is_noted
 
     path = Path(job["path"])
     if not path.is_file():
-        raise ConfigError(f"the script is gone: there is no {path} any more; name where it is now with --script")
+        raise ConfigError(f"the script {path} no longer exists; give its new path with --script")
     if _sha256(path) != job["sha256"]:
-        what = "put back what was run, or name what to run instead with --script"
+        what = "restore it, or name the script to run with --script"
         raise ConfigError(f"{path} was changed since the run; {what}")
     if not (trusted or (path.is_absolute() and is_noted(job))):
         what = clean(shlex.join([str(path.absolute()), *job["args"]]))
         raise ConfigError(
-            f"the report names a script to run, {what}, which this user has not run here: look at it first, then give --script FILE, or --trust"
+            f"the report names a script to run, {what}, which this user has not run here: read it first, then give --script FILE, or --trust"
         )
     return path
 
@@ -183,21 +183,21 @@ def _sha256(path: Path) -> str:
 
 
 def why_not(report: Mapping[str, Any], start: int, stop: int) -> str:
-    """Return why these steps of a run cannot be done again on one process, "" if they can."""
+    """Return why these steps cannot be replayed on one process, or ""."""
     disturbed = report["failures"] or report["left"] or report["joined"]
     if not _says_what_was_run(report.get("job")):
-        return "its report does not say what was run: an older version wrote it, or it was altered"
+        return "its report does not describe the job: it was written by an older version, or altered"
     if report["lost"]:
-        return "forward went on without samples that failures cost, so what failed when decides its bits"
+        return "forward continued without samples that were lost, so its bits depend on the time of failures"
     if report.get("restored"):
-        return "parts of the model were restored from older copies, so what failed when decides its bits"
+        return "parts of the model were restored from older copies, so its bits depend on the time of failures"
     for name, value in (("split", "even"), ("batch", "local")):
         if report[name] == value and disturbed:
-            return f"with --{name} {value} the mini-batches depend on who was there when"
+            return f"with --{name} {value}, the mini-batches depend on which workers were alive"
     for change in report["changed"]:
         if change["name"] in ("lr", "batch_size") and start <= change["step"] <= stop:
-            where = f"--to {change['step'] - 1} ends before it, --from a step behind it if its state was saved"
-            return f"{change['name']} was changed before step {change['step']} while it ran; {where}"
+            where = f"--to {change['step'] - 1} ends before the change, --from a later step begins after it if its state was saved"
+            return f"{change['name']} was changed before step {change['step']} of the running job; {where}"
     return ""
 
 
@@ -209,7 +209,7 @@ def _says_what_was_run(job: Any) -> bool:
 
 
 def other_kind(run: Certified, again: Certified) -> str:
-    """Return how those who did steps again differ from the worker of the run, in what decides bits; "" if they do not."""
+    """Return how the platform of a replay differs from that of the run, if that changes bits; or ""."""
     from holdfast.state.platform import between
 
     if not run.started.kind:
@@ -219,7 +219,7 @@ def other_kind(run: Certified, again: Certified) -> str:
 
 
 def load_job(directory: Path) -> dict[str, Any]:
-    """Return the report of a run; raise a ConfigError if it is none, or its script spoke to ``torch.distributed``."""
+    """Return the report of a run; raise a ConfigError if it is none, or the script used ``torch.distributed``."""
     from holdfast.report.files import load_report
     from holdfast.report.formatting import is_distributed
 

@@ -1,4 +1,4 @@
-"""``holdfast report``: the page of a run or of a demo."""
+"""``holdfast report``: draws the page of a run or of a demo."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typer import Argument, Option
 
 
 def report(
-    directory: Annotated[Path, Argument(metavar="DIR", help="Where report.json or results.json is.")],
+    directory: Annotated[Path, Argument(metavar="DIR", help="Directory of report.json or results.json.")],
     *,
     show: Annotated[bool, Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Draw what happened in a run, or in a demo: write DIR/index.html and print its path.
+    """Draw the page of a run or demo: write DIR/index.html and print its path.
 
-    The page is one file that needs no network. A run's pictures are drawn from events.jsonl beside report.json.
+    The page is a single file that needs no network. The figures of a run are drawn from events.jsonl beside
+    report.json.
 
     Example: holdfast run -n 4 --report out train.py && holdfast report out --open
     """

@@ -1,4 +1,4 @@
-"""``holdfast run``: train on several workers, and survive the loss of some."""
+"""``holdfast run``: train on several workers and recover from worker failures."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument
+from typer import Argument, Option
 
-from holdfast.cli.given import takes
+from holdfast.cli.given import GroupedCommand, show_all, takes
 from holdfast.cli.signals import sigterm_as_interrupt
 from holdfast.config import MOST_WORKERS, Settings
 from holdfast.errors import ConfigError
@@ -24,53 +24,64 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What only the command itself needs to know."""
+    """Options that only the command itself uses."""
 
     respawn: bool = option(
         False,
-        help="Start a new worker for each that dies.",
-        manual="start a new worker for each that dies; `--fabric gloo` only. It joins between two steps, with the state from the others' memory",
-        group="newcomers",
+        help="Start a replacement for each failed worker; --fabric gloo.",
+        manual="start a replacement for each failed worker; `--fabric gloo` only. It joins between two steps, with the state from a survivor's memory",
+        group="Spare and replacement workers",
+        is_basic=True,
     )
     inject: tuple[str, ...] = option(
         (),
-        help="Break something: kill:rank=1,step=20[,phase=allreduce[,bucket=2]], flip:rank=1,step=20,target=weights.",
-        manual="repeatable; see below",
-        group="faults",
+        help="Inject a fault, such as kill:rank=1,step=20 or flip:rank=1,step=20,target=weights.",
+        manual="inject a fault; repeatable, see below",
+        group="Fault injection",
+        is_basic=True,
         metavar="SPEC",
         kind=list[str],
     )
     baseline: Path | None = option(
         None,
-        help="The report of an undisturbed run, to say what this one's failures cost in steps.",
-        manual="the report of an undisturbed run with the same seed: this one then says how many steps more it took to the losses that the other came to after the step of the first failure, `iteration_cost` in `report.json`",
-        usual="none",
-        group="comparison",
+        help="Report of a failure-free run, to count the extra steps that failures cost.",
+        manual="report of a failure-free run with the same seed; adds `iteration_cost` to `report.json`: how many more steps this run took to reach the losses of that run after the first failure",
+        group="Output",
         kind=Path,
     )
     as_json: bool = option(
         False,
-        help="Print report.json on stdout; all else goes to stderr.",
-        manual="print the report on stdout; all else goes to stderr",
-        group="comparison",
+        help="Print report.json to stdout; all other output goes to stderr.",
+        manual="print `report.json` to stdout; all other output goes to stderr",
+        group="Output",
         flags=("--json",),
     )
 
 
 OPTIONS = declared(Asked, Settings, Job)
-_TOLD_APART = ("token", "slices", "checkpoint_every")
-"""Settings that are not simply what the option says."""
+_CONVERTED = ("token", "slices", "checkpoint_every")
+"""Settings whose value is not that of the option."""
+
+
+class RunCommand(GroupedCommand):
+    """The command, whose ``--help`` lists its basic options."""
+
+    basic = frozenset(each.parameter for each in OPTIONS if each.option.is_basic)
 
 
 @takes(OPTIONS)
 def run(
     script: Annotated[Path, Argument(metavar="SCRIPT", help="The training script.", show_default=False)],
-    args: Annotated[list[str] | None, Argument(metavar="[ARGS]...", help="Handed on to the script.")] = None,
+    args: Annotated[list[str] | None, Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
+    *,
+    help_all: Annotated[
+        bool, Option("--help-all", help="Show every option, by group, and exit.", is_eager=True, callback=show_all)
+    ] = False,
     **given: Any,
 ) -> int:
-    """Train SCRIPT on N workers; when some die, the others go on.
+    """Train SCRIPT on N workers, and recover when workers fail.
 
-    Options stand before SCRIPT; what stands behind it is the script's, but for --report, which may come last.
+    Options come before SCRIPT, arguments of the script after it; only --report may also come last.
 
     Example: holdfast run -n 4 --inject kill:rank=1,step=20 --report out train.py --epochs 3
     """
@@ -84,7 +95,7 @@ def run(
     try:
         with sigterm_as_interrupt():
             outcome = launch(job, make_view(sys.stderr if asked.as_json else sys.stdout))
-    except KeyboardInterrupt:  # before the job begins; later it takes signals itself
+    except KeyboardInterrupt:  # before the job begins, which handles signals itself
         print("stopped", file=sys.stderr)
         return 1
     report_dir = job.report_dir if outcome.is_reported else None
@@ -95,7 +106,7 @@ def run(
 
 
 def _check(given: dict[str, Any]) -> None:
-    """Refuse what only the command line can get wrong; the ConfigError names the option."""
+    """Check values for which the command line has its own rules; the ConfigError names the option."""
     values = [(each, given[each.parameter]) for each in OPTIONS if given[each.parameter] is not None]
     for each, value in values:
         how = each.option
@@ -110,7 +121,7 @@ def _check(given: dict[str, Any]) -> None:
 
 
 def _job(script: Path, args: list[str], given: dict[str, Any], asked: Asked) -> Job:
-    """Return what the launcher is to do; the ConfigError names an option whose value is not allowed."""
+    """Return the job for the launcher; the ConfigError names an option whose value is not allowed."""
     from holdfast.launch.hostlist import parse_hosts
 
     newcomers = _newcomers(given["max_respawns"], respawn=asked.respawn)
@@ -131,9 +142,9 @@ def _job(script: Path, args: list[str], given: dict[str, Any], asked: Asked) -> 
 
 
 def _newcomers(max_respawns: int | None, *, respawn: bool) -> int:
-    """Return how many workers may be started in the place of the dead; a limit without --respawn is refused."""
+    """Return the maximum number of replacement workers; a limit without --respawn is an error."""
     if max_respawns is not None and not respawn:
-        why = "without it nobody is started in the place of the dead"
+        why = "without it, failed workers are not replaced"
         raise ConfigError(f"--max-respawns {max_respawns} needs --respawn: {why}")
     if max_respawns is not None and max_respawns > MOST_WORKERS:
         raise ConfigError(f"--max-respawns must be at most {MOST_WORKERS}, got {max_respawns}")
@@ -141,9 +152,9 @@ def _newcomers(max_respawns: int | None, *, respawn: bool) -> int:
 
 
 def _settings(given: dict[str, Any]) -> Settings:
-    """Return the settings: those given, then those of the environment; the ConfigError names the option of one that was given."""
+    """Return the settings from options and environment; the ConfigError names the option, if it was given."""
     options = {each.name: each for each in declared(Settings)}
-    values = {name: _value(each, given[each.parameter]) for name, each in options.items() if name not in _TOLD_APART}
+    values = {name: _value(each, given[each.parameter]) for name, each in options.items() if name not in _CONVERTED}
     values |= _slices(given["slices"]) | _how_often(given["checkpoint_every"])
     try:
         return Settings.from_env(**values)
@@ -155,7 +166,7 @@ def _settings(given: dict[str, Any]) -> Settings:
 
 
 def _value(option: Declared, given: Any) -> Any:
-    """Return the setting that an option asks for; None if it was not given: a switch can only be turned away from its default."""
+    """Return the setting of an option; None if it was not given. A switch can only be changed from its default."""
     return ((not option.default) if given else None) if option.kind is bool else given
 
 
@@ -170,7 +181,7 @@ def _slices(given: str | None) -> dict[str, Any]:
 
 
 def _how_often(checkpoint_every: str | None) -> dict[str, Any]:
-    """Return the settings of ``--checkpoint-every``; raise a ConfigError if it is neither a number of steps nor ``auto``."""
+    """Return the settings of ``--checkpoint-every``; raise a ConfigError if it is neither a number nor ``auto``."""
     if checkpoint_every is None:
         return {}
     if checkpoint_every == "auto":
@@ -194,7 +205,7 @@ def _split_off_report(args: list[str]) -> tuple[tuple[str, ...], Path | None]:
 
 
 def _plan(specs: list[str], settings: Settings, nnodes: int, newcomers: int) -> str:
-    """Return the fault plan as JSON; that of the environment if there are no ``specs``."""
+    """Return the fault plan as JSON; the plan of the environment if there are no ``specs``."""
     if not specs:
         return settings.faults
     from holdfast.faults.plan import FaultPlan, parse
@@ -208,18 +219,18 @@ def _plan(specs: list[str], settings: Settings, nnodes: int, newcomers: int) -> 
 
 
 def _check_baseline(baseline: Path | None, report_dir: Path | None) -> None:
-    """Refuse before anything runs what could not be compared after it; the ConfigError names the option."""
+    """Check ``--baseline`` before anything runs; the ConfigError names the option."""
     if baseline is None:
         return
     from holdfast.report.against import read_losses
 
     if report_dir is None:
-        raise ConfigError(f"--baseline {baseline} needs --report DIR: this run's losses are read from there")
+        raise ConfigError(f"--baseline {baseline} needs --report DIR, from which this run's losses are read")
     read_losses(baseline)
 
 
 def _add_cost(report: dict[str, Any], report_dir: Path, baseline: Path) -> None:
-    """Say in the report what the failures cost, in steps, against an undisturbed run."""
+    """Add the cost of failures, in steps relative to a failure-free run, to the report."""
     from holdfast.report import save_report
     from holdfast.report.against import cost_against
 
@@ -231,14 +242,14 @@ def _add_cost(report: dict[str, Any], report_dir: Path, baseline: Path) -> None:
 
 
 def _show(outcome: Outcome, report_dir: Path | None, *, as_json: bool) -> None:
-    """Print the summary, then why it failed: a traceback comes last, where it is seen."""
+    """Print the summary, then why the run failed: a traceback comes last, where it is visible."""
     from holdfast.report import summary_lines
     from holdfast.report.formatting import is_distributed
 
     if as_json:
         print(json.dumps(outcome.report, indent=1))
     report = outcome.report
-    # A script may use torch.distributed without DistributedDataParallel: it has no steps, and is done all the same.
+    # A script may use torch.distributed without DistributedDataParallel: it then has no steps.
     worth_it = report["steps"] or (is_distributed(report) and report["outcome"] == "done")
     lines = summary_lines(report, report_dir) if worth_it else []
     print(*lines, sep="\n", end="\n" if lines else "", file=sys.stderr if as_json else sys.stdout)

@@ -1,4 +1,4 @@
-"""Signals to a command."""
+"""Signal handling of commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NoReturn
 
 @contextlib.contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """Have a SIGTERM do within it what Ctrl-C does, so that what this process has begun ends with it."""
+    """Treat SIGTERM as Ctrl-C within the context, so that everything started by this process ends with it."""
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield

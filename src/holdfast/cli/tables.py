@@ -1,6 +1,6 @@
-"""What commands print: aligned tables, sizes for people, colours where there is a terminal.
+"""Output of commands: aligned tables, human-readable sizes, colours in a terminal.
 
-Where there is none, lines are as long as they need to be, and hold nothing but text.
+Without a terminal, lines are as long as necessary and plain text.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _PIPE_WIDTH = 100_000
-"""Nothing is cut or folded where no terminal has a width."""
+"""Width without a terminal, where nothing is truncated or folded."""
 
 _STYLES = {"intact": "green", "DAMAGED": "bold red", "identical": "green", "not read": "dim"}
 
 
 def in_json(value: Any) -> str:
-    """Return a value as JSON that every reader takes: dataclasses as objects, what JSON has no number for as ``"inf"`` or ``"nan"``."""
+    """Return a value as standard JSON: dataclasses as objects, non-finite numbers as ``"inf"`` or ``"nan"``."""
     return json.dumps(_plain(value), indent=1, allow_nan=False)
 
 
@@ -45,7 +45,7 @@ def _plain(value: Any) -> Any:
 
 
 def moment(seconds: float | None) -> str:
-    """Return a time since 1970 as local date and time; ``-`` if it is not known."""
+    """Return a Unix time as local date and time; ``-`` if it is unknown."""
     return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
@@ -64,7 +64,8 @@ def say(text: str, style: str = "") -> None:
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], indent: int = 0) -> None:
     """Print a table on stdout.
 
-    A column whose head ends with ``>`` is of numbers, which end in one column. Empty heads: no line of heads.
+    A column whose heading ends with ``>`` has numbers, which are right-aligned. If all headings are empty, none is
+    printed.
     """
     from rich.padding import Padding
     from rich.table import Table
@@ -74,7 +75,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], indent: int 
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=any(columns))
     for place, head in enumerate(columns):
         is_number = head.endswith(">")
-        # The last column may be long; the others are short, or names that one wants to copy.
+        # the last column may be long; other columns are short, or names that users copy
         folds = place in (0, len(columns) - 1) and not is_number
         side: Literal["right", "left"] = "right" if is_number else "left"
         made.add_column(head.removesuffix(">"), justify=side, no_wrap=not folds, overflow="fold")
@@ -84,7 +85,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], indent: int 
 
 
 def print_json(value: Any) -> None:
-    """Print a value as :func:`in_json` has it."""
+    """Print a value as :func:`in_json` formats it."""
     print(in_json(value))
 
 
@@ -94,21 +95,21 @@ def warn(text: str) -> None:
 
 
 def warn_of(step: int, error: Exception) -> None:
-    """Warn of a checkpoint that is passed over because it is damaged."""
+    """Warn of a checkpoint that is skipped because it is damaged."""
     warn(f"warning: {error}")
 
 
 def need_command(context: typer.Context) -> None:
-    """Show the help of a group of commands on stderr where none of them is named, and exit as for other wrong usage."""
+    """Print the help of a command group to stderr if no command is given, and exit with 2."""
     if context.invoked_subcommand is None:
         print(context.get_help(), file=sys.stderr)
-        print(f"error: {context.command_path} needs a command; those there are stand above", file=sys.stderr)
+        print(f"error: {context.command_path} needs a command; the commands are listed above", file=sys.stderr)
         raise typer.Exit(2)
 
 
 @contextmanager
 def progress(text: str) -> Iterator[Callable[[str], None]]:
-    """Show on stderr what is being done, if that is a terminal, and yield what says more; it is gone when it is done."""
+    """Show progress on stderr, if it is a terminal, and yield a function that updates it; it is removed at the end."""
     if not sys.stderr.isatty():
         yield lambda text: None
         return

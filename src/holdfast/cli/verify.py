@@ -1,4 +1,4 @@
-"""``holdfast verify``: check the certificate of a run, and do its steps again."""
+"""``holdfast verify``: checks the certificate of a run, and replays its steps."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ if TYPE_CHECKING:
     from holdfast.report.divergence import Parting
 
 _WRONG = 3
-"""The exit code if something is not as it was certified, or does not come out again."""
+"""Exit code if a record is inconsistent, or a step is not reproduced."""
 _MOST = 10
-"""Findings that are printed."""
+"""Maximum number of findings to print."""
 _NAMED = 5
-"""Tensors that are named."""
+"""Maximum number of tensors to name."""
 
 
 def verify(
-    directory: Annotated[Path, Argument(metavar="DIR", help="The report folder of a run.", show_default=False)],
+    directory: Annotated[Path, Argument(metavar="DIR", help="The report directory of a run.", show_default=False)],
     *,
     start: Annotated[
-        int | None, Option("--from", metavar="STEP", min=0, help="The first step to do again [the first].")
+        int | None, Option("--from", metavar="STEP", min=0, help="First step to replay [default: the first].")
     ] = None,
     stop: Annotated[
-        int | None, Option("--to", metavar="STEP", min=0, help="The last step to do again [the last].")
+        int | None, Option("--to", metavar="STEP", min=0, help="Last step to replay [default: the last].")
     ] = None,
-    script: Annotated[Path | None, Option(metavar="FILE", help="Where the script is now, if not where it was.")] = None,
+    script: Annotated[Path | None, Option(metavar="FILE", help="Path of the script, if it has moved.")] = None,
     trust: Annotated[
-        bool, Option("--trust", help="Run the script that the report names, though it was not run here.")
+        bool, Option("--trust", help="Run the script that the report names, although it was not run here.")
     ] = False,
     records_only: Annotated[
-        bool, Option("--records-only", help="Do nothing again: only look whether all links hold.")
+        bool, Option("--records-only", help="Check only the hash chain, without a replay.")
     ] = False,
     as_json: Annotated[bool, Option("--json", help="Print JSON instead of text.")] = False,
 ) -> int:
-    """Check the certificate of a run: its records first, then by doing its steps again on one process.
+    """Check the certificate of a run: first its records, then by replaying its steps on one process.
 
-    Each link is made again from what the records say of its step, so that a line that was altered, dropped or repeated is
-    found. Then the script runs from the newest checkpoint before --from, or from the beginning, in a place of its own, with
-    the run's settings and arguments, and each step is compared. Ends with 0 if all is as it was certified, else with 3.
+    Recomputes the hash chain from the records of each step, which detects altered, dropped or repeated lines. Then runs
+    the script from the newest checkpoint before --from, or from the beginning, in a temporary directory, with the run's
+    settings and arguments, and compares each step. Exits with 0 if everything matches the certificate, else with 3.
 
-    This executes the script. A script that this user has not run here with these arguments is only shown, unless --script
-    names it or --trust is given.
+    This executes the script. A script that this user has not run here with these arguments is only printed, unless
+    --script names it or --trust is given.
 
     Example: holdfast verify out --from 20 --to 40
     """
@@ -83,7 +83,7 @@ def verify(
 def _replay(
     run: Certified, report: dict[str, Any], script: Path | None, wanted: int | None, stop: int | None, *, trusted: bool
 ) -> dict[str, Any]:
-    """Do steps again; return which, from which state on, and where they part from the records, if they do."""
+    """Replay steps; return which, from which state, and where they diverge from the records, if they do."""
     from holdfast.cli.replaying import Replay, find_start, other_kind, script_of, why_not
     from holdfast.report.certificate import Certified
     from holdfast.report.divergence import compare_runs
@@ -94,15 +94,15 @@ def _replay(
         options = {"--from": wanted, "--to": stop}
         given = " ".join(f"{option} {step}" for option, step in options.items() if step is not None)
         raise ConfigError(
-            f"--from and --to must lie in the steps of {run.name}, {run.first} to {run.last}, in this order, got {given}"
+            f"--from and --to must be within the steps of {run.name}, {run.first} to {run.last}, in this order, got {given}"
         )
     if why := why_not(report, first, last):
-        raise ConfigError(f"{run.name} cannot be done again: {why}")
+        raise ConfigError(f"{run.name} cannot be replayed: {why}")
     path = script_of(report, script, trusted=trusted)
     begin, url = find_start(run, report, first)
     if why := why_not(report, begin, last):
         raise ConfigError(
-            f"{run.name} cannot be done again from step {begin}, the last before {first} whose state is there: {why}"
+            f"{run.name} cannot be replayed from step {begin}, the last step before {first} with a saved state: {why}"
         )
     replay = Replay(
         script=path,
@@ -113,27 +113,27 @@ def _replay(
         stop=last,
         checkpoint=url,
     )
-    again = Certified(replay.run(), "what was done again")
+    again = Certified(replay.run(), "the replay")
     if odd := other_kind(run, again):
-        warn(f"bits may be others for that alone: {odd}")
+        warn(f"bits may differ for this reason alone: {odd}")
     compared = compare_runs(run, again, until=last)
     if compared is None or (compared.parting is None and compared.last < last):
         done = f"only steps {again.first} to {again.last} were"
-        raise ConfigError(f"steps {begin} to {last} were to be done again, and {done}")
+        raise ConfigError(f"steps {begin} to {last} should have been replayed, but {done}")
     at_end = bool(run.finished) and run.finished[0].step == last + 1
     return {"first": begin, "last": last, "checkpoint": url, "at_end": at_end, "parting": compared.parting}
 
 
-# -- what is printed
+# -- output
 
 
 def _show_records(run: Certified, found: Sequence[Finding]) -> None:
     _show_findings(found)
     if not found:
-        anew = ", beginning anew there: the state that it went on from had none" if run.begins_anew else ""
-        say(f"{run.name}: the links of steps {run.first} to {run.last} hold{anew}")
+        anew = "; the chain begins there, because the state that it resumed from had none" if run.begins_anew else ""
+        say(f"{run.name}: the hash chain of steps {run.first} to {run.last} is valid{anew}")
     for finding in run.twice()[:1]:
-        say(f"{finding.what}; the last time counts")
+        say(f"{finding.what}; the last record counts")
 
 
 def _show_findings(found: Sequence[Finding]) -> None:
@@ -148,7 +148,7 @@ def _show_replay(replay: dict[str, Any]) -> None:
     parting: Parting | None = replay["parting"]
     if parting is None:
         end = ", and the final state" if replay["at_end"] else ""
-        say(f"verified steps {replay['first']} to {replay['last']}{end}, done again {source}", "green")
+        say(f"verified steps {replay['first']} to {replay['last']}{end}, replayed {source}", "green")
         return
     for line in _lines(parting, source):
         say(line, "bold red" if not line.startswith(" ") else "")
@@ -157,18 +157,18 @@ def _show_replay(replay: dict[str, Any]) -> None:
 def _lines(parting: Parting, source: str) -> list[str]:
     if not parting.what:
         lines = [
-            f"the final state before step {parting.step} does not come out again, though all steps do; done again {source}"
+            f"the final state before step {parting.step} is not reproduced, although all steps are; replayed {source}"
         ]
     else:
         names = {"samples": "its samples", "state": "the state before it", "metrics": "its metrics"}
         what = ", ".join(names[name] for name in parting.what)
-        lines = [f"step {parting.step} does not come out again: {what}; done again {source}"]
+        lines = [f"step {parting.step} is not reproduced: {what}; replayed {source}"]
     for name, (recorded, again) in parting.metrics.items():
-        lines.append(f"  {name}: {recorded!r} in the records, {again!r} done again")
+        lines.append(f"  {name}: {recorded!r} in the records, {again!r} in the replay")
     if parting.where:
         since = ""
         if parting.same_until >= 0:
-            since = f"; it was last right before step {parting.same_until}, and what altered it lies in between"
+            since = f"; it was last correct before step {parting.same_until}, and was altered in between"
         lines.append(f"  the state in {parting.where}{since}")
     if parting.workers:
         whose = f"worker{'s' if len(parting.workers) > 1 else ''} {', '.join(map(str, parting.workers))}"

@@ -1,6 +1,7 @@
-"""Finding out on this machine what breaks bits: of the usual layers, of a script's own model, and of the machine itself.
+"""Checks on this machine what changes bits: in common layers, in a script's own model, and in the machine itself.
 
-``target.py`` is something that computes, ``checks.py`` looks whether it always computes the same bits, ``layers.py`` has layers that
-most models are made of, ``script.py`` takes those of a script's model, ``machine.py`` tells what there is, ``report.py`` says what was
-found and what to do. Scripts are run in processes of their own: ``subprocesses.py`` starts them, ``__main__.py`` is one.
+``target.py`` defines what is computed, ``checks.py`` compares its bits under different conditions, ``layers.py`` has
+common layers, ``script.py`` takes those of a script's model, ``machine.py`` describes the machine, ``report.py`` prints
+findings and advice. Scripts run in separate processes: ``subprocesses.py`` starts them, ``__main__.py`` is their
+program.
 """

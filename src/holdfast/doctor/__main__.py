@@ -1,7 +1,7 @@
-"""A process that looks: ``python -m holdfast.doctor full|brief FOLDER [SCRIPT [ARGS]...]``.
+"""A checking process: ``python -m holdfast.doctor full|brief FOLDER [SCRIPT [ARGS]...]``.
 
-It writes what it found to ``FOLDER/full.json`` or ``FOLDER/brief.json``. The brief one computes everything once, for its digests: they are
-compared with those of the full one. Without a script it looks at the usual layers.
+It writes its findings to ``FOLDER/full.json`` or ``FOLDER/brief.json``. The brief process computes everything once, for
+digests that are compared with those of the full process. Without a script, common layers are checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.errors import ConfigError
 
 
 def main() -> None:
-    """Look, and write down what was found."""
+    """Run the checks, and write the findings."""
     environment = dict(os.environ)
     how, folder, *words = sys.argv[1:]
     briefly = how == "brief"

@@ -1,4 +1,4 @@
-"""Whether a subject computes the same bits again, with another number of threads, from other memory, and beside other samples."""
+"""Checks whether a target computes the same bits again, with other threads, alignment and batch neighbours."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from holdfast.doctor.target import Subject, digest_of, digests_of, noise_like, r
 from holdfast.torch_private import tree_flatten, tree_map
 
 _TIMES = 3
-"""How often the same is computed again: what differs now and then may not do so at once."""
+"""Number of repetitions: a difference may be intermittent."""
 
 
 def thread_counts() -> tuple[int, ...]:
-    """Return numbers of threads that are tried."""
+    """Return the thread counts to try."""
     return tuple(sorted({1, 2, 3, min(8, os.cpu_count() or 1)}))
 
 
 def examine(subject: Subject, threads: Sequence[int], *, briefly: bool = False) -> Found:
-    """Compute a subject in all the ways that should give the same bits, and return where they do not.
+    """Compute a target under all conditions that should give the same bits, and return where they differ.
 
     Args:
-        subject: What is computed.
-        threads: Numbers of threads to try.
+        subject: The target.
+        threads: Thread counts to try.
         briefly: Compute it once, only for its digests.
     """
     found = Found(subject.name)
@@ -35,7 +35,7 @@ def examine(subject: Subject, threads: Sequence[int], *, briefly: bool = False) 
     found.digests = {f"input {i}": digest_of(value) for i, value in enumerate(given)}
     try:
         first = results_of(subject)
-    except Exception as error:  # whatever a layer raises that is called outside of its model
+    except Exception as error:  # whatever a layer raises when it is called outside of its model
         found.error = f"{type(error).__name__}: {error}".splitlines()[0]
         return found
     found.digests |= digests_of(first)
@@ -44,7 +44,7 @@ def examine(subject: Subject, threads: Sequence[int], *, briefly: bool = False) 
     for _ in range(_TIMES - 1):
         found.again = found.again or differing(first, results_of(subject))
     if found.again:
-        return found  # nothing else can be told apart from that
+        return found  # all other comparisons would be inconclusive
     for count in threads:
         with threads_set(count):
             if different := differing(first, results_of(subject)):
@@ -56,14 +56,14 @@ def examine(subject: Subject, threads: Sequence[int], *, briefly: bool = False) 
 
 
 def differing(first: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names of what has other bits, or is only in one of the two."""
+    """Return the names of tensors whose bits differ, or which only one of the two has."""
     one, two = digests_of(first), digests_of(other)
     return [name for name in {**one, **two} if one.get(name) != two.get(name)]
 
 
 @contextmanager
 def threads_set(count: int) -> Iterator[None]:
-    """Let torch compute with so many threads for a while."""
+    """Set torch's number of threads within the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -73,14 +73,14 @@ def threads_set(count: int) -> Iterator[None]:
 
 
 def at_odd_place(value: torch.Tensor) -> torch.Tensor:
-    """Return a copy, with its history, that begins one element behind where memory is aligned."""
+    """Return a copy, with its autograd history, that begins one element after an aligned address."""
     room = torch.empty(value.numel() + 1, dtype=value.dtype, device=value.device)
     placed = room[1:].view(value.shape).detach()
     return placed.copy_(value)
 
 
 def complaint_about(compute: Callable[[], object]) -> str:
-    """Return what torch says where it is to refuse what is not deterministic, "" if nothing."""
+    """Return the error of ``torch.use_deterministic_algorithms(True)``, "" if there is none."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -92,13 +92,13 @@ def complaint_about(compute: Callable[[], object]) -> str:
     return ""
 
 
-# -- beside other samples
+# -- batch neighbours
 
 
 def _together(subject: Subject, alone: Mapping[str, torch.Tensor]) -> list[str] | None:
-    """Return what differs for the samples of a subject that are computed before or behind others; None if it has none.
+    """Return what differs for samples that are computed before or after other samples; None if the target has none.
 
-    Gradients of parameters are sums over all samples, so they do not count.
+    Gradients of parameters are sums over all samples, and are not compared.
     """
     dim = subject.rows
     given = [value for value in tree_flatten((subject.args, dict(subject.kwargs)))[0] if torch.is_tensor(value)]
@@ -114,7 +114,7 @@ def _together(subject: Subject, alone: Mapping[str, torch.Tensor]) -> list[str] 
     for is_first in (True, False):
         try:
             results = _beside_others(subject, dim, size, is_first=is_first)
-        except Exception:  # it takes no more samples than these
+        except Exception:  # it does not accept more samples
             return None
         start = 0 if is_first else size
         rows = {
@@ -131,7 +131,7 @@ def _together(subject: Subject, alone: Mapping[str, torch.Tensor]) -> list[str] 
 def _beside_others(subject: Subject, dim: int, size: int, *, is_first: bool) -> dict[str, torch.Tensor]:
     def join(mine: torch.Tensor) -> torch.Tensor:
         others = mine.flip(dim)
-        if mine.is_floating_point():  # or the statistics of a batch would stay what they are
+        if mine.is_floating_point():  # otherwise batch statistics would not change
             others = others * 0.75 + 0.25
         return torch.cat((mine, others) if is_first else (others, mine), dim)
 

@@ -1,4 +1,4 @@
-"""What was found, as plain data. Pure: no torch."""
+"""Findings, as plain data. Pure: no torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 @dataclass(slots=True)
 class Found:
-    """What was found of a subject. What differs is named as :func:`holdfast.doctor.target.results_of` names it.
+    """Findings about a target. Differences are named as in :func:`holdfast.doctor.target.results_of`.
 
     Args:
-        name: Of the subject.
-        digests: Of what it was given and what it made of it.
-        again: What differs when the same is computed again.
-        threads: What differs with so many threads.
-        memory: What differs where inputs lie at an odd place in memory.
-        together: What differs for a sample that is computed together with others; None if that cannot be found out.
-        complaint: What ``torch.use_deterministic_algorithms(True)`` says about it.
-        error: Why it could not be examined.
+        name: Name of the target.
+        digests: Digests of its inputs and results.
+        again: Differences when it is computed again.
+        threads: Differences by thread count.
+        memory: Differences with misaligned inputs.
+        together: Differences for a sample that is computed together with others; None if that cannot be determined.
+        complaint: Error of ``torch.use_deterministic_algorithms(True)``.
+        error: Why the target could not be checked.
     """
 
     name: str
@@ -32,28 +32,28 @@ class Found:
     error: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the findings as plain data."""
         return asdict(self) | {"threads": {str(count): what for count, what in self.threads.items()}}
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Found:
-        """Return what :meth:`as_json` gave."""
+        """Restore findings from :meth:`as_json`."""
         return cls(**{**said, "threads": {int(count): what for count, what in said["threads"].items()}})
 
 
 @dataclass(slots=True)
 class Seen:
-    """What was seen of a script's first step.
+    """Findings about a script's first step.
 
     Args:
-        parameters: Numbers in its model.
-        samples: Of the slice.
-        layers: What was found of each layer, by its path in the model, in the order in which they computed first.
-        step: What was found of the loss and all gradients together.
-        odd_places: What does not lie in memory where torch would put it: samples, weights.
-        dataset_again: Samples differ when they are fetched again.
-        draws: Global generators that are drawn from, by ``dataset`` and ``model``.
-        weights: Digest of the weights that the script began with.
+        parameters: Number of parameters of its model.
+        samples: Samples of the slice.
+        layers: Findings about each layer, by its path in the model, in the order of their first computation.
+        step: Findings about the loss and all gradients together.
+        odd_places: Misaligned tensors: samples, weights.
+        dataset_again: Whether samples differ when they are fetched again.
+        draws: Global random generators that are used, by ``dataset`` and ``model``.
+        weights: Digest of the initial weights.
         samples_digest: Digest of the samples.
     """
 
@@ -68,18 +68,18 @@ class Seen:
     samples_digest: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the findings as plain data."""
         return asdict(self) | {"layers": [layer.as_json() for layer in self.layers], "step": self.step.as_json()}
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Seen:
-        """Return what :meth:`as_json` gave."""
+        """Restore findings from :meth:`as_json`."""
         layers = [Found.from_json(layer) for layer in said["layers"]]
         return cls(**{**said, "layers": layers, "step": Found.from_json(said["step"])})
 
 
 def blame(one: Sequence[Found], other: Sequence[Found]) -> str:
-    """Return the first layer that was given the same in two processes and made other bits of it, "" if there is none."""
+    """Return the first layer that computed different bits from equal inputs in two processes, or ""."""
     theirs = {layer.name: layer.digests for layer in other}
     for layer in one:
         given = [name for name in layer.digests if name.startswith("input ")]

@@ -1,4 +1,4 @@
-"""The layers that most models are made of, large enough that their kernels take the paths that they take in training."""
+"""Common layers, large enough that their kernels take the same paths as in training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SAMPLES = 16
 
 
 def usual_subjects() -> list[Subject]:
-    """Return the usual layers, each with inputs and weights that depend on nothing but this file."""
+    """Return the common layers, with inputs and weights that depend only on this module."""
     with seeded(seed_of("usual layers")):
         return [*_dense(), *_images(), *_sequences(), *_indexed(), *_losses(), *_optimizers()]
 
@@ -33,7 +33,7 @@ def _dense() -> list[Subject]:
         Subject.of("GELU", nn.GELU(), wide),
         _of("softmax", lambda x: x.softmax(-1), wide),
         _of("log-softmax", lambda x: x.log_softmax(-1), wide),
-        Subject.of("dropout", nn.Dropout(0.3), wide, rows=None),  # what is drawn depends on how many there are
+        Subject.of("dropout", nn.Dropout(0.3), wide, rows=None),  # random numbers depend on the number of samples
         _of("bmm", torch.bmm, one, two),
         _of("einsum", lambda x, y: torch.einsum("bij,bjk->bik", x, y), one, two),
         _of("sum", lambda x: x.sum(), torch.randn(200_003), rows=None),
@@ -64,7 +64,9 @@ def _sequences() -> list[Subject]:
     words = torch.randn(_SAMPLES, 24, 32)
     heads = [torch.randn(_SAMPLES, 4, 40, 16) for _ in range(3)]
     return [
-        Subject.of("LSTM", nn.LSTM(32, 24, batch_first=True), words, rows=None),  # its states have samples elsewhere
+        Subject.of(
+            "LSTM", nn.LSTM(32, 24, batch_first=True), words, rows=None
+        ),  # its states have the sample dimension elsewhere
         Subject.of("GRU", nn.GRU(32, 24, batch_first=True), words, rows=None),
         Subject.of("attention", nn.MultiheadAttention(32, 4, batch_first=True), words, words, words),
         _of("SDPA", F.scaled_dot_product_attention, *heads),
@@ -73,7 +75,7 @@ def _sequences() -> list[Subject]:
 
 
 def _indexed() -> list[Subject]:
-    ids = torch.randint(50, (_SAMPLES, 64))  # many of them repeated
+    ids = torch.randint(50, (_SAMPLES, 64))  # with many repetitions
     places, source = torch.randint(40, (6000,)), torch.randn(6000, 16)
     columns, offsets = places[:, None].expand(-1, 16), torch.arange(0, ids.numel(), 8)
     return [

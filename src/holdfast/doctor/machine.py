@@ -1,4 +1,4 @@
-"""What this machine has that decides bits, or that Holdfast needs."""
+"""Properties of this machine that determine bits, or that Holdfast needs."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ import torch
 from holdfast.state.platform_check import kind_of_worker
 
 _PREFIXES = ("MKL_", "ONEDNN_", "DNNL_", "OMP_", "KMP_", "ATEN_", "CUBLAS_", "NVIDIA_TF32")
-"""Variables that libraries read which compute."""
+"""Prefixes of variables that numerical libraries read."""
 _ASK_S = 20.0
 
 
 def machine_facts(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return what there is, as plain data: the kind of a worker here, versions, variables, GPUs, fabrics, room, limits.
+    """Return, as plain data: the platform of a worker, versions, variables, GPUs, fabrics, shared memory, limits.
 
     Args:
-        environment: Variables as they were when this process began; libraries add some.
+        environment: Variables at the start of this process; libraries add some.
     """
-    memory = Path("/dev/shm")  # noqa: S108 - only looked at
+    memory = Path("/dev/shm")  # noqa: S108 - only its size is read
     return {
         "kind": kind_of_worker(),
         "cpus": len(os.sched_getaffinity(0)),
@@ -53,7 +53,7 @@ def machine_facts(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _open_mpi() -> str:
-    """Return the version of the Open MPI that workers would be started with, "" if there is none."""
+    """Return the version of the Open MPI that would start workers, "" if there is none."""
     beside = Path(sys.executable).with_name("mpirun")
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
     if found is None or importlib.util.find_spec("mpi4py") is None:

@@ -1,4 +1,4 @@
-"""What was found, in lines for people: one a check, with what to do where something breaks bits. Pure: no torch."""
+"""Findings as lines of text: one per check, with advice if something changes bits. Pure: no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.doctor.findings import Found, Seen, blame
 
 OK = "ok"
 HELD = "held"
-"""Would change bits; Holdfast sees to it that it does not."""
+"""Would change bits, but Holdfast controls it."""
 CHANGES = "changes bits"
 MISSING = "missing"
 
@@ -22,13 +22,13 @@ _GENERATORS = {"torch": "torch", "numpy": "NumPy", "python": "Python"}
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line.
+    """A line of the report.
 
     Args:
-        name: Of what was looked at.
+        name: Name of the check.
         verdict: One of :data:`OK`, :data:`HELD`, :data:`CHANGES`, :data:`MISSING`.
-        what: Was found.
-        advice: What to do, "" if nothing.
+        what: The finding.
+        advice: Advice, or "".
     """
 
     name: str
@@ -38,12 +38,12 @@ class Check:
 
 
 def is_exact(checks: Sequence[Check]) -> bool:
-    """Return whether nothing breaks bits that Holdfast does not hold by itself."""
+    """Return whether nothing changes bits that Holdfast does not control."""
     return not any(check.verdict == CHANGES for check in checks)
 
 
 def checks_of(full: Mapping[str, Any], brief: Mapping[str, Any]) -> list[Check]:
-    """Return what was found by the full process and the brief one beside it."""
+    """Return the results of all checks, from the full and the brief process."""
     if "seen" in full:
         found = _script(Seen.from_json(full["seen"]), Seen.from_json(brief["seen"]))
     else:
@@ -62,26 +62,26 @@ def _machine(facts: Mapping[str, Any]) -> list[Check]:
         Check("CPU", OK, f"{kind['cpu']}, {kind['capability']}, {facts['cpus']} CPUs; {libraries}"),
         Check("GPU", OK, ", ".join(facts["gpus"]) or "none"),
         Check("versions", OK, ", ".join(f"{name} {version}" for name, version in versions.items())),
-        Check("worker", HELD, f"{threads} {'thread' if threads == 1 else 'threads'}, the same for all"),
+        Check("worker", HELD, f"{threads} {'thread' if threads == 1 else 'threads'}, the same for all workers"),
         Check("flags", OK, f"{kind['flags']}; kernels {kind['kernels']}"),
         *_variables(facts["variables"], threads),
         *_fabrics(facts["fabrics"]),
     ]
-    room = f"{facts['shm_bytes'] / 1e9:.1f} GB to share (/dev/shm)"
-    little = "give the container more of it (--shm-size): Open MPI's workers talk through it"
+    room = f"{facts['shm_bytes'] / 1e9:.1f} GB of shared memory (/dev/shm)"
+    little = "give the container more (--shm-size): Open MPI's workers communicate through it"
     is_enough = facts["shm_bytes"] >= _LEAST_SHM_BYTES
     lines.append(Check("memory", OK, room) if is_enough else Check("memory", MISSING, room, little))
     if 0 <= facts["open_files"] < _LEAST_FILES:
-        few = f"{facts['open_files']} open files a process"
+        few = f"{facts['open_files']} open files per process"
         lines.append(Check("limits", MISSING, few, f"ulimit -n {_LEAST_FILES}"))
     return lines
 
 
 def _variables(given: Mapping[str, str], threads: int) -> list[Check]:
     said = ", ".join(f"{name}={value}" for name, value in given.items() if name != "OMP_NUM_THREADS")
-    lines = [Check("environment", HELD if said else OK, said or "nothing set that kernels read")]
+    lines = [Check("environment", HELD if said else OK, said or "no variable is set that kernels read")]
     if threads > 1 and given.get("OMP_DYNAMIC", "").lower() in ("true", "1"):
-        what = "OMP_DYNAMIC lets OpenMP use fewer threads when it likes"
+        what = "OMP_DYNAMIC allows OpenMP to use fewer threads"
         lines.append(Check("threads", CHANGES, what, "set OMP_DYNAMIC=false"))
     return lines
 
@@ -89,24 +89,24 @@ def _variables(given: Mapping[str, str], threads: int) -> list[Check]:
 def _fabrics(fabrics: Mapping[str, Any]) -> list[Check]:
     mpi = fabrics["ulfm"]
     no_mpi = Check("ulfm", MISSING, "no Open MPI with mpi4py", "pip install 'holdfast[mpi]', or --fabric gloo")
-    no_gloo = Check("gloo", MISSING, "not in this torch", "use --fabric ulfm")
+    no_gloo = Check("gloo", MISSING, "not built into this torch", "use --fabric ulfm")
     return [
         Check("ulfm", OK, f"Open MPI {mpi}") if mpi else no_mpi,
-        Check("gloo", OK, "in this torch") if fabrics["gloo"] else no_gloo,
+        Check("gloo", OK, "built into this torch") if fabrics["gloo"] else no_gloo,
     ]
 
 
-# -- the usual layers
+# -- common layers
 
 
 def _layers(full: Sequence[Found], brief: Sequence[Found]) -> list[Check]:
     theirs = {layer.name: layer.digests for layer in brief}
     again = [layer.name for layer in full if layer.again]
     elsewhere = [layer.name for layer in full if not layer.again and layer.digests != theirs.get(layer.name)]
-    choose = "the kernels are not deterministic: choose others"
-    look = "look for variables of the environment that libraries read"
+    choose = "their kernels are not deterministic: use other layers"
+    look = "check environment variables that libraries read"
     return [
-        _names("again", again, f"{len(full)} usual layers, each three times", choose),
+        _names("again", again, f"{len(full)} common layers, three times each", choose),
         _names("elsewhere", elsewhere, "the same in another process", look),
         *_circumstances(full),
         *_errors(full),
@@ -116,22 +116,22 @@ def _layers(full: Sequence[Found], brief: Sequence[Found]) -> list[Check]:
 def _names(name: str, broken: Sequence[str], fine: str, advice: str) -> Check:
     if not broken:
         return Check(name, OK, fine)
-    return Check(name, CHANGES, f"other bits: {_some(broken)}", advice)
+    return Check(name, CHANGES, f"different bits: {_some(broken)}", advice)
 
 
 def _circumstances(layers: Sequence[Found]) -> list[Check]:
-    """Return what was found about threads, memory and other samples: Holdfast keeps all of these as they are."""
+    """Return the findings about threads, memory and batch neighbours, all of which Holdfast keeps constant."""
     threads = [layer.name for layer in layers if layer.threads]
     memory = [layer.name for layer in layers if layer.memory]
     known = [layer for layer in layers if layer.together is not None]
     parts = [layer.name for layer in known if layer.together]
     complaints = [layer for layer in layers if layer.complaint]
-    odd, beside = "at an odd place,", f"samples beside others, of {len(known)} layers:"
+    odd, beside = "misaligned inputs:", f"computed with other samples, {len(known)} layers:"
     said = _some([layer.name for layer in complaints])
     return [
-        _held("threads", threads, "another number, other bits", "any number, the same bits"),
-        _held("alignment", memory, f"{odd} other bits", f"{odd} the same bits"),
-        _held("together", parts, f"{beside} other bits", f"{beside} the same bits"),
+        _held("threads", threads, "another number, different bits", "any number, the same bits"),
+        _held("alignment", memory, f"{odd} different bits", f"{odd} the same bits"),
+        _held("together", parts, f"{beside} different bits", f"{beside} the same bits"),
         Check("torch says", HELD, f"not deterministic: {said}: {complaints[0].complaint}")
         if complaints
         else Check("torch says", OK, "use_deterministic_algorithms(True) names none"),
@@ -144,13 +144,13 @@ def _held(name: str, broken: Sequence[str], what: str, fine: str) -> Check:
 
 def _errors(layers: Sequence[Found]) -> list[Check]:
     failed = [f"{layer.name} ({layer.error})" for layer in layers if layer.error]
-    return [Check("not seen", MISSING, _some(failed))] if failed else []
+    return [Check("not checked", MISSING, _some(failed))] if failed else []
 
 
 # -- a script's model
 
-_DRAWS = "draw from torch's, NumPy's or Python's global generators: Holdfast seeds them for each slice"
-_ORDERS = "sort what comes from a set, or set PYTHONHASHSEED; seed what is made at random before training"
+_DRAWS = "use the global generators of torch, NumPy or Python, which Holdfast seeds for each slice"
+_ORDERS = "sort the elements of sets, or set PYTHONHASHSEED; seed random values that are created before training"
 
 
 def _script(seen: Seen, other: Seen) -> list[Check]:
@@ -169,16 +169,16 @@ def _script(seen: Seen, other: Seen) -> list[Check]:
 
 def _beginning(seen: Seen, other: Seen) -> list[Check]:
     samples = seen.samples_digest == other.samples_digest
-    lines = [Check("weights", OK, "begin the same in another process")]
+    lines = [Check("weights", OK, "initialized equally in another process")]
     if seen.weights != other.weights:
-        what = "begin otherwise in another process: two runs do not begin alike"
-        lines = [Check("weights", CHANGES, what, "torch.manual_seed(...) before the model is made")]
+        what = "initialized differently in another process: two runs do not start from the same weights"
+        lines = [Check("weights", CHANGES, what, "call torch.manual_seed(...) before the model is created")]
     if seen.dataset_again:
-        what = "have other bits when they are fetched again"
+        what = "have different bits when they are fetched again"
         lines.append(Check("samples", CHANGES, what, f"in the dataset, {_DRAWS}"))
     elif not samples:
-        what = "are others in another process: workers would not have the same dataset"
-        advice = "seed what the dataset is made from, and " + _ORDERS.partition(";")[0]
+        what = "differ in another process: workers would not have the same dataset"
+        advice = "seed the creation of the dataset, and " + _ORDERS.partition(";")[0]
         lines.append(Check("samples", CHANGES, what, advice))
     else:
         lines.append(Check("samples", OK, "the same when fetched again, and in another process"))
@@ -190,30 +190,32 @@ def _step_again(seen: Seen) -> Check:
     if not (seen.step.again or broken):
         return Check("step", OK, "computed again: loss and gradients have the same bits")
     if not broken:
-        what = f"computed again: other bits in {_some(seen.step.again)}, and in no layer by itself"
-        advice = f"look at the loss, and at what the loop does around the model: {_DRAWS}"
+        what = f"computed again: different bits in {_some(seen.step.again)}, but in no single layer"
+        advice = f"check the loss, and the training loop around the model: {_DRAWS}"
         return Check("step", CHANGES, what, advice)
     first = broken[0]
     advice = f"torch says: {first.complaint}" if first.complaint else _DRAWS
-    what = f"computed again: other bits in {_some([layer.name for layer in broken])} ({_some(first.again)})"
-    return Check("step", CHANGES, what, f"{advice}; or its kernel is not deterministic: choose another")
+    what = f"computed again: different bits in {_some([layer.name for layer in broken])} ({_some(first.again)})"
+    return Check("step", CHANGES, what, f"{advice}; or its kernel is not deterministic: use another layer")
 
 
 def _step_elsewhere(seen: Seen, other: Seen) -> Check:
     if seen.step.digests == other.step.digests:
         return Check("elsewhere", OK, "the step has the same bits in another process")
-    where = blame(seen.layers, other.layers) or "no layer by itself: in the loss, or around the model"
-    return Check("elsewhere", CHANGES, f"the step has other bits in another process: {where}", _ORDERS)
+    where = (
+        blame(seen.layers, other.layers) or "in no single layer: check the loss, and the training loop around the model"
+    )
+    return Check("elsewhere", CHANGES, f"the step has different bits in another process: {where}", _ORDERS)
 
 
 def _alignment(seen: Seen, other: Seen) -> Check:
-    """Return whether layers that compute otherwise from odd places in memory are given what lies there."""
+    """Return whether layers that compute different bits from misaligned tensors are given such tensors."""
     odd = sorted({*seen.odd_places, *other.odd_places})
     usual = _circumstances(seen.layers)[1]
     if not odd or usual.verdict == OK:
         return usual
-    what = f"{usual.what}; {' and '.join(odd)} lie at such a place"
-    advice = "copy them into memory of torch's: .clone(), where they are made"
+    what = f"{usual.what}; {' and '.join(odd)} are misaligned"
+    advice = "copy them with .clone() where they are created"
     return Check(usual.name, CHANGES, what, advice)
 
 
@@ -221,14 +223,16 @@ def _step_threads(seen: Seen) -> Check:
     broken = [layer.name for layer in seen.layers if layer.threads]
     if not (seen.step.threads or broken):
         return Check("threads", OK, "any number, the same bits")
-    where = _some(broken) if broken else "no layer by itself: in the loss, or around the model"
-    return Check("threads", HELD, f"another number, other bits: {where}")
+    where = _some(broken) if broken else "in no single layer: check the loss, and the training loop around the model"
+    return Check("threads", HELD, f"another number, different bits: {where}")
 
 
 def _randomness(seen: Seen) -> Check:
-    drawn = {who: _some([_GENERATORS.get(name, name) for name in names]) for who, names in seen.draws.items() if names}
-    said = [f"the {who} draws from {generators}" for who, generators in drawn.items()]
-    return Check("randomness", OK, f"{'; '.join(said)}: seeded for each slice" if said else "none is drawn")
+    drawn = {
+        source: _some([_GENERATORS.get(name, name) for name in names]) for source, names in seen.draws.items() if names
+    }
+    said = [f"the {source} draws from {generators}" for source, generators in drawn.items()]
+    return Check("randomness", OK, f"{'; '.join(said)}: seeded for each slice" if said else "no generator is used")
 
 
 def _some(names: Sequence[str]) -> str:
@@ -237,11 +241,11 @@ def _some(names: Sequence[str]) -> str:
 
 
 def lines_of(checks: Sequence[Check], mark: Callable[[str], str] = str) -> list[str]:
-    """Return the checks as lines, what to do below what breaks bits, and the verdict last.
+    """Return the checks as lines, each with its advice below, and the verdict last.
 
     Args:
-        checks: What was found.
-        mark: Makes a verdict stand out.
+        checks: The results.
+        mark: Highlights a verdict.
     """
     wide, name_wide = max(len(check.verdict) for check in checks), max(len(check.name) for check in checks)
     lines: list[str] = []
@@ -252,4 +256,4 @@ def lines_of(checks: Sequence[Check], mark: Callable[[str], str] = str) -> list[
         if check.advice:
             lines.append(f"{'':<{wide}}  {'':<{name_wide}}  -> {check.advice}")
     broken = [check.name for check in checks if check.verdict == CHANGES]
-    return [*lines, f"not exact: {', '.join(broken)}" if broken else "exact, with what Holdfast sets by itself"]
+    return [*lines, f"not exact: {', '.join(broken)}" if broken else "exact, with the settings of Holdfast"]

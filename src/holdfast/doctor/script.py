@@ -1,7 +1,7 @@
-"""A script's own model: its first step is computed again and again, then each of its layers by itself, and nothing is trained.
+"""Checks of a script's own model: its first step is computed several times, then each layer alone; nothing is trained.
 
-The session of the script yields its first slice once for each way of computing it (:class:`Look`), as it does after a failure; so what
-is looked at is what the script does with it: its forward pass, its loss, its gradients.
+The session of the script yields its first slice once for each condition (:class:`Look`), as it does after a failure. So
+the checks cover the script's own forward pass, loss and gradients.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from holdfast.session.step import ONE_BY_ONE, Step
 from holdfast.torch_private import tree_flatten, tree_map
 
 _AGAIN = 2
-"""How often the step is computed again with nothing changed."""
+"""Number of repetitions of the step."""
 _PATIENCE_S = 300.0
 
 
 class Looked(BaseException):
-    """Takes the stack of the script down once everything was seen; ``except Exception`` lets it through."""
+    """Ends the script once all checks are done; ``except Exception`` does not catch it."""
 
 
 class Look:
-    """Takes the place of training; see :attr:`holdfast.session.reinit_context.Application.looks`.
+    """Replaces training; see :attr:`holdfast.session.reinit_context.Application.looks`.
 
     Args:
-        shared: Where the weights and samples go that another process is to compute with.
-        briefly: This is that other process: compute once, with what is found there.
+        shared: File for the weights and samples with which the other process must compute.
+        briefly: Whether this is the other process: compute once, with the content of that file.
     """
 
     def __init__(self, shared: Path, *, briefly: bool = False) -> None:
@@ -52,16 +52,16 @@ class Look:
         self._loss = torch.zeros(())
 
     def __call__(self, body: Trainable, plan: Plan, dataset: Any, collate: Any) -> Iterator[Step]:
-        """Yield the first step, in one way after another, and end the script.
+        """Yield the first step once for each condition, and end the script.
 
         Raises:
-            ConfigError: if the model is split.
-            Looked: in the end.
+            ConfigError: if the model is a pipeline or sharded.
+            Looked: at the end.
         """
         whole = body.whole
         if whole is None:
             raise ConfigError(
-                "holdfast doctor looks at a model that every worker has all of, and this one is split: give its stages, whole, to a Session without Pipeline or Sharded"
+                "holdfast doctor checks replicated models, and this one is split: pass the whole model to a Session, without Pipeline or Sharded"
             )
         batch = Batches(plan).mini_batch(0, Cursor(epoch=plan.first_epoch, offset=0), plan.world)
         assert batch is not None, "a plan has a first step"
@@ -77,10 +77,10 @@ class Look:
             self._rewind()
         raise Looked
 
-    # -- the whole step
+    # -- the step as a whole
 
     def _ways(self, batch: MiniBatch) -> Iterator[Step]:
-        """Yield the step in one way after another, and keep what was found of the whole."""
+        """Yield the step once for each condition, and record the findings about the whole step."""
         found = self.seen.step
         with _Layers(self._model) as layers:
             yield from self._once(batch)
@@ -112,13 +112,13 @@ class Look:
         buffers = {f"buffer {name}": value.clone() for name, value in self._model.named_buffers()}
         return {"loss": self._loss, **gradients, **buffers}
 
-    # -- what a step asks around each slice
+    # -- called by a step around each slice
 
     def begin_slice(self, batch: MiniBatch, number: int) -> Any:
-        """Start from the step's beginning, seeded, with the same samples each time."""
+        """Start from the beginning of the step, seeded, with the same samples each time."""
         self._rewind()
         seed_slice(self._plan.seed, batch.step, number)
-        fetch(self._dataset, batch.slices[number], self._collate)  # for what it draws
+        fetch(self._dataset, batch.slices[number], self._collate)  # for its use of random generators
         self._before = generator_states()
         return _copy(self._inputs)
 
@@ -129,10 +129,10 @@ class Look:
         self._loss = loss.detach().clone()
 
     def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
-        """Leave the gradients where they are."""
+        """Keep the gradients."""
 
     def at_once(self, *_: Any) -> AbstractContextManager[Collection[int]]:
-        """Leave each slice to itself."""
+        """Do not batch slices."""
         return ONE_BY_ONE
 
     def between_slices(self, batch: MiniBatch) -> None:
@@ -140,10 +140,10 @@ class Look:
         seed_slice(self._plan.seed, batch.step, -1)
 
     def ask_to_stop(self) -> None:
-        """Do nothing: this ends anyway."""
+        """Do nothing: the script ends anyway."""
 
     def compute(self, batch: MiniBatch) -> None:
-        """Refuse: no model that is split comes so far."""
+        """Refuse: split models are rejected before."""
         raise NotImplementedError
 
     def _rewind(self) -> None:
@@ -154,7 +154,7 @@ class Look:
     # -- samples and weights, the same in the other process
 
     def _meet_other_process(self, batch: MiniBatch) -> None:
-        """Fetch the samples, twice; have both processes go on with the samples and the weights of one of them."""
+        """Fetch the samples, twice; make both processes use the samples and weights of one of them."""
         seen, seed = self.seen, self._plan.seed
         fetched = []
         for _ in range(1 if self._briefly else 2):
@@ -184,10 +184,10 @@ class Look:
                 tensor.copy_(shared["weights"][path])
         self._buffers = {name: value.clone() for name, value in self._model.named_buffers()}
 
-    # -- each layer by itself
+    # -- each layer alone
 
     def _examine_layers(self) -> None:
-        """Examine the layers; those that hold others only where the others do not explain what is wrong."""
+        """Check the leaf layers; containers only if the leaves do not explain a difference of the step."""
         threads = thread_counts()
         leaves = [subject for subject in self._subjects if not _holds_layers(subject)]
         self.seen.layers = [examine(subject, threads, briefly=self._briefly) for subject in leaves]
@@ -199,7 +199,7 @@ class Look:
 
 
 class _Layers:
-    """Keeps what each module of a model is given first, as a context around a forward pass."""
+    """Records the first inputs of each module of a model, as a context around a forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -223,7 +223,7 @@ class _Layers:
         return keep
 
     def subjects(self) -> list[Subject]:
-        """Return the modules that computed, in the order in which they began."""
+        """Return the modules that computed, in the order of their first computation."""
         modules = dict(self._model.named_modules())
         return [
             Subject.of(f"{name or 'the model'} ({type(modules[name]).__name__})", modules[name], *args, **kwargs)
@@ -245,7 +245,7 @@ def _tensors(tree: Any) -> dict[str, torch.Tensor]:
 
 
 def _drawn(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the names of the generators that were drawn from."""
+    """Return the names of the generators that were used."""
     return [name for name in before if before[name] != after[name]]
 
 
@@ -256,15 +256,15 @@ def _write(tensors: Mapping[str, Mapping[str, torch.Tensor]], path: Path) -> Non
 
 
 def _read(path: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Return what the other process has written, as soon as it has.
+    """Wait for the file of the other process, and return its content.
 
     Raises:
-        ConfigError: if it does not.
+        ConfigError: if it is not written in time.
     """
     ends_s = time.monotonic() + _PATIENCE_S
     while not path.exists():
         if time.monotonic() > ends_s:
-            raise ConfigError(f"the process beside this one did not come to its first step within {_PATIENCE_S:g} s")
+            raise ConfigError(f"the other process did not reach its first step within {_PATIENCE_S:g} s")
         time.sleep(0.05)
     said: dict[str, dict[str, torch.Tensor]] = torch.load(path, map_location="cpu", weights_only=True)
     return said

@@ -1,4 +1,4 @@
-"""Having two processes look, as two workers would compute: with the same settings, and nothing else in common."""
+"""Runs the checks in two processes, as two workers would compute: with the same settings and nothing else in common."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _POLL_S = 0.05
 
 
 def ask(script: Path | None, args: Sequence[str], *, workers: int, timeout_s: float) -> dict[str, Any]:
-    """Return what the full and the brief process found.
+    """Return the findings of the full and the brief process.
 
     Args:
-        script: Whose model is looked at; None: the usual layers.
-        args: The script's.
-        workers: Of the job that it is for: a slice is what one of so many computes.
-        timeout_s: How long looking may take.
+        script: Script whose model is checked; None for common layers.
+        args: Arguments of the script.
+        workers: Number of workers of the job, which determines the size of a slice.
+        timeout_s: Limit for all checks, in seconds.
 
     Raises:
-        ConfigError: if the script cannot be looked at.
-        JobError: if it fails, or does not come to its first step in time.
+        ConfigError: if the script cannot be checked.
+        JobError: if it fails, or does not reach its first step in time.
     """
     if script is not None and not script.is_file():
         raise ConfigError(f"there is no script {str(script)!r}")
@@ -52,12 +52,12 @@ def ask(script: Path | None, args: Sequence[str], *, workers: int, timeout_s: fl
 
 
 def worker_environment(workers: int, number: int) -> dict[str, str]:
-    """Return the variables of a process that stands for a worker.
+    """Return the environment of a process that represents a worker.
 
     Args:
-        workers: Of the job.
-        number: Of the process: Python's hashes, which decide the order of sets, are seeded anew in each one, unless the user
-            has set that.
+        workers: Number of workers of the job.
+        number: Number of the process; unless the user has set it, it becomes the seed of Python's hashes, which
+            determine the order of sets.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
     env.setdefault("OMP_NUM_THREADS", "1")  # as the launcher does
@@ -67,10 +67,10 @@ def worker_environment(workers: int, number: int) -> dict[str, str]:
 
 
 def _wait(started: dict[str, subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> None:
-    """Wait until both have ended; one that fails would let the other wait.
+    """Wait until both processes have ended; if one fails, the other would wait for it.
 
     Raises:
-        JobError: if they do not.
+        JobError: if one fails, or the time is over.
     """
     ends_s = time.monotonic() + timeout_s
     while any(process.poll() is None for process in started.values()):
@@ -79,7 +79,7 @@ def _wait(started: dict[str, subprocess.Popen[bytes]], folder: Path, timeout_s: 
                 _read(folder, how)
         if time.monotonic() > ends_s:
             raise JobError(
-                f"it was not seen within {timeout_s:g} s (--timeout): does the script come to session.steps(...) by itself?"
+                f"the checks did not end within {timeout_s:g} s (--timeout): does the script reach session.steps(...) without input?"
             )
         time.sleep(_POLL_S)
 
@@ -88,7 +88,7 @@ def _read(folder: Path, how: str) -> dict[str, Any]:
     path = folder / f"{how}.json"
     log = (folder / f"{how}.log").read_text(errors="replace").rstrip()
     if not path.exists():
-        raise JobError(f"the process that looked died:\n{log[-2000:]}")
+        raise JobError(f"the checking process died:\n{log[-2000:]}")
     said: dict[str, Any] = json.loads(path.read_text())
     if "refused" in said:
         raise ConfigError(said["refused"])

@@ -1,4 +1,4 @@
-"""Something that computes, and what it makes of its inputs: a layer, forward and back."""
+"""A target of the checks, such as a layer, and its results: outputs, gradients and buffers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _KEY = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """Something that computes.
+    """A target: a computation to check.
 
     Args:
-        name: For people.
-        compute: Is given ``args`` and ``kwargs``, and returns tensors, in whatever they are.
-        args: Tensors, in whatever they are; never changed.
+        name: Name in the report.
+        compute: Called with ``args`` and ``kwargs``; returns tensors, in any nesting.
+        args: Tensors, in any nesting; never modified.
         kwargs: The same.
-        parameters: Whose gradients belong to what is computed.
-        module: Whose buffers are put back after each computation.
-        rows: The dimension of inputs and outputs in which independent samples lie; None: there is none, or nobody knows.
+        parameters: Parameters whose gradients are compared.
+        module: Module whose buffers are restored after each computation.
+        rows: Dimension of independent samples in inputs and outputs; None if there is none, or it is unknown.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Subject:
 
     @classmethod
     def of(cls, name: str, module: nn.Module, *args: Any, rows: int | None = 0, **kwargs: Any) -> Subject:
-        """Return a module as a subject."""
+        """Return a module as a target."""
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         return cls(name=name, compute=module, args=args, kwargs=kwargs, parameters=parameters, module=module, rows=rows)
 
@@ -56,14 +56,14 @@ def results_of(
     prepare: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
     cotangent: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return what a subject computes, by name: outputs, gradients of its inputs and parameters, buffers.
+    """Return the results of a target, by name: outputs, gradients of its inputs and parameters, buffers.
 
     Args:
-        subject: What is computed.
-        args: Other inputs than its own.
+        subject: The target.
+        args: Inputs instead of its own.
         kwargs: The same.
-        prepare: Gives what a tensor of the inputs is handed over as.
-        cotangent: Gives the gradient of an output, by its number; default: fixed noise.
+        prepare: Applied to each input tensor before the computation.
+        cotangent: Returns the gradient of an output, by its number; default: fixed noise.
     """
     given = (subject.args if args is None else args, dict(subject.kwargs if kwargs is None else kwargs))
     leaves: list[torch.Tensor] = []
@@ -108,20 +108,20 @@ def _gradients(
 
 
 def noise_like(number: int, value: torch.Tensor) -> torch.Tensor:
-    """Return numbers of the shape of an output that depend on its number alone."""
+    """Return random numbers in the shape of an output, which depend only on its number."""
     generator = torch.Generator("cpu").manual_seed(seed_of("cotangent", number))
     real = torch.randn(value.shape, generator=generator, dtype=torch.float32, device="cpu")
     return real.to(device=value.device, dtype=value.dtype)
 
 
 def is_at_odd_place(value: torch.Tensor) -> bool:
-    """Return whether a tensor does not begin where torch lets those begin that it makes, so that kernels may take another path."""
+    """Return whether a tensor is not aligned as torch aligns new tensors, so that kernels may take another path."""
     return value.numel() > 0 and value.data_ptr() % _ALIGNED_BYTES > 0
 
 
 @contextmanager
 def _buffers_kept(module: nn.Module | None) -> Iterator[None]:
-    """Put buffers back where they were."""
+    """Restore the buffers at the end of the context."""
     before = {} if module is None else {name: value.clone() for name, value in module.named_buffers()}
     try:
         yield
@@ -131,14 +131,14 @@ def _buffers_kept(module: nn.Module | None) -> Iterator[None]:
 
 
 def put_back(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Give the buffers of a module the values that they had."""
+    """Restore the buffers of a module."""
     with torch.no_grad():
         for name, value in module.named_buffers():
             value.copy_(buffers[name])
 
 
 def digest_of(value: torch.Tensor) -> str:
-    """Return a digest of a tensor's type, shape and bits; all NaNs of the same bits are alike."""
+    """Return a digest of a tensor's dtype, shape and bits; two NaNs are equal only if their bits are."""
     flat = value.detach().cpu().contiguous().reshape(-1)
     said = f"{value.dtype}{tuple(value.shape)}".encode()
     data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
@@ -146,5 +146,5 @@ def digest_of(value: torch.Tensor) -> str:
 
 
 def digests_of(results: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return the digest of each."""
+    """Return the digest of each result."""
     return {name: digest_of(value) for name, value in results.items()}

@@ -1,6 +1,6 @@
-"""Starting the workers of a job on this machine, watching them, and starting them again.
+"""Starts the workers of a job on this machine, monitors them, and restarts them.
 
-``worker`` is what mpirun starts: it runs the script, and tells how it ended. ``launcher`` starts
-mpirun and follows what the workers write down; ``judge`` decides what that means, and touches nothing.
-Nothing is imported here, so that a worker can fork before anything heavy is loaded.
+``worker`` is the program that mpirun starts: it runs the script, and records how it ended. ``launcher`` starts mpirun
+and reads the workers' records; ``job_state`` decides what they mean, without side effects. Nothing is imported here, so
+that a worker can fork before any large library is loaded.
 """

@@ -1,4 +1,4 @@
-"""One start of the job: mpirun, the workers under it, and the files they write."""
+"""One start of the job: mpirun, its workers, and the files that they write."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ from holdfast.records.types import Record, WorkerEnded
 
 _MEMORY_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
 _SESSION_VARIABLE = "PRTE_MCA_prte_tmpdir_base"
-"""Sets where mpirun makes its folder, which is left behind when it is killed."""
+"""Sets where mpirun creates its session directory, which remains if mpirun is killed."""
 _PORT_LOOKS = 8
-"""Looks in a row at mpirun's ports that find nothing to close; mpirun accepts what waits there one by one."""
+"""Consecutive checks of mpirun's ports that find nothing to close; mpirun accepts waiting connections one by one."""
 _NESTED = ("PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PRTE_")
-"""Variables that would tell our mpirun that it is a worker of another one."""
+"""Variables from which our mpirun would conclude that it is a worker of another mpirun."""
 
 
 class Attempt:
-    """A started job. Starting is the constructor's last act; :meth:`end` leaves no process behind.
+    """A started job. The constructor starts it as its last action; :meth:`end` leaves no process behind.
 
     Args:
-        job: What is run.
-        settings: For this start: ``workers``, ``ranks``, ``resume`` and ``faults`` may differ from the job's.
-        ranks: Of the workers that it begins with.
-        places: The folders of the run.
-        all_stop: All workers of the job stop when this launcher dies, not only these.
-        hosts: The machines under mpirun; None if it is this one.
+        job: The job to run.
+        settings: Settings of this start: ``workers``, ``ranks``, ``resume`` and ``faults`` may differ from the job's.
+        ranks: Ranks that this start begins with.
+        places: Directories of the run.
+        all_stop: Whether all workers of the job stop when this launcher dies, rather than only the workers of this
+            launcher.
+        hosts: Hosts that mpirun uses; None for this machine only.
     """
 
     def __init__(
@@ -82,26 +83,26 @@ class Attempt:
         self._mpirun = self._started[0] if job.fabric.has_parent_process else None
 
     def add(self, rank: int) -> None:
-        """Start a worker by itself, where the fabric starts each; later than the others it is a newcomer."""
+        """Start a single worker, if the fabric starts each; a worker that is started later is a newcomer."""
         if rank not in self.processes:
             self.processes = (*self.processes, rank)
         self._watchers[rank] = start(self._command, self._env | {"HOLDFAST_RANK": str(rank)}, self._log, self._locks)
         self._started.append(self._watchers[rank])
 
     def is_ended(self, rank: int) -> bool:
-        """Return whether a worker of this machine has ended, or its watcher has, with which it ends."""
+        """Return whether a worker on this machine has ended, or its watcher, with which the worker ends."""
         started, pair = self._watchers.get(rank), self._pair_here(rank)
         if started is not None and started.poll() is not None:
             return True
         return pair is not None and not (pair.worker.is_alive() and pair.watcher.is_alive())
 
     def is_watched(self, rank: int) -> bool:
-        """Return whether the watcher of a worker is there."""
+        """Return whether the watcher of a worker exists."""
         pair = self.pair(rank)
         return pair is not None and pair.watcher.is_alive()
 
     def untold_end(self, rank: int, exit_code: int) -> WorkerEnded:
-        """End the watcher of a worker that has ended, which over MPI tells the others; return the record that it did not write."""
+        """Kill the watcher of an ended worker, so that MPI notifies the others; return the record that it did not write."""
         pair, position = self.pair(rank), self.position(rank)
         if pair is not None:
             pair.watcher.send(signal.SIGKILL)
@@ -109,12 +110,12 @@ class Attempt:
         return WorkerEnded(rank=rank, step=step, exit_code=exit_code, pid=pid)
 
     def is_connected(self, rank: int) -> bool:
-        """Return whether a worker of this launcher is connected with the others."""
+        """Return whether a worker of this launcher is connected to the other workers."""
         position = self.position(rank)
         return position is not None and position.phase not in UNCONNECTED
 
     def sign(self, rank: int, position: Position | None) -> Sign:
-        """Return what is seen of a worker that may not have begun yet; ``position`` is where it is."""
+        """Return what is observed of a worker that may not have begun yet; ``position`` is its current position."""
         pair, processes = self._pair_here(rank), []
         if pair is not None:
             processes = [pair.worker, *([pair.watcher] if position is None else [])]
@@ -126,7 +127,7 @@ class Attempt:
         return Sign(position.phase, position.pulse, position.beats, position.waits, is_stopped)
 
     def fence(self, rank: int) -> bool:
-        """Kill a worker, and resume a stopped watcher so that it records the death; return whether the worker's process is known."""
+        """Kill a worker, and resume its watcher, which records the death; return whether the worker's process is known."""
         pair = self.pair(rank)
         if pair is not None:
             pair.watcher.send(signal.SIGCONT)
@@ -138,16 +139,16 @@ class Attempt:
         return False
 
     def crash(self) -> str:
-        """Return how mpirun was killed, "" if it was not."""
+        """Return which signal killed mpirun, or ""."""
         code = None if self._mpirun is None else self._mpirun.poll()
         return "" if code is None or code >= 0 else f"mpirun was {cause_of_death(code)}"
 
     def is_mpirun_stopped(self) -> bool:
-        """Return whether a signal keeps mpirun from running."""
+        """Return whether mpirun is stopped by a signal."""
         return self._mpirun is not None and any(process.is_stopped() for process in _living(self._mpirun))
 
     def shut_ports(self) -> None:
-        """Shut the ports of mpirun on this machine as soon as its workers no longer need them."""
+        """Close mpirun's ports on this machine as soon as its workers no longer need them."""
         if self._looks_at_ports:
             pairs = self.pairs()
             living = [pair.worker.pid for pair in pairs if pair.worker.is_alive()]
@@ -156,11 +157,11 @@ class Attempt:
             self._looks_at_ports = self._looks_at_ports - 1 if closed == 0 else _PORT_LOOKS
 
     def is_running(self) -> bool:
-        """Return whether anything that was started here, mpirun or workers, is there."""
+        """Return whether any process started here, mpirun or worker, is running."""
         return any(process.poll() is None for process in self._started)
 
     def pair(self, rank: int) -> Pair | None:
-        """Return the processes of ``rank``, None if they have not started yet."""
+        """Return the processes of ``rank``, or None if they have not started yet."""
         pair = Pair.read(pair_path(self._run_dir, rank))
         return pair if pair is None or self._hosts is None else self._hosts.reach(pair)
 
@@ -170,24 +171,24 @@ class Attempt:
         return pair if pair is not None and pair.node in ("", this_node()) else None
 
     def pairs(self) -> list[Pair]:
-        """Return the processes of all that have started."""
+        """Return the processes of all workers that have started."""
         return [pair for rank in self.processes if (pair := self.pair(rank)) is not None]
 
     def pids(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Return the process numbers of those of ``ranks`` that have started."""
+        """Return the PIDs of those ``ranks`` that have started."""
         return {rank: pair.worker.pid for rank in ranks if (pair := self.pair(rank)) is not None}
 
     def send(self, rank: int, number: signal.Signals) -> bool:
-        """Send the worker ``rank`` a signal; return whether it was there to get it."""
+        """Send a signal to worker ``rank``; return whether the worker existed."""
         pair = self.pair(rank)
         return pair is not None and pair.worker.send(number)
 
     def position(self, rank: int) -> Position | None:
-        """Return where ``rank`` is, or was when it died."""
+        """Return the position of ``rank``, or its last position if it has died."""
         return Beacon.read(beacon_path(self._run_dir, rank))
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until all that was started here has ended, but no longer than ``timeout_s``."""
+        """Wait until every process started here has ended, for at most ``timeout_s``."""
         ends_s = time.monotonic() + timeout_s
         for process in self._started:
             try:
@@ -196,18 +197,18 @@ class Attempt:
                 return
 
     def end(self) -> None:
-        """End whatever still runs."""
+        """Kill every process that still runs."""
         (end if self._hosts is None else self._hosts.end)(self._started, self.pairs())
 
 
 def _living(started: subprocess.Popen[bytes]) -> list[Process]:
-    """Return the process that was started, or nothing if it has ended."""
+    """Return the started process, or nothing if it has ended."""
     process = Process.of(started.pid)
     return [] if process is None else [process]
 
 
 class Files:
-    """What the workers of a run have written since one last looked, over all starts of the job."""
+    """Output and records that the workers of a run have written since the last call, over all starts of the job."""
 
     def __init__(self, places: Places) -> None:
         self._run_dir = places.run_dir
@@ -218,33 +219,33 @@ class Files:
         self._logs: dict[int, LineTail] = {}
 
     def follow(self, workers: Iterable[int], processes: Iterable[int]) -> None:
-        """Look at the files of these too."""
+        """Read the files of these workers and processes, too."""
         for rank in processes:
             self._logs.setdefault(rank, LineTail(self._log_dir / f"rank-{rank}.log", far=self._far))
         for writer in (*(f"watch-{rank}" for rank in processes), *map(str, workers)):
             self._records.setdefault(writer, RecordTail(records_path(self._run_dir, writer), far=self._far))
 
     def records(self) -> list[Record]:
-        """Return what is new; the end of a worker comes after everything that it wrote itself."""
+        """Return new records; the record of a worker's end comes after every record that the worker wrote."""
         watchers_first = sorted(self._records, key=lambda writer: not writer.startswith("watch-"))
         new = [record for writer in watchers_first for record in self._records[writer].read()]
         return sorted(new, key=lambda record: (isinstance(record, WorkerEnded), record.t_s))
 
     def warnings(self) -> list[str]:
-        """Return a sentence about each file that was found to hold lines that are not records; each file is named once."""
+        """Return one warning for each file that contains lines that are not records; each file is named once."""
         skipped = [tail for tail in self._records.values() if tail.skipped and tail.path not in self._warned]
         self._warned.update(tail.path for tail in skipped)
-        return [f"{tail.path} holds a line that is not a record; such lines are skipped" for tail in skipped]
+        return [f"{tail.path} contains a line that is not a record; such lines are skipped" for tail in skipped]
 
     def output(self, *, last: bool = False) -> list[tuple[int, str]]:
-        """Return what the workers printed: their number and a line; ``last`` gives half lines too."""
+        """Return new output lines with the rank that printed them; ``last`` includes incomplete lines."""
         lines = [(rank, line) for rank, log in self._logs.items() for line in log.read()]
         if last:
             lines += [(rank, rest) for rank, log in self._logs.items() if (rest := log.rest())]
         return [(rank, line.decode(errors="replace")) for rank, line in lines]
 
     def close(self) -> None:
-        """Let go of them."""
+        """Close the files."""
         for records in self._records.values():
             records.close()
         for log in self._logs.values():
@@ -256,22 +257,22 @@ def _command(job: Job, num_workers: int, hosts: Sequence[str] | None) -> list[st
     return [*job.fabric.launch_command(num_workers, hosts), *worker]
 
 
-# Gradients are freed and allocated anew in every step. Given back to the system in between, as glibc would, each page
-# of them costs a fault; 32 MiB is the most that glibc allows for the second.
+# Gradients are freed and reallocated in every step. If glibc returned their pages to the system in between, each page
+# would cost a page fault; 32 MiB is the largest value that glibc accepts for the second variable.
 _ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 
 def _environment(settings: Settings, places: Places, grace_s: float) -> dict[str, str]:
     theirs = {f"HOLDFAST_{field.name.upper()}" for field in dataclasses.fields(Settings)}
     env = {name: value for name, value in os.environ.items() if name not in theirs and not name.startswith(_NESTED)}
-    env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; a number that followed the workers would change bits
+    env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; a count derived from the workers would change bits
     env.setdefault("MASTER_PORT", str(_free_port()))
     if not any(name in env for name in _ALLOCATOR):
         env |= _ALLOCATOR
     if places.memory_dir is not None:
         for name in _MEMORY_VARIABLES:
             env.setdefault(name, str(places.memory_dir))
-    if not places.is_shared:  # files of one machine do not belong in a folder that several share
+    if not places.is_shared:  # files of one machine do not belong in a shared directory
         env[_SESSION_VARIABLE] = str(places.run_dir)
     ours = {LOG_DIR: str(places.log_dir), LAUNCHER: str(Process.of(os.getpid())), GRACE_S: f"{grace_s:g}"}
     return env | settings.to_env() | ours

@@ -1,4 +1,4 @@
-"""Asking something of a job that runs: a line in a file of its run folder, which only its owner can reach."""
+"""Requests to a running job: lines in a file of its run directory, which only its owner can access."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ MAX_WORKERS = 1024
 _MAX_NUMBER = 2**31 - 1
 
 CHANGES = ("workers", "lr", "batch_size", "strategy", "checkpoint_every")
-"""What can be asked of a running job."""
+"""Settings that a running job can change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A job that runs on this machine, as far as those must know it who ask something of it.
+    """A job that runs on this machine, as commands that send it requests see it.
 
     Args:
-        process: Its launcher, whose number is how the job is named.
-        slices: Pieces of a mini-batch; 0 if a checkpoint says it.
-        saves: It has a place for checkpoints.
-        folder: Where its launcher was started; "" if an older one does not say it.
-        run_dir: Where its files are.
+        process: The launcher's process; its PID names the job.
+        slices: Slices per mini-batch; 0 if a checkpoint determines the number.
+        saves: Whether the job has a checkpoint directory.
+        folder: Directory in which the launcher was started; "" if an older launcher did not record it.
+        run_dir: Directory of its files.
     """
 
     process: str
@@ -54,7 +54,7 @@ class Running:
 
     @classmethod
     def of(cls, job: Job) -> Self:
-        """Return the job of this launcher."""
+        """Return the description of this launcher's job."""
         told = {name: getattr(job.settings, name) for name in ("fabric", "split", "min_workers")}
         process, saves = str(Process.of(os.getpid())), bool(job.settings.checkpoint_dir)
         return cls(
@@ -63,20 +63,20 @@ class Running:
 
     @property
     def pid(self) -> int:
-        """Of its launcher."""
+        """PID of the launcher."""
         return int(self.process.split()[0])
 
     @property
     def is_from_here(self) -> bool:
-        """Whether it was started in the current folder."""
+        """Whether the job was started in the current directory."""
         try:
             return bool(self.folder) and Path().samefile(self.folder)
-        except OSError:  # that folder is gone
+        except OSError:  # that directory no longer exists
             return False
 
 
 def announce(run_dir: Path, job: Job) -> Running:
-    """Let others find the job of this launcher; return what they find."""
+    """Publish the job of this launcher, so that commands can find it; return the published description."""
     running = dataclasses.replace(Running.of(job), run_dir=run_dir)
     draft = run_dir / f"{_ABOUT}.draft"
     draft.write_text(json.dumps(dataclasses.asdict(running) | {"run_dir": ""}))
@@ -85,27 +85,27 @@ def announce(run_dir: Path, job: Job) -> Running:
 
 
 def find(pid: int | None = None) -> Running:
-    """Return the job whose launcher has the number ``pid``, or the only one, if it was started in this folder.
+    """Return the job whose launcher has this ``pid``; if None, the only job, if it was started in this directory.
 
     Raises:
-        ConfigError: if there is none, more than one to choose from, or one that was started elsewhere.
+        ConfigError: if there is no such job, more than one, or one that was started elsewhere.
     """
     all_jobs = list(_jobs())
     jobs = [job for job in all_jobs if pid in (None, job.pid)]
     if len(jobs) == 1 and (pid is not None or jobs[0].is_from_here):
         return jobs[0]
     if not all_jobs:
-        asked = "" if pid is None else f", and none has the launcher {pid}"
+        asked = "" if pid is None else f", and none has a launcher with PID {pid}"
         where = tempfile.gettempdir()
-        refuse(f"no job of yours runs on this machine{asked} (looked for in {where}); holdfast run starts one")
+        refuse(f"no job of yours runs on this machine{asked} (searched {where}); start one with holdfast run")
     if len(jobs) == 1:
         job = jobs[0]
         where = f"in {job.folder}" if job.folder else "elsewhere"
         refuse(f"job {job.pid} ({job.script}) was started {where}, not here: name it with --job {job.pid}")
     there = ", ".join(f"{job.pid} ({job.script})" for job in all_jobs)
     if pid is None:
-        refuse(f"{len(all_jobs)} jobs run: {there}; say which with --job NUMBER")
-    return refuse(f"--job must be the number of a launcher that runs: {there}; got {pid}")
+        refuse(f"{len(all_jobs)} jobs are running: {there}; choose one with --job NUMBER")
+    return refuse(f"--job must be the PID of a running launcher: {there}; got {pid}")
 
 
 def _jobs() -> Iterator[Running]:
@@ -118,40 +118,44 @@ def _jobs() -> Iterator[Running]:
 
 
 def _read(about: Path) -> Running | None:
-    """Return the job that a file of ours tells of; None if it is another user's, or not what we write."""
+    """Return the job that a description file names; None if the file belongs to another user or cannot be parsed."""
     try:
         if any(path.lstat().st_uid != os.getuid() for path in (about, about.parent)):
             return None
         return Running(**json.loads(about.read_text()) | {"run_dir": about.parent})
-    except (OSError, ValueError, TypeError):  # it ended just now, or another version of this program wrote it
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+    ):  # the job has just ended, or another version of this program wrote the file
         return None
 
 
 def ask(job: Running, **changes: Any) -> None:
-    """Ask for some of :data:`CHANGES`; raise a ConfigError if a value is not allowed, or the job has ended."""
+    """Request some of :data:`CHANGES`; raise a ConfigError if a value is not allowed or the job has ended."""
     check(changes, job)
     try:
         append(job.run_dir / _ASKED, changes)
     except OSError:
-        refuse(f"job {job.pid} ({job.script}) has ended meanwhile")
+        refuse(f"job {job.pid} ({job.script}) has ended in the meantime")
 
 
 def advice(job: Running, changes: Mapping[str, Any]) -> str:
-    """Return what the user should know about a change that is allowed, "" if there is nothing."""
+    """Return a warning about an allowed change, or ""."""
     wanted = changes.get("workers", 0)
     if job.split == "even" or not 0 < job.slices < wanted:
         return ""
     return (
-        f"a mini-batch of this job has {job.slices} slices, so {wanted - job.slices} of {wanted} workers will only stand by; "
-        f"start a job with --slices {wanted} or more if it may grow so far"
+        f"a mini-batch of this job has {job.slices} slices, so {wanted - job.slices} of {wanted} workers will be idle spares; "
+        f"start the job with --slices {wanted} or more if it may grow to that size"
     )
 
 
-# -- what may be asked
+# -- allowed requests
 
 
 def check(changes: Mapping[str, Any], job: Running) -> None:
-    """Raise a ConfigError if a running job cannot be asked this."""
+    """Raise a ConfigError if this running job cannot make these changes."""
     check_values(changes)
     if "workers" in changes:
         _check_workers(changes["workers"], job)
@@ -162,41 +166,39 @@ def check(changes: Mapping[str, Any], job: Running) -> None:
 
 
 def check_values(changes: Mapping[str, Any]) -> None:
-    """Raise a ConfigError if no job could be asked this."""
+    """Raise a ConfigError if no job could make these changes."""
     if not changes:
-        refuse("nothing is asked for: give at least one of --lr, --batch-size, --strategy, --checkpoint-every")
+        refuse("no change requested: give at least one of --lr, --batch-size, --strategy, --checkpoint-every")
     for name, value in changes.items():
         match name:
             case "workers":
                 _check_number("WORKERS", value, 1, MAX_WORKERS)
             case "lr":
                 if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
-                    refuse(f"--lr must be a finite number of at least 0, got {value!r}")
+                    refuse(f"--lr must be a finite number, at least 0, got {value!r}")
             case "batch_size":
                 _check_number("--batch-size", value, 1, _MAX_NUMBER)
             case "strategy":
                 names = strategy_names()
                 live = [name for name in names if strategy_class(name).can_change_live]
                 if value in names and strategy_class(value).rebuilds:
-                    refuse(
-                        f"--strategy {value} is for a job that is started with it: its script is built again by holdfast.reinit"
-                    )
+                    refuse(f"--strategy {value} must be set when the job starts: holdfast.reinit reruns its script")
                 if value not in live:
                     refuse(f"--strategy must be one of {', '.join(live)}, got {value!r}")
             case "checkpoint_every":
                 _check_number("--checkpoint-every", value, 0, _MAX_NUMBER)
             case _:
-                refuse(f"{name} cannot be changed while a job runs; {', '.join(CHANGES)} can")
+                refuse(f"{name} cannot be changed while a job runs; these can: {', '.join(CHANGES)}")
 
 
 def _check_workers(value: Any, job: Running) -> None:
     if not make_fabric(job.fabric).can_join:
         refuse(
-            f"job {job.pid} ({job.script}) runs with --fabric {job.fabric}, which cannot take in or give up workers; "
+            f"job {job.pid} ({job.script}) runs with --fabric {job.fabric}, which cannot add or remove workers; "
             "start it with --fabric gloo"
         )
     if value < job.min_workers:
-        refuse(f"WORKERS must be at least {job.min_workers}, because the job runs with --min-workers, got {value}")
+        refuse(f"WORKERS must be at least {job.min_workers}, the job's --min-workers, got {value}")
 
 
 def _check_number(what: str, value: Any, least: int, most: int) -> None:
@@ -206,14 +208,14 @@ def _check_number(what: str, value: Any, least: int, most: int) -> None:
 
 def _check_saves(what: str, job: Running) -> None:
     if not job.saves:
-        refuse(f"{what} needs a place for checkpoints, and job {job.pid} ({job.script}) runs without --checkpoint-dir")
+        refuse(f"{what} needs a checkpoint directory, and job {job.pid} ({job.script}) runs without --checkpoint-dir")
 
 
-# -- the launcher's side
+# -- in the launcher
 
 
 class Asked:
-    """What the job of this launcher is asked, line by line; ``say`` is called with a message for each invalid one."""
+    """Reads requests to this launcher's job, line by line; calls ``say`` with a message for each invalid request."""
 
     def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
         self._path = run_dir / _ASKED
@@ -221,7 +223,7 @@ class Asked:
         self._taken = self._read_bytes = 0
 
     def new(self) -> list[dict[str, Any]]:
-        """Return what was asked since the last call; half a line is left for the next."""
+        """Return the requests since the last call; an incomplete line is left for the next call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._read_bytes)
@@ -236,12 +238,12 @@ class Asked:
         try:
             return request_in(line.decode(errors="replace"))
         except ConfigError as error:
-            self._say(f"not changed: line {self._taken} of {_ASKED} is skipped: {error}")
+            self._say(f"request rejected: line {self._taken} of {_ASKED} is skipped: {error}")
             return None
 
 
 def append(path: Path, request: Mapping[str, Any]) -> None:
-    """Append one line, whole."""
+    """Append one complete line."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         os.write(file, (json.dumps(request) + "\n").encode())

@@ -1,4 +1,4 @@
-"""Who is started beside the workers that the job began with, who is told to leave, and what else is asked of it."""
+"""Elasticity: starts newcomers, asks workers to leave, and applies requests to the running job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.records.paths import requests_path
 
 
 class Crew:
-    """Answers deaths and requests with newcomers and with orders to leave. Making it lets others find the job."""
+    """Replaces failed workers, and scales the job on request. The constructor publishes the job to commands."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -23,34 +23,34 @@ class Crew:
         self._running = announce(run.places.run_dir, run.job)
 
     def begin(self, start: Start) -> None:
-        """Hear that the job is started; if it has begun without this node, offer it as many workers as the node would have had."""
+        """Prepare for a start of the job. If it began without this node, offer the node's workers as newcomers."""
         run = self._run
         run.births.begin_again(max(run.judge.highest, *start.ranks) + 1)
         if run.nodes is not None and run.nodes.is_late:
             run.nodes.is_late = False
             run.births.ask(run.job.settings.workers + run.job.settings.spares, run.clock.now_s())
-            run.view.say(f"node {run.job.node_rank} comes back: its workers join as newcomers")
+            run.view.say(f"node {run.job.node_rank} is back: its workers join as newcomers")
 
     def start_newcomers(self, attempt: Attempt) -> None:
-        """Start those whose time has come."""
+        """Start the newcomers that are due."""
         run = self._run
         for due in run.births.due(run.clock.now_s()):
             try:
                 rank = due if run.nodes is None else run.nodes.free_number(due)
-            except StoreLost:  # found at the next look
+            except StoreLost:  # detected at the next check
                 return
             run.files.follow([rank], [rank])
             run.judge.wait_for(rank)
             attempt.add(rank)
 
     def answer_requests(self, attempt: Attempt) -> None:
-        """Do what was asked for meanwhile, on this node or another."""
+        """Apply requests that were made on this node or on another."""
         nodes, job = self._run.nodes, self._run.job
         if nodes is None or job.nnodes == 1:
             for changes in self._asked.new():
                 self._change(attempt, changes)
             return
-        with contextlib.suppress(StoreLost):  # found at the next look
+        with contextlib.suppress(StoreLost):  # detected at the next check
             for changes in self._asked.new():
                 nodes.ask(changes | {"node": job.node_rank})
             for changes in nodes.asked():
@@ -64,14 +64,14 @@ class Crew:
         try:
             check(changes, self._running)
         except ConfigError as error:
-            self._run.view.say(f"not changed: {error!s:.300}")
+            self._run.view.say(f"request rejected: {error!s:.300}")
             return
         if "workers" in changes and node == here:
             self._scale(attempt, changes["workers"])
         append(requests_path(self._run.places.run_dir), changes)
 
     def _scale(self, attempt: Attempt, wanted: int) -> None:
-        """Start workers that are missing, on this node; tell those with the highest numbers to leave that are too many."""
+        """Start missing workers on this node, or send SIGTERM to surplus workers, highest ranks first."""
         run = self._run
         there = {*run.judge.living(), *run.judge.waiting}
         wanted += run.job.nnodes * run.job.settings.spares

@@ -1,4 +1,4 @@
-"""What a verdict means for whoever started the job: whether to start it again, the exit code, the words. Pure."""
+"""Exit status of a job: whether to restart it, its exit code and its message. Pure: no clock, process or file."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from holdfast.records.types import CheckpointSaved, ScriptFailed
 
 
 def explain(job: Job, verdict: Verdict, judge: Judge) -> tuple[int, str, str]:
-    """Return exit code, a line that says why, and the traceback, as in :class:`~holdfast.launch.job.Outcome`."""
+    """Return exit code, message and traceback, as in :class:`~holdfast.launch.job.Outcome`."""
     workers = len(judge.workers_alive()) or 1
     match verdict:
         case Completed(finished=finished) if finished.outcome == "done":
             return 0, "", ""
         case Departed():
-            return 0, f"the workers of node {job.node_rank} have left, as they were told to; the job goes on", ""
+            return 0, f"the workers of node {job.node_rank} have left as requested; the job continues", ""
         case Completed(finished=finished):
             return _explain_early_end(job, finished.outcome, finished.checkpoint, finished.step, workers)
         case Broken(exit_code=2):
@@ -28,47 +28,47 @@ def _explain_early_end(job: Job, outcome: str, checkpoint: str, step: int, worke
     if outcome == "stopped":
         why = f"stopped on request before step {step}"
     else:
-        why = f"too few workers are left to go on at step {step} (--min-workers {job.settings.min_workers})"
+        why = f"too few workers are left to continue at step {step} (--min-workers {job.settings.min_workers})"
     if not checkpoint:
-        return 1, f"{why}; nothing was saved, for want of a --checkpoint-dir", ""
+        return 1, f"{why}; nothing was saved, because there is no --checkpoint-dir", ""
     code = 4 if outcome == "stopped" else 1
     return code, f"{why}. {_go_on(job, step, checkpoint, workers)}", ""
 
 
 def _saved(job: Job, saved: CheckpointSaved | None, workers: int) -> str:
-    """Return a sentence to add about the newest checkpoint, "" if there is none."""
+    """Return a sentence about the newest checkpoint to append, or ""."""
     return "" if saved is None else f". {_go_on(job, saved.step, saved.path, workers)}"
 
 
 def _go_on(job: Job, step: int, checkpoint: str, workers: int) -> str:
     parent, _, name = checkpoint.rpartition("/")
     folder = job.settings.checkpoint_dir or (parent if name.startswith("step-") else checkpoint)
-    return f"The state before step {step} is saved in {checkpoint}; go on with: {resume_command(job, workers, folder)}"
+    return f"The state before step {step} is saved in {checkpoint}; resume with: {resume_command(job, workers, folder)}"
 
 
 def why_not_again(
     job: Job, lost: Lost, restarts: int, workers: int, *, stopping: bool, distributed: bool
 ) -> Broken | None:
-    """Return the verdict where a job that is lost must not be started again, None where it may be.
+    """Return the verdict if a lost job must not be restarted, None if it may be.
 
-    It was started again so many times so far, and there would be so many workers. ``distributed``: the script speaks to
+    ``restarts`` counts the restarts so far, ``workers`` the workers of the next start; ``distributed``: the script uses
     ``torch.distributed``.
     """
     if stopping and distributed:
         return Broken(f"stopped on request: {lost.reason}")
     if stopping:
-        return Broken(f"stopped on request, but the workers were gone before they could save: {lost.reason}")
+        return Broken(f"stopped on request, but the workers died before they could save: {lost.reason}")
     if restarts >= job.max_restarts:
         times = {1: "once", 2: "twice"}.get(restarts + 1, f"{restarts + 1} times")
         message = f"the job was lost {times}, and --max-restarts is {job.max_restarts}: {lost.reason}"
         return Broken(message, unexplained=True)
     if workers < job.settings.min_workers:
         least = f"fewer than --min-workers {job.settings.min_workers}"
-        return Broken(f"{workers} of the workers are left, {least}: {lost.reason}")
+        return Broken(f"{workers} workers are left, {least}: {lost.reason}")
     return None
 
 
 def unsaid(broken: Broken) -> ScriptFailed:
-    """Return the record of why the run broke, where no worker has written one."""
+    """Return the record of why the run failed, if no worker has written one."""
     rank, step, message = broken.rank, broken.step, broken.message
     return ScriptFailed(rank=rank, step=step, exit_code=1, message=message, traceback="")

@@ -1,13 +1,13 @@
-"""Which workers are there and get no further. Pure: no clock, process or file.
+"""Detection of hung workers. Pure: no clock, process or file.
 
-Two things are watched from outside. Each worker has a thread that lets its beacon *pulse*: a process that is stopped, or
-that keeps Python's lock, has no pulse. And each says where it is, and whether it waits for others: one that stands still
-and waits for nobody, while somebody waits, is taken to be stuck.
+Two signals are observed from outside. A thread of each worker makes its beacon *pulse*: a process that is stopped, or
+that holds the GIL, has no pulse. And each worker publishes its position, and whether it waits for other workers: a
+worker that makes no progress and does not wait, while another worker waits, is considered hung.
 
-No worker is blamed for what takes long by nature. What has taken longest so far and ended by itself raises the limit; it is
-higher until a worker has applied its first step (loading a library keeps Python's lock, too), in recovery and for
-checkpoints, where there is nothing to compare with. Nothing is said of one that is outside training, or says that it is
-busy. Where nobody waits, as when all evaluate, nobody is held up: then only the pulse counts.
+Operations that are slow by nature are not hangs. The longest one observed that ended without intervention raises the
+limit; the limit is higher until a worker has applied its first step (loading a library holds the GIL, too), in recovery
+and for checkpoints, where no earlier duration is comparable. Workers that are outside training, or marked busy, are
+ignored. If no worker waits, as when all evaluate, only the pulse counts.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from dataclasses import dataclass, field
 from holdfast.records.beacon import UNCONNECTED, Position
 
 _TIMES = 3.0
-"""So many times what has taken longest so far; and so much longer may a worker be without a pulse in its first step."""
+"""Factor on the longest duration observed, and on the limit of the pulse in a worker's first step."""
 _NEW_TIMES = 10.0
-"""So many times the limit for the first step of a worker, which may compile, and load data; and for a pulse before it."""
+"""Factor on the limit for a worker's first step, which may compile and load data, and of the pulse before it."""
 _LOOKS_WITHIN_S = 0.1
-"""A launcher that has not looked for so long, or for half the timeout, may have stood still with the whole machine."""
+"""A launcher that has not checked for this long, or half the timeout, may have been suspended with the machine."""
 _IN_STEP = ("forward", "backward", "allreduce", "optimizer")
 _PHASE_TIMES = dict.fromkeys(_IN_STEP, 1.0) | {"recovery": 10.0, "gate": 10.0, "checkpoint": 30.0}
-"""So many times the limit in each phase of training: state may be loaded, and storage be slow."""
+"""Factor on the limit in each phase of training: loading state and writing to storage may be slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """A worker to be given up, which has given no sign for ``silent_s`` seconds."""
+    """A worker to kill, which has been silent or without progress for ``silent_s`` seconds."""
 
     rank: int
     silent_s: float
@@ -40,7 +40,7 @@ class Stuck:
 
 @dataclass(frozen=True, slots=True)
 class _Sight:
-    """Where a worker was seen, and since when it has given no other sign."""
+    """The last change of a worker's position, and its time."""
 
     position: Position
     since_s: float
@@ -48,7 +48,7 @@ class _Sight:
 
 @dataclass(slots=True)
 class Hangs:
-    """Looks at all workers of a job again and again; none is given up before ``timeout_s`` without a sign, or if it is 0."""
+    """Checks all workers of a job periodically; reports none before ``timeout_s`` of silence, and none at all if it is 0."""
 
     timeout_s: float
     _pulses: dict[int, _Sight] = field(default_factory=dict)
@@ -58,10 +58,10 @@ class Hangs:
     _looked_s: float | None = None
     _given_up: set[int] = field(default_factory=set)
     keep_us_waiting: bool = field(default=False, init=False)
-    """Whether somebody of this node has waited so long that, as far as this node knows, who computes is stuck."""
+    """Whether a worker of this node has waited so long that, as far as is known here, others are hung."""
 
     def begin(self) -> None:
-        """Hear that the job is started anew."""
+        """Reset for a start of the job."""
         self._pulses.clear()
         self._places.clear()
         self._given_up.clear()
@@ -69,18 +69,18 @@ class Hangs:
 
     @property
     def look_every_s(self) -> float:
-        """How often to look."""
+        """Interval between checks, in seconds."""
         return self.timeout_s / 10
 
     def look(self, positions: Mapping[int, Position], now_s: float, *, elsewhere: bool = False) -> list[Stuck]:
-        """Return which workers of this node, of those that have said where they are, are to be given up; each is named once.
+        """Return the workers of this node to kill, among those that have published a position; each is reported once.
 
         ``elsewhere``: a worker on another node is kept waiting.
         """
         if not self.timeout_s:
             return []
         if self._looked_s is not None and now_s - self._looked_s > max(self.timeout_s / 2, _LOOKS_WITHIN_S):
-            self._pulses.clear()  # it was us who stood still, and perhaps the whole machine
+            self._pulses.clear()  # this launcher was suspended, and perhaps the whole machine
             self._places.clear()
         self._looked_s = now_s
         watched = {rank: position for rank, position in positions.items() if rank not in self._given_up}
@@ -106,11 +106,11 @@ class Hangs:
         limit_s = times * max(self.timeout_s, _TIMES * self._longest_silence_s)
         if not position.pulse or position.phase in UNCONNECTED or silent_s <= limit_s:
             return None
-        why = "its process is stopped, or something in it keeps Python's lock"
-        return Stuck(rank, silent_s, f"no sign of life for {silent_s:.1f} s: {why}")
+        why = "its process is stopped, or something in it holds the GIL"
+        return Stuck(rank, silent_s, f"no heartbeat for {silent_s:.1f} s: {why}")
 
     def _stretch_s(self, rank: int, position: Position, now_s: float) -> float:
-        """Return for how long a worker has stood still, or waited."""
+        """Return for how long a worker has made no progress, or has waited."""
         seen = self._places.setdefault(rank, _Sight(position, now_s))
         before, stretch_s = seen.position, now_s - seen.since_s
         if (before.beats, before.waits, before.busy) == (position.beats, position.waits, position.busy):
@@ -126,7 +126,7 @@ class Hangs:
 
     @staticmethod
     def _longest_wait_s(positions: Mapping[int, Position], stretches: Mapping[int, float]) -> float:
-        """Return for how long somebody has waited in training."""
+        """Return the longest time that a worker has waited in training."""
         waits = (stretches[r] for r, p in positions.items() if p.waits and p.phase in _PHASE_TIMES)
         return max(waits, default=0.0)
 
@@ -137,7 +137,7 @@ class Hangs:
         if stretch_s <= limit_s or longest_wait_s <= limit_s:
             return None
         why = (
-            f"no progress for {stretch_s:.1f} s in {position.phase} of step {position.step}, while others wait for it; the "
-            f"longest so far took {self._longest_stretch_s:.1f} s. If it was right to take so long: with session.busy()"
+            f"no progress for {stretch_s:.1f} s in {position.phase} of step {position.step}, while other workers wait for it; the "
+            f"longest so far took {self._longest_stretch_s:.1f} s. If this is expected, use: with session.busy()"
         )
         return Stuck(rank, stretch_s, why)

@@ -1,4 +1,4 @@
-"""Looking now and then where the workers are: the stuck are ended, the slow are named, and those who all wait are found."""
+"""Health monitor: kills hung workers, reports stragglers, and detects when all workers wait for each other."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from holdfast.records.types import StragglerSeen, WorkerFenced
 _LOOK_S = 0.25
 _BEFORE_TRAINING = (*UNCONNECTED, "start")
 _TELL_WITHIN_S = 10.0
-"""A watcher may take this long to record how its worker ended: on a busy machine its imports may not be through."""
+"""Time that a watcher may take to record how its worker ended: on a busy machine it may still be importing."""
 
 
 class Lookout:
-    """Watches the workers of this node, and tells ``news`` what was found."""
+    """Monitors the workers of this node, and reports to ``news``, the record bus."""
 
     def __init__(self, run: Run, news: News) -> None:
         self._run = run
@@ -37,18 +37,18 @@ class Lookout:
         self._ended: dict[int, float] = {}
 
     def begin(self) -> None:
-        """Hear that the job is started, or started again."""
+        """Reset for a start of the job."""
         self._ended = {}
         self._hangs.begin()
         self._starting.begin()
         self._stragglers.begin()
 
     def is_due(self) -> bool:
-        """Return whether it is time to look."""
+        """Return whether the next check is due."""
         return self._run.clock.now_s() >= self._look_at_s
 
     def look(self, attempt: Attempt) -> None:
-        """Look where the workers are, and do what is to be done about it."""
+        """Check all workers, and act on the findings."""
         now_s = self._run.clock.now_s()
         self._look_at_s = now_s + min(_LOOK_S, self._hangs.look_every_s or _LOOK_S)
         living = [rank for rank in self._run.judge.living() if rank in attempt.processes]
@@ -63,7 +63,7 @@ class Lookout:
         self._news.show(attempt.pids(living))
 
     def all_stall(self, attempt: Attempt, nodes: Nodes) -> bool:
-        """Return whether the workers of all nodes wait for each other; of this node alone the judge knows."""
+        """Return whether the workers of all nodes wait for each other; the job state knows only those of this node."""
         living = set(self._run.judge.living())
         remote = living.difference(attempt.processes)
         if not remote or not nodes.all_say("stalls", nodes.homes_of(sorted(remote))):
@@ -71,14 +71,14 @@ class Lookout:
         return self._run.judge.stand_still(living - remote, self._run.clock.now_s())
 
     def _say_how_it_goes(self, living: Sequence[int], now_s: float) -> None:
-        """Tell the other launchers what decides, for all workers together, whether some are stuck."""
+        """Publish to the other launchers what decides, for all workers together, whether some are hung."""
         if (others := self._run.others) is not None:
-            with contextlib.suppress(StoreLost):  # found at the next look
+            with contextlib.suppress(StoreLost):  # detected at the next check
                 others.say("waits", true=self._hangs.keep_us_waiting)
                 others.say("stalls", true=self._run.judge.stand_still(living, now_s))
 
     def _note_untold_ends(self, attempt: Attempt, watched: Set[int], now_s: float) -> None:
-        """Note workers whose end the watcher has not recorded: it was killed, is stopped, or could not write."""
+        """Record the end of workers whose watcher did not: it was killed, is stopped, or could not write."""
         before = self._ended
         self._ended = {rank: before.get(rank, now_s) for rank in watched if attempt.is_ended(rank)}
         for rank, since_s in self._ended.items():
@@ -86,7 +86,7 @@ class Lookout:
                 attempt.fence(rank)
                 is_over = now_s - since_s > _TELL_WITHIN_S
             else:
-                is_over = rank in before  # a record of the watcher's own would have been read since
+                is_over = rank in before  # a record of the watcher would have been read since
             if is_over:
                 exit_code = 0 if self._run.judge.has_finished(rank) else -signal.SIGKILL
                 self._news.note_end(attempt.untold_end(rank, exit_code), attempt)
@@ -103,13 +103,13 @@ class Lookout:
             elsewhere = nodes is not None and nodes.any_says("starts")
             found = self._starting.look(signs, now_s, has_begun=judge.has_begun, elsewhere=elsewhere)
         if others is not None:
-            with contextlib.suppress(StoreLost):  # found at the next look
+            with contextlib.suppress(StoreLost):  # detected at the next check
                 others.say("starts", true=self._starting.keeps_waiting and not judge.has_begun)
         if found.warning:
             self._run.view.say(found.warning)
         for stuck in found.stuck:
             self._note_fenced(stuck, -1)
-        unknown = [stuck for stuck in found.stuck if not attempt.fence(stuck.rank)]  # over gloo there is none
+        unknown = [stuck for stuck in found.stuck if not attempt.fence(stuck.rank)]  # over Gloo there is none
         if found.lost or unknown:
             why = found.lost or f"rank {unknown[0].rank} {unknown[0].reason}"
             judge.give_up("mpirun is stopped" if attempt.is_mpirun_stopped() else why)
@@ -120,7 +120,7 @@ class Lookout:
         for stuck in self._hangs.look(positions, now_s, elsewhere=elsewhere):
             pair = attempt.pair(stuck.rank)
             if pair is not None:
-                pair.watcher.send(signal.SIGCONT)  # if it is what was stopped, it cannot tell how its worker ended
+                pair.watcher.send(signal.SIGCONT)  # a stopped watcher could not record the end of its worker
             if pair is None or not pair.worker.is_alive():
                 continue
             self._note_fenced(stuck, positions[stuck.rank].step)
@@ -140,12 +140,12 @@ class Lookout:
             score, step = self._stragglers.scores(positions)[rank], positions[rank].step
             done = "warn" if policy == "replace" and rank != goes else policy
             self._news.note(StragglerSeen(rank=rank, step=step, score=score, policy=done))
-        if goes is not None:  # it leaves in order, so that nothing of its work is lost
+        if goes is not None:  # it leaves in order, so that none of its work is lost
             attempt.send(goes, signal.SIGTERM)
             self._run.births.died(goes, now_s)
         if policy == "rebalance" and (speeds := self._stragglers.new_speeds(positions, now_s)) is not None:
             append(requests_path(self._run.places.run_dir), {"speeds": speeds})
 
     def _can_replace(self) -> bool:
-        """Return whether anybody is there to take the place of a worker: a spare, or a newcomer that may be started."""
+        """Return whether a replacement is available: a spare, or a newcomer that may be started."""
         return self._run.births.limit > 0 or len(self._run.judge.workers_alive()) > self._run.job.workers

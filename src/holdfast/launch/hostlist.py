@@ -1,4 +1,4 @@
-"""The machines that ``--hosts`` names: from a list, a file, or an allocation of Slurm."""
+"""Hosts given by ``--hosts``: a list, a file, or a Slurm allocation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine, by the name that it is reached by, and the most workers there."""
+    """A host and its slots, the maximum number of workers there."""
 
     name: str
     slots: int
@@ -30,10 +30,13 @@ class Host:
 
 
 def parse_hosts(text: str, env: Mapping[str, str] | None = None) -> tuple[Host, ...]:
-    """Return the machines that ``--hosts`` names.
+    """Return the hosts given by ``--hosts``.
 
-    That is ``node0:8,node1:8``; or a file with a line for each, ``node0:8`` or ``node0 slots=8``; or ``slurm`` for those of the
-    allocation, which are read from ``env`` (None: that of this process). A ConfigError says what is none of these.
+    Formats: ``node0:8,node1:8``; a file with one host a line, ``node0:8`` or ``node0 slots=8``; or ``slurm`` for the
+    hosts of the allocation, which is read from ``env`` (None: the environment of this process).
+
+    Raises:
+        ConfigError: if the text is none of these, or names a host twice.
     """
     if text == SLURM:
         hosts = _of_slurm(os.environ if env is None else env)
@@ -45,10 +48,10 @@ def parse_hosts(text: str, env: Mapping[str, str] | None = None) -> tuple[Host, 
     else:
         hosts = [_host(word.strip()) for word in text.split(",")]
     if not hosts:
-        _refuse(f"--hosts {text} names no machine")
+        _refuse(f"--hosts {text} names no host")
     twice = {host.name for host in hosts if [other.name for other in hosts].count(host.name) > 1}
     if twice:
-        _refuse(f"--hosts names {', '.join(sorted(twice))} twice; give the workers there as one number, HOST:N")
+        _refuse(f"--hosts names {', '.join(sorted(twice))} twice; give all its workers as one number, HOST:N")
     return tuple(hosts)
 
 
@@ -57,7 +60,7 @@ def _host(word: str) -> Host:
     if not _NAME.fullmatch(name):
         _refuse(f"--hosts must be HOST:WORKERS[,HOST:WORKERS...], a file of such lines, or {SLURM}; got {word!r}")
     if colon and not (slots.isdecimal() and 1 <= int(slots) <= 1024):
-        _refuse(f"--hosts: the workers of {name} must be a number from 1 to 1024, got {slots!r}")
+        _refuse(f"--hosts: the number of workers of {name} must be from 1 to 1024, got {slots!r}")
     return Host(name, int(slots) if colon else 1)
 
 
@@ -65,17 +68,17 @@ def _of_slurm(env: Mapping[str, str]) -> list[Host]:
     nodes, tasks = env.get("SLURM_JOB_NODELIST", ""), env.get("SLURM_TASKS_PER_NODE", "")
     if not nodes or shutil.which("scontrol") is None:
         what = "scontrol is not on PATH" if nodes else "SLURM_JOB_NODELIST is not set"
-        _refuse(f"--hosts {SLURM} works inside an allocation of Slurm only, and {what}")
+        _refuse(f"--hosts {SLURM} needs a Slurm allocation, and {what}")
     shown = subprocess.run(
         ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=60, check=False
     )
     if shown.returncode:
-        _refuse(f"--hosts {SLURM}: scontrol show hostnames {nodes} says: {shown.stderr.strip()}")
+        _refuse(f"--hosts {SLURM}: scontrol show hostnames {nodes} failed: {shown.stderr.strip()}")
     names = shown.stdout.split()
     matches = [_TASKS.fullmatch(part) for part in tasks.split(",")]
     slots = [int(match[1]) for match in matches if match for _ in range(int(match[2] or 1))]
     if len(slots) != len(names) or None in matches:
-        _refuse(f"--hosts {SLURM}: SLURM_TASKS_PER_NODE={tasks!r} does not fit the {len(names)} nodes of {nodes}")
+        _refuse(f"--hosts {SLURM}: SLURM_TASKS_PER_NODE={tasks!r} does not match the {len(names)} nodes of {nodes}")
     return [Host(name, number) for name, number in zip(names, slots, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""What the launcher is asked to do, and what it answers."""
+"""The job that the launcher runs, its options, and its outcome."""
 
 from __future__ import annotations
 
@@ -28,167 +28,181 @@ MAX_RESPAWNS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A script to run on some workers of this machine, or of several; what the launcher alone has to know.
+    """A script to run on workers of this machine or of several, with the options that only the launcher needs.
 
     Args:
         script: The file.
-        args: What the script finds in ``sys.argv[1:]``.
-        settings: For the workers; ``workers`` is how many there are. ``run_dir`` and ``origin_s`` are the launcher's.
+        args: ``sys.argv[1:]`` of the script.
+        settings: Settings of the workers; ``workers`` is their number. The launcher sets ``run_dir`` and ``origin_s``.
     """
 
     script: Path
     args: tuple[str, ...] = ()
     settings: Settings
     max_restarts: int = option(
-        3, help="How often the whole job may be started again.", group="limits", metavar="R", is_shown=True
+        3, help="Maximum number of restarts of the whole job.", group="Recovery", metavar="R", has_default=True
     )
     max_respawns: int = option(
         0,
-        help="How many, at most [16].",
-        manual="how many, at most; with `--respawn`",
-        group="newcomers",
+        help="Maximum number of replacement workers.",
+        manual="maximum number of replacement workers, with `--respawn`",
+        usual="16",
+        group="Spare and replacement workers",
         metavar="R",
         most=MOST_WORKERS,
     )
     nnodes: int = option(
         1,
-        help="Machines, each with a launcher and so many workers.",
-        manual="machines that take part, each with a launcher of its own and `-n` workers; `--fabric gloo` only: [several-nodes.md](../how-to/several-nodes.md)",
-        group="nodes",
+        help="Nodes, each with a launcher of its own; --fabric gloo.",
+        manual="nodes, each with a launcher of its own and `-n` workers; `--fabric gloo` only: [nodes.md](../how-to/nodes.md)",
+        group="Multiple nodes with Gloo",
+        is_basic=True,
         metavar="N",
         most=MOST_WORKERS,
         least_given=1,
-        is_shown=True,
+        has_default=True,
     )
-    node_rank: int = option(0, help="Which of them this is, from 0.", group="nodes", metavar="R", is_shown=True)
+    node_rank: int = option(
+        0,
+        help="Rank of this node, from 0.",
+        usual="0",
+        group="Multiple nodes with Gloo",
+        is_basic=True,
+        metavar="R",
+        has_default=True,
+    )
     rdzv: str = option(
         "",
-        help="Where they meet: holdfast://HOST:PORT or etcd://HOST:PORT/JOB.",
-        manual="where they meet: `holdfast://HOST:PORT`, which the first node hosts, or `etcd://HOST:PORT[,HOST:PORT...]/JOB`",
-        group="nodes",
+        help="Rendezvous: holdfast://HOST:PORT or etcd://HOST:PORT/JOB.",
+        manual="rendezvous: `holdfast://HOST:PORT`, hosted by node 0, or `etcd://HOST:PORT[,HOST:PORT...]/JOB`",
+        group="Multiple nodes with Gloo",
+        is_basic=True,
         metavar="URL",
     )
     rdzv_timeout_s: float = option(
         300.0,
-        help="How long to wait for the others.",
-        manual="how long to wait for the store and the other nodes",
-        group="meeting",
-        is_shown=True,
+        help="How long to wait for the rendezvous.",
+        manual="how long to wait for the store and for the other nodes",
+        group="Multiple nodes with Gloo",
+        has_default=True,
     )
     node_timeout_s: float = option(
         10.0,
-        help="A machine that is not heard of for so long is lost.",
-        manual="a machine that is not heard of for so long is lost, with its workers",
-        group="meeting",
-        is_shown=True,
+        help="A node without a heartbeat for this long is lost.",
+        manual="a node without a heartbeat for this long is lost, with its workers",
+        group="Multiple nodes with Gloo",
+        has_default=True,
     )
     hosts: tuple[Host, ...] = option(
         (),
-        help="Machines to start workers on; --fabric ulfm.",
-        manual="machines on which mpirun starts the workers, `N` on each; `--fabric ulfm` only: [open-mpi.md](../how-to/open-mpi.md)",
-        usual="this one",
-        group="machines",
+        help="Hosts on which mpirun starts workers; --fabric ulfm.",
+        manual="hosts on which mpirun starts workers, with N slots each; `--fabric ulfm` only: [nodes.md](../how-to/nodes.md#with-open-mpi)",
+        usual="this machine",
+        group="Multiple nodes with Open MPI",
+        is_basic=True,
         metavar="HOST:N,...|FILE|slurm",
         kind=str,
     )
     launch_agent: str = option(
         "",
-        help="What reaches them, as CMD HOST COMMAND [ssh].",
-        manual="what reaches them, called as `CMD HOST COMMAND`",
+        help="Remote shell, called as CMD HOST COMMAND.",
+        manual="remote shell, called as `CMD HOST COMMAND`",
         usual="`ssh`",
-        group="machines",
+        group="Multiple nodes with Open MPI",
         metavar="CMD",
     )
     network: str = option(
         "",
-        help="By which they talk: an interface, or ADDRESS/BITS [any].",
-        manual="by which they talk: an interface, or `ADDRESS/BITS`",
-        group="machines",
+        help="Network interface or CIDR that workers use to communicate.",
+        usual="any",
+        group="Multiple nodes with Open MPI",
         metavar="NET",
     )
     run_dir: Path | None = option(
         None,
-        help="A folder that they all see [that of --checkpoint-dir].",
-        manual="a folder that they all see, for the time of the run",
+        help="Directory that all hosts share, for the time of the run.",
         usual="that of `--checkpoint-dir`",
-        group="machines",
+        group="Multiple nodes with Open MPI",
         kind=Path,
     )
     stragglers: str = option(
         "warn",
-        help="What to do about slow workers.",
-        manual="what to do about a worker that has been slower than the others for 20 steps: say so; give it fewer slices (with `--split even` a smaller share); tell it to leave, so that a spare or a new worker takes its place (`replace` needs `--spares` or `--respawn`, and only warns once nobody is left for that). Workers are replaced, and slices shared out, at most once in 30 s. `rebalance` is refused with `--nnodes` above 1: each launcher knows only how fast its own workers are",
-        group="stragglers",
+        help="Response to slow workers.",
+        manual="response to a worker that has been slower than the others for 20 steps, at most once in 30 s: log it; assign it fewer slices (with `--split even`, a smaller share); or stop it, so that a spare or new worker replaces it. `replace` needs `--spares` or `--respawn`, and only warns when none is left. `rebalance` needs a single launcher (`--nnodes 1`), which knows the speed of all workers",
+        group="Failure detection",
         choices=POLICIES,
-        is_shown=True,
+        has_default=True,
     )
     straggler_factor: float = option(
         2.0,
-        help="Slow: X times the median of the others.",
-        manual="slow is who takes X times as long for a slice as the median of the others",
-        group="stragglers",
+        help="Slow: X times the median time per slice of the other workers.",
+        group="Failure detection",
         metavar="X",
-        is_shown=True,
+        has_default=True,
     )
     stall_timeout_s: float = option(
         60.0,
-        help="Start again if all workers wait for each other this long.",
-        manual="when all living workers have waited for each other this long, without a sign of life, or have recovered again and again for nothing, the job is started again",
-        group="limits",
-        is_shown=True,
+        help="Restart the job if all workers wait for each other for this long.",
+        manual="restart the job if all live workers have waited for each other for this long without a heartbeat, or have recovered repeatedly without progress",
+        group="Failure detection",
+        has_default=True,
     )
     mtbf_s: float = option(
         0.0,
-        help="Kill random workers, on average one in so many seconds.",
-        manual="kills random workers at exponential times, on average one in so many seconds; the last one is spared",
-        group="faults",
+        help="Chaos mode: kill random workers, with this mean time between kills.",
+        manual="chaos mode: kill a random worker at exponentially distributed intervals with this mean; the last worker is spared",
+        group="Fault injection",
     )
     grace_s: float = option(
         30.0,
-        help="Time to finish a step and save after SIGTERM.",
-        manual="after SIGTERM or SIGINT: time to finish the step in progress and save",
-        group="stopping",
-        is_shown=True,
+        help="Time to finish the step and save after SIGTERM or SIGINT.",
+        group="Resume and stop",
+        has_default=True,
     )
     log_dir: Path | None = option(
-        None, help="Keep each worker's output in a file here.", usual="in the report folder", group="output", kind=Path
+        None,
+        help="Write each worker's output to a file in this directory.",
+        usual="the report directory",
+        group="Output",
+        kind=Path,
     )
     report_dir: Path | None = option(
         None,
-        help="Write report.json, events.jsonl, index.html here.",
-        manual="write the files below",
-        group="output",
+        help="Write report.json, events.jsonl and index.html to this directory.",
+        manual="write `report.json`, `events.jsonl` and `index.html` to this directory",
+        group="Output",
+        is_basic=True,
         flags=("--report",),
         kind=Path,
     )
     page: bool = option(
         True,
-        help="Draw the page of the report, too.",
-        manual="draw `index.html` too, or not: it takes a second or two, and `holdfast report DIR` draws it later",
+        help="Also write index.html.",
+        manual="also write `index.html`, which takes a second or two; `holdfast report DIR` writes it later",
         usual="`--page`",
-        group="output",
+        group="Output",
         flags=("--page/--no-page",),
-        is_shown=True,
+        has_default=True,
     )
 
     @property
     def is_virtual(self) -> bool:
-        """Whether all workers live in one process."""
+        """Whether all workers are in one process."""
         return self.fabric.one_process
 
     @property
     def fabric(self) -> Fabric:
-        """How workers are started, and how they communicate."""
+        """The fabric, which starts the workers and connects them."""
         return make_fabric(self.settings.fabric or DEFAULT)
 
     @property
     def workers(self) -> int:
-        """How many share the work, on all nodes."""
+        """Number of workers that compute, over all nodes."""
         return self.nnodes * self.settings.workers
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All workers and spares that the job begins with."""
+        """Ranks of all workers and spares that the job begins with."""
         return tuple(range(self.workers + self.nnodes * self.settings.spares))
 
     def home(self, rank: int) -> int:
@@ -199,23 +213,23 @@ class Job:
 
     @property
     def slices(self) -> int:
-        """Slices of a mini-batch, the same for the whole job; 0 leaves it to the checkpoint that is resumed, or to a choice."""
+        """Slices per mini-batch, fixed for the job; 0 if the resumed checkpoint or ``auto_slices`` determines them."""
         is_open = self.settings.resume or self.settings.auto_slices >= 0
         return self.settings.slices or (0 if is_open else self.workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended.
+    """Outcome of a run.
 
     Args:
         exit_code: 0 done, 1 failed, 2 wrong setting, 4 stopped with its state saved.
-        message: One line that says why, "" if it is done.
-        traceback: Of the first worker whose script raised, or "".
-        mpirun_says: What mpirun printed, if no worker has said why the run failed, or "".
-        report: As in ``report.json``.
-        is_reported: It was written to the folder that the job has for it.
-        records: Of all workers and of the launcher, in the order of time.
+        message: One line that gives the reason, "" if the run is done.
+        traceback: Traceback of the first worker whose script raised, or "".
+        mpirun_says: Output of mpirun, if no worker recorded why the run failed, or "".
+        report: Content of ``report.json``.
+        is_reported: Whether the report was written to the job's report directory.
+        records: Records of all workers and of the launcher, ordered by time.
     """
 
     exit_code: int
@@ -228,7 +242,7 @@ class Outcome:
 
 
 def check(job: Job) -> None:
-    """Raise a ConfigError, which says what to change, if the job cannot be started."""
+    """Raise a ConfigError that says what to change, if the job cannot be started."""
     settings = job.settings
     if not job.script.is_file():
         refuse(f"there is no script {str(job.script)!r}")
@@ -236,20 +250,20 @@ def check(job: Job) -> None:
         refuse(f"--min-workers must be at most the number of workers ({job.workers}), got {settings.min_workers}")
     if settings.auto_slices >= max(1, job.workers) and not settings.resume:
         refuse(
-            f"--slices auto:F must leave somebody: F must be below the number of workers ({job.workers}), got {settings.auto_slices}"
+            f"--slices auto:F must leave a worker: F must be below the number of workers ({job.workers}), got {settings.auto_slices}"
         )
     if settings.resume and not settings.checkpoint_dir:
-        refuse("--resume needs --checkpoint-dir: where are the checkpoints to go on from?")
+        refuse("--resume needs --checkpoint-dir, the directory of the checkpoints to resume from")
     _check_checkpoints(settings)
     strategy = strategy_class(settings.strategy)
     if strategy.needs_checkpoint and not settings.checkpoint_dir:
         refuse(
-            f"--strategy {settings.strategy} needs --checkpoint-dir: it goes back to the newest checkpoint after every failure"
+            f"--strategy {settings.strategy} needs --checkpoint-dir: every failure restarts from the newest checkpoint"
         )
     if settings.reinit_from != "own" and not strategy.rebuilds:
-        refuse(f"--reinit-from {settings.reinit_from} needs --strategy reinit: the others build nothing again")
+        refuse(f"--reinit-from {settings.reinit_from} needs --strategy reinit: other strategies rebuild nothing")
     if settings.reinit_from == "checkpoint" and not settings.checkpoint_dir:
-        refuse("--reinit-from checkpoint needs --checkpoint-dir: where are the checkpoints to go on from?")
+        refuse("--reinit-from checkpoint needs --checkpoint-dir, the directory of the checkpoints to resume from")
     _check_amounts(job)
     check_plan(job)
     for folder, flag in ((job.report_dir, "--report"), (job.log_dir, "--log-dir")):
@@ -263,9 +277,9 @@ def _check_checkpoints(settings: Settings) -> None:
     often = settings.checkpoint_every or settings.checkpoint_auto
     for given, flag in ((often, "--checkpoint-every"), (settings.keep_last, "--keep-last")):
         if given and not place:
-            refuse(f"{flag} needs --checkpoint-dir: where are the checkpoints to go?")
+            refuse(f"{flag} needs --checkpoint-dir, the directory for the checkpoints")
     if place and not _is_remote(place) and local.exists() and not local.is_dir():
-        refuse(f"--checkpoint-dir must be a folder, and {place} is a file")
+        refuse(f"--checkpoint-dir must be a directory, and {place} is a file")
     if settings.keep_every and not settings.keep_last:
         refuse("--keep-every needs --keep-last: without it all checkpoints are kept")
     if settings.checkpoint_format == "hdf5" and importlib.util.find_spec("h5py") is None:
@@ -273,7 +287,7 @@ def _check_checkpoints(settings: Settings) -> None:
 
 
 def _is_remote(place: str) -> bool:
-    """Return whether checkpoints are somewhere else than in a local folder."""
+    """Return whether checkpoints are in remote storage, not in a local directory."""
     return "://" in place and not place.startswith("file://")
 
 
@@ -291,25 +305,25 @@ def _check_amounts(job: Job) -> None:
     if job.stragglers not in POLICIES:
         refuse(f"--stragglers must be one of {', '.join(POLICIES)}, got {job.stragglers!r}")
     if job.stragglers == "replace" and not (job.settings.spares or job.max_respawns):
-        refuse("--stragglers replace needs --spares or --respawn: who is to take the place of a slow worker?")
+        refuse("--stragglers replace needs --spares or --respawn, which provide replacements for slow workers")
     if not 1 < job.straggler_factor < math.inf:
         refuse(f"--straggler-factor must be more than 1 and finite, got {job.straggler_factor:g}")
     if job.max_respawns and not job.fabric.can_join:
         refuse(
-            f"--respawn needs --fabric gloo: the {job.settings.fabric} fabric cannot take in workers while it runs; --spares can wait there"
+            f"--respawn needs --fabric gloo: the {job.settings.fabric} fabric cannot add workers to a running job; use --spares"
         )
     if not job.stall_timeout_s > 0:
         refuse(f"--stall-timeout must be more than 0 seconds, got {job.stall_timeout_s:g}")
     if job.mtbf_s and job.is_virtual:
         refuse(
-            f"--mtbf kills processes, and with --fabric {job.settings.fabric} all workers are one; use --inject, or --fabric ulfm"
+            f"--mtbf kills processes, and with --fabric {job.settings.fabric} all workers are in one; use --inject, or --fabric ulfm"
         )
     if not 0 <= job.mtbf_s < math.inf:
         refuse(f"--mtbf must be more than 0 seconds and finite, got {job.mtbf_s:g}")
 
 
 def check_plan(job: Job) -> None:
-    """Raise a ConfigError if the fault plan does not fit the workers."""
+    """Raise a ConfigError if the fault plan does not match the workers."""
     if job.settings.faults:
         from holdfast.faults.plan import FaultPlan
 
@@ -331,19 +345,19 @@ def refuse(message: str) -> NoReturn:
     raise ConfigError(message)
 
 
-# -- the command line that says it again
+# -- the command line of a job
 
 _SAID_APART = ("workers", "token", "certificate", "resume", "max_respawns", "page")
-"""Fields whose options :func:`command_line` writes in its own way, or not at all."""
+"""Fields whose options :func:`command_line` writes in a special way, or omits."""
 OPTIONS, _JOB_OPTIONS = (
     tuple((each.flag, each.name) for each in fields_of(kind) if each.option.help and each.name not in _SAID_APART)
     for kind in (Settings, Job)
 )
-"""Option and field."""
+"""Option and field name."""
 
 
 def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
-    """Return the command that runs the job, with every setting that is not the default; the secret of the nodes stays out."""
+    """Return the command that runs the job, with every non-default setting except the rendezvous token."""
     settings = job.settings
     words = ["holdfast", "run", "-n", str(settings.workers), *_said(settings, OPTIONS, Settings(fabric="ulfm"))]
     words += ["--checkpoint-every", "auto"] if settings.checkpoint_auto else []
@@ -359,7 +373,7 @@ def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
 
 
 def _said(given: object, options: Sequence[tuple[str, str]], usual: object) -> list[str]:
-    """Return the options of what is not as usual, each with its value; what is wanted or not has none."""
+    """Return the options whose values are not the default, each with its value; switches have none."""
     words = []
     for flag, name in options:
         value = getattr(given, name)
@@ -369,18 +383,18 @@ def _said(given: object, options: Sequence[tuple[str, str]], usual: object) -> l
 
 
 def _word(value: Any) -> str:
-    """Return a value as it is given on the command line."""
+    """Return a value in command-line syntax."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
 def resume_command(job: Job, workers: int, checkpoint_dir: str) -> str:
-    """Return the command that goes on from ``checkpoint_dir``, the same on every node.
+    """Return the command that resumes the job from ``checkpoint_dir``, the same on every node.
 
-    So many workers are left, spares among them; the job may need more.
+    ``workers`` are left, including spares; the job may need more.
     """
-    if job.hosts:  # all workers end with a host that is lost, and those that are left have room again
+    if job.hosts:  # all workers end with a lost host, and the remaining hosts have free slots again
         workers = min(len(job.ranks), sum(host.slots for host in job.hosts))
     share = max(min(workers, job.workers) if job.settings.spares else workers, job.settings.min_workers)
     settings = dataclasses.replace(

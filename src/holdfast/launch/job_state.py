@@ -1,4 +1,4 @@
-"""What the workers' records mean for the job. Pure: no clock, process or file."""
+"""State of a job, derived from the records of its workers. Pure: no clock, process or file."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from holdfast.records.types import (
 )
 
 POISON_DEATHS = 3
-"""So many deaths in a row at the same slice of the same step: the samples are to blame, not the machine."""
+"""Consecutive deaths at the same slice of the same step after which the samples are blamed, not the machine."""
 
 VAIN_RECOVERIES = 3
-"""So many recoveries in a row that lose nobody, let nobody in and commit nothing are no chance."""
+"""Consecutive recoveries without a lost worker, newcomer or committed step after which they count as futile."""
 
 _COMPUTING = ("forward", "backward")
 _WAITING = ("allreduce", "recovery", "gate")
@@ -34,27 +34,27 @@ _NAMED_SAMPLES = 20
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What to do now that nothing more is to be expected of the workers."""
+    """What to do once no further progress of the workers is expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completed(Verdict):
-    """Every living worker passed the gate; ``finished`` is the word of one of them."""
+    """Every live worker passed the gate; ``finished`` is the record of one of them."""
 
     finished: Finished
 
 
 @dataclass(frozen=True, slots=True)
 class Departed(Verdict):
-    """The workers of this node have left in order; the job goes on without it."""
+    """The workers of this node have left in order; the job continues without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Broken(Verdict):
-    """The job must not go on.
+    """The job must not continue.
 
-    ``exit_code`` is 2 for a wrong setting. Unexplained: no worker has said why, so mpirun may have. ``rank`` and ``step`` tell
-    whose script ended wrongly without a word, and where; -1 for none.
+    ``exit_code`` is 2 for a wrong setting. ``unexplained``: no worker recorded a reason, so mpirun's output may give it.
+    ``rank`` and ``step``: the worker whose script failed without a record, and its step; -1 for none.
     """
 
     message: str
@@ -67,14 +67,14 @@ class Broken(Verdict):
 
 @dataclass(frozen=True, slots=True)
 class Lost(Verdict):
-    """The job is lost, and may be started again."""
+    """The job is lost, and may be restarted."""
 
     reason: str
 
 
 @dataclass(slots=True)
 class _Start:
-    """What is known of one start of the job."""
+    """State of one start of the job."""
 
     ranks: tuple[int, ...]
     processes: tuple[int, ...]
@@ -93,11 +93,11 @@ class _Start:
 
 
 class Judge:
-    """Hears every record of a job, over all its starts, and says when and how it is over.
+    """Takes every record of a job, over all its starts, and decides when and how the job is over.
 
-    ``virtual``: all workers live in one process. ``all_connect``: the fabric connects all workers or none, so a death before
-    that keeps the others waiting. After ``stall_timeout_s`` without a sign of life while all wait for each other, or with
-    recoveries of which nothing comes, the job is lost.
+    ``virtual``: all workers are in one process. ``all_connect``: the fabric connects all workers or none, so a worker
+    that dies before keeps the others waiting. The job is lost after ``stall_timeout_s`` in which all workers wait for
+    each other without a heartbeat, or recover without progress.
     """
 
     def __init__(
@@ -117,38 +117,38 @@ class Judge:
         self.last_step = -1
 
     def begin(self, ranks: Sequence[int]) -> None:
-        """Hear that the job is started, or started again, on ``ranks``."""
+        """Begin a start of the job on ``ranks``."""
         self._start = _Start(tuple(ranks), tuple(ranks[:1] if self._virtual else ranks))
         self._highest = max((self._highest, *ranks))
         self._closed = False
 
     def wait_for(self, rank: int) -> None:
-        """Hear that a newcomer is started; what it says and how it ends matters once the others have let it in."""
+        """Register a newcomer that is started; its records count once the other workers have admitted it."""
         self._start.waiting.setdefault(rank, [])
         self._highest = max(self._highest, rank)
 
     @property
     def waiting(self) -> set[int]:
-        """Newcomers that are started, were not let in yet and have not ended."""
+        """Newcomers that are started, were not admitted yet and have not ended."""
         said = self._start.waiting.items()
         return {rank for rank, heard in said if not any(isinstance(record, WorkerEnded) for record, _ in heard)}
 
     @property
     def highest(self) -> int:
-        """The highest number that a worker was given."""
+        """The highest rank assigned so far."""
         return self._highest
 
     def lose(self, ranks: Iterable[int]) -> None:
-        """Hear that these workers are lost, with their node: what they say from now on does not count."""
+        """Mark these workers as lost with their node: later records of them are ignored."""
         for rank in ranks:
             self._start.lost_s.setdefault(rank, 0.0)
 
     def give_up(self, reason: str) -> None:
-        """Give up this start of the job, which cannot begin; none of its workers is known to be to blame."""
+        """Give up this start of the job, which cannot begin; no worker is known to be the cause."""
         self._start.given_up = reason
 
     def connect(self, ranks: Iterable[int]) -> None:
-        """Note which workers are connected with the others."""
+        """Record which workers are connected to the others."""
         self._start.connected.update(ranks)
 
     def unconnected(self) -> set[int]:
@@ -157,11 +157,11 @@ class Judge:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a worker has begun to train since the job was started, or started again."""
+        """Whether a worker has begun to train in this start of the job."""
         return bool(self._start.begun)
 
     def has_ended(self, rank: int) -> bool:
-        """Return whether the end of a worker is known."""
+        """Return whether the end of a worker is recorded."""
         return rank in self._start.ended
 
     def has_finished(self, rank: int) -> bool:
@@ -169,11 +169,11 @@ class Judge:
         return rank in self._start.finished
 
     def close(self) -> None:
-        """Hear that the launcher ends what is left: deaths from now on are its own."""
+        """Record that the launcher kills the remaining workers: later deaths are its own."""
         self._closed = True
 
     def hear(self, record: Record, position: Position | None = None) -> None:
-        """Take one record; ``position`` is where the worker was, if it has ended."""
+        """Take one record; ``position`` is the last position of a worker that has ended."""
         match record:
             case StepCommitted():
                 self.last_step = max(self.last_step, record.step)
@@ -188,11 +188,11 @@ class Judge:
 
     def _hear_of_start(self, record: Record, position: Position | None) -> None:
         start = self._start
-        if record.rank in start.waiting:  # its end may be heard before the word of those who had let it in
+        if record.rank in start.waiting:  # its end may be read before the records of the workers that admitted it
             start.waiting[record.rank].append((record, position))
             return
         if record.t_s > start.lost_s.get(record.rank, record.t_s) and record.rank not in {f.rank for f in start.failed}:
-            start.excused.add(record.rank)  # it was given up before, and found out
+            start.excused.add(record.rank)  # it was given up before, and noticed
         match record:
             case RunStarted():
                 start.begun.add(record.rank)
@@ -208,7 +208,7 @@ class Judge:
                 start.failed.append(record)
             case WorkerEnded():
                 start.ended[record.rank] = record
-                start.quiet.clear()  # who waited for it can go on now, and has as long again
+                start.quiet.clear()  # workers that waited for it can continue, and get the full timeout again
                 if record.exit_code < 0 and record.rank not in self.killed:
                     self._note_death(record, position)
 
@@ -223,7 +223,7 @@ class Judge:
 
     def _note_death(self, death: WorkerEnded, position: Position | None) -> None:
         if position is None or position.phase not in _COMPUTING:
-            return  # Open MPI may crash survivors while they recover: that says nothing about the samples
+            return  # Open MPI may crash survivors during recovery, which is not evidence against the samples
         if position.slice < 0:
             return
         if self._poison and _place(self._poison[-1][1]) != _place(position):
@@ -231,19 +231,19 @@ class Judge:
         self._poison.append((death, position))
 
     def living(self) -> tuple[int, ...]:
-        """Return the numbers of the processes that, as far as is known, still run."""
+        """Return the ranks of the processes that, as far as is known, still run."""
         start = self._start
         gone = start.ended.keys() | (set() if self._virtual else start.lost_s.keys())
         return tuple(rank for rank in start.processes if rank not in gone)
 
     def workers_alive(self) -> tuple[int, ...]:
-        """Return the workers that, as far as is known, are alive; logical ones of the virtual fabric too."""
+        """Return the workers that, as far as is known, are alive, including logical workers of the virtual fabric."""
         start = self._start
         gone = {rank for rank, end in start.ended.items() if not self._virtual and end.exit_code < 0}
         return tuple(rank for rank in start.ranks if rank not in gone | start.lost_s.keys() | self.killed)
 
     def ranks_left(self, wanted: int = 1) -> tuple[int, ...]:
-        """Return the workers to start the job again with: those whose machine may be well, and new ones up to ``wanted``."""
+        """Return the ranks for a restart: those on machines not known to have failed, and new ones up to ``wanted``."""
         start = self._start
         gone = start.lost_s.keys() | start.left | self.killed
         if not self._virtual:
@@ -252,9 +252,10 @@ class Judge:
         return well + tuple(range(self._highest + 1, self._highest + 1 + wanted - len(well)))
 
     def verdict(self, now_s: float, *, running: bool, crash: str = "") -> Verdict | None:
-        """Return how the job is over, None while it goes on.
+        """Return how the job ended, None while it runs.
 
-        ``running``: mpirun, or the one process, was alive before the last records were heard; ``crash``: how it was killed.
+        ``running``: mpirun, or the single process, was alive before the last records were read; ``crash``: which signal
+        killed it.
         """
         return (
             self._never_began()
@@ -265,7 +266,7 @@ class Judge:
         )
 
     def _never_began(self) -> Verdict | None:
-        """Return the verdict if a worker died before all were connected: the others wait for it, and do not see its death."""
+        """Return the verdict if a worker died before all were connected: the others wait, and do not detect it."""
         start = self._start
         if start.given_up:
             return Lost(start.given_up)
@@ -276,9 +277,9 @@ class Judge:
         return Lost(f"rank {died[0].rank} was {cause_of_death(died[0].exit_code)} before all workers were connected")
 
     def watch(self, positions: Mapping[int, Position], now_s: float) -> None:
-        """Take where the workers are, to find out when they stand still."""
+        """Record the positions of the workers, to detect when they make no progress."""
         for rank, position in positions.items():
-            waits = position.waits or position.phase in _WAITING  # stages wait on their way forward and back, too
+            waits = position.waits or position.phase in _WAITING  # pipeline stages wait in forward and backward, too
             beats = position.beats if waits else -position.beats
             known = self._start.quiet.get(rank)
             if known is None or known[0] != beats:
@@ -326,7 +327,7 @@ class Judge:
         named = ", ".join(map(str, position.samples[:_NAMED_SAMPLES]))
         more = len(position.samples) - _NAMED_SAMPLES
         return Broken(
-            f"workers {ranks} died one after the other at the same place, slice {position.slice} of step "
+            f"workers {ranks} died one after another at the same place, slice {position.slice} of step "
             f"{position.step} ({position.phase}, {cause_of_death(last.exit_code)}): its samples are the likely cause: "
             f"{named}{f' and {more} more' if more > 0 else ''}"
         )
@@ -335,7 +336,7 @@ class Judge:
         start = self._start
         if running and self.living():
             return None
-        stayed = start.finished.keys() - start.left  # who has left may have passed the gate of an earlier training loop
+        stayed = start.finished.keys() - start.left  # those that left may have passed the gate of an earlier loop
         passed = [start.finished[r] for r, end in start.ended.items() if end.exit_code == 0 and r in stayed]
         if self._virtual and not passed and any(end.exit_code == 0 for end in start.ended.values()):
             passed = list(start.finished.values())
@@ -355,31 +356,31 @@ class Judge:
         return "; ".join(f"rank {r} {cause_of_death(end.exit_code)}" for r, end in sorted(ends.items()))
 
     def stand_still(self, ranks: Iterable[int], now_s: float) -> bool:
-        """Return whether none of these workers has given a sign of life for too long, all of them waiting."""
+        """Return whether all of these workers wait, and none has sent a heartbeat for too long."""
         quiet = [self._start.quiet.get(rank, (0, now_s)) for rank in ranks]
         return all(beats > 0 and now_s - since_s >= self._stall_timeout_s for beats, since_s in quiet)
 
     def stalled(self) -> Lost:
-        """Return the verdict where all workers stand still."""
-        quiet = f"no worker gave a sign of life for {self._stall_timeout_s:g} s"
+        """Return the verdict if no worker makes progress."""
+        quiet = f"no worker sent a heartbeat for {self._stall_timeout_s:g} s"
         return Lost(f"{quiet}, all of them waiting for each other")
 
     def _stands_still(self, now_s: float) -> Verdict | None:
         living = self.living()
         if living and self.stand_still(living, now_s):
             return self.stalled()
-        for rank in living:  # one is enough: a step is committed by all, and members change for all
+        for rank in living:  # one is enough: a step is committed by all workers, and membership changes for all
             count, since_s = self._start.in_vain.get(rank, (0, now_s))
             if count >= VAIN_RECOVERIES and now_s - since_s >= self._stall_timeout_s:
                 return Lost(
-                    f"the workers recovered {count} times in {now_s - since_s:.0f} s, and nothing came of it: nobody was lost or "
-                    "let in, and no step was committed"
+                    f"the workers recovered {count} times in {now_s - since_s:.0f} s without progress: no worker was lost or "
+                    "admitted, and no step was committed"
                 )
         return None
 
 
 def cause_of_death(exit_code: int) -> str:
-    """Return in words how a process ended."""
+    """Return a phrase for how a process ended."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     try:

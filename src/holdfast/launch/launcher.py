@@ -1,4 +1,4 @@
-"""Running a job: start it, follow it, answer its end, start it again, report."""
+"""The launcher: starts a job, monitors it, restarts it if it is lost, and reports."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ POLL_S = 0.02
 _FAR_POLL_S = 0.2
 _LINGER_S = 1.0
 _NO_DAEMON = "A daemon failed to report back after being spawned"
-"""What mpirun says when it cannot begin; it happens on crowded hosts, too, and passes."""
+"""Printed by mpirun if a daemon does not start, which also happens temporarily on crowded hosts."""
 
 
 def launch(job: Job, view: View | None = None) -> Outcome:
-    """Run ``job`` to its end, whatever that is; without a view nothing of it is shown.
+    """Run ``job`` until it ends; without a view, nothing is displayed.
 
     Raises:
         ConfigError: if the job cannot be started as it is; nothing was started.
@@ -52,7 +52,7 @@ def launch(job: Job, view: View | None = None) -> Outcome:
 
 
 class Launcher:
-    """Runs one job, which was checked, as a context: what it started is gone when the context is left."""
+    """Runs one job, already checked, as a context: everything that it started has ended when the context exits."""
 
     def __init__(self, job: Job, view: View) -> None:
         self._job = job
@@ -77,7 +77,7 @@ class Launcher:
         return self
 
     def _make_ready(self, undo: contextlib.ExitStack) -> None:
-        """Make what a run needs, and register with ``undo`` how to undo each part, even if another one raises."""
+        """Create the parts of a run, and register with ``undo`` how to undo each, even if a later one raises."""
         job = self._job
         if job.fabric.starts_each:
             self._nodes = Nodes(job)
@@ -121,7 +121,7 @@ class Launcher:
             self._attempt.end()
 
     def run(self) -> Outcome:
-        """Start the job, as often as it takes and is allowed, and return how it ended."""
+        """Start the job, and restart it as often as necessary and allowed; return how it ended."""
         ranks = self._job.ranks
         if self._hosts is not None:
             self._hosts.meet()
@@ -149,7 +149,7 @@ class Launcher:
         self._attempt = attempt = Attempt(job, settings, own, self._places, all_stop=all_stop, hosts=self._hosts)
         verdict = None
         while verdict is None:
-            running = self._is_running(attempt)  # before the records are read: who is gone has written everything
+            running = self._is_running(attempt)  # before reading: a process that has ended has written all records
             self._news.read(attempt)
             self._judge.connect(rank for rank in self._judge.unconnected() if attempt.is_connected(rank))
             verdict = self._lost_folder()
@@ -170,7 +170,7 @@ class Launcher:
         return verdict if self._hosts is None else self._look_at_hosts(self._hosts, attempt, verdict)
 
     def _act(self, attempt: Attempt) -> None:
-        """Do what is to be done while the job goes on."""
+        """Act on requests, faults and findings while the job runs."""
         self._stopping.answer(attempt)
         self._strikes.strike(attempt)
         if self._lookout.is_due():
@@ -181,23 +181,23 @@ class Launcher:
             self._crew.start_newcomers(attempt)
 
     def _lost_folder(self) -> Verdict | None:
-        """Return the verdict if something has removed a folder of this run: its workers can no longer be observed."""
+        """Return the verdict if a directory of this run was removed: its workers can no longer be monitored."""
         path = self._places.lost()
         return (
             None
             if path is None
             else Broken(
-                f"{path} is gone: something removed this run's folder while the job was running, so the workers were ended; "
-                "set TMPDIR to a folder that is not cleaned up"
+                f"{path} was removed while the job was running, so its workers were killed; "
+                "set TMPDIR to a directory that is not cleaned up"
             )
         )
 
     def _decides_for_all(self) -> bool:
-        """Return whether nobody can go on without this launcher."""
+        """Return whether the job cannot continue without this launcher."""
         return self._job.nnodes == 1 or (self._nodes is not None and self._nodes.is_host)
 
     def _watched_job(self) -> Job:
-        """Return the job as the watchers shall know it: without this launcher the node is lost when its lease runs out."""
+        """Return the job as its watchers see it: without this launcher, the node is lost when its lease expires."""
         if self._decides_for_all():
             return self._job
         return dataclasses.replace(self._job, grace_s=min(self._job.grace_s, self._job.node_timeout_s))
@@ -211,18 +211,18 @@ class Launcher:
         return nodes.begin(self._restarts)
 
     def _is_running(self, attempt: Attempt) -> bool:
-        """Return whether anything may still happen, here or on another node."""
+        """Return whether a process may still run, here or on another node."""
         return attempt.is_running() or not set(self._judge.living()).issubset(attempt.processes)
 
     def _others_say(self, attempt: Attempt) -> Verdict | None:
-        """Return what the other launchers, or their silence, mean for this one."""
+        """Return the verdict that follows from the other launchers or the store."""
         nodes = self._nodes
         if nodes is None:
             return None
         if why := nodes.store_lost:
             return self._stopping.without_store(attempt, why)
         if self._job.nnodes > 1 and nodes.is_restarted():
-            return Lost("the job was lost, another launcher says")
+            return Lost("the job was lost, as another launcher reported")
         if self._lookout.all_stall(attempt, nodes):
             return self._judge.stalled()
         if nodes.is_stopping():
@@ -233,7 +233,7 @@ class Launcher:
             return Departed()
         return None
 
-    # --- what the workers are told
+    # --- settings of the workers
 
     def _settings(self, start: Start) -> Settings:
         given, ranks, store = self._job.settings, start.ranks, start.store
@@ -261,28 +261,28 @@ class Launcher:
         return [record for record in read_run(self._places.run_dir) if isinstance(record, RunStarted)]
 
     def _has_begun(self) -> bool:
-        """Return whether training has begun: then the checkpoints that are there are this job's, or it was to resume."""
+        """Return whether training has begun: checkpoints are then of this job, or of the one that it resumes."""
         return bool(self._began()) or (self._nodes is not None and self._nodes.slices > 0)
 
     def _slices(self) -> int:
-        """Return the slices of the job: what it began with, once it has begun; 0 leaves them to those who begin."""
+        """Return the number of slices that the job began with; 0 leaves it to the workers that begin."""
         if self._nodes is not None and self._nodes.slices:
             return self._nodes.slices
         unsaid = self._job.slices if self._restarts else self._job.settings.slices
         return next((record.slices for record in self._began()), unsaid)
 
     def _mtbf_s(self) -> float:
-        """Return the time between failures to believe in: what was given counts as one failure, each start anew as one."""
+        """Return the estimated time between failures: the configured value counts as one failure, as does each restart."""
         given = self._job.settings
         if not (self._restarts and given.checkpoint_auto):
             return given.mtbf_s
         return (given.mtbf_s + self._run.clock.now_s()) / (1 + self._restarts)
 
-    # --- starting again
+    # --- restarts
 
     def _ranks_left(self) -> tuple[int, ...]:
-        """Return whom to start the job again with, the same at all launchers."""
-        if self._hosts is not None:  # mpirun ends all workers when it loses a host, so how they ended says nothing
+        """Return the ranks of the next start, the same on all launchers."""
+        if self._hosts is not None:  # mpirun ends all workers when it loses a host: exit codes are not informative
             wanted = min(self._hosts.slots, len(self._job.ranks))
             return self._judge.ranks_left(wanted)[:wanted]
         ranks = self._judge.ranks_left(len(self._job.ranks) if self._job.max_respawns else 1)
@@ -291,7 +291,7 @@ class Launcher:
         return ranks
 
     def _look_at_hosts(self, hosts: Hosts, attempt: Attempt, verdict: Verdict) -> Verdict:
-        """Find out which hosts are left if the job is lost, or was while it began; return what is to be thought of it."""
+        """Find out which hosts are left if the job is lost, or failed while it began; return the resulting verdict."""
         if not (isinstance(verdict, Lost) or (isinstance(verdict, Broken) and verdict.unexplained)):
             return verdict
         pairs = {rank: pair for rank in attempt.processes if (pair := attempt.pair(rank)) is not None}
@@ -306,7 +306,7 @@ class Launcher:
         return Lost(why)
 
     def _restart(self, lost: Lost, ranks: tuple[int, ...]) -> Verdict | None:
-        """Get ready to start again on ``ranks``; the verdict if that is not allowed."""
+        """Prepare a restart on ``ranks``; return the verdict if it is not allowed."""
         stopping, distributed = self._stopping.is_asked, self._news.is_distributed
         refused = why_not_again(self._job, lost, self._restarts, len(ranks), stopping=stopping, distributed=distributed)
         if refused is not None:

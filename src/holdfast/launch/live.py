@@ -1,4 +1,4 @@
-"""What a person sees of a run while it runs."""
+"""Live view of a running job in the terminal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """How far the run is: steps committed, of ``planned`` (0: not known); the process number of each living worker; metrics."""
+    """Progress of a run: committed steps, of ``planned`` (0: unknown); the PID of each live worker; metrics."""
 
     step: int = 0
     planned: int = 0
@@ -45,29 +45,29 @@ class Status:
 
 
 class View:
-    """Shows a run; this one shows nothing. The launcher calls ``show`` all the time, the others when there is something."""
+    """Displays a run; this class displays nothing. ``show`` is called periodically, the other methods on events."""
 
     def output(self, rank: int, line: str) -> None:
-        """Show a line that the worker ``rank`` printed."""
+        """Display a line that worker ``rank`` printed."""
 
     def say(self, line: str) -> None:
-        """Show what happened."""
+        """Display an event."""
 
     def show(self, status: Status) -> None:
-        """Show how far the run is."""
+        """Display the progress."""
 
     def close(self) -> None:
-        """Leave the screen in order; nothing is shown after it."""
+        """Restore the terminal; nothing is displayed afterwards."""
 
 
 class PlainView(View):
-    """One line an event, for logs and pipes; what the workers print goes to ``output``."""
+    """One line per event, for logs and pipes; the workers' output goes to ``output``."""
 
     def __init__(self, output: TextIO | None = None) -> None:
         self._output = output or sys.stdout
 
     def output(self, rank: int, line: str) -> None:
-        """Print the line with the worker's number."""
+        """Print the line with the worker's rank."""
         print(f"[{rank}] {line}", file=self._output, flush=True)
 
     def say(self, line: str) -> None:
@@ -76,7 +76,7 @@ class PlainView(View):
 
 
 class LiveView(View):
-    """A bar, the workers and the last event at the bottom of a terminal (stderr); output scrolls above, or goes to ``output``."""
+    """A progress bar, the workers and the last event at the bottom of stderr; output scrolls above, or goes to ``output``."""
 
     def __init__(self, output: TextIO | None = None) -> None:
         from rich.console import Console
@@ -85,11 +85,11 @@ class LiveView(View):
         self._console = Console(stderr=True, highlight=False)
         self._output = output or sys.stdout
         self._last = "starting"
-        # No thread of its own: the launcher forks.
+        # no refresh thread: the launcher forks
         self._live: Live = Live(console=self._console, auto_refresh=False, transient=True)
 
     def output(self, rank: int, line: str) -> None:
-        """Print the line with the worker's number."""
+        """Print the line with the worker's rank."""
         from rich.text import Text
 
         if self._output.isatty():
@@ -98,15 +98,15 @@ class LiveView(View):
             print(f"[{rank}] {line}", file=self._output, flush=True)
 
     def say(self, line: str) -> None:
-        """Print the line above the bar and keep it in sight."""
+        """Print the line above the bar and keep it visible."""
         from rich.text import Text
 
         self._last = clean(line)
         self._console.print(Text(f"holdfast: {self._last}", style="yellow"), soft_wrap=True)
 
     def show(self, status: Status) -> None:
-        """Draw the bar anew."""
-        self._live.start()  # does nothing the second time
+        """Redraw the bar."""
+        self._live.start()  # has no effect the second time
         self._live.update(_panel(status, self._last), refresh=True)
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class LiveView(View):
 
 
 def make_view(output: TextIO | None = None) -> View:
-    """Return the view that fits: live if stderr is a terminal."""
+    """Return the live view if stderr is a terminal, otherwise one line per event."""
     return LiveView(output) if sys.stderr.isatty() else PlainView(output)
 
 
@@ -138,7 +138,7 @@ def _panel(status: Status, last: str) -> Group:
 
 
 class Story:
-    """Turns records into lines for a person; what every survivor writes is told once."""
+    """Turns records into lines of text; an event that every survivor records is reported once."""
 
     def __init__(self) -> None:
         self._told: set[tuple[object, ...]] = set()
@@ -148,7 +148,7 @@ class Story:
         self._left: set[int] = set()
 
     def tell(self, record: Record) -> str | None:
-        """Return the line for ``record``, None if there is nothing to say, or if it was said."""
+        """Return the line for ``record``, None if it has none or the event was reported before."""
         if isinstance(record, JobRestarted):
             self._restarts, self._started = record.restart, None
         if isinstance(record, RunStarted):
@@ -168,9 +168,9 @@ class Story:
             case RunStarted():
                 return ("start",), None if is_distributed(record) else _begin(record)
             case StepCommitted() if self._started is not None and is_distributed(self._started):
-                # Not before: a script that has no DistributedDataParallel "starts" when it ends.
-                who = count(record.workers, "rank")
-                return ("start",), f"{who}: torch.distributed, sums inside DDP go on over the survivors"
+                # not earlier: a script without DistributedDataParallel "starts" when it ends
+                ranks = count(record.workers, "rank")
+                return ("start",), f"{ranks}: torch.distributed; all-reduces of DDP continue over the survivors"
             case ValuesAltered():
                 return ("fault", record.fault), f"flip of rank {record.rank} at step {record.step}: {_altered(record)}"
             case FaultFired(kind="flip"):
@@ -179,23 +179,23 @@ class Story:
                 victim = f"rank {record.rank}" if record.node < 0 else f"node {record.node}"
                 return ("fault", record.fault), f"{record.kind} of {victim} at step {record.step}, {record.phase}"
             case WorkerFenced():
-                return ("fenced", record.rank), f"rank {record.rank} is ended: {record.reason}"
+                return ("fenced", record.rank), f"rank {record.rank} is killed: {record.reason}"
             case SettingChanged():
                 return ("set", record.step, record.name), _changed(record)
             case StragglerSeen():
                 key = ("slow", record.rank, record.step)
                 return key, f"rank {record.rank} is slow: {slowness(record.score, record.policy)}"
             case Left():
-                return ("left", record.rank), f"rank {record.rank} left before step {record.step}, as it was told to"
+                return ("left", record.rank), f"rank {record.rank} left before step {record.step}, as requested"
             case WorkerEnded() if record.exit_code < 0 and record.rank not in self._injected:
                 where = f" at step {record.step}" if record.step >= 0 else ""
                 return ("end", record.rank), f"rank {record.rank} died{where}: {cause_of_death(record.exit_code)}"
             case Recovered() if record.rank in record.joined:
-                return (), None  # it has held nobody, and does not know how long it did
+                return (), None  # it did not pause the others, and does not know for how long they paused
             case Recovered():
                 return ("recovered", record.generation), self._recovery(record)
             case SamplesLost():
-                what = f"step {record.step} goes on without {len(record.ids)} samples"
+                what = f"step {record.step} continues without {len(record.ids)} samples"
                 return ("lost", record.step, record.ids), what
             case CheckpointSaved():
                 return ("saved", record.step), f"checkpoint before step {record.step}: {record.path}"
@@ -210,23 +210,23 @@ class Story:
         parts = self._losses(record)
         if record.joined:
             parts.append(
-                f"{_ranks(record.joined)} joined at step {record.step}, which held the others for {seconds(record.held_s)}"
+                f"{_ranks(record.joined)} joined at step {record.step}; the other workers paused for {seconds(record.held_s)}"
             )
-        # Under torch.distributed, before the first step or without any, there is no step to speak of.
+        # Under torch.distributed, before the first step or without steps, no step can be named.
         has_no_step = record.decision == "continue" and self._started is None
         if has_no_step or (record.decision in ("redo", "grow") and not record.redone_steps):
-            goes = "goes" if len(record.survivors) == 1 else "go"
-            return "; ".join([*parts, f"{_ranks(record.survivors)} {goes} on"])
+            verb = "continues" if len(record.survivors) == 1 else "continue"
+            return "; ".join([*parts, f"{_ranks(record.survivors)} {verb}"])
         what = decision_of(record.decision).sentence.format(step=record.step)
         return "; ".join([*parts, f"{what} with {_ranks(record.survivors)}"])
 
     def _losses(self, record: Recovered) -> list[str]:
-        """Return who is lost; a worker that left in order may say so later than the others that it is gone."""
+        """Return the lost ranks; the record of a worker that left in order may arrive after those of the survivors."""
         lost = [rank for rank in record.lost if rank not in self._left]
         if not lost:
             return []
         if record.decision in ("redo", "grow") and not record.redone_steps and not self._injected.intersection(lost):
-            return [f"{_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone"]
+            return [f"{_ranks(lost)} {'has' if len(lost) == 1 else 'have'} ended"]
         return [f"lost {_ranks(lost)}"]
 
 
@@ -246,10 +246,10 @@ def _short(value: float | str) -> str:
 def _changed(record: SettingChanged) -> str:
     if record.name == "workers":
         wanted = int(record.value)
-        return f"{count(wanted, 'worker')} {'is' if wanted == 1 else 'are'} wanted from step {record.step} on"
+        return f"the job should have {count(wanted, 'worker')} from step {record.step} on"
     if record.name == "speeds":
-        return f"from step {record.step} on slices are shared out by the workers' speed"
-    return f"from step {record.step} on: {record.name} is {record.value}"
+        return f"from step {record.step} on, slices are assigned by worker speed"
+    return f"from step {record.step} on, {record.name} is {record.value}"
 
 
 def _begin(record: RunStarted) -> str:
@@ -259,4 +259,4 @@ def _begin(record: RunStarted) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else "nobody"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else "no rank"

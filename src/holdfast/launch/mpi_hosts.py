@@ -1,6 +1,6 @@
-"""Several machines under one mpirun: which they are, whether they can take part, and what is left of them.
+"""Several hosts under one mpirun: checks whether they can take part, and which are left after a failure.
 
-Open MPI's runtime ends the whole job when it loses a machine, so this launcher starts the job again on the others.
+Open MPI's runtime ends the whole job when it loses a host, so this launcher restarts the job on the remaining hosts.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from holdfast.launch.processes import Pair, Process, end, this_node
 from holdfast.launch.run_paths import Places
 
 SSH = ("ssh", "-o", "BatchMode=yes")
-"""Without a password or a question, for there is nobody to answer."""
+"""Never prompts: the launcher has no terminal input."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a command on another machine printed, and its exit code; None if it did not end in time."""
+    """Output and exit code of a command on another host; the code is None if the command did not end in time."""
 
     exit_code: int | None
     said: str
 
 
 class Agent:
-    """Starts commands on other machines, as ``WORDS HOST COMMAND``; those for the hosts in ``here`` on this one."""
+    """Starts commands on other hosts, as ``WORDS HOST COMMAND``; on this machine for the hosts in ``here``."""
 
     def __init__(self, words: Sequence[str], here: Collection[str] = ()) -> None:
         self._words = tuple(words)
@@ -43,24 +43,24 @@ class Agent:
         self._running: list[subprocess.Popen[bytes]] = []
 
     def ask(self, commands: Mapping[str, str], timeout_s: float) -> dict[str, Answer]:
-        """Run a command for ``sh`` on each host, all at once and within ``timeout_s``; return the answers by host."""
+        """Run a ``sh`` command on each host, concurrently and within ``timeout_s``; return the answers by host."""
         ends_s = time.monotonic() + timeout_s
         started = {host: self._start(host, command, subprocess.PIPE) for host, command in commands.items()}
         return {host: _answer(process, ends_s) for host, process in started.items()}
 
     def tell(self, host: str, command: str) -> None:
-        """Run a command on a host, and do not wait for it."""
+        """Run a command on a host without waiting for it."""
         self._running = [process for process in self._running if process.poll() is None]
         self._running.append(self._start(host, command, subprocess.DEVNULL))
 
     def close(self) -> None:
-        """End what has not ended."""
+        """Kill commands that have not ended."""
         for process in self._running:
             _end(process)
 
     def _start(self, host: str, command: str, output: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            # The shell there may be any.
+            # the login shell of the host is unknown
             ["sh", "-c", command] if host in self._here else [*self._words, host, f"sh -c {shlex.quote(command)}"],
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -80,31 +80,31 @@ def _answer(process: subprocess.Popen[bytes], ends_s: float) -> Answer:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)  # it leads a session, and the number is taken until we have waited
+        os.killpg(process.pid, signal.SIGKILL)  # it leads a session, and its PID is not reused before it is reaped
     process.wait()
     if process.stdout is not None:
         process.stdout.close()
 
 
 def kill_command(process: Process, number: signal.Signals) -> str:
-    """Return what sends a signal to a process of the machine where it is run, and to no later one with its number."""
+    """Return a command that signals a process of the host where it is run, but no later process with its PID."""
     started = f'"$(sed "s/.*) //" /proc/{process.pid}/stat 2>/dev/null | cut -d" " -f20)"'
     return f"test {started} = {process.started} && kill -s {number.name.removeprefix('SIG')} {process.pid}"
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteProcess(Process):
-    """A process of another machine, which the agent reaches."""
+    """A process on another host, reached through the agent."""
 
     host: str
     agent: Agent
 
     def is_alive(self) -> bool:
-        """Return True: as long as its watcher has not written down how it ended nobody here knows better."""
+        """Return True: until its watcher records how it ended, its state is unknown here."""
         return True
 
     def send(self, number: signal.Signals) -> bool:
-        """Send it a signal, which takes a while, and may not get there."""
+        """Send a signal, which takes a while and may not arrive."""
         self.agent.tell(self.host, kill_command(self, number))
         return True
 
@@ -114,23 +114,23 @@ _FIRST_CODE = 91
 _PROBES = 3
 _END_S = 5.0
 _HANDED_ON = ("HOLDFAST_", "OMP_", "MKL_", "MALLOC_", "MASTER_", "PYTHON", "CUDA_", "NCCL_", "TORCH")
-"""Variables that workers find on all machines; what begins with OMPI_ mpirun hands on by itself."""
+"""Prefixes of the variables that workers on all hosts receive; mpirun itself passes those that begin with OMPI_."""
 
 
 def check_hosts(job: Job) -> None:
-    """Raise a ConfigError if the options about hosts do not go together."""
+    """Raise a ConfigError if the options about hosts are inconsistent."""
     if not job.hosts:
         options = {"--launch-agent": job.launch_agent, "--network": job.network, "--run-dir": job.run_dir}
         for option in filter(options.get, options):
-            refuse(f"{option} needs --hosts: on one machine it has no meaning")
+            refuse(f"{option} needs --hosts: it has no effect on a single machine")
         return
     if not job.fabric.spans_hosts:
         refuse(
-            f"--hosts needs --fabric ulfm, got {job.settings.fabric}; with gloo start a launcher on each machine, see docs/how-to/several-nodes.md"
+            f"--hosts needs --fabric ulfm, got {job.settings.fabric}; with gloo, start a launcher on each machine, see docs/how-to/nodes.md"
         )
     slots = sum(host.slots for host in job.hosts)
     if len(job.ranks) > slots:
-        refuse(f"--hosts has room for {slots} workers, and -n and --spares ask for {len(job.ranks)}")
+        refuse(f"--hosts has {slots} slots, and -n and --spares ask for {len(job.ranks)} workers")
     _agent_words(job)
     shared_folder(job)
 
@@ -139,32 +139,32 @@ def _agent_words(job: Job) -> list[str]:
     words = shlex.split(job.launch_agent) or list(SSH)
     if shutil.which(words[0]) is None:
         where = f"--launch-agent {words[0]}" if job.launch_agent else "ssh"
-        refuse(f"{where} cannot be run; --launch-agent names the program that reaches the other machines, as ssh does")
+        refuse(f"{where} cannot be run; --launch-agent names a program that reaches the other hosts, as ssh does")
     return words
 
 
 def shared_folder(job: Job) -> Path | None:
-    """Return where launcher and workers on several machines meet; None for a job on one. A ConfigError says what is missing."""
+    """Return the directory that all hosts share; None without ``--hosts``. Raise a ConfigError if it is missing."""
     place = job.settings.checkpoint_dir.removeprefix("file://")
     if not job.hosts:
         return None
     if job.run_dir is None and (not place or "://" in place):
-        refuse("--hosts needs a folder that all machines see: --checkpoint-dir, or --run-dir if that is not one")
+        refuse("--hosts needs a directory that all hosts share: --checkpoint-dir, or --run-dir if that is not one")
     folder = Path(job.run_dir or place).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"--{'run' if job.run_dir else 'checkpoint'}-dir {folder} cannot be made: {error.strerror}"
+            f"--{'run' if job.run_dir else 'checkpoint'}-dir {folder} cannot be created: {error.strerror}"
         ) from error
     return folder
 
 
-# -- what is left of them
+# -- the hosts of a job
 
 
 class Hosts:
-    """The machines of a job: those that are left, and how they are reached. All must see its folders."""
+    """The remaining hosts of a job, and how to reach them. All must share the directories of the run."""
 
     def __init__(self, job: Job, places: Places) -> None:
         self.left = job.hosts
@@ -173,27 +173,27 @@ class Hosts:
         self._needs = (
             (f"test -d {shlex.quote(str(places.run_dir))}", f"does not see {places.run_dir.parent}: it must be shared"),
             (f"test -d {shlex.quote(str(places.log_dir))}", f"does not see {places.log_dir}: it must be shared"),
-            (f"cd {shlex.quote(os.getcwd())}", f"has no folder {os.getcwd()}, where this was started"),
+            (f"cd {shlex.quote(os.getcwd())}", f"has no directory {os.getcwd()}, where the job was started"),
             (f"test -r {shlex.quote(str(job.script))}", f"has no script {job.script} in {os.getcwd()}"),
             (f"test -x {shlex.quote(sys.executable)}", f"has no {sys.executable}; install the same environment there"),
         )
         self._names: dict[str, str] = {}
 
-    # -- looking
+    # -- checks
 
     def meet(self) -> None:
-        """Raise a ConfigError that names each machine that cannot take part, and why."""
+        """Raise a ConfigError that names each host that cannot take part, and the reason."""
         answers, missing = self._look({})
         if missing:
             refuse("; ".join(f"host {name} {why}" for name, why in missing.items()))
         for name, answer in answers.items():
             node = _node(answer)
             if node in self._names:
-                refuse(f"hosts {self._names[node]} and {name} are one machine, {node}; name it once, HOST:WORKERS")
+                refuse(f"hosts {self._names[node]} and {name} are the same machine, {node}; name it once, HOST:WORKERS")
             self._names[node] = name
 
     def look_again(self, pairs: Iterable[Pair]) -> dict[str, str]:
-        """When mpirun has ended, end what still runs of these and find out which hosts are left; return which are not, and why."""
+        """After mpirun has ended, kill remaining processes and check the hosts; return the lost ones with reasons."""
         _, missing = self._look(self._kills(pairs))
         self.left = tuple(host for host in self.left if host.name not in missing)
         return missing
@@ -206,7 +206,7 @@ class Hosts:
         return answers, {name: why for name, answer in answers.items() if (why := self._why_not(answer))}
 
     def _why_not(self, answer: Answer) -> str:
-        """Return why a machine cannot take part, "" if it can."""
+        """Return why a host cannot take part, or ""."""
         if answer.exit_code is None:
             return f"did not answer within {self._job.node_timeout_s:g} s"
         number = answer.exit_code - _FIRST_CODE
@@ -218,21 +218,21 @@ class Hosts:
         return ""
 
     def name_of(self, node: str) -> str:
-        """Return by which of its names in the list a machine is known, from how it calls itself; "" if by none."""
+        """Return the name in the host list of the machine that calls itself ``node``, or ""."""
         return self._names.get(node, "")
 
     @property
     def slots(self) -> int:
-        """The most workers on the machines that are left."""
+        """Slots of the remaining hosts."""
         return sum(host.slots for host in self.left)
 
-    # -- using them
+    # -- use
 
     def mpirun_words(self, env: Mapping[str, str]) -> list[str]:
-        """Return what tells mpirun where to start workers, and which variables to hand on."""
+        """Return the options of mpirun that name the hosts and the variables to pass on."""
         patience_s = self._job.node_timeout_s
         mca = {
-            "plm": "ssh",  # the same way in and outside of Slurm
+            "plm": "ssh",  # the same inside and outside of Slurm
             "oob_tcp_keepalive_time": max(1, round(patience_s / 2)),
             "oob_tcp_keepalive_intvl": max(1, round(patience_s / 2 / _PROBES)),
             "oob_tcp_keepalive_probes": _PROBES,
@@ -249,7 +249,7 @@ class Hosts:
         return words
 
     def reach(self, pair: Pair) -> Pair:
-        """Return a pair so that it can be sent signals, wherever it is."""
+        """Return a pair that can be sent signals, wherever it is."""
         name = self._names.get(pair.node)
         if name is None or pair.node == this_node():
             return pair
@@ -257,7 +257,7 @@ class Hosts:
         return Pair(worker, watcher, pair.node)
 
     def end(self, processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[Pair]) -> None:
-        """End mpirun and all that is under it; on machines that do not answer that is left to Open MPI."""
+        """Kill mpirun and all processes below it; on hosts that do not answer, that is left to Open MPI."""
         here = [pair for pair in pairs if pair.node == this_node()]
         if any(process.poll() is None for process in processes):
             kills = self._kills(pair for pair in pairs if pair not in here)
@@ -265,7 +265,7 @@ class Hosts:
         end(processes, here)
 
     def _kills(self, pairs: Iterable[Pair]) -> dict[str, list[str]]:
-        """Return, by host, the commands that end these there."""
+        """Return, by host, the commands that kill these processes there."""
         kills: dict[str, list[str]] = {}
         for pair in pairs:
             if pair.node in self._names:
@@ -274,22 +274,22 @@ class Hosts:
         return kills
 
     def close(self) -> None:
-        """End what is under way to other machines."""
+        """Kill commands that are still running on other hosts."""
         self._agent.close()
 
 
 def _is_here(name: str) -> bool:
-    """Return whether a name is that of this machine, which needs no agent to be reached."""
+    """Return whether a name is that of this machine, which is reached without an agent."""
     try:
         address = socket.gethostbyname(name)
         with socket.socket() as probe:
-            probe.bind((address, 0))  # addresses of others cannot be had
+            probe.bind((address, 0))  # addresses of other machines cannot be bound
     except OSError:
         return False
     return True
 
 
 def _node(answer: Answer) -> str:
-    """Return how a machine calls itself, "" if it did not say."""
+    """Return the node name that a host reported, or ""."""
     lines = answer.said.splitlines()
     return next((line.split()[1] for line in lines if line.startswith(f"{_MARK} ")), "")

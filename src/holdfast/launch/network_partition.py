@@ -1,8 +1,8 @@
-"""Cutting network devices off for some time: ``python cut.py SECONDS DEVICE...``, 0 seconds for ever.
+"""Disables network devices for some time: ``python cut.py SECONDS DEVICE...``; 0 seconds means forever.
 
-A process of its own, so that the network comes back whatever becomes of the launcher: when the time is over, or when standard
-input ends, as it does with the launcher. It prints ``cut`` when nothing gets through any more, and nothing if it could not
-do it. It is run by its path, and imports nothing of the package, so that it starts at once.
+This is a separate process, so that the network is restored whatever happens to the launcher: when the time is over, or
+when standard input ends, as it does with the launcher. It prints ``cut`` once the network is down, and nothing if it
+could not be disabled. It is run by its path, and imports nothing of the package, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from typing import IO
 
 _IP_S = 10.0
-"""How long one call of ``ip`` may take."""
+"""Limit for one call of ``ip``, in seconds."""
 _FORGOTTEN = (("-6", "addr"), ("-4", "route"), ("-6", "route"))
-"""What a device forgets when it is taken down, in the order in which it must be given back."""
+"""Configuration that a device loses when it is taken down, in the order in which it must be restored."""
 
 
 def ip(*words: str, stdin: IO[bytes] | None = None) -> bytes:
-    """Run ``ip`` and return what it prints; a CalledProcessError has in ``stderr`` why it failed."""
+    """Run ``ip`` and return its output; the ``stderr`` of a CalledProcessError says why it failed."""
     return subprocess.run(["ip", *words], stdin=stdin, capture_output=True, timeout=_IP_S, check=True).stdout
 
 
 @dataclass(frozen=True, slots=True)
 class _Device:
-    """A device, and what it will have forgotten; of a protocol that the machine does not have there is nothing."""
+    """A device, and the configuration that it will lose; empty for a protocol that the machine does not support."""
 
     name: str
     saved: tuple[bytes, ...]
@@ -51,16 +51,16 @@ class _Device:
         ip("link", "set", "dev", self.name, "up")
         for (family, what), saved in zip(_FORGOTTEN, self.saved, strict=True):
             if saved:
-                with tempfile.TemporaryFile() as file:  # a pipe will not do: ip reads it several times
+                with tempfile.TemporaryFile() as file:  # not a pipe: ip reads it several times
                     file.write(saved)
                     file.seek(0)
                     ip(family, what, "restore", stdin=file)
 
 
 def main(seconds: float, names: Sequence[str]) -> int:
-    """Cut the devices off, wait, heal them; return 0 if all that could be done."""
+    """Disable the devices, wait, restore them; return 0 if every device was disabled and restored."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the launcher: this process ends when that has
+        signal.signal(number, signal.SIG_IGN)  # meant for the launcher: this process ends after it
     devices = [_Device.of(name) for name in names]
     done: list[bool] = []
     try:
@@ -69,14 +69,17 @@ def main(seconds: float, names: Sequence[str]) -> int:
             print("cut", flush=True)  # noqa: T201 - the launcher waits for it
             select.select([sys.stdin], [], [], seconds or None)
     finally:
-        done += [_try(device.heal, f"give {device.name} back its network") for device in devices]
+        done += [_try(device.heal, f"restore the network of {device.name}") for device in devices]
     return int(not all(done))
 
 
 def _try(act: Callable[[], None], what: str) -> bool:
     try:
         act()
-    except (OSError, subprocess.SubprocessError) as error:  # one that cannot be healed must not keep the others cut off
+    except (
+        OSError,
+        subprocess.SubprocessError,
+    ) as error:  # a device that cannot be restored must not keep the other ones disabled
         why = getattr(error, "stderr", None) or str(error).encode()
         print(f"holdfast: could not {what}: {why.decode().strip()}", file=sys.stderr)  # noqa: T201 - of our own
         return False

@@ -1,7 +1,8 @@
-"""Faults that the launcher injects: kills of random workers, and those that strike this node as a whole.
+"""Faults that the launcher injects: kills of random workers, and faults of this node as a whole.
 
-A node loses its power, or its network. A worker says when it is time, by a file, and waits; the launcher writes down what is
-about to happen, tells the other launchers, which will hear nothing more of this node, and strikes.
+A node fails, or loses its network. A worker requests the fault at its planned step through a file, and waits; the
+launcher records the fault, notifies the other launchers, which will receive nothing more from this node, and injects
+it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from holdfast.records.types import FaultFired
 
 
 class Kills:
-    """When to kill whom, counted from ``begin_s``."""
+    """Schedule of kills, counted from ``begin_s``."""
 
     def __init__(self, schedule: Iterator[tuple[float, int]], begin_s: float) -> None:
         self._schedule = schedule
@@ -40,7 +41,7 @@ class Kills:
         self._next = next(schedule, None)
 
     def due(self, now_s: float) -> int | None:
-        """Return whose time has come, None if nobody's has; each victim is named once."""
+        """Return the worker to kill now, or None; each victim is returned once."""
         if self._next is None or now_s - self._begin_s < self._next[0]:
             return None
         _, victim = self._next
@@ -49,7 +50,7 @@ class Kills:
 
 
 class Killer:
-    """Kills random workers from the first committed step on, if the job asks for it; numbered after the planned faults."""
+    """Kills random workers from the first committed step on (``--mtbf``); numbered after the planned faults."""
 
     def __init__(self, run: Run, news: News, planned: int) -> None:
         self._run = run
@@ -58,7 +59,7 @@ class Killer:
         self._kills: Kills | None = None
 
     def kill(self, attempt: Attempt) -> bool:
-        """Kill the worker whose time has come; return whether there was one."""
+        """Kill the worker that is due; return whether one was killed."""
         run, now_s = self._run, self._run.clock.now_s()
         if self._kills is None and run.job.mtbf_s and self._news.has_committed:
             schedule = mtbf_schedule(run.job.mtbf_s, run.job.settings.seed, range(run.job.workers))
@@ -78,12 +79,12 @@ class Killer:
 
 
 _HEARD_S = 0.2
-"""The other launchers look far more often, and the store may be hosted here."""
+"""The other launchers poll far more often, and the store may be hosted here."""
 _HEAL_S = 30.0
 
 
 class Strikes:
-    """Strikes this node as planned, when its workers ask for it."""
+    """Injects the planned faults of this node, when its workers request them."""
 
     def __init__(self, run: Run, news: News, plan: FaultPlan) -> None:
         self._run = run
@@ -92,7 +93,7 @@ class Strikes:
         self._cuts: list[subprocess.Popen[bytes]] = []
 
     def strike(self, attempt: Attempt) -> None:
-        """Do what the workers ask for."""
+        """Inject the faults that workers have requested."""
         self._look_for_healed()
         for number, fault in self._planned.items():
             request = strike_path(self._run.places.run_dir, number)
@@ -104,7 +105,7 @@ class Strikes:
                 request.unlink()
 
     def close(self) -> None:
-        """Heal the network."""
+        """Restore the network."""
         for process in self._cuts:
             assert process.stdin is not None
             process.stdin.close()
@@ -113,7 +114,7 @@ class Strikes:
                 process.wait(_HEAL_S)
             except subprocess.TimeoutExpired:
                 node = self._run.job.node_rank
-                self._run.view.say(f"the network of node {node} could not be healed in {_HEAL_S:g} s")
+                self._run.view.say(f"the network of node {node} could not be restored in {_HEAL_S:g} s")
 
     def _tell(self, attempt: Attempt, number: int, fault: Fault, step: int) -> None:
         first, node = min(attempt.processes), self._run.job.node_rank
@@ -134,33 +135,36 @@ class Strikes:
         if process.stdout.readline() == b"cut\n":
             self._cuts.append(process)
         else:
-            self._run.view.say(f"{fault.to_spec()} did not strike: the network could not be cut")
+            self._run.view.say(f"{fault.to_spec()} was not injected: the network could not be disabled")
 
     def _look_for_healed(self) -> None:
         for process in [process for process in self._cuts if process.poll() is not None]:
             self._cuts.remove(process)
-            self._run.view.say(f"the network of node {self._run.job.node_rank} is no longer cut")
+            self._run.view.say(f"the network of node {self._run.job.node_rank} is restored")
 
 
-# -- whether it can be done
+# -- checks before training
 
 
 def check_strikes(job: Job) -> None:
-    """Raise a ConfigError, before training, if a fault that is to strike this node cannot."""
+    """Raise a ConfigError, before training, if a fault of this node cannot be injected."""
     plan = FaultPlan.from_json(job.settings.faults) if job.settings.faults else FaultPlan()
     for fault in plan.faults:
         if fault.kind != "partition":
             continue
         if all(ipaddress.ip_address(address).is_loopback for address in _own_addresses(job, fault)):
-            _refuse(fault, f"the nodes meet at {job.rdzv}, inside this machine: there is no network to cut")
+            _refuse(
+                fault,
+                f"the rendezvous {job.rdzv} is on this machine's loopback interface: there is no network to disable",
+            )
         if fault.node == job.node_rank:
             _check_may_cut(fault, devices(job, fault))
 
 
 def devices(job: Job, fault: Fault) -> list[str]:
-    """Return the network devices by which this node reaches the others; raise a ConfigError if ``ip`` is missing."""
+    """Return the network devices that lead to the other nodes; raise a ConfigError if ``ip`` is missing."""
     if shutil.which("ip") is None:
-        _refuse(fault, "to cut the network takes the command ip (of iproute2), and there is none on PATH")
+        _refuse(fault, "disabling the network needs the command ip (of iproute2), which is not on PATH")
     found = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     for address in _own_addresses(job, fault):
         shown = json.loads(cut.ip("-json", "addr", "show", "to", address))
@@ -169,7 +173,7 @@ def devices(job: Job, fault: Fault) -> list[str]:
 
 
 def _own_addresses(job: Job, fault: Fault) -> list[str]:
-    """Return the addresses by which this machine reaches the store; nothing is sent for it."""
+    """Return the local addresses of routes to the store; nothing is sent."""
     found = []
     for host, port in _store_addresses(job.rdzv):
         try:
@@ -178,7 +182,7 @@ def _own_addresses(job: Job, fault: Fault) -> list[str]:
                 probe.connect(address)
                 found.append(str(probe.getsockname()[0]))
         except OSError as error:
-            _refuse(fault, f"it is not known which network leads to {host}:{port} (--rdzv): {error.strerror}")
+            _refuse(fault, f"the network that leads to {host}:{port} (--rdzv) is unknown: {error.strerror}")
     return found
 
 
@@ -192,10 +196,10 @@ def _store_addresses(url: str) -> Iterator[tuple[str, int]]:
 def _check_may_cut(fault: Fault, names: Sequence[str]) -> None:
     for name in names:
         try:
-            cut.ip("link", "set", "dev", name, "up")  # it is up: this only shows whether we may
+            cut.ip("link", "set", "dev", name, "up")  # it is up already: this only checks the permission
         except subprocess.CalledProcessError as error:
             why = error.stderr.decode().strip()
-            _refuse(fault, f"to cut the network device {name} takes CAP_NET_ADMIN, as root has it; ip says: {why}")
+            _refuse(fault, f"disabling the network device {name} needs CAP_NET_ADMIN (root); ip says: {why}")
 
 
 def _refuse(fault: Fault, why: str) -> NoReturn:

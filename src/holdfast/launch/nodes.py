@@ -1,29 +1,31 @@
-"""The launchers of a job, one a node, as one of them sees the others.
+"""The launchers of a job, one per node, as one of them sees the others.
 
-They share a store: each tells what its workers wrote, so that every launcher hears everything, judges alike, and can
-write the report. Each keeps a lease: when it runs out, the node is lost, and its workers count as dead.
+They share a store. Each publishes the records of its workers, so that every launcher has all records, reaches the same
+decisions and can write the report. Each holds a lease; when it expires, the node is lost, and its workers count as
+failed.
 
-A store may outlive the job (etcd): what belongs to one run of it stands under a number of its own.
+A store may outlive the job (etcd): the keys of one run have its number as a prefix.
 
 =======================  ====================================================================
-``about``                what the job is, JSON; the first launcher says it, the others compare
-``origin``               wall time of zero
-``seat/R/K``             who the K-th launcher of node R is
-``node/R``               leased: which of them is there, and its workers
-``bye/R/K``              it has ended in order
-``told/R/SLOT``          records of the workers of node R, JSON; a ring
-``number/RANK``          who starts the newcomer RANK
-``start/N``              JSON: which launchers began (0), or on which node each worker is started for the N-th time again
-``slices``               of a mini-batch, once training has begun
-``gone/N/RANK``          a worker of that start has ended, or was given up; the node that says so
-``says/R/WHAT``          something that is true of all workers of node R
-``asked/N``              JSON: the N-th change that the running job is asked for
-``leave/RANK``           a worker is to leave
-``stop``                 the whole job is to save and stop
 =======================  ====================================================================
+``about``                description of the job, JSON, written by the first launcher and compared by the others
+``origin``               wall time of time zero
+``seat/R/K``             identity of the K-th launcher of node R
+``node/R``               leased: the current launcher of node R, and its workers
+``bye/R/K``              that launcher has ended in order
+``told/R/SLOT``          records of the workers of node R, JSON; a ring buffer
+``number/RANK``          node that starts the newcomer RANK
+``start/N``              JSON: the launchers that began (N = 0), or the node of each worker in the N-th restart
+``slices``               slices per mini-batch, once training has begun
+``gone/N/RANK``          a worker of that start has ended, or was given up; the node that reported it
+``says/R/WHAT``          a condition that holds for all workers of node R
+``asked/N``              JSON: the N-th change requested of the running job
+``leave/RANK``           a worker is asked to leave
+``stop``                 the whole job must save and stop
 
-Who is cut off cannot go on beside the others. Its workers sum nothing without theirs; and it ends them before the others
-may start the job again, which they do only :data:`FENCE_LEASES` leases after they lost a node.
+A node that is cut off cannot continue beside the others. Its workers complete no all-reduce without them, and it kills
+its workers before the others may restart the job, which happens only :data:`FENCE_LEASES` leases after they lost a
+node.
 """
 
 from __future__ import annotations
@@ -44,12 +46,12 @@ from holdfast.records.encoding import record_from_dict, record_to_dict
 from holdfast.records.types import Record
 
 FENCE_LEASES = 2.0
-"""A node that is cut off knows it within one lease, and has ended its workers within two."""
+"""A node that is cut off detects it within one lease, and has killed its workers within two."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start of the job: the workers' store, all ranks, those of this node, and those that have not ended if it comes late."""
+    """One start of the job: the workers' store, all ranks, those of this node, and those alive when it joins."""
 
     store: str
     ranks: tuple[int, ...]
@@ -59,7 +61,7 @@ class Start:
 
 @dataclass(slots=True)
 class _Node:
-    """Another launcher, as far as it is known here."""
+    """Another launcher, as known here."""
 
     seat: int
     ranks: tuple[int, ...] = ()
@@ -68,7 +70,7 @@ class _Node:
 
 @dataclass(slots=True)
 class Changes:
-    """Since one last looked: nodes that were lost, with their workers; workers whose launchers ended in order; newcomers."""
+    """Changes since the last call: lost nodes with their workers; workers whose launchers ended in order; newcomers."""
 
     lost: dict[int, tuple[int, ...]] = field(default_factory=dict)
     parted: tuple[int, ...] = ()
@@ -76,7 +78,7 @@ class Changes:
 
 
 class Nodes(Meeting):
-    """This launcher among those of the other nodes, for whatever starts of the job there are."""
+    """This launcher and those of the other nodes, over all starts of the job."""
 
     def __init__(self, job: Job) -> None:
         self._members: Store | None = None
@@ -96,11 +98,11 @@ class Nodes(Meeting):
 
     @property
     def store_lost(self) -> str:
-        """Why this node can take no part any more, "" if it can."""
+        """Why this node can no longer take part, or ""."""
         return self.store.lost or (self._members.lost if self._members is not None else "") or self.seat_lost
 
     def close(self) -> None:
-        """Let go of what the workers share, too."""
+        """Close the workers' store, too."""
         if self._members is not None:
             self._members.close()
         super().close()
@@ -134,27 +136,27 @@ class Nodes(Meeting):
         return {int(rank): node for rank, node in self.read(f"start/{number}").items()}
 
     def agree_on_restart(self, number: int, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return whom the job is started with for the ``number``-th time again; the first who proposes decides.
+        """Return the ranks of restart ``number``; the first proposal decides.
 
-        Not before nodes that were lost have surely ended their workers.
+        Waits until nodes that were lost have certainly killed their workers.
         """
         if self._lost_s is not None:
             fence_s = self._lost_s + FENCE_LEASES * self._job.node_timeout_s - time.monotonic()
             self.store.wait(lambda: self.store.get(f"start/{number}"), max(0.0, fence_s))
         there = self.there()
         homes = {rank: node for node, known in sorted(there.items()) for rank in known.ranks if rank in ranks}
-        for rank in sorted(set(ranks) - homes.keys()):  # a new worker goes where there are fewest
+        for rank in sorted(set(ranks) - homes.keys()):  # a new worker is placed on the node with the fewest workers
             counts = {node: list(homes.values()).count(node) for node in sorted(there)}
             homes[rank] = min(counts, key=lambda node: counts[node])
         self.store.create(f"start/{number}", json.dumps(dict(sorted(homes.items()))))
         return tuple(self._homes(number))
 
     def is_restarted(self) -> bool:
-        """Return whether somebody has decided to start the job again."""
+        """Return whether a launcher has decided to restart the job."""
         return self.store.get(f"start/{self.number + 1}") is not None
 
     def free_number(self, least: int) -> int:
-        """Return a number for a newcomer of this node, at least ``least``, that nobody else gives."""
+        """Return an unused rank for a newcomer of this node, at least ``least``."""
         while not self.store.create(f"number/{least}", str(self._me)):
             least += 1
         self._own = (*self._own, least)
@@ -162,9 +164,9 @@ class Nodes(Meeting):
         return least
 
     def note_slices(self, count: int) -> None:
-        """Remember the slices of the job, for launchers that come late."""
+        """Record the job's number of slices, for launchers that come late."""
         if self.slices == 0:
-            with contextlib.suppress(StoreLost):  # then none will come
+            with contextlib.suppress(StoreLost):  # then no launcher will come
                 self.store.create("slices", str(count))
 
     @property
@@ -172,19 +174,19 @@ class Nodes(Meeting):
         """Slices of the job, 0 before training has begun."""
         return int(self.store.get("slices") or 0)
 
-    # -- telling and hearing
+    # -- record replication
 
     def tell(self, records: Sequence[tuple[Record, Position | None]]) -> None:
-        """Let the other launchers know what the workers of this node wrote, and where those were that have ended."""
+        """Publish the records of this node's workers, with the last positions of workers that have ended."""
         if self._job.nnodes > 1:
             self._telling.tell(self.number, records)
 
     def hear(self) -> list[Told]:
-        """Return what the other launchers told since the last call."""
+        """Return the records that the other launchers published since the last call."""
         return self._telling.hear(self._others)
 
     def look(self) -> Changes:
-        """Return what has happened to the other nodes since the last call, after telling the workers of deaths."""
+        """Return the changes of the other nodes since the last call, after notifying the workers of failed ranks."""
         there, changes = self.there(), Changes()
         for node, known in self._others.items():
             now = there.get(node)
@@ -197,12 +199,12 @@ class Nodes(Meeting):
         return changes
 
     def _ranks(self, seated: Seated) -> tuple[int, ...]:
-        """Return the workers of a node in this start of the job: who was slower to begin it still names those of the last."""
+        """Return the workers of a node in this start; a launcher that has not begun it still names those of the last."""
         return seated.ranks if seated.start == self.number else ()
 
     def _lose(self, node: int, known: _Node, changes: Changes) -> None:
         known.is_lost = True
-        # Whom another launcher has given up a moment ago is lost here, too; whom its own has seen end is not.
+        # Workers that another launcher has just given up are lost here, too; workers whose launcher saw them end are not.
         left = tuple(rank for rank in known.ranks if self.store.get(f"gone/{self.number}/{rank}") != str(node))
         for rank in left:
             self.died(rank, f"node {node} is lost")
@@ -216,20 +218,20 @@ class Nodes(Meeting):
             changes.lost[node] = left
 
     def died(self, rank: int, why: str) -> None:
-        """Tell the workers that ``rank`` is dead."""
+        """Notify the workers that ``rank`` has failed."""
         if self._members is not None:
-            with contextlib.suppress(StoreLost):  # then nobody goes on
+            with contextlib.suppress(StoreLost):  # then no worker continues
                 self._members.put(f"dead/{rank}", why)
 
     def ended(self, rank: int) -> None:
-        """Tell launchers that come late that nothing is to be expected of a worker any more."""
+        """Record for launchers that come late that a worker has ended."""
         if self._job.nnodes > 1:
             self.store.put(f"gone/{self.number}/{rank}", str(self._me))
 
-    # -- what is true everywhere
+    # -- conditions of all nodes
 
     def say(self, what: str, *, true: bool) -> None:
-        """Let the other launchers know that something is true of this node, or is no longer."""
+        """Publish whether a condition holds for this node."""
         if self._job.nnodes == 1 or true == (what in self._said):
             return
         key = f"says/{self._me}/{what}"
@@ -241,37 +243,37 @@ class Nodes(Meeting):
             self.store.delete(key)
 
     def all_say(self, what: str, nodes: Sequence[int] | None = None) -> bool:
-        """Return whether something is true of all other nodes that are there, or of those."""
+        """Return whether a condition holds for ``nodes``, or for all other nodes that are not lost."""
         wanted = [node for node, known in self._others.items() if not known.is_lost] if nodes is None else nodes
         return all(self.store.get(f"says/{node}/{what}") == str(self.number) for node in wanted)
 
     def any_says(self, what: str) -> bool:
-        """Return whether something is true of another node that is there."""
+        """Return whether a condition holds for any other node that is not lost."""
         return any(self.all_say(what, [node]) for node, known in self._others.items() if not known.is_lost)
 
     def homes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return the other nodes that these workers are on."""
+        """Return the other nodes that have these workers."""
         return tuple(node for node, known in self._others.items() if not set(ranks).isdisjoint(known.ranks))
 
     def ask_all_to_stop(self) -> None:
-        """Have the whole job save and stop."""
+        """Make the whole job save and stop."""
         with contextlib.suppress(StoreLost):  # then all stop anyway
             self.store.put("stop", "1")
 
     def is_stopping(self) -> bool:
-        """Return whether the whole job is to save and stop."""
+        """Return whether the whole job must save and stop."""
         return self.store.get("stop") is not None
 
     # -- changes to the running job
 
     def ask(self, changes: Mapping[str, Any]) -> None:
-        """Ask for changes; all launchers hear of them in the same order."""
+        """Request changes; all launchers see them in the same order."""
         number, text = self._asked, json.dumps(changes)
         while not self.store.create(f"asked/{number}", text):
             number += 1
 
     def asked(self) -> list[dict[str, Any]]:
-        """Return the changes that were asked for since the last call, on any node."""
+        """Return the changes requested since the last call, on any node."""
         new = []
         while (text := self.store.get(f"asked/{self._asked}")) is not None:
             self._asked += 1
@@ -279,11 +281,11 @@ class Nodes(Meeting):
         return new
 
     def ask_to_leave(self, rank: int) -> None:
-        """Have the launcher of a worker tell it to leave."""
+        """Make the launcher of a worker ask it to leave."""
         self.store.put(f"leave/{rank}", str(self._me))
 
     def told_to_leave(self) -> tuple[int, ...]:
-        """Return the workers of this node that are to leave; each is named once."""
+        """Return the workers of this node that are asked to leave; each is returned once."""
         told = tuple(rank for rank in self._own if self.store.get(f"leave/{rank}") is not None)
         for rank in told:
             self.store.delete(f"leave/{rank}")
@@ -291,13 +293,13 @@ class Nodes(Meeting):
 
 
 _SLOTS = 4096
-"""Batches of records that a launcher may be behind another; at most fifty are told in a second."""
+"""Number of record batches that a launcher may lag behind another; at most fifty are published per second."""
 _BATCH_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A record of another node's worker, from which start of the job, and where the worker was if it tells its end."""
+    """A record of another node's worker, its start of the job, and the last position of a worker that ended."""
 
     start: int
     record: Record
@@ -305,7 +307,7 @@ class Told:
 
 
 class Telling:
-    """Tells the others, and hears them, from where this node's launchers and theirs have got to; those of this node first."""
+    """Replicates records between launchers; begins with those of this node's earlier launchers."""
 
     def __init__(self, store: Store, node: int) -> None:
         self._store = store
@@ -318,14 +320,14 @@ class Telling:
         self._told = self._next[node] - 1
 
     def tell(self, start: int, records: Sequence[tuple[Record, Position | None]]) -> None:
-        """Let the others know what the workers of this node wrote, and where those were that have ended."""
+        """Publish the records of this node's workers, with the last positions of workers that have ended."""
         for batch in _batches(records):
             self._told += 1
             text = json.dumps({"number": self._told, "start": start, "records": batch})
             self._store.put(f"told/{self._node}/{self._told % _SLOTS}", text)
 
     def hear(self, nodes: Iterable[int]) -> list[Told]:
-        """Return what these nodes told since the last call, in the order of time."""
+        """Return the records that these nodes published since the last call, ordered by time."""
         heard, self._old = self._old, []
         heard += [told for node in nodes for told in self._hear_of(node)]
         return sorted(heard, key=lambda told: (told.start, told.record.t_s))
@@ -335,7 +337,7 @@ class Telling:
         while (text := self._store.get(f"told/{node}/{self._next[node] % _SLOTS}")) is not None:
             said = json.loads(text)
             if said["number"] < self._next[node]:
-                return  # that slot's turn has not come again
+                return  # the slot still has an old batch
             self._next[node] = said["number"] + 1
             for line, position in said["records"]:
                 where = None if position is None else Position(**{**position, "samples": tuple(position["samples"])})
@@ -343,7 +345,7 @@ class Telling:
 
 
 def _batches(records: Sequence[tuple[Record, Position | None]]) -> Iterator[list[Any]]:
-    """Yield what to tell, in pieces that a store takes."""
+    """Yield the records in batches that fit into a value of the store."""
     batch: list[Any] = []
     size = 0
     for record, position in records:

@@ -1,4 +1,4 @@
-"""How many workers there are to be, and who is started or told to leave for it. Pure: no clock, no process."""
+"""Target number of workers: which to start, and which to ask to leave. Pure: no clock, no process."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _CALM_S = 60.0
-"""After so long without a death the next one counts as the first."""
+"""After this time without a death, the next death counts as the first."""
 _FIRST_S = 1.0
 _LONGEST_S = 60.0
 
 
 @dataclass(slots=True)
 class Births:
-    """Counts deaths, and says when which worker is to be started: at most ``limit`` in the place of the dead."""
+    """Counts deaths and schedules new workers: at most ``limit`` replacements of failed ones."""
 
     limit: int
     next_rank: int
@@ -24,7 +24,7 @@ class Births:
     _last_s: float = -math.inf
 
     def died(self, rank: int, now_s: float) -> None:
-        """Hear that a worker has died: one more is due, the later the more died shortly before."""
+        """Record a death: one more worker is due, the later the more died shortly before."""
         if self.limit <= 0 or rank in self._dismissed:
             return
         self.limit -= 1
@@ -34,14 +34,14 @@ class Births:
         self._plan(now_s + wait_s)
 
     def ask(self, count: int, now_s: float) -> None:
-        """Plan workers that are wanted, though nobody died."""
+        """Schedule additional workers, without a death."""
         for _ in range(count):
             self._plan(now_s)
 
     def scale(self, there: Sequence[int], wanted: int, now_s: float) -> list[int]:
-        """Plan the workers that are missing, or return who is to leave: the highest numbers, and none twice.
+        """Schedule the missing workers, or return surplus workers to ask to leave: the highest ranks, each returned once.
 
-        ``there`` are the workers that are there, newcomers that wait among them.
+        ``there`` are the existing workers, including newcomers that wait to be admitted.
         """
         staying = sorted(set(there) - self._dismissed)
         self.ask(wanted - len(staying) - len(self._planned), now_s)
@@ -54,13 +54,13 @@ class Births:
         return leaving
 
     def due(self, now_s: float) -> list[int]:
-        """Return who is to be started now; each is named once."""
+        """Return the ranks to start now; each is returned once."""
         ready = [rank for at_s, rank in self._planned if at_s <= now_s]
         self._planned = [(at_s, rank) for at_s, rank in self._planned if at_s > now_s]
         return ready
 
     def begin_again(self, next_rank: int) -> None:
-        """Hear that the whole job is started again: nobody is missing."""
+        """Reset for a restart of the job: no worker is missing."""
         self._planned.clear()
         self._dismissed.clear()
         self.next_rank = max(self.next_rank, next_rank)

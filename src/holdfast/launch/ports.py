@@ -1,9 +1,9 @@
-"""Shutting the ports of mpirun on one machine, for which it has no option.
+"""Closes the ports of mpirun on one machine, for which mpirun has no option.
 
-PRRTE listens on all interfaces for daemons on other machines, of which there are none. PMIx listens on the loopback interface
-for the workers, each of which connects once, while it starts. It waits for the first bytes of a connection without end, so one
-that sends nothing keeps mpirun from reporting a death. As the parent of mpirun, the launcher may copy its sockets, and has
-the kernel drop all packets to those that listen.
+PRRTE listens on all interfaces for daemons on other machines, of which a job on one machine has none. PMIx listens on
+the loopback interface for the workers, each of which connects once at its start. It waits indefinitely for the first
+bytes of a connection, so a connection that sends nothing keeps mpirun from reporting a death. As the parent of mpirun,
+the launcher may duplicate its sockets, and have the kernel drop all packets to the listening ones.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ _Address = tuple[str, int]
 
 
 def shut_ports(mpirun: int, workers: Sequence[int] | None) -> int | None:
-    """Let nothing connect to mpirun from other machines, nor from this one once its workers are connected.
+    """Block connections to mpirun from other machines, and from this one once its workers are connected.
 
-    Other connections made before are closed. If the system does not permit copies of mpirun's sockets, the ports stay open.
+    Other connections made before are closed. If the system does not permit duplicating mpirun's sockets, the ports stay
+    open.
 
-    Both are process numbers, of living workers; None as long as some have not started. Returns how many connections were
-    closed, None if the workers are not connected yet. Those that waited to be accepted are found by later calls.
+    Args: PIDs of mpirun and of its live workers; the latter None as long as some have not started. Returns the number
+    of closed connections, None if the workers are not connected yet. Connections that wait to be accepted are found by
+    later calls.
     """
     with contextlib.ExitStack() as copies:
         try:
@@ -53,7 +55,7 @@ def shut_ports(mpirun: int, workers: Sequence[int] | None) -> int | None:
         ports = {_address(one)[1] for one in listening}
         strange = [one for one in sockets if _address(one)[1] in ports and _peer(one) not in {None, *theirs}]
         for one in strange:
-            with contextlib.suppress(OSError):  # its other end has closed it just now
+            with contextlib.suppress(OSError):  # its peer has just closed it
                 one.shutdown(socket.SHUT_RDWR)
         return len(strange)
 
@@ -72,7 +74,7 @@ def _connections(workers: Sequence[int], to: set[_Address]) -> set[_Address] | N
 
 
 def _tcp_sockets(pid: int) -> Iterator[socket.socket]:
-    """Give copies of the TCP sockets of a process; none if it has ended.
+    """Yield duplicates of the TCP sockets of a process; none if it has ended.
 
     Raises:
         PermissionError: if the system does not permit it.
@@ -90,7 +92,7 @@ def _tcp_sockets(pid: int) -> Iterator[socket.socket]:
                     yield copy
                 else:
                     copy.close()
-            elif ctypes.get_errno() not in (errno.EBADF, errno.ESRCH):  # neither closed nor ended meanwhile
+            elif ctypes.get_errno() not in (errno.EBADF, errno.ESRCH):  # neither closed nor ended in the meantime
                 raise PermissionError
     finally:
         os.close(process)
@@ -98,7 +100,7 @@ def _tcp_sockets(pid: int) -> Iterator[socket.socket]:
 
 def _socket_numbers(pid: int) -> Iterator[int]:
     folder = Path("/proc", str(pid), "fd")
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # closed, or ended, meanwhile
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # closed, or ended, in the meantime
         for number in os.listdir(folder):
             with contextlib.suppress(FileNotFoundError):
                 if os.readlink(folder / number).startswith("socket:"):
@@ -111,7 +113,7 @@ def _address(one: socket.socket) -> _Address:
 
 
 def _peer(one: socket.socket) -> _Address | None:
-    """Return the address of the other end, None if there is none."""
+    """Return the address of the peer, None if there is none."""
     try:
         host, port = one.getpeername()[:2]
     except OSError:

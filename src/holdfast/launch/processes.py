@@ -1,4 +1,4 @@
-"""Processes that we started: who they are, whether they live, how they are ended."""
+"""Processes that we start: identity, liveness, and how to end them."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from typing import NoReturn, Self
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 2.0
-"""How long mpirun may take to clean up after a SIGTERM."""
+"""Time that mpirun may take to clean up after a SIGTERM."""
 _CHILDREN_END_S = 1.0
-"""How long to wait for children to be gone that were killed: a stuck disk may keep one for ever."""
+"""Time to wait for killed children to end: blocked I/O may keep one alive forever."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process; when it was started, in clock ticks, tells it apart from a later one that got the same number."""
+    """A process; its start time, in clock ticks, distinguishes it from a later process with the same PID."""
 
     pid: int
     started: int
 
     @classmethod
     def of(cls, pid: int) -> Self | None:
-        """Return the process that has the number ``pid`` now, None if there is none or it is a zombie."""
+        """Return the process that has this ``pid`` now, None if there is none or it is a zombie."""
         state, started = _state_of(pid)
         return None if state in "ZX" else cls(pid, started)
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Return the process that :meth:`__str__` wrote down, None if ``text`` is not one."""
+        """Parse the text that :meth:`__str__` returned; None if it is not such a text."""
         try:
             pid, started = text.split()
             return cls(int(pid), int(started))
@@ -47,16 +47,16 @@ class Process:
         return f"{self.pid} {self.started}"
 
     def is_alive(self) -> bool:
-        """Return whether it runs, or could run."""
+        """Return whether the process runs, or could run."""
         return Process.of(self.pid) == self
 
     def is_stopped(self) -> bool:
-        """Return whether a signal or a debugger keeps it from running."""
+        """Return whether the process is stopped by a signal or a debugger."""
         state, started = _state_of(self.pid)
         return started == self.started and state in "Tt"
 
     def send(self, number: signal.Signals) -> bool:
-        """Send it a signal; return whether it was there to get it."""
+        """Send a signal; return whether the process existed."""
         handle = self.open()
         if handle is None:
             return False
@@ -69,30 +69,30 @@ class Process:
         return True
 
     def open(self) -> int | None:
-        """Return a file descriptor that stands for it and becomes readable when it ends; None if it has ended."""
+        """Return a pidfd, which becomes readable when the process ends; None if it has ended."""
         try:
             handle = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return None
-        if self.is_alive():  # looked at while the handle keeps its number from being given away
+        if self.is_alive():  # checked while the pidfd keeps the PID from being reused
             return handle
         os.close(handle)
         return None
 
 
 def _state_of(pid: int) -> tuple[str, int]:
-    """Return the state of a process, as in ``/proc/PID/stat``, and when it was started; "X" if there is none."""
+    """Return the state of a process, as in ``/proc/PID/stat``, and its start time; "X" if there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return "X", -1
-    state, *fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may hold blanks
+    state, *fields = stat[stat.rindex(")") + 2 :].split()  # the process name before it may contain spaces
     return state, int(fields[18])
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A worker, and the watcher beside it; how their machine calls itself, "" where it can only be that of the launcher."""
+    """A worker and its watcher, with the name of their machine; "" if it can only be that of the launcher."""
 
     worker: Process
     watcher: Process
@@ -100,7 +100,7 @@ class Pair:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Return what was noted in ``path``, None if nothing was."""
+        """Read a pair from a file; None if there is none."""
         try:
             *processes, node = path.read_text().split("\n")
             worker, watcher = map(Process.parse, processes)
@@ -109,31 +109,31 @@ class Pair:
         return cls(worker, watcher, node) if worker is not None and watcher is not None else None
 
     def note(self, path: Path) -> None:
-        """Write it down, all or nothing."""
-        draft = path.with_suffix(f".{os.getpid()}.draft")  # worker and watcher both note it: either may be stopped
+        """Write the pair to a file, atomically."""
+        draft = path.with_suffix(f".{os.getpid()}.draft")  # worker and watcher both write it: either may be stopped
         draft.write_text(f"{self.worker}\n{self.watcher}\n{self.node}")
         draft.replace(path)
 
 
 def this_node() -> str:
-    """Return how this machine calls itself."""
+    """Return the node name of this machine."""
     return os.uname().nodename
 
 
 def pair_path(run_dir: Path, rank: int) -> Path:
-    """Return where the watcher of ``rank`` notes the two of them."""
+    """Return the file in which the watcher of ``rank`` records the pair."""
     return run_dir / f"process-{rank}"
 
 
 def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
-    """Have this process get the signal ``number`` when its parent dies; if a parent is named that is dead, end here."""
+    """Request signal ``number`` for this process when its parent dies; if ``parent`` is given and dead, exit now."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() == 1 if parent is None else os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def outlive_parent() -> None:
-    """Take back :func:`die_with_parent`."""
+    """Undo :func:`die_with_parent`."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, 0)
 
 
@@ -141,12 +141,12 @@ _LIBC = ctypes.CDLL(None)
 
 
 def adopt_orphans() -> None:
-    """Be the parent, from now on, of what the children of this process leave behind when they end."""
+    """Make this process the parent of the orphans of its children (subreaper)."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the children of a process, zombies too; none if it has ended, or where the system does not tell."""
+    """Return the PIDs of a process's children, including zombies; none if it has ended or the system has no list."""
     lists = []
     for path in Path("/proc", str(pid), "task").glob("*/children"):
         try:
@@ -163,11 +163,11 @@ def descendants_of(pid: int) -> list[Process]:
 
 
 def end_children() -> None:
-    """Kill the children of this process, and what it adopts by that, until nobody is left."""
+    """Kill the children of this process, and the orphans that it adopts, until none is left."""
     ends_s = time.monotonic() + _CHILDREN_END_S
     while (left := children_of(os.getpid())) and time.monotonic() < ends_s:
         for pid in left:
-            os.kill(pid, signal.SIGKILL)  # a child, so nobody else has its number before we wait for it
+            os.kill(pid, signal.SIGKILL)  # a child, so its PID is not reused before we wait for it
         for pid in left:
             handle = os.pidfd_open(pid)
             if wait_for_end({"child": handle}, ends_s - time.monotonic()):
@@ -176,9 +176,10 @@ def end_children() -> None:
 
 
 def end_at_once(spared: Collection[int] = ()) -> NoReturn:
-    """End this process and all below it by SIGKILL, as if the power failed: nobody saves, or tells anything.
+    """Kill this process and all its descendants by SIGKILL, as in a power failure: none saves or reports anything.
 
-    All are stopped before the first is ended, so that none finds out that others are gone; ``spared`` children go on.
+    All are stopped before the first is killed, so that none observes the death of another; ``spared`` children
+    continue.
     """
     stopped: set[Process] = set()
     while new := _below_us(spared) - stopped:
@@ -197,9 +198,9 @@ def _below_us(spared: Collection[int]) -> set[Process]:
 
 
 def wait_for_end(handles: Mapping[str, int], timeout_s: float | None = None) -> set[str]:
-    """Return which of some processes have ended, as soon as one has; none if none has within ``timeout_s``, None for ever.
+    """Wait until a process has ended, at most ``timeout_s`` (None: forever); return the names of those that have ended.
 
-    Each name stands for a file descriptor as of :meth:`Process.open`.
+    ``handles`` maps names to file descriptors from :meth:`Process.open`.
     """
     looks = select.poll()
     for handle in handles.values():
@@ -217,17 +218,17 @@ def name_of(pid: int) -> str:
 
 
 def value_of(pid: int, variable: str) -> str | None:
-    """Return what an environment variable was for a process when it was started; None if it was not set, or is a secret."""
+    """Return the value of a variable at the start of a process; None if it was not set or cannot be read."""
     start = f"{variable}=".encode()
     try:
         words = Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
-    except OSError:  # it has ended, or is somebody else's
+    except OSError:  # it has ended, or belongs to another user
         return None
     return next((word[len(start) :].decode(errors="replace") for word in words if word.startswith(start)), None)
 
 
 def end_gently(process: Process) -> None:
-    """Wait a little for a process to end by itself, ask it to, and kill it at last."""
+    """Wait briefly for a process to end, send SIGTERM, and finally SIGKILL."""
     handle = process.open()
     if handle is None:
         return
@@ -241,10 +242,10 @@ def end_gently(process: Process) -> None:
 def start(
     command: Sequence[str], env: Mapping[str, str], log: Path, files: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start ``command`` in a process group of its own, its output appended to ``log``.
+    """Start ``command`` in its own process group, with its output appended to ``log``.
 
-    It inherits the descriptors ``files``, and does not end with us: the watchers of the workers see that we are gone, and have
-    them save and end.
+    It inherits the descriptors ``files``. It does not die with this process: the workers' watchers detect the death of
+    the launcher, and make the workers save and exit.
     """
     with log.open("ab") as output:
         return subprocess.Popen(
@@ -253,28 +254,28 @@ def start(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            process_group=0,  # Ctrl-C is for us: the workers are to finish their step
+            process_group=0,  # Ctrl-C is for the launcher: workers must finish their step
             pass_fds=files,
         )
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[Pair]) -> None:
-    """End what :func:`start` started, all workers below it and what they started; nothing of it runs when this returns.
+    """Kill the processes from :func:`start`, the workers below them, and their children; returns once all ended.
 
-    Watchers and workers that have not noted themselves, and are not in ``pairs``, are found below ``processes``.
+    Watchers and workers that have not recorded themselves, and are not in ``pairs``, are found below ``processes``.
     """
     known = [pair.worker.pid for pair in pairs if pair.worker.is_alive()]
     running = [process.pid for process in processes if process.poll() is None]
     below = [child for pid in (*running, *known) for child in descendants_of(pid)]
-    for pair in pairs:  # the watchers first, so that none of them tells of a death that we caused
+    for pair in pairs:  # watchers first, so that none records a death that we caused
         pair.watcher.send(signal.SIGKILL)
         pair.worker.send(signal.SIGKILL)
-    for child in below:  # their watcher would have ended them
+    for child in below:  # their watcher would have killed them
         child.send(signal.SIGKILL)
     for process in processes:
         if process.poll() is None:
             process.terminate()
-            process.send_signal(signal.SIGCONT)  # a stopped process does not see the one before
+            process.send_signal(signal.SIGCONT)  # a stopped process does not handle the signal before
     for process in processes:
         try:
             process.wait(_GRACE_S)

@@ -1,7 +1,7 @@
-"""What a job was, so that it can be done again: for the report, and as a note that this user has run it here.
+"""Provenance of a job: what is needed to repeat it, for the report, and a note that this user has run it here.
 
-The notes are empty files in ``$XDG_STATE_HOME/holdfast/runs`` (``~/.local/state/holdfast/runs``), outside of report folders,
-which may be untrusted. Each is named by a digest of what was run.
+The notes are empty files in ``$XDG_STATE_HOME/holdfast/runs`` (``~/.local/state/holdfast/runs``), outside of report
+directories, which may be untrusted. Each is named by a digest of the script and its arguments.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 from holdfast.launch.job import Job
 
 _NOT_THE_JOB = ("token", "store", "rank", "ranks", "run_dir", "origin_s", "faults")
-"""Settings that say how this start of it was made, or are a secret."""
+"""Settings that are specific to one start of the job, or secret."""
 _LIBRARIES = ("holdfast", "torch", "numpy")
 
 
 def job_facts(job: Job) -> dict[str, Any]:
-    """Return what ``report.json`` has under ``job``: the script and its arguments, the settings, the versions."""
+    """Return the ``job`` entry of ``report.json``: the script and its arguments, the settings, the versions."""
     settings = dataclasses.asdict(job.settings)
     return {
         "script": str(job.script),
@@ -42,12 +42,12 @@ def job_facts(job: Job) -> dict[str, Any]:
 def _sha256(script: Path) -> str:
     try:
         return hashlib.sha256(script.read_bytes()).hexdigest()
-    except OSError:  # it is gone since it was looked for, and no worker will find it either
+    except OSError:  # removed since it was checked; no worker will find it either
         return ""
 
 
 def _versions() -> dict[str, str]:
-    """Return those of Python, and of the libraries that bits depend on; "" of one that is not installed."""
+    """Return the versions of Python and of the libraries that bits depend on; "" for one that is not installed."""
     return {"python": platform.python_version()} | {name: _version(name) for name in _LIBRARIES}
 
 
@@ -59,12 +59,12 @@ def _version(name: str) -> str:
 
 
 _MOST = 1000
-"""Notes that are kept: the newest."""
+"""Maximum number of notes; the newest are kept."""
 
 
 def note(facts: Mapping[str, Any]) -> None:
-    """Note that a job with these :func:`job_facts` was run here; unwritten, ``holdfast verify`` needs ``--trust`` or ``--script``."""
-    with suppress(OSError, RuntimeError):  # there is no home, or it is not writable
+    """Note that a job with these :func:`job_facts` was run here; else ``holdfast verify`` needs ``--trust`` or ``--script``."""
+    with suppress(OSError, RuntimeError):  # no home directory, or it is not writable
         folder = _folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         Path(folder, _digest(facts)).touch(mode=0o600)
@@ -73,7 +73,7 @@ def note(facts: Mapping[str, Any]) -> None:
 
 
 def is_noted(facts: Mapping[str, Any]) -> bool:
-    """Return whether this user has run here the same script, byte for byte, with the same arguments, as a report says."""
+    """Return whether this user has run here the same script, byte for byte, with the same arguments, as in a report."""
     try:
         found = Path(_folder(), _digest(facts)).lstat()
         return found.st_uid == Path(_folder()).lstat().st_uid == os.getuid()
@@ -82,7 +82,7 @@ def is_noted(facts: Mapping[str, Any]) -> bool:
 
 
 def _folder() -> Path:
-    """Return where the notes are; raise a RuntimeError if this user has no home."""
+    """Return the directory of the notes; raise a RuntimeError if this user has no home."""
     given = Path(os.environ.get("XDG_STATE_HOME", ""))
     return Path(given if given.is_absolute() else Path.home() / ".local" / "state", "holdfast", "runs")
 

@@ -1,4 +1,4 @@
-"""What is new in a run: taken in from the workers' files and the other launchers, told to all that it concerns."""
+"""Record bus: reads new records from the workers' files and the other launchers, and passes them on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from holdfast.report.history import is_distributed
 class Run:
     """One run of a job, over all its starts.
 
-    ``nodes`` is None where the fabric needs no store. The clock's zero is when the run began, on the first node.
+    ``nodes`` is None if the fabric needs no store. The clock's zero is the time when the run began, on the first node.
     """
 
     job: Job
@@ -51,13 +51,13 @@ class Run:
 
     @property
     def others(self) -> Nodes | None:
-        """The launchers of the other nodes, None if there are none, or this node can take no part any more."""
+        """The launchers of the other nodes; None if there are none, or this node can no longer take part."""
         nodes = self.nodes
         return None if nodes is None or self.job.nnodes == 1 or nodes.store_lost else nodes
 
 
 class News:
-    """Hears every record of a run once: the judge, the view and the other launchers are told."""
+    """Takes every record of a run once, and passes it to the job state, the view and the other launchers."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -68,7 +68,7 @@ class News:
         self._noted: list[tuple[Record, Position | None]] = []
         self._tracebacks: dict[int, str] = {}
         self.is_distributed = False
-        """Whether the script speaks to ``torch.distributed``, as far as is known."""
+        """Whether the script uses ``torch.distributed``, as far as is known."""
 
     @property
     def has_committed(self) -> bool:
@@ -77,13 +77,13 @@ class News:
 
     @property
     def is_explained(self) -> bool:
-        """Whether a script has said why it failed."""
+        """Whether a script has recorded why it failed."""
         return bool(self._tracebacks)
 
     def read(self, attempt: Attempt, *, last: bool = False) -> None:
-        """Take in what is new; at last half lines of output, too.
+        """Read new records and output; ``last`` includes incomplete lines of output.
 
-        Output is read first: a traceback's record is written before it, so it is known.
+        Output is read first: the record of a traceback is written before the traceback, so it is known.
         """
         output = self._run.files.output(last=last)
         own, self._noted = self._noted, []
@@ -98,7 +98,7 @@ class News:
                 self._run.view.output(rank, line)
 
     def hear(self, record: Record, position: Position | None = None) -> None:
-        """Take one record; ``position`` is where the worker was, if it has ended."""
+        """Take one record; ``position`` is the last position of a worker that has ended."""
         self._run.judge.hear(record, position)
         match record:
             case RunStarted():
@@ -114,42 +114,42 @@ class News:
             self._run.view.say(line)
 
     def note(self, record: Record) -> None:
-        """Write down what the launcher itself did; what it did to a worker is told to the other launchers."""
+        """Write a record of the launcher itself; records about workers are published to the other launchers."""
         record = self._log.write(record)
         self.hear(record)
         if isinstance(record, FaultFired | WorkerFenced | StragglerSeen):
             self._noted.append((record, None))
 
     def note_end(self, ended: WorkerEnded, attempt: Attempt) -> None:
-        """Write down how a worker ended, in the place of its watcher, and answer it."""
+        """Write how a worker ended, instead of its watcher, and handle it."""
         ended = self._log.write(ended)
         position = self._end_of(ended, attempt)
         self.hear(ended, position)
         self._noted.append((ended, position))
 
     def show(self, alive: Mapping[int, int]) -> None:
-        """Show how far the run is, with the process numbers of the workers."""
+        """Display the progress, with the PIDs of the workers."""
         self._status = dataclasses.replace(self._status, alive=alive)
         self._run.view.show(self._status)
 
     def _end_of(self, record: Record, attempt: Attempt) -> Position | None:
-        """Answer the end of a worker of this node; return where it was."""
+        """Handle the end of a worker of this node; return its last position."""
         if not isinstance(record, WorkerEnded) or self._run.judge.has_ended(record.rank):
             return None
         if record.exit_code:
             self._run.births.died(record.rank, self._run.clock.now_s())
         nodes = self._run.nodes
         if nodes is not None and not nodes.store_lost:
-            with contextlib.suppress(StoreLost):  # found at the next look
+            with contextlib.suppress(StoreLost):  # detected at the next check
                 if record.exit_code:
                     nodes.died(record.rank, cause_of_death(record.exit_code))
                 nodes.ended(record.rank)
         return attempt.position(record.rank)
 
     def _exchange(self, own: Sequence[tuple[Record, Position | None]]) -> None:
-        """Tell the other launchers what is new here, and hear them."""
+        """Publish new records to the other launchers, and read theirs."""
         if (others := self._run.others) is not None:
-            with contextlib.suppress(StoreLost):  # found at the next look
+            with contextlib.suppress(StoreLost):  # detected at the next check
                 others.tell(own)
                 self._hear_others(others)
 
@@ -165,9 +165,9 @@ class News:
         judge.lose(changes.parted)
         for node, ranks in changes.lost.items():
             judge.lose(ranks)
-            what = f", and with it {', '.join(f'rank {rank}' for rank in ranks)}" if ranks else ""
+            what = f", with {', '.join(f'rank {rank}' for rank in ranks)}" if ranks else ""
             self._run.view.say(f"node {node} is lost{what}")
 
     def _is_kept_for_later(self, rank: int, line: str) -> bool:
-        """Return whether the line belongs to a traceback: one of them is shown, last."""
+        """Return whether the line belongs to a traceback: only one traceback is displayed, at the end."""
         return rank in self._tracebacks and line in self._tracebacks[rank].splitlines()

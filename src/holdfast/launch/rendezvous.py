@@ -1,6 +1,6 @@
-"""How the launchers of a job come together, and part: a store, a seat in it for each node, and who was there at first.
+"""Rendezvous of the launchers of a job: a shared store, and a seat in it for each node.
 
-:mod:`holdfast.launch.nodes` says what stands where in the store.
+:mod:`holdfast.launch.nodes` lists the keys of the store.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _ALIKE = (
     "min_workers",
     "checkpoint_dir",
 )
-"""Settings of which all launchers must have the same: what begins with these words."""
+"""Settings that must be equal on all launchers: those whose names begin with these words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seated:
-    """A launcher that is there: how many its node had before it, and its workers in a start of the job, -1 before the first."""
+    """A present launcher: number of earlier ones of its node, its workers, and their start (-1 before the first)."""
 
     seat: int
     ranks: tuple[int, ...]
@@ -48,11 +48,11 @@ class Seated:
 
 
 class Meeting:
-    """This launcher's place among those that share a store. Making it waits until all are there, or the job has begun.
+    """This launcher among those that share a store. The constructor waits until all are present, or the job has begun.
 
     Raises:
-        ConfigError: if the store cannot be opened, the launchers were not started alike, this node has one already, or
-            another does not come in time.
+        ConfigError: if the store cannot be opened, the launchers' settings differ, this node has a launcher already, or
+            another launcher does not arrive in time.
     """
 
     def __init__(self, job: Job) -> None:
@@ -63,7 +63,7 @@ class Meeting:
         self._store: Store | None = None
         self._seat: int | None = None
         self.token = job.settings.token or ("" if job.rdzv else secrets.token_hex(16))
-        """What the store asks for."""
+        """Token of the store."""
         try:
             self._url = job.rdzv if self._joins else self._host()
             self._run = self._find_run()
@@ -71,34 +71,34 @@ class Meeting:
             self._check_alike()
             self._take_seat()
             self.seats = self._meet()
-            """Of all nodes, when the job began."""
+            """Seats of all nodes when the job began."""
             self.is_late = self.seats[self._me] != self._seat
-            """Whether the job had begun before this launcher came."""
+            """Whether the job had begun before this launcher arrived."""
         except BaseException:
             self.close()
             raise
 
     @property
     def store(self) -> Store:
-        """What the launchers share."""
+        """The store that the launchers share."""
         assert self._store is not None
         return self._store
 
     @property
     def is_host(self) -> bool:
-        """Whether this launcher hosts the store, so that nobody can do without it."""
+        """Whether this launcher hosts the store, which no other launcher can do without."""
         return self._hub is not None
 
     @property
     def seat_lost(self) -> str:
-        """Why the others no longer mind this launcher, "" if they do."""
+        """Why the other launchers have given this one up, or ""."""
         mine = self.there().get(self._me)
         if mine is None or mine.seat != self._seat:
-            return f"the others have heard nothing of node {self._me} for {self._lease_s:g} s (--node-timeout) and gave it up"
+            return f"node {self._me} was given up: no heartbeat for {self._lease_s:g} s (--node-timeout)"
         return ""
 
     def there(self) -> dict[int, Seated]:
-        """Return who is there, by node."""
+        """Return the launchers that are present, by node."""
         return {
             int(node): Seated(said["seat"], tuple(said["ranks"]), said["start"])
             for node, text in self.store.under("node/").items()
@@ -106,33 +106,33 @@ class Meeting:
         }
 
     def hold_seat(self, ranks: Sequence[int], start: int) -> None:
-        """Say that this launcher is there, with these workers of a start; the others believe it as long as its lease."""
+        """Publish that this launcher is present, with these workers of a start, for as long as it renews its lease."""
         value = json.dumps({"seat": self._seat, "ranks": ranks, "start": start})
         self.store.put(f"node/{self._me}", value, leased=True)
 
     def url(self, start: int) -> str:
-        """Return where the workers of one start of the job meet."""
+        """Return the URL of the store of the workers of one start of the job."""
         return f"{self._url}/{self._run}/{start}"
 
     def open_members(self, start: int) -> Store:
-        """Return what the workers of one start of the job share."""
+        """Open the store of the workers of one start of the job."""
         return self._open(self._run, str(start))
 
     def read(self, key: str) -> Any:
-        """Return what a key holds that was written for sure."""
+        """Return the value of a key that is certain to be written."""
         return json.loads(self.store.wait(lambda: self.store.get(key)) or "null")
 
     def origin_s(self) -> float:
-        """Return what ``time.monotonic()`` was here when the first launcher began."""
+        """Return the value of ``time.monotonic()`` on this machine at which the first launcher began."""
         self.store.create("origin", json.dumps(time.time()))
         ran_s: float = time.time() - self.read("origin")
         return time.monotonic() - max(0.0, ran_s)
 
     def close(self) -> None:
-        """Say good-bye, and let go of the store; whoever hosts it waits until the others have done so too."""
+        """Record an orderly end, and close the store; the launcher that hosts it waits until the others have left."""
         if self._store is not None:
             if not self._store.lost:
-                with contextlib.suppress(StoreLost):  # the host was quicker
+                with contextlib.suppress(StoreLost):  # the host closed it first
                     self._part()
             self._store.close()
         if self._hub is not None:
@@ -150,7 +150,7 @@ class Meeting:
 
     @property
     def _joins(self) -> bool:
-        """Whether the store is another process's."""
+        """Whether another process hosts the store."""
         return bool(self._job.rdzv) and not (self._job.rdzv.startswith("holdfast://") and self._me == 0)
 
     def _host(self) -> str:
@@ -162,7 +162,7 @@ class Meeting:
         return open_store(f"{self._url}/{run}/{part}", self.token, lease_s=self._lease_s)
 
     def _find_run(self) -> int:
-        """Return the number of the run that goes on, or begins."""
+        """Return the number of the run that is in progress, or begins."""
         runs = self._enter()
         try:
             while True:
@@ -178,43 +178,46 @@ class Meeting:
             runs.close()
 
     def _is_over(self, launchers: Store) -> bool:
-        """Return whether nobody is left in a run that had begun, or in one of launchers unlike this one."""
+        """Return whether no launcher is left in a run that had begun, or whose settings differ from this job's."""
         if not self._url.startswith("etcd://"):
             return False  # a hub ends with its run
-        if launchers.get("start/0") is not None:  # leases of a run that has just died are left for a while
+        if launchers.get("start/0") is not None:  # leases of a run that has just died remain for a while
             told = launchers.under("told/")
             launchers.wait(
                 lambda: not launchers.under("node/") or launchers.under("told/") != told or None, 2 * self._lease_s
             )
-        elif launchers.get("about") not in (None, json.dumps(self._alike())):  # who says so is there in a moment
+        elif launchers.get("about") not in (
+            None,
+            json.dumps(self._alike()),
+        ):  # the launcher that wrote it will be present in a moment
             launchers.wait(lambda: launchers.under("node/") or None, _RETRY_S)
         else:
             return False
         return not launchers.under("node/")
 
     def _clear(self, run: int) -> None:
-        """Remove what a run that is over has left."""
+        """Remove the keys of a run that is over."""
         with contextlib.closing(open_store(self._url, self.token, lease_s=self._lease_s)) as runs:
             runs.delete(f"{run}/")
 
     def _enter(self) -> Store:
-        """Open the store; a launcher may be there before the one that hosts it."""
+        """Open the store; a launcher may start before the one that hosts it."""
         ends_s = time.monotonic() + self._job.rdzv_timeout_s
         while True:
             try:
                 return open_store(f"{self._url}/runs", self.token, lease_s=self._lease_s)
             except StoreLost as error:
                 if time.monotonic() > ends_s:
-                    what = "it" if self._job.rdzv.startswith("etcd://") else "the first launcher, which hosts it"
+                    what = "it" if self._job.rdzv.startswith("etcd://") else "node 0, whose launcher hosts it"
                     raise ConfigError(
                         f"{error}; node {self._me} waited {self._job.rdzv_timeout_s:g} s (--rdzv-timeout) for {what}"
                     ) from error
             time.sleep(_RETRY_S)
 
-    # -- coming together
+    # -- waiting for the others
 
     def _alike(self) -> dict[str, Any]:
-        """Return what all launchers are to be started with."""
+        """Return the settings that must be equal on all launchers."""
         job, settings = self._job, self._job.settings
         return {
             "--nnodes": job.nnodes,
@@ -235,28 +238,28 @@ class Meeting:
         for name, value in alike.items():
             if theirs.get(name) != value:
                 refuse(
-                    f"node {self._me} was started with {name} {value!r}, the others with {theirs.get(name)!r}: give all nodes the same"
+                    f"node {self._me} was started with {name} {value!r}, the other nodes with {theirs.get(name)!r}: give all nodes the same"
                 )
 
     def _take_seat(self) -> None:
-        """Become the launcher of this node; one that was here before must be gone, or its lease run out."""
-        who = f"process {os.getpid()} on {socket.gethostname()}"
+        """Become the launcher of this node; an earlier launcher must have ended, or its lease expired."""
+        identity = f"process {os.getpid()} on {socket.gethostname()}"
         patience_s = 2 * self._lease_s
         while True:
             self.store.wait(lambda: None if self._me in self.there() else True, patience_s)
             seat = len(self.store.under(f"seat/{self._me}/"))
-            if self._me not in self.there() and self.store.create(f"seat/{self._me}/{seat}", json.dumps(who)):
+            if self._me not in self.there() and self.store.create(f"seat/{self._me}/{seat}", json.dumps(identity)):
                 self._seat = seat
                 self.hold_seat((), -1)
                 return
-            # Somebody is there, or was quicker, and will be seen to be there in a moment.
+            # A launcher is present, or was faster, and will be visible in a moment.
             self.store.wait(lambda: self.there().get(self._me), patience_s)
             if there := self.there().get(self._me):
                 holder = self.read(f"seat/{self._me}/{there.seat}")
-                refuse(f"node {self._me} has a launcher already, {holder}: give each node a --node-rank of its own")
+                refuse(f"node {self._me} has a launcher already, {holder}: give each node its own --node-rank")
 
     def _meet(self) -> dict[int, int]:
-        """Wait until all launchers are there, unless the job has begun; return the seats of those it began with."""
+        """Wait until all launchers are present, or the job has begun; return the seats that it began with."""
 
         def ready() -> str | None:
             there = self.there()
@@ -266,7 +269,7 @@ class Meeting:
         seats = self.store.wait(ready, self._job.rdzv_timeout_s)
         if seats is None:
             missing = ", ".join(str(node) for node in range(self._job.nnodes) if node not in self.there())
-            refuse(f"node {missing} did not come within {self._job.rdzv_timeout_s:g} s (--rdzv-timeout)")
+            refuse(f"node {missing} did not join within {self._job.rdzv_timeout_s:g} s (--rdzv-timeout)")
         self.store.create("start/0", seats)
         return {int(node): seat for node, seat in self.read("start/0").items()}
 
@@ -275,7 +278,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def split_address(url: str) -> tuple[str, int]:
-    """Return host and port of ``holdfast://HOST:PORT``; raise a ConfigError if it is not that."""
+    """Return host and port of ``holdfast://HOST:PORT``; raise a ConfigError if the URL has another form."""
     host, _, port = url.removeprefix("holdfast://").rpartition(":")
     if not url.startswith("holdfast://") or not host or not port.isdigit() or not 0 < int(port) < 65536:
         refuse(
@@ -285,7 +288,7 @@ def split_address(url: str) -> tuple[str, int]:
 
 
 def check_nodes(job: Job) -> None:
-    """Raise a ConfigError if the options about nodes do not go together."""
+    """Raise a ConfigError if the options about nodes are inconsistent."""
     if job.nnodes < 1:
         refuse(f"--nnodes must be at least 1, got {job.nnodes}")
     if not 0.5 <= job.node_timeout_s <= 3600:
@@ -296,19 +299,17 @@ def check_nodes(job: Job) -> None:
         return
     if not job.fabric.survives_node_loss:
         refuse(
-            f"--nnodes and --rdzv need --fabric gloo, got {job.settings.fabric}; with ulfm mpirun reaches the nodes, see docs/how-to/several-nodes.md"
+            f"--nnodes and --rdzv need --fabric gloo, got {job.settings.fabric}; with ulfm, use --hosts, see docs/how-to/nodes.md"
         )
     if job.nnodes > 1 and job.stragglers == "rebalance":
         refuse(
-            "--stragglers rebalance works on one node: each launcher knows only how fast its own workers are; take warn or replace"
+            "--stragglers rebalance works on one node only: a launcher knows the speed of its own workers; use warn or replace"
         )
     if not 0 <= job.node_rank < job.nnodes:
         refuse(f"--node-rank must be from 0 to {job.nnodes - 1} (--nnodes {job.nnodes}), got {job.node_rank}")
     if not job.rdzv:
-        refuse(
-            "--nnodes needs --rdzv: where do the nodes meet? For instance holdfast://HOST:29400, the address of the first node"
-        )
+        refuse("--nnodes needs --rdzv, for instance holdfast://HOST:29400, the address of the first node")
     if not job.rdzv.startswith("etcd://"):
         host, _ = split_address(job.rdzv)
         if host not in _LOOPBACK and not job.settings.token:
-            refuse("--rdzv beyond this machine needs a secret that all nodes share: --rdzv-token, or HOLDFAST_TOKEN")
+            refuse("--rdzv on another machine needs a secret that all nodes share: --rdzv-token, or HOLDFAST_TOKEN")

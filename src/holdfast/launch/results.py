@@ -1,4 +1,4 @@
-"""The files that a run leaves in its report folder."""
+"""The files that a run writes to its report directory."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def write_results(
     wall_s: float,
     facts: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """Return the report, and why it could not be written, "" if it was or if the job has no folder for it.
+    """Return the report, and why it could not be written: "" if it was, or if the job has no report directory.
 
-    The folder gets the report, the records, the faults (``fired`` are the numbers of those that struck) and the page. ``facts``
-    is what :func:`~holdfast.launch.provenance.job_facts` returned when the job was started.
+    Writes the report, the records, the faults (``fired`` are the numbers of those injected) and the page. ``facts`` is
+    the result of :func:`~holdfast.launch.provenance.job_facts` when the job was started.
     """
     from holdfast.report import build_report, write_page, write_report
 
@@ -53,7 +53,7 @@ def write_results(
             write_page(job.report_dir)
     except OSError as error:
         return build_report(records, **given), f"cannot write {error.filename or job.report_dir}: {error.strerror}"
-    except ConfigError as error:  # the run itself was not asked for wrongly
+    except ConfigError as error:  # not an error in the command line of the run
         return build_report(records, **given), str(error)
     return report, ""
 
@@ -63,7 +63,7 @@ def _can_draw() -> bool:
 
 
 def write_plan(records: Sequence[Record], plan: FaultPlan, path: Path) -> None:
-    """Write the faults that struck, with the place where they did, and those that did not: a plan to replay."""
+    """Write the injected faults, with their actual places, and the faults that were not reached, as a plan to replay."""
     struck = {record.fault: record for record in records if isinstance(record, FaultFired)}
     faults = [_as_struck(fault, struck.get(number)) for number, fault in enumerate(plan.faults)]
     faults += [

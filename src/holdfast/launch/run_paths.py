@@ -1,4 +1,4 @@
-"""The folders of a run."""
+"""The directories of a run."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from holdfast.temporary import TemporaryFolder, is_missing, sweep
 
 _PREFIX = "holdfast-"
 SHARED = "shared"
-"""Name of the link to a run folder that is on a file system which several machines share."""
+"""Name of the link to a run directory on a shared file system."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """The folders of a run.
+    """The directories of a run.
 
     Args:
-        run_dir: For records and beacons; goes with the run.
-        log_dir: For the output of each worker, and of mpirun.
-        memory_dir: In memory, for MPI's shared segments: mpirun leaves them behind when it is killed. None where the
-            machine has no such place, or is not the only one.
-        own: Temporary folders of this machine, removed at the end. The first one is the run folder, or holds a link to it.
-        is_shared: The run folder is on a file system that several machines share.
+        run_dir: Records and beacons; removed with the run.
+        log_dir: Output of each worker, and of mpirun.
+        memory_dir: In-memory directory for MPI's shared segments, which mpirun leaves behind when it is killed. None if
+            the machine has none, or the job uses several machines.
+        own: Temporary directories of this machine, removed at the end. The first one is the run directory, or has a
+            link to it.
+        is_shared: Whether the run directory is on a file system that several machines share.
     """
 
     run_dir: Path
@@ -40,10 +41,10 @@ class Places:
 
     @classmethod
     def make(cls, log_dir: Path | None, shared: Path | None = None) -> Self:
-        """Make them: the log folder inside the run folder if None is given, that in ``shared``, which several machines see.
+        """Create the directories: by default, logs inside the run directory; the run directory inside ``shared`` if given.
 
         Raises:
-            ConfigError: if one cannot be made.
+            ConfigError: if one cannot be created.
         """
         memory, temporary = Path("/dev/shm"), Path(tempfile.gettempdir())  # noqa: S108 - a folder of our own is made in it
         usable = os.access(memory, os.W_OK) and shared is None
@@ -70,17 +71,17 @@ class Places:
 
     @property
     def locks(self) -> tuple[int, ...]:
-        """File descriptors to hand to child processes: the folders stay for as long as one of them is alive."""
+        """File descriptors to pass to child processes: the directories exist for as long as a process holds one."""
         return tuple(folder.lock for folder in self.own)
 
     def lost(self) -> Path | None:
-        """Return the run's folder if something removed it while the job runs, else None; MPI has its memory open already."""
+        """Return the run directory if it was removed while the job runs, else None; MPI has its memory open already."""
         if self.own and self.own[0].is_gone():
             return self.own[0].path
         return self.run_dir if self.is_shared and is_missing(self.run_dir) else None
 
     def clear(self) -> None:
-        """Remove what goes with the run."""
+        """Remove the temporary directories."""
         if self.is_shared:
             shutil.rmtree(self.run_dir, ignore_errors=True)
         for folder in self.own:
@@ -92,5 +93,5 @@ def _make(parent: Path) -> TemporaryFolder:
         return TemporaryFolder.make(f"{_PREFIX}{os.getpid()}-", parent)
     except OSError as error:
         raise ConfigError(
-            f"cannot make a folder for the run in {parent}: {error.strerror}; free space there, or set TMPDIR to another folder"
+            f"cannot create a directory for the run in {parent}: {error.strerror}; free space there, or set TMPDIR to another directory"
         ) from error

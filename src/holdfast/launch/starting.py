@@ -1,8 +1,9 @@
-"""Which workers keep a start of the job from beginning. Pure: no clock, process or file.
+"""Detection of workers that keep a start of the job from beginning. Pure: no clock, process or file.
 
-A worker has arrived once it asks to be connected with the others. It runs imports and the script's own preparations before,
-which may take long by nature: the limit is the timeout, or three times what the slowest arrival took so far. A worker that is
-not there by then is stuck if its process is stopped or not there, or if another one has waited for it as long as the limit.
+A worker has arrived once it requests to be connected to the others. Before, it runs imports and the script's
+preparations, which may be slow by nature: the limit is the timeout, or three times the slowest arrival so far. A worker
+that has not arrived by then is hung if its process is stopped or missing, or if another worker has waited for it for as
+long as the limit.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from holdfast.launch.hangs import Stuck
 from holdfast.records.beacon import UNCONNECTED
 
 _TIMES = 3.0
-"""So many times what the slowest worker took to arrive."""
+"""Factor on the slowest arrival so far."""
 _STANDSTILL_S = 5.0
-"""A launcher that has not looked for so long may have stood still with the whole machine."""
+"""A launcher that has not checked for this long may have been suspended with the whole machine."""
 WARN_AFTER_S = 10.0
-"""After so long without an arrival, say for which workers the others wait."""
+"""After this time without an arrival, warn which workers the others wait for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """What is seen of a worker, as in its beacon; "" if its phase is not known yet, and whether a signal stops its process."""
+    """Observation of a worker, from its beacon; phase "" if unknown yet, and whether a signal stops its process."""
 
     phase: str = ""
     pulse: int = 0
@@ -33,23 +34,23 @@ class Sign:
 
     @property
     def is_late(self) -> bool:
-        """Whether it has not asked for the others yet."""
+        """Whether it has not requested to be connected yet."""
         return self.phase in ("", "launch")
 
     @property
     def is_missing(self) -> bool:
-        """Whether the others may wait for it: it has not asked for them yet, or is stopped before it trains."""
+        """Whether others may wait for it: it has not requested to be connected, or is stopped before it trains."""
         return self.is_late or (self.is_stopped and self.phase in ("connect", "start"))
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for others."""
+        """Whether it waits for other workers."""
         return self.waits or self.phase == "connect"
 
 
 @dataclass(slots=True)
 class _Sight:
-    """The last sign of a worker; when it was seen first, when it last got further or began to wait, or was alive."""
+    """The last observation of a worker; when it was first observed, last made progress, began to wait, or was alive."""
 
     sign: Sign
     began_s: float
@@ -59,7 +60,7 @@ class _Sight:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """About a start: workers to give up; why it is lost though none is to blame; what is new for the user ("": nothing)."""
+    """Result of a check: workers to give up; why the start is lost without a culprit; a new warning, or ""."""
 
     stuck: Sequence[Stuck] = ()
     lost: str = ""
@@ -68,7 +69,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Starting:
-    """Looks at the workers of this node until all are connected; each has ``timeout_s`` at least to arrive, 0 for ever."""
+    """Checks the workers of this node until all are connected; each has ``timeout_s`` to arrive, 0 for no limit."""
 
     timeout_s: float
     script: str
@@ -83,7 +84,7 @@ class Starting:
     """Whether a worker of this node has waited for others for :data:`WARN_AFTER_S` before the job has begun."""
 
     def begin(self) -> None:
-        """Reset: the job is started, or started again."""
+        """Reset for a start of the job."""
         self._seen.clear()
         self._given_up.clear()
         self._looked_s = self._elsewhere_since_s = None
@@ -91,16 +92,16 @@ class Starting:
 
     @property
     def limit_s(self) -> float:
-        """How long a worker has to arrive, as far as is known by now; 0: as long as it likes."""
+        """Current limit for a worker to arrive, in seconds; 0: none."""
         return self.timeout_s and max(self.timeout_s, _TIMES * self._slowest_s)
 
     def look(
         self, signs: Mapping[int, Sign], now_s: float, *, has_begun: bool = False, elsewhere: bool = False
     ) -> Finding:
-        """Return what is to be done, from the signs of all living workers of this node; each worker is given up once.
+        """Check the observations of all live workers of this node; each worker is given up once.
 
-        In a job that ``has_begun`` a worker that is not connected is a newcomer, for which no other one waits. ``elsewhere``:
-        :attr:`keeps_waiting` is true on another node.
+        In a job that ``has_begun``, a worker that is not connected is a newcomer, which no other worker waits for.
+        ``elsewhere``: :attr:`keeps_waiting` is true on another node.
         """
         if not self.timeout_s:
             return Finding()
@@ -114,13 +115,13 @@ class Starting:
         lost = ""
         is_blamed = bool(late) or not self._given_up.isdisjoint(unconnected)  # or its end is not recorded yet
         if not (has_begun or is_blamed) and self._all_wait(unconnected, now_s):
-            lost = f"the workers were not connected within {self.timeout_s:g} s though all of them had asked for it"
+            lost = f"the workers were not connected within {self.timeout_s:g} s, although all of them had requested it"
         self._given_up.update(found.rank for found in stuck)
         warning = "" if waited_s < WARN_AFTER_S and self._are_preparing(unconnected) else self._warning(late, now_s)
         return Finding(stuck, lost, "" if has_begun else warning)
 
     def _leave_out_standstill(self, now_s: float) -> None:
-        """Shift all times by one in which the launcher stood still, perhaps with the whole machine."""
+        """Shift all times by a time in which the launcher was suspended, perhaps with the whole machine."""
         gap_s = 0.0 if self._looked_s is None else now_s - self._looked_s
         self._looked_s = now_s
         if gap_s > _STANDSTILL_S:
@@ -160,12 +161,12 @@ class Starting:
     def _stuck(self, rank: int, now_s: float, waited_s: float) -> Stuck | None:
         seen = self._seen[rank]
         taken_s, silent_s = now_s - seen.began_s, now_s - seen.alive_s
-        # A long import keeps Python's lock, so a missing pulse alone does not show that a process is stuck.
+        # A long import holds the GIL, so a missing pulse alone does not show that a process is hung.
         if silent_s > self.limit_s and (seen.sign.is_stopped or not seen.sign.phase):
             return Stuck(rank, silent_s, f"{self._state(seen.sign)} for {silent_s:.1f} s while the job starts")
         if taken_s > self.limit_s and waited_s > self.limit_s:
-            what = f"{self._state(seen.sign)} {taken_s:.1f} s after its start, and the others wait for it"
-            return Stuck(rank, taken_s, f"{what}; if it may take so long: --start-timeout")
+            what = f"{self._state(seen.sign)} {taken_s:.1f} s after its start, and other workers wait for it"
+            return Stuck(rank, taken_s, f"{what}; if this is expected, raise --start-timeout")
         return None
 
     def _all_wait(self, unconnected: Sequence[int], now_s: float) -> bool:
@@ -173,11 +174,11 @@ class Starting:
         return bool(unconnected) and all(now_s - self._seen[r].moved_s > self.timeout_s for r in unconnected)
 
     def _are_preparing(self, unconnected: Sequence[int]) -> bool:
-        """Return whether all unconnected workers run, so that the script may just take its time."""
+        """Return whether all unconnected workers run, so that the script may just be slow."""
         return all(self._seen[r].sign.phase == "launch" and not self._seen[r].sign.is_stopped for r in unconnected)
 
     def _warning(self, late: Sequence[int], now_s: float) -> str:
-        """Return which workers the others wait for, once, after a while in which nothing has changed."""
+        """Return a warning that names the workers the others wait for, once, after a time without changes."""
         blamed = late or [rank for rank, seen in self._seen.items() if seen.sign.phase in UNCONNECTED]
         if self._warned or not blamed or now_s - self._quiet_since_s < WARN_AFTER_S:
             return ""
@@ -185,8 +186,8 @@ class Starting:
         states: dict[str, list[int]] = {}
         for rank in sorted(blamed):
             states.setdefault(self._state(self._seen[rank].sign), []).append(rank)
-        who = "; ".join(f"{_ranks(ranks)} {state}" for state, ranks in states.items())
-        return f"the job has not begun after {now_s - min(s.began_s for s in self._seen.values()):.0f} s: {who}"
+        blame = "; ".join(f"{_ranks(ranks)} {state}" for state, ranks in states.items())
+        return f"the job has not begun after {now_s - min(s.began_s for s in self._seen.values()):.0f} s: {blame}"
 
     def _state(self, sign: Sign) -> str:
         if sign.is_stopped:
@@ -194,7 +195,7 @@ class Starting:
         if not sign.phase:
             return "has not started"
         if sign.is_late:
-            return f"is still importing, or preparing in {self.script}"
+            return f"is still importing or preparing in {self.script}"
         return "waits to be connected"
 
 

@@ -1,4 +1,4 @@
-"""Stopping a job, or this node's part in it, before its end: on a signal, on another launcher's word, without a store."""
+"""Early stop of a job, or of one node's part in it: on a signal, on another launcher's request, or without a store."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from holdfast.launch.record_bus import News, Run
 from holdfast.records.paths import stop_path
 
 _TOGETHER_S = 1.0
-"""Launchers that are told to stop within this time are told so as a whole."""
+"""Launchers that are asked to stop within this time stop the job as a whole."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopping:
-    """Has the workers save or leave on request, and says when their time is over."""
+    """Makes the workers save or leave on request, and decides when their time is over."""
 
     def __init__(self, run: Run, news: News) -> None:
         self._run = run
@@ -39,30 +39,30 @@ class Stopping:
     # -- requests
 
     def take_signals(self) -> None:
-        """Take signals to this process for requests to stop, until :meth:`close`."""
+        """Treat signals to this process as requests to stop, until :meth:`close`."""
         if threading.current_thread() is threading.main_thread():
             # nohup ignores SIGHUP
             wanted = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
             self._handlers = {number: signal.signal(number, self._on_signal) for number in wanted}
 
     def close(self) -> None:
-        """Leave signals to whom they were left before."""
+        """Restore the previous signal handlers."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     def ask(self) -> None:
-        """Hear that the job is to stop; who asks twice is no more urgent."""
+        """Request that the job stops; a second request is no more urgent."""
         self.is_asked = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._at_once |= self._signals > 0 and number == signal.SIGINT  # schedulers repeat SIGTERM, people do not
+        self._at_once |= self._signals > 0 and number == signal.SIGINT  # schedulers repeat SIGTERM, users Ctrl-C
         self._signals += 1
         self.is_asked = True
 
     # -- answers
 
     def answer(self, attempt: Attempt) -> None:
-        """Tell the workers, once it is known who is to stop: the whole job, or this node alone."""
+        """Notify the workers, once it is known whether the whole job stops, or this node alone."""
         if self._told:
             self._reach(attempt)
         if not self.is_asked or self._told:
@@ -72,54 +72,55 @@ class Stopping:
             self._by_s = now_s + grace_s
         all_stop = self._all_are_to_stop()
         if not all_stop and now_s < self._by_s - grace_s + min(_TOGETHER_S, grace_s / 4):
-            return  # the others may be told to stop just now, too
+            return  # the other launchers may be asked to stop at the same time
         self._told = True
-        what = "the workers finish their step and save" if all_stop else "the workers of this node leave the others"
+        what = "the workers finish their step and save" if all_stop else "the workers of this node leave the job"
         if self._news.is_distributed:
-            what = "the ranks are sent a SIGTERM"
-        self._run.view.say(f"stopping: {what}, within {grace_s:g} s (Ctrl-C to stop at once)")
+            what = "the ranks receive SIGTERM"
+        self._run.view.say(f"stopping: {what}, within {grace_s:g} s (Ctrl-C to stop immediately)")
         if all_stop:
             stop_path(self._run.places.run_dir).touch()
         self._reach(attempt)
 
     def timed_out(self) -> Verdict | None:
-        """Return the verdict if the workers were given enough time, or somebody will not wait for them."""
+        """Return the verdict if the grace period is over, or the user asked for an immediate stop."""
         if self._at_once:
-            return Broken("stopped at once on a second request; nothing was saved for it")
+            return Broken("stopped immediately on a second request; nothing was saved")
         if self._by_s is not None and self._run.clock.now_s() > self._by_s:
             what = "ranks did not end" if self._news.is_distributed else "workers did not save"
             return Broken(f"stopped on request, but the {what} within {self._run.job.grace_s:g} s")
         return None
 
     def _all_are_to_stop(self) -> bool:
-        """Return whether the whole job is to stop, not this node alone, as far as is known by now."""
+        """Return whether the whole job stops, not this node alone, as far as is known."""
         others = self._run.others
         if others is None:
             return self._is_needed()
-        with contextlib.suppress(StoreLost):  # found at the next look
+        with contextlib.suppress(StoreLost):  # detected at the next check
             others.say("stops", true=True)
             if not others.is_stopping() and (others.is_host or others.all_say("stops")):
                 others.ask_all_to_stop()
         return others.is_stopping()
 
     def _is_needed(self) -> bool:
-        """Return whether no other node can go on without this launcher."""
+        """Return whether no other node can continue without this launcher."""
         nodes = self._run.nodes
         return nodes is None or nodes.is_host or self._run.job.nnodes == 1
 
     def _reach(self, attempt: Attempt) -> None:
-        """Send a SIGTERM to all who have not got theirs, such as those that were just being started."""
+        """Send SIGTERM to all workers that have not received it, such as those that were just being started."""
         for rank in attempt.processes:
             if rank not in self._reached and attempt.send(rank, signal.SIGTERM):
                 self._reached.add(rank)
 
-    # -- without a store
+    # -- loss of the store
 
     def without_store(self, attempt: Attempt, why: str) -> Verdict | None:
-        """Have the workers save and stop, if the job cannot continue without this launcher; return the verdict once there is one.
+        """Make the workers save and stop, if the job cannot continue without this launcher; return the verdict, if any.
 
-        Otherwise this node alone may be cut off. Then its workers must not stop the job, and must have ended before other nodes
-        may start it again. If no worker of the job reaches the store, the closing sum tells them so, and they stop.
+        Otherwise this node alone may be cut off. Its workers must then not stop the job, and must have ended before
+        other nodes may restart it. If no worker of the job reaches the store, they learn it in the commit vote, and
+        stop.
         """
         run = self._run
         if self._lost_store_by_s is None:
@@ -128,7 +129,7 @@ class Stopping:
                 stop_path(run.places.run_dir).touch()
                 self._reach(attempt)
             else:
-                what += " if no node reaches the store, and are ended otherwise"
+                what += " if no node reaches the store, and are killed otherwise"
             if run.job.nnodes > 1:
                 grace_s = min(grace_s, (FENCE_LEASES - 1) * run.job.node_timeout_s)
             run.view.say(f"stopping: {why}; {what}, within {grace_s:g} s")
@@ -140,11 +141,11 @@ class Stopping:
         return verdict if isinstance(verdict, Completed) else self.cut_off(why)
 
     def cut_off(self, why: str) -> Broken:
-        """Return the verdict where the store is lost and the workers have ended."""
+        """Return the verdict if the store is lost and the workers have ended."""
         job = self._run.job
         if job.nnodes == 1:
             return Broken(f"the store was lost: {why}")
         return Broken(
-            f"node {job.node_rank} can no longer take part: {why}. Its workers were ended, and nothing counts that "
-            "the others do not know of; to come back, start it again with the same command"
+            f"node {job.node_rank} can no longer take part: {why}. Its workers were killed, and results that the "
+            "other nodes did not receive are discarded; to rejoin, start it again with the same command"
         )

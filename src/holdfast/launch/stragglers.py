@@ -1,4 +1,4 @@
-"""Which workers are slower than the rest, and by how much. Pure: no clock, process or file."""
+"""Detection of slow workers (stragglers). Pure: no clock, process or file."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from statistics import median
 from holdfast.records.beacon import Position
 
 _STEPS = 20
-"""So many steps in a row a worker must have been slow before it is called a straggler."""
+"""Number of consecutive steps that a worker must be slow before it is called a straggler."""
 _NEWS = 0.15
-"""Speeds that have changed by less than this share are no news."""
+"""Relative change of speeds below which they are not published again."""
 _CALM_S = 30.0
-"""For so long after a worker was replaced, or slices were shared out, neither is done again: what came of it must show
-first, and on a crowded machine now this worker is slow and now that one."""
+"""After a worker was replaced, or slices were reassigned, neither is repeated for this long: the effect must show first,
+and on an overloaded machine different workers are slow at different times."""
 
 
 @dataclass(slots=True)
 class Stragglers:
-    """Compares what workers take to compute a slice: ``factor`` times (> 1) the median of the others makes a straggler."""
+    """Compares the workers' times per slice: a straggler takes ``factor`` times (> 1) the median of the others."""
 
     factor: float
     _slow_since: dict[int, int] = field(default_factory=dict)
@@ -30,14 +30,14 @@ class Stragglers:
     _acted_s: float = -math.inf
 
     def begin(self) -> None:
-        """Hear that the job is started anew."""
+        """Reset for a start of the job."""
         self._slow_since.clear()
         self._named.clear()
         self._speeds.clear()
         self._replaced.clear()
 
     def scores(self, positions: Mapping[int, Position]) -> dict[int, float]:
-        """Return what each worker takes, over the median of the others; 1 is as fast as they are."""
+        """Return each worker's time per slice, relative to the median of the others; 1 is equally fast."""
         taken = {rank: p.compute_s for rank, p in positions.items() if p.compute_s > 0}
         return {
             rank: seconds / median(others)
@@ -46,9 +46,9 @@ class Stragglers:
         }
 
     def look(self, positions: Mapping[int, Position]) -> dict[int, float]:
-        """Return the stragglers that were none before, with their scores.
+        """Return the new stragglers, with their scores.
 
-        One that was named must come half-way back to the others before it can be named again.
+        A reported worker must recover half of its excess before it can be reported again.
         """
         found = {}
         for rank, score in self.scores(positions).items():
@@ -64,7 +64,7 @@ class Stragglers:
         return found
 
     def next_to_go(self, positions: Mapping[int, Position], now_s: float) -> int | None:
-        """Return who is to be replaced now: the slowest that was named and still is slow, one in 30 s; None for nobody."""
+        """Return the worker to replace now: the slowest reported one that is still slow, one in 30 s; or None."""
         slow = {
             rank: score
             for rank, score in self.scores(positions).items()
@@ -78,7 +78,7 @@ class Stragglers:
         return rank
 
     def new_speeds(self, positions: Mapping[int, Position], now_s: float) -> dict[int, float] | None:
-        """Return how fast each worker is, relative to the median, at most once in 30 s; None if that is no news."""
+        """Return the speed of each worker, relative to the median, at most once in 30 s; None if it has not changed."""
         taken = {rank: p.compute_s for rank, p in positions.items() if p.compute_s > 0}
         if not taken or not (self._named or self._speeds) or now_s - self._acted_s < _CALM_S:
             return None

@@ -1,4 +1,4 @@
-"""Reading files that others are still writing, a bit at a time."""
+"""Incremental reading of files that other processes are still writing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _CHUNK_BYTES = 1 << 20
 
 
 class LineTail:
-    """Gives the whole lines that were added to ``path`` since it was last asked; the file need not exist yet.
+    """Returns the complete lines that were added to ``path`` since the last call; the file need not exist yet.
 
-    A ``far`` file is written on other machines, and opened anew each time: only then what they wrote is certain to be seen.
+    A ``far`` file is written on other machines and reopened each time: only then all data written there is certain to
+    be visible.
     """
 
     def __init__(self, path: Path, *, far: bool = False) -> None:
@@ -25,7 +26,7 @@ class LineTail:
         self._rest = b""
 
     def read(self) -> list[bytes]:
-        """Return the new lines, without their ends."""
+        """Return the new lines, without line ends."""
         if self._file is None:
             try:
                 self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
@@ -42,24 +43,24 @@ class LineTail:
         return lines
 
     def rest(self) -> bytes:
-        """Return what stands after the last line's end: half a line, if its writer died."""
+        """Return the text after the last line end: an incomplete line, if the writer died."""
         rest, self._rest = self._rest, b""
         return rest
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
 class RecordTail:
-    """Gives the records that were added to ``path`` since it was last asked; see :class:`LineTail`."""
+    """Returns the records that were added to ``path`` since the last call; see :class:`LineTail`."""
 
     def __init__(self, path: Path, *, far: bool = False) -> None:
         self.path = path
         self.skipped = 0
-        """Lines so far that are not records: a full disk cut them short, or something else wrote into the file."""
+        """Lines so far that are not records: truncated by a full disk, or written by another program."""
         self._lines = LineTail(path, far=far)
 
     def read(self) -> list[Record]:
@@ -70,5 +71,5 @@ class RecordTail:
         return found
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._lines.close()

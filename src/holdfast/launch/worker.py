@@ -1,13 +1,12 @@
 """One worker: ``python -m holdfast.launch.worker SCRIPT [ARGS]...``, started by mpirun.
 
-What mpirun starts forks at once. The child runs the script; the parent, the *watcher*, waits for it,
-writes down how it ended, and dies of SIGKILL unless the child ended with 0: Open MPI tells the others
-of a worker that is killed, and does not tell them of one that ends with another exit code, in which
-case they would wait for it for ever.
+The process that mpirun starts forks immediately. The child runs the script. The parent, the *watcher*, waits for it,
+records how it ended, and kills itself with SIGKILL unless the child exited with 0: Open MPI notifies the other workers
+of a killed worker, but not of one that exits with another code, which they would wait for forever.
 
-The watcher also looks after what would be left over: the children of a worker that has ended, the worker when mpirun has
-ended, and all of it when the launcher has: then the worker is told to save and stop, and is killed if it does not. If the
-watcher is stopped (SIGSTOP) at that moment, its worker resumes it, and so do the other watchers.
+The watcher also cleans up: it kills the children of a worker that has ended, the worker when mpirun has ended, and all
+of them when the launcher has; in the last case, the worker is first asked to save and stop. If the watcher is stopped
+(SIGSTOP) at that moment, its worker resumes it, and so do the other watchers.
 """
 
 from __future__ import annotations
@@ -55,28 +54,28 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 LOG_DIR = "HOLDFAST_LOG_DIR"
-"""Names the folder in which each worker keeps its output; without it output goes where it went."""
+"""Directory in which each worker's output is kept; if not set, output is not redirected."""
 LAUNCHER = "HOLDFAST_LAUNCHER"
-"""Names the launcher's process: the workers end with it, even if mpirun hangs."""
+"""The launcher's process: the workers end with it, even if mpirun hangs."""
 STOPPED = 4
-"""Exit code of a script whose session saved its state because it was told to stop (SIGTERM)."""
+"""Exit code of a script whose session saved its state on request (SIGTERM)."""
 ALL_STOP = "HOLDFAST_ALL_STOP"
-"""Says whether all workers of the job stop when the launcher is gone, not only those of this node."""
+"""Whether all workers of the job stop when the launcher is gone, not only those of this node."""
 LAUNCHER_NODE = "HOLDFAST_LAUNCHER_NODE"
-"""Where workers may be on other machines than the launcher: the name of its machine, and ``origin_s`` as Unix time."""
+"""Set if workers may be on other machines than the launcher: the name of its machine, and ``origin_s`` as Unix time."""
 GRACE_S = "HOLDFAST_GRACE_S"
-"""How long workers may take to save and end when the launcher is gone, in seconds."""
+"""Time that workers may take to save and exit when the launcher is gone, in seconds."""
 _WAKE_S = 1.0
 """Interval at which a worker resumes its watcher after the launcher is gone."""
 _PUBLISH_S = 1.0
-"""How often what a worker has written is brought to the other machines."""
+"""Interval at which a worker's files are synced to the other machines."""
 _LONGER = 0.5
-"""A worker that waits for others has so much more of the grace: they may be the ones that do not answer."""
+"""Additional share of the grace period for a worker that waits for others, which may be the unresponsive ones."""
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
 
 def mpi_rank() -> int:
-    """Return the number that mpirun gave to this process, 0 without mpirun."""
+    """Return the rank that mpirun assigned to this process, 0 without mpirun."""
     return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
 
 
@@ -84,7 +83,7 @@ def main() -> NoReturn:
     """Fork, run the script in the child, watch it in the parent."""
     _read_our_clock()
     launcher, mpirun = _launcher(), _mpirun()
-    if launcher is None or os.getppid() != launcher.pid:  # until _wait looks after it
+    if launcher is None or os.getppid() != launcher.pid:  # until _wait monitors it
         die_with_parent(signal.SIGKILL)
     adopt_orphans()
     watcher = os.getpid()
@@ -100,9 +99,9 @@ def main() -> NoReturn:
 
 
 def watch(pid: int, mpirun: Process | None) -> NoReturn:
-    """Wait for the worker ``pid``, write down how it ended, and end so that the others notice."""
+    """Wait for the worker ``pid``, record how it ended, and end so that the other workers are notified."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the worker, who saves; the watcher outlives it
+        signal.signal(number, signal.SIG_IGN)  # meant for the worker, which saves; the watcher outlives it
     exit_code: int | None = None
     try:
         settings, rank = _who()
@@ -114,10 +113,10 @@ def watch(pid: int, mpirun: Process | None) -> NoReturn:
         if mpirun is not None and _is_last(settings):
             _end_mpirun(mpirun)
     except BaseException:
-        with contextlib.suppress(OSError):  # a full disk may be what is wrong
+        with contextlib.suppress(OSError):  # a full disk may be the problem
             sys.excepthook(*sys.exc_info())
             sys.stderr.flush()
-    finally:  # in any case: the others wait until Open MPI has seen this process end
+    finally:  # in any case: the other workers wait until Open MPI has seen this process end
         if exit_code == 0:
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -127,7 +126,7 @@ def watch(pid: int, mpirun: Process | None) -> NoReturn:
 def _who() -> tuple[Settings, int]:
     try:
         settings = Settings.from_env()
-    except ConfigError:  # the worker says so; the watcher need not
+    except ConfigError:  # reported by the worker
         settings = Settings()
     if settings.rank >= 0:
         return settings, settings.rank
@@ -147,19 +146,19 @@ def _is_elsewhere() -> bool:
 
 
 def _read_our_clock() -> None:
-    """On another machine than the launcher's, say by its own clock when the job began: each counts from its own start."""
+    """On another machine than the launcher's, set the start of the job on this machine's monotonic clock."""
     if _is_elsewhere():
         began = float(os.environ[LAUNCHER_NODE].split()[1])
         os.environ["HOLDFAST_ORIGIN_S"] = str(time.monotonic() - (time.time() - began))
 
 
 def _launcher() -> Process | None:
-    """Return the launcher, None if it is on another machine: then Open MPI's daemon on this one stands in for it."""
+    """Return the launcher; None if it is on another machine, where Open MPI's local daemon is monitored instead."""
     return None if _is_elsewhere() else Process.parse(os.environ.get(LAUNCHER, ""))
 
 
 def _mpirun() -> Process | None:
-    """Return the process that started this one, if it is neither the launcher nor a stranger that adopted us."""
+    """Return the parent process, if it is mpirun: neither the launcher nor an unrelated process that adopted us."""
     parent, launcher = os.getppid(), os.environ.get(LAUNCHER)
     if _is_elsewhere():
         return Process.of(parent) if name_of(parent) == "prted" else None
@@ -167,9 +166,9 @@ def _mpirun() -> Process | None:
 
 
 def _wait(pid: int, mpirun: Process | None, settings: Settings, rank: int) -> int | None:
-    """Return the exit code of the worker ``pid``; if the launcher ends first, have the worker save and end.
+    """Return the exit code of the worker ``pid``; if the launcher ends first, make the worker save and exit.
 
-    None if mpirun ended first: the worker was ended then, and that is no failure of its own.
+    None if mpirun ended first: the worker was then killed, which is no failure of its own.
     """
     watched = {"launcher": _launcher(), "mpirun": mpirun}
     opened = {name: process.open() for name, process in watched.items() if process is not None}
@@ -189,7 +188,7 @@ def _wait(pid: int, mpirun: Process | None, settings: Settings, rank: int) -> in
 
 
 def _wait_and_publish(handles: dict[str, int], settings: Settings, rank: int) -> set[str]:
-    """Return who has ended. Until then, let other machines see what the worker writes into the shared folder."""
+    """Return which processes have ended. Until then, sync the worker's files to other machines."""
     if LAUNCHER_NODE not in os.environ or not settings.run_dir:
         return wait_for_end(handles)
     run_dir = Path(settings.run_dir)
@@ -200,18 +199,18 @@ def _wait_and_publish(handles: dict[str, int], settings: Settings, rank: int) ->
 
 
 def _publish(path: Path) -> None:
-    """Write out what this machine has of a file; memory that is mapped, too, of which network file systems hear nothing."""
+    """Sync a file to its file system, including mapped memory, whose changes network file systems do not notice."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # the worker has not begun with it, or the run is over and its folder gone
+    except OSError:  # not created yet, or the run is over and its directory removed
         return
-    with contextlib.suppress(OSError):  # the next second is another chance
+    with contextlib.suppress(OSError):  # retried in the next second
         os.fsync(file)
     os.close(file)
 
 
 def _tell_to_stop(pid: int, settings: Settings) -> None:
-    """Tell the worker ``pid``, whose launcher is gone, to save and stop: with all, or to leave the others."""
+    """Ask the worker ``pid``, whose launcher is gone, to save and stop: with all workers, or to leave the job."""
     run_dir = Path(settings.run_dir)
     if os.environ.get(ALL_STOP) == "1" and settings.run_dir and run_dir.is_dir():
         stop_path(run_dir).touch()
@@ -220,38 +219,38 @@ def _tell_to_stop(pid: int, settings: Settings) -> None:
 
 
 def _wake_watchers(settings: Settings) -> None:
-    """Resume the other watchers on this machine, which may be stopped: their workers may be stuck or gone."""
+    """Resume the other watchers on this machine, which may be stopped: their workers may be hung or have ended."""
     for pair in _pairs(settings):
         if pair.node in ("", this_node()):
             pair.watcher.send(signal.SIGCONT)
 
 
 def _pairs(settings: Settings) -> list[Pair]:
-    """Return all workers of this start, living or not, with their watchers."""
+    """Return all workers of this start, alive or not, with their watchers."""
     paths = Path(settings.run_dir).glob("process-*[0-9]") if settings.run_dir else ()
     return [pair for path in paths if (pair := Pair.read(path)) is not None]
 
 
 def _wait_for_stop(handles: dict[str, int], settings: Settings, rank: int) -> set[str]:
-    """Return who of worker and mpirun has ended within the grace; nobody if none has."""
+    """Return whether worker or mpirun has ended within the grace period; an empty set if neither has."""
     grace_s = float(os.environ.get(GRACE_S, "30"))
     ended = wait_for_end(handles, grace_s)
     position = Beacon.read(beacon_path(Path(settings.run_dir), rank)) if settings.run_dir else None
     if ended or position is None or not position.waits:
         return ended
-    return wait_for_end(handles, _LONGER * grace_s)  # it waits for one that is killed now, and can save then
+    return wait_for_end(handles, _LONGER * grace_s)  # it waits for a worker that is killed now, and can save then
 
 
 def _is_last(settings: Settings) -> bool:
-    """Return whether the launcher is gone, and with this worker all of the job have ended that were there."""
+    """Return whether the launcher is gone, and this was the last worker of the job to end."""
     launcher = _launcher()
     if launcher is None or launcher.is_alive() or not settings.run_dir or LAUNCHER_NODE in os.environ:
-        return False  # of those on other machines nobody here knows; mpirun ends after them
+        return False  # workers on other machines are not known here; mpirun ends after them
     return not any(pair.worker.is_alive() for pair in _pairs(settings))
 
 
 def _end_mpirun(mpirun: Process) -> None:
-    """See to it that mpirun ends, in a process of its own: mpirun ends this one when it is told to end."""
+    """End mpirun, from a separate process: mpirun kills this one when it is asked to end."""
     if os.fork() == 0:
         os.setsid()
         end_gently(mpirun)
@@ -259,7 +258,7 @@ def _end_mpirun(mpirun: Process) -> None:
 
 
 def _prepare_to_tell(settings: Settings, rank: int, pid: int) -> Callable[[int], None]:
-    """Return what writes down how the worker ended; the file is opened now: the others wait for us when it has died."""
+    """Return a function that records how the worker ended; the file is opened now, as the others wait for us then."""
     if not settings.run_dir:
         return lambda exit_code: None
     run_dir = Path(settings.run_dir)
@@ -273,7 +272,7 @@ def _prepare_to_tell(settings: Settings, rank: int, pid: int) -> Callable[[int],
 
 
 def _log_beside(settings: Settings, rank: int, name: str) -> Logger:
-    """Return what writes to ``name`` in the run folder, with the step that the beacon of a worker gives."""
+    """Return a logger that writes to ``name`` in the run directory, with the step from a worker's beacon."""
     run_dir = Path(settings.run_dir)
 
     def where() -> tuple[int, int]:
@@ -287,7 +286,7 @@ def _log_beside(settings: Settings, rank: int, name: str) -> Logger:
 
 
 def _wake_without_launcher(watcher: int) -> None:
-    """Resume the watcher again and again once the launcher has ended: it has to end this worker then."""
+    """Resume the watcher periodically once the launcher has ended: the watcher must then end this worker."""
     launcher = _launcher()
     handle = None if launcher is None else launcher.open()
     if handle is None:
@@ -303,7 +302,7 @@ def _wake_without_launcher(watcher: int) -> None:
 
 
 def run_script(script: Path, args: list[str]) -> NoReturn:
-    """Run ``script`` as if it had been started by itself, and end the process as it ended."""
+    """Run ``script`` as if it had been started directly, and end the process as the script ended."""
     exit_code = 0
     try:
         settings, rank = _who()
@@ -328,7 +327,7 @@ def run_script(script: Path, args: list[str]) -> NoReturn:
 
 
 def _remember_notice(settings: Settings) -> None:
-    """Keep a SIGTERM that comes before training; not if nobody counts on this worker yet, or the whole job stops."""
+    """Remember a SIGTERM before training, except for newcomers, which no worker depends on yet, and if the job stops."""
     from holdfast import notice
 
     is_newcomer = settings.rank >= 0 and str(settings.rank) not in settings.ranks.split(",")
@@ -338,10 +337,10 @@ def _remember_notice(settings: Settings) -> None:
 
 
 def _have_children_end_with_us() -> None:
-    """Have what Python forks in the main thread die with this process, though the watcher may have died before.
+    """Make processes that Python forks in the main thread die with this process, even if the watcher has died before.
 
-    The watcher ends the rest, which it adopts. Of what another thread forks the system would make an end when that thread
-    ends; and what is executed (``subprocess``) runs no Python between fork and exec, where it could be told to.
+    The watcher adopts and ends all other children. For a fork in another thread, the kernel would signal when that
+    thread ends; and a ``subprocess`` runs no Python between fork and exec in which it could be set up.
     """
     worker, here = os.getpid(), threading.local()
 
@@ -356,7 +355,7 @@ def _have_children_end_with_us() -> None:
 
 
 def _redirect_output(rank: int) -> None:
-    """Send what this process prints, also from C, to a file of its own."""
+    """Redirect the output of this process, also from C, to its own file."""
     folder = os.environ.get(LOG_DIR)
     if not folder:
         return
@@ -370,22 +369,22 @@ def _redirect_output(rank: int) -> None:
 def _open_output(stream: TextIO) -> TextIO:
     stream.flush()
     file = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
-    # A SIGKILL loses half a line at most.
+    # a SIGKILL loses at most an incomplete line
     return io.TextIOWrapper(file, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
 
 
 class _Output(io.FileIO):
-    """A file for output in which a full disk leaves a gap, instead of an error in the script that prints."""
+    """An output file in which a full disk leaves a gap, instead of raising in the script that prints."""
 
     def write(self, data: Buffer) -> int:
-        """Write ``data``; what cannot be written is dropped."""
+        """Write ``data``; data that cannot be written is dropped."""
         with contextlib.suppress(OSError):
             super().write(data)
         return memoryview(data).nbytes
 
 
 def _show_life(settings: Settings, rank: int) -> None:
-    """Start the pulse before imports and the script: it tells a slow worker from a stuck one."""
+    """Start the heartbeat before imports and the script: it distinguishes a slow worker from a hung one."""
     if not settings.run_dir:
         return
     run_dir = Path(settings.run_dir)
@@ -394,12 +393,12 @@ def _show_life(settings: Settings, rank: int) -> None:
         show_life(beacon_path(run_dir, rank), settings.pulse_every_s)
     except OSError as error:
         raise ConfigError(
-            f"cannot write to {run_dir}: {error.strerror}; free space there, or set TMPDIR to another folder"
+            f"cannot write to {run_dir}: {error.strerror}; free space there, or set TMPDIR to another directory"
         ) from error
 
 
 def _set_torchrun_variables(settings: Settings) -> None:
-    """Set what scripts made for torchrun look for; RANK counts this start's workers from 0 without gaps."""
+    """Set the variables that torchrun sets; RANK counts this start's workers from 0 without gaps."""
     size, rank = os.environ.get("OMPI_COMM_WORLD_SIZE", "1"), str(mpi_rank())
     local = os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", rank), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", size)
     if settings.rank >= 0:
@@ -412,7 +411,7 @@ def _set_torchrun_variables(settings: Settings) -> None:
 
 
 def _check_trained() -> None:
-    """Ask the session, if there was one, whether it was left too early; leave the process group, if there was one.
+    """Let the session, if any, check whether the script left it too early; leave the process group, if any.
 
     Raises:
         ScriptError: if the script ended in the middle of training.
@@ -436,10 +435,10 @@ def _report_failure(error: BaseException, script: Path) -> int:
 
 
 def describe(error: BaseException, script: Path) -> ScriptFailed:
-    """Return what to tell of ``error``, which ended ``script``; time, rank and step are left to the caller.
+    """Return the record of ``error``, which ended ``script``; the caller sets time, rank and step.
 
-    A :class:`~holdfast.errors.HoldfastError` explains itself in one line; anything else keeps its traceback, without
-    the frames above the script's own.
+    A :class:`~holdfast.errors.HoldfastError` is reported in one line; any other error with its traceback, without the
+    frames above the script's own.
     """
     frames = _script_frames(error.__traceback__, script)
     if isinstance(error, SystemExit):
@@ -464,7 +463,7 @@ def _script_frames(frames: TracebackType | None, script: Path) -> TracebackType 
 
 
 def _line_in(frames: TracebackType | None, script: Path) -> str:
-    """Return where in ``script`` it happened: the deepest of its frames, as ``" (train.py, line 12)"``."""
+    """Return the line of ``script`` that raised, from the deepest of its frames, as ``" (train.py, line 12)"``."""
     line = 0
     while frames is not None:
         if frames.tb_frame.f_code.co_filename == str(script):
@@ -474,9 +473,9 @@ def _line_in(frames: TracebackType | None, script: Path) -> str:
 
 
 def _leave(exit_code: int) -> NoReturn:
-    """End now: MPI_Finalize, which a normal end runs, can hang for ever once somebody has died."""
+    """Exit immediately: MPI_Finalize, which a normal exit runs, can hang forever once a worker has failed."""
     try:
-        atexit._run_exitfuncs()  # what the script wants done at its end; logging's flush is among it
+        atexit._run_exitfuncs()  # exit handlers of the script; logging's flush is among them
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

@@ -1,8 +1,8 @@
-"""Who belongs to the job, decided through a store that no worker hosts.
+"""Group membership of a job, decided through a store that no worker hosts.
 
-:class:`~holdfast.membership.store.Store` is the seam: :class:`~holdfast.membership.client.HubStore` talks to the launcher's
-:class:`~holdfast.membership.hub.Hub`, :class:`~holdfast.membership.etcd.EtcdStore` to a cluster.
-:class:`~holdfast.membership.roster.Roster` makes agreements of it that are uniform, whichever worker dies. No torch.
+:class:`~holdfast.membership.store.Store` is the interface: :class:`~holdfast.membership.client.HubStore` connects to
+the launcher's :class:`~holdfast.membership.hub.Hub`, :class:`~holdfast.membership.etcd.EtcdStore` to an etcd cluster.
+:class:`~holdfast.membership.roster.Roster` builds uniform agreement on it, whichever worker fails. No torch.
 """
 
 from holdfast.errors import ConfigError
@@ -19,13 +19,13 @@ def open_store(url: str, token: str, *, lease_s: float = LEASE_S) -> Store:
     """Return the store at ``url``.
 
     Args:
-        url: ``holdfast://HOST:PORT/JOB``, as the launcher's hub has it, or ``etcd://[USER@]HOST:PORT[,HOST:PORT...]/JOB``.
-        token: What the hub asks for; the password of etcd's user.
-        lease_s: Of what is leased in etcd; a hub says it itself.
+        url: ``holdfast://HOST:PORT/JOB`` for a launcher's hub, or ``etcd://[USER@]HOST:PORT[,HOST:PORT...]/JOB``.
+        token: Token of the hub, or password of the etcd user.
+        lease_s: Duration of leases in etcd; a hub determines its own.
 
     Raises:
-        ConfigError: if there is no such kind of store, or it refuses us.
-        StoreLost: if it cannot be reached.
+        ConfigError: if the URL has another form, or the store refuses the token.
+        StoreLost: if the store cannot be reached.
     """
     kind, _, rest = url.partition("://")
     where, _, job = rest.partition("/")

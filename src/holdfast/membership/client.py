@@ -1,4 +1,4 @@
-"""The store as a worker or a launcher sees it that is not the one which hosts it."""
+"""Client of the built-in store, for workers and for launchers that do not host it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _MAX_READ = 1 << 16
 class HubStore(Store):
     """A connection to a :class:`~holdfast.membership.hub.Hub`.
 
-    When the hub has been silent for :func:`~holdfast.membership.store.patience_s` of its lease, the store is lost.
+    The store is lost when the hub has been silent for :func:`~holdfast.membership.store.patience_s` of its lease.
 
     Args:
         address: ``HOST:PORT``.
-        token: What the hub asks for.
-        job: Keys of other jobs are not seen.
+        token: Token of the hub.
+        job: Name of the job; keys of other jobs are not visible.
 
     Raises:
-        ConfigError: if the address is none, or the hub refuses us.
-        StoreLost: if nobody answers there.
+        ConfigError: if the address is invalid, or the hub refuses the connection.
+        StoreLost: if no hub answers there.
     """
 
     def __init__(self, address: str, token: str, job: str = "") -> None:
@@ -42,7 +42,7 @@ class HubStore(Store):
         self._beat_is_answered = True
         self._socket = _connect(address)
         self._own_address: str = self._socket.getsockname()[0]
-        super().__init__()  # from here on a fork closes what is open
+        super().__init__()  # from here on, a fork closes open sockets
         self._thread = threading.Thread(target=self._listen, name="holdfast-store", daemon=True)
         self._thread.start()
         try:
@@ -52,7 +52,7 @@ class HubStore(Store):
             self.close()
             if self._refused:
                 raise ConfigError(
-                    f"the store at {address} refused us for {self._refused}: --rdzv-token (HOLDFAST_TOKEN) must be what its launcher was given"
+                    f"the store at {address} refused the connection for {self._refused}: --rdzv-token (HOLDFAST_TOKEN) must be the token of its launcher"
                 ) from error
             raise
 
@@ -81,10 +81,10 @@ class HubStore(Store):
         self._lose("the connection was closed here")
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        with self._sending:  # else somebody could send to whatever gets the same number next
+        with self._sending:  # otherwise another thread could send to a reused file descriptor
             self._socket.close()
 
-    # -- questions and answers
+    # -- requests
 
     def _ask(self, op: str, **fields: Any) -> bool:
         with self._sending:
@@ -103,14 +103,14 @@ class HubStore(Store):
             raise StoreLost(self._lost) from error
 
     def _await(self, number: int) -> bool:
-        """Return the answer; the thread that listens ends the wait when there will be none."""
+        """Return the answer; the listening thread ends the wait if there will be none."""
         answer = self.wait(lambda: self._answers.pop(number, None))
         assert answer is not None
         return answer
 
     def _lose(self, why: object) -> None:
-        self._note_lost(f"the store at {self._address} cannot be reached any more: {why}")
-        with contextlib.suppress(OSError):  # the hub may have been first; wakes whoever sends or listens
+        self._note_lost(f"the connection to the store at {self._address} is lost: {why}")
+        with contextlib.suppress(OSError):  # may be closed already; wakes threads that send or listen
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _keep_time(self, lease_s: float) -> None:
@@ -124,8 +124,8 @@ class HubStore(Store):
             self._read_all()
         except OSError as error:
             self._lose(error.strerror or error)
-        except Exception as error:  # whatever it is: nobody else would end the waits
-            self._lose(f"it sent nonsense: {error!r:.200}")
+        except Exception as error:  # any error: otherwise the waiting threads would never wake
+            self._lose(f"it sent an invalid message: {error!r:.200}")
 
     def _read_all(self) -> None:
         lines = Lines(2 * MAX_LINE_BYTES)
@@ -137,7 +137,7 @@ class HubStore(Store):
             too_long = self._silence.is_too_long()
             if not something:
                 if too_long:
-                    self._lose(f"nothing was heard of it for {self._silence.limit_s:g} s")
+                    self._lose(f"no heartbeat for {self._silence.limit_s:g} s")
                 continue
             if not (data := self._socket.recv(_MAX_READ)):
                 self._lose("it closed the connection")
@@ -145,11 +145,11 @@ class HubStore(Store):
                 self._hear(line)
 
     def _beat(self) -> None:
-        """Show that we are alive; the answer shows that the hub is."""
+        """Send a heartbeat; the answer is that of the hub."""
         now_s = time.monotonic()
         if not self._beat_is_answered or now_s - self._beaten_s < self._beat_s:
             return
-        if self._sending.acquire(blocking=False):  # else somebody is sending just now
+        if self._sending.acquire(blocking=False):  # otherwise another thread is sending
             try:
                 self._socket.send(BEAT, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -160,7 +160,7 @@ class HubStore(Store):
 
     def _hear(self, line: bytes) -> None:
         if not line:
-            self._silence.broken(self._beaten_s)  # not now: the hub, too, counts from when it heard us
+            self._silence.broken(self._beaten_s)  # not the current time: the hub counts from when it got the heartbeat
             self._beat_is_answered = True
             return
         message = parse(line)
@@ -168,7 +168,7 @@ class HubStore(Store):
             self._note(message["key"], message["value"])
         elif "refused" in message:
             self._refused = message["refused"]
-            self._lose(f"it refused us for {self._refused}")
+            self._lose(f"it refused the connection for {self._refused}")
         else:
             self._take_answer(message)
 

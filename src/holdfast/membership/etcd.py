@@ -1,10 +1,10 @@
-"""The store in an etcd cluster (3.4 or newer), which outlives every launcher; through its JSON gateway, so with nothing to install.
+"""The store in an etcd cluster (3.4 or newer), which outlives every launcher; it needs no client library.
 
-Everything goes to one member of the cluster; when that does not answer, all goes to the next. The local copy comes from one
-reading and from watching what has changed since; it has what this client wrote before :meth:`EtcdStore.put` and the others return.
+All requests go to one member of the cluster, and to the next when it does not answer. The local copy is read once and
+then updated by a watch; it includes this client's own writes before :meth:`EtcdStore.put` and the other methods return.
 
-``etcd://USER@HOST:PORT/JOB`` names a user of etcd, whose password is the token; without USER etcd must let everybody in. Nothing
-is encrypted: the network must be one that can be trusted.
+``etcd://USER@HOST:PORT/JOB`` names an etcd user, whose password is the token; without USER, etcd must allow anonymous
+access. The connection is not encrypted: use a trusted network.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _PROBES = ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEP
 
 
 class EtcdStore(Store):
-    """A connection to a cluster of etcd.
+    """A connection to an etcd cluster.
 
-    When no member answers for :func:`~holdfast.membership.store.patience_s` of a lease, the store is lost.
+    The store is lost when no member answers for :func:`~holdfast.membership.store.patience_s` of a lease.
 
     Args:
         where: ``[USER@]HOST:PORT[,HOST:PORT...]``.
-        token: The user's password.
-        job: The keys are those under ``holdfast/JOB/``.
-        lease_s: Of what is leased; etcd itself may prolong it, as while it elects a leader.
+        token: Password of the user.
+        job: Keys are prefixed with ``holdfast/JOB/``.
+        lease_s: Duration of leases; etcd may extend them, as during a leader election.
 
     Raises:
-        ConfigError: if these are none, or etcd refuses us.
+        ConfigError: if an argument is invalid, or etcd refuses access.
         StoreLost: if no member answers.
     """
 
@@ -63,7 +63,7 @@ class EtcdStore(Store):
         self._line, self._beat_line = Line(self._cluster), Line(self._cluster)
         self._watched: http.client.HTTPConnection | None = None
         self._watched_member = self._cluster.member
-        super().__init__()  # from here on a fork closes what is open
+        super().__init__()  # from here on, a fork closes open sockets
         self._begin()
         self._threads = [
             threading.Thread(target=self._guard, args=[work], name=f"holdfast-etcd-{name}", daemon=True)
@@ -73,7 +73,7 @@ class EtcdStore(Store):
             thread.start()
 
     def _begin(self) -> None:
-        """Read everything; a cluster that is not there is not waited for."""
+        """Read all keys, without retries if the cluster does not answer."""
         for _ in self._cluster.members:
             try:
                 self._read_all(self._line)
@@ -82,7 +82,7 @@ class EtcdStore(Store):
             except Refused as error:
                 self._line.drop()
                 raise ConfigError(
-                    f"etcd at {self._where} refuses us: {error}; a user stands before @ in --rdzv, the password is --rdzv-token (HOLDFAST_TOKEN)"
+                    f"etcd at {self._where} refuses access: {error}; --rdzv etcd://USER@... names the user, --rdzv-token (HOLDFAST_TOKEN) its password"
                 ) from error
             else:
                 return
@@ -91,10 +91,10 @@ class EtcdStore(Store):
 
     @property
     def own_address(self) -> str:
-        """See :attr:`Store.own_address`; a member on this machine says nothing about the way to others."""
+        """See :attr:`Store.own_address`; a member on this machine does not show the route to others."""
         ways = []
         for member in self._cluster.members:
-            with contextlib.suppress(OSError):  # there is no way to this one
+            with contextlib.suppress(OSError):  # no route to this member
                 ways.append(_address_towards(member))
         return min(ways, key=lambda way: way.startswith("127.") or way == "::1", default="127.0.0.1")
 
@@ -119,7 +119,7 @@ class EtcdStore(Store):
             return True
         found = answer["responses"][0]["response_range"]["kvs"][0]
         self._catch_up(found["mod_revision"])
-        return bool(found["value"] == pair["value"])  # ours: the first time we asked, no answer came back
+        return bool(found["value"] == pair["value"])  # our own value: the answer to the first attempt was lost
 
     def delete(self, key: str) -> None:
         """See :meth:`Store.delete`."""
@@ -138,15 +138,15 @@ class EtcdStore(Store):
         with self._asking:
             self._line.drop()
 
-    # -- questions and answers
+    # -- requests
 
     def _pair(self, key: str, value: str) -> dict[str, Any]:
-        """Return a key and a value; what stands before the value tells it from the same one written by another client."""
+        """Return key and value; a tag distinguishes the value from an equal one of another client."""
         tag = f"{self._me}.{next(self._numbers)}"
         return {"key": encode(self._prefix + key), "value": encode(f"{tag} {value}")}
 
     def _ask(self, path: str, body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Ask until a member answers. What is asked twice, because an answer was lost, may be done twice."""
+        """Send a request until a member answers; if an answer is lost, the request may be executed twice."""
         silence = self._new_silence()
         while not self._lost:
             try:
@@ -159,11 +159,11 @@ class EtcdStore(Store):
             except Refused as error:
                 if error.code != gateway.NOT_FOUND or not self._lease:
                     self._lose(error)
-                self._lease = ""  # it has run out
+                self._lease = ""  # it has expired
         raise StoreLost(self._lost)
 
     def _catch_up(self, revision: str) -> None:
-        """Wait until the local copy has what was done."""
+        """Wait until the local copy includes this revision."""
         self.wait(lambda: True if self._revision >= int(revision) else None)
 
     def _take_lease(self) -> str:
@@ -175,17 +175,17 @@ class EtcdStore(Store):
         return Silence(patience_s(self._lease_s), gateway.CONNECT_S + self._cluster.answer_s)
 
     def _lose(self, why: object) -> None:
-        self._note_lost(f"etcd at {self._where} cannot be reached any more: {why}")
+        self._note_lost(f"the connection to etcd at {self._where} is lost: {why}")
         self._closing.set()
         for each in self._sockets():
             wake(each)
 
-    # -- showing that we are alive, in a thread
+    # -- heartbeat, in a thread
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # whatever it is: nobody else would end the waits
+        except Exception as error:  # any error: otherwise the waiting threads would never wake
             self._lose(f"{error!r:.200}")
 
     def _beat(self) -> None:
@@ -195,7 +195,7 @@ class EtcdStore(Store):
             why = ""
             try:
                 self._show_life()
-                silence.broken(began_s)  # not now: etcd, too, counts from when it heard us
+                silence.broken(began_s)  # not the current time: etcd also counts from when it received the request
             except Unavailable as error:
                 nap_s, why = _NAP_S, str(error)
             if silence.is_too_long():
@@ -204,23 +204,23 @@ class EtcdStore(Store):
         self._beat_line.drop()
 
     def _show_life(self) -> None:
-        """Prolong the lease, and see that the member knows what the majority does."""
+        """Renew the lease, and check that the member is connected to the majority."""
         if lease := self._lease:
             kept = self._beat_line.ask("lease/keepalive", {"ID": lease})
             if "TTL" not in kept.get("result", {}) and self._lease == lease:
-                self._lease = ""  # it has run out
+                self._lease = ""  # it has expired
         self._beat_line.ask("kv/range", {"key": encode(self._prefix), "count_only": True})
 
     def _watch_the_same_member(self) -> None:
-        """Have the watch go to the member that is asked: another one may hang, or be cut off from the majority."""
+        """Move the watch to the member that answers requests: another one may hang, or be cut off from the majority."""
         if self._watched_member != self._cluster.member:
             for each in sockets_of(self._watched):
                 wake(each)
 
-    # -- the local copy, in a thread
+    # -- local copy, in a thread
 
     def _read_all(self, line: Line) -> None:
-        """Take in everything there is, in place of what is known."""
+        """Replace the local copy by all keys of the store."""
         request: dict[str, Any] = under(self._prefix) | {"limit": _PAGE}
         items: dict[str, str] = {}
         while True:
@@ -255,7 +255,7 @@ class EtcdStore(Store):
             self._closing.wait(_NAP_S)
 
     def _changes(self, member: tuple[str, int]) -> Iterator[dict[str, Any]]:
-        """Yield what etcd tells, as long as it does."""
+        """Yield the results of a watch, until it ends."""
         wish = under(self._prefix) | {"start_revision": str(self._revision + 1), "fragment": True}
         connection = self._cluster.connect(member)
         self._watched, self._watched_member = connection, member
@@ -275,12 +275,12 @@ class EtcdStore(Store):
             connection.close()
 
     def _take(self, result: dict[str, Any]) -> bool:
-        """Take in what etcd tells; return whether it goes on telling."""
+        """Apply a result to the local copy; return whether the watch continues."""
         if result.get("canceled"):
             if "compact_revision" not in result:
                 self._cluster.log_out()
                 raise Unavailable(str(result.get("cancel_reason")))
-            self._read_all(line := Line(self._cluster))  # what we have not heard is not told any more
+            self._read_all(line := Line(self._cluster))  # the missed changes are no longer available
             line.drop()
             return False
         with self._changed:

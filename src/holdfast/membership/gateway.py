@@ -1,4 +1,4 @@
-"""The JSON gateway of an etcd cluster: one question at a time, of one member, and of the next when that does not answer."""
+"""Client of an etcd cluster's JSON gateway: one request at a time, to one member until it does not answer."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from holdfast.errors import ConfigError
 
 _PORT = 2379
 CONNECT_S = 1.0
-"""A member that is not reached in so long is not asked."""
+"""Timeout for connecting to a member, in seconds."""
 ANSWER_S = 3.0
-"""A member that takes longer is not asked any more; an election takes a second or two."""
+"""Timeout for an answer, in seconds; a leader election takes a second or two."""
 NOT_FOUND = 5
-"""The code for what is not there, such as a lease."""
+"""Status code for a missing object, such as a lease."""
 _UNAVAILABLE = (1, 2, 4, 8, 11, 13, 14)
-"""Codes of gRPC which say that another member, or another moment, may be better: among them "no leader"."""
+"""gRPC status codes after which another member, or a later attempt, may succeed, such as "no leader"."""
 _NOBODY = 16
 _OLD = "auth store is old"
-"""Words with which etcd says that users have changed since we logged in."""
+"""Text of etcd's error if users have changed since the login."""
 
 
 class Refused(Exception):
-    """etcd understood, and says no."""
+    """etcd answered the request with an error."""
 
     def __init__(self, error: dict[str, Any]) -> None:
         super().__init__(str(error.get("message") or error.get("error") or error))
@@ -35,15 +35,15 @@ class Refused(Exception):
 
 
 class Unavailable(Exception):
-    """This member cannot answer now."""
+    """The member cannot answer now."""
 
 
 FAILURES = (OSError, http.client.HTTPException, ValueError, KeyError, Unavailable)
-"""All that may come of asking a member which cannot answer."""
+"""All errors that a request to an unavailable member may raise."""
 
 
 class Cluster:
-    """The members, ``[USER@]HOST:PORT[,HOST:PORT...]``, and which of them is asked; it may take ``answer_s`` to answer."""
+    """The members, ``[USER@]HOST:PORT[,HOST:PORT...]``, and the one in use; ``answer_s`` is its timeout."""
 
     def __init__(self, where: str, password: str, answer_s: float) -> None:
         user, _, hosts = where.rpartition("@")
@@ -56,17 +56,17 @@ class Cluster:
 
     @property
     def member(self) -> tuple[str, int]:
-        """The one that is asked."""
+        """The member in use."""
         return self.members[self._turn % len(self.members)]
 
     def give_up(self, member: tuple[str, int]) -> None:
-        """Turn to the next, unless another thread did."""
+        """Switch to the next member, unless another thread did."""
         with self._lock:
             if member == self.member:
                 self._turn += 1
 
     def connect(self, member: tuple[str, int]) -> http.client.HTTPConnection:
-        """Return a connection."""
+        """Connect to a member."""
         connection = http.client.HTTPConnection(*member, timeout=CONNECT_S)
         connection.connect()
         connection.sock.settimeout(self.answer_s)
@@ -74,7 +74,7 @@ class Cluster:
         return connection
 
     def request(self, connection: http.client.HTTPConnection, path: str, body: object) -> http.client.HTTPResponse:
-        """Ask, and return what begins to come; raise :class:`Refused` if etcd says no."""
+        """Send a request, and return the response with its body unread; raise :class:`Refused` on an error of etcd."""
         headers = {"Content-Type": "application/json"}
         if self._user and path != "auth/authenticate":
             headers["Authorization"] = self._pass or self._log_in(connection)
@@ -83,7 +83,7 @@ class Cluster:
         if response.status == http.HTTPStatus.OK:
             return response
         refused = Refused(json.loads(response.read()))
-        if self._user and (refused.code == _NOBODY or _OLD in str(refused)):  # or the member was started again
+        if self._user and (refused.code == _NOBODY or _OLD in str(refused)):  # or the member was restarted
             self.log_out()
             raise Unavailable(str(refused))
         if refused.code in _UNAVAILABLE:
@@ -91,7 +91,7 @@ class Cluster:
         raise refused
 
     def log_out(self) -> None:
-        """Have the next question log in anew."""
+        """Log in again with the next request."""
         self._pass = ""
 
     def _log_in(self, connection: http.client.HTTPConnection) -> str:
@@ -102,7 +102,7 @@ class Cluster:
 
 
 class Line:
-    """A connection that asks one question at a time, of whichever member is asked."""
+    """A connection to the member in use, for one request at a time."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -110,7 +110,7 @@ class Line:
         self._member = cluster.member
 
     def ask(self, path: str, body: object) -> dict[str, Any]:
-        """Ask the member once. Without an answer (:class:`Unavailable`) the next is asked next time."""
+        """Send a request once; if it is not answered (:class:`Unavailable`), the next goes to the next member."""
         if self._connection is None or self._member != self._cluster.member:
             self.drop()
             self._member = self._cluster.member
@@ -125,14 +125,14 @@ class Line:
         return answer
 
     def drop(self) -> None:
-        """Close it; the next question opens another."""
+        """Close the connection; the next request opens a new one."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """What is open."""
+        """The open sockets."""
         return sockets_of(self._connection)
 
 
@@ -151,22 +151,22 @@ def under(prefix: str) -> dict[str, Any]:
 
 
 def encode(text: str) -> str:
-    """Return a text as etcd's JSON has it."""
+    """Encode a text for etcd's JSON."""
     return base64.b64encode(text.encode()).decode()
 
 
 def decode(data: str) -> str:
-    """Return the text that etcd's JSON means."""
+    """Decode a text from etcd's JSON."""
     return base64.b64decode(data).decode(errors="replace")
 
 
 def sockets_of(connection: http.client.HTTPConnection | None) -> list[socket.socket]:
-    """Return what is open."""
+    """Return the open sockets."""
     each = None if connection is None else connection.sock
     return [] if each is None else [each]
 
 
 def wake(each: socket.socket) -> None:
-    """End whatever waits for it."""
-    with contextlib.suppress(OSError):  # it has ended already
+    """Wake threads that wait for a socket."""
+    with contextlib.suppress(OSError):  # closed already
         each.shutdown(socket.SHUT_RDWR)

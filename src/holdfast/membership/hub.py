@@ -1,8 +1,8 @@
-"""The built-in store: a server in the launcher, in a thread of its own.
+"""The built-in store: a server in a thread of the launcher.
 
-It keeps everything in memory, for as long as the launcher lives: whoever needs the store to outlive any process takes etcd.
-Nobody is served who does not know the token, and no bytes that somebody sends can do more than end their own connection.
-Nothing is encrypted: the network between the nodes must be one that can be trusted.
+It keeps everything in memory for the lifetime of the launcher; a store that must outlive any process is etcd. Clients
+must know the token, and invalid bytes only close their own connection. The connection is not encrypted: use a trusted
+network.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _HELLO_S = 10.0
 _CLOSE_S = 1.0
 _MAX_READ = 1 << 16
 _MAX_STRANGERS = 256
-"""At most so many connections that have not sent the token; one more replaces the oldest."""
+"""Maximum number of connections that have not sent the token; one more replaces the oldest."""
 _SAY_EVERY_S = 60.0
 _MAX_BACKLOG_BYTES = 64 << 20
-"""A client that lets so much pile up does not read any more."""
+"""A client with a larger backlog does not read any more."""
 _MAX_KEYS = 1 << 20
 _LOOKS = 10
-"""So often does one look at a lease in its time."""
+"""Number of checks of a lease within its duration."""
 
 
 class Seldom:
-    """Limits log lines that unknown clients can cause at will to one in ``every_s``: the first is logged at once, later ones are counted."""
+    """Limits log lines that unknown clients can provoke to one in ``every_s``: logs the first, counts later ones."""
 
     def __init__(self, every_s: float = _SAY_EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._every_s = every_s
@@ -47,16 +47,16 @@ class Seldom:
         self._last = ""
 
     def say(self, what: str) -> None:
-        """Say it, now or later."""
+        """Log a line, now or later."""
         if not self._count and self._clock() >= self._again_s:
             self._log(what)
         else:
             self._count, self._last = self._count + 1, what
 
     def look(self, *, last: bool = False) -> None:
-        """Say what was not said yet, if it is time to, or for the last time."""
+        """Log pending lines, if it is time to, or for the last time."""
         if self._count and (last or self._clock() >= self._again_s):
-            self._log(f"{self._count} more like this, the last of them: {self._last}")
+            self._log(f"{self._count} similar messages, the last: {self._last}")
             self._count = 0
 
     def _log(self, what: str) -> None:
@@ -65,7 +65,7 @@ class Seldom:
 
 
 class _Incoming:
-    """The lines that a connection sends."""
+    """The lines that a connection receives."""
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
         self._reader = reader
@@ -73,7 +73,7 @@ class _Incoming:
         self.lines = Lines(MAX_HELLO_BYTES)
 
     async def next(self) -> bytes | None:
-        """Return the next line, None if there will be none."""
+        """Return the next line, None at the end."""
         while not self._ready:
             if not (data := await self._reader.read(_MAX_READ)):
                 return None
@@ -82,7 +82,7 @@ class _Incoming:
 
 
 class _Client:
-    """One connection."""
+    """A connection."""
 
     def __init__(self, writer: asyncio.StreamWriter, job: _Job, lease_s: float) -> None:
         self._writer = writer
@@ -95,12 +95,12 @@ class _Client:
             return
         self._writer.write(line)
         if transport.get_write_buffer_size() > _MAX_BACKLOG_BYTES:
-            logger.warning("hub: %s does not read and was cut off", self._writer.get_extra_info("peername"))
+            logger.warning("hub: %s does not read and was disconnected", self._writer.get_extra_info("peername"))
             transport.abort()
 
 
 class _Job:
-    """What is stored for one job."""
+    """The keys and clients of one job."""
 
     def __init__(self) -> None:
         self.items: dict[str, str] = {}
@@ -108,7 +108,7 @@ class _Job:
         self.clients: set[_Client] = set()
 
     def change(self, key: str, value: str | None, owner: _Client | None = None) -> None:
-        """Write or, with None, remove, and tell all clients."""
+        """Write a key, or remove it if the value is None, and notify all clients."""
         self.leases.pop(key, None)
         if value is None:
             del self.items[key]
@@ -122,13 +122,13 @@ class _Job:
 
 
 class Hub:
-    """A store that this process hosts, as a context.
+    """A store hosted by this process, as a context.
 
     Args:
-        token: What clients must know.
-        host: Where to listen.
-        port: 0 takes any that is free.
-        lease_s: A client that has not been heard of for so long loses what it leased.
+        token: Token that clients must send.
+        host: Address to listen on.
+        port: Port to listen on; 0 for any free one.
+        lease_s: A client without a heartbeat for this long loses its leased keys.
 
     Raises:
         ConfigError: if it cannot listen there.
@@ -163,8 +163,8 @@ class Hub:
         self.close()
 
     def close(self) -> None:
-        """Stop serving; clients find that the store is lost."""
-        with contextlib.suppress(RuntimeError):  # the thread has ended by itself, and the loop with it
+        """Stop serving; clients detect the loss of the store."""
+        with contextlib.suppress(RuntimeError):  # the thread and its loop have already ended
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -173,10 +173,10 @@ class Hub:
         try:
             self._end_leases()
             self._loop.run_forever()
-        finally:  # however it ends: a hub that is there and does not answer would be worse
+        finally:  # in any case: a hub that accepts connections but does not answer would be worse
             ending = self._loop.create_task(self._cut_off_all())
             while not ending.done():
-                with contextlib.suppress(RuntimeError):  # close() has stopped the loop once more
+                with contextlib.suppress(RuntimeError):  # close() has stopped the loop again
                     self._loop.run_until_complete(ending)
             self._loop.close()
             self._seldom.look(last=True)
@@ -184,7 +184,9 @@ class Hub:
     async def _cut_off_all(self) -> None:
         for listening in self._server.sockets:
             self._loop.remove_reader(listening.fileno())
-        await asyncio.sleep(0)  # who has been let in already is one to be cut off; asyncio would fall over it otherwise
+        await asyncio.sleep(
+            0
+        )  # accepted connections must be registered before they are closed; asyncio fails otherwise
         self._server.close()
         for connection in self._connections:
             connection.transport.abort()
@@ -222,23 +224,23 @@ class Hub:
                 client.silence.broken(time.monotonic())
                 client.send(self._answer(client, line))
                 await writer.drain()
-        except (OSError, TimeoutError) as error:  # it is gone, or never said who it is; that is the client's affair
+        except (OSError, TimeoutError) as error:  # the client is gone, or never sent the token
             logger.debug("hub: %s is gone: %r", peer, error)
-        except Exception as error:  # whatever somebody sends, the hub goes on
-            self._seldom.say(f"{peer} sent nonsense and was cut off: {str(error)[:200]!r}")
+        except Exception as error:  # the hub must survive whatever a client sends
+            self._seldom.say(f"{peer} sent an invalid message and was disconnected: {str(error)[:200]!r}")
             if client is not None:
-                client.send(dump({"refused": f"what it sent: {str(error)[:200]}"}))
+                client.send(dump({"refused": f"an invalid message: {str(error)[:200]}"}))
         finally:
             if client is not None:
                 client.job.clients.discard(client)
             writer.close()
 
     async def _first(self, incoming: _Incoming, writer: asyncio.StreamWriter) -> bytes | None:
-        """Return what a connection says first, None if that is nothing."""
-        if len(self._strangers) >= _MAX_STRANGERS:  # a client that knows the token sends it at once
+        """Return the first line of a connection, None if there is none."""
+        if len(self._strangers) >= _MAX_STRANGERS:  # a client that knows the token sends it immediately
             oldest = next(iter(self._strangers))
             self._seldom.say(
-                f"{oldest.get_extra_info('peername')} was cut off: {_MAX_STRANGERS} newer connections have not sent the token either"
+                f"{oldest.get_extra_info('peername')} was disconnected: {_MAX_STRANGERS} newer connections have not sent the token either"
             )
             del self._strangers[oldest]
             oldest.transport.abort()
@@ -260,7 +262,7 @@ class Hub:
         return _Client(writer, self._jobs.setdefault(job, _Job()), self._lease_s)
 
     async def _tell_all(self, client: _Client, writer: asyncio.StreamWriter) -> None:
-        """Tell a new client of everything there is; of changes meanwhile it hears, too."""
+        """Send all keys to a new client, which also receives changes in the meantime."""
         items = client.job.items
         client.job.clients.add(client)
         for key in list(items):
@@ -282,7 +284,9 @@ class Hub:
         if type(key) is not str or len(key.encode()) > MAX_KEY_BYTES:
             raise ValueError(f"a key must be a string of at most {MAX_KEY_BYTES} bytes")
         if op not in ("put", "create", "delete") or type(value) is not str or len(value.encode()) > MAX_VALUE_BYTES:
-            raise ValueError(f"{op!r:.20} is no request, or its value is no string of at most {MAX_VALUE_BYTES} bytes")
+            raise ValueError(
+                f"{op!r:.20} is not a request, or its value is not a string of at most {MAX_VALUE_BYTES} bytes"
+            )
         if op == "delete":
             for gone in [name for name in job.items if name == key or (key.endswith("/") and name.startswith(key))]:
                 job.change(gone, None)
@@ -290,7 +294,7 @@ class Hub:
         if op == "create" and key in job.items:
             return False
         if len(job.items) >= _MAX_KEYS and key not in job.items:
-            raise ValueError(f"the store is full: it holds {_MAX_KEYS} keys")
+            raise ValueError(f"the store is full: it has {_MAX_KEYS} keys")
         job.change(key, value, client if request.get("leased") is True else None)
         return True
 
@@ -300,9 +304,9 @@ class Hub:
         for job in self._jobs.values():
             silent = {owner for owner in set(job.leases.values()) if owner.silence.is_too_long()}
             for key in [key for key, owner in job.leases.items() if owner in silent]:
-                logger.warning("hub: nothing was heard of the owner of %s for %g s", key, self._lease_s)
+                logger.warning("hub: no heartbeat from the owner of %s for %g s", key, self._lease_s)
                 job.change(key, None)
 
     def _note_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Say in one line what asyncio would print with a traceback."""
+        """Log in one line what asyncio would print with a traceback."""
         self._seldom.say(f"{context.get('message')}: {context.get('exception')!r}")

@@ -1,17 +1,17 @@
-"""Agreements among the living, made of a store.
+"""Uniform agreement among live members, built on a store.
 
-In every act of a generation each member casts a vote, and waits. When everybody has voted who is not known to be dead,
-whoever sees it tries to be the first to write the decision down. Only what is written there counts, so it is the same
-for all, even if they knew of different deaths.
+In every act of a generation, each member casts a vote and waits. Once all members have voted that are not known to be
+dead, any member that sees this tries to create the decision key. Only the stored decision counts, so it is the same for
+all members, even if they knew of different failures.
 
 ===========================  =================================================
-``g/G/members``              JSON list: who belongs to generation G
-``g/G/revoked``              by whom, if it is
+===========================  =================================================
+``g/G/members``              JSON list: the members of generation G
+``g/G/revoked``              the member that revoked it, if any
 ``g/G/act/N/RANK``           the vote of a member in the N-th act
-``g/G/act/N/decision``       what was decided, unless the act made generation G + 1
-``dead/RANK``                why; written by the launcher of its node
+``g/G/act/N/decision``       the decision, unless the act created generation G + 1
+``dead/RANK``                the cause of death; written by the launcher of its node
 ``join/RANK``                JSON: a newcomer waits to be admitted
-===========================  =================================================
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from holdfast.membership.store import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """What a member says in an act, ``"agree"`` (with a flag) or ``"shrink"``.
+    """A member's vote in an act, ``"agree"`` (with a flag) or ``"shrink"``.
 
-    A shrink may admit newcomers to a training loop (-1: none), and the member may want to leave.
+    A shrink may admit newcomers to a training loop (-1: none), and the member may ask to leave.
     """
 
     act: str
@@ -40,22 +40,23 @@ class Vote:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Heard:
-    """The outcome of an agreement: its number in its generation, and what came of it."""
+    """Outcome of an agreement: its number in its generation, and its value."""
 
     act: int = 0
     value: bool = True
 
 
 class Roster:
-    """One member's part in the agreements of a job.
+    """One member's view of the agreements of a job.
 
-    They raise :class:`~holdfast.errors.StoreLost` if the store is, and :class:`~holdfast.errors.VotedOut` if the others
-    have gone on without this member.
+    Methods raise :class:`~holdfast.errors.StoreLost` if the store is lost, and :class:`~holdfast.errors.VotedOut` if
+    the other members have continued without this one.
 
     Args:
-        store: Where they are made.
-        rank: Of this member.
-        world: Ranks that the job starts with, the same for all; None for a newcomer, in no generation before :meth:`join`.
+        store: The store.
+        rank: Rank of this member.
+        world: Ranks that the job starts with, the same for all; None for a newcomer, in no generation before
+            :meth:`join`.
     """
 
     def __init__(self, store: Store, rank: int, world: Sequence[int] | None) -> None:
@@ -65,22 +66,23 @@ class Roster:
         self.members: tuple[int, ...] = ()
         self.heard = Heard()
         self.act = 0
-        """Number of the last act of this generation that this member took part in; those count that came to nothing."""
+        """Number of the last act of this generation that this member took part in, including acts without a
+        decision."""
         self._seen = -1
         if world is not None:
             store.create("g/0/members", json.dumps(sorted(world)))
             self._enter(0)
 
     def agree(self, flag: bool) -> bool:
-        """Return the AND of all flags; False too if a member is dead. Uniform."""
+        """Return the AND of all flags; False also if a member is dead. Uniform."""
         value = bool(self._decide(Vote(act="agree", flag=flag), self._next_act() + "decision"))
         self.heard = Heard(self.act, value)
         return value
 
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> None:
-        """Go on to the next generation: those who called and live, and newcomers if all admit them.
+        """Enter the next generation: the live members that called, and newcomers if all admit them.
 
-        Who leaves is left out, unless all would leave: then nobody is.
+        Members that leave are excluded, unless all would leave: then none is.
         """
         self._next_act()
         self._decide(Vote(act="shrink", admits=admits, leaves=leaves), self._members_key(self.generation + 1))
@@ -90,11 +92,11 @@ class Roster:
                 self.store.delete(f"g/{self.generation - 2}/{done}/")
 
     def revoke(self) -> None:
-        """Let the :meth:`check` of all members fail."""
+        """Make :meth:`check` of all members fail."""
         self.store.put(f"g/{self.generation}/revoked", str(self.rank))
 
     def check(self) -> None:
-        """Raise ``PeerFailed`` if a member is known to have died, or a peer has revoked this generation; nearly free."""
+        """Raise ``PeerFailed`` if a member is known to be dead, or a peer has revoked this generation; very cheap."""
         version = self.store.version
         if version == self._seen:
             return
@@ -109,17 +111,17 @@ class Roster:
         return tuple(rank for rank in self.members if self.store.get(f"dead/{rank}") is not None)
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
-        """Return which workers wait to be admitted to a training loop."""
+        """Return the workers that wait to be admitted to a training loop."""
         waiting = {int(rank): json.loads(wish) for rank, wish in self.store.under("join/").items()}
-        gone = {*self.members, *map(int, self.store.under("dead/"))}  # a member's wish may not have been taken back yet
+        gone = {*self.members, *map(int, self.store.under("dead/"))}  # a member may not have removed its request yet
         return tuple(sorted(rank for rank, wish in waiting.items() if wish["loop"] == loop and rank not in gone))
 
     def join(self, loop: int, is_late: Callable[[], bool] = lambda: False) -> bool:
-        """Ask to be admitted to a training loop, and wait for it, until ``is_late``, which looks at the store; return whether we are in."""
+        """Wait to be admitted to a training loop, until ``is_late`` (which reads the store); return whether admitted."""
         self.store.put(f"join/{self.rank}", json.dumps({"loop": loop}))
         generation = self.store.wait(lambda: self._my_generation() or (0 if is_late() else None))
         self.store.delete(f"join/{self.rank}")
-        if not generation and not (generation := self._my_generation()):  # it may have come after all
+        if not generation and not (generation := self._my_generation()):  # admitted in the meantime
             return False
         self._enter(generation)
         return True
@@ -131,7 +133,7 @@ class Roster:
         return f"g/{self.generation}/act/{self.act}/"
 
     def _decide(self, vote: Vote, key: str) -> Any:
-        """Vote, and return what is decided."""
+        """Vote, and return the decision."""
         prefix = f"g/{self.generation}/act/{self.act}/"
         self.store.put(f"{prefix}{self.rank}", json.dumps(asdict(vote)))
 
@@ -145,13 +147,13 @@ class Roster:
             proposal = self.store.wait(look)
             assert proposal is not None
             others = next_members()
-            if others and self.store.get(key) is None:  # what was decided here they have removed by now
+            if others and self.store.get(key) is None:  # a decision of this act has been removed by now
                 self._stop(self.generation + 1, others)
             self.store.create(key, proposal)
         return json.loads(decided)
 
     def _conclude(self, prefix: str, act: str) -> str | None:
-        """Return what follows from the votes, None as long as one is missing."""
+        """Return the decision that follows from the votes, None while a vote is missing."""
         said = self.store.under(prefix)
         dead = set(self.dead())
         if any(str(rank) not in said and rank not in dead for rank in self.members):
@@ -162,7 +164,7 @@ class Roster:
         if act == "agree":
             return json.dumps(not dead and all(vote.flag for vote in votes.values()))
         alive = {rank: vote for rank, vote in votes.items() if rank not in dead}
-        stay = [rank for rank, vote in alive.items() if not vote.leaves] or list(alive)  # or nobody had the state
+        stay = [rank for rank, vote in alive.items() if not vote.leaves] or list(alive)  # or the state would be lost
         loops = {vote.admits for vote in alive.values()}
         admitted = self.newcomers(loops.pop()) if len(loops) == 1 else ()
         return json.dumps(sorted({*stay, *admitted}))
@@ -174,7 +176,7 @@ class Roster:
         return f"g/{generation}/members"
 
     def _my_generation(self) -> int | None:
-        """Return the newest generation that this newcomer is in."""
+        """Return the newest generation that includes this newcomer."""
         known = {key: members for key, members in self.store.under("g/").items() if key.endswith("/members")}
         mine = (int(key.partition("/")[0]) for key, members in known.items() if self.rank in json.loads(members))
         return max(mine, default=None)

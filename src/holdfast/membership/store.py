@@ -1,8 +1,8 @@
-"""What membership asks of a store, and the local copy that every client keeps of it.
+"""Interface of a membership store, and the local copy that every client keeps.
 
-A store holds short strings under keys. What makes it fit for decisions is :meth:`Store.create`: of all who try to be the
-first to write a key one succeeds, and everybody reads what that one wrote. Everybody is told of every change, so that
-reading, and waiting for something, cost no message.
+A store maps keys to short strings. :meth:`Store.create` makes it suitable for agreement: of all clients that try to
+create a key, exactly one succeeds, and all read its value. Every client is notified of every change, so that reading
+and waiting need no message.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ MAX_KEY_BYTES = 512
 MAX_VALUE_BYTES = 1 << 20
 
 LEASE_S = 10.0
-"""A client that has not been heard of for so long loses what it leased. All other times follow from it."""
+"""A client without a heartbeat for this long loses its leased keys. All other times follow from it."""
 
 
 def beat_s(lease_s: float) -> float:
-    """Return how often a client shows that it is alive."""
+    """Return the interval of a client's heartbeat, in seconds."""
     return lease_s / 5
 
 
 def patience_s(lease_s: float) -> float:
-    """Return after how long without an answer a client takes the store for lost: it knows before its lease is over."""
+    """Return the time without an answer after which a client considers the store lost, before its lease expires."""
     return 0.7 * lease_s
 
 
 class Store(ABC):
     """Keys and values that all workers and launchers of a job share, and the local copy of them.
 
-    What writes raises :class:`~holdfast.errors.StoreLost` if the store does not answer.
+    Methods that write raise :class:`~holdfast.errors.StoreLost` if the store does not answer.
     """
 
     def __init__(self) -> None:
@@ -52,59 +52,59 @@ class Store(ABC):
 
     @property
     def version(self) -> int:
-        """Grows whenever the local copy changes, or the store is lost."""
+        """Incremented whenever the local copy changes, or the store is lost."""
         return self._version
 
     @property
     def lost(self) -> str:
-        """Why the store cannot be reached any more, "" as long as it can."""
+        """Why the store is lost, or ""."""
         return self._lost
 
     @property
     @abstractmethod
     def own_address(self) -> str:
-        """The address of this machine on the way to the store: others reach us there, too."""
+        """The address of this machine on the route to the store, at which other machines reach it, too."""
 
     @abstractmethod
     def put(self, key: str, value: str, *, leased: bool = False) -> None:
         """Write a value.
 
         Args:
-            key: Which; at most :data:`MAX_KEY_BYTES`.
+            key: At most :data:`MAX_KEY_BYTES`.
             value: At most :data:`MAX_VALUE_BYTES`.
-            leased: It goes when this client has not been heard of for the time of a lease.
+            leased: Whether the key is removed when this client has sent no heartbeat for the duration of a lease.
         """
 
     @abstractmethod
     def create(self, key: str, value: str) -> bool:
-        """Write a value unless there is one; return whether there was none."""
+        """Write a value unless the key exists; return whether it was written."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove a key; one that ends in ``/`` stands for all that begin with it."""
+        """Remove a key; a key that ends in ``/`` removes all keys that begin with it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the store; what was leased runs out."""
+        """Close the connection; leases expire."""
 
     def get(self, key: str) -> str | None:
-        """Return the value as far as it is known here, without asking."""
+        """Return the value in the local copy, without a request."""
         return self._items.get(key)
 
     def under(self, prefix: str) -> dict[str, str]:
-        """Return what is known here of the keys that begin with ``prefix``, by the rest of the key."""
+        """Return the keys of the local copy that begin with ``prefix``, without it, and their values."""
         with self._changed:
             return {key[len(prefix) :]: value for key, value in self._items.items() if key.startswith(prefix)}
 
     def wait(self, ready: Callable[[], _Found | None], timeout_s: float | None = None) -> _Found | None:
-        """Return what ``ready`` returns as soon as it is not None; it is asked again after every change.
+        """Return the result of ``ready`` as soon as it is not None; ``ready`` is called after every change.
 
         Args:
-            ready: Looks at the local copy; must not call the store otherwise.
-            timeout_s: Then None is returned; None waits as long as the store is there.
+            ready: Reads the local copy; must not use the store otherwise.
+            timeout_s: Time after which None is returned; None waits as long as the store is available.
 
         Raises:
-            StoreLost: if the store is lost and ``ready`` has nothing.
+            StoreLost: if the store is lost and ``ready`` returns None.
         """
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
@@ -118,7 +118,7 @@ class Store(ABC):
             return found
 
     def _note(self, key: str, value: str | None) -> None:
-        """Take in a change; None means that the key is gone."""
+        """Apply a change to the local copy; None removes the key."""
         with self._changed:
             if value is None:
                 self._items.pop(key, None)
@@ -134,13 +134,13 @@ class Store(ABC):
             self._changed.notify_all()
 
     def _sockets(self) -> list[socket.socket]:
-        """Return what is open."""
+        """Return the open sockets."""
         return []
 
     def _forget(self) -> None:
-        """After a fork, in the child: the connections are the parent's, and a lock may be held by a thread that is not here."""
+        """After a fork, in the child: drop the parent's connections, and locks that a thread of the parent may hold."""
         self._changed = threading.Condition()
-        self._lost = "the connection to the store belongs to the process that was forked from"
+        self._lost = "the connection to the store belongs to the parent process of a fork"
         for each in self._sockets():
             if (number := each.detach()) >= 0:
                 os.close(number)
@@ -158,9 +158,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Silence:
-    """How long nothing has been heard, as far as this process was awake to hear it: ``limit_s`` is too long.
+    """Time without a message, excluding time in which this process was suspended: ``limit_s`` is too long.
 
-    One looks at it every ``look_s`` at least, or was held up.
+    It must be checked every ``look_s`` at least; a longer gap counts as a suspension.
     """
 
     def __init__(self, limit_s: float, look_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -170,11 +170,11 @@ class Silence:
         self._since_s = self._looked_s = clock()
 
     def broken(self, at_s: float) -> None:
-        """Note that there was a sign of life which shows that it was there at ``at_s``."""
+        """Record a message which shows that the peer was alive at ``at_s``."""
         self._since_s = max(self._since_s, at_s)
 
     def is_too_long(self) -> bool:
-        """Return whether it lasts too long; the time in which it was not looked at, as when the process was stopped, does not count."""
+        """Return whether the silence is too long; time without checks, as while the process was stopped, is excluded."""
         now_s = self._clock()
         held_up_s = max(0.0, now_s - self._looked_s - 2 * self._look_s)
         self._since_s = min(self._since_s + held_up_s, now_s)
@@ -183,11 +183,11 @@ class Silence:
 
 
 def check_size(key: str, value: str) -> None:
-    """Make sure that a store takes this, or raise ``ConfigError``."""
+    """Raise ``ConfigError`` if key or value exceed the limits of a store."""
     try:
         sizes = len(key.encode()), len(value.encode())
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{key!r:.80} or its value is no text that can be stored: {error.reason}") from error
+        raise ConfigError(f"{key!r:.80} or its value is not encodable text: {error.reason}") from error
     if sizes[0] > MAX_KEY_BYTES or sizes[1] > MAX_VALUE_BYTES:
         raise ConfigError(
             f"{key!r:.80} with {len(value)} characters is too large for the store; keys may have {MAX_KEY_BYTES} bytes, values {MAX_VALUE_BYTES}"

@@ -1,13 +1,13 @@
-r"""What the hub and its clients send each other: one JSON object a line.
+r"""Protocol of the hub and its clients: one JSON object per line.
 
 ===========  ====================================================================
 client       ``{"hello": 2, "token": ..., "job": ...}`` first, then requests
 \            ``{"id": n, "op": "put" | "create" | "delete", "key": ..., "value": ..., "leased": ...}``
-\            an empty line, to show that it is alive
+\            an empty line as a heartbeat
 hub          ``{"key": ..., "value": ... | null}`` for every change, all keys first
 \            ``{"id": n, "done": ...}`` in answer to a request, 0 to the hello, with ``lease_s``
-\            ``{"refused": ...}``, and that is the end
-\            an empty line in answer to one
+\            ``{"refused": ...}``, then it closes the connection
+\            an empty line in answer to a heartbeat
 ===========  ====================================================================
 """
 
@@ -22,17 +22,17 @@ HELLO = 2
 """Version of this protocol."""
 
 MAX_HELLO_BYTES = 4096
-"""Who has not said who it is may not say more."""
+"""Maximum length of a line from a client that has not sent the token."""
 
 MAX_LINE_BYTES = 8 * MAX_VALUE_BYTES
-"""A longer line is nonsense; JSON may spell a character in six."""
+"""Maximum length of any other line; JSON may need six bytes for a character."""
 
 BEAT = b"\n"
-"""A single byte: either it is sent, or it is not."""
+"""A single byte is sent completely or not at all."""
 
 
 class Lines:
-    """Cuts what arrives into lines, of which none may be longer than ``limit_bytes``."""
+    """Splits received data into lines of at most ``limit_bytes``."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -40,7 +40,7 @@ class Lines:
         self._size = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that are complete now; raise ``ValueError`` if one is too long."""
+        """Return the lines completed by ``data``; raise ``ValueError`` if one is too long."""
         lines = []
         *ends, rest = data.split(b"\n")
         for end in ends:
@@ -58,12 +58,12 @@ class Lines:
 
 
 def dump(message: dict[str, Any]) -> bytes:
-    """Return a message as a line."""
+    """Encode a message as a line."""
     return json.dumps(message).encode() + b"\n"
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Return the message in a line; raise ``ValueError`` if it is none."""
+    """Decode the message in a line; raise ``ValueError`` if it is invalid."""
     try:
         message = json.loads(line)
     except RecursionError as error:
