@@ -158,7 +158,7 @@ class Settings:
     guard: str = option(
         "stop",
         help="Response to silent data corruption.",
-        manual="`stop`: abort when replicas differ. `warn`: log and continue. `heal`: roll back to the last verified in-memory snapshot and replay. `off`: do not compare. `warn` and `heal` also check for values far out of range: [guard.md](../how-to/guard.md)",
+        manual="`stop`: abort when replicas differ. `warn`: log and continue. `heal`: roll back to the last verified in-memory snapshot and replay. `off`: do not compare. `warn` and `heal` also check for values far out of range: [guard-against-corruption.md](../how-to/guard-against-corruption.md)",
         group="Verification and silent data corruption",
         is_basic=True,
         choices=GUARDS,
@@ -166,14 +166,14 @@ class Settings:
     guard_sums: bool = option(
         False,
         help="Send checksums with gradients, and verify them on receipt.",
-        manual="send checksums with the gradients of an all-reduce and with the messages of pipeline stages; the receiver verifies them. `--guard` selects the response; `heal` repeats only that step: [guard.md](../how-to/guard.md#checksummed-sums)",
+        manual="send checksums with the gradients of an all-reduce and with the messages of pipeline stages; the receiver verifies them. `--guard` selects the response; `heal` repeats only that step: [checksum-all-reduces.md](../how-to/checksum-all-reduces.md)",
         usual="off",
         group="Verification and silent data corruption",
     )
     kinds: str = option(
         "same",
         help="Refuse workers whose platform computes different bits, or accept any.",
-        manual="where results are bit-identical: refuse a worker whose CPU, thread count or torch computes different bits; or accept any, and report what is no longer guaranteed: [doctor.md](../how-to/doctor.md#kinds-of-workers)",
+        manual="where results are bit-identical: refuse a worker whose CPU, thread count or torch computes different bits; or accept any, and report what is no longer guaranteed: [mixed-platforms.md](../how-to/mixed-platforms.md)",
         group="Verification and silent data corruption",
         choices=KINDS,
     )
@@ -187,7 +187,7 @@ class Settings:
     mirror: int = option(
         -1,
         help="Standbys of each part of the model.",
-        manual="standbys of each part of the model, in addition to the worker that computes it; replicas of a pipeline count. With 0, a failure costs the steps since the last checkpoint: [failure-model.md](../explanation/failure-model.md#split-models)",
+        manual="standbys of each part of the model, in addition to the worker that computes it; replicas of a pipeline count. With 0, a failure costs the steps since the last checkpoint: [failures-model-parallel.md](../explanation/failures-model-parallel.md)",
         usual="1",
         group="Pipeline and sharded models",
         metavar="K",
@@ -227,7 +227,7 @@ class Settings:
     mirror_predictor: str = option(
         "last",
         help="Predict a lost block: last value, linear extrapolation, or a calibrated one.",
-        manual="value to restore a lost block to: the last value sent; linear extrapolation of the last two; or extrapolation by the fraction that has fitted this part: [failure-model.md](../explanation/failure-model.md#what-to-send-and-what-to-restore)",
+        manual="value to restore a lost block to: the last value sent; linear extrapolation of the last two; or extrapolation by the fraction that has fitted this part: [partial-recovery.md](../explanation/partial-recovery.md#which-options-to-choose)",
         group="Pipeline and sharded models",
         choices=MIRROR_PREDICTORS,
     )
@@ -265,7 +265,7 @@ class Settings:
     slices: int = option(
         0,
         help="Slices per mini-batch, fixed for the job.",
-        manual="slices per mini-batch, fixed for the job; give it to compare the bits of jobs of different sizes. `auto:F` chooses, and logs, a number that keeps the load nearly even after the loss of up to F workers; `auto` takes a quarter of the workers for F: [operations.md](../how-to/operations.md#how-many-slices). At most 65,536, or the samples of a mini-batch if there are more",
+        manual="slices per mini-batch, fixed for the job; give it to compare the bits of jobs of different sizes. `auto:F` chooses, and logs, a number that keeps the load nearly even after the loss of up to F workers; `auto` takes a quarter of the workers for F: [choose-slices.md](../how-to/choose-slices.md). At most 65,536, or the samples of a mini-batch if there are more",
         usual="one per worker",
         group="Mini-batches and gradient reduction",
         is_basic=True,
@@ -341,14 +341,14 @@ class Settings:
     hang_timeout_s: float = option(
         30.0,
         help="Kill a worker that has sent no heartbeat for this long; 0: never.",
-        manual="kill a worker that has sent no heartbeat, or has made no progress while others wait for it, for this long; it counts as failed. At least 0.1, or 0: never. [operations.md](../how-to/operations.md) says what raises the limit",
+        manual="kill a worker that has sent no heartbeat, or has made no progress while others wait for it, for this long; it counts as failed. At least 0.1, or 0: never. [detect-failures.md](../how-to/detect-failures.md) says what raises the limit",
         group="Failure detection",
     )
     """Limit without a heartbeat; rises to three times the longest silence so far. 0: no limit."""
     start_timeout_s: float = option(
         120.0,
         help="Kill a worker that is not ready to connect after this long; 0: never.",
-        manual="limit for a worker to become ready to connect; it rises to three times what the slowest other worker took. A later worker is killed if it sends no heartbeat, or once another worker has waited for it this long. The job then begins without it, or with a spare. At least 1, or 0: never: [operations.md](../how-to/operations.md#starting)",
+        manual="limit for a worker to become ready to connect; it rises to three times what the slowest other worker took. A later worker is killed if it sends no heartbeat, or once another worker has waited for it this long. The job then begins without it, or with a spare. At least 1, or 0: never: [start-and-stop.md](../how-to/start-and-stop.md#when-a-worker-does-not-start)",
         group="Failure detection",
     )
     """Limit to become ready to connect, or three times the slowest other worker. A later one is killed if others wait for

@@ -141,7 +141,7 @@ def test_slices_do_not_become_too_small_and_the_line_says_what_it_costs():
             0,
             512,
         ): "8 slices of a mini-batch: after the loss of 1 of 4 workers a step takes at most 13 % longer than an "
-        "even split; 64 samples each instead of 128, and small ones cost more per sample (docs/explanation/performance.md)",
+        "even split; 64 samples each instead of 128, and small ones cost more per sample (docs/explanation/performance-slices.md)",
         (
             4,
             0,

@@ -116,7 +116,7 @@ class Choice:
         percent = math.ceil(100 * (self.longer - 1) - 0.01)
         longer = f"takes at most {percent} % longer than an even split" if percent else "takes as long as an even split"
         size, even = -(-self.batch_size // self.slices), -(-self.batch_size // self.workers)
-        cost = f"{size} samples each instead of {even}, and small ones cost more per sample (docs/explanation/performance.md)"
+        cost = f"{size} samples each instead of {even}, and small ones cost more per sample (docs/explanation/performance-slices.md)"
         if self.slices == self.workers:
             cost = f"{size} samples each, one slice per worker"
             cost += ", because smaller ones would cost more than they gain" * (self.longer > _LONGER)

@@ -54,7 +54,7 @@ class Job:
     nnodes: int = option(
         1,
         help="Nodes, each with a launcher of its own; --fabric gloo.",
-        manual="nodes, each with a launcher of its own and `-n` workers; `--fabric gloo` only: [nodes.md](../how-to/nodes.md)",
+        manual="nodes, each with a launcher of its own and `-n` workers; `--fabric gloo` only: [several-nodes.md](../how-to/several-nodes.md)",
         group="Multiple nodes with Gloo",
         is_basic=True,
         metavar="N",
@@ -96,7 +96,7 @@ class Job:
     hosts: tuple[Host, ...] = option(
         (),
         help="Hosts on which mpirun starts workers; --fabric ulfm.",
-        manual="hosts on which mpirun starts workers, with N slots each; `--fabric ulfm` only: [nodes.md](../how-to/nodes.md#with-open-mpi)",
+        manual="hosts on which mpirun starts workers, with N slots each; `--fabric ulfm` only: [open-mpi.md](../how-to/open-mpi.md)",
         usual="this machine",
         group="Multiple nodes with Open MPI",
         is_basic=True,

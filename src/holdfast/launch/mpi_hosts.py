@@ -126,7 +126,7 @@ def check_hosts(job: Job) -> None:
         return
     if not job.fabric.spans_hosts:
         refuse(
-            f"--hosts needs --fabric ulfm, got {job.settings.fabric}; with gloo, start a launcher on each machine, see docs/how-to/nodes.md"
+            f"--hosts needs --fabric ulfm, got {job.settings.fabric}; with gloo, start a launcher on each machine, see docs/how-to/several-nodes.md"
         )
     slots = sum(host.slots for host in job.hosts)
     if len(job.ranks) > slots:

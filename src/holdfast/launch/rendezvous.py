@@ -299,7 +299,7 @@ def check_nodes(job: Job) -> None:
         return
     if not job.fabric.survives_node_loss:
         refuse(
-            f"--nnodes and --rdzv need --fabric gloo, got {job.settings.fabric}; with ulfm, use --hosts, see docs/how-to/nodes.md"
+            f"--nnodes and --rdzv need --fabric gloo, got {job.settings.fabric}; with ulfm, use --hosts, see docs/how-to/several-nodes.md"
         )
     if job.nnodes > 1 and job.stragglers == "rebalance":
         refuse(

@@ -22,7 +22,7 @@ Usage::
     best_interval(scenario, 200, seed=1)               # steps between two checkpoints, found by search
     replay(records)                                    # decide a real run's failures again
 
-:func:`daly_expected_s` and :func:`exact_interval_s` are closed forms to compare with. docs/explanation/simulation.md says what is
+:func:`daly_expected_s` and :func:`exact_interval_s` are closed forms to compare with. docs/explanation/simulation-model.md says what is
 modelled and what is not.
 
 Importing this package imports nothing else: every name is loaded on first use.

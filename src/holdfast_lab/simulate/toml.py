@@ -1,4 +1,4 @@
-"""Reads scenario files: from TOML to one scenario per strategy. docs/how-to/planning.md describes the format."""
+"""Reads scenario files: from TOML to one scenario per strategy. docs/how-to/write-a-scenario.md describes the format."""
 
 from __future__ import annotations
 

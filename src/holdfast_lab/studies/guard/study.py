@@ -34,7 +34,7 @@ class Guard:
 
     name = "guard"
     title = "The guard: detection, healing, false alarms and cost"
-    paper = "the claims of docs/how-to/guard.md; no paper"
+    paper = "the claims of docs/how-to/guard-against-corruption.md; no paper"
     intervals = (
         "95 % intervals: for shares of flips and for alarms, Wilson; for shares weighted by bits, combined by the method of "
         "Zou and Donner; for times, bootstrap over the rounds."
