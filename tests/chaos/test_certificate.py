@@ -71,7 +71,10 @@ def test_of_a_split_model_too_a_replay_agrees_after_a_kill_and_not_after_a_flip(
 
     assert_landed(report, 1)
     assert done.returncode == 3, done.stderr
-    assert "the hash chain of steps 0 to 13 is valid\nbefore step 14 workers 2, 3, who hold part 2, had different" in done.stdout
+    assert (
+        "the hash chain of steps 0 to 13 is valid\nbefore step 14 workers 2, 3, who hold part 2, had different"
+        in done.stdout
+    )
     assert "step 10 is not reproduced: the state before it; replayed from the beginning\n" in done.stdout
     assert "it was last correct before step 6, and was altered in between" in done.stdout
     assert "\n  before step 14 worker 3 had other values in 2.2.weight\n" in done.stdout

@@ -156,7 +156,10 @@ def test_with_etcd_what_a_launcher_was_started_with_that_is_gone_does_not_bind_t
         cluster.pause = 0
         cluster.start(1)
         assert cluster.wait(1) == {1: 2}
-        assert "node 1 was started with ARGS ['--pause', '0'], the other nodes with ['--pause', '0.0']" in cluster.output(1)
+        assert (
+            "node 1 was started with ARGS ['--pause', '0'], the other nodes with ['--pause', '0.0']"
+            in cluster.output(1)
+        )
         cluster.launchers[0].terminate()
         assert cluster.wait(0) == {0: 1}
         assert cluster.output(0) == "stopped\n"

@@ -55,7 +55,11 @@ def blocks_of(page: str) -> list[Block]:
 def start(line: str, folder: Path) -> subprocess.Popen[str]:
     """Start a command in ``folder`` as a reader would, with stderr among its output as on a terminal."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST_", "OMPI_", "PMIX_"))}
-    environment = own | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"}
+    environment = own | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "LC_ALL": "C.UTF-8",
+    }
     return subprocess.Popen(
         ["bash", "-c", line],
         cwd=folder,

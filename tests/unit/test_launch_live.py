@@ -70,7 +70,7 @@ def test_newcomers_may_come_in_the_recovery_of_a_death():
 def test_who_leaves_in_order_is_not_lost():
     assert told(Left(t_s=1.0, rank=1, step=6), recovered(step=6, lost=(1,), survivors=(0,))) == [
         "rank 1 left before step 6, as requested",
-       "rank 0 continues",
+        "rank 0 continues",
     ]
 
 

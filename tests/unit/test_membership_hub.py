@@ -53,7 +53,9 @@ def send(hub, *pieces):
 
 
 def test_a_wrong_token_is_refused_and_logged(hub, caplog):
-    with pytest.raises(ConfigError, match=r"refused the connection for a wrong token: --rdzv-token \(HOLDFAST_TOKEN\) must be"):
+    with pytest.raises(
+        ConfigError, match=r"refused the connection for a wrong token: --rdzv-token \(HOLDFAST_TOKEN\) must be"
+    ):
         HubStore(hub.address, "guess", "j")
 
     assert "hub: ('127.0.0.1'" in caplog.text
