@@ -30,7 +30,7 @@ from holdfast.torch_private import gloo_options
 FOREVER = timedelta(days=1)
 """Timeout of an operation of the group: a slow peer cannot be told here from an unreachable one."""
 
-_NOBODYS_TAG = (1 << 30) + 1
+_UNUSED_TAG = (1 << 30) + 1
 """A tag that no message uses."""
 
 _SPINS = 20
@@ -189,7 +189,7 @@ def _hang_up(group: Any) -> None:
     for place in range(group.size()):
         if place != group.rank():
             with contextlib.suppress(RuntimeError):  # it timed out, or that connection is closed already
-                group.recv([torch.empty(1)], place, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1)], place, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 def bury(group: Any) -> None:

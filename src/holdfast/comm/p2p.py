@@ -184,9 +184,9 @@ class Mail:
                 with contextlib.suppress(OSError):  # the second all-gather tells the owner
                     self._inboxes[rank] = Inbox(comm.here[0], pid, table, self._opened)
         reads = torch.tensor([rank in self._inboxes for rank, *_ in comm.processes])
-        everybodys = torch.empty(count, count, dtype=torch.bool)
-        comm.allgather(reads, everybodys)
-        mine = everybodys[:, comm.processes.index(comm.here)].tolist()
+        gathered = torch.empty(count, count, dtype=torch.bool)
+        comm.allgather(reads, gathered)
+        mine = gathered[:, comm.processes.index(comm.here)].tolist()
         self._readers = frozenset(rank for (rank, *_), does in zip(comm.processes, mine, strict=True) if does)
 
     def _make_table(self) -> int:

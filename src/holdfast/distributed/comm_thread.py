@@ -343,9 +343,9 @@ class Engine:
     def _compare(self, job: Collective) -> None:
         """Make sure that all ranks call the same collective, or raise ``ScriptError`` with the call of each."""
         mine = job.signature.encode()[:_SIGNATURE_BYTES].ljust(_SIGNATURE_BYTES)
-        everybodys = torch.empty(len(job.group.comm.processes), _SIGNATURE_BYTES, dtype=torch.uint8)
-        job.group.comm.allgather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), everybodys)
-        said = [bytes(row.tolist()).decode(errors="replace").strip() for row in everybodys]
+        gathered = torch.empty(len(job.group.comm.processes), _SIGNATURE_BYTES, dtype=torch.uint8)
+        job.group.comm.allgather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), gathered)
+        said = [bytes(row.tolist()).decode(errors="replace").strip() for row in gathered]
         if len(set(said)) > 1:
             calls = "; ".join(f"rank {rank}: {call}" for rank, call in zip(job.group.alive, said, strict=True))
             number = job.group.completed

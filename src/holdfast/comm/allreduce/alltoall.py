@@ -69,8 +69,8 @@ class ExchangedSum:
         self._comm.alltoall(buffers.send, buffers.received)
         midway()
         buffers.addition(mean, altered)
-        for mine, everybodys in zip(buffers.share.messages(), buffers.result.messages(), strict=True):
-            self._comm.allgather(mine, everybodys)
+        for mine, gathered in zip(buffers.share.messages(), buffers.result.messages(), strict=True):
+            self._comm.allgather(mine, gathered)
         self._last = buffers.result.numbers
         if span.checked and not _flat(buffers.result, span.length).is_intact():
             altered(SUM)
