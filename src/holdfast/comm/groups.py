@@ -170,8 +170,7 @@ class Meeting(dist.Store):  # type: ignore[name-defined,misc]  # torch has no st
 def make_gloo(meeting: Meeting, place: int, size: int, address: str, timeout_s: float) -> Any:
     """Return a Gloo process group for CPU tensors, with rank ``place`` of ``size``.
 
-    Peers connect to this machine at ``address``, unless ``GLOO_SOCKET_IFNAME`` is set. Connections time out after
-    ``timeout_s``.
+    Peers connect to this machine at ``address``, unless ``GLOO_SOCKET_IFNAME`` is set.
     """
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     make = dist.ProcessGroupGloo.create_device

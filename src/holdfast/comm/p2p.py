@@ -1,9 +1,8 @@
 """Point-to-point messages within a step: activations forward, gradients backward.
 
 Between workers of one host a message lies in the sender's shared memory (:mod:`~holdfast.comm.shm_p2p`), where the
-receiver
-reads it: one copy, made by the sender. Between hosts, and where memory cannot be shared, the communicator carries it:
-a header of fixed size, then the numbers.
+receiver reads it: one copy, made by the sender. Between hosts, and where memory cannot be shared, the communicator
+carries it: a header of fixed size, then the numbers.
 
 Why memory can be reused safely:
 
@@ -75,8 +74,7 @@ class Mail:
         """Send a copy of ``data``; never waits for a receiver.
 
         Args:
-            to: A member, possibly this worker; or several members, which read one copy if they share memory with this
-                worker.
+            to: A member, possibly this worker; or several, which read one copy if they share memory with it.
             data: At most 8 dimensions, any shape, dtype and device; ``ScriptError`` if it has more.
             me: The sending worker, if this process runs several.
         """

@@ -80,8 +80,7 @@ class Members:
         ranks: Initial global ranks, ascending.
         comm: Collectives among the survivors.
         adder: For collectives whose result is copied to its destination before the next one.
-        lender: For DDP's buckets, which lie one after another: DDP reads the results in place, without a copy, at the
-            end of its backward pass.
+        lender: For DDP's buckets, which lie one after another: DDP reads the results in place, after its backward pass.
         completed: Number of collectives that have ended on this rank, including failed ones.
         broken: A collective of the group timed out; the progress of each rank is no longer known.
         failed: Numbers of collectives that fail on all ranks, including ranks that have not called them yet.

@@ -1,8 +1,7 @@
 """All-reduce by messages: exchange slices (Alltoall), add this rank's share in order, collect the shares (Allgather).
 
 Slices that an owner may add locally without changing a bit are sent as their sum
-(:func:`~holdfast.comm.allreduce.adding.addable`): in ``tree`` order an owner of many slices sends little more than one
-of a single slice.
+(:func:`~holdfast.comm.allreduce.adding.addable`): in ``tree`` order an owner of many slices sends little more.
 """
 
 from __future__ import annotations
