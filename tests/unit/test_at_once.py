@@ -287,7 +287,7 @@ INSEPARABLE = {
     Tied: "again shares a parameter with another layer",
     OfEight: "in one batch it raises RuntimeError: shape",
     Hooked: "a parameter has a hook",
-    Convolving: "first is a Conv1d; supported are Linear, LayerNorm, Embedding",
+    Convolving: "first is a Conv1d, not Linear, LayerNorm, Embedding",
 }
 
 

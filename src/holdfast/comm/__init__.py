@@ -3,8 +3,7 @@
 :class:`~holdfast.comm.base.Communicator` is the interface. It is implemented by :mod:`~holdfast.comm.ulfm` (Open MPI,
 real processes), :mod:`~holdfast.comm.c10d` (PyTorch's process groups) and :mod:`~holdfast.comm.virtual` (many workers
 in one process). :class:`~holdfast.comm.allreduce.ordered.OrderedSum` all-reduces gradients over any of them in a fixed
-order.
-Names are imported lazily: the launcher uses only :mod:`~holdfast.comm.fabrics`, which does not import torch.
+order. Names are imported lazily: the launcher uses only :mod:`~holdfast.comm.fabrics`, which does not import torch.
 """
 
 from __future__ import annotations

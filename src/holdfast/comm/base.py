@@ -110,8 +110,7 @@ class Communicator(Exchange, Protocol):
     def swap(self, send: Placed, receive: Placed, tag: int = 0) -> None:
         """Exchange tensors; see :meth:`Exchange.swap`. Also fails if any member is known to have failed.
 
-        ``tag``, ``>= 0`` and below ``2**30`` but not 1, separates these messages from others between the same
-        processes.
+        ``tag``, ``>= 0`` and below ``2**30`` but not 1, separates these messages from others.
         """
 
     def post(self, rank: int, data: torch.Tensor) -> None:

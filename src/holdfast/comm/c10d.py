@@ -145,11 +145,11 @@ class C10dCommunicator(OneWorker):
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
         """Gather the progress of all members; see :meth:`Communicator.share_progress`."""
         mine = torch.tensor([progress.completed, progress.computed, progress.flags, progress.heard], dtype=torch.int64)
-        everybodys = torch.empty(len(self.members), len(mine), dtype=torch.int64)
-        self.allgather(mine, everybodys)
+        gathered = torch.empty(len(self.members), len(mine), dtype=torch.int64)
+        self.allgather(mine, gathered)
         return {
             rank: Progress(completed, bool(computed), Note(flags), heard)
-            for rank, (completed, computed, flags, heard) in zip(self.members, everybodys.tolist(), strict=True)
+            for rank, (completed, computed, flags, heard) in zip(self.members, gathered.tolist(), strict=True)
         }
 
     def barrier(self) -> None:

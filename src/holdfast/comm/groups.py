@@ -30,7 +30,7 @@ from holdfast.torch_private import gloo_options
 FOREVER = timedelta(days=1)
 """Timeout of an operation of the group: a slow peer cannot be told here from an unreachable one."""
 
-_NOBODYS_TAG = (1 << 30) + 1
+_UNUSED_TAG = (1 << 30) + 1
 """A tag that no message uses."""
 
 _SPINS = 20
@@ -170,8 +170,7 @@ class Meeting(dist.Store):  # type: ignore[name-defined,misc]  # torch has no st
 def make_gloo(meeting: Meeting, place: int, size: int, address: str, timeout_s: float) -> Any:
     """Return a Gloo process group for CPU tensors, with rank ``place`` of ``size``.
 
-    Peers connect to this machine at ``address``, unless ``GLOO_SOCKET_IFNAME`` is set. Connections time out after
-    ``timeout_s``.
+    Peers connect to this machine at ``address``, unless ``GLOO_SOCKET_IFNAME`` is set.
     """
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     make = dist.ProcessGroupGloo.create_device
@@ -189,7 +188,7 @@ def _hang_up(group: Any) -> None:
     for place in range(group.size()):
         if place != group.rank():
             with contextlib.suppress(RuntimeError):  # it timed out, or that connection is closed already
-                group.recv([torch.empty(1)], place, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1)], place, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 def bury(group: Any) -> None:

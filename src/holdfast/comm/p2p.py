@@ -1,9 +1,8 @@
 """Point-to-point messages within a step: activations forward, gradients backward.
 
 Between workers of one host a message lies in the sender's shared memory (:mod:`~holdfast.comm.shm_p2p`), where the
-receiver
-reads it: one copy, made by the sender. Between hosts, and where memory cannot be shared, the communicator carries it:
-a header of fixed size, then the numbers.
+receiver reads it: one copy, made by the sender. Between hosts, and where memory cannot be shared, the communicator
+carries it: a header of fixed size, then the numbers.
 
 Why memory can be reused safely:
 
@@ -75,8 +74,7 @@ class Mail:
         """Send a copy of ``data``; never waits for a receiver.
 
         Args:
-            to: A member, possibly this worker; or several members, which read one copy if they share memory with this
-                worker.
+            to: A member, possibly this worker; or several, which read one copy if they share memory with it.
             data: At most 8 dimensions, any shape, dtype and device; ``ScriptError`` if it has more.
             me: The sending worker, if this process runs several.
         """
@@ -184,9 +182,9 @@ class Mail:
                 with contextlib.suppress(OSError):  # the second all-gather tells the owner
                     self._inboxes[rank] = Inbox(comm.here[0], pid, table, self._opened)
         reads = torch.tensor([rank in self._inboxes for rank, *_ in comm.processes])
-        everybodys = torch.empty(count, count, dtype=torch.bool)
-        comm.allgather(reads, everybodys)
-        mine = everybodys[:, comm.processes.index(comm.here)].tolist()
+        gathered = torch.empty(count, count, dtype=torch.bool)
+        comm.allgather(reads, gathered)
+        mine = gathered[:, comm.processes.index(comm.here)].tolist()
         self._readers = frozenset(rank for (rank, *_), does in zip(comm.processes, mine, strict=True) if does)
 
     def _make_table(self) -> int:

@@ -4,8 +4,7 @@ The store may be lost in the middle of an agreement: some members know the outco
 while others do not. A collective cannot ask the former, because it would not match the one that they wait in. So each
 member that sees the loss posts to every other member the last agreement whose outcome it knows, and ignores the store
 from then on. A member without the outcome reads these messages. If one of them has the outcome, it holds, as the
-store's would have, and every member that asks reads the same messages. Otherwise no member has it, and all exchange
-their flags.
+store's would have, and every member that asks reads the same messages. Otherwise all exchange their flags.
 """
 
 from __future__ import annotations

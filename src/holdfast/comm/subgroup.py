@@ -75,9 +75,9 @@ class Subgroup:
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each integer; see :meth:`Exchange.maximum`."""
-        everybodys = torch.empty(len(self.processes), len(values), dtype=torch.int64)
-        self.allgather(torch.from_numpy(np.array(values, dtype=np.int64)), everybodys)
-        return [int(value) for value in everybodys.amax(0)]
+        gathered = torch.empty(len(self.processes), len(values), dtype=torch.int64)
+        self.allgather(torch.from_numpy(np.array(values, dtype=np.int64)), gathered)
+        return [int(value) for value in gathered.amax(0)]
 
     def look(self) -> None:
         """Check for failures in the whole world: any worker may have revoked the generation."""

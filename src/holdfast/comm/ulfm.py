@@ -184,8 +184,7 @@ class UlfmCommunicator(FixedMembership, OneWorker):
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
         """Start a new generation with the survivors. If MPI fails, this process aborts; the launcher restarts the job.
 
-        No worker can join. A worker that leaves must exit soon: MPI then detects that, and the survivors wait until it
-        does.
+        No worker can join. A worker that leaves must exit soon: the survivors wait until MPI detects that.
         """
         self._check_thread()
         if leaves:

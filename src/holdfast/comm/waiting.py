@@ -1,7 +1,6 @@
 """Reports that this process waits for other workers: a health monitor suspects the ones that do not wait.
 
-A process waits in one place at a time, so the state is global to the process. Without a listener the cost is below
-one microsecond.
+A process waits in one place at a time, so the state is global. Without a listener the cost is below a microsecond.
 """
 
 from __future__ import annotations

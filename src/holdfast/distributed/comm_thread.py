@@ -80,8 +80,7 @@ class Members:
         ranks: Initial global ranks, ascending.
         comm: Collectives among the survivors.
         adder: For collectives whose result is copied to its destination before the next one.
-        lender: For DDP's buckets, which lie one after another: DDP reads the results in place, without a copy, at the
-            end of its backward pass.
+        lender: For DDP's buckets, which lie one after another: DDP reads the results in place, after its backward pass.
         completed: Number of collectives that have ended on this rank, including failed ones.
         broken: A collective of the group timed out; the progress of each rank is no longer known.
         failed: Numbers of collectives that fail on all ranks, including ranks that have not called them yet.
@@ -343,9 +342,9 @@ class Engine:
     def _compare(self, job: Collective) -> None:
         """Make sure that all ranks call the same collective, or raise ``ScriptError`` with the call of each."""
         mine = job.signature.encode()[:_SIGNATURE_BYTES].ljust(_SIGNATURE_BYTES)
-        everybodys = torch.empty(len(job.group.comm.processes), _SIGNATURE_BYTES, dtype=torch.uint8)
-        job.group.comm.allgather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), everybodys)
-        said = [bytes(row.tolist()).decode(errors="replace").strip() for row in everybodys]
+        gathered = torch.empty(len(job.group.comm.processes), _SIGNATURE_BYTES, dtype=torch.uint8)
+        job.group.comm.allgather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), gathered)
+        said = [bytes(row.tolist()).decode(errors="replace").strip() for row in gathered]
         if len(set(said)) > 1:
             calls = "; ".join(f"rank {rank}: {call}" for rank, call in zip(job.group.alive, said, strict=True))
             number = job.group.completed

@@ -36,8 +36,8 @@ def create(options: Any) -> HoldfastGroup:
     me = ranks[options.group_rank]
     if engine.world.here != (me,) or max(ranks) >= engine.world.first_size:
         raise ConfigError(
-            f"RANK and WORLD_SIZE say rank {me} of {options.group_size}, but mpirun says rank {engine.world.here[0]} of"
-            f" {engine.world.first_size}: unset RANK and WORLD_SIZE"
+            f"RANK and WORLD_SIZE say rank {me} of {options.group_size}, mpirun says rank {engine.world.here[0]} "
+            f"of {engine.world.first_size}: unset RANK and WORLD_SIZE"
         )
     if me == engine.world.members[0]:
         check_version()

@@ -1,8 +1,7 @@
 """Evaluation of a pipeline during a step: forward passes through the stages of several workers.
 
 Micro-batches go to the pipeline replicas in turn. After as many as keep all stages busy, all workers receive the
-metrics, and no worker begins the next batch of them earlier. So no worker runs ahead of later stages, and memory can be
-reused.
+metrics, and no worker starts more of them earlier. So no worker runs ahead of later stages, and memory is reused.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ class Evaluation:
             return held.model
         if held.average is None:
             raise ScriptError(
-                "step.evaluate(averaged=True) needs an average: pass the session"
-                " average=lambda module: AveragedModel(module)"
+                "step.evaluate(averaged=True) needs an average: pass the session average=lambda m: AveragedModel(m)"
             )
         return held.average.module
 

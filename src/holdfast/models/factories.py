@@ -48,9 +48,8 @@ class Makers:
         )
 
 
-def _check(made: object, kind: type, factory: str) -> None:
+def _check(made: object, kind: type, what: str) -> None:
     if not isinstance(made, kind):
         raise ConfigError(
-            f"{factory} must return a {kind.__module__.removesuffix('.optimizer')}.{kind.__name__},"
-            f" got {type(made).__name__}"
+            f"{what} must return a {kind.__module__.removesuffix('.optimizer')}.{kind.__name__}, got {type(made).__name__}"
         )

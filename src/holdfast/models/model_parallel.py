@@ -48,8 +48,7 @@ class Split(InParts, Trainable):
         super().begin_loop(world, log)
         if world.settings.guard == "heal":
             raise ConfigError(
-                "guard heal needs a replicated model, because no worker keeps a complete in-memory snapshot of a Pipeline"
-                " or Sharded model: use stop or warn"
+                "guard heal needs a replicated model, not a Pipeline or Sharded, held in parts: use stop or warn"
             )
         self._world, self._log = world, log
         self.backups = Backups(self.holdings, self._row_of, world, log.warn)
@@ -103,8 +102,7 @@ class Split(InParts, Trainable):
     def tensors_of(self, target: str, rank: int, here: Sequence[int]) -> dict[str, torch.Tensor]:
         if self.sends_copies and len(here) > 1:
             raise ConfigError(
-                f"{target} cannot be altered if one process runs all workers and mirror_every is above 1:"
-                " leave out mirror_every"
+                f"{target} cannot be altered with all workers in one process and mirror_every > 1: leave it out"
             )
         found: dict[str, torch.Tensor] = {}
         for part in self.holdings.now.held_by((rank,)):

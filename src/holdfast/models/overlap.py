@@ -10,8 +10,7 @@ bucket's parameters and their optimizer state. A rollback restores the copies, s
 never began. The memory of the copies is reused in every step.
 
 Updates run one after another in a separate thread, concurrently with the following all-reduces. These start after the
-backward pass, so updates overlap with communication only. The last update ends before the commit vote compares the
-replicas.
+backward pass, so updates overlap with communication only. The last update ends before the commit vote.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ def check_eager(optimizer: torch.optim.Optimizer, *, scaler: Any, clip_grad_norm
     elif not updates_each_alone(optimizer):
         kinds = ", ".join(kind.__name__ for kind in UPDATING_EACH_ALONE)
         more = " with hooks, or a step of its own" if type(optimizer) in UPDATING_EACH_ALONE else ""
-        name = type(optimizer).__name__
-        needs = f"only plain {kinds} are known to update each parameter independently, got {name}{more}"
+        needs = f"only plain {kinds} are known to update each parameter alone, got {type(optimizer).__name__}{more}"
     if needs:
         raise ConfigError(f"update eager runs the optimizer before all sums are known, but {needs}: use update lazy")
 

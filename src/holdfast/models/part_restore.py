@@ -72,8 +72,7 @@ class Restorer:
         )
         mean = float(ages.double().mean()) if len(ages) else 0.0
         self._log.warn(
-            f"part {part} of the model has no surviving holder: restored from its {source},"
-            f" {mean:.1f} steps old on average"
+            f"part {part} of the model has no surviving holder: restored from its {source}, mean age {mean:.1f} steps"
         )
 
     def _in_memory(self, part: int) -> _Found | None:

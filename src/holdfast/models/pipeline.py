@@ -242,8 +242,7 @@ class StageRunner(Runner):
         check_dataset(dataset)
         if batch_size < 1 or len(dataset) < 1:
             raise ScriptError(
-                "step.evaluate needs at least 1 sample and a batch_size of at least 1,"
-                f" got {len(dataset)} and {batch_size}"
+                f"step.evaluate needs at least 1 sample and batch_size >= 1, got {len(dataset)} and {batch_size}"
             )
         source, seed = dataclasses.replace(self._context.source, dataset=dataset), self._seed
         parts = np.array_split(np.arange(len(dataset)), range(batch_size, len(dataset), batch_size))

@@ -62,7 +62,7 @@ class Runner(ABC):
     def hand_over(self, batch: MiniBatch, bucket: int, source: int) -> None:
         """Send the result of a bucket, and the slices included in it, from ``source`` to the workers that lack it."""
         raise InternalError(
-            f"bucket {bucket} of step {batch.step} is not all-reduced over all workers, so worker {source} has no result"
+            f"bucket {bucket} of step {batch.step} is not all-reduced over all workers: worker {source} has no result"
         )
 
     def between_slices(self, batch: MiniBatch) -> None:

@@ -13,8 +13,7 @@ the all-reduce. A layer's output has one row per sample, independent of all othe
 *bits* in a larger batch depends on the kernels, which may tile a larger matrix product differently, and can only be
 found by trial. So the first steps of each shape are computed both ways, and every term of a slice is compared bit by
 bit. Slices are batched only if all bits were equal and batching was clearly faster. Conditions that may change later
-independently of the kernels
-are checked in every step: which parameters are trained and on which paths, and whether random numbers are drawn.
+independently of the kernels are checked in every step: trained parameters, their paths, and drawn random numbers.
 
 The all-reduced bits are the same either way, so every worker decides for itself, without communication.
 """
@@ -155,8 +154,7 @@ class AtOnce:
     def _check_ways(self, totals: Sequence[torch.Tensor]) -> None:
         """Check that trained parameters enter the losses through their layer only, the only path covered here.
 
-        Checked in every step, which takes microseconds: a penalty may start, or get a weight above 0, long after the
-        trials.
+        Checked in every step, which takes microseconds: a penalty may start long after the trials.
         """
         ways = _ways(totals)
         if any(times > 1 for times in ways.values()):
@@ -291,8 +289,7 @@ def _layers_of(model: nn.Module) -> dict[nn.Module, Own]:
             raise CannotSplitError(f"{name or 'the model'} changes its weights in the forward pass, for max_norm")
         if mine and type(module) not in GRADIENTS:
             raise CannotSplitError(
-                f"{name or 'the model'} is a {type(module).__name__}; supported are"
-                f" {', '.join(kind.__name__ for kind in GRADIENTS)}"
+                f"{name or 'the model'} is a {type(module).__name__}, not {', '.join(k.__name__ for k in GRADIENTS)}"
             )
         if seen.intersection(mine):
             raise CannotSplitError(f"{name} shares a parameter with another layer")

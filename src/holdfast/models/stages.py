@@ -193,8 +193,7 @@ class Stages:
         names = tuple(metrics)
         if self._work.figures not in ((), names):
             raise ScriptError(
-                f"every micro-batch must log the same metrics, got {', '.join(names)} after"
-                f" {', '.join(self._work.figures)}"
+                f"every micro-batch must log the same metrics: {', '.join(names)}, not {', '.join(self._work.figures)}"
             )
         self._work.figures = names
         return loss, metrics
@@ -212,8 +211,7 @@ class Stages:
         if passed.given is not None:
             if passed.given.grad is None:
                 raise ScriptError(
-                    f"the output of stage {part} of a Pipeline does not depend on its input, so stage {part - 1}"
-                    " gets no gradient"
+                    f"the output of stage {part} does not depend on its input: stage {part - 1} of the Pipeline gets no gradient"
                 )
             self._give(batch, number, part, part - 1, passed.given.grad, back=True)
         stage.buckets.collect(passed.terms)

@@ -4,8 +4,8 @@ The first holder of a part keeps a running checkpoint of it (:mod:`holdfast.chec
 to the standbys, which apply it to their copy. This happens between two steps, so a save is of a committed step. A part
 is saved completely before the first step with a new placement. A save counts on a standby once it has arrived
 completely. State outside the blocks, such as buffers, is sent completely with every save. So is the optimizer state if
-it is to be kept; it is then sent before every step, whether blocks are saved in it or not.
-The first standby also writes its copy to disk (:mod:`holdfast.models.standby_files`).
+it is to be kept; it is then sent before every step, whether blocks are saved in it or not. The first standby also
+writes its copy to disk (:mod:`holdfast.models.standby_files`).
 
 Source: Qiao et al., "Fault tolerance in iterative-convergent machine learning", ICML 2019 (SCAR).
 """

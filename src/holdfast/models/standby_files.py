@@ -3,9 +3,8 @@
 The first surviving standby of a part writes its copy as an ordinary checkpoint into
 ``<checkpoint-dir>/copies/part-<n>/``, whenever it has received the bytes of a complete copy, or as often as the disk
 permits. The loop is paused while the copy is copied once more, and never waits for the disk. A written copy becomes
-valid when the step in which it was begun is committed, so no rollback goes to before it.
-Copies of another job, or of an earlier start of this one, are never restored, and are removed when there is a newer
-one. Errors of the disk cause warnings only.
+valid when the step in which it was begun is committed, so no rollback goes to before it. Copies of another job, or of
+an earlier start of this one, are never restored, and are removed when there is a newer one. Disk errors are warnings.
 """
 
 from __future__ import annotations
@@ -106,8 +105,7 @@ class Copies:
         """Warn of the first of several failures in a row: there may be one every few steps until the disk is fixed."""
         if not place.has_failed:
             self._warn(
-                f"cannot write the copy of part {part} before step {step}: {error}."
-                " Training continues, and tries again with the next copy"
+                f"cannot write the copy of part {part} before step {step}: {error}. Training continues, and tries again"
             )
         place.has_failed = True
 

@@ -74,8 +74,7 @@ class StepGradients:
     def mean(self, bucket: int, batch: MiniBatch, slices: Sequence[int], rescale: str) -> Mean:
         """Return the divisor that turns the sum of ``bucket`` over ``slices`` into mean gradients.
 
-        ``"survivors"`` divides by the samples in the sum, ``"original"`` by those of the complete mini-batch, as if all
-        workers were alive.
+        ``"survivors"`` divides by the samples in the sum, ``"original"`` by those of the complete mini-batch.
         """
         inside = max(1, batch.samples_of(slices))
         divisor = inside if rescale == "survivors" else batch.full_size

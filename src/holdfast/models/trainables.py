@@ -62,13 +62,11 @@ def make_trainable(
         raise ConfigError(f"update eager needs a replicated model, got a {kind}: use update lazy")
     if isinstance(optimizer, optim.Optimizer):
         raise ConfigError(
-            f"a {kind} needs a function that returns an optimizer for the parameters of a part,"
-            " such as lambda p: torch.optim.Adam(p); got an optimizer"
+            f"a {kind} needs a function that returns an optimizer, as lambda p: torch.optim.Adam(p); got an optimizer"
         )
     if isinstance(average, nn.Module):
         raise ConfigError(
-            f"a {kind} needs a function that returns an average of the weights of a part,"
-            " such as lambda module: AveragedModel(module); got an average"
+            f"a {kind} needs a function that returns an average, such as lambda m: AveragedModel(m); got an average"
         )
     makers = Makers(
         optimizer=optimizer, scheduler=scheduler, schedule=schedule, average=average, bucket_bytes=settings.bucket_bytes

@@ -29,8 +29,8 @@ def reinit(main: Callable[[], T]) -> T:
 
     The surviving processes keep running. Loops in ``main`` are left by an exception that ``except Exception`` does not
     catch. Then everything that ``main`` created is released, and the new session restores the state selected by
-    ``--reinit-from`` before it yields a step. Random numbers drawn in ``main`` are the same each time. Under any other
-    strategy this is ``main()``.
+    ``--reinit-from`` before it yields a step. Random numbers drawn in ``main`` are the same each time. Other strategies
+    only call ``main()``.
 
     Args:
         main: Builds everything that training needs, and trains. It should leave nothing behind in global variables.

@@ -65,8 +65,8 @@ def note_session(settings: Settings, *, is_replicated: bool) -> None:
         )
     if not is_replicated and settings.reinit_from != "checkpoint":
         raise ConfigError(
-            f"reinit_from must be checkpoint for a Pipeline or Sharded model, got {settings.reinit_from}: a snapshot"
-            " at the fault would lack the parts of the failed workers"
+            f"reinit_from must be checkpoint for a Pipeline or Sharded model, got {settings.reinit_from}: a snapshot "
+            "at the fault would lack the parts of the failed workers"
         )
     if application.has_session:
         raise ScriptError("strategy reinit allows one holdfast.Session in main, and this is the second")

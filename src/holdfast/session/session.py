@@ -68,8 +68,7 @@ class Session:
         scheduler: A learning-rate scheduler; the session steps it after the optimizer. For a Pipeline or Sharded model:
             a function that returns one for an optimizer.
         schedule: Whether the scheduler is stepped every ``"step"`` or every ``"epoch"``.
-        scaler: A ``torch.amp.GradScaler``. A Pipeline or Sharded model uses one for all parts; they skip a step
-            together.
+        scaler: A ``torch.amp.GradScaler``. A Pipeline or Sharded model uses one for all parts, which skip together.
         average: A ``torch.optim.swa_utils.AveragedModel`` of the model; the session updates it after each optimizer
             step. For a Pipeline or Sharded model: a function that returns one for the module of a part; the complete
             average is in :attr:`Pipeline.averaged` or :attr:`Sharded.averaged` after training.
@@ -160,8 +159,7 @@ class Session:
 
         Raises:
             ConfigError: if an argument is not allowed, or a planned fault lies outside the run.
-            ScriptError: if the previous loop was left before its end; or a Pipeline or Sharded model was trained
-                already.
+            ScriptError: if the previous loop was left before its end; or a Pipeline or Sharded model is trained again.
             TooFewWorkers: if fewer than ``min_workers`` survived; the state is saved.
             SystemExit: with code 4, after SIGTERM; the state is saved.
         """
@@ -181,8 +179,7 @@ class Session:
         plan = self._plan(world, len(dataset), batch_size, epochs, shuffle=shuffle, drop_last=drop_last)
         if not plan.epoch_samples:
             raise ConfigError(
-                f"drop_last drops every sample: batch_size must be at most len(dataset) ({len(dataset)}),"
-                f" got {batch_size}"
+                f"drop_last drops all samples: batch_size must be at most len(dataset) ({len(dataset)}), got {batch_size}"
             )
         if application.looks is not None:
             return application.looks(self._replica, plan, dataset, collate)

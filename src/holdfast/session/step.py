@@ -112,15 +112,13 @@ class Step:
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients of the slice that was yielded last, and log the loss.
 
-        Replaces ``loss.backward()``. Slices are weighted by their size, so that the step uses the mean over the whole
-        mini-batch.
+        Replaces ``loss.backward()``. Slices are weighted by size: the step uses the mean over the mini-batch.
 
         Args:
             loss: The mean over the slice, a scalar.
 
         Raises:
-            ScriptError: if it is called outside the loop over the slices, twice for a slice, or the loss is not a
-                scalar.
+            ScriptError: if it is called outside the loop, twice for a slice, or the loss is not a scalar.
         """
         self._check_in_slice("backward")
         if "loss" in self._metrics:
@@ -164,8 +162,7 @@ class Step:
         Args:
             forward: The model, or a function that calls it; receives the first item of a batch.
             loss: Receives the output, then the other items of the batch; returns the mean over the slice, a scalar, or
-                that and a dict of metrics to log; see :meth:`log`. ``torch.autocast`` must be entered inside both
-                functions.
+                that and a dict of metrics to log; see :meth:`log`. Enter ``torch.autocast`` inside both.
 
         Raises:
             ScriptError: if it is called within the loop over the slices, or the loss is not a scalar.
@@ -245,15 +242,13 @@ class StagedStep(Step):
         """Evaluate the model as it is before this step; every worker must call it, at the same place of its loop.
 
         Args:
-            dataset: Anything with ``len`` and ``[]``, with tuples like those of the training set; the same on every
-                worker.
+            dataset: Anything with ``len`` and ``[]``, with tuples as in training; the same on every worker.
             batch_size: Samples per pass through the stages, ``>= 1``.
             averaged: Evaluate the averaged weights that the session keeps.
 
         Returns:
             Means over the dataset of the loss and the other metrics that the Pipeline's loss returns, the same bits on
-            every worker and for any number of workers; None after a failure, when the session yields the same step
-            again.
+            every worker and for any number of workers; None after a failure: the session yields the step again.
 
         Raises:
             ConfigError: if the dataset has no length.

@@ -1,8 +1,7 @@
 """All-reduce by messages: exchange slices (Alltoall), add this rank's share in order, collect the shares (Allgather).
 
 Slices that an owner may add locally without changing a bit are sent as their sum
-(:func:`~holdfast.comm.allreduce.adding.addable`): in ``tree`` order an owner of many slices sends little more than one
-of a single slice.
+(:func:`~holdfast.comm.allreduce.adding.addable`): in ``tree`` order an owner of many slices sends little more.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ class ExchangedSum:
         self._comm.alltoall(buffers.send, buffers.received)
         midway()
         buffers.addition(mean, altered)
-        for mine, everybodys in zip(buffers.share.messages(), buffers.result.messages(), strict=True):
-            self._comm.allgather(mine, everybodys)
+        for mine, gathered in zip(buffers.share.messages(), buffers.result.messages(), strict=True):
+            self._comm.allgather(mine, gathered)
         self._last = buffers.result.numbers
         if span.checked and not _flat(buffers.result, span.length).is_intact():
             altered(SUM)

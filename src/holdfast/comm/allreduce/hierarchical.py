@@ -17,8 +17,7 @@ and no worker waits for another of its own host between A and B.
 
 Correctness after failures and late wake-ups rests on the same rules as in :mod:`~holdfast.comm.allreduce.shm`: one
 writer per share, terms that no other process writes, new memory in every generation. The phase words are all-gathered
-instead of written to memory, because not every process could read them there; a missing or stale word fails the
-all-reduce.
+instead of written to memory, because not every process could read them there; a missing or stale word is an error.
 """
 
 from __future__ import annotations
@@ -194,8 +193,7 @@ def pieces(hosts: Sequence[int], length: int, line: int) -> Iterator[Piece]:
     """Yield the pieces of a vector, ascending, none of them empty.
 
     Every host divides the vector evenly among its workers. Between two boundaries of any host, the vector is divided
-    evenly among the hosts; each finishes one of these pieces, so that all send and receive the same amounts. Boundaries
-    are multiples of ``line``.
+    evenly among the hosts, which each finish one piece, so traffic is balanced. Boundaries are multiples of ``line``.
     """
     count = max(hosts) + 1
     workers = [[process for process, host in enumerate(hosts) if host == mine] for mine in range(count)]

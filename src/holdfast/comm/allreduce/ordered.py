@@ -83,19 +83,16 @@ class OrderedSum:
     ) -> torch.Tensor:
         """Return the all-reduce of one span, the same bits on every process.
 
-        The result is valid until the next all-reduce of this span. It must not be modified: others may read the same
-        memory.
+        The result is valid until the next all-reduce of this span. It must not be modified: others may read it.
 
         Args:
             span: Location of the terms in :meth:`room`; row ``i`` has the term of this process's ``i``-th slice.
-            owners: The rank that owns each participating slice, the same on every process; ranks that are not members
-                are left out.
+            owners: The rank that owns each participating slice, the same on every process; non-members are left out.
             rows: Slice of each row of this process; needed if some rows are left out, because their owner failed while
                 this process has their terms. Default: all its slices, ascending.
             order: Overrides this object's order for this call.
             mean: Division of the result, before any process reads it.
-            midway: Called when all processes can read the terms of this process, and its share of the result is not
-                finished.
+            midway: Called when all processes can read the terms of this process, but its result is unfinished.
             altered: If the span is checked, called with each slice whose term does not match its checksum; where sums
                 of several slices are sent, with the first of them; with ``SUM`` if the result changed on its way here.
         """

@@ -273,8 +273,7 @@ class Introduction:
         comm: The members.
         mine: This worker's slots; None if it has no memory for them.
         size_bytes: Size of every slot.
-        opened: Slots of other processes that are mapped already: only their owners write them, so they outlive a
-            generation.
+        opened: Slots of other processes mapped already: only their owners write them, so they outlive a generation.
     """
 
     def __init__(self, comm: Exchange, mine: Sequence[Segment] | None, size_bytes: int, opened: Opened) -> None:
