@@ -152,8 +152,12 @@ def test_slices_of_other_sizes_are_looked_at_by_themselves(seen):
     got = train(made(Rows), batch=42, slices=5)  # 8 and 9 samples; of the last mini-batch 2 and 3
 
     assert same(got, train(made(Rows), batch=42, slices=5, compute=False))
-    assert next(tried.sizes for tried in seen.tried if not tried.why_not) in ((8, 8, 9, 8, 9), (8, 9, 8, 8, 9))
-    assert seen.at_once >= 2
+    whole = [tried for tried in seen.tried if sorted(tried.sizes) == [8, 8, 8, 9, 9]]
+    assert whole
+    # Whether 8 and 9 rows give a loop's bits in one pass is up to the kernels for this CPU.
+    assert {tried.why_not for tried in whole} <= {"", "the bits differ"}
+    assert seen.at_once >= 2 * any(not tried.why_not for tried in whole)
+    assert seen.at_once == 0 or any(not tried.why_not for tried in seen.tried)
 
 
 class Mixing(Rows):
