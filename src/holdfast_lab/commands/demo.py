@@ -169,6 +169,6 @@ def _complaint(reports: Mapping[str, Mapping[str, Any]]) -> str:
     for run in RUNS:
         report = reports[run.name]
         if report["faults_not_fired"] or len(report["failures"]) < len(run.faults):
-            return f"the run {run.name} must lose {len(run.faults)} workers, but lost {len(report['failures'])}"
+            return f"the run {run.name} must lose {len(run.faults)} workers, lost {len(report['failures'])}"
     ours, reference = (reports[name]["replicas"]["sha256"] for name in ("rollback", "undisturbed"))
     return "" if ours == reference else f"rollback ended with sha256 {ours}, the undisturbed run with {reference}"

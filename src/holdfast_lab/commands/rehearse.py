@@ -23,7 +23,7 @@ def rehearse(
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
     *,
     workers: Annotated[int, typer.Option("--workers", "-n", metavar="N", min=2, help="Virtual workers.")] = 4,
-    mirror_every: Annotated[int, typer.Option(metavar="STEPS", help="Steps in which a whole copy is sent.")] = 16,
+    mirror_every: Annotated[int, typer.Option(metavar="STEPS", help="Steps over which a whole copy is sent.")] = 16,
     mirror_fraction: Annotated[
         float, typer.Option(metavar="R", help="Share of a copy that is sent at a time.")
     ] = 0.125,

@@ -21,7 +21,7 @@ def study(
     listing: Annotated[bool, typer.Option("--list", help="List the studies and the papers they repeat.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory for the results  [study-NAME]")] = None,
     data: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory of data sets that are read from files.")
+        Path | None, typer.Option(metavar="DIR", help="Directory of datasets that are read from files.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Finish within a minute, and list what was left out.")] = False,
     seed: Annotated[int, typer.Option(metavar="S", min=0, help="Seed of everything random.")] = 0,

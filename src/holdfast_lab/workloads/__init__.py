@@ -1,6 +1,6 @@
-"""Networks and data sets by name, for the demo, the tests, the studies and the benchmarks.
+"""Networks and datasets by name, for the demo, the tests, the studies and the benchmarks.
 
-``python -m holdfast_lab.workloads.train --help`` trains a network on a data set; the same file is a script for
+``python -m holdfast_lab.workloads.train --help`` trains a network on a dataset; the same file is a script for
 ``holdfast run``.
 """
 

@@ -1,4 +1,4 @@
-"""Train a model on a data set, both chosen by name, and log the accuracy on its test set.
+"""Train a model on a dataset, both chosen by name, and log the accuracy on its test set.
 
 Run as one worker with ``python -m holdfast_lab.workloads.train``, as several with
 ``holdfast run -n 4 src/holdfast_lab/workloads/train.py --epochs 3``.
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=128, help="samples per step, over all workers")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="directory of data sets that are read from files")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="directory of datasets that are read from files")
     parser.add_argument("--limit", type=int, metavar="N", help="train on only the first N samples")
     parser.add_argument("--size", type=int, metavar="N", help="scale images to N x N pixels")
     parser.add_argument("--bucket-bytes", type=int, metavar="N", help="size of a gradient bucket")

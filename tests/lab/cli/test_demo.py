@@ -37,8 +37,8 @@ def test_a_good_demo_ends_well(capsys):
             {"rollback": {"replicas": {"sha256": "ab"}}},
             "rollback ended with sha256 ab, the undisturbed run with same",
         ),
-        ({"forward": {"failures": [{}]}}, "the run forward must lose 2 workers, but lost 1"),
-        ({"restart": {"faults_not_fired": ["kill:rank=1,step=40"]}}, "the run restart should lose 2 workers"),
+        ({"forward": {"failures": [{}]}}, "the run forward must lose 2 workers, lost 1"),
+        ({"restart": {"faults_not_fired": ["kill:rank=1,step=40"]}}, "the run restart must lose 2 workers"),
     ],
 )
 def test_a_demo_that_does_not_show_what_it_should_fails_and_says_so(changes, message, capsys):

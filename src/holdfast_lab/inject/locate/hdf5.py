@@ -1,6 +1,6 @@
 """Locates values in an HDF5 file of any writer: Keras, Chainer, h5py with PyTorch, Holdfast. Needs no torch.
 
-Uncompressed data, a whole data set or a chunk of one, are altered in place without HDF5. Compressed data, and data without
+Uncompressed data, a whole dataset or a chunk of one, are altered in place without HDF5. Compressed data, and data without
 allocated storage, go through HDF5: the affected chunks are read, altered and written again. No other file is opened.
 """
 
@@ -39,7 +39,7 @@ _FLOATS = {
 
 
 def locate(path: Path, stack: ExitStack) -> Places:
-    """Return the place of each data set's values; links that may lead to other files are not followed."""
+    """Return the place of each dataset's values; links that may lead to other files are not followed."""
     library = _Library(path)
     stack.callback(library.close)
     with explained(path, _ALTERED):
@@ -60,7 +60,7 @@ class _Library:
         return int(self._file.userblock_size)
 
     def names(self) -> list[str]:
-        """Return the names of all data sets, each once; links that may lead to other files are not followed."""
+        """Return the names of all datasets, each once; links that may lead to other files are not followed."""
         found: list[str] = []
 
         def visit(name: bytes, info: Any) -> None:
@@ -71,11 +71,11 @@ class _Library:
         return found
 
     def dataset(self, name: str) -> Any:
-        """Return a data set of the low-level API; h5py's wrapper takes longer than all that is asked of it."""
+        """Return a dataset of the low-level API; h5py's wrapper takes longer than all that is asked of it."""
         return self.h5py.h5d.open(self._file.id, name.encode("utf-8", "surrogateescape"))
 
     def begin_writing(self) -> None:
-        """Open the file for writing; data sets returned before are closed."""
+        """Open the file for writing; datasets returned before are closed."""
         if self._file.mode == "r":
             self._file.close()
             self._file = self._open("r+")
@@ -124,12 +124,12 @@ def _look_at(library: _Library, name: str) -> Located | Unreachable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Packed(Located):
-    """A data set that is compressed, or not stored contiguously.
+    """A dataset that is compressed, or not stored contiguously.
 
     Args:
-        name: Name of the data set.
+        name: Name of the dataset.
         library: The file.
-        chunk: Shape of a chunk; that of the whole data set without chunks.
+        chunk: Shape of a chunk; that of the whole dataset without chunks.
         has_plain_chunks: Whether chunks are stored uncompressed once they are allocated.
     """
 
@@ -181,7 +181,7 @@ class _Packed(Located):
 
 
 def _dtype_of(h5: Any, dataset: Any, kind: Any) -> str | Unreachable:
-    """Return torch's name of a data set's values, which are of an HDF5 type ``kind``, or why they cannot be altered."""
+    """Return torch's name of a dataset's values, which are of an HDF5 type ``kind``, or why they cannot be altered."""
     t, bits, code = h5.h5t, kind.get_size() * 8, kind.get_class()
     if code == t.FLOAT:
         unknown = Unreachable(f"has floats of {bits} bits in an unknown format")

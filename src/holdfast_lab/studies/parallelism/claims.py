@@ -66,13 +66,13 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
             lambda row: row["completes"] and row["differs"] == "nothing",
         ),
         _share(
-            "Every sample contributes to the weights once: the survivors' samples are the whole data set",
+            "Every sample contributes to the weights once: the survivors' samples are the whole dataset",
             CODE_DERIVED,
             [row for row in killed if row["strategy"] != FORWARD],
             lambda row: row["each_once"],
         ),
         _share(
-            "Survivors that reread the dead worker's blocks hold the whole data set, each block once",
+            "Survivors that reread the dead worker's blocks hold the whole dataset, each block once",
             CODE,
             [row for row in measured if row["part"] == "data"],
             lambda row: row["held_once"],

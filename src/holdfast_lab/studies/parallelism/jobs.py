@@ -45,7 +45,7 @@ class Scale:
     """The size of a training.
 
     Args:
-        dataset: Name of the data set.
+        dataset: Name of the dataset.
         side: Height and width to which images are scaled; None: unscaled.
         samples: Number of training samples, a multiple of ``batch``.
         batch: Mini-batch of all workers together.
@@ -207,7 +207,7 @@ def carry_out(job: Job, data: Path | None, timeout_s: float) -> Outcome:
 
     Args:
         job: The job.
-        data: Directory of the data sets that are read from files.
+        data: Directory of the datasets that are read from files.
         timeout_s: The job is ended after this many seconds, and has failed.
     """
     with tempfile.TemporaryDirectory(prefix="holdfast-study-") as name:

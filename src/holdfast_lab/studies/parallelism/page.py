@@ -294,7 +294,7 @@ _STEP_TABLE = table(
 _DATA_TABLE = table(
     "data",
     "The paper's data policy: survivors reread the blocks of a dead worker",
-    "Each worker holds contiguous blocks of the data set, read from a file. Reread: by all survivors together, and more than the dead worker "
+    "Each worker holds contiguous blocks of the dataset, read from a file. Reread: by all survivors together, and more than the dead worker "
     "held, because runs of blocks stay contiguous. The time is that of the slowest survivor, from a warm page cache.",
     where=measured("data"),
     by=["workers", "kills"],

@@ -72,7 +72,7 @@ def experiments(
         base: The training that the design varies.
         platforms: Platforms to run. All run the crossed design; the other experiments run under DDP only.
         processes: Processes of the crossed design, at least 2.
-        others: Further networks and data sets, each run with the settings of ``--quick``.
+        others: Further networks and datasets, each run with the settings of ``--quick``.
     """
     for platform in platforms:
         yield CROSSED, f"{CROSSED}: {platform}", crossed(setup_of(base, platform, processes))

@@ -98,7 +98,7 @@ def _show(counted: Counted) -> str:
 
 
 def _trained(cells: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """Return the (platform, network, data set) combinations that were run."""
+    """Return the (platform, network, dataset) combinations that were run."""
     mine = (row for row in cells if row["experiment"] in _BASIC["experiment"])
     return list(dict.fromkeys((row["platform"], row["network"], row["dataset"]) for row in mine))
 

@@ -35,7 +35,7 @@ _TITLES = {
     COUNTS: "Numbers of processes",
     BURSTS: "Bursts of neighbouring bits",
     PROPAGATION: "A thousand flips in one process, or spread over all",
-    NETWORKS: "Networks and data sets: one altered replica of two",
+    NETWORKS: "Networks and datasets: one altered replica of two",
 }
 _NOTES = {NETWORKS: f"{_READ} The large networks were trained fewer times, so their intervals are wide."}
 _OUTCOME_COLUMNS = [

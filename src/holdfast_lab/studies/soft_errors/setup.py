@@ -35,9 +35,9 @@ class Setup:
     network: str = "mlp"
     """A network of :mod:`holdfast_lab.workloads`."""
     dataset: str = "digits"
-    """An image data set of :mod:`holdfast_lab.workloads`."""
+    """An image dataset of :mod:`holdfast_lab.workloads`."""
     data: str = ""
-    """The directory of the data files; "" if the data set needs none."""
+    """The directory of the data files; "" if the dataset needs none."""
     size: int | None = None
     """Height and width to which images are scaled."""
     limit: int | None = None

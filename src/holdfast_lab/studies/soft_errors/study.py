@@ -113,7 +113,7 @@ class _Plan:
         self.processes = 2 if options.quick else _PROCESSES
         self.trials = options.repetitions or (_QUICK_TRIALS if options.quick else _TRIALS)
         self.large_trials = options.repetitions or _LARGE_TRIALS
-        is_one = options.quick or options.model  # otherwise every network runs on every data set
+        is_one = options.quick or options.model  # otherwise every network runs on every dataset
         found = None if options.data is None else _found_in(options.data)
         self.base = self._setup(options.model or SMALL[0], (found or _DIGITS) if is_one else _DIGITS)
         pairs = [] if is_one else [(network, data) for data in (_DIGITS, found) if data for network in NETWORKS]
@@ -227,7 +227,7 @@ def _trained(setup: Setup) -> str:
 
 
 def _found_in(data: Path) -> str:
-    """Return the largest known data set in a directory.
+    """Return the largest known dataset in a directory.
 
     Raises:
         ConfigError: if the directory has none.

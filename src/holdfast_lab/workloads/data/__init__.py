@@ -1,4 +1,4 @@
-"""Data sets by name: read from their published files, shipped with scikit-learn, or generated. docs/papers/index.md lists them.
+"""Datasets by name: read from their published files, shipped with scikit-learn, or generated. docs/papers/studies.md lists them.
 
 Nothing is downloaded, unpickled or written.
 """
@@ -80,7 +80,7 @@ DATASETS = tuple(_ENTRIES)
 """Names that :func:`load_dataset` accepts."""
 
 IMAGE_DATASETS = tuple(name for name, entry in _ENTRIES.items() if entry.kind == "images")
-"""Names of data sets whose samples are images."""
+"""Names of datasets whose samples are images."""
 
 _ONLY_FOR: dict[str, Kind] = {"size": "images", "channels": "images", "vocabulary": "documents", "block": "text"}
 
@@ -98,11 +98,11 @@ def load_dataset(
     block: int | None = None,
     instead_of: str | None = None,
 ) -> Dataset:
-    """Return the data set called ``name``.
+    """Return the dataset called ``name``.
 
     Args:
         name: One of :data:`DATASETS`.
-        data: Directory of the files, for data sets that are read from files, or a directory that contains it under its
+        data: Directory of the files, for datasets that are read from files, or a directory that contains it under its
             published name.
         limit: Keep only the first ``limit`` training samples, ``>= 1``; None keeps all. Files sorted by class are shuffled first.
         test_limit: The same for the test samples.
@@ -111,10 +111,10 @@ def load_dataset(
         channels: Images: number of times to repeat a single channel, ``>= 1``.
         vocabulary: Documents: number of words that are counted, ``>= 1``.
         block: Text: characters of a block, ``>= 1``.
-        instead_of: The published experiment's data set that this one replaces; :meth:`Dataset.describe` mentions it.
+        instead_of: The published experiment's dataset that this one replaces; :meth:`Dataset.describe` mentions it.
 
     Raises:
-        ConfigError: if the data set is unknown, if an option does not apply or is out of range, or if its files are
+        ConfigError: if the dataset is unknown, if an option does not apply or is out of range, or if its files are
             missing (:class:`DataMissing`) or damaged.
     """
     if name not in _ENTRIES:
@@ -141,18 +141,18 @@ def load_dataset(
 
 
 def load_first(names: Sequence[str], data: Path | None = None, *, instead_of: str, **options: Any) -> Dataset:
-    """Return the first of ``names`` whose files are in ``data``; it replaces ``instead_of`` if it is another data set.
+    """Return the first of ``names`` whose files are in ``data``; it replaces ``instead_of`` if it is another dataset.
 
     Only missing files are passed over; damaged files are an error.
 
     Args:
-        names: Data sets, the preferred one first, preferably ending with one that needs no files.
+        names: Datasets, the preferred one first, preferably ending with one that needs no files.
         data: See :func:`load_dataset`.
-        instead_of: The usual name of the preferred data set, as in :attr:`Dataset.title`.
+        instead_of: The usual name of the preferred dataset, as in :attr:`Dataset.title`.
         options: Options of :func:`load_dataset`.
 
     Raises:
-        ConfigError: see :func:`load_dataset`; for the last data set, if all are missing.
+        ConfigError: see :func:`load_dataset`; for the last dataset, if all are missing.
     """
     for name in names[:-1]:
         try:

@@ -1,4 +1,4 @@
-"""The interface of data sets, and safe reading of files that may be missing, truncated or malicious."""
+"""The interface of datasets, and safe reading of files that may be missing, truncated or malicious."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LINE_BYTES = 1 << 16  # a longer line is split, and its parts then have too few
 
 
 class DataMissing(ConfigError):
-    """The files of a data set were not found. Damaged files raise :class:`ConfigError` instead."""
+    """The files of a dataset were not found. Damaged files raise :class:`ConfigError` instead."""
 
 
 class Part(Protocol):
@@ -57,7 +57,7 @@ class Dataset:
     """
 
     title: str
-    """The usual name of the data set."""
+    """The usual name of the dataset."""
     kind: Kind
     """The kind of a sample."""
     source: str
@@ -73,14 +73,14 @@ class Dataset:
     test: Part
     """The samples to test with."""
     instead_of: str | None = None
-    """The published experiment's data set that this one replaces, if any."""
+    """The published experiment's dataset that this one replaces, if any."""
 
     def __iter__(self) -> Iterator[Part]:
         """Yield the two parts."""
         return iter((self.train, self.test))
 
     def describe(self) -> str:
-        """Return one line for a page: the data set, what it replaces, its size, and its split."""
+        """Return one line for a page: the dataset, what it replaces, its size, and its split."""
         name = self.title if self.instead_of is None else f"{self.title} instead of {self.instead_of}"
         size = " x ".join(map(str, self.shape))
         what = {

@@ -98,8 +98,8 @@ def jester(data: Path, *, seed: int = 0) -> Dataset:
     """Return Jester: ratings of jokes by users, from -10 to 10. A random tenth is held out.
 
     Args:
-        data: Directory, or its parent, with ``jester_ratings.dat`` (data set 2: user, joke, value), or with the tables
-            of data set 1 or 3 as ``*jester*.csv``: one row per user, with the number of rated jokes, then one column per
+        data: Directory, or its parent, with ``jester_ratings.dat`` (dataset 2: user, joke, value), or with the tables
+            of dataset 1 or 3 as ``*jester*.csv``: one row per user, with the number of rated jokes, then one column per
             joke, 99 where it was not rated. A ``.zip`` may contain either. The tables are published as ``.xls``, which
             is not supported: save them as CSV first. Several tables are concatenated.
         seed: Seed of the split.

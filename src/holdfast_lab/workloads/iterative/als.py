@@ -71,7 +71,7 @@ class Problem:
     """The data of a factorisation.
 
     Args:
-        dataset: A data set of the kind ``ratings``.
+        dataset: A dataset of the kind ``ratings``.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -206,7 +206,7 @@ def make(
     penalty: float | None = None,
     first: str = "users",
 ) -> Factorisation:
-    """Return a :class:`Factorisation` of the data set that ``name`` ends with.
+    """Return a :class:`Factorisation` of the dataset that ``name`` ends with.
 
     None means ``rank`` 10 and ``penalty`` 0.1; for the generated ratings, whose rank is 8, it means 8 and 0.01.
     """

@@ -42,7 +42,7 @@ class Corpus:
 
 @cache
 def load_corpus(dataset: str, data: Path | None, documents: int, vocabulary: int, longest: int) -> Corpus:
-    """Return the first ``documents`` training documents of a data set that have 1 to ``longest`` tokens.
+    """Return the first ``documents`` training documents of a dataset that have 1 to ``longest`` tokens.
 
     Args:
         dataset: ``"reuters"``, ``"newsgroups"``, or ``"documents"``, which are generated.
@@ -52,11 +52,11 @@ def load_corpus(dataset: str, data: Path | None, documents: int, vocabulary: int
         longest: Tokens, ``>= 1``; longer documents are left out.
 
     Raises:
-        ConfigError: if the data set is not of documents, cannot be read, or has no such document.
+        ConfigError: if the dataset is not of documents, cannot be read, or has no such document.
     """
     if documents < 1 or longest < 1:
         raise ConfigError(f"documents and longest must be at least 1, got {documents} and {longest}")
-    loaded = load_dataset(dataset, data, vocabulary=vocabulary)  # refuses a vocabulary for a data set without words
+    loaded = load_dataset(dataset, data, vocabulary=vocabulary)  # refuses a vocabulary for a dataset without words
     numbers, words = cast("Documents", loaded.train).tokens()
     lengths = numbers.bincount(minlength=len(loaded.train))
     kept = ((lengths >= 1) & (lengths <= longest)).nonzero().flatten()[:documents]
@@ -213,7 +213,7 @@ def make(
     alpha: float = 0.1,
     beta: float = 0.01,
 ) -> Lda:
-    """Return an :class:`Lda` on the data set that ``name`` ends with; ``topics`` None is 20, or 8 for generated documents."""
+    """Return an :class:`Lda` on the dataset that ``name`` ends with; ``topics`` None is 20, or 8 for generated documents."""
     dataset = name.removeprefix("lda-")
     corpus = load_corpus(dataset, data, documents, vocabulary, longest)
     some = (8 if dataset == "documents" else 20) if topics is None else topics

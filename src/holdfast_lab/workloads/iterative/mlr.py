@@ -225,7 +225,7 @@ def make(
     batch: int = BATCH,
     evaluated: int = EVALUATED,
 ) -> Logistic:
-    """Return a :class:`Logistic` on the data set that ``name`` ends with; ``learning_rate`` None is the stated one."""
+    """Return a :class:`Logistic` on the dataset that ``name`` ends with; ``learning_rate`` None is the stated one."""
     rate = RATES[name].stated if learning_rate is None else learning_rate
     train, test, classes = _load(name.removeprefix("mlr-"), data)
     return Logistic(name, seed, train, test, classes, learning_rate=rate, batch=batch, evaluated=evaluated)
@@ -238,7 +238,7 @@ def _load(dataset: str, data: Path | None) -> tuple[Samples, Samples, int]:
 
 
 def samples_of(part: Part) -> Samples:
-    """Return the samples of a part of a data set whose kind is images, table or documents.
+    """Return the samples of a part of a dataset whose kind is images, table or documents.
 
     A document's word counts are divided by their Euclidean length.
     """

@@ -254,7 +254,7 @@ def make(
     evaluated: int | None = None,
     blocks: Blocks = "shards",
 ) -> Network:
-    """Return the :class:`Network` that ``name`` describes: network, optimizer, data set (Shakespeare for ``gpt``).
+    """Return the :class:`Network` that ``name`` describes: network, optimizer, dataset (Shakespeare for ``gpt``).
 
     None means: for ``learning_rate``, the stated one of :data:`RATES`; for ``batch``, 64, or 16 for ``gpt``; for ``evaluated``,
     1000, or 500 for ``cnn``, or 64 texts of 32 characters for ``gpt``.

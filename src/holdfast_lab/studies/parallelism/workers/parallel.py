@@ -34,7 +34,7 @@ _PATIENCE_S = 2.0
 
 
 class Blocks:
-    """The data policy of Amatya and others (2017): a worker holds contiguous blocks of the data set, read from a file.
+    """The data policy of Amatya and others (2017): a worker holds contiguous blocks of the dataset, read from a file.
 
     Slice ``i`` of every mini-batch is taken from block ``i``, so a worker needs only the blocks of its slices. Samples
     come in file order. A worker that takes over slices of a dead worker reads their blocks, and drops blocks it no longer needs.
