@@ -336,8 +336,8 @@ def test_an_evaluation_gives_the_figures_of_the_whole_model_and_leaves_no_trace(
 
 def test_an_evaluation_that_cannot_be_is_refused():
     for said, evaluate in (
-        ("at least 1 sample and a batch_size of at least 1, got 23 and 0", lambda step: step.evaluate(dataset(), 0)),
-        ("at least 1 sample and a batch_size of at least 1, got 0 and 5", lambda step: step.evaluate([], 5)),
+        ("at least 1 sample and batch_size >= 1, got 23 and 0", lambda step: step.evaluate(dataset(), 0)),
+        ("at least 1 sample and batch_size >= 1, got 0 and 5", lambda step: step.evaluate([], 5)),
         ("must have len and \\[\\], got generator", lambda step: step.evaluate((x for x in dataset()), 5)),
         ("needs an average: pass the session average=", lambda step: step.evaluate(dataset(), 5, averaged=True)),
         ("need a dataset of tuples", lambda step: step.evaluate(torch.zeros(3, 1, 6, 6), 5)),

@@ -332,7 +332,7 @@ def session_of(model=None, optimizer=OPTIMIZERS["sgd"], **arguments):
         ("shards must be from 1 to 6, .* or 0, got 7", lambda: holdfast.Sharded(make("odd"), shards=7)),
         ("shards must be from 1 to 6, .* or 0, got -1", lambda: holdfast.Sharded(make("odd"), shards=-1)),
         ("7 workers cannot each hold a shard of 6 parameter tensors.*shards=6", lambda: session_of(workers=7)),
-        ("Sharded needs a function that returns an average .* got an average", lambda: session_of(average=make_average(make("odd")))),
+        ("Sharded needs a function that returns an average.* got an average", lambda: session_of(average=make_average(make("odd")))),
         ("average must be a .*AveragedModel of the model, got function", lambda: holdfast.Session(make("odd"), OPTIMIZERS["sgd"](make("odd").parameters()), average=make_average)),
         ("needs a function .* got an optimizer", lambda: session_of(optimizer=OPTIMIZERS["sgd"](make("odd").parameters()))),
         ("strategy must be rollback, restart, reinit or partial for a Sharded model, got forward", lambda: session_of(strategy="forward")),

@@ -123,7 +123,7 @@ class Pipelined(Split):
         super().load_shared_state(state)
         if state["stages"] != self.given.parts:
             raise CheckpointError(
-                f"the checkpoint holds {state['stages']} stages, this Pipeline has {self.given.parts}: use the same number"
+                f"the checkpoint holds {state['stages']} stages, this Pipeline has {self.given.parts}: use as many"
             )
 
     def _count(self, comm: Communicator) -> None:

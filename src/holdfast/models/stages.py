@@ -211,7 +211,7 @@ class Stages:
         if passed.given is not None:
             if passed.given.grad is None:
                 raise ScriptError(
-                    f"the output of stage {part} does not depend on its input: stage {part - 1} of the Pipeline gets no gradient"
+                    f"in a Pipeline the output of stage {part} ignores its input: stage {part - 1} gets no gradient"
                 )
             self._give(batch, number, part, part - 1, passed.given.grad, back=True)
         stage.buckets.collect(passed.terms)

@@ -179,7 +179,7 @@ class Session:
         plan = self._plan(world, len(dataset), batch_size, epochs, shuffle=shuffle, drop_last=drop_last)
         if not plan.epoch_samples:
             raise ConfigError(
-                f"drop_last drops all samples: batch_size must be at most len(dataset) ({len(dataset)}), got {batch_size}"
+                f"drop_last leaves no batch: batch_size must be at most len(dataset) ({len(dataset)}), got {batch_size}"
             )
         if application.looks is not None:
             return application.looks(self._replica, plan, dataset, collate)
