@@ -423,8 +423,7 @@ class Settings:
     def from_env(cls, env: Mapping[str, str] | None = None, **overrides: Any) -> Self:
         """Read the settings from the environment; ``overrides`` that are not None win.
 
-        ``slices`` may be ``auto`` or ``auto:F`` in both, see :func:`losses_of`; a number takes precedence, wherever it
-        is from.
+        ``slices`` may be ``auto`` or ``auto:F`` in both, see :func:`losses_of`; a number from either takes precedence.
 
         Raises:
             ConfigError: if a variable or an override has a value that is not allowed, or is unknown.

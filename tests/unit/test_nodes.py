@@ -343,7 +343,7 @@ def test_a_wrong_token_is_refused_in_one_line(meet, make_job):
 
 def test_without_a_first_launcher_nobody_waits_for_ever(make_job):
     with pytest.raises(
-        ConfigError, match=r"there is no store at .*; node 1 waited 0.1 s \(--rdzv-timeout\) for the first"
+        ConfigError, match=r"there is no store at .*; node 1 waited 0.1 s \(--rdzv-timeout\) for node 0"
     ):
         Nodes(make_job(1, rdzv_timeout_s=0.1))
 

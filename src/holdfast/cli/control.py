@@ -24,8 +24,7 @@ def scale(
 ) -> int:
     """Change the number of workers of a running job.
 
-    Workers join or leave between two steps; no work is lost or repeated. The command returns immediately: the job's
-    output reports the change.
+    Workers join or leave between two steps; no work is lost or repeated. The job's output reports the change.
 
     Example: holdfast scale 6
     """

@@ -16,8 +16,7 @@ def report(
 ) -> None:
     """Draw the page of a run or demo: write DIR/index.html and print its path.
 
-    The page is a single file that needs no network. The figures of a run are drawn from events.jsonl beside
-    report.json.
+    The page is a single file that needs no network. Figures of a run are drawn from events.jsonl.
 
     Example: holdfast run -n 4 --report out train.py && holdfast report out --open
     """

@@ -64,8 +64,7 @@ def say(text: str, style: str = "") -> None:
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], indent: int = 0) -> None:
     """Print a table on stdout.
 
-    A column whose heading ends with ``>`` has numbers, which are right-aligned. If all headings are empty, none is
-    printed.
+    A column whose heading ends with ``>`` has numbers, which are right-aligned. Empty headings are not printed.
     """
     from rich.padding import Padding
     from rich.table import Table

@@ -43,8 +43,7 @@ class Attempt:
         settings: Settings of this start: ``workers``, ``ranks``, ``resume`` and ``faults`` may differ from the job's.
         ranks: Ranks that this start begins with.
         places: Directories of the run.
-        all_stop: Whether all workers of the job stop when this launcher dies, rather than only the workers of this
-            launcher.
+        all_stop: Whether all workers of the job stop when this launcher dies, or only its own.
         hosts: Hosts that mpirun uses; None for this machine only.
     """
 

@@ -254,8 +254,7 @@ class Judge:
     def verdict(self, now_s: float, *, running: bool, crash: str = "") -> Verdict | None:
         """Return how the job ended, None while it runs.
 
-        ``running``: mpirun, or the single process, was alive before the last records were read; ``crash``: which signal
-        killed it.
+        ``running``: mpirun, or the single process, was alive before the last records were read; ``crash``: how it was killed.
         """
         return (
             self._never_began()

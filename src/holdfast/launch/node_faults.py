@@ -1,8 +1,7 @@
 """Faults that the launcher injects: kills of random workers, and faults of this node as a whole.
 
 A node fails, or loses its network. A worker requests the fault at its planned step through a file, and waits; the
-launcher records the fault, notifies the other launchers, which will receive nothing more from this node, and injects
-it.
+launcher records the fault, notifies the other launchers, which receive nothing more from this node, and injects it.
 """
 
 from __future__ import annotations

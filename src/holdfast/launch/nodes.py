@@ -1,8 +1,7 @@
 """The launchers of a job, one per node, as one of them sees the others.
 
 They share a store. Each publishes the records of its workers, so that every launcher has all records, reaches the same
-decisions and can write the report. Each holds a lease; when it expires, the node is lost, and its workers count as
-failed.
+decisions and can write the report. Each holds a lease; when it expires, the node and its workers are lost.
 
 A store may outlive the job (etcd): the keys of one run have its number as a prefix.
 
@@ -24,8 +23,7 @@ A store may outlive the job (etcd): the keys of one run have its number as a pre
 ``stop``                 the whole job must save and stop
 
 A node that is cut off cannot continue beside the others. Its workers complete no all-reduce without them, and it kills
-its workers before the others may restart the job, which happens only :data:`FENCE_LEASES` leases after they lost a
-node.
+its workers before the others may restart the job, :data:`FENCE_LEASES` leases after they lost a node at the earliest.
 """
 
 from __future__ import annotations

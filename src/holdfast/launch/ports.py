@@ -30,12 +30,10 @@ _Address = tuple[str, int]
 def shut_ports(mpirun: int, workers: Sequence[int] | None) -> int | None:
     """Block connections to mpirun from other machines, and from this one once its workers are connected.
 
-    Other connections made before are closed. If the system does not permit duplicating mpirun's sockets, the ports stay
-    open.
+    Other connections made before are closed. If duplicating mpirun's sockets is not permitted, the ports stay open.
 
     Args: PIDs of mpirun and of its live workers; the latter None as long as some have not started. Returns the number
-    of closed connections, None if the workers are not connected yet. Connections that wait to be accepted are found by
-    later calls.
+    of closed connections, None if the workers are not connected yet. Later calls find connections not yet accepted.
     """
     with contextlib.ExitStack() as copies:
         try:

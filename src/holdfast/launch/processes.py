@@ -178,8 +178,7 @@ def end_children() -> None:
 def end_at_once(spared: Collection[int] = ()) -> NoReturn:
     """Kill this process and all its descendants by SIGKILL, as in a power failure: none saves or reports anything.
 
-    All are stopped before the first is killed, so that none observes the death of another; ``spared`` children
-    continue.
+    All are stopped before the first is killed, so that none observes another's death; ``spared`` children continue.
     """
     stopped: set[Process] = set()
     while new := _below_us(spared) - stopped:

@@ -28,8 +28,7 @@ class Places:
         log_dir: Output of each worker, and of mpirun.
         memory_dir: In-memory directory for MPI's shared segments, which mpirun leaves behind when it is killed. None if
             the machine has none, or the job uses several machines.
-        own: Temporary directories of this machine, removed at the end. The first one is the run directory, or has a
-            link to it.
+        own: Temporary directories of this machine, removed at the end. The first is, or links to, the run directory.
         is_shared: Whether the run directory is on a file system that several machines share.
     """
 

@@ -2,8 +2,7 @@
 
 A worker has arrived once it requests to be connected to the others. Before, it runs imports and the script's
 preparations, which may be slow by nature: the limit is the timeout, or three times the slowest arrival so far. A worker
-that has not arrived by then is hung if its process is stopped or missing, or if another worker has waited for it for as
-long as the limit.
+that has not arrived by then is hung if its process is stopped or missing, or if another worker has waited that long.
 """
 
 from __future__ import annotations

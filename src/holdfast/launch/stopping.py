@@ -119,8 +119,7 @@ class Stopping:
         """Make the workers save and stop, if the job cannot continue without this launcher; return the verdict, if any.
 
         Otherwise this node alone may be cut off. Its workers must then not stop the job, and must have ended before
-        other nodes may restart it. If no worker of the job reaches the store, they learn it in the commit vote, and
-        stop.
+        other nodes may restart it. If no worker of the job reaches the store, the commit vote stops them.
         """
         run = self._run
         if self._lost_store_by_s is None:

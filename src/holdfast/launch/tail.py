@@ -14,8 +14,7 @@ _CHUNK_BYTES = 1 << 20
 class LineTail:
     """Returns the complete lines that were added to ``path`` since the last call; the file need not exist yet.
 
-    A ``far`` file is written on other machines and reopened each time: only then all data written there is certain to
-    be visible.
+    A ``far`` file is written on other machines and reopened each time: only then all data is certain to be visible.
     """
 
     def __init__(self, path: Path, *, far: bool = False) -> None:

@@ -1,8 +1,7 @@
 """The built-in store: a server in a thread of the launcher.
 
 It keeps everything in memory for the lifetime of the launcher; a store that must outlive any process is etcd. Clients
-must know the token, and invalid bytes only close their own connection. The connection is not encrypted: use a trusted
-network.
+must know the token, and invalid bytes only close their own connection. Nothing is encrypted: use a trusted network.
 """
 
 from __future__ import annotations

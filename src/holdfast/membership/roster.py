@@ -55,8 +55,7 @@ class Roster:
     Args:
         store: The store.
         rank: Rank of this member.
-        world: Ranks that the job starts with, the same for all; None for a newcomer, in no generation before
-            :meth:`join`.
+        world: Ranks that the job starts with, the same for all; None for a newcomer before :meth:`join`.
     """
 
     def __init__(self, store: Store, rank: int, world: Sequence[int] | None) -> None:

@@ -1,8 +1,7 @@
 """Interface of a membership store, and the local copy that every client keeps.
 
 A store maps keys to short strings. :meth:`Store.create` makes it suitable for agreement: of all clients that try to
-create a key, exactly one succeeds, and all read its value. Every client is notified of every change, so that reading
-and waiting need no message.
+create a key, exactly one succeeds, and all read its value. All clients are notified of every change, so reads are local.
 """
 
 from __future__ import annotations
