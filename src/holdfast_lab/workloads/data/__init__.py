@@ -1,4 +1,4 @@
-"""Datasets by name: read from their published files, shipped with scikit-learn, or generated. docs/papers/studies.md lists them.
+"""Datasets by name: read from their published files, shipped with scikit-learn, or generated. docs/papers/index.md lists them.
 
 Nothing is downloaded, unpickled or written.
 """
