@@ -65,11 +65,11 @@ def size(size_bytes: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a number with thin spaces between thousands, or a dash."""
+    """Return a number with commas between thousands, or a dash."""
     if value is None:
         return DASH
     if isinstance(value, int) or float(value).is_integer():
-        return f"{int(value):,}".replace(",", "\u202f")
+        return f"{int(value):,}"
     return f"{value:.{digits}g}"
 
 
