@@ -108,8 +108,9 @@ def ask(given: Mapping[str, Any], run: MeasuredRun | None = None) -> tuple[Quest
     """Fill in every value of the question that is not given, and return the question and the source of each number.
 
     Args:
-        given: Known values, by the names of :class:`Question`; in addition one of ``mtbf_s`` (of the whole job) and ``mtbf_worker_s``,
-            and ``state_bytes``, ``write_bytes_per_s``, ``read_bytes_per_s``, ``snapshot_bytes_per_s``.
+        given: Known values, by the names of :class:`Question`; in addition one of ``mtbf_s`` (of the whole job) and
+            ``mtbf_worker_s``, and ``state_bytes``, ``write_bytes_per_s``, ``read_bytes_per_s``,
+            ``snapshot_bytes_per_s``.
         run: A run whose measured costs are used where nothing is given.
 
     Raises:
@@ -152,7 +153,8 @@ def ask(given: Mapping[str, Any], run: MeasuredRun | None = None) -> tuple[Quest
 def enough_spares(away: float, workers: int, per_node: int) -> int:
     """Return the spare workers, in whole nodes, that suffice for 99 % of the time; 0 if that exceeds a quarter of the workers.
 
-    Nodes fail and are repaired independently, so the number of failed nodes is Poisson distributed (an M/G/infinity queue).
+    Nodes fail and are repaired independently, so the number of failed nodes is Poisson distributed (an M/G/infinity
+    queue).
 
     Args:
         away: Mean number of failed nodes.

@@ -41,8 +41,9 @@ class MeasuredRun:
     Args:
         directory: The directory of the files.
         workers: Number of workers that the run was started with.
-        costs: By their names in :class:`holdfast_lab.simulate.Costs`; also ``step_s``, the whole step, and ``state_bytes``. With the
-            overlapped optimizer, ``step_s`` and ``regroup_s`` include ``waited_s`` and ``discard_s``: waiting for updates, undoing them.
+        costs: By their names in :class:`holdfast_lab.simulate.Costs`; also ``step_s``, the whole step, and
+            ``state_bytes``. With the overlapped optimizer, ``step_s`` and ``regroup_s`` include ``waited_s`` and
+            ``discard_s``: waiting for updates, undoing them.
     """
 
     directory: Path

@@ -43,7 +43,8 @@ class Outcome:
     Args:
         parts_ns: Duration of each of :data:`PARTS`, whole nanoseconds; their total is ``total_ns``.
         total_ns: Simulated time: until the job was done, or the horizon.
-        ideal_ns: How long the samples that contribute to the weights take with all workers, without failures or checkpoints.
+        ideal_ns: How long the samples that contribute to the weights take with all workers, without failures or
+            checkpoints.
         finished: Whether the job was done.
         steps: Committed steps that count.
         failures: How often members were lost; simultaneous losses count once.

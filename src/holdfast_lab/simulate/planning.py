@@ -29,7 +29,8 @@ ENOUGH = 0.005
 """Half a point of goodput; a smaller difference is no reason to choose another strategy."""
 
 _FEWEST, _MOST = 30, 60
-"""Approximate bounds of the failures in one history: histories are simulated together, so many short ones cost less than few long ones."""
+"""Approximate bounds of the failures in one history: histories are simulated together, so many short ones cost less
+than few long ones."""
 _LONGEST_S = 1e8
 _MAP_REPETITIONS, _MAP_FAILURES = 16, 25
 _MAP_STRATEGIES = ("relaunch", "rollback", "forward")
@@ -61,8 +62,9 @@ def plan(
         now: Called with progress messages.
 
     Returns:
-        Plain data: ``question``; ``rows``, one per strategy; ``best``, the recommended one; ``optimum``, the intervals tried for it;
-        ``without_spares``, the best strategy without spares, by ``split``; ``map``, the best strategy by cluster, empty without a map.
+        Plain data: ``question``; ``rows``, one per strategy; ``best``, the recommended one; ``optimum``, the intervals
+        tried for it; ``without_spares``, the best strategy without spares, by ``split``; ``map``, the best strategy by
+        cluster, empty without a map.
     """
     names = ["relaunch", "restart", "reinit", "rollback", "forward"] + ["partial"] * (question.model == "split")
     rows = []
@@ -93,7 +95,8 @@ def recommended(goodput: Mapping[str, float]) -> str:
     """Return the strategy to use, from the goodput of each: ``rollback`` unless another is better by :data:`ENOUGH`.
 
     Returns:
-        A strategy; ``"any"`` if not even ``relaunch`` is worse by that much; ``"none"`` if hardly any work gets done with any of them.
+        A strategy; ``"any"`` if not even ``relaunch`` is worse by that much; ``"none"`` if hardly any work gets done
+        with any of them.
     """
     best = max(goodput.values())
     if best < 10 * ENOUGH:

@@ -39,7 +39,8 @@ def _every(value: object, info: ValidationInfo) -> int | float | str:
             return float(parse_seconds(value, _named(info)))
         except ConfigError as error:
             raise ConfigError(
-                f"save_every must be a number of steps, a time such as 20min, or one of {', '.join(EVERY)}; got {value!r}"
+                f"save_every must be a number of steps, a time such as 20min, or one of {', '.join(EVERY)}; got "
+                f"{value!r}"
             ) from error
     if isinstance(value, str) or (type(value) is int and value >= 0):
         return value
@@ -217,7 +218,8 @@ class File(Table):
     def _has_one_reason(self) -> File:
         if (self.failures is None) == (self.trace is None):
             raise ConfigError(
-                "there must be either [[failures]] or [trace], which say what fails and when; write failures = [] if nothing fails"
+                "there must be either [[failures]] or [trace], which say what fails and when; write failures = [] if "
+                "nothing fails"
             )
         return self
 

@@ -1,7 +1,7 @@
 """Simulates many histories at once, with one array entry per history: the production strategies, with decisions from a table.
 
-Every history has its own time. In each round every history advances: first through scheduled events before the next outage, then
-through the next outage or the end of one.
+Every history has its own time. In each round every history advances: first through scheduled events before the next
+outage, then through the next outage or the end of one.
 """
 
 from __future__ import annotations

@@ -207,7 +207,8 @@ class Bytes:
             done = sum(map(os.pwrite, repeat(self._number), values, at.tolist()))
         if done < new.nbytes:
             raise CheckpointError(
-                f"{self._path} took {done} of {new.nbytes} bytes that were to be altered; check whether the disk is full"
+                f"{self._path} took {done} of {new.nbytes} bytes that were to be altered; check whether the disk is "
+                "full"
             )
 
     def get(self, offset: int, size_bytes: int) -> NDArray[np.uint8]:

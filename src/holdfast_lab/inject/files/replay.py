@@ -11,8 +11,8 @@
     ]
     }
 
-``index`` counts values in row-major order, ``bit`` from the least significant one. ``before`` and ``after`` are those of
-the value, with all of its flips; infinity and NaN are written as text, the hexadecimal digits of their bits. If
+``index`` counts values in row-major order, ``bit`` from the least significant one. ``before`` and ``after`` are those
+of the value, with all of its flips; infinity and NaN are written as text, the hexadecimal digits of their bits. If
 values were multiplied by ``scale`` there is one entry per value, and ``bit`` is null.
 """
 

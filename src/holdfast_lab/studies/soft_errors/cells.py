@@ -95,7 +95,8 @@ def experiments(
 def crossed(setup: Setup) -> list[Pair]:
     """Return the crossed design for model and optimizer.
 
-    Any bits, and the critical bit, are flipped in one, half and all processes; bits below the critical one are flipped in one.
+    Any bits, and the critical bit, are flipped in one, half and all processes; bits below the critical one are flipped
+    in one.
     """
     count = setup.processes
     some = sorted({1, count // 2, count})

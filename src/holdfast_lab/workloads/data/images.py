@@ -186,7 +186,8 @@ def _cifar(
         there, name = pickled
         if any((place / name).is_file() for place in (data, data / there)):
             raise ConfigError(
-                f"{data} has the pickled version of {title}, which is not read for safety: use the binary version, {where}"
+                f"{data} has the pickled version of {title}, which is not read for safety: use the binary version, "
+                f"{where}"
             ) from None
         raise
     parts = [_cifar_part([folder / name for name in names], classes, where) for names in (train, [test])]
@@ -203,7 +204,8 @@ def _cifar_part(paths: Sequence[Path], classes: int, where: str) -> TensorDatase
             content = file.read()
         if not content or len(content) % record:
             raise ConfigError(
-                f"{path} has {len(content)} bytes, expected whole records of {record}: it is truncated, or another file. It is at {where}"
+                f"{path} has {len(content)} bytes, expected whole records of {record}: it is truncated, or another "
+                f"file. It is at {where}"
             )
         table = np.frombuffer(content, np.uint8).reshape(-1, record)
         check_range(path, "a label", table[:, num_labels - 1], 0, classes - 1)
@@ -237,7 +239,8 @@ def resize(
     if channels is not None and channels != images.shape[1]:
         if images.shape[1] != 1:
             raise ConfigError(
-                f"channels must be {images.shape[1]}, as in the images, got {channels}: only a single channel can be repeated"
+                f"channels must be {images.shape[1]}, as in the images, got {channels}: only a single channel can be "
+                "repeated"
             )
         images = images.expand(-1, channels, -1, -1)
     return TensorDataset(images, *labels)

@@ -94,13 +94,15 @@ class Problem:
 class Factorisation:
     """User rows and item rows whose products approximate the ratings minus their mean. A block is a row: users, then items.
 
-    An iteration solves for the users given the items, then for the items given the users. So the next one reads only the item
-    rows, and overwrites the user rows: the items are the live factor. In the other order, the users are. The objective is
+    An iteration solves for the users given the items, then for the items given the users. So the next one reads only
+    the item rows, and overwrites the user rows: the items are the live factor. In the other order, the users are. The
+    objective is
 
         sum over ratings of (value - u . v)^2  +  penalty * (sum over users of n |u|^2  +  sum over items of n |v|^2)
 
-    with n the number of a row's ratings. Everything is float32, as usual for such factors: the penalty keeps the normal equations
-    well conditioned, and rows of eight bytes per number would exaggerate the saving of quantising to one byte.
+    with n the number of a row's ratings. Everything is float32, as usual for such factors: the penalty keeps the normal
+    equations well conditioned, and rows of eight bytes per number would exaggerate the saving of quantising to one
+    byte.
 
     Args:
         name: The name of the program.

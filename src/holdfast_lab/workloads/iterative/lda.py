@@ -142,8 +142,8 @@ class Lda:
     def distance(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the total variation between the topic counts of each document, in tokens and not in shares.
 
-        It is half the sum of the absolute differences: the least number of tokens whose topic differs. So a document weighs
-        in proportion to its influence on the word counts, which all documents read.
+        It is half the sum of the absolute differences: the least number of tokens whose topic differs. So a document
+        weighs in proportion to its influence on the word counts, which all documents read.
         """
         return torch.from_numpy(_compiled(_moved)(a.numpy(), b.numpy(), self.topics))
 
@@ -164,8 +164,8 @@ class Lda:
         Args:
             state: State of the program.
             assignments: Topics of the tokens that give the p(k | document), as returned by :meth:`rows`;
-                None: those of the state. The p(word | k) are always the state's. With saved topics, the difference is the
-                loss of the document if it were restored now.
+                None: those of the state. The p(word | k) are always the state's. With saved topics, the difference is
+                the loss of the document if it were restored now.
 
         Returns:
             float64 of shape (documents,).

@@ -46,8 +46,9 @@ class Optimizer(Protocol):
 class Adam:
     """Adam, bit-identical to :class:`torch.optim.Adam`, except that each row counts its own steps.
 
-    So a row whose state is lost restarts from zeros, count included, as at the beginning. Zeros with a large count would make
-    its first step 3.2 times as long, (1 - 0.9) / sqrt(1 - 0.999), which is another learning rate and not a recovery.
+    So a row whose state is lost restarts from zeros, count included, as at the beginning. Zeros with a large count
+    would make its first step 3.2 times as long, (1 - 0.9) / sqrt(1 - 0.999), which is another learning rate and not a
+    recovery.
 
     Source:
         D. P. Kingma, J. Ba, "Adam: a method for stochastic optimization", ICLR 2015.
@@ -256,8 +257,8 @@ def make(
 ) -> Network:
     """Return the :class:`Network` that ``name`` describes: network, optimizer, dataset (Shakespeare for ``gpt``).
 
-    None means: for ``learning_rate``, the stated one of :data:`RATES`; for ``batch``, 64, or 16 for ``gpt``; for ``evaluated``,
-    1000, or 500 for ``cnn``, or 64 texts of 32 characters for ``gpt``.
+    None means: for ``learning_rate``, the stated one of :data:`RATES`; for ``batch``, 64, or 16 for ``gpt``; for
+    ``evaluated``, 1000, or 500 for ``cnn``, or 64 texts of 32 characters for ``gpt``.
     """
     network, optimizer, *rest = name.split("-")
     dataset = _load(rest[0] if rest else "shakespeare", data)

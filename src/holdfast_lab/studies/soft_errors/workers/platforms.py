@@ -123,9 +123,11 @@ class Staged(Platform):
         self._pipeline = pipelines[self.replica]
         whole = self.module
         if replicas > 1:
-            # Without this, DDP rebuilds its buckets in the second forward pass and fails, because each microbatch had one.
+            # Without this, DDP rebuilds its buckets in the second forward pass and fails, because each microbatch had
+            # one.
             whole = DistributedDataParallel(whole, process_group=peers[self.stage], find_unused_parameters=True)
-        # Without given shapes, torch infers them by a pass over uninitialised memory, which would stay in running statistics.
+        # Without given shapes, torch infers them by a pass over uninitialised memory, which would stay in running
+        # statistics.
         taken, given = _shapes(setup, self.stage, self.dtype)
         stage = PipelineStage(whole, self.stage, stages, torch.device("cpu"), taken, given, group=self._pipeline)
         self._schedule = ScheduleGPipe(stage, setup.microbatches, loss_fn=loss_of)

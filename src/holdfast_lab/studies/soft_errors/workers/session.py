@@ -1,7 +1,8 @@
 """The Holdfast session as a platform: one process runs all workers (``--fabric virtual``); each altered worker has its own weights.
 
-The guard is off: it would stop the training or heal the injected error, and a healed trial is void. Samples come in the order of a
-session; after the restart it is the order of another seed. Buffers are shared by all workers, so only parameters are altered.
+The guard is off: it would stop the training or heal the injected error, and a healed trial is void. Samples come in the
+order of a session; after the restart it is the order of another seed. Buffers are shared by all workers, so only
+parameters are altered.
 """
 
 from __future__ import annotations

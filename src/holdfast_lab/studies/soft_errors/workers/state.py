@@ -9,7 +9,8 @@ path                           content
 ``rest``                       JSON: epoch, optimizer settings, learning-rate schedule
 =============================  ==========================================================
 
-The sample order follows from the epoch. Alterations change only floating-point tensors under ``model`` and ``optimizer``.
+The sample order follows from the epoch. Alterations change only floating-point tensors under ``model`` and
+``optimizer``.
 """
 
 from __future__ import annotations
