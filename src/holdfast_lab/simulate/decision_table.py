@@ -91,7 +91,9 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionTable:
-    """All decisions: arrays with one entry for each :class:`Case`, with too few survivors and with enough; see :meth:`column`.
+    """All decisions: arrays with one entry for each :class:`Case`, with too few survivors and with enough.
+
+    See :meth:`column`.
 
     Args:
         takes: By :class:`Stage`, shape ``(stages, columns)``; the others have the shape ``(columns,)``. See

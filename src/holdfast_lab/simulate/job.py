@@ -8,8 +8,8 @@ from holdfast.errors import ConfigError
 from holdfast_lab.simulate.checks import LONGEST_S, MOST_STEPS, check_choice, check_range
 
 STRATEGIES = ("rollback", "forward", "restart", "reinit", "partial", "relaunch")
-"""Those of :mod:`holdfast.recovery`, and ``relaunch``: no survivor continues; the launcher restarts the job from the newest
-checkpoint once as many workers as before are available. This is a launcher without fault tolerance.
+"""Those of :mod:`holdfast.recovery`, and ``relaunch``: no survivor continues; the launcher restarts the job from the
+newest checkpoint once as many workers as before are available. This is a launcher without fault tolerance.
 """
 
 MODELS = ("replicated", "mirrored", "split")

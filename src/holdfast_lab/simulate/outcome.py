@@ -69,7 +69,7 @@ class Outcome:
 
     @property
     def goodput(self) -> float:
-        """Time that the work would have taken undisturbed with all workers, as a share of the total: ``ideal / total``."""
+        """Undisturbed time of the work with all workers, as a share of the total time: ``ideal / total``."""
         return self.ideal_ns / self.total_ns
 
     def value(self, name: str) -> float:
@@ -83,7 +83,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """Many histories of one scenario. All arrays have the shape ``(repetitions,)``; see :class:`Outcome` for their meaning."""
+    """Many histories of one scenario. All arrays have the shape ``(repetitions,)``.
+
+    See :class:`Outcome` for their meaning.
+    """
 
     parts_ns: Mapping[str, Ticks]
     total_ns: Ticks
@@ -172,7 +175,10 @@ class Estimate(NamedTuple):
 
 
 def _student(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t, by the Cornish-Fisher expansion; exact for 1 and 2 degrees of freedom."""
+    """Return the 97.5 % quantile of Student's t, by the Cornish-Fisher expansion.
+
+    It is exact for 1 and 2 degrees of freedom.
+    """
     if freedom <= 2:
         return (12.706204736, 4.302652730)[freedom - 1]
     z = 1.959963985

@@ -1,4 +1,4 @@
-"""Plans a job: compares the strategies, searches the best checkpoint interval, and maps the best strategy by cluster."""
+"""Plans a job: compares strategies, searches the best checkpoint interval, and maps the best strategy by cluster."""
 
 from __future__ import annotations
 
@@ -170,7 +170,10 @@ def _formulas(question: Question, strategy: str) -> dict[str, float | None]:
 
 
 def _usual_every(question: Question, strategy: str) -> int:
-    """Return the steps between two checkpoints by the closed form; a checkpoint waits for the previous one to be written."""
+    """Return the steps between two checkpoints by the closed form.
+
+    A checkpoint waits for the previous one to be written.
+    """
     exact_s = _formulas(question, strategy)["exact_s"]
     if exact_s is None and math.isinf(mtbf_back_s(question, strategy)):
         return 0
@@ -268,7 +271,10 @@ def _without_spares(
 
 
 def _map(question: Question, seed: int, now: Say) -> list[dict[str, Any]]:
-    """Return the best strategy for other numbers of workers and other nodes; step and checkpoint costs stay the same."""
+    """Return the best strategy for other numbers of workers and other nodes.
+
+    Step and checkpoint costs stay the same.
+    """
     now("computing the map")
     sizes = [n for factor in (1 / 16, 1 / 4, 1, 4, 16) if 2 <= (n := round(question.workers * factor)) <= 300_000]
     cells = []

@@ -20,7 +20,9 @@ Ticks = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceTable:
-    """The simulator's durations by number of members. Arrays of shape ``(total + 1,)``, nanoseconds; entry 0 equals that of one member.
+    """The simulator's durations by number of members. Arrays of shape ``(total + 1,)``, nanoseconds.
+
+    Entry 0 equals that of one member.
 
     Args:
         compute: Computing of a step, before its first all-reduce.

@@ -74,7 +74,7 @@ def _watched_s(path: Path, span_s: float | None, last_s: float) -> float:
 
 
 def _still_down(spells: Sequence[Spell], down: Mapping[int, float], span_s: float) -> list[Spell]:
-    """Return the outages of machines that are down when a trace ends: they last until the repeated trace brings the machine back.
+    """Return outages of machines that are down when a trace ends; they last until the repeated trace ends them.
 
     A machine that never comes back is up again when the trace starts over.
 

@@ -119,7 +119,10 @@ class StrategyTable(Policies):
 
 
 class CostsTable(Table):
-    """The keys of :class:`holdfast_lab.simulate.Costs`; also sizes and speeds that costs are derived from, or a run in which they were measured."""
+    """The keys of :class:`holdfast_lab.simulate.Costs`.
+
+    There are also keys for sizes and speeds that costs are derived from, and for a run in which they were measured.
+    """
 
     from_report: str = ""
     step_s: Seconds | None = None
@@ -169,7 +172,10 @@ def _repair(value: object) -> object:
 
 
 class SourceTable(TimesTable):
-    """The keys of :class:`holdfast_lab.simulate.Source`; or a count of failures, with the number of units and the time."""
+    """The keys of :class:`holdfast_lab.simulate.Source`.
+
+    In place of a mean there may be a count of failures, with the number of units and the time.
+    """
 
     level: str = "node"
     age_s: Seconds = 0.0

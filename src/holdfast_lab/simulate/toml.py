@@ -174,7 +174,9 @@ def _with_costs(table: CostsTable, cluster: Cluster, job: Job, down: Down, folde
 
 
 def of_step(cluster: Cluster, job: Job, costs: Costs, down: Down, step_s: float | None) -> Scenario:
-    """Return the scenario in which a step takes ``step_s`` with all workers, excluding ``update_s``; the rest besides the all-reduces is computing.
+    """Return the scenario in which a step takes ``step_s`` with all workers, excluding ``update_s``.
+
+    The rest besides the all-reduces is computing.
 
     Args:
         cluster: The machines.

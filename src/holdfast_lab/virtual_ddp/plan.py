@@ -44,7 +44,7 @@ class Decision:
 def faults_by_step(
     settings: Settings, members: Sequence[int], num_buckets: int
 ) -> dict[int, list[tuple[int, int, int]]]:
-    """Return the faults by step: number of the fault, position of the all-reduce that does not complete, and the rank that fails.
+    """Return the faults by step: number of the fault, position of the failing all-reduce, and the rank that fails.
 
     Raises:
         ConfigError: if a fault is not supported here.

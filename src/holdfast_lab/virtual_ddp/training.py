@@ -1,4 +1,4 @@
-"""Trains many virtual workers with all slices of a step together, to find the effect of failures on accuracy at any scale.
+"""Trains many virtual workers with all slices of a step together, to measure how failures affect accuracy.
 
 Protocol, strategies, buckets, slicing and reassignment are those of production. The protocol decides first: a step is
 computed when it is to be applied, and discarded work is never computed. Then all samples that contribute to the same
@@ -98,7 +98,7 @@ class Snapshot:
 
 @dataclass(slots=True)
 class _Attempt:
-    """A step in progress: its mini-batch, in one piece if no worker can fail in it, and the all-reduce before which each failed."""
+    """A step in progress: its mini-batch, in one piece if no worker can fail, and where each failed worker failed."""
 
     batch: MiniBatch
     full_size: int
@@ -178,7 +178,9 @@ class Batched:
     def steps(
         self, dataset: Any, batch_size: int, epochs: int = 1, *, shuffle: bool = True, drop_last: bool = False
     ) -> Iterator[Step]:
-        """Yield the steps that are committed, like ``session.steps`` with slices together; a loaded checkpoint may undo some of them.
+        """Yield the steps that are committed, like ``session.steps`` with slices together.
+
+        A loaded checkpoint may undo some of them.
 
         Args:
             dataset: Anything with ``len`` and ``[]``.
@@ -342,7 +344,7 @@ class Batched:
         return Computed()
 
     def _apply(self) -> Iterator[Step]:
-        """Let the script compute the step, in groups of samples that contribute to the same all-reduces, and run the optimizer."""
+        """Let the script compute the step, grouped by the all-reduces that samples contribute to; run the optimizer."""
         attempt = self._attempt
         assert attempt is not None
         groups = _groups(attempt, self.num_buckets)
@@ -434,7 +436,10 @@ class Batched:
     # -- checkpoints
 
     def snapshot(self) -> Snapshot:
-        """Return a copy of the state after ``step`` steps; valid also while the next step is in progress but not computed."""
+        """Return a copy of the state after ``step`` steps.
+
+        This is valid also while the next step is in progress but not computed.
+        """
         return Snapshot(
             step=self.step,
             cursor=self._cursor,

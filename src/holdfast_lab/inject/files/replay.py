@@ -1,4 +1,4 @@
-"""A record of alterations as a JSON file, and its replay: to the bit in an equal file, or in another file through a map.
+"""A record of alterations as a JSON file, and its replay in an equal file, to the bit, or in another, by a map.
 
 ::
 

@@ -387,7 +387,10 @@ def _distance(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
 
 
 def _held(name: str, way: str, known: Sequence[Row]) -> float | None:
-    """Return the share of its saves for which a way held the loop, median over all states; None if it was not measured."""
+    """Return the share of its saves for which a way held the loop, median over all states.
+
+    Return None if it was not measured.
+    """
     rows = [row for row in known if row["part"] == "cost" and row["framework"] == name and row["status"] == MEASURED]
     shares = [row["blocked_s"] / row["save_s"] for row in rows if row["way"] == way]
     return statistics.median(shares) if shares else None

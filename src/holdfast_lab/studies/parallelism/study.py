@@ -1,4 +1,4 @@
-"""What each parallelism loses with a worker, and what each recovery costs: the study of Amatya and others (2017), on this code.
+"""What each parallelism loses with a worker, and the cost of recovery: the study of Amatya and others (2017).
 
 Every job is a ``holdfast run`` of real processes, one of which is killed by SIGKILL. The MPI calls that recovery needs
 are found by the explorer, which tries every run of a small job with one call left out.

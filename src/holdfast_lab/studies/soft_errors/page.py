@@ -1,4 +1,4 @@
-"""Report sections of the soft-error study: shares of outcomes with intervals, the curve over bit positions, errors by layer."""
+"""Report sections of the soft-error study: outcome shares with intervals, a curve over bit positions, errors by layer."""
 
 from __future__ import annotations
 

@@ -86,7 +86,10 @@ def mnist(data: Path) -> Dataset:
 
 
 def fashion_mnist(data: Path) -> Dataset:
-    """Return Fashion-MNIST: 60,000 images of 28x28 for training, 10,000 for testing. Arguments and errors: :func:`mnist`."""
+    """Return Fashion-MNIST: 60,000 images of 28x28 for training, 10,000 for testing.
+
+    Arguments and errors: :func:`mnist`.
+    """
     return _idx_dataset("Fashion-MNIST", data, ("fashion-mnist", "FashionMNIST/raw"), _FASHION_AT)
 
 
@@ -195,7 +198,7 @@ def _cifar(
 
 
 def _cifar_part(paths: Sequence[Path], classes: int, where: str) -> TensorDataset:
-    """Read records of one label (for CIFAR-100 a coarse and a fine one) and 3072 pixels: red, green, blue, row by row."""
+    """Read records of one label (CIFAR-100: a coarse and a fine one) and 3072 pixels: red, green, blue, row by row."""
     num_labels = 1 if classes == 10 else 2
     record = num_labels + _CIFAR_PIXELS
     tables = []

@@ -44,7 +44,7 @@ class Program(Protocol):
         ...
 
     def rows(self, state: State) -> tuple[Tensor, ...]:
-        """Return views on the state, each of shape (blocks, any width): first the parameters, then their optimizer state.
+        """Return views on the state, of shape (blocks, any width): first the parameters, then their optimizer state.
 
         Call :meth:`mend` after writing to a view.
         """

@@ -148,7 +148,9 @@ class Lda:
         return torch.from_numpy(_compiled(_moved)(a.numpy(), b.numpy(), self.topics))
 
     def mend(self, state: State, written: Tensor) -> None:
-        """See :class:`~holdfast_lab.workloads.iterative.base.Program`; recounts all tokens, which is cheap compared with a sweep.
+        """See :class:`~holdfast_lab.workloads.iterative.base.Program`.
+
+        All tokens are recounted, which is cheap compared with a sweep.
 
         Counting only ``written`` would need the previous topics.
         """
@@ -159,7 +161,7 @@ class Lda:
         return -float(self.log_likelihoods(state).sum()) / len(self.corpus.words)
 
     def log_likelihoods(self, state: State, assignments: Tensor | None = None) -> Tensor:
-        """Return the log-likelihood of each document, in nats: the sum over tokens of log sum_k p(k | document) p(word | k).
+        """Return the log-likelihood of each document, in nats: sum over tokens of log sum_k p(k | document) p(word | k).
 
         Args:
             state: State of the program.
@@ -188,7 +190,7 @@ class Lda:
         return of_documents / of_documents.sum(1, keepdim=True), of_topics / of_topics.sum(1, keepdim=True)
 
     def draws(self, kind: int, iteration: int) -> _Array:
-        """Return a number from 0 (inclusive) to 1 (exclusive) for each token: a function of (seed, kind, iteration, token)."""
+        """Return a number in [0, 1) for each token: a function of (seed, kind, iteration, token)."""
         other = self._other_from is not None and iteration >= self._other_from
         rng = np.random.default_rng((self.seed, kind + (_OTHER if other else 0), iteration))
         return rng.random(len(self.corpus.words))
@@ -213,7 +215,10 @@ def make(
     alpha: float = 0.1,
     beta: float = 0.01,
 ) -> Lda:
-    """Return an :class:`Lda` on the dataset that ``name`` ends with; ``topics`` None is 20, or 8 for generated documents."""
+    """Return an :class:`Lda` on the dataset that ``name`` ends with.
+
+    ``topics`` None is 20, or 8 for generated documents.
+    """
     dataset = name.removeprefix("lda-")
     corpus = load_corpus(dataset, data, documents, vocabulary, longest)
     some = (8 if dataset == "documents" else 20) if topics is None else topics

@@ -34,7 +34,10 @@ class Optimizer(Protocol):
         ...
 
     def begin(self, parameters: Tensor) -> State:
-        """Return the state for ``parameters`` of shape (rows, width) before the first step; each tensor of shape (rows, any)."""
+        """Return the state for ``parameters`` of shape (rows, width) before the first step.
+
+        Each tensor of shape (rows, any).
+        """
         ...
 
     def step(self, state: State, gradient: Tensor) -> None:
@@ -209,7 +212,7 @@ def _filled(size: int, width: int) -> Tensor:
 
 
 def _gather(groups: list[list[nn.Parameter]], lengths: list[int], values: Tensor, gradients: Tensor) -> None:
-    """Move the parameters and their gradients into flat tensors, group by group, each group padded to its given length."""
+    """Move the parameters and their gradients into flat tensors, each group padded to its given length."""
     begin = 0
     for group, length in zip(groups, lengths, strict=True):
         at = begin

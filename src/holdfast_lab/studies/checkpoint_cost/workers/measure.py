@@ -302,7 +302,10 @@ def _damage_of(framework: Any, task: Row) -> str:
 
 
 def _kept(framework: Any, task: Row, name: str) -> int | None:
-    """Save seven steps with the framework's own rotation set to keep two; return how many remain, None without rotation."""
+    """Save seven steps with the framework's own rotation set to keep two.
+
+    Return how many remain, or None without rotation.
+    """
     way: Way = framework.ways()[name]
     if way.keep is None:
         return None

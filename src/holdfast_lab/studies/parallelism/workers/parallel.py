@@ -211,7 +211,7 @@ def _optimizer(network: str, parameters: Any) -> torch.optim.Optimizer:
 
 
 def _scheduler(options: argparse.Namespace) -> Callable[[torch.optim.Optimizer], Any]:
-    """Return a factory of the schedule, which lowers the rate a few times in a run by the factor of the network's recipe."""
+    """Return a factory of the schedule, which lowers the rate a few times in a run by the recipe's factor."""
     steps = options.epochs * -(-options.samples // options.batch)
     gamma = RECIPES[options.network].gamma if options.network in RECIPES else 0.5
     return lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, max(1, steps // (_DECAYS + 1)), gamma)
