@@ -89,7 +89,10 @@ def _carry_out(run: Run, folder: Path, workers: int) -> Outcome:
 
 
 def _remove_earlier_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints of an earlier demo, recognised by the report beside them; other directories are not touched."""
+    """Remove the checkpoints of an earlier demo, recognised by the report beside them.
+
+    Other directories are not touched.
+    """
     if (folder / "report.json").is_file():
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 

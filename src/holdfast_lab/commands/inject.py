@@ -56,8 +56,9 @@ def inject(
 ) -> None:
     """Flip bits of values in a checkpoint, as soft errors do.
 
-    FILE is the directory of a checkpoint, a directory of checkpoints (the newest is used), or a file of another program (HDF5, .safetensors, .npz, .pt). For
-    uncompressed values, the cost grows with the number of flips and not with the size of the file.
+    FILE is the directory of a checkpoint, a directory of checkpoints (the newest is used), or a file of another program
+    (HDF5, .safetensors, .npz, .pt). For uncompressed values, the cost grows with the number of flips and not with the
+    size of the file.
 
     Example: holdfast inject model.h5 --flips 10 --bits critical --seed 1 --record flips.json -o altered.h5
     """

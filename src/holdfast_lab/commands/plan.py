@@ -119,8 +119,8 @@ def plan(
 ) -> None:
     """Recommend a strategy, a checkpoint interval and a number of spares, and explain why.
 
-    Times are numbers of seconds or such as 250ms, 30s, 6h, 90d, 5y; sizes such as 140GB; speeds such as 2GiB/s. Values that are not given are
-    assumed, and the answer lists them. The simulation runs the strategies of production.
+    Times are numbers of seconds or such as 250ms, 30s, 6h, 90d, 5y; sizes such as 140GB; speeds such as 2GiB/s. Values
+    that are not given are assumed, and the answer lists them. The simulation runs the strategies of production.
 
     Example: holdfast plan --workers 16384 --mtbf-node 264d --step-s 6s --state-bytes 5.7TB --write-bytes-per-s 500GB/s
     """

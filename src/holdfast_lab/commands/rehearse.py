@@ -37,8 +37,8 @@ def rehearse(
 ) -> int:
     """Kill workers in rehearsals of SCRIPT with each predictor and codec; print the options that cost the fewest steps.
 
-    The model must be split, and its loss logged in every step. One process runs all workers, one run after the other. The last
-    line of the output has the options for holdfast run.
+    The model must be split, and its loss logged in every step. One process runs all workers, one run after the other.
+    The last line of the output has the options for holdfast run.
 
     Example: holdfast rehearse -n 4 train.py --epochs 3
     """

@@ -33,8 +33,8 @@ def simulate(
 ) -> None:
     """Simulate a job under failures, once for each strategy, with the same failures for all.
 
-    The strategies are the production code, with costs in place of tensors. Goodput is the time that the work would have taken undisturbed with all
-    workers, divided by the time that it took. Intervals are 95 % intervals of the mean.
+    The strategies are the production code, with costs in place of tensors. Goodput is the time that the work would have
+    taken undisturbed with all workers, divided by the time that it took. Intervals are 95 % intervals of the mean.
 
     Example: holdfast simulate examples/scenarios/spot.toml --out out
     """

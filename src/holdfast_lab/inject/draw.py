@@ -31,7 +31,8 @@ def draw_plan(
         steps: The job has the steps 0 to ``steps - 1``.
         kills: Number of ranks with a fault, less than ``workers``.
         num_buckets: Buckets of a step.
-        kinds: Kinds of :data:`~holdfast.faults.plan.OF_WORKERS` to choose from; one that is listed twice is twice as frequent.
+        kinds: Kinds of :data:`~holdfast.faults.plan.OF_WORKERS` to choose from; one that is listed twice is twice as
+            frequent.
         newcomers: Ranks from ``workers`` on that may join later; about half of them get a fault, too.
 
     Raises:

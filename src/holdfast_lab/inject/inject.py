@@ -149,8 +149,9 @@ def _changes(values: Values, what: Alteration | Replay) -> Replayed:
     found = replay(values, what.record, what.paths)
     if found.missing and not what.partly:
         raise ConfigError(
-            f"tensors of the record are not in the file: {', '.join(found.missing[:8])}{', ...' if len(found.missing) > 8 else ''}; "
-            "map their names with --map, or skip them with --partly"
+            "tensors of the record are not in the file: "
+            f"{', '.join(found.missing[:8])}{', ...' if len(found.missing) > 8 else ''}; map their names with --map, "
+            "or skip them with --partly"
         )
     return found
 

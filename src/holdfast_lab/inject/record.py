@@ -59,7 +59,7 @@ def entries(record: Record) -> Iterator[dict[str, Any]]:
 def flips_of(
     record: Record, say: Callable[[Any], Any]
 ) -> Iterator[tuple[str, Iterator[tuple[int, int | None, Any, Any]]]]:
-    """Yield the path of each tensor with its flips: index, bit, and the values before and after, as formatted by ``say``.
+    """Yield each tensor's path and flips: index, bit, and values before and after, as formatted by ``say``.
 
     Ordered by value, the lowest bit first. If values were multiplied, each has one entry, whose bit is None.
     """
@@ -73,7 +73,10 @@ def flips_of(
 
 
 def _values(tensors: Sequence[Recorded], say: Callable[[Any], Any]) -> list[tuple[list[Any], list[Any]]]:
-    """Return the values of tensors before and after; tensors of one format are processed together, because many are small."""
+    """Return the values of tensors before and after.
+
+    Tensors of one format are processed together, because many are small.
+    """
     alike: dict[str, list[int]] = {}
     for number, tensor in enumerate(tensors):
         alike.setdefault(tensor.place.format.name, []).append(number)

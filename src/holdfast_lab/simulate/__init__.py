@@ -9,9 +9,10 @@ The input is a :class:`Scenario` with four parts of plain data:
 :class:`Costs`
     Seconds and bytes: a step, its all-reduces, detection, regrouping, saving, loading, starting, joining.
 :class:`Failures` or :class:`Trace`
-    Which machines are down, and when: drawn from distributions (:class:`Exponential`, :class:`Weibull`, :class:`LogNormal`,
-    :class:`Bathtub`, :class:`Constant`) for workers, nodes and racks (:class:`Source`), or read from a recorded trace
-    (:func:`read_trace`). Outages never depend on the job, so all strategies can be compared on the same history.
+    Which machines are down, and when: drawn from distributions (:class:`Exponential`, :class:`Weibull`,
+    :class:`LogNormal`, :class:`Bathtub`, :class:`Constant`) for workers, nodes and racks (:class:`Source`), or read
+    from a recorded trace (:func:`read_trace`). Outages never depend on the job, so all strategies can be compared on
+    the same history.
 
 Usage::
 
@@ -22,8 +23,8 @@ Usage::
     best_interval(scenario, 200, seed=1)               # steps between two checkpoints, found by search
     replay(records)                                    # decide a real run's failures again
 
-:func:`daly_expected_s` and :func:`exact_interval_s` are closed forms to compare with. docs/explanation/simulation-model.md says what is
-modelled and what is not.
+:func:`daly_expected_s` and :func:`exact_interval_s` are closed forms to compare with. docs/explanation/simulation.md
+says what is modelled and what is not.
 
 Importing this package imports nothing else: every name is loaded on first use.
 """

@@ -22,8 +22,8 @@ _LIKELY_ENOUGH = 0.99
 """Share of the time in which the default number of spares suffices."""
 
 WHOLE_JOB_SHARE = 63 / 419
-"""Of Llama 3's 419 unexpected interruptions, software bugs (54), dependencies (2) and NCCL's watchdog (7) end a job regardless of survivors
-(The Llama 3 Herd of Models, 2024, table 5).
+"""Of Llama 3's 419 unexpected interruptions, software bugs (54), dependencies (2) and NCCL's watchdog (7) end a job
+regardless of survivors (The Llama 3 Herd of Models, 2024, table 5).
 """
 
 LLAMA = {"failures": 419, "days": 54, "workers": 16_384, "nodes": 2_048}
@@ -108,8 +108,9 @@ def ask(given: Mapping[str, Any], run: MeasuredRun | None = None) -> tuple[Quest
     """Fill in every value of the question that is not given, and return the question and the source of each number.
 
     Args:
-        given: Known values, by the names of :class:`Question`; in addition one of ``mtbf_s`` (of the whole job) and ``mtbf_worker_s``,
-            and ``state_bytes``, ``write_bytes_per_s``, ``read_bytes_per_s``, ``snapshot_bytes_per_s``.
+        given: Known values, by the names of :class:`Question`; in addition one of ``mtbf_s`` (of the whole job) and
+            ``mtbf_worker_s``, and ``state_bytes``, ``write_bytes_per_s``, ``read_bytes_per_s``,
+            ``snapshot_bytes_per_s``.
         run: A run whose measured costs are used where nothing is given.
 
     Raises:
@@ -150,9 +151,12 @@ def ask(given: Mapping[str, Any], run: MeasuredRun | None = None) -> tuple[Quest
 
 
 def enough_spares(away: float, workers: int, per_node: int) -> int:
-    """Return the spare workers, in whole nodes, that suffice for 99 % of the time; 0 if that exceeds a quarter of the workers.
+    """Return the spare workers, in whole nodes, that suffice for 99 % of the time.
 
-    Nodes fail and are repaired independently, so the number of failed nodes is Poisson distributed (an M/G/infinity queue).
+    The result is 0 if that exceeds a quarter of the workers.
+
+    Nodes fail and are repaired independently, so the number of failed nodes is Poisson distributed (an M/G/infinity
+    queue).
 
     Args:
         away: Mean number of failed nodes.

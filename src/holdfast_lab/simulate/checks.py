@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from holdfast.errors import ConfigError
 
 NS = 1_000_000_000
-"""Time is counted in whole nanoseconds, so that the parts of a run add up to the whole and two simulators can agree to the bit."""
+"""Time is counted in whole nanoseconds, so that the parts of a run add up to the whole and two simulators can agree to
+the bit."""
 
 LONGEST_S = 1e9
 """About thirty years. Longer times are clipped to this, so that no total exceeds 64 bits."""

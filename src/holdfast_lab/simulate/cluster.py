@@ -17,8 +17,8 @@ class Cluster:
 
     Args:
         workers: Active workers, ``>= 1``.
-        spares: Hot spares, ``>= 0``. They take part in every all-reduce without slices of their own until a worker must be replaced.
-            They fail like active workers, and all members notice.
+        spares: Hot spares, ``>= 0``. They take part in every all-reduce without slices of their own until a worker must
+            be replaced. They fail like active workers, and all members notice.
         workers_per_node: ``>= 1``.
         nodes_per_rack: ``>= 1``.
 

@@ -41,7 +41,7 @@ class Compared:
     chosen: str
 
     def row(self) -> dict[str, Any]:
-        """Return a flat row: ``goodput``, ``goodput_low``, ``goodput_high`` etc., and the share of time of each part as ``in_save`` etc."""
+        """Return a flat row: ``goodput``, ``goodput_low`` etc., and each part's share of time as ``in_save`` etc."""
         job, total = self.scenario.job, self.sweep.total_ns.sum()
         found: dict[str, Any] = {
             "name": self.name,
@@ -120,7 +120,7 @@ def _mtbf_s(scenario: Scenario) -> float:
 
 
 def _least(scenario: Scenario) -> int:
-    """Return a lower bound of the best number of steps, far below the optimum for a job that restores a checkpoint at every failure."""
+    """Return a lower bound of the best interval in steps, far below the optimum if every failure loads a checkpoint."""
     mtbf_s, save_s = _mtbf_s(scenario), scenario.costs.save_s
     if save_s == 0 or not math.isfinite(mtbf_s):
         return 1

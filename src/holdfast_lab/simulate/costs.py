@@ -19,24 +19,29 @@ class Costs:
 
     Args:
         slice_s: Time for one worker to compute the gradients of one slice.
-        straggle: Standard deviation of a worker's time over its mean; a step waits for the slowest worker. Times are assumed
-            normal, so the slowest of ``m`` takes ``1 + straggle * E[largest of m normal numbers]`` times the mean.
-        sum_s: The part of a step's all-reduces that does not depend on ``n``; includes the optimizer unless ``update_s`` is given.
+        straggle: Standard deviation of a worker's time over its mean; a step waits for the slowest worker. Times are
+            assumed normal, so the slowest of ``m`` takes ``1 + straggle * E[largest of m normal numbers]`` times the
+            mean.
+        sum_s: The part of a step's all-reduces that does not depend on ``n``; includes the optimizer unless
+            ``update_s`` is given.
         sum_hop_s: Latency: ``sum_hop_s * log2(n)`` for all all-reduces of a step.
         sum_bytes: Gradients of a step; with ``link_bytes_per_s`` they take ``2 (n-1)/n * sum_bytes / link_bytes_per_s``
             (reduce-scatter and allgather: Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005).
         link_bytes_per_s: Bandwidth of one worker's link, ``> 0``.
-        steps_s: Measured steps, as ``(members, seconds)``; replaces the formula of the whole step. Values between them are
-            interpolated linearly, and constant beyond the ends. The all-reduces keep their formula; the rest is computing.
-        update_s: Time for the optimizer to update all buckets of a step, added to the step. Give it only if the step excludes it.
+        steps_s: Measured steps, as ``(members, seconds)``; replaces the formula of the whole step. Values between them
+            are interpolated linearly, and constant beyond the ends. The all-reduces keep their formula; the rest is
+            computing.
+        update_s: Time for the optimizer to update all buckets of a step, added to the step. Give it only if the step
+            excludes it.
         copy_s: With the overlapped optimizer, time for the undo copies of all buckets of a step.
         undo_s: Time to undo the updates of all buckets of a step; fewer buckets take a proportional share.
         detect_s: From a failure to its detection by the last survivor, once survivors wait in an all-reduce.
         regroup_s: From there until all know each other's progress: revoke, agree, shrink, agree, share, agree.
         regroup_hop_s: Further regrouping time: ``regroup_hop_s * log2(n)``.
         save_s: How long a checkpoint holds training.
-        save_background_s: How long it is then written in the background. It is of no use until then, and the next checkpoint
-            waits for it. It is complete only when its step is durable: after the first all-reduce of the next step.
+        save_background_s: How long it is then written in the background. It is of no use until then, and the next
+            checkpoint waits for it. It is complete only when its step is durable: after the first all-reduce of the
+            next step.
         load_s: Time for all workers to load a checkpoint.
         restart_s: Time for the launcher to start the job: processes, libraries, the model.
         rebuild_s: Time for ``reinit`` to tear down and rebuild the application, including the snapshot.
@@ -98,8 +103,8 @@ class Costs:
             state_bytes: Size of a checkpoint.
             write_bytes_per_s: Write speed of all writers together.
             read_bytes_per_s: Read speed of all readers together; by default the write speed.
-            snapshot_bytes_per_s: Speed at which all workers together copy the state while training is held; it is then written in the background.
-                By default training is held while the state is written.
+            snapshot_bytes_per_s: Speed at which all workers together copy the state while training is held; it is then
+                written in the background. By default training is held while the state is written.
             **others: The other costs.
 
         Raises:

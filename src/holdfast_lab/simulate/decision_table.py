@@ -1,7 +1,7 @@
 """The protocol's decisions as a table, in which the simulator looks them up.
 
-A decision depends on the members' phase and on whether enough of them are left, but not on the time. So the production protocol
-is run once per case.
+A decision depends on the members' phase and on whether enough of them are left, but not on the time. So the production
+protocol is run once per case.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Flags = npt.NDArray[np.bool_]
 class Case(enum.IntEnum):
     """The members' phase when one of them fails.
 
-    ``STEP``: in a step; the failure is detected in an all-reduce, or while a split model computes. ``BOUNDARY``: between two steps, while
-    newcomers are admitted. ``LOADING``: while a checkpoint is loaded.
+    ``STEP``: in a step; the failure is detected in an all-reduce, or while a split model computes. ``BOUNDARY``:
+    between two steps, while newcomers are admitted. ``LOADING``: while a checkpoint is loaded.
     """
 
     STEP = 0
@@ -45,8 +45,9 @@ class Case(enum.IntEnum):
 class Stage(enum.IntEnum):
     """Stages of a recovery, in this order.
 
-    ``REGROUP``: survivors regroup and decide. ``UNDO``: bucket updates are undone. ``RESTART``: the application is rebuilt.
-    ``LOAD``: a checkpoint is loaded, or parts are restored. ``SAVE``: everything is saved before the job stops.
+    ``REGROUP``: survivors regroup and decide. ``UNDO``: bucket updates are undone. ``RESTART``: the application is
+    rebuilt. ``LOAD``: a checkpoint is loaded, or parts are restored. ``SAVE``: everything is saved before the job
+    stops.
     """
 
     REGROUP = 0
@@ -71,7 +72,8 @@ class Decision:
     """The protocol's decision in one case.
 
     Args:
-        takes: Duration of each stage, nanoseconds. Regrouping depends on the number of members and is 0 here; undoing is for all buckets.
+        takes: Duration of each stage, nanoseconds. Regrouping depends on the number of members and is 0 here; undoing
+            is for all buckets.
         discards: The step in progress is lost.
         goes_back: Everything since the newest checkpoint is lost.
         loads: A checkpoint is loaded; a failure meanwhile is of case ``LOADING``.
@@ -89,10 +91,13 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionTable:
-    """All decisions: arrays with one entry for each :class:`Case`, with too few survivors and with enough; see :meth:`column`.
+    """All decisions: arrays with one entry for each :class:`Case`, with too few survivors and with enough.
+
+    See :meth:`column`.
 
     Args:
-        takes: By :class:`Stage`, shape ``(stages, columns)``; the others have the shape ``(columns,)``. See :class:`Decision`.
+        takes: By :class:`Stage`, shape ``(stages, columns)``; the others have the shape ``(columns,)``. See
+            :class:`Decision`.
     """
 
     takes: Ticks

@@ -113,7 +113,7 @@ class LogNormal:
         check_range("sigma", self.sigma, 0.01, most=10)
 
     def draw(self, rng: np.random.Generator, size: int, age_s: float = 0.0) -> Seconds:
-        """Return remaining times; for old units, normal numbers above their age (Robert, Statistics and Computing 5, 1995)."""
+        """Return remaining times; for old units, truncated normal (Robert, Statistics and Computing 5, 1995)."""
         mu = math.log(self.mean_s) - self.sigma**2 / 2
         if age_s <= 0:
             return rng.lognormal(mu, self.sigma, size)

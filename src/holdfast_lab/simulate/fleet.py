@@ -1,7 +1,8 @@
 """Available workers and members of many histories at once.
 
 A worker is up until a unit that contains it goes down, and again when its replacement is ready. A worker that was ready
-at the last admission is a member, unless it has gone down since. So one number per worker is enough: when it is or was ready.
+at the last admission is a member, unless it has gone down since. So one number per worker is enough: when it is or was
+ready.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ def daly_expected_s(work_s: float, interval_s: float, save_s: float, restart_s: 
         ConfigError: if a number is out of range.
 
     Source:
-        Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3), 2006: the complete model.
+        Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3), 2006: the
+        complete model.
     """
     for name, value in (("work_s", work_s), ("interval_s", interval_s), ("mtbf_s", mtbf_s)):
         check_range(name, value, 0, above=True)
@@ -45,8 +46,8 @@ def daly_expected_s(work_s: float, interval_s: float, save_s: float, restart_s: 
 def exact_interval_s(save_s: float, mtbf_s: float) -> float:
     """Return the work between two checkpoints that minimises :func:`daly_expected_s`.
 
-    It solves ``(1 - tau/M) e^((tau + delta)/M) = 1`` by bisection, lies between 0 and ``M``, and does not depend on ``R``.
-    Young's and Daly's formulas (:mod:`holdfast.checkpoint.interval`) approximate it.
+    It solves ``(1 - tau/M) e^((tau + delta)/M) = 1`` by bisection, lies between 0 and ``M``, and does not depend on
+    ``R``. Young's and Daly's formulas (:mod:`holdfast.checkpoint.interval`) approximate it.
 
     Args:
         save_s: ``delta``, the cost of a checkpoint, ``> 0``.

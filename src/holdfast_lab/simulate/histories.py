@@ -22,9 +22,9 @@ NEVER_ADMITTED = -1
 class Phase:
     """The phase of a history, as plain integers: arrays compare with them five times faster than with enum members.
 
-    ``RUN``: the members train. ``DETECT``: a member has failed, and not all survivors know. ``RECOVER``: the members regroup and
-    execute a decision, or admit newcomers. ``START``: the launcher restarts the job. ``WAIT``: too few workers are up to start it.
-    ``OVER``: the job is done, or the horizon is reached.
+    ``RUN``: the members train. ``DETECT``: a member has failed, and not all survivors know. ``RECOVER``: the members
+    regroup and execute a decision, or admit newcomers. ``START``: the launcher restarts the job. ``WAIT``: too few
+    workers are up to start it. ``OVER``: the job is done, or the horizon is reached.
     """
 
     RUN: Final = 0
@@ -127,7 +127,8 @@ class Recoveries:
         decision: The column of the decision table.
         sums: Completed all-reduces of the step in progress; -1 if its computation was not finished.
         from_snapshot: The state is in a snapshot: loading loses nothing more.
-        takes: Duration of each stage, by :class:`~holdfast_lab.simulate.decision_table.Stage`; shape ``(stages, histories)``.
+        takes: Duration of each stage, by :class:`~holdfast_lab.simulate.decision_table.Stage`; shape ``(stages,
+            histories)``.
     """
 
     is_down: Flags

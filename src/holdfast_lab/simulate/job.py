@@ -8,12 +8,13 @@ from holdfast.errors import ConfigError
 from holdfast_lab.simulate.checks import LONGEST_S, MOST_STEPS, check_choice, check_range
 
 STRATEGIES = ("rollback", "forward", "restart", "reinit", "partial", "relaunch")
-"""Those of :mod:`holdfast.recovery`, and ``relaunch``: no survivor continues; the launcher restarts the job from the newest
-checkpoint once as many workers as before are available. This is a launcher without fault tolerance.
+"""Those of :mod:`holdfast.recovery`, and ``relaunch``: no survivor continues; the launcher restarts the job from the
+newest checkpoint once as many workers as before are available. This is a launcher without fault tolerance.
 """
 
 MODELS = ("replicated", "mirrored", "split")
-"""How the model is held: by every worker; each part by several workers; each part by one worker, with whose failure it is lost."""
+"""How the model is held: by every worker; each part by several workers; each part by one worker, with whose failure it
+is lost."""
 
 UPDATES = ("lazy", "eager")
 """When the optimizer runs: after the commit vote, or bucket by bucket, overlapped with the following all-reduces."""
@@ -29,17 +30,20 @@ class Job:
     Args:
         strategy: One of :data:`STRATEGIES`.
         steps: Mini-batches to train, 1 to 10^11; None trains until ``horizon_s``.
-        horizon_s: When the simulation ends, seconds, ``> 0``; by default ten times the undisturbed duration of ``steps``.
+        horizon_s: When the simulation ends, seconds, ``> 0``; by default ten times the undisturbed duration of
+            ``steps``.
         save_every: Steps between two checkpoints, ``>= 0``; 0 saves nothing.
         min_workers: With fewer survivors the job saves and stops, and is restarted when enough are available, ``>= 1``.
         start_workers: Available workers needed to start the job; by default ``min_workers``, for ``relaunch`` all.
         slices: Slices of a mini-batch; by default one per worker. A worker computes whole slices.
-        split: ``"slices"``: whole slices are reassigned; ``"even"``: the mini-batch is divided anew, so all finish together.
-        batch: ``"global"``: the mini-batch keeps its size; ``"local"``: each worker keeps its part, and the mini-batch shrinks.
+        split: ``"slices"``: whole slices are reassigned; ``"even"``: the mini-batch is divided anew, so all finish
+            together.
+        batch: ``"global"``: the mini-batch keeps its size; ``"local"``: each worker keeps its part, and the mini-batch
+            shrinks.
         buckets: All-reduces of a step besides the commit vote, ``>= 1``.
         model: One of :data:`MODELS`.
-        reinit_from: ``reinit`` restores a ``"snapshot"`` taken at the failure, or the ``"checkpoint"``; if the model is not
-            replicated, always the latter.
+        reinit_from: ``reinit`` restores a ``"snapshot"`` taken at the failure, or the ``"checkpoint"``; if the model is
+            not replicated, always the latter.
         update: One of :data:`UPDATES`; ``"eager"`` needs a replicated model.
 
     Raises:

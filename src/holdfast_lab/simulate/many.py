@@ -31,7 +31,9 @@ def simulate(scenario: Scenario, *, seed: int = 0, repetition: int = 0) -> Outco
 
 
 def monte_carlo(scenario: Scenario, repetitions: int, *, seed: int = 0) -> Sweep:
-    """Return the outcomes of many histories; that of repetition ``r`` is ``simulate(scenario, seed=seed, repetition=r)``.
+    """Return the outcomes of many histories.
+
+    That of repetition ``r`` is ``simulate(scenario, seed=seed, repetition=r)``.
 
     Args:
         scenario: The scenario.

@@ -41,8 +41,9 @@ class MeasuredRun:
     Args:
         directory: The directory of the files.
         workers: Number of workers that the run was started with.
-        costs: By their names in :class:`holdfast_lab.simulate.Costs`; also ``step_s``, the whole step, and ``state_bytes``. With the
-            overlapped optimizer, ``step_s`` and ``regroup_s`` include ``waited_s`` and ``discard_s``: waiting for updates, undoing them.
+        costs: By their names in :class:`holdfast_lab.simulate.Costs`; also ``step_s``, the whole step, and
+            ``state_bytes``. With the overlapped optimizer, ``step_s`` and ``regroup_s`` include ``waited_s`` and
+            ``discard_s``: waiting for updates, undoing them.
     """
 
     directory: Path
@@ -50,12 +51,12 @@ class MeasuredRun:
     costs: Mapping[str, Measured]
 
     def apart(self) -> dict[str, float]:
-        """Return the costs without overlap: steps and regrouping exclude the overlapped optimizer, which has its own costs."""
+        """Return disjoint costs: steps and regrouping exclude the overlapped optimizer, which has its own costs."""
         return updates_apart({name: one.value for name, one in self.costs.items()})
 
 
 def updates_apart(costs: Mapping[str, float]) -> dict[str, float]:
-    """Subtract the costs of the overlapped optimizer from the costs that include them, as in :attr:`MeasuredRun.costs`."""
+    """Subtract the overlapped optimizer's costs from those that include them, as in :attr:`MeasuredRun.costs`."""
     found = dict(costs)
     for part, whole in _INSIDE.items():
         inside = found.pop(part, 0.0)
@@ -111,7 +112,10 @@ def _costs(report: Mapping[str, Any], records: Sequence[Record]) -> Iterable[tup
 
 
 def _updates(workers: Sequence[UpdatedEagerly]) -> Iterable[tuple[str, Measured]]:
-    """Yield the durations of the overlapped optimizer over all buckets of a step; undone steps count by their number of buckets."""
+    """Yield the durations of the overlapped optimizer over all buckets of a step.
+
+    Undone steps count by their number of buckets.
+    """
     buckets = [(one.buckets - one.undone) / one.steps for one in workers]
     pairs = list(zip(workers, buckets, strict=True))
     yield from _median("update_s", "worker", [one.update_s / one.buckets * number for one, number in pairs])

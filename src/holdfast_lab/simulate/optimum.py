@@ -33,9 +33,9 @@ def best_interval(
 ) -> Optimum:
     """Return the number of steps between two checkpoints with the highest goodput.
 
-    The search tries powers of two first, then ever closer numbers around the best. All candidates are simulated on the same
-    failures, so the difference of two is known much better than either. Goodput is flat around its optimum: another seed may
-    find another number that is as good.
+    The search tries powers of two first, then ever closer numbers around the best. All candidates are simulated on the
+    same failures, so the difference of two is known much better than either. Goodput is flat around its optimum:
+    another seed may find another number that is as good.
 
     Args:
         scenario: The scenario; its own ``save_every`` does not matter.

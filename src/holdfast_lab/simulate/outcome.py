@@ -43,7 +43,8 @@ class Outcome:
     Args:
         parts_ns: Duration of each of :data:`PARTS`, whole nanoseconds; their total is ``total_ns``.
         total_ns: Simulated time: until the job was done, or the horizon.
-        ideal_ns: How long the samples that contribute to the weights take with all workers, without failures or checkpoints.
+        ideal_ns: How long the samples that contribute to the weights take with all workers, without failures or
+            checkpoints.
         finished: Whether the job was done.
         steps: Committed steps that count.
         failures: How often members were lost; simultaneous losses count once.
@@ -68,7 +69,7 @@ class Outcome:
 
     @property
     def goodput(self) -> float:
-        """Time that the work would have taken undisturbed with all workers, as a share of the total: ``ideal / total``."""
+        """Undisturbed time of the work with all workers, as a share of the total time: ``ideal / total``."""
         return self.ideal_ns / self.total_ns
 
     def value(self, name: str) -> float:
@@ -82,7 +83,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """Many histories of one scenario. All arrays have the shape ``(repetitions,)``; see :class:`Outcome` for their meaning."""
+    """Many histories of one scenario. All arrays have the shape ``(repetitions,)``.
+
+    See :class:`Outcome` for their meaning.
+    """
 
     parts_ns: Mapping[str, Ticks]
     total_ns: Ticks
@@ -171,7 +175,10 @@ class Estimate(NamedTuple):
 
 
 def _student(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t, by the Cornish-Fisher expansion; exact for 1 and 2 degrees of freedom."""
+    """Return the 97.5 % quantile of Student's t, by the Cornish-Fisher expansion.
+
+    It is exact for 1 and 2 degrees of freedom.
+    """
     if freedom <= 2:
         return (12.706204736, 4.302652730)[freedom - 1]
     z = 1.959963985

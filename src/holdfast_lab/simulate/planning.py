@@ -1,4 +1,4 @@
-"""Plans a job: compares the strategies, searches the best checkpoint interval, and maps the best strategy by cluster."""
+"""Plans a job: compares strategies, searches the best checkpoint interval, and maps the best strategy by cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ ENOUGH = 0.005
 """Half a point of goodput; a smaller difference is no reason to choose another strategy."""
 
 _FEWEST, _MOST = 30, 60
-"""Approximate bounds of the failures in one history: histories are simulated together, so many short ones cost less than few long ones."""
+"""Approximate bounds of the failures in one history: histories are simulated together, so many short ones cost less
+than few long ones."""
 _LONGEST_S = 1e8
 _MAP_REPETITIONS, _MAP_FAILURES = 16, 25
 _MAP_STRATEGIES = ("relaunch", "rollback", "forward")
@@ -61,8 +62,9 @@ def plan(
         now: Called with progress messages.
 
     Returns:
-        Plain data: ``question``; ``rows``, one per strategy; ``best``, the recommended one; ``optimum``, the intervals tried for it;
-        ``without_spares``, the best strategy without spares, by ``split``; ``map``, the best strategy by cluster, empty without a map.
+        Plain data: ``question``; ``rows``, one per strategy; ``best``, the recommended one; ``optimum``, the intervals
+        tried for it; ``without_spares``, the best strategy without spares, by ``split``; ``map``, the best strategy by
+        cluster, empty without a map.
     """
     names = ["relaunch", "restart", "reinit", "rollback", "forward"] + ["partial"] * (question.model == "split")
     rows = []
@@ -93,7 +95,8 @@ def recommended(goodput: Mapping[str, float]) -> str:
     """Return the strategy to use, from the goodput of each: ``rollback`` unless another is better by :data:`ENOUGH`.
 
     Returns:
-        A strategy; ``"any"`` if not even ``relaunch`` is worse by that much; ``"none"`` if hardly any work gets done with any of them.
+        A strategy; ``"any"`` if not even ``relaunch`` is worse by that much; ``"none"`` if hardly any work gets done
+        with any of them.
     """
     best = max(goodput.values())
     if best < 10 * ENOUGH:
@@ -167,7 +170,10 @@ def _formulas(question: Question, strategy: str) -> dict[str, float | None]:
 
 
 def _usual_every(question: Question, strategy: str) -> int:
-    """Return the steps between two checkpoints by the closed form; a checkpoint waits for the previous one to be written."""
+    """Return the steps between two checkpoints by the closed form.
+
+    A checkpoint waits for the previous one to be written.
+    """
     exact_s = _formulas(question, strategy)["exact_s"]
     if exact_s is None and math.isinf(mtbf_back_s(question, strategy)):
         return 0
@@ -265,7 +271,10 @@ def _without_spares(
 
 
 def _map(question: Question, seed: int, now: Say) -> list[dict[str, Any]]:
-    """Return the best strategy for other numbers of workers and other nodes; step and checkpoint costs stay the same."""
+    """Return the best strategy for other numbers of workers and other nodes.
+
+    Step and checkpoint costs stay the same.
+    """
     now("computing the map")
     sizes = [n for factor in (1 / 16, 1 / 4, 1, 4, 16) if 2 <= (n := round(question.workers * factor)) <= 300_000]
     cells = []

@@ -20,7 +20,9 @@ Ticks = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceTable:
-    """The simulator's durations by number of members. Arrays of shape ``(total + 1,)``, nanoseconds; entry 0 equals that of one member.
+    """The simulator's durations by number of members. Arrays of shape ``(total + 1,)``, nanoseconds.
+
+    Entry 0 equals that of one member.
 
     Args:
         compute: Computing of a step, before its first all-reduce.
@@ -71,8 +73,9 @@ def step_parts_s(cluster: Cluster, job: Job, costs: Costs) -> tuple[Seconds, Sec
 def exposed_s(cluster: Cluster, job: Job, costs: Costs) -> Seconds:
     """Return how long all wait for the optimizer in a step, by number of members.
 
-    Without overlap, updates follow the commit vote. With the overlapped optimizer they run one after the other, each after its bucket's
-    all-reduce, beside the all-reduces that follow. What remains when the last all-reduce is done delays the commit vote.
+    Without overlap, updates follow the commit vote. With the overlapped optimizer they run one after the other, each
+    after its bucket's all-reduce, beside the all-reduces that follow. What remains when the last all-reduce is done
+    delays the commit vote.
 
     Returns:
         An array of shape ``(total + 1,)``, seconds.

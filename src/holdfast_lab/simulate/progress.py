@@ -52,7 +52,10 @@ class Progress:
         self.step[i] = position.step
 
     def settle(self, i: Ticks, now: Ticks, saves: Ticks) -> None:
-        """Determine which of the segments' ``saves`` checkpoints are complete by now; call it before counting the segments."""
+        """Determine which of the segments' ``saves`` checkpoints are complete by now.
+
+        Call it before counting the segments.
+        """
         self.settle_pending(i, now)
         if not (saved := saves > 0).any():
             return

@@ -1,7 +1,8 @@
-"""Runs the production recovery protocol in the simulator: one recovery, order by order, from :class:`~holdfast.recovery.Protocol`.
+"""Runs one recovery of the production protocol, :class:`~holdfast.recovery.Protocol`, in the simulator, order by order.
 
-One survivor's protocol represents all. A strategy that checks the progress of all members receives a few representatives, which suffice to
-show that a member is behind, that one is new, and whether enough are left. Further equal members would not change its decision.
+One survivor's protocol represents all. A strategy that checks the progress of all members receives a few
+representatives, which suffice to show that a member is behind, that one is new, and whether enough are left. Further
+equal members would not change its decision.
 """
 
 from __future__ import annotations

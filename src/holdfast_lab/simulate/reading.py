@@ -62,7 +62,8 @@ def _watched_s(path: Path, span_s: float | None, last_s: float) -> float:
     """
     if span_s is None:
         raise ConfigError(
-            f"{path} does not say how long its machines were observed: give span_s, at least {last_s:g} s, the time of its last event"
+            f"{path} does not say how long its machines were observed: give span_s, at least {last_s:g} s, the time "
+            "of its last event"
         )
     check_range("span_s", span_s, 0, above=True, most=LONGEST_S)
     if span_s < last_s:
@@ -73,7 +74,7 @@ def _watched_s(path: Path, span_s: float | None, last_s: float) -> float:
 
 
 def _still_down(spells: Sequence[Spell], down: Mapping[int, float], span_s: float) -> list[Spell]:
-    """Return the outages of machines that are down when a trace ends: they last until the repeated trace brings the machine back.
+    """Return outages of machines that are down when a trace ends; they last until the repeated trace ends them.
 
     A machine that never comes back is up again when the trace starts over.
 
@@ -153,7 +154,8 @@ def read_infinitehbd(path: Path, units: int = 400) -> Read:
 def read_lanl(path: Path, system: int = 20) -> Read:
     """Read the outages of one of LANL's 22 systems; an outage without an end is not counted.
 
-    A system was observed from its first to its last outage or, if it was in use to the end, to the last outage of the whole file.
+    A system was observed from its first to its last outage or, if it was in use to the end, to the last outage of the
+    whole file.
     """
     spells: list[tuple[int, datetime, datetime]] = []
     units, is_in_use = 0, False

@@ -1,7 +1,7 @@
 """Replays a run's failures through the simulator's protocol and compares the decisions.
 
-From the records it takes the lost ranks, the step, and whether that step had been computed, but not the decision. The run's
-strategy decides again.
+From the records it takes the lost ranks, the step, and whether that step had been computed, but not the decision. The
+run's strategy decides again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def replay(records: Iterable[Record], *, min_workers: int = 1) -> tuple[Replayed
         min_workers: The run's value, which the records do not contain.
 
     Raises:
-        ConfigError: if no start is recorded, or the model was split: the records do not say which worker held which part.
+        ConfigError: if no start is recorded, or the model was split: the records do not say which worker held which
+            part.
     """
     strategy, buckets = "", 0
     seen: list[FailureSeen] = []
@@ -73,7 +74,8 @@ def replay(records: Iterable[Record], *, min_workers: int = 1) -> tuple[Replayed
                 told.add(generation)
                 if not strategy or not buckets:
                     raise ConfigError(
-                        "the records have no start of a worker, or the model was split: they do not say which worker held which part"
+                        "the records have no start of a worker, or the model was split: they do not say which worker "
+                        "held which part"
                     )
                 if record.decision != "heal":
                     replayed.append(_decide_again(record, seen, strategy, buckets, min_workers))

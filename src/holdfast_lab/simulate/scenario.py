@@ -66,5 +66,5 @@ class Scenario:
         return min(10 * (self.job.steps * self.full_step_s + saves * self.costs.save_s), LONGEST_S)
 
     def save_steps(self, interval_s: float) -> int:
-        """Return the number of steps between two checkpoints that are ``interval_s`` of undisturbed work apart, at least 1."""
+        """Return the number of steps, at least 1, between checkpoints ``interval_s`` of undisturbed work apart."""
         return max(1, round(min(interval_s, LONGEST_S) / self.full_step_s)) if math.isfinite(interval_s) else 0

@@ -39,7 +39,8 @@ def _every(value: object, info: ValidationInfo) -> int | float | str:
             return float(parse_seconds(value, _named(info)))
         except ConfigError as error:
             raise ConfigError(
-                f"save_every must be a number of steps, a time such as 20min, or one of {', '.join(EVERY)}; got {value!r}"
+                f"save_every must be a number of steps, a time such as 20min, or one of {', '.join(EVERY)}; got "
+                f"{value!r}"
             ) from error
     if isinstance(value, str) or (type(value) is int and value >= 0):
         return value
@@ -118,7 +119,10 @@ class StrategyTable(Policies):
 
 
 class CostsTable(Table):
-    """The keys of :class:`holdfast_lab.simulate.Costs`; also sizes and speeds that costs are derived from, or a run in which they were measured."""
+    """The keys of :class:`holdfast_lab.simulate.Costs`.
+
+    There are also keys for sizes and speeds that costs are derived from, and for a run in which they were measured.
+    """
 
     from_report: str = ""
     step_s: Seconds | None = None
@@ -168,7 +172,10 @@ def _repair(value: object) -> object:
 
 
 class SourceTable(TimesTable):
-    """The keys of :class:`holdfast_lab.simulate.Source`; or a count of failures, with the number of units and the time."""
+    """The keys of :class:`holdfast_lab.simulate.Source`.
+
+    In place of a mean there may be a count of failures, with the number of units and the time.
+    """
 
     level: str = "node"
     age_s: Seconds = 0.0
@@ -217,7 +224,8 @@ class File(Table):
     def _has_one_reason(self) -> File:
         if (self.failures is None) == (self.trace is None):
             raise ConfigError(
-                "there must be either [[failures]] or [trace], which say what fails and when; write failures = [] if nothing fails"
+                "there must be either [[failures]] or [trace], which say what fails and when; write failures = [] if "
+                "nothing fails"
             )
         return self
 

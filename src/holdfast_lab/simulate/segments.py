@@ -1,4 +1,4 @@
-"""Segments of undisturbed training: all steps of a segment have the same duration, so one division gives the position at any time."""
+"""Segments of undisturbed training, whose steps have equal duration, so one division gives the position at any time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class Position(NamedTuple):
 
 
 class Segments:
-    """The current segment of each history: consecutive steps, with checkpoints in between. Segments are restarted repeatedly.
+    """The current segment of each history: consecutive steps, with checkpoints in between.
+
+    Segments are restarted repeatedly.
 
     The time from the end of one checkpoint to the end of the next is a cycle.
 

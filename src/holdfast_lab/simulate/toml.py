@@ -40,7 +40,8 @@ class Setting:
     Args:
         name: Its name.
         scenario: Its scenario, in which ``save_every`` is 0 and does not count.
-        every: The checkpoint interval: steps, a time in seconds as a float, or one of :data:`~holdfast_lab.simulate.schema.EVERY`.
+        every: The checkpoint interval: steps, a time in seconds as a float, or one of
+            :data:`~holdfast_lab.simulate.schema.EVERY`.
     """
 
     name: str
@@ -104,7 +105,8 @@ def _made(file: File, folder: Path) -> ScenarioFile:
     names = [setting.name for setting in settings]
     if double := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(
-            f"two strategies have the name {double[0]!r}; give each its own name, such as {{strategy = ..., name = ...}}"
+            f"two strategies have the name {double[0]!r}; give each its own name, such as "
+            f"{{strategy = ..., name = ...}}"
         )
     return ScenarioFile(title=file.title, repetitions=file.repetitions, seed=file.seed, settings=tuple(settings))
 
@@ -139,7 +141,8 @@ def _steps(work_s: float, step_s: float) -> int:
     check_range("work_s", work_s, 0, most=LONGEST_S)
     if work_s > MOST_STEPS * step_s:
         raise ConfigError(
-            f"work_s is more than {MOST_STEPS:g} steps of {step_s:g} s, the largest number that can be simulated; check the duration of a step"
+            f"work_s is more than {MOST_STEPS:g} steps of {step_s:g} s, the largest number that can be simulated; "
+            "check the duration of a step"
         )
     return max(1, round(work_s / step_s))
 
@@ -161,7 +164,8 @@ def _with_costs(table: CostsTable, cluster: Cluster, job: Job, down: Down, folde
         speeds.setdefault("state_bytes", measured.get("state_bytes", -1.0))
         if speeds["state_bytes"] < 0 or "write_bytes_per_s" not in speeds:
             raise ConfigError(
-                f"[costs] has {', '.join(speeds)}: the cost of a checkpoint needs both state_bytes and write_bytes_per_s"
+                f"[costs] has {', '.join(speeds)}: the cost of a checkpoint needs both state_bytes and "
+                "write_bytes_per_s"
             )
         costs = Costs.of_storage(**speeds, **others)
     else:
@@ -170,7 +174,9 @@ def _with_costs(table: CostsTable, cluster: Cluster, job: Job, down: Down, folde
 
 
 def of_step(cluster: Cluster, job: Job, costs: Costs, down: Down, step_s: float | None) -> Scenario:
-    """Return the scenario in which a step takes ``step_s`` with all workers, excluding ``update_s``; the rest besides the all-reduces is computing.
+    """Return the scenario in which a step takes ``step_s`` with all workers, excluding ``update_s``.
+
+    The rest besides the all-reduces is computing.
 
     Args:
         cluster: The machines.
@@ -204,7 +210,8 @@ def _down(file: File, folder: Path) -> Down:
     levels = {table.level for table in file.failures or ()}
     if _WHOLE_JOB in levels and "rack" in levels:
         raise ConfigError(
-            "[[failures]] has both level job and level rack; use one of them, because the simulator models a job failure as a failure of one rack with all nodes"
+            "[[failures]] has both level job and level rack; use one of them, because the simulator models a job "
+            "failure as a failure of one rack with all nodes"
         )
     failures = Failures(tuple(_source(number, table, cluster) for number, table in enumerate(file.failures or (), 1)))
     check_mtbf(failures.mtbf_s(cluster))

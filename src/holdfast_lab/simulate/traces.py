@@ -22,18 +22,18 @@ Seconds = npt.NDArray[np.float64]
 class Trace:
     """The recorded outages of real machines.
 
-    The units of the trace become the workers, nodes or racks of the cluster. If the cluster has more of them, the trace is
-    used several times side by side. If the simulation is longer, the trace starts over: a unit that is up
-    at its end stays up until its next failure, even if the trace begins with that unit down.
+    The units of the trace become the workers, nodes or racks of the cluster. If the cluster has more of them, the trace
+    is used several times side by side. If the simulation is longer, the trace starts over: a unit that is up at its end
+    stays up until its next failure, even if the trace begins with that unit down.
 
     Args:
-        spells: Unit, begin and end of each outage, seconds from the begin of the trace; a unit may have several at once. An
-            outage may end after the trace: it then lasts until that time in the repeated trace.
+        spells: Unit, begin and end of each outage, seconds from the begin of the trace; a unit may have several at
+            once. An outage may end after the trace: it then lasts until that time in the repeated trace.
         units: Number of units, including those that never failed, 1 to 10,000,000.
         span_s: Length of the observation, ``> 0``.
         level: The level of a unit: ``"worker"``, ``"node"`` or ``"rack"``.
-        replayed: Every repetition uses the trace from its begin, unit by unit. Otherwise each repetition begins at a random time in it,
-            and at another one for each copy side by side; units that fail together still do.
+        replayed: Every repetition uses the trace from its begin, unit by unit. Otherwise each repetition begins at a
+            random time in it, and at another one for each copy side by side; units that fail together still do.
         name: Where it comes from.
 
     Raises:
@@ -81,8 +81,8 @@ class Trace:
     def _met_again(self, spells: Seconds) -> npt.NDArray[np.bool_]:
         """Return which outages occur in repetitions of the trace.
 
-        An outage at the start of the trace occurs only if it continues one at the end: a unit that is up at the end stays up, and
-        one that is down beyond the end is already down.
+        An outage at the start of the trace occurs only if it continues one at the end: a unit that is up at the end
+        stays up, and one that is down beyond the end is already down.
         """
         failed, whose = np.unique(spells[:, 0], return_inverse=True)
         last_s = np.zeros(len(failed))
@@ -118,18 +118,18 @@ def read_trace(
     """Read a failure trace.
 
     ===============  =========================================================================================
-    ``infinitehbd``  JSON of fault starts and ends (InfiniteHBD-Trace, SIGCOMM 2025); ``units`` servers were observed, 400
-    ``lanl``         CSV of all outages of LANL's systems (LA-UR-05-7318), of one ``system`` by number
-    ``spot``         CSV ``milliseconds,add|remove,name`` (Bamboo, NSDI 2023): down until added; needs ``span_s``
-    ``sizes``        CSV ``date, time, machines`` (the same): the oldest machine leaves first
-    ``ssd``          CSV of drives that failed with node and rack (Alibaba, FAST 2021), of one ``room``; ``repair_s`` and
+    ``infinitehbd``  JSON of fault starts and ends (InfiniteHBD-Trace, SIGCOMM 2025); ``units`` servers were observed,
+    400 ``lanl``         CSV of all outages of LANL's systems (LA-UR-05-7318), of one ``system`` by number ``spot``
+    CSV ``milliseconds,add|remove,name`` (Bamboo, NSDI 2023): down until added; needs ``span_s`` ``sizes``        CSV
+    ``date, time, machines`` (the same): the oldest machine leaves first ``ssd``          CSV of drives that failed with
+    node and rack (Alibaba, FAST 2021), of one ``room``; ``repair_s`` and
                      ``nodes_per_rack`` are not in it. Nodes of one rack are numbered consecutively
     ``table``        CSV with a header ``unit,start_s,end_s``; needs ``span_s``
     ===============  =========================================================================================
 
-    The file says how long the machines were observed. ``spot`` and ``table`` files do not, and need ``span_s``: seconds from the begin
-    of the trace, not less than its last event. Include a quiet period at the end; without it the failure rate is too high.
-    Files that end in ``.gz``, ``.xz`` or ``.zip`` are decompressed.
+    The file says how long the machines were observed. ``spot`` and ``table`` files do not, and need ``span_s``: seconds
+    from the begin of the trace, not less than its last event. Include a quiet period at the end; without it the failure
+    rate is too high. Files that end in ``.gz``, ``.xz`` or ``.zip`` are decompressed.
 
     Args:
         path: The file.

@@ -1,7 +1,7 @@
-"""Simulates many histories at once, with one array entry per history: the production strategies, with decisions from a table.
+"""Simulates the production strategies in many histories at once, one array entry each, with decisions from a table.
 
-Every history has its own time. In each round every history advances: first through scheduled events before the next outage, then
-through the next outage or the end of one.
+Every history has its own time. In each round every history advances: first through scheduled events before the next
+outage, then through the next outage or the end of one.
 """
 
 from __future__ import annotations
@@ -249,7 +249,10 @@ class Simulator:
         self._clocks.wake[i] = np.maximum(now, self._clocks.since[i]) + self._times.detect
 
     def _stop_training(self, i: Ticks, now: Ticks) -> Flags:
-        """Let survivors train until an all-reduce fails; return whether one does before the job is done or the horizon is reached."""
+        """Let survivors train until an all-reduce fails.
+
+        Return whether one does before the job is done or the horizon is reached.
+        """
         segments, buckets = self._segments, self._job.buckets
         position = there = segments.at(i, now)
         missed = now
@@ -327,7 +330,10 @@ class Simulator:
             left -= spent
 
     def _take_effect(self, i: Ticks, loading: Flags) -> None:
-        """Apply a decision's losses: what it discards and, while a checkpoint is loaded, all work since it. A snapshot's content is not lost."""
+        """Apply a decision's losses: what it discards and, while a checkpoint is loaded, all work since it.
+
+        A snapshot's content is not lost.
+        """
         decisions, column = self._decisions, self._recoveries.decision[i]
         goes_back, from_snapshot = decisions.goes_back[column], self._recoveries.from_snapshot
         self._progress.discard(i[decisions.discards[column]])

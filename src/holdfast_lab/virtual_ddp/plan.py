@@ -31,8 +31,8 @@ class Decision:
 
     Args:
         step: The step in progress at its begin.
-        what: ``"redo"`` the step, ``"continue"`` it over the survivors, ``"load"`` a checkpoint, ``"stop"``; ``"grow"`` if
-            newcomers were admitted, ``"leave"`` if workers only left.
+        what: ``"redo"`` the step, ``"continue"`` it over the survivors, ``"load"`` a checkpoint, ``"stop"``; ``"grow"``
+            if newcomers were admitted, ``"leave"`` if workers only left.
         redone_steps: Steps whose work is redone, including the one in progress.
     """
 
@@ -44,7 +44,7 @@ class Decision:
 def faults_by_step(
     settings: Settings, members: Sequence[int], num_buckets: int
 ) -> dict[int, list[tuple[int, int, int]]]:
-    """Return the faults by step: number of the fault, position of the all-reduce that does not complete, and the rank that fails.
+    """Return the faults by step: number of the fault, position of the failing all-reduce, and the rank that fails.
 
     Raises:
         ConfigError: if a fault is not supported here.
@@ -69,5 +69,6 @@ def _place(fault: Fault) -> tuple[int, int]:
     if fault.kind == "kill" and fault.phase == "optimizer":
         return fault.step + 1, 0
     raise ConfigError(
-        f"{fault.to_spec()}: with all slices computed together, only kills in forward, backward, allreduce and optimizer are possible"
+        f"{fault.to_spec()}: with all slices computed together, only kills in forward, backward, allreduce and "
+        "optimizer are possible"
     )

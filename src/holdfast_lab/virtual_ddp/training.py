@@ -1,13 +1,14 @@
-"""Trains many virtual workers with all slices of a step together, to find the effect of failures on accuracy at any scale.
+"""Trains many virtual workers with all slices of a step together, to measure how failures affect accuracy.
 
-Protocol, strategies, buckets, slicing and reassignment are those of production. The protocol decides first: a step is computed
-when it is to be applied, and discarded work is never computed. Then all samples that contribute to the same all-reduces go through
-the model together. That is the whole mini-batch, unless workers failed in the middle of a step that ``forward`` continues. Then each
-all-reduce has its own samples, and the samples of failed workers go through separately, grouped by the all-reduce they missed.
+Protocol, strategies, buckets, slicing and reassignment are those of production. The protocol decides first: a step is
+computed when it is to be applied, and discarded work is never computed. Then all samples that contribute to the same
+all-reduces go through the model together. That is the whole mini-batch, unless workers failed in the middle of a step
+that ``forward`` continues. Then each all-reduce has its own samples, and the samples of failed workers go through
+separately, grouped by the all-reduce they missed.
 
-So a thousand workers cost as much as one, but no hash is promised. Gradients are added in another order; random numbers in the
-model are drawn for the whole mini-batch; and batch norm in training uses mean and variance of the mini-batch instead of each
-slice, which is a different computation.
+So a thousand workers cost as much as one, but no hash is promised. Gradients are added in another order; random numbers
+in the model are drawn for the whole mini-batch; and batch norm in training uses mean and variance of the mini-batch
+instead of each slice, which is a different computation.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Snapshot:
 
 @dataclass(slots=True)
 class _Attempt:
-    """A step in progress: its mini-batch, in one piece if no worker can fail in it, and the all-reduce before which each failed."""
+    """A step in progress: its mini-batch, in one piece if no worker can fail, and where each failed worker failed."""
 
     batch: MiniBatch
     full_size: int
@@ -111,11 +112,12 @@ class Batched:
         model: The model, trained in place, on any device.
         optimizer: The optimizer of its parameters.
         changes: Planned changes of the workers.
-        begin: Starting point: a :meth:`snapshot` of a training with the same data, seed and ``batch_size`` in which nothing has
-            happened yet. None: start at the first step.
-        **settings: Fields of :class:`holdfast.config.Settings`. Used are ``workers``, ``spares``, ``strategy``, ``slices``, ``split``,
-            ``batch``, ``rescale``, ``min_workers``, ``checkpoint_every`` (in memory), ``bucket_bytes``, ``seed`` and ``faults``,
-            which may be kills in a forward or backward pass or an all-reduce.
+        begin: Starting point: a :meth:`snapshot` of a training with the same data, seed and ``batch_size`` in which
+            nothing has happened yet. None: start at the first step.
+        **settings: Fields of :class:`holdfast.config.Settings`. Used are ``workers``, ``spares``, ``strategy``,
+            ``slices``, ``split``, ``batch``, ``rescale``, ``min_workers``, ``checkpoint_every`` (in memory),
+            ``bucket_bytes``, ``seed`` and ``faults``, which may be kills in a forward or backward pass or an
+            all-reduce.
 
     Raises:
         ConfigError: if a setting is not allowed, or a fault is not supported here.
@@ -133,7 +135,8 @@ class Batched:
         self._settings = Settings(**settings)
         if self._settings.strategy not in STRATEGIES:
             raise ConfigError(
-                f"strategy must be one of {', '.join(STRATEGIES)} where all slices are computed together, got {self._settings.strategy}"
+                f"strategy must be one of {', '.join(STRATEGIES)} where all slices are computed together, got "
+                f"{self._settings.strategy}"
             )
         self.model, self.optimizer = model, optimizer
         self._buckets = Buckets(model, self._settings.bucket_bytes)
@@ -142,7 +145,8 @@ class Batched:
         self._changes = {change.step: change for change in changes}
         if len(self._changes) < len(changes):
             raise ConfigError(
-                f"at most one change is allowed before a step, got {len(changes)} for {len(self._changes)} steps; merge the changes of a step"
+                f"at most one change is allowed before a step, got {len(changes)} for {len(self._changes)} steps; "
+                "merge the changes of a step"
             )
         self._faults = faults_by_step(self._settings, self.members, len(self._buckets))
         self._fired: set[int] = set()
@@ -174,7 +178,9 @@ class Batched:
     def steps(
         self, dataset: Any, batch_size: int, epochs: int = 1, *, shuffle: bool = True, drop_last: bool = False
     ) -> Iterator[Step]:
-        """Yield the steps that are committed, like ``session.steps`` with slices together; a loaded checkpoint may undo some of them.
+        """Yield the steps that are committed, like ``session.steps`` with slices together.
+
+        A loaded checkpoint may undo some of them.
 
         Args:
             dataset: Anything with ``len`` and ``[]``.
@@ -338,7 +344,7 @@ class Batched:
         return Computed()
 
     def _apply(self) -> Iterator[Step]:
-        """Let the script compute the step, in groups of samples that contribute to the same all-reduces, and run the optimizer."""
+        """Let the script compute the step, grouped by the all-reduces that samples contribute to; run the optimizer."""
         attempt = self._attempt
         assert attempt is not None
         groups = _groups(attempt, self.num_buckets)
@@ -430,7 +436,10 @@ class Batched:
     # -- checkpoints
 
     def snapshot(self) -> Snapshot:
-        """Return a copy of the state after ``step`` steps; valid also while the next step is in progress but not computed."""
+        """Return a copy of the state after ``step`` steps.
+
+        This is valid also while the next step is in progress but not computed.
+        """
         return Snapshot(
             step=self.step,
             cursor=self._cursor,

@@ -12,8 +12,9 @@ import torch
 class Recipe:
     """Stochastic gradient descent whose learning rate falls in steps (Caffe's policy ``step``).
 
-    Caffe multiplies the gradient by the rate before it enters the momentum, torch afterwards, so the two differ for some
-    steps after a change of the rate. Caffe's files also give biases twice the rate and no decay; this recipe does not.
+    Caffe multiplies the gradient by the rate before it enters the momentum, torch afterwards, so the two differ for
+    some steps after a change of the rate. Caffe's files also give biases twice the rate and no decay; this recipe does
+    not.
     """
 
     learning_rate: float

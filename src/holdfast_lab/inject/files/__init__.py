@@ -112,7 +112,8 @@ def _foreign(path: Path, named: Path, stack: ExitStack, *, write: bool) -> FileV
         known = locators()
         if kind not in known:
             raise ConfigError(
-                f"{named} is not a file that can be altered; it must be HDF5, or its name must end with one of {', '.join(known)}"
+                f"{named} is not a file that can be altered; it must be HDF5, or its name must end with one of "
+                f"{', '.join(known)}"
             )
         locate = known[kind]
     archives = kind not in (".hdf5", ".safetensors")

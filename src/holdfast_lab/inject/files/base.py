@@ -1,4 +1,4 @@
-"""Reads and writes values in place in files, so that the cost grows with their number and not with the size of the file."""
+"""Reads and writes values in place in files, so the cost grows with their number and not with the file size."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class FileValues:
             chunk.exchange(values)
 
     def _find(self, wanted: Sequence[tuple[int, Index]]) -> tuple[_Runs, list[tuple[int, Chunk]]]:
-        """Return the uncompressed values, grouped as they are read and written together, and the chunks of the others."""
+        """Return the uncompressed values, grouped for joint reads and writes, and the chunks of the others."""
         runs: dict[tuple[Bytes, int, str, int], list[tuple[int, Any, Index]]] = {}
         chunks: list[tuple[int, Chunk]] = []
         before = 0
@@ -207,7 +207,8 @@ class Bytes:
             done = sum(map(os.pwrite, repeat(self._number), values, at.tolist()))
         if done < new.nbytes:
             raise CheckpointError(
-                f"{self._path} took {done} of {new.nbytes} bytes that were to be altered; check whether the disk is full"
+                f"{self._path} took {done} of {new.nbytes} bytes that were to be altered; check whether the disk is "
+                "full"
             )
 
     def get(self, offset: int, size_bytes: int) -> NDArray[np.uint8]:
@@ -284,7 +285,7 @@ def _renew_checksums(path: Path, file: Bytes) -> None:
 
 
 def _renew(file: Bytes, member: zipfile.ZipInfo, line: int, start: int, end: int) -> None:
-    """Write the CRC of a member whose data have these bounds, and whose entry in the central directory begins at ``line``."""
+    """Write the CRC of a member with these data bounds, whose central directory entry begins at ``line``."""
     crc = 0
     for first in range(start, end, PART_BYTES):
         crc = zlib.crc32(file.get(first, min(PART_BYTES, end - first)).data, crc)

@@ -110,8 +110,8 @@ def find_checkpoint(text: str) -> Target:
         return Target(path.resolve().parent if path.name in ("", "..") else path.parent, step)
     if (path / ".metadata").exists():
         raise ConfigError(
-            f"{path} is a directory of torch.distributed.checkpoint without a manifest.json of holdfast; its index is a pickle, "
-            "which is not read: save it as .safetensors"
+            f"{path} is a directory of torch.distributed.checkpoint without a manifest.json of holdfast; its index is "
+            "a pickle, which is not read: save it as .safetensors"
         )
     if not (complete := steps(path)):
         raise CheckpointMissing(f"there is no complete checkpoint in {path}; name a directory that has one, or a file")

@@ -1,4 +1,4 @@
-"""A record of alterations as a JSON file, and its replay: to the bit in an equal file, or in another file through a map.
+"""A record of alterations as a JSON file, and its replay in an equal file, to the bit, or in another, by a map.
 
 ::
 
@@ -11,8 +11,8 @@
     ]
     }
 
-``index`` counts values in row-major order, ``bit`` from the least significant one. ``before`` and ``after`` are those of
-the value, with all of its flips; infinity and NaN are written as text, the hexadecimal digits of their bits. If
+``index`` counts values in row-major order, ``bit`` from the least significant one. ``before`` and ``after`` are those
+of the value, with all of its flips; infinity and NaN are written as text, the hexadecimal digits of their bits. If
 values were multiplied by ``scale`` there is one entry per value, and ``bit`` is null.
 """
 

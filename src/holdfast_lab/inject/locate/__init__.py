@@ -11,8 +11,8 @@ from holdfast_lab.inject.locate.base import Places
 Locate = Callable[[Path, ExitStack], Places]
 """Returns the places of the values of each tensor of a file, without reading values or executing content.
 
-The stack closes what is kept open to reach compressed values. Raises :class:`~holdfast.errors.CheckpointCorrupt` if the file
-violates its format, :class:`~holdfast.errors.CheckpointError` if values are not stored in this file at all.
+The stack closes what is kept open to reach compressed values. Raises :class:`~holdfast.errors.CheckpointCorrupt` if the
+file violates its format, :class:`~holdfast.errors.CheckpointError` if values are not stored in this file at all.
 """
 
 HDF5_KINDS = (".h5", ".hdf5")

@@ -1,4 +1,4 @@
-"""Places of tensor values in files: :class:`Located` if they were found, :class:`Unreachable` if they cannot be altered."""
+"""Places of tensor values in files: :class:`Located`, or :class:`Unreachable` if they cannot be altered."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def in_place(path: Path, entry: Entry, offset: int, strides: tuple[int, ...] | N
 
 
 def apart(located: Mapping[str, Boxes]) -> Places:
-    """Return tensors of one box each, except those that share a value with an earlier one or store two values at one place.
+    """Return tensors of one box each, except those that share values with an earlier one or with themselves.
 
     Altering both would overwrite the first alteration with the second.
     """

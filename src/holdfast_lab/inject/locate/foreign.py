@@ -41,7 +41,9 @@ def _place(path: Path, archive: zipfile.ZipFile, name: str, array: NpzArray) -> 
 
 
 def locate_torch(path: Path, stack: ExitStack) -> Places:
-    """See :data:`~holdfast_lab.inject.locate.Locate`. Tied tensors are listed once; others may share some of their values.
+    """See :data:`~holdfast_lab.inject.locate.Locate`. Tied tensors are listed once.
+
+    Other tensors may share some of their values.
 
     Raises:
         CheckpointError: also if torch wrote the file in its format before 1.6, or does not expose the places of values.

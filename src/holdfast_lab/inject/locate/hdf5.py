@@ -1,7 +1,8 @@
 """Locates values in an HDF5 file of any writer: Keras, Chainer, h5py with PyTorch, Holdfast. Needs no torch.
 
-Uncompressed data, a whole dataset or a chunk of one, are altered in place without HDF5. Compressed data, and data without
-allocated storage, go through HDF5: the affected chunks are read, altered and written again. No other file is opened.
+Uncompressed data, a whole dataset or a chunk of one, are altered in place without HDF5. Compressed data, and data
+without allocated storage, go through HDF5: the affected chunks are read, altered and written again. No other file is
+opened.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ DERIVED = "derived from the study's subject; its text gives no number for it"
 ABSTRACT = "subject of the abstract; the check is derived"
 NOT_CHECKED = "not checked: no measurement decides it"
 COMPRESSING = "30 times the time (22 to 39) and saved 7.3 % of the bytes"
-"""Found with Chainer, the only framework that also saves the same format uncompressed, in November 2026; no longer run."""
+"""Found with Chainer, the only framework that also saves the same format uncompressed, in November 2026; no longer
+run."""
 
 COPIES = {"none": 1, "momentum": 2, "adam": 3}
 """Values saved per parameter."""

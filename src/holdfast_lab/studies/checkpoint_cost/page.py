@@ -57,7 +57,8 @@ def _cost_figure(rows: Sequence[Row]) -> Section:
     return bars(
         "save",
         f"A save, part by part: {model} with {optimizer}",
-        "Medians. Where a framework writes from compiled code, serialising, compressing and writing cannot be separated.",
+        "Medians. Where a framework writes from compiled code, serialising, compressing and writing cannot be "
+        "separated.",
         where=measured("cost", model=model, optimizer=optimizer),
         by=["framework", "way"],
         values=[[f"{part}_s", part] for part in _PARTS],
@@ -69,7 +70,8 @@ _COST_TABLE = table(
     "cost",
     "Cost of each way to save",
     "Medians over repetitions, one process, one thread per framework, a local disk. A save ends when all bytes are on "
-    "the disk (fsync), with or without the framework's own fsync; the loop is held until the call returns. Cold: after the files were dropped from the page cache.",
+    "the disk (fsync), with or without the framework's own fsync; the loop is held until the call returns. Cold: "
+    "after the files were dropped from the page cache.",
     where=measured("cost"),
     by=_COST_BY,
     columns=[
@@ -101,7 +103,8 @@ _SHARE_TABLE = table(
     "workers",
     "Frequency, number of workers, and saving scheme",
     "Root: worker 0 saves, the others wait. Rank: every worker saves its own copy as name.rank.iteration, like "
-    "ChainerMN. Shared: each worker writes a part of one checkpoint, with PyTorch's DCP or with Holdfast. The global mini-batch stays the same.",
+    "ChainerMN. Shared: each worker writes a part of one checkpoint, with PyTorch's DCP or with Holdfast. The global "
+    "mini-batch stays the same.",
     where={"part": "workers"},
     by=["framework", "model", "scheme", "workers", "status"],
     columns=[
@@ -121,8 +124,8 @@ _SHARE_TABLE = table(
 _DETERMINISM_TABLE = table(
     "determinism",
     "Is the resumed run identical to an uninterrupted run?",
-    "A small network with batch norm, dropout, momentum, a schedule, shuffled digits and noise, saved half-way and resumed "
-    "in a new process. Distance: of the final weights from those of the undisturbed run, relative.",
+    "A small network with batch norm, dropout, momentum, a schedule, shuffled digits and noise, saved half-way and "
+    "resumed in a new process. Distance: of the final weights from those of the undisturbed run, relative.",
     where=measured("determinism"),
     by=["framework", "run", "left_out"],
     columns=[truth("same_bits"), number("distance")],
@@ -132,10 +135,10 @@ _DETERMINISM_TABLE = table(
 _MECHANISMS_TABLE = table(
     "mechanisms",
     "Mechanisms as observed",
-    "Killed: the process died at 25, 50 and 75 % of a save over an older checkpoint; what could be loaded afterwards. "
-    "Damage: seven bits of the largest file were flipped. Rotation: how many of seven steps remained when asked to keep two; blank if the "
-    "way has no rotation. Loop held: as a share of the save. The contents of a single call, and its omissions, are in the table above; the saving worker "
-    "is in the table of workers.",
+    "Killed: the process died at 25, 50 and 75 % of a save over an older checkpoint; what could be loaded "
+    "afterwards. Damage: seven bits of the largest file were flipped. Rotation: how many of seven steps remained "
+    "when asked to keep two; blank if the way has no rotation. Loop held: as a share of the save. The contents of a "
+    "single call, and its omissions, are in the table above; the saving worker is in the table of workers.",
     where=measured("mechanisms"),
     by=["framework", "way"],
     columns=[
@@ -213,8 +216,8 @@ def _must_restore(rows: Sequence[Row]) -> list[Sentence]:
         if diverged:
             worst = max(diverged, key=lambda row: row["distance"])
             text = (
-                f"{framework}: save and restore every piece: leaving out any of {len(diverged)} pieces changed the run, most of all the "
-                f"{worst['left_out']} ({worst['distance']:.2%} of the weights)."
+                f"{framework}: save and restore every piece: leaving out any of {len(diverged)} pieces changed the "
+                f"run, most of all the {worst['left_out']} ({worst['distance']:.2%} of the weights)."
             )
             items.append(sentence(text, "determinism", framework, worst["run"], worst["left_out"]))
     return items

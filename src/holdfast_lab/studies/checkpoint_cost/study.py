@@ -47,9 +47,11 @@ _TRAINING = ("torch", "tensorflow")
 _TRAINING_STEPS = 40
 
 CHAINER = (
-    "chainer: recorded result, no longer run; Chainer 7.8.1 in November 2026, docs/papers/index.md. VGG-16 with momentum: saved in 0.57 s as HDF5 and in "
-    f"1.04 s as npz, loaded in 0.14 s and 0.77 s. Compressing took {COMPRESSING}. A resumed run had the bits of the undisturbed one if everything was restored, but "
-    "not from a single save call, which leaves out random numbers. After a save killed half-way over an older one, npz left nothing; HDF5 loaded flipped bits."
+    "chainer: recorded result, no longer run; Chainer 7.8.1 in November 2026, docs/papers/studies.md. VGG-16 with "
+    "momentum: saved in 0.57 s as HDF5 and in 1.04 s as npz, loaded in 0.14 s and 0.77 s. Compressing took "
+    f"{COMPRESSING}. A resumed run had the bits of the undisturbed one if everything was restored, but not from a "
+    "single save call, which leaves out random numbers. After a save killed half-way over an older one, npz left "
+    "nothing; HDF5 loaded flipped bits."
 )
 
 
@@ -141,7 +143,8 @@ class _Plan:
                 "Adam, which stores three values per parameter.",
                 "More than 2 workers are extrapolated, not measured.",
                 "Mechanisms: saves killed half-way, damaged files, rotation, loading with another number of workers.",
-                f"Repetitions: each measurement is made {self.repetitions} time{'' if self.repetitions == 1 else 's'}; comparing times needs three.",
+                f"Repetitions: each measurement is made {self.repetitions} "
+                f"time{'' if self.repetitions == 1 else 's'}; comparing times needs three.",
             ]
         return [*told, CHAINER]
 
@@ -384,7 +387,10 @@ def _distance(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
 
 
 def _held(name: str, way: str, known: Sequence[Row]) -> float | None:
-    """Return the share of its saves for which a way held the loop, median over all states; None if it was not measured."""
+    """Return the share of its saves for which a way held the loop, median over all states.
+
+    Return None if it was not measured.
+    """
     rows = [row for row in known if row["part"] == "cost" and row["framework"] == name and row["status"] == MEASURED]
     shares = [row["blocked_s"] / row["save_s"] for row in rows if row["way"] == way]
     return statistics.median(shares) if shares else None

@@ -87,7 +87,8 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
             "Restoring one part from some iterations earlier, while the rest stays current, costs little accuracy",
             [row for row in killed if row["strategy"] == PARTIAL and row.get("restored_parts")],
             lambda rows: (
-                f"whose parts were restored from at most {max(row['restored_oldest'] for row in rows)} iterations earlier"
+                f"whose parts were restored from at most {max(row['restored_oldest'] for row in rows)} iterations "
+                "earlier"
             ),
             seed,
         ),

@@ -1,9 +1,9 @@
 """Jobs that shrink, keep their size or grow: the three scenarios of Li and others (2023), on this code.
 
-J. Li, G. Bosilca, A. Bouteiller, B. Nicolae, "Elastic deep learning through resilient collective operations", SC-W 2023,
-DOI 10.1145/3624062.3626080, put ULFM into the collectives of Horovod: the survivors retry the failed collective.
-They compare it with Elastic Horovod, in which all workers roll back to the last commit and rendezvous again. The paper's
-text was not available; what this module says of either is our reading.
+J. Li, G. Bosilca, A. Bouteiller, B. Nicolae, "Elastic deep learning through resilient collective operations", SC-W
+2023, DOI 10.1145/3624062.3626080, put ULFM into the collectives of Horovod: the survivors retry the failed collective.
+They compare it with Elastic Horovod, in which all workers roll back to the last commit and rendezvous again. The
+paper's text was not available; what this module says of either is our reading.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _COMES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Kinds of joining workers by scenario and fabric; Open MPI cannot admit new processes."""
 _FEWEST = {NOBODY: 4, SPARE: 4, PROCESS: 2}
-"""Smallest number of workers, by kind; fewer leave no survivors for a collective. A new process can join a single worker."""
+"""Smallest number of workers, by kind; fewer leave no survivors for a collective. A new process can join a single
+worker."""
 
 _STEPS = 64
 _EVENT_STEP = 30

@@ -1,4 +1,4 @@
-"""One job of the study of parallelism: a replicated or split network, trained by real processes, some of which are killed."""
+"""One job of the study of parallelism: a network trained by real processes, some of which are killed."""
 
 from __future__ import annotations
 

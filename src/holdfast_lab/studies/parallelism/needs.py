@@ -1,7 +1,8 @@
 """What recovery needs of MPI: the protocol with one MPI call left out, tried in every run of a small job.
 
 The explorer drives the protocol of real workers over an engine that makes the promises of ULFM: a call that fails at
-some ranks may succeed at others, a revoke interrupts all ranks, and an agreement has the same result at every rank that returns.
+some ranks may succeed at others, a revoke interrupts all ranks, and an agreement has the same result at every rank that
+returns.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Checker:
 def model_checker() -> Checker | None:
     """Return the model checker; None without a checkout of the repository.
 
-    It belongs to the tests and is not installed. It is looked up as a package in ``tests/`` of the checkout that this file is in.
+    It belongs to the tests and is not installed. It is looked up as a package in ``tests/`` of the checkout that this
+    file is in.
     """
     tests = next((path / "tests" for path in Path(__file__).parents if (path / "tests" / "model").is_dir()), None)
     if tests is None:

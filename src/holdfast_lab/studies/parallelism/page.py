@@ -119,8 +119,9 @@ def _times_figure(rows: Sequence[Row], network: str | None) -> Section:
     section = bars(
         "times-figure",
         "From the kill until the survivors resume",
-        f"By parallelism, strategy and number of workers; {network}, failed workers not replaced. The redone iteration is not "
-        "included. Each part is the longest at any survivor, so a bar may be longer than the whole recovery.",
+        f"By parallelism, strategy and number of workers; {network}, failed workers not replaced. The redone "
+        "iteration is not included. Each part is the longest at any survivor, so a bar may be longer than the whole "
+        "recovery.",
         where=measured("recovery", network=network, form="survivors only"),
         by=["kind", "strategy", "workers"],
         values=_TIMES,
@@ -133,10 +134,11 @@ def _times_table(by: list[str]) -> Section:
     return table(
         "times",
         "Duration of each recovery",
-        "Milliseconds. Detect: from the SIGKILL, before the iteration is computed, to the first survivor that detects it; survivors compute "
-        "their part first. Each other time is the longest at any survivor, waiting included. Share: exchange of progress. Parts: transfer of a split model's "
-        "parts to their new owners. Rebuild and load: the application and its state. Next commit: counted from the kill; the time beyond the parts is the redone "
-        "iteration. Redone: iterations. They count from 0.",
+        "Milliseconds. Detect: from the SIGKILL, before the iteration is computed, to the first survivor that "
+        "detects it; survivors compute their part first. Each other time is the longest at any survivor, waiting "
+        "included. Share: exchange of progress. Parts: transfer of a split model's parts to their new owners. "
+        "Rebuild and load: the application and its state. Next commit: counted from the kill; the time beyond the "
+        "parts is the redone iteration. Redone: iterations. They count from 0.",
         where=measured("recovery"),
         by=by,
         columns=[
@@ -152,9 +154,9 @@ def _end_table(by: list[str]) -> Section:
     return table(
         "end",
         "Result of each recovery",
-        "Bits: all weights, buffers and momenta equal the undisturbed run's; partial does not promise that, and is judged by "
-        "the accuracy. Accuracy is on the test set at the end of these short runs. Files: "
-        "written by the job besides its report.",
+        "Bits: all weights, buffers and momenta equal the undisturbed run's; partial does not promise that, and is "
+        "judged by the accuracy. Accuracy is on the test set at the end of these short runs. Files: written by the "
+        "job besides its report.",
         where=measured("recovery"),
         by=by,
         columns=[
@@ -173,9 +175,10 @@ def _end_table(by: list[str]) -> Section:
 _RESTORED_TABLE = table(
     "restored",
     "Parts restored from earlier iterations (partial)",
-    "Delta standbys in place of hot standbys: an eighth of a part is sent every other iteration, the most changed blocks first. The part of the "
-    "dead worker is restored from there; the rest stays current. Age: iterations since a block was sent, mean and maximum; a block may not have changed since. "
-    "The bits differ from the undisturbed run; the cost is the loss of accuracy at the end.",
+    "Delta standbys in place of hot standbys: an eighth of a part is sent every other iteration, the most changed "
+    "blocks first. The part of the dead worker is restored from there; the rest stays current. Age: iterations since "
+    "a block was sent, mean and maximum; a block may not have changed since. The bits differ from the undisturbed "
+    "run; the cost is the loss of accuracy at the end.",
     where=measured("recovery", strategy=PARTIAL),
     by=["network", "kind", "workers", "kill_step"],
     columns=[
@@ -195,8 +198,8 @@ _RESTORED_TABLE = table(
 _CALLS_TABLE = table(
     "calls",
     "MPI calls of each recovery",
-    "Calls by one survivor in one recovery, counted as it executed the protocol's orders. Recovery also needs errors that are "
-    "returned instead of ending the job, and MPI_Comm_get_failed for the report.",
+    "Calls by one survivor in one recovery, counted as it executed the protocol's orders. Recovery also needs errors "
+    "that are returned instead of ending the job, and MPI_Comm_get_failed for the report.",
     where=measured("recovery"),
     by=["kind", "strategy"],
     columns=[*(number(call, call) for call in CALLS), text("decision", "decided"), count("kill_step", "runs")],
@@ -206,9 +209,10 @@ _CALLS_TABLE = table(
 _NEEDS_TABLE = table(
     "needs",
     "What breaks without each call",
-    "The workers' protocol with one call left out, in every run of a job with this many workers. Moves: "
-    "of the shortest run that goes wrong, median over strategies. Deadlock: a rank waits forever. Agree or revoke meets shrink: survivors are in calls that do not match, which MPI "
-    "leaves undefined. Rubbish: an all-reduce of mismatched terms, or a spoiled input. Where no rank need fail, a rank that has left looks failed.",
+    "The workers' protocol with one call left out, in every run of a job with this many workers. Moves: of the "
+    "shortest run that goes wrong, median over strategies. Deadlock: a rank waits forever. Agree or revoke meets "
+    "shrink: survivors are in calls that do not match, which MPI leaves undefined. Rubbish: an all-reduce of "
+    "mismatched terms, or a spoiled input. Where no rank need fail, a rank that has left looks failed.",
     where=measured("needs"),
     by=["call"],
     columns=[
@@ -225,8 +229,8 @@ _NEEDS_TABLE = table(
 _STRUCTURES_TABLE = table(
     "structures",
     "Which data structure needs a checkpoint",
-    "Whether a checkpoint is needed, and where the data comes from otherwise. Found by killing a worker without checkpoints and, for split models, again "
-    "without standbys (--mirror 0).",
+    "Whether a checkpoint is needed, and where the data comes from otherwise. Found by killing a worker without "
+    "checkpoints and, for split models, again without standbys (--mirror 0).",
     where=measured("structures"),
     by=["structure"],
     columns=[*(text(kind) for kind in KINDS), text("how", "checked by")],
@@ -253,8 +257,9 @@ _BARE_TABLE = table(
 _PACE_TABLE = table(
     "pace",
     "An iteration without a kill",
-    "Medians over iterations, then over workers, each column separately, so they need not add up. Communication is the time beyond "
-    "computing and the optimizer: all-reduce and waiting. In a pipeline, transfers between stages count as computing.",
+    "Medians over iterations, then over workers, each column separately, so they need not add up. Communication is "
+    "the time beyond computing and the optimizer: all-reduce and waiting. In a pipeline, transfers between stages "
+    "count as computing.",
     where=measured("undisturbed"),
     by=["network", "kind", "workers"],
     columns=[
@@ -284,7 +289,8 @@ def _step_figure(rows: Sequence[Row]) -> Section:
 _STEP_TABLE = table(
     "step",
     "Cost of protection without failures",
-    "MPI alone: one all-reduce of all gradients. ULFM on: the same with --with-ft ulfm. Protected: a session, whose reductions have a fixed order.",
+    "MPI alone: one all-reduce of all gradients. ULFM on: the same with --with-ft ulfm. Protected: a session, whose "
+    "reductions have a fixed order.",
     where=measured("step"),
     by=["network", "workers", "mode"],
     columns=[milliseconds("step_s", "iteration"), number("parameters"), number("batch", "samples")],
@@ -294,8 +300,9 @@ _STEP_TABLE = table(
 _DATA_TABLE = table(
     "data",
     "The paper's data policy: survivors reread the blocks of a dead worker",
-    "Each worker holds contiguous blocks of the dataset, read from a file. Reread: by all survivors together, and more than the dead worker "
-    "held, because runs of blocks stay contiguous. The time is that of the slowest survivor, from a warm page cache.",
+    "Each worker holds contiguous blocks of the dataset, read from a file. Reread: by all survivors together, and "
+    "more than the dead worker held, because runs of blocks stay contiguous. The time is that of the slowest "
+    "survivor, from a warm page cache.",
     where=measured("data"),
     by=["workers", "kills"],
     columns=[
@@ -315,8 +322,8 @@ def _elastic_figure(rows: Sequence[Row]) -> Section:
     section = bars(
         "elastic-figure",
         "A worker fails: down (not replaced) and same (replaced)",
-        "From the kill to the next commit, by number of workers. Repair: until the last survivor resumes. Redone: from there to "
-        "the commit, which covers the redone iterations.",
+        "From the kill to the next commit, by number of workers. Repair: until the last survivor resumes. Redone: "
+        "from there to the commit, which covers the redone iterations.",
         where=measured("elastic", kills=1),
         by=["scenario", "comes", "fabric", "strategy", "workers"],
         values=[["detect_s", "detect"], ["repair_s", "repair"], ["redo_s", "redone"]],
@@ -328,10 +335,11 @@ def _elastic_figure(rows: Sequence[Row]) -> Section:
 _ELASTIC_TABLE = table(
     "elastic",
     "Down and same: the cost of losing a worker",
-    "After Li, Bosilca, Bouteiller, Nicolae, SC-W 2023, in our reading. Milliseconds. Their resilient collectives correspond to forward over ULFM: the survivors "
-    "retry the failed all-reduce. Elastic Horovod corresponds to reinit from a checkpoint over Gloo: all workers go back to the last commit and rebuild "
-    "the application. Restart goes back without rebuilding. Repair includes revoke, agree, shrink, rebuild and load. A new process "
-    "joins later and is in the next table.",
+    "After Li, Bosilca, Bouteiller, Nicolae, SC-W 2023, in our reading. Milliseconds. Their resilient collectives "
+    "correspond to forward over ULFM: the survivors retry the failed all-reduce. Elastic Horovod corresponds to "
+    "reinit from a checkpoint over Gloo: all workers go back to the last commit and rebuild the application. Restart "
+    "goes back without rebuilding. Repair includes revoke, agree, shrink, rebuild and load. A new process joins "
+    "later and is in the next table.",
     where=measured("elastic", kills=1),
     by=_ELASTIC_BY,
     columns=[
@@ -351,10 +359,11 @@ _ELASTIC_TABLE = table(
 _JOINED_TABLE = table(
     "joined",
     "Same and up: the cost of joining processes",
-    "Up: no worker fails; a job with half the workers is scaled up (holdfast scale). New processes join between two iterations under any strategy. "
-    "Held: how long the others were kept from computing, over all joins, and how often. State: the rendezvous and state transfer within that time. "
-    "Joined after: from the kill, or the request, until the last process participates. A process starts, then waits for the end of an iteration; "
-    "iterations take two seconds longer here while a worker is missing.",
+    "Up: no worker fails; a job with half the workers is scaled up (holdfast scale). New processes join between two "
+    "iterations under any strategy. Held: how long the others were kept from computing, over all joins, and how "
+    "often. State: the rendezvous and state transfer within that time. Joined after: from the kill, or the request, "
+    "until the last process participates. A process starts, then waits for the end of an iteration; iterations take "
+    "two seconds longer here while a worker is missing.",
     where=measured("elastic", comes=PROCESS),
     by=_ELASTIC_BY,
     columns=[

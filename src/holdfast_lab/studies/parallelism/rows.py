@@ -180,7 +180,7 @@ def _compared(row: Row, undisturbed: Row) -> Row:
 
 
 def data_row(job: Job, outcome: Outcome) -> Row:
-    """Return what survivors reread when a worker that held blocks of the data was killed, and the blocks held at the end."""
+    """Return what survivors reread after the kill of a worker with data blocks, and the blocks held at the end."""
     about = {**job.about(), "part": "data", "status": MEASURED}
     if outcome.failed:
         return {**about, "status": NOT_RUN, "why": outcome.failed}

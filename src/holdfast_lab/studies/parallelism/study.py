@@ -1,4 +1,4 @@
-"""What each parallelism loses with a worker, and what each recovery costs: the study of Amatya and others (2017), on this code.
+"""What each parallelism loses with a worker, and the cost of recovery: the study of Amatya and others (2017).
 
 Every job is a ``holdfast run`` of real processes, one of which is killed by SIGKILL. The MPI calls that recovery needs
 are found by the explorer, which tries every run of a small job with one call left out.
@@ -74,8 +74,8 @@ class Parallelism:
     name = "parallelism"
     title = "What fault-tolerant training needs, parallelism by parallelism"
     paper = (
-        "V. Amatya, A. Vishnu, C. Siegel, J. Daily: What does fault tolerant deep learning need from MPI?, EuroMPI 2017, "
-        "arXiv 1709.03316"
+        "V. Amatya, A. Vishnu, C. Siegel, J. Daily: What does fault tolerant deep learning need from MPI?, EuroMPI "
+        "2017, arXiv 1709.03316"
     )
     intervals = "Intervals are 95 % intervals, by bootstrap over runs; of a share of runs by Clopper and Pearson."
     task_s, quick_task_s = 36.0, 3.0
@@ -183,16 +183,20 @@ class _Plan:
         if not self._options.quick and REPLICATED in self.kinds and self.network == NETWORKS[0]:
             kill, steps = _PAPER_RUNS["googlenet"]
             told += [
-                "The paper's networks: mini-batches of 32 in all, not 256 (AlexNet) and 32 (GoogLeNet) per process; GoogLeNet's worker is killed in "
-                f"iteration {kill} of {steps} instead of {PAPER_KILL}."
+                "The paper's networks: mini-batches of 32 in all, not 256 (AlexNet) and 32 (GoogLeNet) per process; "
+                f"GoogLeNet's worker is killed in iteration {kill} of {steps} instead of {PAPER_KILL}."
             ]
         if self._options.quick:
             told += [
-                f"Iterations: a worker is killed in iteration {self.scale.kills[0]} of {self.scale.steps} instead of {PAPER_KILL}.",
-                "Numbers of workers: 2 (hybrid: 4); no 8. Hybrid is compared with the single pipeline, which computes the same bits.",
-                "Split models under restart; split models with neither standbys nor checkpoints; shards without standbys.",
+                f"Iterations: a worker is killed in iteration {self.scale.kills[0]} of {self.scale.steps} instead of "
+                f"{PAPER_KILL}.",
+                "Numbers of workers: 2 (hybrid: 4); no 8. Hybrid is compared with the single pipeline, which "
+                "computes the same bits.",
+                "Split models under restart; split models with neither standbys nor checkpoints; shards without "
+                "standbys.",
                 f"Networks: {', '.join(PAPER_NETWORKS)}, and their step without faults, with and without ULFM.",
-                "Failed workers replaced by spares; the paper's data policy; calls whose absence shows only with 4 workers.",
+                "Failed workers replaced by spares; the paper's data policy; calls whose absence shows only with 4 "
+                "workers.",
                 "Split models with delta standbys only (partial); jobs that shrink, keep their size or grow (elastic).",
             ]
         told += [] if model_checker() else [NEEDS_CHECKOUT]
@@ -375,7 +379,8 @@ def _of_paper(scale: Scale, network: str, run: tuple[int, int] | None = None) ->
 def _strategies_of(kind: str) -> tuple[str, ...]:
     """Return the strategies of a parallelism.
 
-    A split model cannot skip a part of a step. In a hybrid model a pipeline replica has everything, so nothing is restored.
+    A split model cannot skip a part of a step. In a hybrid model a pipeline replica has everything, so nothing is
+    restored.
     """
     return {REPLICATED: STRATEGIES, HYBRID: (ROLLBACK, RESTART, REINIT)}.get(kind, (ROLLBACK, RESTART, PARTIAL, REINIT))
 

@@ -1,4 +1,7 @@
-"""Reruns trials in fresh processes that resume from altered checkpoint files; a warm group must give the same results."""
+"""Reruns trials in fresh processes that resume from altered checkpoint files.
+
+A warm group must give the same results.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ _COMPARED = ("outcome", "outcome_rank0", "outcome_mean", "accuracy", "accuracy_m
 
 
 def pair_for(pairs: Sequence[Pair]) -> Pair | None:
-    """Return the pair whose trials are rerun: one flip of the critical bit in one replica of two. None if there is none."""
+    """Return the pair whose trials are rerun: one flip of the critical bit in one replica of two.
+
+    Return None if there is no such pair.
+    """
     return next((pair for pair in pairs if _is_plain(*pair)), None)
 
 
@@ -34,7 +40,7 @@ def _is_plain(case: Case, setup: Setup) -> bool:
 
 
 def alone(settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Train to the restart epoch in new processes, alter the checkpoint files of some, resume, and return the trial's row.
+    """Train to the restart epoch in new processes, alter some checkpoint files, resume, and return the trial's row.
 
     Args:
         settings: The settings of the cell.
@@ -58,7 +64,9 @@ def alone(settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
 
 
 def alone_row(settings: Mapping[str, Any], trials: Sequence[Row]) -> Row:
-    """Rerun trials of a cell in fresh processes; return how many gave the same result, and both shares of harmed trials.
+    """Rerun trials of a cell in fresh processes.
+
+    Return how many gave the same result, and both shares of harmed trials.
 
     Args:
         settings: The settings of the cell.

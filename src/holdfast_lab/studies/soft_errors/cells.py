@@ -51,7 +51,10 @@ def cells_of(pairs: Sequence[Pair]) -> list[Cell]:
 
 
 def setup_of(base: Setup, platform: str, processes: int) -> Setup:
-    """Return a setup on another platform: a pipeline has one stage per process, at most one per network block; a hybrid has two stages."""
+    """Return a setup on another platform: a pipeline has one stage per process, at most one per network block.
+
+    A hybrid has two stages.
+    """
     if platform == PIPELINE:
         processes = min(processes, len(layout(base.network).blocks))
     stages = {PIPELINE: processes, HYBRID: 2}.get(platform, 1)
@@ -95,7 +98,8 @@ def experiments(
 def crossed(setup: Setup) -> list[Pair]:
     """Return the crossed design for model and optimizer.
 
-    Any bits, and the critical bit, are flipped in one, half and all processes; bits below the critical one are flipped in one.
+    Any bits, and the critical bit, are flipped in one, half and all processes; bits below the critical one are flipped
+    in one.
     """
     count = setup.processes
     some = sorted({1, count // 2, count})

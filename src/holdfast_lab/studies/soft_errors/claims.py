@@ -212,7 +212,8 @@ def _propagation(rows: Sequence[Row]) -> Claim:
     return claim.judged(
         min(found),
         min(found) > 0,
-        f"the smallest of {len(found)} layers: norm of the difference over norm of the undisturbed weights, median over trials",
+        f"the smallest of {len(found)} layers: norm of the difference over norm of the undisturbed weights, median "
+        "over trials",
     )
 
 

@@ -1,7 +1,7 @@
 """A warm group of processes that trains many times from the same epoch without being restarted.
 
-Each process is one rank. It keeps its state in memory and in an HDF5 file of its own. If one process dies, raises or does
-not answer, the group ends; the next order restarts it from the files.
+Each process is one rank. It keeps its state in memory and in an HDF5 file of its own. If one process dies, raises or
+does not answer, the group ends; the next order restarts it from the files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Report sections of the soft-error study: shares of outcomes with intervals, the curve over bit positions, errors by layer."""
+"""Report sections of the soft-error study: outcome shares with intervals, a curve over bit positions, errors by layer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from holdfast_lab.studies.soft_errors.cells import (
 
 AXIS = "trainings that changed (AccR, NaN or TF), %"
 _READ = (
-    "Harmed: outcomes other than RWC, judged by the worst altered process; 95 % intervals (Wilson). By rank 0 and by the mean: "
-    "the same share judged by rank 0's accuracy, or by the mean accuracy."
+    "Harmed: outcomes other than RWC, judged by the worst altered process; 95 % intervals (Wilson). By rank 0 and by "
+    "the mean: the same share judged by rank 0's accuracy, or by the mean accuracy."
 )
 _PLACE = ("experiment", "platform", "network", "dtype", "processes")
 _TITLES = {
@@ -110,7 +110,8 @@ def _bars(name: str, title: str, rows: Sequence[Row]) -> Section:
     return bars(
         f"{name}-outcomes",
         f"{title}: outcomes",
-        "RWC: restart without change. AccR: accuracy lower by more than 5 points. NaN: a loss or a weight is not finite. TF: the training failed.",
+        "RWC: restart without change. AccR: accuracy lower by more than 5 points. NaN: a loss or a weight is not "
+        "finite. TF: the training failed.",
         rows,
         by=["where", "whose", "what", "width"],
         values=[[f"{outcome}_percent", outcome] for outcome in OUTCOMES],
@@ -142,8 +143,8 @@ def _curve(cells: Sequence[Row]) -> Section:
 
 def _error_tables(rows: Sequence[Row]) -> list[Section]:
     note = (
-        "Medians over trials. Off: norm of the difference over norm of the undisturbed weights. Relative error: |A2 - A1| / |A1|, "
-        "mean over the finite values of a layer. In some of the trials rank 0 is itself altered."
+        "Medians over trials. Off: norm of the difference over norm of the undisturbed weights. Relative error: |A2 "
+        "- A1| / |A1|, mean over the finite values of a layer. In some of the trials rank 0 is itself altered."
     )
     found: list[dict[str, Any]] = []
     for experiment in (QUICK, PROPAGATION, LAYERS):
@@ -191,7 +192,8 @@ def _alone(rows: Sequence[Row]) -> Section:
     return table(
         "alone",
         "The same trainings in fresh processes",
-        "Each trains to the restart epoch and resumes from an altered file. A training from the warm group must give the same result.",
+        "Each trains to the restart epoch and resumes from an altered file. A training from the warm group must give "
+        "the same result.",
         mine,
         by=["cell"],
         columns=[

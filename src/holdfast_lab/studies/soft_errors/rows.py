@@ -38,7 +38,10 @@ def cell_row(settings: Mapping[str, Any], trials: Sequence[Row]) -> Row:
 
 
 def harmed(trials: Iterable[Row], outcome: str, name: str) -> Row:
-    """Count the trials that one outcome column does not call RWC; return the count and the share in percent with its interval."""
+    """Count the trials that one outcome column does not call RWC.
+
+    Return the count and the share in percent with its interval.
+    """
     # A failed training has no accuracy of any process, so all outcome columns agree.
     outcomes = [trial.get(outcome, trial["outcome"]) for trial in trials]
     count = sum(one != RWC for one in outcomes)
@@ -52,7 +55,7 @@ def harmed(trials: Iterable[Row], outcome: str, name: str) -> Row:
 
 
 def error_rows(settings: Mapping[str, Any], trials: Sequence[Row]) -> list[Row]:
-    """Return each layer's median deviation over trials, after the first and the last epoch, for the altered rank and rank 0."""
+    """Return each layer's median deviation over trials, after the first and last epoch, for altered rank and rank 0."""
     rows: list[Row] = []
     for column, when, whose in (
         ("errors_first", "1", "altered"),

@@ -103,7 +103,8 @@ class Case:
     format: str = ""
     """Convert values to this format, alter them, and convert them back; "": alter them as stored."""
     draws: str = SAME
-    """``same``: processes with the same state flip the same bits, as if they loaded one altered file; ``each``: each draws its own."""
+    """``same``: processes with the same state flip the same bits, as if they loaded one altered file; ``each``: each
+    draws its own."""
 
     def settings(self, setup: Setup) -> dict[str, Any]:
         """Return the case and the setup as columns."""

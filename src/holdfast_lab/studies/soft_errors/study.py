@@ -44,7 +44,8 @@ _ALONE, _QUICK_ALONE = 40, 3
 _PROCESSES = 4
 _SMALL = {"limit": 1_536, "test_limit": 500}
 _LARGE = {"limit": 512, "test_limit": 200, "size": 16, "restart": 6}
-"""Limits that keep a trial at a few seconds, for data read from files and for large networks: samples, image size, restart epoch."""
+"""Limits that keep a trial at a few seconds, for data read from files and for large networks: samples, image size,
+restart epoch."""
 _RESTART, _QUICK_RESTART = 20, 4
 """The paper's restart epoch, unless another is given."""
 _WIDTH = 0.05
@@ -56,12 +57,13 @@ class SoftErrors:
     name = "soft-errors"
     title = "Soft errors in data-parallel and model-parallel training"
     paper = (
-        "E. Rojas, D. Perez, E. Meneses: A characterization of soft-error sensitivity in data-parallel and model-parallel "
-        "distributed deep learning, JPDC 2024; with J. Calhoun, L. Bautista-Gomez, T. Jones, CLUSTER 2021; SBAC-PAD 2022"
+        "E. Rojas, D. Perez, E. Meneses: A characterization of soft-error sensitivity in data-parallel and "
+        "model-parallel distributed deep learning, JPDC 2024; with J. Calhoun, L. Bautista-Gomez, T. Jones, CLUSTER "
+        "2021; SBAC-PAD 2022"
     )
     intervals = (
-        "Intervals are 95 % intervals: of a share of trials Wilson's, of a difference over many settings by bootstrap "
-        "over the settings."
+        "Intervals are 95 % intervals: of a share of trials Wilson's, of a difference over many settings by "
+        "bootstrap over the settings."
     )
     task_s, quick_task_s = 280.0, 20.0
     claims, page = staticmethod(hold_claims), staticmethod(sections)
@@ -143,7 +145,8 @@ class _Plan:
             parts = {name: pairs for experiment, name, pairs in design if experiment in self.experiments}
         if not parts:
             raise ConfigError(
-                f"--only {' --only '.join(self._options.only)} leaves nothing to run: every experiment but crossed needs {DDP}; add --only {DDP}"
+                f"--only {' --only '.join(self._options.only)} leaves nothing to run: every experiment but crossed "
+                f"needs {DDP}; add --only {DDP}"
             )
         tasks = [Task(name, partial(self._campaign, name, pairs)) for name, pairs in parts.items()]
         every = [pair for pairs in parts.values() for pair in pairs]
@@ -161,8 +164,9 @@ class _Plan:
                 told.append(f"{what}: {', '.join(missing)}.")
         if self._options.quick:
             told.append(
-                "All but one altered replica of two with 1 flip anywhere, 1 flip of the critical bit, or 100 below it: the "
-                "optimizer, other numbers of flips and processes, bit by bit, layers, formats, propagation, bursts."
+                "All but one altered replica of two with 1 flip anywhere, 1 flip of the critical bit, or 100 below "
+                "it: the optimizer, other numbers of flips and processes, bit by bit, layers, formats, propagation, "
+                "bursts."
             )
         if self.trials < _TRIALS:
             told.append(f"Trials: {self.trials} per cell instead of at least {_TRIALS}.")

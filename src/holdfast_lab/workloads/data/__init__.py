@@ -1,4 +1,6 @@
-"""Datasets by name: read from their published files, shipped with scikit-learn, or generated. docs/papers/index.md lists them.
+"""Datasets by name: read from their published files, shipped with scikit-learn, or generated.
+
+See docs/papers/studies.md for the list.
 
 Nothing is downloaded, unpickled or written.
 """
@@ -104,7 +106,8 @@ def load_dataset(
         name: One of :data:`DATASETS`.
         data: Directory of the files, for datasets that are read from files, or a directory that contains it under its
             published name.
-        limit: Keep only the first ``limit`` training samples, ``>= 1``; None keeps all. Files sorted by class are shuffled first.
+        limit: Keep only the first ``limit`` training samples, ``>= 1``; None keeps all. Files sorted by class are
+            shuffled first.
         test_limit: The same for the test samples.
         seed: Seed of a split or an order that the publisher does not define, and of generated data.
         size: Images: height and width to scale to, ``>= 1``; None keeps them (ImageNet: 224).

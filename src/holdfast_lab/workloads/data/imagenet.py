@@ -111,8 +111,9 @@ def _part(folder: Path, classes: list[str], size: int, seed: int) -> ImageFiles:
     if found != classes:
         odd = sorted(set(found) ^ set(classes))
         raise ConfigError(
-            f"{folder} must have the same {len(classes)} class directories as train, and has {len(found)} (first difference: "
-            f"{odd[0]}); the validation images are published in one directory: sort them into their classes first"
+            f"{folder} must have the same {len(classes)} class directories as train, and has {len(found)} (first "
+            f"difference: {odd[0]}); the validation images are published in one directory: sort them into their "
+            "classes first"
         )
     files, labels = [], []
     for label, name in enumerate(classes):

@@ -86,7 +86,10 @@ def mnist(data: Path) -> Dataset:
 
 
 def fashion_mnist(data: Path) -> Dataset:
-    """Return Fashion-MNIST: 60,000 images of 28x28 for training, 10,000 for testing. Arguments and errors: :func:`mnist`."""
+    """Return Fashion-MNIST: 60,000 images of 28x28 for training, 10,000 for testing.
+
+    Arguments and errors: :func:`mnist`.
+    """
     return _idx_dataset("Fashion-MNIST", data, ("fashion-mnist", "FashionMNIST/raw"), _FASHION_AT)
 
 
@@ -186,7 +189,8 @@ def _cifar(
         there, name = pickled
         if any((place / name).is_file() for place in (data, data / there)):
             raise ConfigError(
-                f"{data} has the pickled version of {title}, which is not read for safety: use the binary version, {where}"
+                f"{data} has the pickled version of {title}, which is not read for safety: use the binary version, "
+                f"{where}"
             ) from None
         raise
     parts = [_cifar_part([folder / name for name in names], classes, where) for names in (train, [test])]
@@ -194,7 +198,7 @@ def _cifar(
 
 
 def _cifar_part(paths: Sequence[Path], classes: int, where: str) -> TensorDataset:
-    """Read records of one label (for CIFAR-100 a coarse and a fine one) and 3072 pixels: red, green, blue, row by row."""
+    """Read records of one label (CIFAR-100: a coarse and a fine one) and 3072 pixels: red, green, blue, row by row."""
     num_labels = 1 if classes == 10 else 2
     record = num_labels + _CIFAR_PIXELS
     tables = []
@@ -203,7 +207,8 @@ def _cifar_part(paths: Sequence[Path], classes: int, where: str) -> TensorDatase
             content = file.read()
         if not content or len(content) % record:
             raise ConfigError(
-                f"{path} has {len(content)} bytes, expected whole records of {record}: it is truncated, or another file. It is at {where}"
+                f"{path} has {len(content)} bytes, expected whole records of {record}: it is truncated, or another "
+                f"file. It is at {where}"
             )
         table = np.frombuffer(content, np.uint8).reshape(-1, record)
         check_range(path, "a label", table[:, num_labels - 1], 0, classes - 1)
@@ -237,7 +242,8 @@ def resize(
     if channels is not None and channels != images.shape[1]:
         if images.shape[1] != 1:
             raise ConfigError(
-                f"channels must be {images.shape[1]}, as in the images, got {channels}: only a single channel can be repeated"
+                f"channels must be {images.shape[1]}, as in the images, got {channels}: only a single channel can be "
+                "repeated"
             )
         images = images.expand(-1, channels, -1, -1)
     return TensorDataset(images, *labels)

@@ -204,7 +204,8 @@ def generated_ratings(
         users: Rows, ``>= 1``.
         items: Columns, ``>= 1``.
         rank: Rank of the product, ``>= 1``. Factors are normal; a value has variance 1 before noise.
-        density: Share of the matrix that is sampled without replacement, above 0 and at most 1. A tenth of it is for testing.
+        density: Share of the matrix that is sampled without replacement, above 0 and at most 1. A tenth of it is for
+            testing.
         noise: Standard deviation of the noise of each value, ``>= 0``: no model has a smaller error.
         seed: Seed of everything random.
 
@@ -214,8 +215,8 @@ def generated_ratings(
     seen = round(users * items * density)
     if min(users, items, rank) < 1 or not 0 < density <= 1 or not noise >= 0 or seen < 2:
         raise ConfigError(
-            f"users, items and rank must be at least 1, density above 0 and at most 1 and large enough for two values, and noise at "
-            f"least 0, got {users}, {items}, {rank}, {density:g} and {noise:g}"
+            "users, items and rank must be at least 1, density above 0 and at most 1 and large enough for two "
+            f"values, and noise at least 0, got {users}, {items}, {rank}, {density:g} and {noise:g}"
         )
     rng = np.random.default_rng(seed)
     left, right = (rng.standard_normal((count, rank)) for count in (users, items))

@@ -21,8 +21,8 @@ _TRAINING_SHARE = 0.9
 def shakespeare(data: Path, *, block: int | None = None) -> Dataset:
     """Return a text, such as Tiny Shakespeare, by characters; its last tenth is for testing.
 
-    The distinct characters are numbered from 0 in the order of their code points. Blocks do not overlap. The second tensor of a
-    sample is the first one shifted by a character. A remainder shorter than a block is dropped.
+    The distinct characters are numbered from 0 in the order of their code points. Blocks do not overlap. The second
+    tensor of a sample is the first one shifted by a character. A remainder shorter than a block is dropped.
 
     Args:
         data: The file, in UTF-8; or a directory with ``input.txt``, or its parent.

@@ -37,8 +37,9 @@ def make_program(name: str, data: Path | None = None, seed: int = 0, **options: 
 
     Args:
         name: One of :data:`PROGRAMS`.
-        data: Directory of the files, for datasets that are read from files; see :func:`~holdfast_lab.workloads.load_dataset`.
-            Each dataset is read once per process, and split in the same way for every seed.
+        data: Directory of the files, for datasets that are read from files; see
+            :func:`~holdfast_lab.workloads.load_dataset`. Each dataset is read once per process, and split in the same
+            way for every seed.
         seed: Seed of everything random, ``>= 0``.
         **options: Keyword arguments of the program's ``make``, such as ``learning_rate`` or ``rank``.
 

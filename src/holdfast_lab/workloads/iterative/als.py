@@ -63,7 +63,10 @@ class Ratings:
     """float32 (ratings), minus the mean of the training ratings."""
 
     def errors(self, users: Tensor, items: Tensor) -> Tensor:
-        """Return the product of the rows minus the value, for each rating; arguments of shape (users or items, rank)."""
+        """Return the product of the rows minus the value, for each rating.
+
+        The arguments have the shape (users or items, rank).
+        """
         return self.values - (users[self.users] * items[self.items]).sum(1)
 
 
@@ -92,15 +95,19 @@ class Problem:
 
 
 class Factorisation:
-    """User rows and item rows whose products approximate the ratings minus their mean. A block is a row: users, then items.
+    """User rows and item rows whose products approximate the ratings minus their mean.
 
-    An iteration solves for the users given the items, then for the items given the users. So the next one reads only the item
-    rows, and overwrites the user rows: the items are the live factor. In the other order, the users are. The objective is
+    A block is a row: users, then items.
+
+    An iteration solves for the users given the items, then for the items given the users. So the next one reads only
+    the item rows, and overwrites the user rows: the items are the live factor. In the other order, the users are. The
+    objective is
 
         sum over ratings of (value - u . v)^2  +  penalty * (sum over users of n |u|^2  +  sum over items of n |v|^2)
 
-    with n the number of a row's ratings. Everything is float32, as usual for such factors: the penalty keeps the normal equations
-    well conditioned, and rows of eight bytes per number would exaggerate the saving of quantising to one byte.
+    with n the number of a row's ratings. Everything is float32, as usual for such factors: the penalty keeps the normal
+    equations well conditioned, and rows of eight bytes per number would exaggerate the saving of quantising to one
+    byte.
 
     Args:
         name: The name of the program.

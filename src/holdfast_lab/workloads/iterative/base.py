@@ -27,7 +27,8 @@ class Program(Protocol):
     block_bytes: Tensor
     """Bytes to save each block as it is; int64, shape (blocks,)."""
     live: Tensor | None
-    """For each block, whether the next iteration reads it before writing it; None: all are read. Bool, shape (blocks,)."""
+    """For each block, whether the next iteration reads it before writing it; None: all are read. Bool, shape
+    (blocks,)."""
 
     def start(self) -> State:
         """Return x(0), a function of the seed."""
@@ -43,7 +44,7 @@ class Program(Protocol):
         ...
 
     def rows(self, state: State) -> tuple[Tensor, ...]:
-        """Return views on the state, each of shape (blocks, any width): first the parameters, then their optimizer state.
+        """Return views on the state, of shape (blocks, any width): first the parameters, then their optimizer state.
 
         Call :meth:`mend` after writing to a view.
         """

@@ -142,13 +142,15 @@ class Lda:
     def distance(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the total variation between the topic counts of each document, in tokens and not in shares.
 
-        It is half the sum of the absolute differences: the least number of tokens whose topic differs. So a document weighs
-        in proportion to its influence on the word counts, which all documents read.
+        It is half the sum of the absolute differences: the least number of tokens whose topic differs. So a document
+        weighs in proportion to its influence on the word counts, which all documents read.
         """
         return torch.from_numpy(_compiled(_moved)(a.numpy(), b.numpy(), self.topics))
 
     def mend(self, state: State, written: Tensor) -> None:
-        """See :class:`~holdfast_lab.workloads.iterative.base.Program`; recounts all tokens, which is cheap compared with a sweep.
+        """See :class:`~holdfast_lab.workloads.iterative.base.Program`.
+
+        All tokens are recounted, which is cheap compared with a sweep.
 
         Counting only ``written`` would need the previous topics.
         """
@@ -159,13 +161,13 @@ class Lda:
         return -float(self.log_likelihoods(state).sum()) / len(self.corpus.words)
 
     def log_likelihoods(self, state: State, assignments: Tensor | None = None) -> Tensor:
-        """Return the log-likelihood of each document, in nats: the sum over tokens of log sum_k p(k | document) p(word | k).
+        """Return the log-likelihood of each document, in nats: sum over tokens of log sum_k p(k | document) p(word | k).
 
         Args:
             state: State of the program.
             assignments: Topics of the tokens that give the p(k | document), as returned by :meth:`rows`;
-                None: those of the state. The p(word | k) are always the state's. With saved topics, the difference is the
-                loss of the document if it were restored now.
+                None: those of the state. The p(word | k) are always the state's. With saved topics, the difference is
+                the loss of the document if it were restored now.
 
         Returns:
             float64 of shape (documents,).
@@ -188,7 +190,7 @@ class Lda:
         return of_documents / of_documents.sum(1, keepdim=True), of_topics / of_topics.sum(1, keepdim=True)
 
     def draws(self, kind: int, iteration: int) -> _Array:
-        """Return a number from 0 (inclusive) to 1 (exclusive) for each token: a function of (seed, kind, iteration, token)."""
+        """Return a number in [0, 1) for each token: a function of (seed, kind, iteration, token)."""
         other = self._other_from is not None and iteration >= self._other_from
         rng = np.random.default_rng((self.seed, kind + (_OTHER if other else 0), iteration))
         return rng.random(len(self.corpus.words))
@@ -213,7 +215,10 @@ def make(
     alpha: float = 0.1,
     beta: float = 0.01,
 ) -> Lda:
-    """Return an :class:`Lda` on the dataset that ``name`` ends with; ``topics`` None is 20, or 8 for generated documents."""
+    """Return an :class:`Lda` on the dataset that ``name`` ends with.
+
+    ``topics`` None is 20, or 8 for generated documents.
+    """
     dataset = name.removeprefix("lda-")
     corpus = load_corpus(dataset, data, documents, vocabulary, longest)
     some = (8 if dataset == "documents" else 20) if topics is None else topics

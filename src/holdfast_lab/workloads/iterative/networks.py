@@ -34,7 +34,10 @@ class Optimizer(Protocol):
         ...
 
     def begin(self, parameters: Tensor) -> State:
-        """Return the state for ``parameters`` of shape (rows, width) before the first step; each tensor of shape (rows, any)."""
+        """Return the state for ``parameters`` of shape (rows, width) before the first step.
+
+        Each tensor of shape (rows, any).
+        """
         ...
 
     def step(self, state: State, gradient: Tensor) -> None:
@@ -46,8 +49,9 @@ class Optimizer(Protocol):
 class Adam:
     """Adam, bit-identical to :class:`torch.optim.Adam`, except that each row counts its own steps.
 
-    So a row whose state is lost restarts from zeros, count included, as at the beginning. Zeros with a large count would make
-    its first step 3.2 times as long, (1 - 0.9) / sqrt(1 - 0.999), which is another learning rate and not a recovery.
+    So a row whose state is lost restarts from zeros, count included, as at the beginning. Zeros with a large count
+    would make its first step 3.2 times as long, (1 - 0.9) / sqrt(1 - 0.999), which is another learning rate and not a
+    recovery.
 
     Source:
         D. P. Kingma, J. Ba, "Adam: a method for stochastic optimization", ICLR 2015.
@@ -208,7 +212,7 @@ def _filled(size: int, width: int) -> Tensor:
 
 
 def _gather(groups: list[list[nn.Parameter]], lengths: list[int], values: Tensor, gradients: Tensor) -> None:
-    """Move the parameters and their gradients into flat tensors, group by group, each group padded to its given length."""
+    """Move the parameters and their gradients into flat tensors, each group padded to its given length."""
     begin = 0
     for group, length in zip(groups, lengths, strict=True):
         at = begin
@@ -256,8 +260,8 @@ def make(
 ) -> Network:
     """Return the :class:`Network` that ``name`` describes: network, optimizer, dataset (Shakespeare for ``gpt``).
 
-    None means: for ``learning_rate``, the stated one of :data:`RATES`; for ``batch``, 64, or 16 for ``gpt``; for ``evaluated``,
-    1000, or 500 for ``cnn``, or 64 texts of 32 characters for ``gpt``.
+    None means: for ``learning_rate``, the stated one of :data:`RATES`; for ``batch``, 64, or 16 for ``gpt``; for
+    ``evaluated``, 1000, or 500 for ``cnn``, or 64 texts of 32 characters for ``gpt``.
     """
     network, optimizer, *rest = name.split("-")
     dataset = _load(rest[0] if rest else "shakespeare", data)

@@ -15,8 +15,8 @@ from holdfast_lab.workloads.iterative.base import State, euclidean
 class Quadratic:
     """x(k+1) = x(k) - eta (H (x(k) - x*) + noise z(k)), with z(k) normal, x(0) = 0 and x* normal.
 
-    The eigenvalues of H go from ``1 / condition`` to 1 in equal ratios. Everything is float64, so a distance to x* can be
-    followed, and compared with a bound, down to 1e-15 of its initial value.
+    The eigenvalues of H go from ``1 / condition`` to 1 in equal ratios. Everything is float64, so a distance to x* can
+    be followed, and compared with a bound, down to 1e-15 of its initial value.
 
     Args:
         name: The name of the program.
@@ -67,7 +67,8 @@ class Quadratic:
         self.optimum = torch.from_numpy(rng.standard_normal((self.blocks, width)))
         """x*, in the shape of the parameters."""
         self.rate = float((1 - learning_rate * eigenvalues).abs().max())
-        """c, the exact contraction factor: without noise ||x(k+1) - x*|| <= c ||x(k) - x*||, and no smaller number suffices."""
+        """c, the exact contraction factor: without noise ||x(k+1) - x*|| <= c ||x(k) - x*||, and no smaller number
+        suffices."""
 
     def start(self) -> State:
         """See :class:`~holdfast_lab.workloads.iterative.base.Program`."""

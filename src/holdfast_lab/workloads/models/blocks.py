@@ -14,7 +14,8 @@ Image = tuple[int, int]
 """Channels, and side in pixels."""
 
 SMALL_BELOW = 64
-"""Images with shorter sides get the small form of a network: nearly all of its layers, without the early downsampling."""
+"""Images with shorter sides get the small form of a network: nearly all of its layers, without the early
+downsampling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +24,9 @@ class Block:
 
     Args:
         name: Unique in the network; prefix of its parameter names, and source of its seed.
-        make: Builds the module, drawing its weights from torch's global generator. The module has parameters and takes the
-            output of the block before it, which it must not change in place: the stage still needs what it received.
+        make: Builds the module, drawing its weights from torch's global generator. The module has parameters and takes
+            the output of the block before it, which it must not change in place: the stage still needs what it
+            received.
     """
 
     name: str

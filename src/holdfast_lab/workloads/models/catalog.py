@@ -67,8 +67,8 @@ def make_model(
         device: Device of the weights, which are always drawn on the CPU; None: torch's default device. ``"meta"``:
             shapes only.
         **options: ``aux`` of :func:`~holdfast_lab.workloads.models.googlenet.googlenet`; ``width`` of
-            :func:`~holdfast_lab.workloads.models.vision.alexnet`, ``resnet18`` and ``resnet50``; ``context``, ``layers``,
-            ``heads``, ``width`` and ``dropout`` of :func:`~holdfast_lab.workloads.models.gpt.gpt`.
+            :func:`~holdfast_lab.workloads.models.vision.alexnet`, ``resnet18`` and ``resnet50``; ``context``,
+            ``layers``, ``heads``, ``width`` and ``dropout`` of :func:`~holdfast_lab.workloads.models.gpt.gpt`.
 
     Raises:
         ConfigError: if the network is unknown, or an argument is not allowed.

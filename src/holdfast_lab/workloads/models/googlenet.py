@@ -21,7 +21,8 @@ _INCEPTIONS = {
     "5a": (256, 160, 320, 32, 128, 128),
     "5b": (384, 192, 384, 48, 128, 128),
 }
-"""Channels of 1x1; of 3x3 and its reduction; of the second 3x3 and its reduction; of the pooling projection (table 1 of the paper)."""
+"""Channels of 1x1; of 3x3 and its reduction; of the second 3x3 and its reduction; of the pooling projection (table 1 of
+the paper)."""
 _POOLED = {"3b": 3, "4e": 2}
 """Inception modules followed by a pooling that halves the images, and the size of that pooling."""
 _HEADS = {"4a": "aux1", "4d": "aux2"}

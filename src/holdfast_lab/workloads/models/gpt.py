@@ -34,8 +34,8 @@ def gpt(
         dropout: Probability, for embeddings, attention and residual branches.
 
     Returns:
-        A layout of a module that takes character numbers, int64 of shape ``(samples, places)``, and returns scores of the next
-        one at each position, of shape ``(samples, places, num_classes)``.
+        A layout of a module that takes character numbers, int64 of shape ``(samples, places)``, and returns scores of
+        the next one at each position, of shape ``(samples, places, num_classes)``.
 
     Raises:
         ConfigError: if a size is below 1, dropout is not in [0, 1), or heads do not divide the width.

@@ -27,7 +27,7 @@ def loss_of(scores: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tenso
 
 
 def layers_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the layers of an image network that have parameters, in order, as plain data, so that they can be rebuilt elsewhere.
+    """Return the layers of an image network that have parameters, in order, as plain data, to rebuild it elsewhere.
 
     ``kind`` is ``"convolution"`` (``inputs``, ``outputs``, ``kernel``, ``stride``, ``padding``, ``bias``), ``"norm"``
     (``outputs``) or ``"linear"`` (``inputs``, ``outputs``, ``bias``).

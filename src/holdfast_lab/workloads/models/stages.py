@@ -32,8 +32,8 @@ def stages(
 ) -> list[nn.Sequential]:
     """Return the network ``name`` in ``n`` stages, which in sequence compute the same bits as the whole network.
 
-    Every block is in one stage, under the name and with the weights that it has in ``make_model(name, ...)`` with the same
-    arguments. So the union of the stages' ``state_dict()`` keys is that of the network.
+    Every block is in one stage, under the name and with the weights that it has in ``make_model(name, ...)`` with the
+    same arguments. So the union of the stages' ``state_dict()`` keys is that of the network.
 
     Args:
         name: As all arguments that are not described here, of :func:`~holdfast_lab.workloads.make_model`.

@@ -66,8 +66,8 @@ def alexnet(num_classes: int, image: Image, *, width: int = 64) -> Layout:
 def vgg16(num_classes: int, image: Image) -> Layout:
     """Return VGG-16 without batch norm: thirteen convolutions, three linear layers, dropout; 138,357,544 parameters.
 
-    The small form has the same convolutions. They end with one pixel instead of 7x7, and the linear layers have width 512
-    instead of 4096: 15,243,978 parameters for 10 classes of 1x28x28, 15,245,130 for 3x32x32.
+    The small form has the same convolutions. They end with one pixel instead of 7x7, and the linear layers have width
+    512 instead of 4096: 15,243,978 parameters for 10 classes of 1x28x28, 15,245,130 for 3x32x32.
     """
     channels, side = image
     small = side < SMALL_BELOW
@@ -108,8 +108,8 @@ def resnet18(num_classes: int, image: Image, *, width: int = 64) -> Layout:
 def resnet50(num_classes: int, image: Image, *, width: int = 64) -> Layout:
     """Return ResNet-50: sixteen bottlenecks, batch norm after every convolution; 25,557,032 parameters.
 
-    The stride of a bottleneck is in its 3x3 convolution. The small form begins like that of :func:`resnet18`: 23,519,690
-    parameters for 10 classes of 1x28x28, 23,520,842 for 3x32x32.
+    The stride of a bottleneck is in its 3x3 convolution. The small form begins like that of :func:`resnet18`:
+    23,519,690 parameters for 10 classes of 1x28x28, 23,520,842 for 3x32x32.
 
     Args:
         num_classes: Outputs.

@@ -1,7 +1,7 @@
 """Measure the cost of a framework's checkpoints: ``python measure.py FRAMEWORK TASK.json ROWS.jsonl``.
 
-Clock, files and checks are the same for every framework; ``with_FRAMEWORK.py`` beside this file defines how that framework
-makes, saves and loads a state. Needs only Python, numpy and the framework.
+Clock, files and checks are the same for every framework; ``with_FRAMEWORK.py`` beside this file defines how that
+framework makes, saves and loads a state. Needs only Python, numpy and the framework.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class Way:
         packed: It compresses.
         whole: It also saves the optimizer's state, if there is one.
         finish: ``finish(state)`` waits for the background part of a save.
-        keep: ``keep(state, folder, count)`` saves ``count`` steps with the framework's own rotation; None if it has none.
+        keep: ``keep(state, folder, count)`` saves ``count`` steps with the framework's own rotation; None if it has
+            none.
     """
 
     save: Callable[[Any, Path, Meter], None]
@@ -301,7 +302,10 @@ def _damage_of(framework: Any, task: Row) -> str:
 
 
 def _kept(framework: Any, task: Row, name: str) -> int | None:
-    """Save seven steps with the framework's own rotation set to keep two; return how many remain, None without rotation."""
+    """Save seven steps with the framework's own rotation set to keep two.
+
+    Return how many remain, or None without rotation.
+    """
     way: Way = framework.ways()[name]
     if way.keep is None:
         return None

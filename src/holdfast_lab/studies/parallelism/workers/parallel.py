@@ -28,7 +28,8 @@ from holdfast_lab.workloads import RECIPES, loss_of, make_model, stages
 from holdfast_lab.workloads.train import accuracy
 
 _DECAYS = 3
-"""How often the learning rate falls in a run: a schedule that is lost or restored at the wrong place changes the weights."""
+"""How often the learning rate falls in a run: a schedule that is lost or restored at the wrong place changes the
+weights."""
 _PATIENCE_S = 2.0
 """Extra seconds of a step while requested workers have not joined."""
 
@@ -37,7 +38,8 @@ class Blocks:
     """The data policy of Amatya and others (2017): a worker holds contiguous blocks of the dataset, read from a file.
 
     Slice ``i`` of every mini-batch is taken from block ``i``, so a worker needs only the blocks of its slices. Samples
-    come in file order. A worker that takes over slices of a dead worker reads their blocks, and drops blocks it no longer needs.
+    come in file order. A worker that takes over slices of a dead worker reads their blocks, and drops blocks it no
+    longer needs.
 
     Args:
         folder: The directory of ``x.npy`` and ``y.npy``.
@@ -209,7 +211,7 @@ def _optimizer(network: str, parameters: Any) -> torch.optim.Optimizer:
 
 
 def _scheduler(options: argparse.Namespace) -> Callable[[torch.optim.Optimizer], Any]:
-    """Return a factory of the schedule, which lowers the rate a few times in a run by the factor of the network's recipe."""
+    """Return a factory of the schedule, which lowers the rate a few times in a run by the recipe's factor."""
     steps = options.epochs * -(-options.samples // options.batch)
     gamma = RECIPES[options.network].gamma if options.network in RECIPES else 0.5
     return lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, max(1, steps // (_DECAYS + 1)), gamma)

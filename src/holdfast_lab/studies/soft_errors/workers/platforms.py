@@ -46,7 +46,7 @@ class Platform:
         torch.manual_seed(1000 * setup.training_seed + rank)
 
     def train(self, epoch: int) -> float:
-        """Train an epoch, and return the mean loss over all processes, so that every process steps its schedule alike."""
+        """Train an epoch; return the mean loss over all processes, so that all step their schedules alike."""
         self.module.train()
         losses = self._losses(epoch)
         told = torch.tensor([sum(map(float, losses)), float(len(losses))], dtype=torch.float64)
@@ -111,7 +111,7 @@ class Replicated(Platform):
 
 
 class Staged(Platform):
-    """A stage of the model under torch.distributed.pipelining (GPipe), and under DistributedDataParallel if there are several pipelines."""
+    """A stage of the model under torch.distributed.pipelining (GPipe), and under DDP if there are several pipelines."""
 
     def __init__(self, setup: Setup, rank: int) -> None:
         stages, replicas = setup.stages, setup.replicas
@@ -123,9 +123,11 @@ class Staged(Platform):
         self._pipeline = pipelines[self.replica]
         whole = self.module
         if replicas > 1:
-            # Without this, DDP rebuilds its buckets in the second forward pass and fails, because each microbatch had one.
+            # Without this, DDP rebuilds its buckets in the second forward pass and fails, because each microbatch had
+            # one.
             whole = DistributedDataParallel(whole, process_group=peers[self.stage], find_unused_parameters=True)
-        # Without given shapes, torch infers them by a pass over uninitialised memory, which would stay in running statistics.
+        # Without given shapes, torch infers them by a pass over uninitialised memory, which would stay in running
+        # statistics.
         taken, given = _shapes(setup, self.stage, self.dtype)
         stage = PipelineStage(whole, self.stage, stages, torch.device("cpu"), taken, given, group=self._pipeline)
         self._schedule = ScheduleGPipe(stage, setup.microbatches, loss_fn=loss_of)

@@ -1,7 +1,10 @@
-"""The Holdfast session as a platform: one process runs all workers (``--fabric virtual``); each altered worker has its own weights.
+"""The Holdfast session as a platform: one process runs all workers (``--fabric virtual``).
 
-The guard is off: it would stop the training or heal the injected error, and a healed trial is void. Samples come in the order of a
-session; after the restart it is the order of another seed. Buffers are shared by all workers, so only parameters are altered.
+Each altered worker has its own weights.
+
+The guard is off: it would stop the training or heal the injected error, and a healed trial is void. Samples come in the
+order of a session; after the restart it is the order of another seed. Buffers are shared by all workers, so only
+parameters are altered.
 """
 
 from __future__ import annotations
@@ -51,7 +54,10 @@ class SessionProcess:
         self._undisturbed: list[dict[str, Tensor]] = []
 
     def begin(self) -> list[dict[str, Any]]:
-        """Train to the restart epoch unless the state file exists; resume undisturbed and return the results by worker."""
+        """Train to the restart epoch unless the state file exists.
+
+        Resume undisturbed and return the results by worker.
+        """
         if not self._file.exists():
             training = Training(self._setup, self._rank, self._setup.training_seed)
             for _ in range(self._setup.restart):

@@ -9,7 +9,8 @@ path                           content
 ``rest``                       JSON: epoch, optimizer settings, learning-rate schedule
 =============================  ==========================================================
 
-The sample order follows from the epoch. Alterations change only floating-point tensors under ``model`` and ``optimizer``.
+The sample order follows from the epoch. Alterations change only floating-point tensors under ``model`` and
+``optimizer``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from holdfast_lab.studies.soft_errors.workers.platforms import Platform
 
 
 def tensors_of(platform: Platform, target: str) -> dict[str, Tensor]:
-    """Return the floating-point tensors of the ``model`` or the ``optimizer`` by path, in file order; they share memory with the training."""
+    """Return the floating-point tensors of the ``model`` or the ``optimizer`` by path, in file order.
+
+    They share memory with the training.
+    """
     found = {path: tensor for path, tensor in _tensors(platform).items() if path.startswith(f"{target}/")}
     return {path: found[path] for path in sorted(found, key=_parts) if found[path].is_floating_point()}
 
@@ -62,7 +66,10 @@ def write_state(platform: Platform, epoch: int, path: Path) -> None:
 
 
 def read_state(platform: Platform, path: Path) -> int:
-    """Load the state from an HDF5 file of :func:`write_state`, with any alterations made since; return the next epoch."""
+    """Load the state from an HDF5 file of :func:`write_state`, with any alterations made since.
+
+    Return the next epoch.
+    """
     with open_foreign(path) as source:
         found = {name: source.read(name) for name in source.tensors}
     rest = json.loads(bytes(found.pop("rest").tolist()))
