@@ -148,7 +148,11 @@ def test_at_its_start_a_study_says_how_long_it_will_take_and_how_it_knows(tmp_pa
     [
         ({"cost: a": 60, "spread: a": 3600}, ["cost: b", "cost: c"], "about 2 min, estimated from the 2 finished"),
         ({"cost: a": 70, "cost: b": 80}, ["cost: c"], "about 75 s, estimated from the 2 finished"),
-        ({"cost: a": 600, "cost: b": 1800}, ["cost: c"], "about 20 min (10 min to 30 min), estimated from the 2 finished"),
+        (
+            {"cost: a": 600, "cost: b": 1800},
+            ["cost: c"],
+            "about 20 min (10 min to 30 min), estimated from the 2 finished",
+        ),
         (
             {"81": 4860, "70": 4200, "63": 3780},
             ["explained", "alone"],
