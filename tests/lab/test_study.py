@@ -146,15 +146,19 @@ def test_at_its_start_a_study_says_how_long_it_will_take_and_how_it_knows(tmp_pa
 @pytest.mark.parametrize(
     ("took_s", "keys", "told"),
     [
-        ({"cost: a": 60, "spread: a": 3600}, ["cost: b", "cost: c"], "about 2 min, by what 2 took here"),
-        ({"cost: a": 70, "cost: b": 80}, ["cost: c"], "about 75 s, by what 2 took here"),
-        ({"cost: a": 600, "cost: b": 1800}, ["cost: c"], "about 20 min (10 min to 30 min), by what 2 took here"),
+        ({"cost: a": 60, "spread: a": 3600}, ["cost: b", "cost: c"], "about 2 min, estimated from the 2 finished"),
+        ({"cost: a": 70, "cost: b": 80}, ["cost: c"], "about 75 s, estimated from the 2 finished"),
+        (
+            {"cost: a": 600, "cost: b": 1800},
+            ["cost: c"],
+            "about 20 min (10 min to 30 min), estimated from the 2 finished",
+        ),
         (
             {"81": 4860, "70": 4200, "63": 3780},
             ["explained", "alone"],
-            "about 109 min (9 min to 162 min), by what 3 took here",
+            "about 109 min (9 min to 162 min), estimated from the 3 finished",
         ),
-        ({"cost: a": 5 * 3600}, ["cost: b"], "about 5 h, by what 1 took here"),
+        ({"cost: a": 5 * 3600}, ["cost: b"], "about 5 h, estimated from the 1 finished"),
     ],
 )
 def test_what_is_left_goes_by_tasks_of_the_same_kind_and_by_bounds_where_that_says_little(took_s, keys, told):
@@ -166,8 +170,8 @@ def test_the_more_is_known_of_a_kind_the_nearer_the_bounds():
     many = {f"cost: {n}": 100.0 + 300 * (n % 2) for n in range(100)}
     keys = [f"cost: {n}" for n in range(1000, 1100)]
 
-    assert Pace(280.0, few).left(keys) == "about 7 h (167 min to 11 h), by what 2 took here"
-    assert Pace(280.0, many).left(keys) == "about 7 h, by what 100 took here"
+    assert Pace(280.0, few).left(keys) == "about 7 h (167 min to 11 h), estimated from the 2 finished"
+    assert Pace(280.0, many).left(keys) == "about 7 h, estimated from the 100 finished"
 
 
 def test_the_page_says_where_the_intervals_of_its_study_come_from(tmp_path):

@@ -146,8 +146,9 @@ def _costs(answer: Answer) -> str:
     half_s = again["interval_s"] / 2 if again["save_every"] else 0.0
     started_s = question["detect_s"] + question["restart_s"] + question["load_s"]
     text = (
-        f"With relaunch, where the launcher restarts the whole job, each failure costs about {duration(started_s + half_s)}: "
-        f"{duration(started_s)} until training resumes, and on average half a checkpoint interval of work ({duration(half_s)})"
+        "With relaunch, where the launcher restarts the whole job, each failure costs about "
+        f"{duration(started_s + half_s)}: {duration(started_s)} until training resumes, and on average half a "
+        f"checkpoint interval of work ({duration(half_s)})"
     )
     if shown["name"] in ("relaunch", "restart"):
         return f"{text}."
@@ -171,8 +172,9 @@ def _forward(answer: Answer) -> str:
         )
     if answer["best"] == "forward":
         return (
-            f"forward is {100 * gain:.1f} points better than rollback here, because recomputing a step takes long compared with "
-            "the time between failures. It drops the samples of failed workers; if none may be lost, use rollback."
+            f"forward is {100 * gain:.1f} points better than rollback here, because recomputing a step takes long "
+            "compared with the time between failures. It drops the samples of failed workers; if none may be lost, use "
+            "rollback."
         )
     return ""
 
@@ -182,15 +184,15 @@ def _around_optimum(answer: Answer) -> str:
     if best is None or answer["best"] == "none":
         return ""
     text = (
-        f"The checkpoint interval need not be exact: from {duration(best['good_from_s'])} to {duration(best['good_to_s'])} "
-        "goodput is within 0.1 points of the best simulated value"
+        f"The checkpoint interval need not be exact: from {duration(best['good_from_s'])} to "
+        f"{duration(best['good_to_s'])} goodput is within 0.1 points of the best simulated value"
     )
     rows = {row["name"]: row for row in answer["rows"]}
     usual, shown = rows["relaunch"], shown_row(answer)
     if usual["exact_s"] and shown["exact_s"] and shown["exact_s"] > 1.5 * usual["exact_s"]:
         text += (
-            f". Young's formula over all failures ({duration(usual['young_s'])}) is for strategies that load a checkpoint after "
-            f"each failure; {shown['name']} loads one only every {duration(shown['mtbf_back_s'])}"
+            f". Young's formula over all failures ({duration(usual['young_s'])}) is for strategies that load a "
+            f"checkpoint after each failure; {shown['name']} loads one only every {duration(shown['mtbf_back_s'])}"
         )
     question = answer["question"]
     if shown["mtbf_back_s"] and question["save_s"] > shown["mtbf_back_s"] / 2:
@@ -215,9 +217,9 @@ def _spares(answer: Answer) -> str:
         )
     machines = f" ({counted(-(-spares // per_node), 'node')})" if per_node > 1 else ""
     return (
-        f"Keep {counted(spares, 'spare worker')}{machines}, {percent(spares / question['workers'])} more. Without spares "
-        f"goodput would be {percent(bare['slices'])} ({percent(bare['even'])} with --split even, which gives other bits), "
-        f"and {percent(bare['relaunch'])} with relaunch, which waits for repairs."
+        f"Keep {counted(spares, 'spare worker')}{machines}, {percent(spares / question['workers'])} more. Without "
+        f"spares goodput would be {percent(bare['slices'])} ({percent(bare['even'])} with --split even, which gives "
+        f"other bits), and {percent(bare['relaunch'])} with relaunch, which waits for repairs."
     )
 
 
@@ -244,8 +246,8 @@ def _llama(answer: Answer) -> str:
     node = llama["days"] * llama["nodes"] / llama["failures"]
     same = llama["failures"] / ratio
     text = (
-        f"For scale: Llama 3 was interrupted {llama['failures']} times in {llama['days']} days on {llama['workers']:,} GPUs, once in "
-        f"{node:.0f} days for each node of eight; at your rate it would have been {round(same):,} times"
+        f"For scale: Llama 3 was interrupted {llama['failures']} times in {llama['days']} days on {llama['workers']:,} "
+        f"GPUs, once in {node:.0f} days for each node of eight; at your rate it would have been {round(same):,} times"
     )
     if ratio > 2:
         text += f". If your rate is from a data sheet, plan again with --mtbf-node {node:.0f}d"

@@ -203,9 +203,9 @@ def _bars(rows: Sequence[Row]) -> list[dict[str, Any]]:
         "kind": "bars",
         "id": "time",
         "title": "Where lost time goes",
-        "note": "Simulated. recompute: steps that were lost and are computed again; save, detect, regroup, load, start, "
-        "rejoin: training is blocked by it; wait: too few workers are available. The rest up to 100 % is useful "
-        "work, some of it with fewer workers.",
+        "note": "Simulated. recompute: lost steps are computed again; save, detect, regroup, load, start, rejoin: training "
+        "is blocked by it; wait: too few workers are available. The rest up to 100 % is useful work, some of it "
+        "with fewer workers.",
         "where": {},
         "by": ["name"],
         "values": [[f"{part}_percent", name] for part, name in _PARTS.items()],
@@ -219,8 +219,8 @@ def _interval_sections(results: Results) -> list[dict[str, Any]]:
         "kind": "table",
         "id": "interval",
         "title": "Checkpoint interval",
-        "note": "Work between two checkpoints: from Young's and Daly's formulas, at the minimum of Daly's model (exact), and "
-        "as simulated, with the range where goodput is within 0.1 points of the best. Only failures after which "
+        "note": "Work between two checkpoints: from Young's and Daly's formulas, at the minimum of Daly's model (exact), "
+        "and as simulated, with the range where goodput is within 0.1 points of the best. Only failures after which "
         "a checkpoint is loaded count.",
         "where": {},
         "by": ["strategies"],
@@ -248,7 +248,7 @@ def _interval_sections(results: Results) -> list[dict[str, Any]]:
         "kind": "points",
         "id": "tried",
         "title": f"Goodput of {results['shown']} over the interval",
-        "note": "Simulated, each with the same failures, so differences are more certain than the 95 % intervals suggest.",
+        "note": "Simulated, all with the same failures, so differences are more certain than the intervals suggest.",
         "where": {},
         "rows": tried,
         "x": ["minutes", "work between two checkpoints, minutes"],

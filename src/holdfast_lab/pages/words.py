@@ -19,7 +19,7 @@ _SPANS = (
 
 
 def duration(value: float | None) -> str:
-    """Return a duration in the unit that fits, with three digits: ``"250 ms"``, ``"21.4 h"``, ``"5 y"``; a dash for None."""
+    """Return a duration in a suitable unit, three digits: ``"250 ms"``, ``"21.4 h"``, ``"5 y"``; a dash for None."""
     if value is None:
         return DASH
     if not math.isfinite(value):

@@ -87,9 +87,10 @@ class Claim:
         source: Its source.
         paper: The paper's number, None if it gives none.
         ours: Our number, None if it was not measured.
-        unit: Unit of all numbers of the claim, as displayed after them: ``%``, ``points``; :data:`SHARE` is displayed in
-            percent; "" for a number without unit.
-        ci: 95 % confidence interval of our number, an end infinite where the data do not bound it; None without interval.
+        unit: Unit of all numbers of the claim, as displayed after them: ``%``, ``points``; :data:`SHARE` is displayed
+            in percent; "" for a number without unit.
+        ci: 95 % confidence interval of our number, an end infinite where the data do not bound it; None without
+            interval.
         holds: Whether the claim holds; None if it was not checked, or if there is too little evidence: from a single
             run, or a share of runs whose interval is wider than a half. One counterexample refutes a claim about all
             runs.
@@ -134,7 +135,7 @@ class Claim:
         return replace(self, ours=ours, holds=holds, found=found, ci=ci, unit=unit, runs=runs)
 
     def judged_by_count(self, good: int, tries: int, found: str, holds: bool | None = None) -> Claim:
-        """Return this claim with a share in percent and Wilson's interval; by default it holds if all tries are good."""
+        """Return this claim with a share in percent and Wilson's interval; by default it holds if all are good."""
         ours, ci = in_percent(good, tries)
         return self.judged(ours, good == tries if holds is None else holds, found, ci=ci, unit="%")
 

@@ -196,7 +196,7 @@ class _Running:
                 self._take(answer)
 
     def _give(self, worker: Worker) -> None:
-        """Give a worker a trial of the cell that it is warm for, or warm it for another; do nothing if no cell needs it."""
+        """Give a worker a trial of its warm cell, or warm it for another cell; do nothing if no cell needs trials."""
         progress = self._at.get(worker)
         if progress is None or not self._is_open(progress):
             if (progress := self._next_cell(worker)) is None:

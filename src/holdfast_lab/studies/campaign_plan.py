@@ -33,9 +33,9 @@ class Stop:
     """The stopping rule: when a cell has enough trials.
 
     Args:
-        width: Stop when the half-width of the 95 % interval (Wilson) of every outcome's share is at most this, from 0 to 1.
-            A rule that is checked repeatedly stops early by chance now and then, so the final interval is slightly too
-            narrow.
+        width: Stop when the half-width of the 95 % interval (Wilson) of every outcome's share is at most this, from 0
+            to 1. A rule that is checked repeatedly stops early by chance now and then, so the final interval is
+            slightly too narrow.
         batch: Check the rule after every so many trials, ``>= 1``.
         least: Minimum number of trials.
         most: Maximum number of trials, ``>= least``.
@@ -73,17 +73,17 @@ class Campaign:
         name: Name of the campaign.
         seed: Seed that all trial seeds are derived from.
         cells: Cells with distinct names.
-        prepare: Builds the warm state of a cell from its settings: the state that a trial starts from, such as a model at
-            the restart epoch (:class:`holdfast_lab.studies.warm.Held`), the data, and the outcome of the failure-free
-            run. Called in each process that needs it, one cell at a time. It must be importable and give the same bits in
-            every process. It may cache what cells share, for example with :func:`functools.cache`.
+        prepare: Builds the warm state of a cell from its settings: the state that a trial starts from, such as a model
+            at the restart epoch (:class:`holdfast_lab.studies.warm.Held`), the data, and the outcome of the
+            failure-free run. Called in each process that needs it, one cell at a time. It must be importable and give
+            the same bits in every process. It may cache what cells share, for example with :func:`functools.cache`.
         trial: Runs a trial from a warm state and a seed, and must restore the warm state for the next trial. It must be
             importable. It returns an ``outcome`` and any other JSON values, under names that are neither columns of the
             table nor settings of the cell. If it raises, the outcome is TF and the row holds the ``error``; an
             InternalError ends the campaign.
         stop: The stopping rule.
-        limit_s: Time limit of a trial in seconds; a trial that exceeds it counts as one that killed its process. None: no
-            limit.
+        limit_s: Time limit of a trial in seconds; a trial that exceeds it counts as one that killed its process. None:
+            no limit.
     """
 
     name: str

@@ -134,7 +134,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def each_row(path: Path, cell: str | None = None) -> Iterator[Row]:
-    """Yield the rows of a campaign by cell and number, with the settings of the cell; the campaign may still be running.
+    """Yield the rows of a campaign by cell and number, with the settings of the cell; it may still be running.
 
     Args:
         path: Path of the file.

@@ -83,9 +83,10 @@ def explained(rows: Sequence[Row], factor: str, *, seed: int, permutations: int 
         permutations: Number of permutations, ``>= 1``; the smallest p is ``1 / (permutations + 1)``.
 
     Source:
-        H. Theil, "On the estimation of relationships involving qualitative variables", American Journal of Sociology 76(1),
-        1970; N. X. Vinh, J. Epps, J. Bailey, "Information theoretic measures for clusterings comparison", JMLR 11, 2010
-        (correction for chance); B. Phipson, G. K. Smyth, "Permutation p-values should never be zero", SAGMB 9(1), 2010.
+        H. Theil, "On the estimation of relationships involving qualitative variables", American Journal of Sociology
+        76(1), 1970; N. X. Vinh, J. Epps, J. Bailey, "Information theoretic measures for clusterings comparison", JMLR
+        11, 2010 (correction for chance); B. Phipson, G. K. Smyth, "Permutation p-values should never be zero", SAGMB
+        9(1), 2010.
     """
     having = [row for row in rows if factor in row]
     levels, outcomes = _numbered([row[factor] for row in having]), _numbered([row["outcome"] for row in having])
@@ -136,7 +137,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Return mean, standard deviation and coefficient of variation of the values that are not None; None without any."""
+    """Return mean, standard deviation and coefficient of variation of the values except None; None without values."""
     there = [value for value in values if value is not None]
     if not there:
         return None

@@ -47,7 +47,7 @@ class Framework:
     environment: str = ""
 
     def python(self) -> Path | None:
-        """Return its interpreter, from the current directory or beside Holdfast's sources; None if it is not installed."""
+        """Return its interpreter, below the current directory or Holdfast's repository; None if it is not installed."""
         if not self.environment:
             return Path(sys.executable)
         places = (Path.cwd(), Path(__file__).parents[3])
@@ -70,7 +70,7 @@ class Framework:
             return self._finish([self._start(task, Path(folder))], timeout_s)
 
     def run_killed(self, task: Mapping[str, Any], timeout_s: float) -> bool:
-        """Run a task that sets an alarm (SIGALRM) to kill itself; return True if it was killed, False if it ended before.
+        """Run a task that kills itself by SIGALRM; return True if it was killed, False if it had ended before.
 
         Raises:
             WorkerFailed: if it failed in another way.
@@ -90,7 +90,7 @@ class Framework:
         Args:
             task: The task of every process.
             world_size: Number of processes.
-            timeout_s: Timeout of each process in seconds.
+            timeout_s: Seconds to wait for each process, in turn.
 
         Raises:
             WorkerFailed: if a process failed.

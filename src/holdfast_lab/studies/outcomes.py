@@ -63,7 +63,7 @@ def are_finite(losses: Iterable[float], tensors: Iterable[Tensor]) -> bool:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return a digest of 32 hexadecimal digits over every bit, shape, dtype and name: equal if the states are bit-equal.
+    """Return a digest of 32 hexadecimal digits over every bit, shape, dtype and name: equal if states are bit-equal.
 
     Unlike ``==`` it distinguishes 0 from -0, and NaNs with different bits.
     """

@@ -132,7 +132,7 @@ class Worker:
             self._process.terminate()
 
     def end(self) -> str:
-        """Wait until the process has ended, kill it if it does not end in time, and return its exit status or signal."""
+        """Wait until the process ends, kill it if it does not end in time, and return its exit status or signal."""
         if self._process is None or self._connection is None:
             return ""
         self._connection.close()
@@ -184,7 +184,7 @@ class Workers:
         return [worker for worker in self._workers if worker.key is None]
 
     def wait(self) -> list[Answer]:
-        """Block until there is an answer, and return all answers in no particular order; an empty list if all are idle."""
+        """Block until there are answers, and return them in no particular order; an empty list if all are idle."""
         busy = {worker.connection: worker for worker in self._workers if worker.connection is not None}
         if not busy:
             return []

@@ -68,15 +68,15 @@ class Rehearsal:
         return [(*common, "--mirror-predictor", predictor, "--mirror-codec", codec) for predictor, codec in both]
 
     def deaths(self, steps: int) -> list[tuple[int, int]]:
-        """Return rank and step of each failure: any worker, after everything was saved once and in the first half of the run.
+        """Return rank and step of each failure: any worker, after everything was saved once, in the run's first half.
 
         Raises:
             ConfigError: if the training has too few steps for that.
         """
         if steps // 2 <= self.every:
             raise ConfigError(
-                f"a rehearsal needs a training of more than {2 * self.every + 1} steps, twice --mirror-every, got {steps}: "
-                "train for more steps, or give a smaller --mirror-every"
+                f"a rehearsal needs a training of more than {2 * self.every + 1} steps, twice --mirror-every, got "
+                f"{steps}: train for more steps, or give a smaller --mirror-every"
             )
         rng = random.Random(f"rehearsal {self.seed}")
         return [(rng.randrange(self.workers), rng.randrange(self.every, steps // 2)) for _ in range(self.failures)]
@@ -129,8 +129,8 @@ def rehearse(this: Rehearsal, say: Say) -> list[Tried]:
             told = [cost for cost in costs if cost["iterations"] is not None]
             if not told:
                 raise ConfigError(
-                    "after none of the failures does the loss fall by more than its noise; give more --failures, a longer training, "
-                    "or one whose loss still falls"
+                    "after none of the failures does the loss fall by more than its noise; give more --failures, a "
+                    "longer training, or one whose loss still falls"
                 )
             iterations = tuple(cost["iterations"] for cost in told)
             tried.append(Tried(options=way, costs=iterations, censored=sum(cost["censored"] for cost in told)))
@@ -173,7 +173,8 @@ def _run(this: Rehearsal, folder: Path, *words: str) -> dict[str, Any]:
     if code != 0:
         how = f"did not finish within {this.limit_s:g} s" if code is None else f"ended with exit status {code}"
         raise ConfigError(
-            f"a run of {this.script} {how}: {(lines or ['no output'])[-1]}; to reproduce it: holdfast {' '.join(command[3:])}"
+            f"a run of {this.script} {how}: {(lines or ['no output'])[-1]}; to reproduce it: holdfast "
+            f"{' '.join(command[3:])}"
         )
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return report

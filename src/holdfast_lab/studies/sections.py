@@ -1,7 +1,7 @@
 """Typed builders for the sections of a study's page, the list under ``page`` in ``results.json``.
 
-:mod:`holdfast_lab.pages.study` documents how each kind is drawn. A section shows either its own ``rows``, or the rows of
-the study selected by ``where``. The JSON keeps the order of the keywords.
+:mod:`holdfast_lab.pages.study` documents how each kind is drawn. A section shows either its own ``rows``, or the rows
+of the study selected by ``where``. The JSON keeps the order of the keywords.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LinesLook(TypedDict):
 
 
 class PointsLook(LinesLook):
-    """Options of points: a point for each row; ``interval`` names its two ends, ``band`` and ``limits`` are ranges of y."""
+    """Options of points: a point per row; ``interval`` names its two ends, ``band`` and ``limits`` are ranges of y."""
 
     interval: NotRequired[Sequence[str]]
     label: NotRequired[str]

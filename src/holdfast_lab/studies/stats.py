@@ -35,15 +35,15 @@ def bootstrap(
 
 
 def share_interval(successes: int, tries: int) -> tuple[float, float]:
-    """Return the exact 95 % interval of a success probability; unlike a bootstrap it is valid if all tries succeed, too.
+    """Return the exact 95 % interval of a success probability; unlike a bootstrap, also valid if all tries succeed.
 
     Args:
         successes: Number of successes, from 0 to ``tries``.
         tries: Number of tries, ``>= 1``.
 
     Source:
-        C. J. Clopper, E. S. Pearson, "The use of confidence or fiducial limits illustrated in the case of the binomial",
-        Biometrika 26, 1934.
+        C. J. Clopper, E. S. Pearson, "The use of confidence or fiducial limits illustrated in the case of the
+        binomial", Biometrika 26, 1934.
     """
 
     def at_least(count: int, p: float) -> float:
@@ -65,7 +65,8 @@ def wilson(successes: int, tries: int) -> tuple[float, float]:
 
     Source:
         E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22(158), 1927;
-        L. D. Brown, T. T. Cai, A. DasGupta, "Interval estimation for a binomial proportion", Statistical Science 16(2), 2001.
+        L. D. Brown, T. T. Cai, A. DasGupta, "Interval estimation for a binomial proportion", Statistical Science 16(2),
+        2001.
     """
     share, room = successes / tries, _Z**2 / tries
     middle = (share + room / 2) / (1 + room)

@@ -32,10 +32,11 @@ class Stateful(Protocol):
 class Held:
     """A snapshot of a training's state, taken when the object is created.
 
-    It holds the bits of parameters, gradients and buffers, including buffers that are not in ``state_dict``; the state and
-    settings of the optimizer, without the casts of ``load_state_dict``; and the global random generators of torch (CPU,
-    and GPUs in use), NumPy and Python. Modules, parameters and the optimizer keep their identity, so hooks, wrappers and
-    schedulers keep working. It does not hold other attributes of modules, hooks, or the state of other objects.
+    It holds the bits of parameters, gradients and buffers, including buffers that are not in ``state_dict``; the state
+    and settings of the optimizer, without the casts of ``load_state_dict``; and the global random generators of torch
+    (CPU, and GPUs in use), NumPy and Python. Modules, parameters and the optimizer keep their identity, so hooks,
+    wrappers and schedulers keep working. It does not hold other attributes of modules, hooks, or the state of other
+    objects.
 
     Args:
         module: The model.

@@ -31,17 +31,17 @@ MORE_SLICES = {
     order: f"Without failures, more slices than workers ({order} order): {_AT_MOST}" for order in (FOLD, TREE)
 }
 CERTIFIED = (
-    f"Without failures, one slice per worker: with the certificate a step takes at most {LARGEST_RATIO} times as long as "
-    "without"
+    f"Without failures, one slice per worker: with the certificate a step takes at most {LARGEST_RATIO} times as long "
+    "as without"
 )
 WITHOUT = (
-    f"One slice per worker: a step with deterministic all-reduce takes at most {LARGEST_RATIO} times as long as in a plain "
-    "loop without fault tolerance that uses Open MPI's Allreduce"
+    f"One slice per worker: a step with deterministic all-reduce takes at most {LARGEST_RATIO} times as long as in a "
+    "plain loop without fault tolerance that uses Open MPI's Allreduce"
 )
 FASTER = "One slice per worker: a step with deterministic all-reduce takes no longer than with DDP on Gloo"
 MEMORY = (
-    "Deterministic all-reduce takes at most one gradient per slice and one for the result, on the whole machine, within "
-    f"{MEMORY_PERCENT:g} %"
+    "Deterministic all-reduce takes at most one gradient per slice and one for the result, on the whole machine, "
+    f"within {MEMORY_PERCENT:g} %"
 )
 GOODPUT = f"After a kill an even split commits at least as many samples per second as {FEWEST.name}"
 IMBALANCE = (
@@ -90,7 +90,7 @@ def _at(rows: Sequence[Row], variant: str, shares: Sequence[int]) -> list[Row]:
 
 
 def _ratio(words: str, rows: Sequence[Row], name: str, most: float = LARGEST_RATIO) -> Claim:
-    """Return a claim that holds if all networks and numbers of workers are below ``most``, and fails if one is above."""
+    """Return a claim that holds if all rows are below ``most``, and fails if one is above, by their intervals."""
     claim = statement(words, _OURS, most)
     if not rows:
         return claim
@@ -99,8 +99,8 @@ def _ratio(words: str, rows: Sequence[Row], name: str, most: float = LARGEST_RAT
     above = [row for row in rows if row[f"{name}_low"] > most]
     holds = True if below == len(rows) else False if above else None
     told = (
-        f"the highest interval of {len(rows)}: {worst['network']}, {worst['workers']} workers, {worst['slices']} slices. "
-        f"The interval is below {most:g} in {below} and above in {len(above)}; the median of all ratios is "
+        f"the highest interval of {len(rows)}: {worst['network']}, {worst['workers']} workers, {worst['slices']} "
+        f"slices. The interval is below {most:g} in {below} and above in {len(above)}; the median of all ratios is "
         f"{statistics.median(row[name] for row in rows):.3g}"
     )
     ci = (worst[f"{name}_low"], worst[f"{name}_high"])
@@ -115,8 +115,8 @@ def _memory(rows: Sequence[Row]) -> Claim:
     off = {id(row): 100 * (row["bytes"] / row["expected_bytes"] - 1) for row in rows}
     worst = max(rows, key=lambda row: off[id(row)])
     told = (
-        f"the largest excess of {len(rows)}: {worst['network']}, {worst['slices']} slices, {worst['variant']}; allocated "
-        "bytes are exact, so there is no interval"
+        f"the largest excess of {len(rows)}: {worst['network']}, {worst['slices']} slices, {worst['variant']}; "
+        "allocated bytes are exact, so there is no interval"
     )
     return statement(MEMORY, _OURS, 0).judged(off[id(worst)], off[id(worst)] <= MEMORY_PERCENT, told, unit="%")
 
@@ -179,8 +179,8 @@ def _imbalance(jobs: Sequence[Row], seed: int) -> Claim:
     outside = [low > IMBALANCE_PERCENT or high < -IMBALANCE_PERCENT for low, high in ends.values()]
     holds = True if all(inside) else False if any(outside) else None
     told = (
-        f"the largest error of {len(ways)} ways to divide the work: {worst['divided']}, {worst['expected']:.3g} expected, "
-        f"{worst['imbalance']:.3g} measured"
+        f"the largest error of {len(ways)} ways to divide the work: {worst['divided']}, {worst['expected']:.3g} "
+        f"expected, {worst['imbalance']:.3g} measured"
     )
     low, high = ends[worst["divided"]]
     return claim.judged(ours, holds, told, ci=(low, high), unit="%")

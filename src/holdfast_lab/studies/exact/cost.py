@@ -1,4 +1,4 @@
-"""Cost of the deterministic all-reduce without failures, in time and memory: real processes, several ways to all-reduce."""
+"""Cost of the deterministic all-reduce without failures, in time and memory, compared with other ways to all-reduce."""
 
 from __future__ import annotations
 
@@ -155,8 +155,9 @@ def _weigh(timed: Timed, _: Sequence[Row]) -> list[Row]:
 
 
 def memory_rows(about: Row, parameters: int, sizes: dict[str, dict[str, int]]) -> list[Row]:
-    """Return the memory of the all-reduce on the machine and its expected size: a gradient per slice and one for the result.
+    """Return the memory of the all-reduce on the machine, and its expected size.
 
+    Expected are one gradient per slice and one for the result.
     DDP has in every worker its buckets, and the gradients that it copies into them.
     """
     gradient = 4 * parameters

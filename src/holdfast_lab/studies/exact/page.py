@@ -93,9 +93,9 @@ def _against_any(cost: Sequence[Row]) -> Section:
     return intervals(
         "against-any-order",
         "Step time with deterministic all-reduce relative to unordered all-reduce",
-        "Median of ratios within a round of blocks, 95 % intervals, relative to the faster of two unordered all-reduces in the "
-        "same session. Shaded: up to 1.03. With one slice per worker, the unordered all-reduce through shared memory does "
-        "the same work, so these points show the precision of the measurement.",
+        "Median of ratios within a round of blocks, 95 % intervals, relative to the faster of two unordered "
+        "all-reduces in the same session. Shaded: up to 1.03. With one slice per worker, the unordered all-reduce "
+        "through shared memory does the same work, so these points show the precision of the measurement.",
         [row for row in cost if row["variant"] in ORDERED],
         by=["place"],
         series=["summed"],
@@ -112,9 +112,9 @@ def _curve(network: str, workers: int, cost: Sequence[Row]) -> Section:
     return points(
         f"curve-{network}-{workers}",
         f"More slices than workers: {network}, {workers} workers",
-        "The mini-batch stays the same, so more slices are smaller slices. Relative to a step with one slice per worker and no "
-        "all-reduce, timed in the same blocks. An increase that also appears without all-reduce is the cost of smaller "
-        "micro-batches.",
+        "The mini-batch stays the same, so more slices are smaller slices. Relative to a step with one slice per "
+        "worker and no all-reduce, timed in the same blocks. An increase that also appears without all-reduce is the "
+        "cost of smaller micro-batches.",
         [
             row | {"aside": row["share"] + _ASIDE * (_CURVE.index(row["variant"]) - (len(_CURVE) - 1) / 2)}
             for row in chosen
@@ -152,8 +152,9 @@ def _memory(rows: Sequence[Row]) -> Section:
     return table(
         "memory",
         "Memory of the all-reduce, on the whole machine",
-        "Allocated: pages of the shared-memory segments; for DDP its buckets and the gradients copied into them. Expected: "
-        "one gradient per slice and one for the result; for DDP two per worker. A gradient has four bytes per parameter.",
+        "Allocated: pages of the shared-memory segments; for DDP its buckets and the gradients copied into them. "
+        "Expected: one gradient per slice and one for the result; for DDP two per worker. A gradient has four bytes "
+        "per parameter.",
         shown,
         by=["network", "parameters", "workers", "slices", "summed"],
         columns=[
@@ -175,8 +176,9 @@ def _after_a_kill(jobs: Sequence[Row]) -> list[Section]:
     figure = intervals(
         "after-a-kill",
         "Goodput after a kill, by division of the work among the survivors",
-        "One worker of four is killed by SIGKILL. Medians over runs, 95 % intervals, from the kill to the end of the job, "
-        "detection and recovery included. Expected: from the number of survivors and the imbalance of their slices alone.",
+        "One worker of four is killed by SIGKILL. Medians over runs, 95 % intervals, from the kill to the end of the "
+        "job, detection and recovery included. Expected: from the number of survivors and the imbalance of their "
+        "slices alone.",
         [*map(_goodput, ways), *map(_expected, ways)],
         by=["divided"],
         series=["kind"],
@@ -186,9 +188,9 @@ def _after_a_kill(jobs: Sequence[Row]) -> list[Section]:
     numbers = table(
         "imbalance",
         "Imbalance, expected and measured",
-        "Expected: ceil(slices / alive) / (slices / alive). Measured: step time after the kill relative to an even division of "
-        f"the work among the survivors. Each sample takes {1000 * SAMPLE_S:g} ms of sleep, as if each worker had its own "
-        "device.",
+        "Expected: ceil(slices / alive) / (slices / alive). Measured: step time after the kill relative to an even "
+        f"division of the work among the survivors. Each sample takes {1000 * SAMPLE_S:g} ms of sleep, as if each "
+        "worker had its own device.",
         shown,
         by=["divided"],
         columns=[
@@ -221,8 +223,8 @@ def _ends(name: str, rows: Sequence[Row]) -> Section:
     return intervals(
         f"ends-{name}",
         f"Final accuracy of runs with failures: {name}",
-        "Each point is a run in which one to five of eight workers fail at random; initial weights, samples and order are the "
-        "same in all runs. Points of the same accuracy overlap.",
+        "Each point is a run in which one to five of eight workers fail at random; initial weights, samples and order "
+        "are the same in all runs. Points of the same accuracy overlap.",
         [row | {"kind": "a run"} for row in rows],
         by=["policy"],
         series=["kind"],

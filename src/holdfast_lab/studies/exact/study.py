@@ -27,12 +27,12 @@ class Exact:
     name = "exact"
     title = "Exactness: its cost and benefit"
     paper = (
-        "Holdfast's own guarantee of bit-identical results despite failures, compared with unordered all-reduce, DDP, and "
-        "torchft's policy. No paper measured it"
+        "Holdfast's own guarantee of bit-identical results despite failures, compared with unordered all-reduce, DDP, "
+        "and torchft's policy. No paper measured it"
     )
     intervals = (
-        "95 % intervals: for ratios of step times, bootstrap over blocks in which all variants were timed; for jobs and "
-        "standard deviations, bootstrap over runs; for shares, Wilson."
+        "95 % intervals: for ratios of step times, bootstrap over blocks in which all variants were timed; for jobs "
+        "and standard deviations, bootstrap over runs; for shares, Wilson."
     )
     task_s, quick_task_s = 25.0, 8.0
     claims, page = staticmethod(hold_claims), staticmethod(sections)
@@ -73,8 +73,8 @@ class Exact:
         told += parts_left_out(options.only, ONLY)
         if options.quick:
             told.append(
-                "All but one network, two workers with one and four slices each, two ways to divide the work after a kill "
-                "with one run each, and one short training."
+                "All but one network, two workers with one and four slices each, two ways to divide the work after a "
+                "kill with one run each, and one short training."
             )
         return told
 

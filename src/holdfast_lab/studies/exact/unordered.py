@@ -15,8 +15,8 @@ from holdfast.session.session import Session
 def sum_unordered(session: Session, add: Callable[[torch.Tensor], None]) -> None:
     """Make a session use ``add`` as its all-reduce, in any order; everything else stays unchanged.
 
-    Call it before the first step. Every worker has one slice. No worker may fail, because the survivors would not end with
-    the same bits.
+    Call it before the first step. Every worker has one slice. No worker may fail, because the survivors would not end
+    with the same bits.
 
     Args:
         session: The session of a replicated model.

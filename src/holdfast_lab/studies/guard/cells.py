@@ -1,4 +1,4 @@
-"""The design of the guard study: which bit flips are injected into which trainings how often, and the clean trainings."""
+"""The design of the guard study: which bit flips are injected into which trainings, and the clean trainings."""
 
 from __future__ import annotations
 

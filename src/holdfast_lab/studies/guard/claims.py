@@ -58,7 +58,7 @@ def _healed(words: str, kinds: Sequence[Row], target: str) -> Claim:
 
 
 def _found(kinds: Sequence[Row], target: str, *, sums: bool = False) -> Claim:
-    """Return a claim without a required number: all replicas get the same wrong sum, which only range checks can detect."""
+    """Return a claim without a required number: only range checks can detect a wrong sum that all replicas get."""
     words = (
         f"Every injected harmful bit flip in {target}{', with --guard-sums,' if sums else ''} is detected and healed"
     )

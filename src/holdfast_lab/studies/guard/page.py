@@ -10,14 +10,14 @@ from holdfast_lab.studies.sections import Section, intervals, milliseconds, not_
 from holdfast_lab.studies.stats import wilson
 
 _READ = (
-    "Harmful: without the guard the flip changes the outcome class of the training (accuracy of the worst worker more than "
-    "5 points below the fault-free run, NaN, or failure). Healed: with --guard heal and the same flip, all workers end with "
-    "weights and optimizer state bit-identical to the fault-free run. The critical bit is over-sampled, so counts are not "
-    "rates; 95 % intervals (Wilson)."
+    "Harmful: without the guard the flip changes the outcome class of the training (accuracy of the worst worker more "
+    "than 5 points below the fault-free run, NaN, or failure). Healed: with --guard heal and the same flip, all "
+    "workers end with weights and optimizer state bit-identical to the fault-free run. The critical bit is "
+    "over-sampled, so counts are not rates; 95 % intervals (Wilson)."
 )
 _LAW = (
-    "Share of harmful flips if every bit of every value is equally likely, in percent: groups of bits are weighted by their "
-    "number of bits. Intervals are combined by the method of Zou and Donner (2008)."
+    "Share of harmful flips if every bit of every value is equally likely, in percent: groups of bits are weighted by "
+    "their number of bits. Intervals are combined by the method of Zou and Donner (2008)."
 )
 
 
@@ -71,8 +71,8 @@ def _coverage(kinds: Sequence[Row]) -> Section:
     return table(
         "coverage",
         "Coverage",
-        "Within: steps until half, 99 % and all of the detected flips were detected; 1: in the step of the flip. By range: "
-        "detected by the range check, not by comparing replicas.",
+        "Within: steps until half, 99 % and all of the detected flips were detected; 1: in the step of the flip. By "
+        "range: detected by the range check, not by comparing replicas.",
         kinds,
         by=["target", "training", "length"],
         columns=[
@@ -179,8 +179,8 @@ def _cost(rows: Sequence[Row]) -> Section:
     return table(
         "cost",
         "Cost of a clean step",
-        "Two processes; variants take turns, and ratios are taken within each round; 95 % intervals by bootstrap of the median. "
-        "Results from a busy machine mean nothing.",
+        "Two processes; variants take turns, and ratios are taken within each round; 95 % intervals by bootstrap of "
+        "the median. Results from a busy machine mean nothing.",
         shown,
         by=["training", "guard"],
         columns=[

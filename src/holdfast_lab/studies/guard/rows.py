@@ -58,8 +58,9 @@ def weighted(known: Mapping[str, tuple[int, int]]) -> tuple[float, float, float]
         known: For each stratum of bits, the number of hits and of tries.
 
     Source:
-        G. Y. Zou, A. Donner, "Construction of confidence limits about effect measures: a general approach", Statistics in
-        Medicine 27, 2008: the distances to the ends of the parts' intervals (Wilson) add up like standard deviations.
+        G. Y. Zou, A. Donner, "Construction of confidence limits about effect measures: a general approach", Statistics
+        in Medicine 27, 2008: the distances to the ends of the parts' intervals (Wilson) add up like standard
+        deviations.
     """
     share = below = above = 0.0
     for bits, (count, tries) in known.items():
@@ -71,7 +72,7 @@ def weighted(known: Mapping[str, tuple[int, int]]) -> tuple[float, float, float]
 
 
 def bit_rows(settings: Mapping[str, Any], trials: Iterable[Row]) -> list[Row]:
-    """Return, for each flipped bit of weights, the number of trainings with a changed class, without and with the guard."""
+    """Return for each flipped bit of weights the number of trainings with a changed class, without and with guard."""
     by_bit: dict[int, list[Row]] = {}
     for one in trials:
         by_bit.setdefault(one["bit"], []).append(one)

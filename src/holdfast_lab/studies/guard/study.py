@@ -1,7 +1,7 @@
 """The guard study: share of harmful bit flips detected and healed, detection latency, false alarms, and cost.
 
-Small trainings with virtual workers start many times from the same in-memory state. Each trial injects one bit flip: first
-without the guard, to see whether it changes the outcome class, then the same flip with ``--guard heal``.
+Small trainings with virtual workers start many times from the same in-memory state. Each trial injects one bit flip:
+first without the guard, to see whether it changes the outcome class, then the same flip with ``--guard heal``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Guard:
     title = "The guard: detection, healing, false alarms and cost"
     paper = "the claims of docs/how-to/guard-against-corruption.md; no paper"
     intervals = (
-        "95 % intervals: for shares of flips and for alarms, Wilson; for shares weighted by bits, combined by the method of "
-        "Zou and Donner; for times, bootstrap over the rounds."
+        "95 % intervals: for shares of flips and for alarms, Wilson; for shares weighted by bits, combined by the "
+        "method of Zou and Donner; for times, bootstrap over the rounds."
     )
     task_s, quick_task_s = 260.0, 20.0
 
@@ -71,8 +71,8 @@ class Guard:
         told += parts_left_out(options.only, ONLY)
         if options.quick:
             told.append(
-                "All bits except the critical one; 4 workers; other optimizers and networks; nearly all of the clean steps; "
-                f"the cost with {LARGE.name.partition(', ')[2]}."
+                "All bits except the critical one; 4 workers; other optimizers and networks; nearly all of the clean "
+                f"steps; the cost with {LARGE.name.partition(', ')[2]}."
             )
         return told
 

@@ -51,7 +51,7 @@ def prepare(settings: Mapping[str, Any]) -> Warm:
 
 
 def trial(warm: Warm, seed: int) -> Row:
-    """Inject a flip without the guard; if that changes the class, and for a random sample of flips, repeat it with the guard."""
+    """Inject a flip without the guard; repeat harmful flips, and a random sample of the others, with the guard."""
     rng = random.Random(seed)
     fault = drawn(warm, rng)
     without = _go_on(warm, OFF, fault)

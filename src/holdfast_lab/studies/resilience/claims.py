@@ -33,14 +33,14 @@ BITS = {
 SMALL_LOSS = "Forward loses less than one point of accuracy, however many workers fail and whenever they fail"
 NOT_BETTER = "Forward loses accuracy where rollback and restart lose none"
 MORE = (
-    "The more buckets are averaged at the failure, the less forward loses: half of the buckets against none, by distance "
-    "of the weights"
+    "The more buckets are averaged at the failure, the less forward loses: half of the buckets against none, by "
+    "distance of the weights"
 )
 ORDER = "Forward takes no longer than rollback"
 RESTART_MORE = "Restart takes longer than rollback, at the best checkpoint interval of restart"
 PLANNED = "A planned removal takes less time than a failure"
 RESCALE = (
-    "Dividing the gradient by the samples of the survivors changes the weights less than dividing by the original "
+    "Dividing the gradient by the samples in the all-reduce changes the weights less than dividing by the original "
     "mini-batch size"
 )
 REAL_BITS = "Real processes: rollback and restart end with the sha256 of the failure-free run"
@@ -119,8 +119,8 @@ def _small(rows: Sequence[Row]) -> Claim:
         holds = False
     above = sum(row["accuracy_loss_low"] > 0 for row in rows)
     told = (
-        f"the largest mean of {len(rows)} cases: {worst['network']}, {worst['count']} of {worst['workers']} workers lost, "
-        f"{worst['moment']}. The interval is above 0 in {above} cases, "
+        f"the largest mean of {len(rows)} cases: {worst['network']}, {worst['count']} of {worst['workers']} workers "
+        f"lost, {worst['moment']}. The interval is above 0 in {above} cases, "
         f"below 0 in {sum(r['accuracy_loss_high'] < 0 for r in rows)}"
     )
     ci = (worst["accuracy_loss_low"], worst["accuracy_loss_high"])
@@ -188,7 +188,7 @@ def _spread(rows: Sequence[Row]) -> list[Row]:
 
 
 def _pairs(rows: Sequence[Row], one: _Chosen, other: _Chosen, but: str = "") -> list[tuple[Row, Row]]:
-    """Return pairs of a row selected by ``one`` and a row selected by ``other`` that agree in all columns except ``but``."""
+    """Return pairs of rows, selected by ``one`` and by ``other``, that agree in all columns except ``but``."""
     first, second = [row for row in rows if one(row)], [row for row in rows if other(row)]
     names = [name for name in _ALIKE if name != but]
     found = {tuple(row[name] for name in names): row for row in second}
@@ -304,7 +304,7 @@ def _update_bits(points: Sequence[Row]) -> Claim:
     if not points:
         return statement(UPDATE_BITS, _READING)
     same = sum(row["same"] for row in points)
-    told = f"{same} of {len(points)} runs, in which the updates of {sum(row['undone'] for row in points)} buckets were undone"
+    told = f"{same} of {len(points)} runs, with the updates of {sum(row['undone'] for row in points)} buckets undone"
     holds = all(row["same"] and row["undone"] for row in points)
     return statement(UPDATE_BITS, _READING, 100).judged_by_count(same, len(points), told, holds)
 
@@ -335,8 +335,8 @@ def _modes(rows: Sequence[Row]) -> Claim:
     worst = max(rows, key=lambda row: row["accuracy_apart"])
     ci = (worst["accuracy_more_low"], worst["accuracy_more_high"])
     told = (
-        f"the largest difference of {worst['seeds']} seeds, {worst['variant']}; another order: {worst['accuracy_usual']:.3g}. "
-        f"The mean difference is {worst['accuracy_more']:.3g} [{ci[0]:.3g}, {ci[1]:.3g}]"
+        f"the largest difference of {worst['seeds']} seeds, {worst['variant']}; another order: "
+        f"{worst['accuracy_usual']:.3g}. The mean difference is {worst['accuracy_more']:.3g} [{ci[0]:.3g}, {ci[1]:.3g}]"
     )
     holds = all(row["accuracy_apart"] <= row["accuracy_usual"] for row in rows)
     ours = worst["accuracy_apart"]

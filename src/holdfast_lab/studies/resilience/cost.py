@@ -68,9 +68,9 @@ def costs_of(costs: Costs) -> dict[str, float]:
 def overhead(case: Case, steps: int, seeds: Sequence[int], costs: Costs = STATED, update: str = "lazy") -> Row:
     """Return the extra time of a training of ``steps`` steps over one without failures, departures and checkpoints.
 
-    ``overhead`` counts only time without lasting progress. ``longer`` also counts that with fewer workers steps are slower,
-    or more steps are needed. Both are in percent of the failure-free time, with the ends of their interval if the moments
-    of failures are random.
+    ``overhead`` counts only time without lasting progress. ``longer`` also counts that with fewer workers steps are
+    slower, or more steps are needed. Both are in percent of the failure-free time, with the ends of their interval if
+    the moments of failures are random.
     """
     chosen = seeds if case.moment == SPREAD else seeds[:1]
     found = [_one(case, steps, seed, costs, update) for seed in chosen]
@@ -92,7 +92,7 @@ def _one(case: Case, steps: int, seed: int, costs: Costs, update: str) -> dict[s
 
 
 def _planned(case: Case, steps: int, seed: int, costs: Costs) -> dict[str, float]:
-    """Return the cost of a planned removal: that of failures between two steps, detected immediately and without lost work.
+    """Return the cost of a planned removal: that of failures between two steps, without detection and lost work.
 
     The simulator knows only failures, so their detection time and lost work are subtracted.
     """

@@ -1,4 +1,4 @@
-"""Measurements of the resilience study with real processes: a small network on digits, one of four workers is killed."""
+"""Measurements of the resilience study with real processes: a small network, one of four workers is killed."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def measure(real: Real, seed: int, repetition: int) -> list[Row]:
 def _time(events: Sequence[Mapping[str, Any]], *, disturbed: bool) -> Row:
     """Return the step time, and the extra time from the step before the kill to the end of the step with the kill.
 
-    The time that checkpoints blocked training is added. Times far from the kill do not count, because they contain noise
-    from other work of the machine.
+    The time that checkpoints blocked training is added. Times far from the kill do not count, because they contain
+    noise from other work of the machine.
     """
     commits = sorted((e["t_s"], e["step"]) for e in events if e["event"] == "StepCommitted")
     step_s = statistics.median(after - before for (before, _), (after, _) in pairwise(commits))
@@ -130,7 +130,7 @@ _UPDATES = ("update_s", "copy_s", "undo_s", "waited_s", "discard_s")
 
 
 def compare(rows: Sequence[Row], seed: int) -> list[Row]:
-    """Return the measured points, compared with the failure-free run of the same seed (lazy updates) and the simulation.
+    """Return the measured points, compared with the failure-free run (same seed, lazy updates) and the simulation.
 
     The simulator takes its costs from runs with other seeds if there are any.
     """

@@ -30,10 +30,10 @@ from holdfast_lab.studies.sections import (
 )
 
 _TRADE = (
-    "Accuracy: training with virtual workers, means of paired differences from the failure-free training with the same seed, "
-    "95 % intervals; positive is worse. Time: simulated with stated costs; it counts only time when training was blocked "
-    "and work that was lost or recomputed. In addition steps are slower with fewer workers, equally for all strategies. "
-    "Each point is one number of workers and of failures, at random moments."
+    "Accuracy: training with virtual workers, means of paired differences from the failure-free training with the same "
+    "seed, 95 % intervals; positive is worse. Time: simulated with stated costs; it counts only time when training was "
+    "blocked and work that was lost or recomputed. In addition steps are slower with fewer workers, equally for all "
+    "strategies. Each point is one number of workers and of failures, at random moments."
 )
 _TRADE_REAL = (
     " Real: four processes, one of them killed, measured on this machine; mean accuracy and median time of all runs."
@@ -118,7 +118,8 @@ def _averaged(name: str, cases: Sequence[Row]) -> Section:
     return points(
         f"lost-share-{name}",
         f"Forward: distance of the final weights from the failure-free ones: {name}",
-        "Relative to the distance that the failure-free training moves the weights, by share of lost workers; random moments.",
+        "Relative to the distance that the failure-free training moves the weights, by share of lost workers; random "
+        "moments.",
         [
             row | {"divided": f"{100 * row['averaged']:g} % averaged, {row['rescale']}"}
             for row in forward
@@ -156,8 +157,8 @@ def _policies(cases: Sequence[Row]) -> Section:
     return table(
         "policies",
         "Policies",
-        "Local: each worker keeps its number of samples, so the mini-batch shrinks and the same samples take more steps. "
-        "Original: the gradient is divided by the original mini-batch size.",
+        "Local: each worker keeps its number of samples, so the mini-batch shrinks and the same samples take more "
+        "steps. Original: the gradient is divided by the original mini-batch size.",
         [row for row in cases if _is_plain(row) and (row["batch"], row["rescale"]) != ("global", "survivors")],
         by=["network", "workers", "count", "happens", "policy"],
         columns=_COLUMNS,
@@ -192,8 +193,9 @@ def _points(runs: Sequence[Row]) -> Section:
     return table(
         "real",
         "Real processes",
-        "Four processes train the small network on digits, and one is killed by SIGKILL in step 23 of 48. Simulated: with costs "
-        "measured in the other runs of the same strategy and optimizer mode, or in the same run if there is no other.",
+        "Four processes train the small network on digits, and one is killed by SIGKILL in step 23 of 48. Simulated: "
+        "with costs measured in the other runs of the same strategy and optimizer mode, or in the same run if there is "
+        "no other.",
         [row | {"same_bits": row["same"]} for row in runs],
         by=["happens"],
         columns=[
@@ -216,10 +218,10 @@ def _updates(rows: Sequence[Row]) -> Section:
     return table(
         "updates",
         "Overlapped optimizer (eager) compared with lazy updates, simulated",
-        "Eager: the parameters of a bucket are copied and updated as soon as its all-reduce is complete, overlapped with "
-        "the following all-reduces; a discarded step undoes these updates. "
-        f"Stated costs of all buckets, for a step of about one second: {stated}. Copies: extra memory of a worker, for this "
-        "network with momentum.",
+        "Eager: the parameters of a bucket are copied and updated as soon as its all-reduce is complete, overlapped "
+        "with the following all-reduces; a discarded step undoes these updates. "
+        f"Stated costs of all buckets, for a step of about one second: {stated}. Copies: extra memory of a worker, for "
+        "this network with momentum.",
         [
             row
             | {
@@ -244,8 +246,9 @@ def _updated(rows: Sequence[Row]) -> Section:
     return table(
         "updated",
         "Overlapped optimizer (eager) compared with lazy updates, real processes",
-        "Time of eager updates, over all buckets of a step. Waited: the part of it that was not overlapped with all-reduces. "
-        "Blocked by the kill: extra time from the step before the kill to the end of the step with the kill.",
+        "Time of eager updates, over all buckets of a step. Waited: the part of it that was not overlapped with "
+        "all-reduces. Blocked by the kill: extra time from the step before the kill to the end of the step with the "
+        "kill.",
         [row for row in rows if row.get("update") == EAGER or row["averaged"] or not row["strategy"]],
         by=["happens"],
         columns=[

@@ -43,12 +43,12 @@ class Resilience:
     name = "resilience"
     title = "Low-overhead resilience for data-parallel training: accuracy against time"
     paper = (
-        "B. Nicolae, T. Hobson, O. Yildiz, T. Peterka, D. Morozov, Towards low-overhead resilience for data parallel deep "
-        "learning, CCGrid 2022"
+        "B. Nicolae, T. Hobson, O. Yildiz, T. Peterka, D. Morozov, Towards low-overhead resilience for data parallel "
+        "deep learning, CCGrid 2022"
     )
     intervals = (
-        "95 % intervals: for a case, and for all cases together, Student's t over paired seeds; for ratios of cases, bootstrap "
-        "over the cases, which share their seeds; for real runs, bootstrap over the runs; for shares, Wilson."
+        "95 % intervals: for a case, and for all cases together, Student's t over paired seeds; for ratios of cases, "
+        "bootstrap over the cases, which share their seeds; for real runs, bootstrap over the runs; for shares, Wilson."
     )
     task_s, quick_task_s = 92.0, 6.0
     claims, page = staticmethod(hold_claims), staticmethod(sections)
@@ -97,8 +97,9 @@ class Resilience:
         told += parts_left_out(options.only, ONLY)
         if options.quick:
             told.append(
-                "All but one network, two numbers of workers, failures at random moments, and one run of each real job; "
-                "the comparison of all slices in one batch with slice by slice, except for the network with batch norm."
+                "All but one network, two numbers of workers, failures at random moments, and one run of each real "
+                "job; the comparison of all slices in one batch with slice by slice, except for the network with batch "
+                "norm."
             )
         return told
 

@@ -98,8 +98,8 @@ def train(
         data: Directory of datasets that are read from files.
         seed: Seed of the weights, of the sample order, and of ranks and steps of the failures.
         case: The failures and the strategy; None: no failures.
-        begin: Snapshot of the failure-free training to start from, at the latest from the step that :func:`_undisturbed`
-            returns. None: start from the beginning.
+        begin: Snapshot of the failure-free training to start from, at the latest from the step that
+            :func:`_undisturbed` returns. None: start from the beginning.
         before_step: Called with the trainer before each step.
     """
     samples, test, _, _ = _data(network, data)
@@ -161,8 +161,8 @@ def _trainer(
 def _undisturbed(case: Case, seed: int, steps: int) -> int:
     """Return the step up to which the state of a training equals that of the failure-free one.
 
-    With checkpoints, the step must leave room for the previous checkpoint, which a failure loads if the newest one is not
-    complete yet.
+    With checkpoints, the step must leave room for the previous checkpoint, which a failure loads if the newest one is
+    not complete yet.
     """
     first = min(step for _, step in _happening(case, seed, steps))
     return max(0, first // case.every - 1) * case.every if case.every else first
@@ -214,14 +214,14 @@ def _test(model: torch.nn.Module, test: Any, device: str) -> tuple[float, float]
 def trials(network: Network, data: Path | None, seed: int, cases: list[Case]) -> list[Row]:
     """Return the results of all cases for one seed, compared with the failure-free training.
 
-    Accuracy and loss are differences: positive is worse than failure-free. The distance of the weights is relative to the
-    distance that the failure-free training moves them.
+    Accuracy and loss are differences: positive is worse than failure-free. The distance of the weights is relative to
+    the distance that the failure-free training moves them.
     """
     torch.set_num_threads(1)
     found: dict[str, Ended] = {}
 
     def train_those_that_part(trainer: Batched) -> None:
-        """Start the cases that diverge in this step from a snapshot, so that their common steps are computed only once."""
+        """Start the cases that diverge in this step from a snapshot, so that common steps are computed only once."""
         part = [case for case in cases if _undisturbed(case, seed, network.steps) == trainer.step]
         begin = trainer.snapshot() if part else None
         found.update((case.key, train(network, data, seed, case, begin=begin)) for case in part)

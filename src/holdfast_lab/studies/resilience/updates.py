@@ -21,7 +21,7 @@ EVERY = 5
 """Steps between two checkpoints."""
 
 UPDATING = replace(STATED, sum_s=STATED.sum_s - 0.05, update_s=0.05, copy_s=0.02, undo_s=0.02)
-"""The stated costs, with the optimizer's time split off from the all-reduces: a step with lazy updates takes as long."""
+"""The stated costs, with the optimizer's time split off from the all-reduces; a lazy step takes the same time."""
 
 
 def cross(network: Network, data: Path | None, seeds: Sequence[int], *, quick: bool) -> list[Row]:

@@ -39,8 +39,8 @@ def _always_holds(known: Sequence[Row]) -> Claim:
 
 def _of_every_kind(kinds: Sequence[Row]) -> Claim:
     words = (
-        "The same bound holds for every kind of perturbation: resets, bit flips, lost gradients, stale blocks, rounding, "
-        "asynchronous updates; once, several times, at every step"
+        "The same bound holds for every kind of perturbation: resets, bit flips, lost gradients, stale blocks, "
+        "rounding, asynchronous updates; once, several times, at every step"
     )
     known = [row for row in kinds if row["c_from"] == KNOWN]
     claim = statement(words, _DERIVED, 0.0)
@@ -118,9 +118,9 @@ def _figure(rows: Sequence[Row]) -> Section:
     return points(
         "perturbations",
         "Iteration cost by size of the perturbation",
-        "A quadratic of 64 dimensions and condition number 30, whose c is known. D is the sum of c^-l ||d(l)||, as a multiple of "
-        "||x(0) - x*||; means over runs of similar D, with 95 % intervals. The paper's bound limits the cost; the absolute "
-        "bound limits the iteration count, and is shown minus the unperturbed count.",
+        "A quadratic of 64 dimensions and condition number 30, whose c is known. D is the sum of c^-l ||d(l)||, as a "
+        "multiple of ||x(0) - x*||; means over runs of similar D, with 95 % intervals. The paper's bound limits the "
+        "cost; the absolute bound limits the iteration count, and is shown minus the unperturbed count.",
         shown,
         series=["kind"],
         interval=["low", "high"],
@@ -141,10 +141,10 @@ def _bound_table(rows: Sequence[Row]) -> Section:
     return table(
         "bound",
         "How often the bounds were exceeded",
-        "Absolute: the iteration count of the perturbed run against its bound. As a difference: the cost against the paper's "
-        "bound. If the absolute bound is exceeded: with a known c, the theory or this code is wrong; with a fitted c, the "
-        "program did not contract at that rate everywhere on the run's path; with the worst ratio of the unperturbed run as "
-        "c, the perturbed run had an iteration with a worse ratio.",
+        "Absolute: the iteration count of the perturbed run against its bound. As a difference: the cost against the "
+        "paper's bound. If the absolute bound is exceeded: with a known c, the theory or this code is wrong; with a "
+        "fitted c, the program did not contract at that rate everywhere on the run's path; with the worst ratio of the "
+        "unperturbed run as c, the perturbed run had an iteration with a worse ratio.",
         held,
         by=["program", "kind", "c_from"],
         columns=[
@@ -161,7 +161,8 @@ def _kinds_table(kinds: Sequence[Row]) -> Section:
     return table(
         "kinds",
         "Every kind of perturbation, once and several times",
-        f"{_about(kinds)} In each trial all kinds perturb the same iterations. Size: the sum of ||d||, median over the trials.",
+        f"{_about(kinds)} In each trial all kinds perturb the same iterations. Size: the sum of ||d||, median over the "
+        "trials.",
         [_shown(row) for row in kinds if row["often"] != ALWAYS],
         by=["program", "kind", "often"],
         columns=[
@@ -182,10 +183,10 @@ def _always_table(kinds: Sequence[Row]) -> Section:
     return table(
         "irreducible",
         "Perturbation at every step: the irreducible error",
-        f"{_about(kinds)} Size: the largest ||d|| of the second half of a run. Error: the largest distance to x* in its last "
-        "quarter; its bound: c / (1 - c) times the size. Left: the part of the distance that has not decayed yet; it is added "
-        f"to the bound before the comparison. The bound on the cost was exceeded in {above} of {runs} runs. "
-        f"{_of_nothing(slower)}",
+        f"{_about(kinds)} Size: the largest ||d|| of the second half of a run. Error: the largest distance to x* in "
+        "its last quarter; its bound: c / (1 - c) times the size. Left: the part of the distance that has not decayed "
+        f"yet; it is added to the bound before the comparison. The bound on the cost was exceeded in {above} of {runs} "
+        f"runs. {_of_nothing(slower)}",
         [_shown(row) | {"holds": _kept(row, slower)} for row in always],
         by=["program", "kind"],
         columns=[
@@ -219,9 +220,9 @@ def _of_nothing(slower: Mapping[str, Row]) -> str:
         return words
     each = ", ".join(f"{name}: error {row['error']:.2g}, left {row['left']:.2g}" for name, row in slower.items())
     return (
-        f"{words} A fitted c is the rate over the whole run. A run that is fast at first and slow at its end therefore exceeds "
-        f"the bound there even without perturbation ({each}). For such a program the other rows say little about the theory: "
-        "they are in brackets."
+        f"{words} A fitted c is the rate over the whole run. A run that is fast at first and slow at its end therefore "
+        f"exceeds the bound there even without perturbation ({each}). For such a program the other rows say little "
+        "about the theory: they are in brackets."
     )
 
 
@@ -236,11 +237,11 @@ def _about(kinds: Sequence[Row]) -> str:
     """Return the note common to all tables of kinds."""
     rates = {row["program"]: f"{row['program']} {row['c']:.4g} ({row['c_from']})" for row in kinds}
     return (
-        "Distances are multiples of the initial distance ||x(0) - x*||. Cost: extra iterations to the same distances from x*, "
-        "mean with its 95 % interval; bound: the largest cost that the absolute bound allows. A run that never reaches a "
-        "distance counts as if it did so when it was stopped, so the mean is a lower bound (>=). Odd: number of runs that "
-        "never reached it, and how many of them ended at NaN or infinity, where there is no bound (-). "
-        f"c: {', '.join(rates.values())}."
+        "Distances are multiples of the initial distance ||x(0) - x*||. Cost: extra iterations to the same distances "
+        "from x*, mean with its 95 % interval; bound: the largest cost that the absolute bound allows. A run that "
+        "never reaches a distance counts as if it did so when it was stopped, so the mean is a lower bound (>=). Odd: "
+        "number of runs that never reached it, and how many of them ended at NaN or infinity, where there is no bound "
+        f"(-). c: {', '.join(rates.values())}."
     )
 
 

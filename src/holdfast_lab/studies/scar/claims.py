@@ -1,4 +1,4 @@
-"""The paper's claims about partial recovery and priority checkpoints, and our own expectations, checked against the rows."""
+"""Claims of the paper about partial recovery and priority checkpoints, and our own, checked against the rows."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
 
 def _headline(trials: Trials, skews: Mapping[str, float]) -> list[Claim]:
     words = (
-        f"SCAR (r = 1/8, half of the blocks lost) costs {LEAST:.0f} to {MOST:.0f} % fewer iterations than rollback to a "
-        "full checkpoint"
+        f"SCAR (r = 1/8, half of the blocks lost) costs {LEAST:.0f} to {MOST:.0f} % fewer iterations than rollback to "
+        "a full checkpoint"
     )
     claims = []
     for program in trials.stated():
@@ -102,7 +102,8 @@ def _near_optimal(trials: Trials) -> Claim:
     return claim.judged(
         100 * value,
         100 * value <= _NEAR_POINTS,
-        f"hindsight, which knows when nodes fail but not which, minus SCAR; the largest gap: {farthest}; {told(found, POINTS)}",
+        f"hindsight, which knows when nodes fail but not which, minus SCAR; the largest gap: {farthest}; "
+        f"{told(found, POINTS)}",
         ci=in_percent(ci),
     )
 

@@ -35,7 +35,7 @@ def _beyond(trials: Trials) -> list[Claim]:
 
 
 def _of_als(trials: Trials) -> list[Claim]:
-    """Return the claims about saving only the factor that the next iteration reads; the gain depends on which one it is."""
+    """Return the claims about saving only the factor that the next iteration reads; which one decides the gain."""
     words = "ALS: a checkpoint of only the live factor saves at least 95 % ({} updated first, so the {} are live)"
     programs = trials.stated(ALS)
     swapped = [program for program in programs if program.endswith(ITEMS_FIRST)]

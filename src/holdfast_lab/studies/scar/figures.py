@@ -85,7 +85,7 @@ def _limits(rows: Sequence[Row]) -> list[float]:
 
 
 def pivot(trials: Trials, name: str, title: str, note: str, policies: Mapping[str, str]) -> Section:
-    """Return a table with a line for each program and a column for each policy; ``policies`` maps policies to headings."""
+    """Return a table with a line per program and a column per policy; ``policies`` maps policies to headings."""
     lines = []
     for program in trials.stated():
         cells = {policy: cell for policy in policies if (cell := trials.cell(program, policy))}

@@ -1,7 +1,7 @@
 """Partial recovery with real processes: workers that own shards are killed, and the cost is compared with a prediction.
 
-The prediction is the cost of the same job with virtual workers, which lose the same shard at the same step in one process.
-The worker is killed after the commit vote of its step, so that in both runs all standbys are of the same step.
+The prediction is the cost of the same job with virtual workers, which lose the same shard at the same step in one
+process. The worker is killed after the commit vote of its step, so that in both runs all standbys are of the same step.
 """
 
 from __future__ import annotations
@@ -146,6 +146,6 @@ def live_claims(rows: Sequence[Row]) -> list[Claim]:
     costs = [row["cost"] for row in live if row["cost"] is not None]
     found = f"of {len(live)} runs end with the predicted bits"
     if costs:
-        found += f"; iteration cost {min(costs):.2f} to {max(costs):.2f}, {sum(costs) / len(costs):.2f} iterations on average"
+        found += f"; cost {min(costs):.2f} to {max(costs):.2f}, {sum(costs) / len(costs):.2f} iterations on average"
     ci = share_interval(sum(same), len(same))
     return [statement(words, _DERIVED, 1.0).judged(sum(same) / len(same), all(same), found, ci=ci, unit=SHARE)]

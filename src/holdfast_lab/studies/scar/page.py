@@ -37,8 +37,8 @@ from holdfast_lab.studies.sections import Section, intervals, number, points, ta
 
 _PRIORITY = chosen("full", "priority", FRACTIONS[-1])
 _ODD = (
-    "Odd: number of censored trials, and of negative ones. Censored: the run did not reach every level, and counts as if it "
-    "did so when it was stopped. Negative: the failure helped."
+    "Odd: number of censored trials, and of negative ones. Censored: the run did not reach every level, and counts as "
+    "if it did so when it was stopped. Negative: the failure helped."
 )
 
 
@@ -128,9 +128,9 @@ def _headline_table(trials: Trials, skews: Mapping[str, float]) -> Section:
     return table(
         "headline",
         "The abstract's number: SCAR with r = 1/8, half of the blocks lost",
-        f"{READ} T >= C: failures after the first full save; before it, traditional recovery restores the initial state. "
-        "Skew: share of the squared drift from iteration 3 C to 4 C in the top eighth of the blocks, in a failure-free run. "
-        f"Trials: with T >= C, and all. {_ODD}",
+        f"{READ} T >= C: failures after the first full save; before it, traditional recovery restores the initial "
+        "state. Skew: share of the squared drift from iteration 3 C to 4 C in the top eighth of the blocks, in a "
+        f"failure-free run. Trials: with T >= C, and all. {_ODD}",
         lines,
         by=["program"],
         columns=[
@@ -156,8 +156,8 @@ def _scatter(trials: Trials, skews: Mapping[str, float]) -> Section:
         points,
         "skew",
         "Iterations saved by SCAR, by skew of the drift",
-        f"{LATE}Skew: share of the drift in the top eighth of the blocks, measured in a failure-free run. If all blocks "
-        f"move equally, priority has no effect. Shaded: {LEAST:.0f} to {MOST:.0f} %.",
+        f"{LATE}Skew: share of the drift in the top eighth of the blocks, measured in a failure-free run. If all "
+        f"blocks move equally, priority has no effect. Shaded: {LEAST:.0f} to {MOST:.0f} %.",
         rows,
         series=["family"],
         label="program",
@@ -229,12 +229,12 @@ def _controls_table(trials: Trials) -> Section:
     return table(
         "controls",
         "Distance from the optimum: no checkpoint, SCAR, and hindsight",
-        f"{LATE}{READ} Hindsight: every save of r = 1/8 takes the blocks that minimize the sum of squared distances to the state "
-        "at the failure. It knows when nodes fail, and in the second variant also which. It estimates the least cost of any "
-        "choice with the same bytes: its distance is minimal, up to a block or two, but its cost need not be. Nothing lost, "
-        "other randomness: the cost of chance alone. Above SCAR: in points, paired. Restored to: distance from the lost "
-        "state in the program's own metric (Euclidean; for documents, tokens with another topic), not comparable between "
-        "programs. Odd: number of censored trials, and of negative ones.",
+        f"{LATE}{READ} Hindsight: every save of r = 1/8 takes the blocks that minimize the sum of squared distances to "
+        "the state at the failure. It knows when nodes fail, and in the second variant also which. It estimates the "
+        "least cost of any choice with the same bytes: its distance is minimal, up to a block or two, but its cost "
+        "need not be. Nothing lost, other randomness: the cost of chance alone. Above SCAR: in points, paired. "
+        "Restored to: distance from the lost state in the program's own metric (Euclidean; for documents, tokens with "
+        "another topic), not comparable between programs. Odd: number of censored trials, and of negative ones.",
         lines,
         by=["program", "policy"],
         columns=[

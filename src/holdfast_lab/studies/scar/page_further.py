@@ -39,9 +39,10 @@ def further_figure(trials: Trials) -> Section:
         intervals,
         "further-figure",
         "Dead reckoning, at the same bytes",
-        f"{LATE}Half of the blocks lost, r = 1/8. A lost block is extrapolated linearly from its last two saves, and the blocks "
-        "farthest from their extrapolation are saved. Calibrated: a lost block moves only by the share of its extrapolation that "
-        "survivors have moved of theirs. int8: differences are saved in one byte each, so that more blocks fit.",
+        f"{LATE}Half of the blocks lost, r = 1/8. A lost block is extrapolated linearly from its last two saves, and "
+        "the blocks farthest from their extrapolation are saved. Calibrated: a lost block moves only by the share of "
+        "its extrapolation that survivors have moved of theirs. int8: differences are saved in one byte each, so that "
+        "more blocks fit.",
         rows,
         by=["program"],
         series=["policy"],
@@ -60,7 +61,8 @@ def further_table(trials: Trials) -> Section:
     return table(
         "further",
         "Beyond the paper, at the same bytes",
-        f"{LATE}{READ} Half of the blocks lost. Above SCAR: in points, paired. Odd: number of censored trials, and of negative ones.",
+        f"{LATE}{READ} Half of the blocks lost. Above SCAR: in points, paired. Odd: number of censored trials, and of "
+        "negative ones.",
         lines,
         by=["program", "policy"],
         columns=[
@@ -114,7 +116,8 @@ def several_table(trials: Trials) -> Section:
     return table(
         "several",
         "Several failures in one run",
-        f"{READ} Each failure loses another random half of the blocks. Odd: number of censored trials, and of negative ones.",
+        f"{READ} Each failure loses another random half of the blocks. Odd: number of censored trials, and of negative "
+        "ones.",
         lines,
         by=["program", "failures", "policy"],
         columns=[
@@ -137,7 +140,8 @@ def every_table(trials: Trials) -> Section:
     return table(
         "every",
         "Every policy with every program",
-        f"{READ} Restored to: root mean square distance from the lost state. Odd: number of censored trials, and of negative ones.",
+        f"{READ} Restored to: root mean square distance from the lost state. Odd: number of censored trials, and of "
+        "negative ones.",
         lines,
         by=["program", "policy"],
         columns=[

@@ -94,8 +94,9 @@ def paper_cost(c: float, start: float, log_delta: ArrayLike) -> Numbers:
 
 
 def irreducible_error(c: float, size: float) -> float:
-    """Return the irreducible error: the largest distance from the optimum at which a run can stay if perturbed at every step.
+    """Return the irreducible error.
 
+    It is the largest distance from the optimum at which a run can stay if it is perturbed at every step.
     From ||y(k+1) - x*|| <= c (||y(k) - x*|| + ||d(k)||), the limit e = c (e + size) gives e = c / (1 - c) size. The
     constant is c / (1 - c), not 1 / (1 - c), because y is measured after the iteration that follows a perturbation.
 
@@ -238,8 +239,8 @@ def parameters(program: Program, state: State) -> Tensor:
 def apart(program: Program, a: Tensor, b: Tensor) -> float:
     """Return the distance between two sets of parameters: the root of the sum of squared distances of their blocks.
 
-    If blocks use the Euclidean distance, the result is the Euclidean distance. Computed in 64 bits, because the square of a
-    32-bit number with a flipped exponent bit overflows 32 bits.
+    If blocks use the Euclidean distance, the result is the Euclidean distance. Computed in 64 bits, because the square
+    of a 32-bit number with a flipped exponent bit overflows 32 bits.
     """
     wide = [values.double() if values.is_floating_point() else values for values in (a, b)]
     return float(torch.linalg.vector_norm(program.distance(*wide).double()))
@@ -338,7 +339,7 @@ class Recorder:
         self.sizes.append(_finite(apart(program, parameters(program, state), before)))
 
     def close(self, state: State, program: Program, iteration: int) -> None:
-        """Record the distance between the runs after the last iteration; ``iteration`` is the total number of iterations."""
+        """Record the distance between the runs after the last iteration; ``iteration`` is the number of iterations."""
         theirs = parameters(program, self._beside.at(iteration))
         self.distances.append(_finite(apart(program, parameters(program, state), theirs)))
 

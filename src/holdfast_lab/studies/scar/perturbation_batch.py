@@ -1,4 +1,4 @@
-"""Runs thousands of perturbed runs of a linear contraction as the rows of a matrix, and compares their cost with bounds.
+"""Computes thousands of perturbed runs of a linear contraction as rows of a matrix, and compares costs with bounds.
 
 All states are e = y - x*, in float64: an iteration is a matrix product, and the optimum is 0.
 """
@@ -151,7 +151,7 @@ class Batch:
         return measured(np.array(distances), self.distances, sizes, self.c, self.eps)
 
     def _strikes(self, runs: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-        """Return the mask of perturbed iterations, of shape (iterations, runs); none at x(0), where a reset has no effect."""
+        """Return a mask of perturbed iterations, of shape (iterations, runs); never x(0), where a reset has no effect."""
         count = np.where(rng.random(runs) < 0.5, 1, rng.integers(2, _MOST_TIMES + 1, runs))
         order = rng.random((self._struck - 1, runs)).argsort(axis=0).argsort(axis=0)
         return np.concatenate([np.zeros((1, runs), dtype=np.bool_), order < count])

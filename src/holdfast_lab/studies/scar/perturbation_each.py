@@ -4,8 +4,8 @@ The cost of each perturbation is compared with its bound. A perturbation at ever
 with e the distance in the middle of a run and s the largest perturbation since then, a later distance is at most
 c / (1 - c) s, which stays, plus c^k e, which decays.
 
-A run that diverges to NaN or infinity is kept. It never reaches a level, so it is censored, and its cost is counted as if
-it had reached the level when it was stopped.
+A run that diverges to NaN or infinity is kept. It never reaches a level, so it is censored, and its cost is counted as
+if it had reached the level when it was stopped.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ def kind_rows(
 
     Args:
         program: The program; one with integer parameters can only be reset, stale, asynchronous, or lose updates.
-        trials: Trials of each kind, for once and for several times; for every step a quarter as many, or one if the kind
-            is not random. In trials of the same number all kinds perturb the same iterations.
+        trials: Trials of each kind, for once and for several times; for every step a quarter as many, or one if the
+            kind is not random. In trials of the same number all kinds perturb the same iterations.
         seed: Seed of all random draws.
-        iterations: Iterations of the unperturbed run; a linear contraction ignores it and runs until it is a million times
-            nearer to x*.
+        iterations: Iterations of the unperturbed run; a linear contraction ignores it and runs until it is a million
+            times nearer to x*.
         window: Window of the trailing mean of the loss in iterations; a linear contraction ignores it and uses 1.
         part: Which of ``parts`` equal parts of the rows to return, from 0.
         parts: Number of parts (calls) that the work is divided into.
@@ -106,9 +106,9 @@ def kind_rows(
     Returns:
         Rows with ``part`` "kind", one for each kind and frequency, in the order of :func:`kinds_of`. Distances are in
         units of ||x(0) - x*||. ``size`` is the median over the runs of the sum of ||d(l)||, or of the largest ||d(l)||
-        for every step. ``violations`` counts runs above the absolute bound; ``bound`` is that bound minus the unperturbed
-        count. ``error``, ``error_bound``, ``left`` and ``holds`` describe the irreducible error of the run with the
-        largest error, for every step.
+        for every step. ``violations`` counts runs above the absolute bound; ``bound`` is that bound minus the
+        unperturbed count. ``error``, ``error_bound``, ``left`` and ``holds`` describe the irreducible error of the run
+        with the largest error, for every step.
     """
     is_known = matrix_of(program) is not None
     if is_known:
@@ -234,7 +234,7 @@ def _what_stays(scene: Scene, runs: Sequence[Run], c: float) -> Row:
 
 
 def _error(scene: Scene, run: Run, c: float) -> Row:
-    """Return the largest distance in the last quarter of a run, and its bound from the perturbations of its second half."""
+    """Return the largest distance in the last quarter of a run, and its bound from perturbations of the second half."""
     length, start = len(run.distances) - 1, float(scene.distances[0])
     half, quarter = length // 2, length // 4
     size, error = float(run.sizes[half:].max()), _no_less(float(run.distances[-quarter:].max()))

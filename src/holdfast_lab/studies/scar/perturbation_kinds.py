@@ -147,8 +147,8 @@ class BitFlip:
     Args:
         when: Perturbed iterations.
         seed: Seed of the random draws.
-        bit: Bit to flip; 0 is the least significant bit of the fraction, and for 32-bit numbers 31 is the sign and 30 the
-            most significant bit of the exponent. None: a random bit.
+        bit: Bit to flip; 0 is the least significant bit of the fraction, and for 32-bit numbers 31 is the sign and 30
+            the most significant bit of the exponent. None: a random bit.
     """
 
     def __init__(self, when: When, seed: int, bit: int | None = None) -> None:

@@ -1,8 +1,8 @@
 """The cost of perturbations by size, compared with its bounds.
 
 A linear contraction with known optimum and rate runs thousands of trials at once, and a count above the absolute bound
-would be an error in the theory or in this code. Any other program runs one trial at a time; x* is the end of a long run,
-and c is fitted. There a count above the bound means that the program did not contract at that c everywhere on the
+would be an error in the theory or in this code. Any other program runs one trial at a time; x* is the end of a long
+run, and c is fitted. There a count above the bound means that the program did not contract at that c everywhere on the
 perturbed run's path, and a count below it proves nothing. Rows say which case applies (``means``).
 """
 
@@ -75,17 +75,17 @@ def cost_rows(program: Program, trials: int, seed: int, iterations: int = 300, w
 
     Args:
         program: The program.
-        trials: Total number of trials, divided equally among the kinds; for a linear contraction 20,000 take seconds, for
-            other programs each trial is a separate run.
+        trials: Total number of trials, divided equally among the kinds; for a linear contraction 20,000 take seconds,
+            for other programs each trial is a separate run.
         seed: Seed of the perturbations.
         iterations: Iterations of the unperturbed run that defines the levels; ignored for a linear contraction.
         window: Window of the trailing mean of its loss in iterations; ignored for a linear contraction.
 
     Returns:
-        Rows with ``part`` "perturbation" for each kind and size bin, and with ``part`` "bound" for each kind and source of
-        c. All distances are in units of ||x(0) - x*||. ``least_room`` and ``undisturbed_room`` are the smallest
-        difference between absolute bound and iteration count, of perturbed runs and of the unperturbed run. If the latter
-        is below 0, the unperturbed run itself does not converge at that c.
+        Rows with ``part`` "perturbation" for each kind and size bin, and with ``part`` "bound" for each kind and source
+        of c. All distances are in units of ||x(0) - x*||. ``least_room`` and ``undisturbed_room`` are the smallest
+        difference between absolute bound and iteration count, of perturbed runs and of the unperturbed run. If the
+        latter is below 0, the unperturbed run itself does not converge at that c.
     """
     matrix = matrix_of(program)
     if matrix is not None:

@@ -60,8 +60,8 @@ def pilot(course: Course) -> list[Row]:
 def _levels(runs: Sequence[Sequence[float]], course: Course) -> tuple[list[float], int]:
     """Return the levels of the loss that every run reaches, and the window of its trailing mean.
 
-    The window is the course's, or the smallest multiple of it with which the loss falls by more than its noise: at the best
-    learning rate the loss can be too noisy for the window that is enough at the stated rate.
+    The window is the course's, or the smallest multiple of it with which the loss falls by more than its noise: at the
+    best learning rate the loss can be too noisy for the window that is enough at the stated rate.
 
     Raises:
         ConfigError: if the loss falls by more than its noise with none of the windows.
@@ -108,7 +108,7 @@ def with_levels(course: Course, row: Row) -> Course:
 
 
 def at_rate(course: Course, times: float) -> list[Row]:
-    """Return a row with the final loss at a multiple of the program's stated learning rate; None if the loss diverges."""
+    """Return a row with the final loss at a multiple of the program's learning rate; None if the loss diverges."""
     seed = int(course.chance("pilot", 0).integers(2**31))
     own: Any = course.make(seed)
     rate = times * (own.optimizer.rate if hasattr(own, "optimizer") else own.learning_rate)

@@ -86,7 +86,7 @@ def chosen(restore: str, choice: str, fraction: float) -> str:
 
 
 def paper_policies(fractions: Sequence[float] = FRACTIONS) -> list[Policy]:
-    """Return the policies of the paper, the traditional one first; ``fractions`` are the values of r for partial saves."""
+    """Return the policies of the paper, the traditional one first; ``fractions`` are the r of partial saves."""
     partial = [
         Policy(name=PARTIAL if nodes == HALF else f"{PARTIAL}, {nodes}/{NODES} lost", nodes=nodes)
         for nodes in range(1, NODES)

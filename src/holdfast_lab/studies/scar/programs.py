@@ -125,7 +125,8 @@ def policies_of(which: str, fractions: Sequence[float], program: Program) -> lis
     """Return the policies to compare.
 
     Args:
-        which: ``whole``: all policies; ``few``: those that a real system could use, and the traditional ones; ``several``:
+        which: ``whole``: all policies; ``few``: those that a real system could use, and the traditional ones;
+        ``several``:
             those for runs with several failures; ``quick``: those of ``--quick``.
         fractions: Values of r for partial saves.
         program: The program.

@@ -160,8 +160,8 @@ def _from_history(scene: Scene, wanted: Tensor) -> Restored:
 def least_sum(costs: NDArray[np.float64], sizes: NDArray[np.float64], room: float) -> NDArray[np.int64]:
     """Return for each block one of the possible save times, such that the total cost is approximately minimal.
 
-    An auction: iteratively, each time gets the price at which demand equals its room, given the prices of all other times.
-    Then blocks are assigned greedily, in order of their gain above the price.
+    An auction: iteratively, each time gets the price at which demand equals its room, given the prices of all other
+    times. Then blocks are assigned greedily, in order of their gain above the price.
 
     Args:
         costs: Cost of each block if it was last saved at each time; of shape (blocks, times). The first time is free.

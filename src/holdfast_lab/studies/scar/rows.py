@@ -30,8 +30,10 @@ class Cell:
         cost: Mean cost in iterations.
         cost_ci: Its 95 % interval.
         reduction: 1 - mean cost / mean traditional cost; nan if the traditional cost is not above 0.
-        ci: Its 95 % interval, by paired bootstrap over the trials; an end is infinite if too many resamples are undefined.
-        undefined: Number of the :data:`~holdfast_lab.studies.stats.RESAMPLES` resamples whose traditional cost is not above 0.
+        ci: Its 95 % interval, by paired bootstrap over the trials; an end is infinite if too many resamples are
+            undefined.
+        undefined: Number of the :data:`~holdfast_lab.studies.stats.RESAMPLES` resamples whose traditional cost is not
+            above 0.
         censored: Trials in which a level was not reached, so that their cost is a lower bound.
         negative: Trials in which the failure helped.
         bytes: Mean number of bytes written per iteration.
@@ -125,7 +127,7 @@ class Trials:
     def gap(
         self, program: str, policy: str, other: str, kind: str = "main", *, late: bool = True
     ) -> tuple[float, tuple[float, float]] | None:
-        """Return the reduction of a policy minus that of another, with its 95 % interval; None for fewer than two trials."""
+        """Return the reduction of a policy minus that of another, with its interval; None for fewer than two trials."""
         mine = self._pairs(program, policy, TRADITIONAL, kind, late=late)
         theirs = self._pairs(program, other, TRADITIONAL, kind, late=late)
         known = {(row["kind"], row["trial"]): row["cost"] for row, _ in theirs}
@@ -142,7 +144,7 @@ class Trials:
         return float(_less(a.mean(), base.mean()) - _less(b.mean(), base.mean())), _interval(drawn)
 
     def share_of_error(self, policy: str, programs: Sequence[str]) -> tuple[float, tuple[float, float], Numbers] | None:
-        """Return E(||d'||^2 / ||d||^2) of a policy over some programs, its interval, and all shares; ||d|| is of full rollback."""
+        """Return E(||d'||^2 / ||d||^2) of a policy, its interval, and all shares; ||d|| is that of full rollback."""
         pairs = [pair for program in programs for pair in self.pairs(program, policy, TRADITIONAL)]
         shares = np.array([(mine["error"] / base["error"]) ** 2 for mine, base in pairs if base["error"] > 0])
         if len(shares) < 2:
@@ -158,7 +160,7 @@ class Trials:
         return [(row, theirs[trial]) for trial, row in mine.items() if trial in theirs]
 
     def _of(self, program: str, kind: str, policy: str, *, late: bool) -> dict[tuple[str, int], Row]:
-        """Return the rows of a policy by trial; for late failures, those of the main trials and the additional late trials."""
+        """Return the rows of a policy by trial; late failures come from the main and the additional late trials."""
         kinds = (kind, "late") if late and kind == "main" else (kind,)
         return {
             (name, trial): row

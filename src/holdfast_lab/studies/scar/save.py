@@ -1,9 +1,9 @@
-"""Cost of a partial save: how long it blocks the training loop compared with a plain copy, and the time to choose blocks.
+"""Cost of a partial save: its blocking time compared with a plain copy, and the time to choose blocks.
 
-An MLP of 8.5 million parameters on one of two workers, the smallest number that can lose a part. The worker computes with the
-whole model, and owns and updates the larger of two shards, in blocks of 16 numbers, none of which spans two layers. In each
-repetition all fractions take turns, in a different order each time. A training step precedes each measurement, so that
-caches are in the state in which training leaves them. A step excludes its all-reduces.
+An MLP of 8.5 million parameters on one of two workers, the smallest number that can lose a part. The worker computes
+with the whole model, and owns and updates the larger of two shards, in blocks of 16 numbers, none of which spans two
+layers. In each repetition all fractions take turns, in a different order each time. A training step precedes each
+measurement, so that caches are in the state in which training leaves them. A step excludes its all-reduces.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def held_claims(rows: Sequence[Row]) -> list[Claim]:
     return [
         _at_most(words, held, "write_to_copy", HELD_TIMES, "times the copy", with_choice),
         _at_most(
-            f"Choosing the blocks takes less than {SELECTED_PERCENT:g} % of a step, averaged over all steps: 8.5 million "
-            "parameters, two workers",
+            f"Choosing the blocks takes less than {SELECTED_PERCENT:g} % of a step, averaged over all steps: 8.5 "
+            "million parameters, two workers",
             held,
             "selection_percent",
             SELECTED_PERCENT,
@@ -217,9 +217,9 @@ def held_table() -> Section:
         "held",
         "Cost of a partial save",
         f"The larger of two shards of 8.5 million parameters, in blocks of {_BLOCK} numbers, C = {_EVERY}, medians of "
-        f"{_REPETITIONS} repetitions in one thread. Selection: choosing the blocks. Write: encoding the chosen blocks; both "
-        "block the training loop. Copy: a plain torch copy of the same blocks. At r = 1/8 every second step saves. On a busy "
-        "machine only the ratios are meaningful.",
+        f"{_REPETITIONS} repetitions in one thread. Selection: choosing the blocks. Write: encoding the chosen blocks; "
+        "both block the training loop. Copy: a plain torch copy of the same blocks. At r = 1/8 every second step "
+        "saves. On a busy machine only the ratios are meaningful.",
         where=measured("held"),
         by=["way"],
         columns=[

@@ -1,7 +1,7 @@
 """Partial recovery and priority checkpoints: the experiments of Qiao et al. (2019), with this code.
 
-Failures are simulated in the process that iterates, so that every policy gets the same run, the same failure and the same
-randomness after it. Trials run in parallel, one process per core.
+Failures are simulated in the process that iterates, so that every policy gets the same run, the same failure and the
+same randomness after it. Trials run in parallel, one process per core.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Scar:
     name = "scar"
     title = "Partial recovery and priority checkpoints"
     paper = (
-        "A. Qiao, B. Aragam, B. Zhang, E. P. Xing: Fault tolerance in iterative-convergent machine learning, ICML 2019, "
-        "arXiv 1810.07354"
+        "A. Qiao, B. Aragam, B. Zhang, E. P. Xing: Fault tolerance in iterative-convergent machine learning, ICML "
+        "2019, arXiv 1810.07354"
     )
     intervals = (
-        "95 % intervals: for iterations saved, bootstrap over the trials, paired by trial; a resample in which rollback to a "
-        "full checkpoint costs nothing counts as beyond both ends. For a mean cost of perturbations, normal distribution. "
-        "For a share of runs, Clopper-Pearson, above 1,000 runs the normal distribution."
+        "95 % intervals: for iterations saved, bootstrap over the trials, paired by trial; a resample in which "
+        "rollback to a full checkpoint costs nothing counts as beyond both ends. For a mean cost of perturbations, "
+        "normal distribution. For a share of runs, Clopper-Pearson, above 1,000 runs the normal distribution."
     )
     task_s, quick_task_s = 15.5, 6.7
 
@@ -140,8 +140,8 @@ class _Plan:
         told.append(NOT_READ)
         if self._options.quick:
             told.append(
-                "Everything except the traditional policy, partial recovery and r = 1/8 with half of the blocks lost: other "
-                "shares and fractions, perturbations, several failures, and policies beyond the paper."
+                "Everything except the traditional policy, partial recovery and r = 1/8 with half of the blocks lost: "
+                "other shares and fractions, perturbations, several failures, and policies beyond the paper."
             )
         return told
 

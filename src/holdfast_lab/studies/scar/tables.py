@@ -49,11 +49,11 @@ def pilot_table(rows: Sequence[Row]) -> Section:
     return table(
         "pilot",
         "The programs without failures",
-        "Levels: losses at which iterations are counted, in the range where the loss falls by several times its noise: their "
-        "number, the first and last level, and the iterations that reach these. With few levels, a cost is a mean over few "
-        "values. Mean of: window of the trailing mean, two or four times that of the settings if the loss is too noisy. "
-        "Iteration: time of an iteration and its loss. Losses are in nats per sample, for LDA per token; for ALS in squared "
-        "ratings; for a quadratic (x - x*)' H (x - x*) / 2.",
+        "Levels: losses at which iterations are counted, in the range where the loss falls by several times its noise: "
+        "their number, the first and last level, and the iterations that reach these. With few levels, a cost is a "
+        "mean over few values. Mean of: window of the trailing mean, two or four times that of the settings if the "
+        "loss is too noisy. Iteration: time of an iteration and its loss. Losses are in nats per sample, for LDA per "
+        "token; for ALS in squared ratings; for a quadratic (x - x*)' H (x - x*) / 2.",
         lines,
         by=["program"],
         columns=[

@@ -38,43 +38,43 @@ _TOLD = {
     SCAR: (_PAPER, "Every C / 8 iterations, save the eighth of the blocks that is farthest from its last saved value."),
     NO_CHECKPOINT: (_CONTROL, "Nothing is saved; lost blocks are reset to x(0)."),
     RESEED: (_CONTROL, "Nothing is lost, but all later random draws differ: the cost of chance alone."),
-    HINDSIGHT: (_BOUND, "Every save is chosen with knowledge of the time of the failure, to minimize the distance then."),
+    HINDSIGHT: (_BOUND, "Every save is chosen knowing the time of the failure, to minimize the distance then."),
     HINDSIGHT_WHO: (_BOUND, "The same, with knowledge of the failed nodes, too."),
     LINE: (
         _BEYOND,
-        "A lost block is extrapolated linearly from its last two saves. The blocks farthest from their extrapolation are "
-        "saved, not those farthest from their last saved value.",
+        "A lost block is extrapolated linearly from its last two saves. The blocks farthest from their extrapolation "
+        "are saved, not those farthest from their last saved value.",
     ),
     INT8: (
         _BEYOND,
-        "Saves hold differences from the last saved values, quantized to one byte each, so that about three times as many "
-        "blocks fit into the same bytes. Values that are never negative, such as Adam's mean squares, are restored to at "
-        "least half a quantization step, because a 0 would make the next update as large as possible.",
+        "Saves hold differences from the last saved values, quantized to one byte each, so that about three times as "
+        "many blocks fit into the same bytes. Values that are never negative, such as Adam's mean squares, are "
+        "restored to at least half a quantization step, because a 0 would make the next update as large as possible.",
     ),
     LINE_INT8: (_BEYOND, "Both: one-byte differences from the extrapolation."),
     CALIBRATED: (
         _OURS,
-        "Dead reckoning calibrated by the survivors, whose true movement along their own extrapolation is known: a share "
-        "between 0 and 1, by least squares. Lost blocks move by that share of theirs. Meant for steps that shrink or are "
-        "noisy, where extrapolation goes too far; it needs no extra bytes.",
+        "Dead reckoning calibrated by the survivors, whose true movement along their own extrapolation is known: a "
+        "share between 0 and 1, by least squares. Lost blocks move by that share of theirs. Meant for steps that "
+        "shrink or are noisy, where extrapolation goes too far; it needs no extra bytes.",
     ),
     CALIBRATED_INT8: (_OURS, "The same, with one-byte differences."),
-    FULL_INT8: (_BEYOND, "Full saves of one-byte differences, more frequent in proportion to their smaller size; only lost blocks are restored."),
+    FULL_INT8: (_BEYOND, "Full saves of one-byte differences, so more often; only lost blocks are restored."),
     ALONE: (_BEYOND, "Only parameters are saved, so more often; moments and step counts of lost blocks are reset."),
     RESET: (_CONTROL, "SCAR, but moments and step counts of lost blocks are reset although they were saved."),
     KEPT: (_CONTROL, "SCAR, and a peer holds the moments at the failure."),
-    LIVE: (_BEYOND, "Of two factors only the one that is read next is saved, so more often; the other is overwritten before it is read."),
+    LIVE: (_BEYOND, "Only the factor that is read next is saved, so more often; the other is overwritten unread."),
     LIVE_INT8: (_BEYOND, "The same with one-byte differences."),
     SURVIVORS: (_CONTROL, "Nothing is saved; lost rows are solved from the other factor on the survivors."),
-    SWEEP: (_BEYOND, "SCAR, then the topics of the lost documents are resampled once; the sweep counts as a part of an iteration."),
-    LIKELIHOOD: (_BEYOND, "The documents are saved whose log-likelihood would change most if they were restored from their last save."),
+    SWEEP: (_BEYOND, "SCAR, then one resampling of the lost documents' topics, counted as a part of an iteration."),
+    LIKELIHOOD: (_BEYOND, "Save the documents whose log-likelihood would change most if restored from the last save."),
     LIKELIHOOD_SWEEP: (_BEYOND, "Both."),
 }  # fmt: skip
 """Source and description of each policy."""
 CHOSEN = (
-    "How a policy is chosen: next to a failure-free run, about two dozen failures are rehearsed on copies of its state, and "
-    "each policy without hindsight restores them. The policy with the lowest mean cost is chosen, and evaluated on other "
-    "seeds."
+    "How a policy is chosen: next to a failure-free run, about two dozen failures are rehearsed on copies of its "
+    "state, and each policy without hindsight restores them. The policy with the lowest mean cost is chosen, and "
+    "evaluated on other seeds."
 )
 
 

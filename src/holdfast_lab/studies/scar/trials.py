@@ -39,8 +39,8 @@ class Course:
 
     Args:
         name: Its name in rows and on the page.
-        make: Creates the program from a seed, with the same data for every seed; accepts another ``learning_rate`` if the
-            program has one.
+        make: Creates the program from a seed, with the same data for every seed; accepts another ``learning_rate`` if
+            the program has one.
         every: C, iterations per full save.
         window: Window of the trailing mean of the loss in iterations.
         iterations: Iterations of the pilot run, which reaches the last level.
@@ -278,7 +278,7 @@ def failure_at(chance: np.random.Generator, course: Course, undisturbed: Sequenc
 
 
 def lost_of(order: Tensor, nodes: int) -> Tensor:
-    """Return the lost blocks if ``nodes`` of :data:`NODES` fail, from a random order; at least one if any node fails."""
+    """Return the blocks lost if ``nodes`` of :data:`NODES` fail, given a random order; at least one if any fails."""
     return order[: max(len(order) * nodes // NODES, min(nodes, 1))]
 
 

@@ -65,7 +65,8 @@ def partial_of(nodes: int) -> str:
 def at_least(words: str, source: str, least: float, found: Mapping[str, Measured], unit: str = "%") -> Claim:
     """Return a claim that a number is at least ``least`` percent, or points, for each program.
 
-    It is refuted if an interval is below ``least``, else undecided if an interval contains it. The lowest number is shown.
+    It is refuted if an interval is below ``least``, else undecided if an interval contains it. The lowest number is
+    shown.
     """
     claim = statement(words, source, least, unit)
     if not found:
@@ -84,7 +85,7 @@ def at_least(words: str, source: str, least: float, found: Mapping[str, Measured
 
 
 def reductions(trials: Trials, programs: Sequence[str], policy: str) -> dict[str, Measured]:
-    """Return the reduction of a policy for each program with a defined reduction, over failures after the first full save."""
+    """Return the reduction of a policy for each program that has one, over failures after the first full save."""
     cells = {program: trials.cell(program, policy) for program in programs}
     return {
         program: (cell.reduction, cell.ci) for program, cell in cells.items() if cell and math.isfinite(cell.reduction)
@@ -98,7 +99,7 @@ def gaps(trials: Trials, programs: Sequence[str], policy: str, other: str) -> di
 
 
 def is_above(words: str, found: Mapping[str, Measured]) -> Claim:
-    """Return a claim that every named difference is above 0; undecided if an interval contains 0 and none is below 0."""
+    """Return a claim that every difference is above 0; undecided if an interval contains 0 and none is below 0."""
     claim = statement(words, PAPER, unit=POINTS)
     if not found:
         return claim

@@ -1,8 +1,8 @@
 """Times steps with deterministic all-reduce, unordered all-reduce, a plain MPI loop, DDP, and no all-reduce.
 
-Started by ``mpirun``. All variants train in the same processes and take turns, block by block, in a different order each
-round. They start from the same weights and use the same mini-batches in the same slices. After the first steps their
-weights are compared, so that no variant is fast because it computes something else.
+Started by ``mpirun``. All variants train in the same processes and take turns, block by block, in a different order
+each round. They start from the same weights and use the same mini-batches in the same slices. After the first steps
+their weights are compared, so that no variant is fast because it computes something else.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_STEPS = 40
 _BATCHES = {"mlp": 2, "cnn": 16, "gpt": 16}
 """Number of mini-batches for each network; they are used repeatedly."""
 _TOLERANCE = 1e-3
-"""Largest distance between two variants' weights after the first steps, relative to the distance training moved them."""
+"""Largest allowed distance between two variants' weights after the first steps, relative to their total movement."""
 
 
 class Training:
@@ -265,14 +265,14 @@ class Race:
         self.bytes[variant] = mine
 
     def unlike(self) -> str:
-        """Return an error message if a variant with an all-reduce has weights that differ from the reference; "" if none."""
+        """Return an error message if the weights of a variant with an all-reduce differ from the reference, else ""."""
         reference = self._trainings[FOLD].moved()
         for variant, training in self._trainings.items():
             apart = math.dist(training.moved(), reference) / math.hypot(*reference)
             if variant not in (ALONE, WHOLE) and not apart < _TOLERANCE:
                 return (
-                    f"the weights of {variant} differ from those of {FOLD} by {apart:.2g} of the distance that training "
-                    f"moved them, expected less than {_TOLERANCE:g}"
+                    f"the weights of {variant} differ from those of {FOLD} by {apart:.2g} of the distance that "
+                    f"training moved them, expected less than {_TOLERANCE:g}"
                 )
         return ""
 

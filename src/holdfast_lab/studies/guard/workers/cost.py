@@ -1,8 +1,8 @@
 """Times steps of the same training with and without the guard; started by ``mpirun``.
 
-All variants train in the same processes and take turns, block by block, in a different order each round. A block is longer
-than a check rotation, so each block with ``heal`` includes a snapshot of the whole state. The result of a block is its mean
-step time.
+All variants train in the same processes and take turns, block by block, in a different order each round. A block is
+longer than a check rotation, so each block with ``heal`` includes a snapshot of the whole state. The result of a block
+is its mean step time.
 """
 
 from __future__ import annotations

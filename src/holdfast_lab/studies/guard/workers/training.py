@@ -1,7 +1,7 @@
-"""A training with virtual workers in this process, repeated from one state: with or without a guard, with or without a flip.
+"""A training with virtual workers in this process, repeated from one state, with or without guard and bit flip.
 
-Each repetition creates a new model, optimizer and session, and copies the state into them, so that nothing leaks from one
-training into the next.
+Each repetition creates a new model, optimizer and session, and copies the state into them, so that nothing leaks from
+one training into the next.
 """
 
 from __future__ import annotations
