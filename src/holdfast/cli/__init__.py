@@ -95,7 +95,7 @@ def _complain(error: HoldfastError, *, debug: bool) -> NoReturn:
 def _all_options(error: Exception) -> str:
     """Return the hint to ``--help-all`` for an unknown option of a command that has it; "" for other errors."""
     context = getattr(error, "ctx", None)
-    if type(error).__name__ != "NoSuchOption" or not isinstance(getattr(context, "command", None), GroupedCommand):
+    if context is None or type(error).__name__ != "NoSuchOption" or not isinstance(context.command, GroupedCommand):
         return ""
     return f"; {context.command_path} --help-all lists every option"
 

@@ -32,8 +32,13 @@ def shut_ports(mpirun: int, workers: Sequence[int] | None) -> int | None:
 
     Other connections made before are closed. If duplicating mpirun's sockets is not permitted, the ports stay open.
 
-    Args: PIDs of mpirun and of its live workers; the latter None as long as some have not started. Returns the number
-    of closed connections, None if the workers are not connected yet. Later calls find connections not yet accepted.
+    Args:
+        mpirun: PID of mpirun.
+        workers: PIDs of its live workers; None as long as some have not started.
+
+    Returns:
+        Number of closed connections; None if the workers are not connected yet. Connections that wait to be accepted
+        are left to later calls.
     """
     with contextlib.ExitStack() as copies:
         try:
