@@ -254,7 +254,7 @@ def test_samples_that_kill_every_worker_are_named(shell):
 
     assert done.code == 1
     assert done.err.splitlines()[-1] == (
-        "error: workers 2, 1, 0 died one after the other at the same place, slice 2 of step 4 (forward, killed by "
+        "error: workers 2, 1, 0 died one after another at the same place, slice 2 of step 4 (forward, killed by "
         "SIGKILL): its samples are the likely cause: 7, 8, 9"
     )
 
@@ -285,7 +285,7 @@ def test_a_job_stops_on_request_with_its_state_saved(shell, tmp_path):
     done = shell.finish(job)
 
     assert done.code == 4, done.err
-    assert f"go on with: holdfast run -n 2 --slices 2 --checkpoint-dir {tmp_path / 'ckpt'} --resume" in done.err
+    assert f"resume with: holdfast run -n 2 --slices 2 --checkpoint-dir {tmp_path / 'ckpt'} --resume" in done.err
 
 
 def test_too_few_workers_end_the_job_with_the_way_to_go_on(shell, tmp_path):
@@ -295,7 +295,7 @@ def test_too_few_workers_end_the_job_with_the_way_to_go_on(shell, tmp_path):
 
     assert done.code == 1
     assert "too few workers are left to continue at step 4 (--min-workers 3)" in done.err
-    assert "go on with: holdfast run -n 3 --min-workers 3 --slices 3 --checkpoint-dir" in done.err
+    assert "resume with: holdfast run -n 3 --min-workers 3 --slices 3 --checkpoint-dir" in done.err
 
 
 def test_a_second_request_stops_at_once(shell):
@@ -303,14 +303,14 @@ def test_a_second_request_stops_at_once(shell):
     shell.wait_for(job, "2 workers, 50 steps")
 
     job.send_signal(signal.SIGINT)
-    shell.wait_for(job, "Ctrl-C to stop at once")
+    shell.wait_for(job, "Ctrl-C to stop immediately")
     began_s = time.monotonic()
     job.send_signal(signal.SIGINT)
     done = shell.finish(job)
 
     assert done.code == 1
     assert time.monotonic() - began_s < 10
-    assert "stopped at once" in done.err
+    assert "stopped immediately" in done.err
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(shell):

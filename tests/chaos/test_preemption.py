@@ -29,7 +29,7 @@ def run(tmp_path, *options, deeds=(), script=(), **expected):
 
 def resume_command(report):
     """The words behind ``holdfast`` of the command that the run ended with."""
-    (line,) = re.findall(r"go on with: holdfast (.*)$", report["_stderr"], re.MULTILINE)
+    (line,) = re.findall(r"resume with: holdfast (.*)$", report["_stderr"], re.MULTILINE)
     return shlex.split(line)
 
 
@@ -148,7 +148,7 @@ def test_a_state_that_cannot_be_saved_on_request_ends_the_run_with_an_error(tmp_
     report = run(tmp_path, *how, deeds=["block:0:0", "term:3:all"], exit_code=1)
 
     assert "training stops before step 4, but its state could not be saved: cannot write" in report["_stderr"]
-    assert "go on with" not in report["_stderr"]
+    assert "resume with" not in report["_stderr"]
 
 
 def test_a_notice_in_a_run_without_a_place_for_checkpoints_finds_one(tmp_path):

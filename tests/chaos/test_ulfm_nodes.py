@@ -126,7 +126,7 @@ def test_without_a_restart_a_lost_host_is_the_end_and_the_job_says_how_to_go_on(
         assert run.wait() == 1, run.said()
         assert f"host {machines.hosts.address(2)} is lost" in run.said()
         left = f"--hosts {machines.hosts.address(1)}:1,{machines.hosts.address(3)}:1"
-        assert left in run.said().rpartition("go on with:")[2]
+        assert left in run.said().rpartition("resume with:")[2]
 
 
 def test_where_a_daemon_does_not_come_up_the_job_is_started_again(machines, tmp_path):
