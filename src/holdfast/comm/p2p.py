@@ -162,7 +162,7 @@ class Mail:
             if attempt == self._attempt:  # otherwise it was never taken in the step that sent it
                 return data
 
-    # -- setting up
+    # -- setup
 
     def _set_up(self) -> None:
         self._inboxes, self._readers = {}, frozenset()

@@ -216,7 +216,7 @@ class UlfmCommunicator(FixedMembership, OneWorker):
         places = self._mpi.Group.Translate_ranks(group, None, self._mpi.COMM_WORLD.group)
         return tuple(sorted(self._world[place] for place in places))
 
-    # -- between two workers
+    # -- point-to-point
 
     def _finish(self, message: Message) -> None:
         """Wait until ``message`` is complete, checking for failures: MPI only reports those at its other end."""

@@ -350,7 +350,7 @@ class Engine:
             number = job.group.completed
             raise ScriptError(f"the ranks call different collectives as number {number} of their group: {calls}")
 
-    # -- messages between two ranks
+    # -- point-to-point
 
     def _begin(self, transfer: Transfer) -> None:
         try:

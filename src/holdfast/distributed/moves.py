@@ -162,7 +162,7 @@ class Moves(GroupBase):
             self._check_fits(parts, what)
             mine = [bytes_of(part) for part in parts]
             size = members.comm.maximum([max(t.numel() for t in mine)])[0]
-            size = -(-size // ALIGN) * ALIGN  # so that numbers of any type begin where they may
+            size = -(-size // ALIGN) * ALIGN  # so that elements of any dtype are aligned
             send = torch.zeros(len(mine), size, dtype=torch.uint8)
             for row, data in zip(send, mine, strict=True):
                 row[: data.numel()] = data

@@ -15,7 +15,7 @@ from holdfast.models.part import Part
 
 @dataclass(frozen=True, slots=True)
 class BucketReducer:
-    """Sums the buckets of a part over all workers that compute or hold it."""
+    """All-reduces the buckets of a part over all workers that compute or hold it."""
 
     adds: OrderedSum  # the all-reduce over these workers
     part: Part  # provides the gradients, and takes the results

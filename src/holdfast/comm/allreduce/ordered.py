@@ -135,7 +135,7 @@ class OrderedSum:
         """Whether the last all-reduce used shared memory: once it completes on any process, all have the result."""
         return isinstance(self._taken, SharedSum | HostsSum)
 
-    # -- setting up
+    # -- setup
 
     def _choose_path(self, slots: Slots, order: str) -> Path:
         path = self._path_of_generation(slots)
