@@ -22,7 +22,7 @@ from common import ratio, spread, table, write_json
 from torch.utils.data import TensorDataset
 
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast_lab.virtual_ddp.training import Batched
+from holdfast_lab.virtual_ddp.training import VirtualDdp
 from holdfast_lab.workloads import make_model, make_optimizer
 
 BLOCK = 10
@@ -50,7 +50,7 @@ def plain(model: torch.nn.Module, data: TensorDataset, batch: int) -> Iterator[N
 
 def batched(model: torch.nn.Module, data: TensorDataset, batch: int, workers: int, faults: str = "") -> Iterator[None]:
     """Train by virtual workers, one step for each item."""
-    trainer = Batched(
+    trainer = VirtualDdp(
         model,
         make_optimizer("sgd", model.parameters()),
         workers=workers,

@@ -27,10 +27,10 @@ import torch
 from common import ratio, spread, table, write_json
 
 from holdfast_lab.studies.campaign import run_campaign
-from holdfast_lab.studies.campaign_plan import Campaign, Cell, Stop, seed_of
+from holdfast_lab.studies.campaign_plan import Campaign, Cell, StopRule, seed_of
 from holdfast_lab.studies.campaign_table import as_json, read_rows
 from holdfast_lab.studies.outcomes import are_finite, digest, outcome_of
-from holdfast_lab.studies.warm import Held
+from holdfast_lab.studies.warm import HeldTraining
 from holdfast_lab.workloads import load_dataset, make_model
 
 EPOCHS = 3
@@ -81,24 +81,24 @@ def write_checkpoint(path: Path) -> None:
         "optimizer": training.optimizer.state_dict(),
         "generator": torch.get_rng_state(),
     }
-    held = Held(training.model, training.optimizer)
+    held = HeldTraining(training.model, training.optimizer)
     training.epoch()
     undisturbed = training.accuracy()
     held.restore()
     torch.save(state | {"undisturbed": undisturbed}, path)
 
 
-def prepare(settings: Mapping[str, Any]) -> tuple[Training, Held, float]:
+def prepare(settings: Mapping[str, Any]) -> tuple[Training, HeldTraining, float]:
     """Restart from the checkpoint."""
     training = Training()
     state = torch.load(settings["checkpoint"])
     training.model.load_state_dict(state["model"])
     training.optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["generator"])
-    return training, Held(training.model, training.optimizer), state["undisturbed"]
+    return training, HeldTraining(training.model, training.optimizer), state["undisturbed"]
 
 
-def trial(warm: tuple[Training, Held, float], seed: int) -> dict[str, Any]:
+def trial(warm: tuple[Training, HeldTraining, float], seed: int) -> dict[str, Any]:
     """Flip a bit of a weight, and train for an epoch."""
     training, held, undisturbed = warm
     held.restore()
@@ -131,7 +131,7 @@ def warm_processes(checkpoint: Path, path: Path, trials: int, processes: int) ->
         cells=[Cell(CELL, {"checkpoint": str(checkpoint)})],
         prepare=prepare,
         trial=trial,
-        stop=Stop(width=0, batch=max(100, trials // 4), least=trials, most=trials),
+        stop=StopRule(width=0, batch=max(100, trials // 4), least=trials, most=trials),
     )
     begun_s = time.perf_counter()
     run_campaign(campaign, path, processes)

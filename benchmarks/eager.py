@@ -33,8 +33,8 @@ from turns import connect_each, leave, make_parser, run_jobs, show_turns, take_t
 import holdfast
 from holdfast.clock import SystemClock
 from holdfast.comm import Communicator
-from holdfast.models.gradients import Buckets
-from holdfast.models.overlap import Eager, Spent
+from holdfast.models.gradients import BucketLayout
+from holdfast.models.overlap import OverlapCost, OverlappedOptimizer
 
 VARIANTS = ("lazy", "eager", "no copy")
 WARM_UP_STEPS = 5
@@ -99,10 +99,10 @@ class Training:
             yield
 
     @property
-    def eager(self) -> Eager | None:
+    def eager(self) -> OverlappedOptimizer | None:
         """The overlapped optimizer, if any."""
         replica: Any = self._session._replica
-        found: Eager | None = replica.eager
+        found: OverlappedOptimizer | None = replica.eager
         return found
 
 
@@ -134,8 +134,8 @@ def time_undo(name: str, mib: float, repetitions: int) -> list[float]:
     """Return how long it takes to restore all buckets of a step, in seconds, in one process."""
     torch.set_num_threads(1)
     model = make_model(name)
-    buckets = Buckets(model, bucket_bytes(mib))
-    eager = Eager(buckets, make_optimizer(name, model), SystemClock(), Spent(), beside=False)
+    buckets = BucketLayout(model, bucket_bytes(mib))
+    eager = OverlappedOptimizer(buckets, make_optimizer(name, model), SystemClock(), OverlapCost(), beside=False)
     results = [torch.full((layout.length,), 1e-3) for layout in buckets.layouts]
     times = []
     for number in range(repetitions + 1):

@@ -254,10 +254,10 @@ class Holdfast(Job):
 
     def alive(self) -> dict[int, int]:
         """Return the process IDs of living workers by rank, as noted by their watchers."""
-        from holdfast.launch.processes import Pair
+        from holdfast.launch.processes import WatchedWorker
 
         paths = [path for path in self.folder.glob("holdfast-*/process-*") if not path.suffix]  # drafts have one
-        noted = {int(path.name.rpartition("-")[2]): Pair.read(path) for path in paths}
+        noted = {int(path.name.rpartition("-")[2]): WatchedWorker.read(path) for path in paths}
         return {rank: pair.worker.pid for rank, pair in noted.items() if pair is not None and pair.worker.is_alive()}
 
     def killed(self) -> int:

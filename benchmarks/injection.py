@@ -43,9 +43,9 @@ import numpy as np
 from common import ratio, spread, table, write_json
 from peers import injector_2022
 
-from holdfast.faults.alteration import Alteration, Change, Place, apply, draw
+from holdfast.faults.alteration import Alteration, ValueChange, ValuePosition, apply, draw
 from holdfast.faults.formats import FORMATS
-from holdfast_lab.inject.files import Target
+from holdfast_lab.inject.files import InjectionTarget
 from holdfast_lab.inject.inject import inject
 
 
@@ -61,14 +61,14 @@ def make_file(path: Path, size_bytes: float, tensors: int) -> None:
 
 def by_holdfast(path: Path, flips: int, seed: int) -> None:
     """Flip as ``holdfast inject`` does."""
-    inject(Target(path), Alteration(count=flips, seed=seed), in_place=True)
+    inject(InjectionTarget(path), Alteration(count=flips, seed=seed), in_place=True)
 
 
 def with_a_record(path: Path, flips: int, seed: int) -> None:
     """Flip as ``holdfast inject --record`` does."""
     record = path.with_suffix(".json")
     record.unlink(missing_ok=True)
-    inject(Target(path), Alteration(count=flips, seed=seed), in_place=True, record=record)
+    inject(InjectionTarget(path), Alteration(count=flips, seed=seed), in_place=True, record=record)
 
 
 def by_command(path: Path, flips: int, seed: int) -> None:
@@ -131,13 +131,13 @@ class Memory:
 
     def __init__(self, values: int) -> None:
         self.raw = np.full(values, 0x3F000000, np.uint32)
-        self.places = [Place("w", FORMATS["float32"], (values,))]
+        self.places = [ValuePosition("w", FORMATS["float32"], (values,))]
 
     def read(self, wanted: Sequence[tuple[int, Any]]) -> list[Any]:
         """Return values."""
         return [self.raw[index] for _, index in wanted]
 
-    def write(self, changes: Sequence[Change]) -> None:
+    def write(self, changes: Sequence[ValueChange]) -> None:
         """Write the changed values."""
         for change in changes:
             self.raw[change.index] = change.after

@@ -36,9 +36,9 @@ from spent import Spent, spent
 
 from holdfast.records.files import read_run
 from holdfast.records.types import Record, RunStarted, StepCommitted
-from holdfast_lab.simulate import Cluster, Costs, Job, Outcome, Scenario, Trace, simulate
+from holdfast_lab.simulate import Cluster, Costs, FailureTrace, Outcome, Scenario, SimulatedJob, simulate
 from holdfast_lab.simulate.outcome import Estimate
-from holdfast_lab.simulate.reading import Spell
+from holdfast_lab.simulate.reading import OutageSpan
 
 STRATEGIES = ("rollback", "forward", "restart")
 WORKERS = 4
@@ -252,20 +252,22 @@ def compare(strategy: str, real: Trained, costs: Costs) -> Row:
 
 def predicted(strategy: str, kills: Sequence[Kill], wall_s: float, costs: Costs, buckets: int) -> Outcome:
     """Return the simulator's prediction."""
-    job = Job(strategy=strategy, horizon_s=wall_s, save_every=CHECKPOINT_EVERY, buckets=buckets, start_workers=1)
-    trace = Trace(tuple(spells(kills)), WORKERS, 2 * wall_s, "worker", replayed=True)
+    job = SimulatedJob(
+        strategy=strategy, horizon_s=wall_s, save_every=CHECKPOINT_EVERY, buckets=buckets, start_workers=1
+    )
+    trace = FailureTrace(tuple(spells(kills)), WORKERS, 2 * wall_s, "worker", replayed=True)
     return simulate(Scenario(Cluster(workers=WORKERS), job, costs, trace))
 
 
-def spells(kills: Sequence[Kill]) -> Iterable[Spell]:
+def spells(kills: Sequence[Kill]) -> Iterable[OutageSpan]:
     """Yield outages: permanent, except after the last worker, which the launcher replaces by a new one."""
     alive = {rank: rank for rank in range(WORKERS)}
     for at_s, rank in kills:
         unit = alive.pop(rank) if rank in alive else alive.pop(next(iter(alive)))
         if alive:
-            yield Spell(unit, at_s, 1e6)
+            yield OutageSpan(unit, at_s, 1e6)
         else:
-            yield Spell(unit, at_s, at_s)
+            yield OutageSpan(unit, at_s, at_s)
             alive = {-1: unit}
 
 

@@ -31,8 +31,8 @@ from turns import connect_each, leave, make_parser, run_jobs, show_turns, take_t
 import holdfast
 from holdfast.comm import Communicator, connect
 from holdfast.comm.allreduce import adding
-from holdfast.engine.loop import Run
-from holdfast.models.replicated import Replica
+from holdfast.engine.loop import TrainingLoop
+from holdfast.models.replicated import ReplicatedModel
 from holdfast.models.runner import Reach
 from holdfast.testing.counting import CountingCommunicator
 
@@ -55,7 +55,7 @@ def main() -> None:
 # -- in each worker
 
 
-class Unprotected(Run):
+class Unprotected(TrainingLoop):
     """Applies a step after its last all-reduce."""
 
     def _close(self, step: int) -> bool:
@@ -63,7 +63,7 @@ class Unprotected(Run):
         return True
 
 
-class Forgetful(Replica):
+class Forgetful(ReplicatedModel):
     """Saves nothing at the start of a step but the buffers, which slices start from."""
 
     def begin_step(self, reach: Reach) -> None:
@@ -84,7 +84,7 @@ def own_term_first(rank: int) -> Any:
 def train(variant: str, name: str, comm: Communicator, **settings: Any) -> Iterator[None]:
     """Train forever, one step for each item."""
     if variant == "any order":
-        adding.ORDERS["tree"] = own_term_first(comm.here[0])  # under a name that settings permit
+        adding.ORDERS["tree"] = own_term_first(comm.local_ranks[0])  # under a name that settings permit
         settings["order"] = "tree"
     job = JOBS[name]
     model = make_model(name)

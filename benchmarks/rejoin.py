@@ -175,9 +175,9 @@ def train(megabytes: int, workers: int) -> None:
 
 def measure_parts(session: Any, size_bytes: int) -> None:
     """Write down how long each part of a join takes in this worker."""
-    from holdfast.comm import OrderedSum
+    from holdfast.comm import OrderedAllReduce
     from holdfast.comm.c10d import C10dCommunicator
-    from holdfast.state.restorer import Beginning
+    from holdfast.state.restorer import StateRestorer
 
     file = Path(os.environ[PARTS], str(os.getpid())).open("a")  # noqa: SIM115 - open until this process ends
 
@@ -192,8 +192,8 @@ def measure_parts(session: Any, size_bytes: int) -> None:
 
     for name, owner, method in (
         ("regroup", C10dCommunicator, "shrink"),
-        ("transfer", Beginning, "welcome"),
-        ("memory", OrderedSum, "_make_path"),
+        ("transfer", StateRestorer, "welcome"),
+        ("memory", OrderedAllReduce, "_make_path"),
     ):
         call = getattr(owner, method)
         setattr(owner, method, lambda self, *args, _c=call, _n=name, **kw: timed(_n, partial(_c, self), *args, **kw))

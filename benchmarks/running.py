@@ -7,7 +7,7 @@ column         what it is
 =============  ======================================================================================================
 step           a step of the MLP: 32 samples, SGD with momentum, one thread
 selection      from the parameters to the numbers of the blocks to save: distances, and the largest of them
-write          writing these blocks; the loop is blocked for the selection and the write (``Running.take``)
+write          writing these blocks; the loop is blocked for the selection and the write (``RunningCheckpoint.take``)
 copy           ``index_select`` of the same blocks, the copy in plain torch
 together       a copy of as many contiguous numbers: the lower bound for any choice of blocks
 put            into the priority checkpoint; this can run asynchronously, as in the peer
@@ -34,24 +34,24 @@ import torch
 from common import ratio, spread, table, write_json
 from models import JOBS, loss_of, make_model, make_optimizer
 
-from holdfast.checkpoint.priority import Running, Saving
+from holdfast.checkpoint.priority import PriorityPolicy, RunningCheckpoint
 
 BLOCK_NUMBERS = 16
 EVERY = 16
 WAYS = {
-    "r = 1": Saving(every=EVERY, fraction=1),
-    "r = 1/2": Saving(every=EVERY, fraction=1 / 2),
-    "r = 1/4": Saving(every=EVERY, fraction=1 / 4),
-    "r = 1/8": Saving(every=EVERY, fraction=1 / 8),
-    "r = 1/8, line": Saving(every=EVERY, fraction=1 / 8, predictor="line"),
-    "r = 1/8, calibrated": Saving(every=EVERY, fraction=1 / 8, predictor="calibrated"),
-    "r = 1/8, int8": Saving(every=EVERY, fraction=1 / 8, codec="int8"),
-    "r = 1/8, line, int8": Saving(every=EVERY, fraction=1 / 8, predictor="line", codec="int8"),
+    "r = 1": PriorityPolicy(every=EVERY, fraction=1),
+    "r = 1/2": PriorityPolicy(every=EVERY, fraction=1 / 2),
+    "r = 1/4": PriorityPolicy(every=EVERY, fraction=1 / 4),
+    "r = 1/8": PriorityPolicy(every=EVERY, fraction=1 / 8),
+    "r = 1/8, line": PriorityPolicy(every=EVERY, fraction=1 / 8, predictor="line"),
+    "r = 1/8, calibrated": PriorityPolicy(every=EVERY, fraction=1 / 8, predictor="calibrated"),
+    "r = 1/8, int8": PriorityPolicy(every=EVERY, fraction=1 / 8, codec="int8"),
+    "r = 1/8, line, int8": PriorityPolicy(every=EVERY, fraction=1 / 8, predictor="line", codec="int8"),
 }
 PARTS = ("step", "selection", "write", "copy", "together", "put")
 
 
-class Timed(Running):
+class Timed(RunningCheckpoint):
     """A priority checkpoint that records how long writing took."""
 
     write_s = 0.0

@@ -26,9 +26,9 @@ from holdfast_lab.simulate import (
     Costs,
     Exponential,
     Failures,
-    Job,
     LogNormal,
     Scenario,
+    SimulatedJob,
     Source,
     monte_carlo,
     simulate,
@@ -71,7 +71,7 @@ def time_history() -> dict[str, Any]:
     """Return how long one history takes: the mean of five."""
     cluster = Cluster(workers=16_384, spares=64, workers_per_node=8)
     failures = Failures((Source("node", Exponential(180 * DAY_S), REPAIR),))
-    job = Job(strategy="restart", horizon_s=90 * DAY_S, save_every=200, split="even")
+    job = SimulatedJob(strategy="restart", horizon_s=90 * DAY_S, save_every=200, split="even")
     scenario = Scenario(cluster, job, COSTS, failures)
     begun_s = time.process_time()
     histories = [simulate(scenario, repetition=repetition) for repetition in range(5)]
@@ -82,7 +82,7 @@ def time_history() -> dict[str, Any]:
 def time_sweep(options: argparse.Namespace) -> dict[str, Any]:
     """Return how long many histories of one scenario take."""
     failures = Failures((Source("worker", Exponential(5 * 365 * DAY_S), REPAIR),))
-    job = Job(strategy="rollback", horizon_s=options.days * DAY_S, save_every=200, split="even")
+    job = SimulatedJob(strategy="rollback", horizon_s=options.days * DAY_S, save_every=200, split="even")
     scenario = Scenario(Cluster(workers=options.workers), job, COSTS, failures)
     begun_s = time.process_time()
     sweep = monte_carlo(scenario, options.repetitions)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median, stdev
 
-from holdfast.launch.stragglers import Stragglers
+from holdfast.launch.stragglers import StragglerDetector
 from holdfast.records.beacon import Beacon
 
 Series = Mapping[int, Sequence[float]]
@@ -37,7 +37,7 @@ def read_job(path: Path) -> dict[int, list[float]]:
     return series
 
 
-def replay(series: Series, stragglers: Stragglers) -> Iterator[tuple[int, dict[int, float], dict[int, float]]]:
+def replay(series: Series, stragglers: StragglerDetector) -> Iterator[tuple[int, dict[int, float], dict[int, float]]]:
     """Yield for every step its number, the workers first reported as stragglers in it, and all scores."""
     with tempfile.TemporaryDirectory() as folder:
         paths = {rank: Path(folder, str(rank)) for rank in series}
@@ -64,7 +64,7 @@ def main() -> None:
         for rank, taken in sorted(series.items()):
             print(f"  {rank:6}  {mean(taken):4.0f}  {stdev(taken) / mean(taken):5.2f}")
         found, highest = [], dict.fromkeys(series, 0.0)
-        for step, stragglers, scores in replay(series, Stragglers(options.factor)):
+        for step, stragglers, scores in replay(series, StragglerDetector(options.factor)):
             found += [
                 f"  worker {rank} at step {step}: {score:.1f} times the other workers"
                 for rank, score in stragglers.items()

@@ -137,10 +137,10 @@ class Worker:
         return self._ordered(numbers, shared_bytes=-1)
 
     def _ordered(self, numbers: int, *, shared_bytes: int) -> Way:
-        from holdfast.comm import OrderedSum, Span
+        from holdfast.comm import OrderedAllReduce, SlotSpan
 
-        span = Span(0, numbers, torch.float32)
-        ordered = OrderedSum(self.comm, "fold", span.end, shared_bytes=shared_bytes)
+        span = SlotSpan(0, numbers, torch.float32)
+        ordered = OrderedAllReduce(self.comm, "fold", span.end, shared_bytes=shared_bytes)
         owners = {rank: rank for rank in self.comm.members}
         last: list[torch.Tensor] = []
 

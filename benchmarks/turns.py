@@ -161,7 +161,7 @@ def _time_block(steps: Iterator[None], number: int, comm: Communicator) -> list[
 
 def leave(options: argparse.Namespace, comm: Communicator, found: Mapping[str, Any]) -> NoReturn:
     """Let the first worker write its results, and exit: training here has no end."""
-    if comm.here[0] == 0:
+    if comm.local_ranks[0] == 0:
         Path(options.work).write_text(json.dumps(found))
     comm.barrier()
     sys.stdout.flush()

@@ -60,11 +60,11 @@ class Holdfast(Store):
     def begin(self, folder: Path, state: State) -> Wait:
         """See :meth:`Store.begin`."""
         from holdfast.checkpoint.write_plan import take
-        from holdfast.checkpoint.writer import Writer
+        from holdfast.checkpoint.writer import CheckpointWriter
 
         # One writer for all rounds, as in a run, so that its memory is reused.
         if self._writer is None:
-            self._writer = Writer(self._checkpoints(folder), background=True)
+            self._writer = CheckpointWriter(self._checkpoints(folder), background=True)
         self._writer._checkpoints = self._checkpoints(folder)
         writer = self._writer
         writer.begin(1, take(state), {})
@@ -79,9 +79,9 @@ class Holdfast(Store):
         return wait
 
     def _checkpoints(self, folder: Path) -> Any:
-        from holdfast.checkpoint import Checkpoints
+        from holdfast.checkpoint import CheckpointStore
 
-        return Checkpoints(folder, self._format)
+        return CheckpointStore(folder, self._format)
 
 
 class TorchSave(Store):

@@ -79,7 +79,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Declared:
+class DeclaredOption:
     """An option and the field that declares it."""
 
     name: str
@@ -132,7 +132,7 @@ def option(default: Any, **how: Any) -> Any:
     return dataclasses.field(default=default, metadata={_KEY: Option(**how)})
 
 
-def declared(*classes: type) -> list[Declared]:
+def declared(*classes: type) -> list[DeclaredOption]:
     """Return the options of all fields, in the order in which the documentation lists them."""
     found = [each for one in classes for each in fields_of(one) if each.option.help]
     return sorted(found, key=lambda each: (GROUPS.index(each.option.group), not each.option.is_basic))
@@ -160,11 +160,11 @@ def check(given: Any) -> None:
             raise ConfigError(f"{name} must be at most {how.most}, got {value}")
 
 
-def fields_of(one: type) -> Iterator[Declared]:
+def fields_of(one: type) -> Iterator[DeclaredOption]:
     """Yield the fields of a dataclass that declare an :class:`Option`."""
     for field in dataclasses.fields(one):
         if _KEY in field.metadata:
-            yield Declared(field.name, field.default, field.metadata[_KEY])
+            yield DeclaredOption(field.name, field.default, field.metadata[_KEY])
 
 
 def variable(name: str) -> str:

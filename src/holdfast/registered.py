@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
 
 
-class Registered:
+class Registry:
     """Classes by name.
 
     Args:

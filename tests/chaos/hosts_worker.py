@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from holdfast.comm import OrderedSum, Span, connect
+from holdfast.comm import OrderedAllReduce, SlotSpan, connect
 from holdfast.comm.allreduce import adding
 from holdfast.config import Settings
 from holdfast.errors import PeerFailed
@@ -15,7 +15,7 @@ from holdfast.testing.contract import check_communicator
 from holdfast.testing.counting import CountingCommunicator
 
 SLICES, LENGTH = 7, 100_003
-SPAN = Span(0, LENGTH, torch.float32)
+SPAN = SlotSpan(0, LENGTH, torch.float32)
 POINTS = ("allgather", "swap", "swap", "allgather")
 """What a sum between hosts calls, in this order."""
 
@@ -31,12 +31,12 @@ class Mortal(CountingCommunicator):
     def _count(self, name, size_bytes):
         super()._count(name, size_bytes)
         if self.dies_at == len(self.made):
-            die(self.here[0])
+            die(self.local_ranks[0])
         self.made.append(name)
 
 
 def die(victim):
-    if victim in comm.here:
+    if victim in comm.local_ranks:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -49,20 +49,20 @@ def owners():
 
 
 def fill(add):
-    mine = [n for n, rank in owners().items() if rank in comm.here]
+    mine = [n for n, rank in owners().items() if rank in comm.local_ranks]
     for row, n in enumerate(mine):
         SPAN.of(add.room(row)).copy_(terms_of(n))
 
 
 def make_sum(order, counting=None, **arguments):
-    add = OrderedSum(counting or comm, order, SPAN.end, **arguments)
+    add = OrderedAllReduce(counting or comm, order, SPAN.end, **arguments)
     fill(add)
     return add
 
 
 def report(*words):
     sys.stdout.write(
-        " ".join(map(str, ("says", comm.here[0], *words))) + "\n"
+        " ".join(map(str, ("says", comm.local_ranks[0], *words))) + "\n"
     )  # at once: others write to the same pipe
     sys.stdout.flush()
 
@@ -103,7 +103,7 @@ def deaths(*plan):
     for rank, at in (map(int, entry.split(":")) for entry in plan):
         add(SPAN, owners())
         counting.made.clear()
-        if rank in comm.here:
+        if rank in comm.local_ranks:
             counting.dies_at = at
         failed = False
         try:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from holdfast.comm import Mail, OrderedSum, Subgroup, connect
-from holdfast.comm.allreduce.shm import SharedSum
-from holdfast.comm.shm_p2p import Outbox
+from holdfast.comm import Mailbox, OrderedAllReduce, Subgroup, connect
+from holdfast.comm.allreduce.shm import SharedMemoryReduce
+from holdfast.comm.shm_p2p import ShmOutbox
 from holdfast.config import Settings
 from holdfast.errors import PeerFailed
 
@@ -26,7 +26,7 @@ def full(value):
 
 def ring():
     """Who sends to this worker, and to whom it sends."""
-    members, me = comm.members, comm.members.index(comm.here[0])
+    members, me = comm.members, comm.members.index(comm.local_ranks[0])
     return members[me - 1], members[(me + 1) % len(members)]
 
 
@@ -34,7 +34,7 @@ def go_round(mail, step):
     """A step: a message around the ring, each worker adds its number before it hands it on."""
     mail.begin()
     before, after = ring()
-    mail.send(after, full(1000 * step + comm.here[0]))
+    mail.send(after, full(1000 * step + comm.local_ranks[0]))
     got = mail.receive(before)
     assert torch.equal(got, full(1000 * step + before)), f"step {step}: {got.unique().tolist()} from {before}"
     comm.barrier()
@@ -54,9 +54,9 @@ def die():
 def fail(mail, victim):
     """The victim dies between its message and the word that tells of it; all others wait, for it or for each other."""
     mail.begin()
-    me, before, after = comm.here[0], *ring()
+    me, before, after = comm.local_ranks[0], *ring()
     if me == victim:
-        Outbox._say = lambda *_: die()
+        ShmOutbox._say = lambda *_: die()
         mail._comm.post = lambda *_: die()
     mail.send(after, full(POISON))  # some of these are never received
     try:
@@ -72,7 +72,7 @@ def fail(mail, victim):
 def killed():
     """Through memory, then by messages: each time one dies in the middle."""
     for shared_bytes, victim in ((-1, 1), (0, 3)):
-        mail = Mail(comm, shared_bytes=shared_bytes)
+        mail = Mailbox(comm, shared_bytes=shared_bytes)
         for step in range(3):
             go_round(mail, step)
         assert bool(mail._inboxes) == bool(shared_bytes)
@@ -87,16 +87,16 @@ def outside():
     group = Subgroup(comm, (0, 1))
     for victim in (2, 3):
         comm.barrier()
-        if comm.here == (0,):
-            add = OrderedSum(group, "fold", 64)
+        if comm.local_ranks == (0,):
+            add = OrderedAllReduce(group, "fold", 64)
             add.open()
-            assert isinstance(add._path, SharedSum)
-        elif comm.here == (1,):
-            OrderedSum(group, "fold", 64).open()
+            assert isinstance(add._path, SharedMemoryReduce)
+        elif comm.local_ranks == (1,):
+            OrderedAllReduce(group, "fold", 64).open()
         comm.barrier()
-        if comm.here == (victim,):
+        if comm.local_ranks == (victim,):
             die()
-        if comm.here == (0,):
+        if comm.local_ranks == (0,):
             try:
                 group.barrier() if victim == 2 else add.maximum([1])
             except PeerFailed:
@@ -123,15 +123,15 @@ def state_of(pid):
 
 def be_stopped(mail):
     """Stop before the word that tells of a message; once woken, send everybody as much as there was memory for."""
-    say = Outbox._say
+    say = ShmOutbox._say
 
     def stop(*args):
-        Outbox._say = say
+        ShmOutbox._say = say
         appear("stopping")
         os.kill(os.getpid(), signal.SIGSTOP)
         say(*args)
 
-    Outbox._say = stop
+    ShmOutbox._say = stop
     for _ in range(20):
         for to in (0, 2):
             mail.send(to, full(POISON))
@@ -142,15 +142,15 @@ def be_stopped(mail):
 
 def stopped():
     """A sender is stopped, taken for dead, and woken when the others have received messages of a later step."""
-    mail = Mail(comm)
+    mail = Mailbox(comm)
     for step in range(3):
         go_round(mail, step)
     mail.begin()
-    if comm.here == (STOPPED,):
+    if comm.local_ranks == (STOPPED,):
         be_stopped(mail)
     wait_for("stopping")
     pid = int((folder / "stopping").read_text())
-    lead = comm.here == (0,)
+    lead = comm.local_ranks == (0,)
     if lead:
         while state_of(pid) != "T":
             time.sleep(0.001)
@@ -169,7 +169,7 @@ def stopped():
         assert state_of(pid) == "T", "it was stopped"
         os.kill(pid, signal.SIGCONT)
     wait_for("written")
-    assert torch.equal(got, full(comm.here[0])), "a message that was received is not written to"
+    assert torch.equal(got, full(comm.local_ranks[0])), "a message that was received is not written to"
     comm.barrier()
     for step in range(4, 30):
         go_round(mail, step)
@@ -184,6 +184,6 @@ else:
 folder = Path(sys.argv[3])
 {"killed": killed, "outside": outside, "stopped": stopped}[sys.argv[2]]()
 comm.agree(True)
-sys.stdout.write(f"passed {comm.here[0]} of {comm.members}\n")
+sys.stdout.write(f"passed {comm.local_ranks[0]} of {comm.members}\n")
 sys.stdout.flush()
 os._exit(0)

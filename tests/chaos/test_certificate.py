@@ -9,7 +9,7 @@ from jobs import ROOT, assert_landed, holdfast, run_report
 from holdfast.cli import main
 from holdfast.faults.kinds import OF_WORKERS
 from holdfast.records.files import load_events
-from holdfast.report.certificate import Certified
+from holdfast.report.certificate import CertifiedSteps
 
 pytestmark = pytest.mark.chaos
 REFERENCE = ROOT / "tests" / "support" / "train_reference.py"
@@ -37,7 +37,7 @@ def test_a_run_with_faults_is_the_same_to_the_last_step_and_a_replay_agrees(tmp_
     again = holdfast("verify", quiet, "--from", 6, "--to", 8)
 
     assert_landed(disturbed, 0, 2)
-    assert Certified(load_events(tmp_path / "report"), "it").check_workers() == [], "newcomers, too"
+    assert CertifiedSteps(load_events(tmp_path / "report"), "it").check_workers() == [], "newcomers, too"
     assert (done.returncode, done.stdout.splitlines()[-1]) == (
         0,
         f"identical to the last step (14 steps, sha256 {disturbed['replicas']['sha256']})",

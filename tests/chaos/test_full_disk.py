@@ -13,7 +13,7 @@ import reference
 from jobs import clean_env
 from small_disk import fill, small_disk
 
-from holdfast.launch.processes import Pair, pair_path
+from holdfast.launch.processes import WatchedWorker, pair_path
 from holdfast.records.beacon import Beacon
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170)]
@@ -63,7 +63,7 @@ def test_a_worker_dies_while_the_temporary_directory_is_full(tmp_path, fabric, f
             run_dir = until_step(disk, 0, 2, job)
             filler = fill(disk)
             until_step(disk, 0, 4, job)
-            pair = Pair.read(pair_path(run_dir, 1))
+            pair = WatchedWorker.read(pair_path(run_dir, 1))
             assert pair.worker.send(signal.SIGKILL)
             until_step(disk, 0, 7, job)
             if not for_good:
@@ -104,7 +104,7 @@ def test_a_run_folder_that_is_removed_ends_the_job_with_one_clear_line(tmp_path,
     job = start(tmp_path, fabric, TMPDIR=str(tmp_path))
     try:
         run_dir = until_step(tmp_path, 0, 2, job)
-        pairs = [Pair.read(pair_path(run_dir, rank)) for rank in range(3)]
+        pairs = [WatchedWorker.read(pair_path(run_dir, rank)) for rank in range(3)]
         run_dir.rename(tmp_path / "moved-away")
         said, _ = job.communicate(timeout=DEADLINE_S)
     finally:

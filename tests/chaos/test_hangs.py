@@ -16,7 +16,7 @@ import reference
 import train_paced
 from jobs import clean_env, exit_codes, run_report
 
-from holdfast.launch.processes import Pair, pair_path
+from holdfast.launch.processes import WatchedWorker, pair_path
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
 
@@ -175,7 +175,7 @@ class Running:
             for run_dir in self.folder.glob("holdfast-*-*"):
                 position = Beacon.read(beacon_path(run_dir, rank))
                 if position is not None and position.step >= step:
-                    return Pair.read(pair_path(run_dir, rank))
+                    return WatchedWorker.read(pair_path(run_dir, rank))
             return None
 
         return self.wait_for(ready)

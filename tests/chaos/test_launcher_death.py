@@ -17,7 +17,7 @@ from jobs import clean_env, exit_codes, run_report
 from train_saving import Training, undisturbed
 
 from holdfast.checkpoint import steps, verify
-from holdfast.launch.processes import Pair, Process, pair_path
+from holdfast.launch.processes import Process, WatchedWorker, pair_path
 from holdfast.records.files import load_events, read_run
 from holdfast.records.types import Finished, WorkerEnded
 
@@ -106,7 +106,7 @@ def test_a_worker_whose_watcher_is_killed_is_lost_like_any_other(tmp_path):
     )
     try:
         records = until_committed(tmp_path / "t", 3, launcher)
-        pair = Pair.read(pair_path(records.parent, 1))
+        pair = WatchedWorker.read(pair_path(records.parent, 1))
         assert pair.watcher.send(signal.SIGKILL)
         assert launcher.wait(DEADLINE_S) == 0
     finally:
@@ -184,7 +184,7 @@ def parent_of(pid):
 
 def stopped_by(job, what):
     """The processes that a test stops: watchers, which would end workers, or mpirun, which the last watcher would end."""
-    pairs = [Pair.read(pair_path(job.run_dir, rank)) for rank in range(2)]
+    pairs = [WatchedWorker.read(pair_path(job.run_dir, rank)) for rank in range(2)]
     if what == "mpirun":
         return [Process.of(parent_of(pairs[0].watcher.pid))]
     watchers = [pair.watcher for pair in pairs]
@@ -226,7 +226,7 @@ from holdfast.engine.executor import Attempts
 begin = Attempts.begin
 
 def lose_the_store(self, batch):
-    if batch.step == 3 and self._world.comm.here == (1,):
+    if batch.step == 3 and self._world.comm.local_ranks == (1,):
         self._world.comm._store._socket.shutdown(socket.SHUT_RDWR)
     return begin(self, batch)
 

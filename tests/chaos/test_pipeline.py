@@ -254,7 +254,7 @@ from train_pipeline import train
 from holdfast.comm.p2p import Mail
 
 def send_so_far(self, to, data, send=Mail.send, count=itertools.count()):
-    if self._comm.here == (0,) or next(count) < 17:  # then it is in the middle of the way back through a step
+    if self._comm.local_ranks == (0,) or next(count) < 17:  # then it is in the middle of the way back through a step
         send(self, to, data)
 
 Mail.send = send_so_far

@@ -13,7 +13,7 @@ from jobs import holdfast
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
-from holdfast.launch.control import Asked, Running, advice, announce, append, ask, check, find
+from holdfast.launch.control import ControlRequest, RunningJob, advice, announce, append, ask, check, find
 from holdfast.launch.job import Job
 from holdfast.launch.processes import Process
 
@@ -165,7 +165,7 @@ def test_a_job_that_has_ended_meanwhile_is_named(temp):
 
 
 def running(**settings):
-    return Running.of(job(**settings))
+    return RunningJob.of(job(**settings))
 
 
 GOOD = [{"workers": 1}, {"workers": 1024}, {"lr": 0}, {"lr": 0.1}, {"batch_size": 1}, {"strategy": "forward"}]
@@ -177,7 +177,7 @@ def test_what_is_allowed_is_passed_on_as_it_is(temp, changes):
 
     ask(there, **changes)
 
-    assert Asked(there.run_dir, pytest.fail).new() == [changes]
+    assert ControlRequest(there.run_dir, pytest.fail).new() == [changes]
 
 
 BAD = [
@@ -226,7 +226,7 @@ def test_more_workers_than_slices_are_allowed_and_explained():
 
 
 def test_the_launcher_takes_each_line_once_and_none_that_is_half_written(tmp_path):
-    asked = Asked(tmp_path, pytest.fail)
+    asked = ControlRequest(tmp_path, pytest.fail)
     assert asked.new() == []
 
     append(tmp_path / "asked.jsonl", {"lr": 0.1})
@@ -258,7 +258,7 @@ BAD_LINES = [
 
 def test_a_line_that_asks_for_nothing_is_said_once_and_passed_over(tmp_path):
     said = []
-    asked = Asked(tmp_path, said.append)
+    asked = ControlRequest(tmp_path, said.append)
     append(tmp_path / "asked.jsonl", {"lr": 0.1})
     with (tmp_path / "asked.jsonl").open("ab") as file:
         file.writelines(line + b"\n" for line in BAD_LINES)
@@ -277,7 +277,7 @@ def test_a_line_that_asks_for_nothing_is_said_once_and_passed_over(tmp_path):
 def test_a_folder_in_the_place_of_the_file_asks_for_nothing(tmp_path):
     (tmp_path / "asked.jsonl").mkdir()
 
-    assert Asked(tmp_path, pytest.fail).new() == []
+    assert ControlRequest(tmp_path, pytest.fail).new() == []
 
 
 # -- the command line

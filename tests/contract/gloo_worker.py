@@ -17,7 +17,7 @@ WITHIN_S = 60.0
 
 
 def die(victim):
-    if victim in comm.here:
+    if victim in comm.local_ranks:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -44,11 +44,11 @@ def contract():
 def building():
     """A worker dies while the group is made: the others, some of whom it owes a connection, do not wait for it."""
     assert comm.agree(True)
-    if comm.here == (1,):  # it has told its own address when it asks for the first one
-        groups.Meeting.get = lambda meeting, key: die(1)
+    if comm.local_ranks == (1,):  # it has told its own address when it asks for the first one
+        groups.AddressExchange.get = lambda meeting, key: die(1)
     expect_failure(comm.barrier)
     recover()
-    assert comm.maximum([comm.here[0]]) == [3]
+    assert comm.maximum([comm.local_ranks[0]]) == [3]
 
 
 def open_things():
@@ -58,16 +58,16 @@ def open_things():
 
 def give_up_taking(rank):
     """Wait for what that worker never posts, until somebody says that it is dead."""
-    look = comm.look
+    look = comm.check_failures
     ends_s = time.monotonic() + 0.01
 
     def dies():
         if time.monotonic() > ends_s:
             raise PeerFailed("it is dead")
 
-    comm.look = dies
+    comm.check_failures = dies
     expect_failure(lambda: comm.take(rank, torch.zeros(1)))
-    comm.look = look
+    comm.check_failures = look
 
 
 def rebuilding():
@@ -76,10 +76,10 @@ def rebuilding():
     before = open_things()
     for _ in range(REBUILDS):
         comm.barrier()
-        if comm.here == (1,):
+        if comm.local_ranks == (1,):
             comm._group.allreduce([torch.zeros(1000)])
-        comm.post((comm.here[0] + 1) % 3, torch.zeros(1 << 18))
-        give_up_taking((comm.here[0] + 1) % 3)
+        comm.post((comm.local_ranks[0] + 1) % 3, torch.zeros(1 << 18))
+        give_up_taking((comm.local_ranks[0] + 1) % 3)
         assert comm.agree(True)
         comm.shrink()
     comm.barrier()
@@ -105,7 +105,7 @@ def lose_store_when_told(key):
 
 def stranded():
     """The store goes in the moment of an agreement: two have heard the outcome, and sum, while the third asks for it."""
-    me = comm.here[0]
+    me = comm.local_ranks[0]
     comm.barrier()
     if me == 2:
         lose_store_when_told("g/0/act/1/decision")
@@ -122,6 +122,6 @@ def stranded():
 settings = Settings.from_env()
 comm = connect("gloo", settings.workers, settings.ranks, rank=settings.rank, store=settings.store, token=settings.token)
 {"contract": contract, "building": building, "rebuilding": rebuilding, "stranded": stranded}[sys.argv[1]]()
-sys.stdout.write(f"passed {comm.here[0]} of {comm.members}\n")  # at once: others write to the same pipe
+sys.stdout.write(f"passed {comm.local_ranks[0]} of {comm.members}\n")  # at once: others write to the same pipe
 sys.stdout.flush()
 os._exit(0)

@@ -23,7 +23,7 @@ from s3 import running_server
 
 from holdfast.checkpoint import (
     FORMATS,
-    Checkpoints,
+    CheckpointStore,
     load,
     load_box,
     load_newest,
@@ -529,7 +529,7 @@ def test_removing_a_step_removes_its_objects_only(storage, place):
     for step in (10, 20, 30):
         write_tensors(storage, step, nested(step), {}).commit(0)
 
-    Checkpoints(place.url).remove(20)
+    CheckpointStore(place.url).remove(20)
 
     assert steps(storage) == [10, 30]
     assert {path.split("/")[1] for path in place.paths()} == {"step-00000010", "step-00000030"}

@@ -17,11 +17,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jobs import MPIRUN, ROOT, clean_env
 
-from holdfast.comm import Mean, Span
+from holdfast.comm import MeanDivisor, SlotSpan
 from holdfast.comm.allreduce import adding
 from holdfast.comm.allreduce import hierarchical as hosts
-from holdfast.comm.allreduce.hierarchical import HostsSum, pieces
-from holdfast.comm.allreduce.shm import Memory
+from holdfast.comm.allreduce.hierarchical import HierarchicalReduce, pieces
+from holdfast.comm.allreduce.shm import HostMemory
 from holdfast.errors import PeerFailed, ScriptError
 
 WORKER = Path(__file__).with_name("memory_worker.py")
@@ -120,13 +120,13 @@ class Fabric:
 
 
 class Thread:
-    """One worker's end of a fabric; an :class:`~holdfast.comm.base.Exchange`."""
+    """One worker's end of a fabric; an :class:`~holdfast.comm.base.Collectives`."""
 
     generation = 3
 
     def __init__(self, fabric, me):
         self.fabric, self.me = fabric, me
-        self.here, self.members = (me,), tuple(range(fabric.count))
+        self.local_ranks, self.members = (me,), tuple(range(fabric.count))
         self.processes = tuple((rank,) for rank in self.members)
 
     def allgather(self, part, out):
@@ -135,7 +135,7 @@ class Thread:
         out.copy_(torch.stack(self.fabric.rows))
         self.fabric.barrier.wait()
 
-    def swap(self, send, receive):
+    def sendrecv(self, send, receive):
         for to, data in send:
             self.fabric.sent.append((self.me, to, data.numel() * data.element_size()))
             self.fabric.lines[self.me, to].put(data.clone())
@@ -147,7 +147,7 @@ class Thread:
 
 def sums_of_threads(fabric, of_process, terms, slots, length, mean=None, comm=Thread, times=1):
     """Return each process's sum, or what it raised; the numbers of all results start as NaN."""
-    span = Span(64, length, torch.float32)
+    span = SlotSpan(64, length, torch.float32)
     room = torch.full((span.end,), 255, dtype=torch.uint8)
     memory = []
     for held in slots:
@@ -161,8 +161,8 @@ def sums_of_threads(fabric, of_process, terms, slots, length, mean=None, comm=Th
         mine = of_process[me]
         reach = [m if of_process[p] == mine else [] for p, m in enumerate(memory)]
         try:
-            of_host = Memory(reach, results[mine], results[mine], incarnations=range(fabric.count))
-            add = HostsSum(comm(fabric, me), of_process, of_host)
+            of_host = HostMemory(reach, results[mine], results[mine], incarnations=range(fabric.count))
+            add = HierarchicalReduce(comm(fabric, me), of_process, of_host)
             for _ in range(times):
                 answers[me] = add(span, slots, "tree", mean, lambda: None).clone()
         except Exception as error:
@@ -196,7 +196,7 @@ def test_the_sum_between_hosts_has_the_bits_of_the_tree_over_all_slices(sizes, o
     expected[:divided] /= 3
 
     fabric = Fabric(len(of_process))
-    answers = sums_of_threads(fabric, of_process, terms, slots, length, Mean(3, divided), times=2)
+    answers = sums_of_threads(fabric, of_process, terms, slots, length, MeanDivisor(3, divided), times=2)
 
     for answer in answers:
         assert torch.equal(answer, expected)

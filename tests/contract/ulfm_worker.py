@@ -8,11 +8,11 @@ from holdfast.testing.contract import check_communicator
 
 
 def die(victim):
-    if victim in comm.here:
+    if victim in comm.local_ranks:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 comm = connect("ulfm", 0, "")
 check_communicator(comm, die, (0, 2))
-print(f"passed {comm.here[0]} of {comm.members}", flush=True)
+print(f"passed {comm.local_ranks[0]} of {comm.members}", flush=True)
 os._exit(0)

@@ -50,7 +50,7 @@ def _numbers(dtype, seed):
 def write(folder):
     """Write one checkpoint a format, of one writer and of two, and a file of each other program."""
     for form in checkpoint.FORMATS:
-        place = checkpoint.Checkpoints(folder / f"api-{form}" / "checkpoints", form)
+        place = checkpoint.CheckpointStore(folder / f"api-{form}" / "checkpoints", form)
         place.write_tensors(3, state(), INFO).commit(0)
         if form == "dcp":  # which has one writer
             continue

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import holdfast
 from holdfast.errors import ConfigError, JobError, TooFewWorkers
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast_lab.virtual_ddp.training import Batched, Change, Decision
+from holdfast_lab.virtual_ddp.training import MembershipChange, MembershipDecision, VirtualDdp
 
 WORKERS, SAMPLES, BATCH, EPOCHS = 8, 200, 32, 2
 
@@ -69,7 +69,7 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
 )
 def test_all_slices_at_once_end_where_slice_by_slice_does(settings):
     exact, session = train(holdfast.Session, kills=KILLS, **settings)
-    weights, batched = train(Batched, kills=KILLS, **settings)
+    weights, batched = train(VirtualDdp, kills=KILLS, **settings)
 
     # float64 has 53 bits: some 20 steps and sums of 32 terms leave a dozen of them wrong at most.
     assert apart(weights, exact) < 2**-40
@@ -80,10 +80,10 @@ def test_all_slices_at_once_end_where_slice_by_slice_does(settings):
 
 def test_what_forward_loses_is_what_the_dead_had_not_given_yet():
     """The negative control: each of these would pass for the other if a failure did nothing here."""
-    undisturbed, _ = train(Batched, strategy="forward")
-    early, _ = train(Batched, strategy="forward", kills=["kill:rank=1,step=2"])
-    half, _ = train(Batched, strategy="forward", kills=["kill:rank=1,step=2,phase=allreduce,bucket=2"])
-    done, _ = train(Batched, strategy="forward", kills=["kill:rank=1,step=2,phase=allreduce,bucket=5"])
+    undisturbed, _ = train(VirtualDdp, strategy="forward")
+    early, _ = train(VirtualDdp, strategy="forward", kills=["kill:rank=1,step=2"])
+    half, _ = train(VirtualDdp, strategy="forward", kills=["kill:rank=1,step=2,phase=allreduce,bucket=2"])
+    done, _ = train(VirtualDdp, strategy="forward", kills=["kill:rank=1,step=2,phase=allreduce,bucket=5"])
 
     assert apart(early, undisturbed) > 1e-3
     assert apart(half, undisturbed) > 1e-3
@@ -93,14 +93,18 @@ def test_what_forward_loses_is_what_the_dead_had_not_given_yet():
 
 def test_restart_goes_back_to_the_newest_checkpoint_that_was_stable():
     """Slice by slice it does so with files; here the state is in memory, and the weights after it are the same."""
-    undisturbed, _ = train(Batched, strategy="restart", checkpoint_every=3)
+    undisturbed, _ = train(VirtualDdp, strategy="restart", checkpoint_every=3)
     kills = ["kill:rank=1,step=5", "kill:rank=2,step=9", "kill:rank=4,step=9,phase=allreduce,bucket=0"]
 
-    weights, batched = train(Batched, strategy="restart", checkpoint_every=3, kills=kills)
+    weights, batched = train(VirtualDdp, strategy="restart", checkpoint_every=3, kills=kills)
 
     assert torch.equal(weights, undisturbed)
     # That of step 9 is not stable before the first sum of step 9: all go back to that of 6, and the second time to that of 9.
-    assert batched.decisions == [Decision(5, "load", 3), Decision(9, "load", 4), Decision(9, "load", 1)]
+    assert batched.decisions == [
+        MembershipDecision(5, "load", 3),
+        MembershipDecision(9, "load", 4),
+        MembershipDecision(9, "load", 1),
+    ]
     assert (batched.account().lost, batched.account().repeated) == (0, 0)
 
 
@@ -117,10 +121,10 @@ def test_restart_goes_back_to_the_newest_checkpoint_that_was_stable():
 def test_what_begins_where_the_undisturbed_training_was_ends_as_the_whole_does(settings, begin):
     kills = ["kill:rank=1,step=6", "kill:rank=2,step=9,phase=allreduce,bucket=2"]
     kept = {}
-    train(Batched, before_step=lambda training: kept.setdefault(training.step, training.snapshot()))
+    train(VirtualDdp, before_step=lambda training: kept.setdefault(training.step, training.snapshot()))
 
-    whole, disturbed = train(Batched, kills=kills, **settings)
-    weights, batched = train(Batched, kills=kills, begin=kept[begin], **settings)
+    whole, disturbed = train(VirtualDdp, kills=kills, **settings)
+    weights, batched = train(VirtualDdp, kills=kills, begin=kept[begin], **settings)
 
     assert torch.equal(weights, whole)
     assert batched.decisions == disturbed.decisions
@@ -129,14 +133,14 @@ def test_what_begins_where_the_undisturbed_training_was_ends_as_the_whole_does(s
 
 
 def test_who_leaves_and_who_comes_as_planned_cost_no_sample_and_no_step():
-    undisturbed, _ = train(Batched)
-    changes = (Change(step=1, leave=(2, 5)), Change(step=9, join=(8, 9)))
+    undisturbed, _ = train(VirtualDdp)
+    changes = (MembershipChange(step=1, leave=(2, 5)), MembershipChange(step=9, join=(8, 9)))
 
-    weights, batched = train(Batched, changes=changes)
-    local, shrunk = train(Batched, changes=changes, batch="local")
+    weights, batched = train(VirtualDdp, changes=changes)
+    local, shrunk = train(VirtualDdp, changes=changes, batch="local")
 
     assert torch.equal(weights, undisturbed)
-    assert batched.decisions == [Decision(1, "leave", 0), Decision(9, "grow", 0)]
+    assert batched.decisions == [MembershipDecision(1, "leave", 0), MembershipDecision(9, "grow", 0)]
     assert batched.members == (0, 1, 3, 4, 6, 7, 8, 9)
     assert apart(local, undisturbed) > 1e-3
     assert shrunk.step > batched.step  # eight steps were smaller
@@ -144,16 +148,16 @@ def test_who_leaves_and_who_comes_as_planned_cost_no_sample_and_no_step():
 
 def test_too_few_workers_stop_and_nobody_is_not_enough():
     with pytest.raises(TooFewWorkers, match="3 of at least 4 workers are left in step 9"):
-        train(Batched, kills=["kill:rank=0,step=9", *(f"kill:rank={rank},step=9" for rank in range(1, 5))], min_workers=4)  # fmt: skip
+        train(VirtualDdp, kills=["kill:rank=0,step=9", *(f"kill:rank={rank},step=9" for rank in range(1, 5))], min_workers=4)  # fmt: skip
     with pytest.raises(JobError, match="every worker has failed in step 3"):
-        train(Batched, kills=[f"kill:rank={rank},step=3" for rank in range(WORKERS)])
+        train(VirtualDdp, kills=[f"kill:rank={rank},step=3" for rank in range(WORKERS)])
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"strategy": "partial"}, "strategy must be one of rollback, forward, restart where all slices"),
-        ({"changes": (Change(step=1, leave=(2,)), Change(step=1, leave=(3,)))}, "at most one change is allowed before a step, got 2 for 1 steps"),
+        ({"changes": (MembershipChange(step=1, leave=(2,)), MembershipChange(step=1, leave=(3,)))}, "at most one change is allowed before a step, got 2 for 1 steps"),
         ({"kills": ["slow:rank=1,step=2,seconds=1"]}, "only kills in forward, backward, allreduce and optimizer are possible"),
         ({"kills": ["kill:rank=9,step=2"]}, "rank must be"),
         ({"kills": ["kill:rank=1,step=2,phase=allreduce,bucket=9"]}, "bucket must be"),
@@ -161,4 +165,4 @@ def test_too_few_workers_stop_and_nobody_is_not_enough():
 )  # fmt: skip
 def test_what_it_cannot_play_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        train(Batched, **settings)
+        train(VirtualDdp, **settings)

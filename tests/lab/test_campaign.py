@@ -26,8 +26,8 @@ from campaigns import (
 
 from holdfast.errors import ConfigError, InternalError, JobError
 from holdfast_lab.studies.campaign import run_campaign
-from holdfast_lab.studies.campaign_plan import Cell, Stop, check_alone, found_by, seed_of
-from holdfast_lab.studies.campaign_table import Table, as_json, read_rows
+from holdfast_lab.studies.campaign_plan import Cell, StopRule, check_alone, found_by, seed_of
+from holdfast_lab.studies.campaign_table import CampaignTable, as_json, read_rows
 from holdfast_lab.studies.explain import by_level, explained, shares, spread
 from holdfast_lab.studies.outcomes import (
     ACCR,
@@ -40,7 +40,7 @@ from holdfast_lab.studies.outcomes import (
     outcome_of,
     relative_error,
 )
-from holdfast_lab.studies.pool import Workers
+from holdfast_lab.studies.pool import WorkerPool
 from holdfast_lab.studies.stats import wilson
 
 
@@ -90,7 +90,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
 
 
 def test_a_cell_ends_at_the_first_batch_that_says_enough():
-    stop = Stop(width=0.1, batch=10, least=20, most=65)
+    stop = StopRule(width=0.1, batch=10, least=20, most=65)
     mixed = [RWC, ACCR] * 40
 
     enough = {count: stop.is_enough(mixed[:count]) for count in (10, 20, 60, 65)}
@@ -209,14 +209,14 @@ def trial_with_a_name_of_ours(warm, seed):
     ],
 )
 def test_a_trial_that_returns_something_else_is_a_mistake_of_ours_and_no_outcome(trial, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("holdfast_lab.studies.campaign.Workers", Here)
+    monkeypatch.setattr("holdfast_lab.studies.campaign.WorkerPool", Here)
     with pytest.raises(InternalError, match=message):
         run_campaign(campaign_of({"a": {"share": 1}}, trial=trial), tmp_path / "rows.db", 1)
 
     assert read_rows(tmp_path / "rows.db") == []
 
 
-class Here(Workers):
+class Here(WorkerPool):
     """Does everything in this process, where functions of a test can be found."""
 
     def __init__(self, count, preload):
@@ -226,9 +226,9 @@ class Here(Workers):
         self.answers = []
 
     def _call(self, worker, key, limit_s, function, *arguments):
-        from holdfast_lab.studies.pool import Answer
+        from holdfast_lab.studies.pool import TrialAnswer
 
-        self.answers.append(Answer(worker, key, function(*arguments)))
+        self.answers.append(TrialAnswer(worker, key, function(*arguments)))
 
     def wait(self):
         come, self.answers = self.answers, []
@@ -295,7 +295,7 @@ def test_a_file_that_is_something_else_is_refused_and_left_alone(tmp_path):
         (base, "an SQLite database, but not of a campaign"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Table(path, {}, {})
+            CampaignTable(path, {}, {})
         with pytest.raises(ConfigError, match=message):
             read_rows(path)
 
@@ -303,10 +303,10 @@ def test_a_file_that_is_something_else_is_refused_and_left_alone(tmp_path):
 
 
 def test_two_cannot_write_one_file(tmp_path):
-    with Table(tmp_path / "rows.db", {}, {}), pytest.raises(ConfigError, match="in use by another process"):
-        Table(tmp_path / "rows.db", {}, {})
+    with CampaignTable(tmp_path / "rows.db", {}, {}), pytest.raises(ConfigError, match="in use by another process"):
+        CampaignTable(tmp_path / "rows.db", {}, {})
 
-    with Table(tmp_path / "rows.db", {}, {}):
+    with CampaignTable(tmp_path / "rows.db", {}, {}):
         pass
 
 
@@ -330,7 +330,7 @@ def test_cells_must_have_names_of_their_own(tmp_path):
 
 
 def test_processes_give_rows_in_order_and_pass_on_what_is_raised():
-    with Workers(2) as workers:
+    with WorkerPool(2) as workers:
         assert workers.rows(rows_of, range(7)) == [{"value": number} for number in range(7) for _ in range(2)]
         with pytest.raises(ValueError, match="invalid literal") as raised:
             workers.rows(rows_of, ["no", 1])
@@ -340,12 +340,12 @@ def test_processes_give_rows_in_order_and_pass_on_what_is_raised():
 
     assert "in a process of the study" in "".join(raised.value.__notes__)
     with pytest.raises(ConfigError, match="the number of processes must be at least 1, got 0"):
-        Workers(0)
+        WorkerPool(0)
 
 
 @pytest.mark.parametrize("takes_s", [0, DEADLINE_S])
 def test_what_a_call_leaves_open_is_closed_with_its_process_idle_or_not(takes_s, tmp_path):
-    with Workers(1) as workers:
+    with WorkerPool(1) as workers:
         workers.free()[0].give("it", None, leave_open, {"place": str(tmp_path), "takes_s": takes_s})
         if not takes_s:
             assert Path(workers.wait()[0].value[0]["value"]).is_dir()

@@ -23,9 +23,9 @@ from holdfast.checkpoint import load, verify, write_tensors
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 from holdfast.faults.alteration import Alteration
 from holdfast.faults.formats import FORMATS
-from holdfast_lab.inject.files import Target, find, opened
+from holdfast_lab.inject.files import InjectionTarget, find, opened
 from holdfast_lab.inject.files.replay import lines, parse_record
-from holdfast_lab.inject.inject import Replay, inject
+from holdfast_lab.inject.inject import InjectionReplay, inject
 from holdfast_lab.inject.record import entries
 
 SHAPE = (37, 11)
@@ -57,7 +57,7 @@ def test_hdf5_in_every_layout(tmp_path, dtype, libver, userblock):
         h5.create_dataset("empty", shape=(0, 3), dtype=dtype)
     before = digest(path)
 
-    done = inject(Target(path), Alteration(percent=50, seed=2), out=out)
+    done = inject(InjectionTarget(path), Alteration(percent=50, seed=2), out=out)
 
     assert digest(path) == before
     assert {t.place.path for t in done.record.tensors} >= {
@@ -79,7 +79,7 @@ def test_what_hdf5_has_not_set_aside_yet_is_altered_too(tmp_path):
         h5py.h5d.create(h5.id, b"compact", h5py.h5t.IEEE_F32BE, h5py.h5s.create_simple((4,)), made)
     old = read_h5(path)
 
-    done = inject(Target(path), Alteration(percent=100), in_place=True)
+    done = inject(InjectionTarget(path), Alteration(percent=100), in_place=True)
 
     assert len(done.record.tensors) == 4
     assert differences(old, read_h5(path)) == recorded(done)
@@ -100,7 +100,7 @@ def test_data_sets_of_any_name_width_and_byte_order_are_altered_together_and_tak
             h5py.h5d.create(h5.id, name, kind, space).write(h5py.h5s.ALL, h5py.h5s.ALL, VALUES.astype(dtype))
     before, old = digest(path), path.read_bytes()
 
-    done = inject(Target(path), Alteration(count=300, seed=4), in_place=True, record=tmp_path / "flips.json")
+    done = inject(InjectionTarget(path), Alteration(count=300, seed=4), in_place=True, record=tmp_path / "flips.json")
 
     places = {tensor.place.path.encode("utf-8", "surrogateescape") for tensor in done.record.tensors}
     assert places == set(dtypes)
@@ -112,7 +112,7 @@ def test_data_sets_of_any_name_width_and_byte_order_are_altered_together_and_tak
             assert raw_of(found)[tensor.index].tolist() == tensor.after.tolist()
     text = (tmp_path / "flips.json").read_text()
     assert json.loads(text)["flips"] == list(entries(done.record))
-    inject(Target(path), Replay(parse_record(text)), in_place=True)
+    inject(InjectionTarget(path), InjectionReplay(parse_record(text)), in_place=True)
     assert digest(path) == before
 
 
@@ -143,7 +143,7 @@ def test_a_write_that_the_disk_did_not_take_whole_is_told(tmp_path, monkeypatch)
     with pytest.raises(
         CheckpointError, match="took 7 of 8 bytes that were to be altered; check whether the disk is full"
     ):
-        inject(Target(path), Alteration(), in_place=True)
+        inject(InjectionTarget(path), Alteration(), in_place=True)
 
 
 def test_only_flipped_bytes_of_values_that_are_not_packed_change(tmp_path):
@@ -152,7 +152,7 @@ def test_only_flipped_bytes_of_values_that_are_not_packed_change(tmp_path):
         h5.create_dataset("plain", data=VALUES)
         h5.create_dataset("chunked", data=VALUES, chunks=(8, 4))
 
-    inject(Target(path), Alteration(count=20), out=out)
+    inject(InjectionTarget(path), Alteration(count=20), out=out)
 
     old, new = (np.frombuffer(file.read_bytes(), np.uint8) for file in (path, out))
     assert len(old) == len(new)
@@ -177,7 +177,7 @@ def test_layouts_of_keras_and_chainer(tmp_path):
         h5["alias"] = h5py.SoftLink("/model_weights")
         h5["away"] = h5py.ExternalLink("other.h5", "/x")
 
-    done = inject(Target(path), Alteration(percent=100, law="values"), out=out)
+    done = inject(InjectionTarget(path), Alteration(percent=100, law="values"), out=out)
 
     assert {t.place.path: t.place.format.name for t in done.record.tensors} == {
         "model_weights/conv/conv/kernel:0": "float32",
@@ -202,7 +202,7 @@ def test_filters_that_lose_bits_and_values_in_other_files_are_left_alone(tmp_pat
         h5.create_dataset("external", data=VALUES, external=[(str(tmp_path / "raw"), 0, h5py.h5f.UNLIMITED)])
 
     with pytest.raises(ConfigError, match="holds nothing that can be altered: external has its values in another file"):
-        inject(Target(path), Alteration(), in_place=True)
+        inject(InjectionTarget(path), Alteration(), in_place=True)
 
 
 # --------------------------------------------------------------------------------------------- ours
@@ -290,7 +290,7 @@ def test_files_of_torch(tmp_path):
     model = {"conv": weights, "tied": weights, "head": base[2:6], "bias": torch.nn.Parameter(torch.ones(5).bfloat16())}
     torch.save({"model": model, "whole": base, "epoch": 3, "sizes": weights.shape}, tmp_path / "a.pt")
 
-    done = inject(Target(tmp_path / "a.pt"), Alteration(percent=40, seed=5), out=tmp_path / "b.pt")
+    done = inject(InjectionTarget(tmp_path / "a.pt"), Alteration(percent=40, seed=5), out=tmp_path / "b.pt")
 
     read = [torch.load(tmp_path / name, weights_only=True) for name in ("a.pt", "b.pt")]
     arrays = [
@@ -312,8 +312,8 @@ def test_safetensors_and_npz_of_others(tmp_path):
     safetensors.torch.save_file({"w": w, "h": w.half(), "flag": w > 0}, tmp_path / "a.safetensors")
     np.savez(tmp_path / "a.npz", w=VALUES.astype(">f4"), f=np.asfortranarray(VALUES), n=np.arange(9))
 
-    tensors = inject(Target(tmp_path / "a.safetensors"), Alteration(count=50), out=tmp_path / "b.safetensors")
-    arrays = inject(Target(tmp_path / "a.npz"), Alteration(count=50), out=tmp_path / "b.npz")
+    tensors = inject(InjectionTarget(tmp_path / "a.safetensors"), Alteration(count=50), out=tmp_path / "b.safetensors")
+    arrays = inject(InjectionTarget(tmp_path / "a.npz"), Alteration(count=50), out=tmp_path / "b.npz")
 
     read = [safetensors.torch.load_file(tmp_path / f"{n}.safetensors") for n in "ab"]
     assert differences(*({k: bits_of(t) for k, t in state.items()} for state in read)) == recorded(tensors)
@@ -334,7 +334,7 @@ def test_what_lies_nowhere_or_would_have_to_be_run_is_refused(tmp_path, make, sa
     (path,) = tmp_path.iterdir()
 
     with pytest.raises(CheckpointError, match=said):
-        inject(Target(path), Alteration(), dry_run=True)
+        inject(InjectionTarget(path), Alteration(), dry_run=True)
 
 
 # --------------------------------------------------------------------------------------------- again
@@ -356,14 +356,14 @@ def test_replayed_on_an_equal_file_the_bytes_are_equal(tmp_path, kind, options):
 
     inject(find(str(made)), Alteration(**options), in_place=True, record=tmp_path / "flips.json")
     record = parse_record((tmp_path / "flips.json").read_text())
-    again = inject(find(str(copy)), Replay(record), in_place=True)
+    again = inject(find(str(copy)), InjectionReplay(record), in_place=True)
 
     assert digest(copy) == digest(made)
     assert "".join(lines(again.record)) == (tmp_path / "flips.json").read_text()
     assert again.others == 0
     if "scale" not in options:
-        inject(find(str(made)), Replay(record), in_place=True)  # bits that are flipped twice are as they were
-        assert inject(find(str(made)), Replay(record), dry_run=True).others == 0
+        inject(find(str(made)), InjectionReplay(record), in_place=True)  # bits that are flipped twice are as they were
+        assert inject(find(str(made)), InjectionReplay(record), dry_run=True).others == 0
 
 
 def test_cost_grows_with_the_flips_and_not_with_the_file(tmp_path, monkeypatch):
@@ -378,15 +378,15 @@ def test_cost_grows_with_the_flips_and_not_with_the_file(tmp_path, monkeypatch):
         space = h5py.h5s.create_simple((1 << 31,))
         h5py.h5d.create(h5.id, b"w", h5py.h5t.IEEE_F32LE, space, made)
     read = []
-    get, pread = base.Bytes.get, os.pread
-    monkeypatch.setattr(base.Bytes, "get", lambda self, offset, size: read.append(size) or get(self, offset, size))
+    get, pread = base.FileBytes.get, os.pread
+    monkeypatch.setattr(base.FileBytes, "get", lambda self, offset, size: read.append(size) or get(self, offset, size))
     monkeypatch.setattr(base.os, "pread", lambda file, size, offset: read.append(size) or pread(file, size, offset))
 
-    done = inject(Target(path), Alteration(count=1000), in_place=True)
+    done = inject(InjectionTarget(path), Alteration(count=1000), in_place=True)
 
     assert sum(len(t.index) for t in done.record.tensors) == 1000
     assert 4000 <= sum(read) < 100_000
-    with opened(Target(path), write=False) as values:
+    with opened(InjectionTarget(path), write=False) as values:
         (tensor,) = done.record.tensors
         np.testing.assert_array_equal(values.read([(0, tensor.index)])[0], tensor.after)
 

@@ -16,7 +16,7 @@ from sklearn.metrics import log_loss
 from holdfast.errors import ConfigError
 from holdfast_lab.workloads.data import DataMissing, digits, generated_documents, generated_ratings
 from holdfast_lab.workloads.iterative import PROGRAMS, copy_of, make_program
-from holdfast_lab.workloads.iterative.als import Factorisation, Problem
+from holdfast_lab.workloads.iterative.als import AlsProblem, Factorisation
 from holdfast_lab.workloads.iterative.mlr import Dense, Logistic, Samples, samples_of
 from holdfast_lab.workloads.iterative.quadratic import Quadratic
 
@@ -248,7 +248,7 @@ def test_a_row_without_a_surviving_partner_becomes_zero():
 
 
 def test_ratings_of_low_rank_are_recovered():
-    problem = Problem(generated_ratings(users=150, items=120, rank=3, density=0.3, noise=0.0))
+    problem = AlsProblem(generated_ratings(users=150, items=120, rank=3, density=0.3, noise=0.0))
     program = Factorisation("exact", 0, problem, rank=4, penalty=1e-4)  # less their mean, they have a rank more
 
     state = after(program, range(60))

@@ -15,10 +15,10 @@ from torch import Tensor
 from holdfast.errors import ConfigError
 from holdfast_lab.studies.scar.kappa import kappa_within
 from holdfast_lab.studies.scar.perturbation import (
-    Beside,
-    Kept,
-    Nothing,
-    Recorder,
+    CachedUndisturbed,
+    LazyUndisturbed,
+    NoPerturbation,
+    PerturbationRecorder,
     fit_rate,
     irreducible_error,
     log_delta,
@@ -86,7 +86,7 @@ def run(program, perturbation, iterations):
 
 def to_optimum(program, perturbation, iterations):
     """Return ||y(k) - x*||, that of y(0) first, and ||d(k)||."""
-    recorder, state, distances = Recorder(perturbation, Beside(program)), program.start(), []
+    recorder, state, distances = PerturbationRecorder(perturbation, LazyUndisturbed(program)), program.start(), []
     for iteration in range(iterations):
         distances.append(float((state["x"] - program.optimum).norm()))
         recorder.disturb(state, program, iteration)
@@ -146,13 +146,13 @@ def test_the_absolute_bound_is_attained_by_an_adversary():
 def test_the_bound_on_the_difference_fails_where_the_undisturbed_run_is_faster_than_its_rate():
     """x(0) has nothing in the slow direction, and the perturbation is in that alone."""
 
-    class Kicked(Nothing):
+    class Kicked(NoPerturbation):
         def disturb(self, state, program, iteration):
             if iteration == 0:
                 state["x"][0, 0] = 1.0
 
     program = Scaled(c=[0.9, 0.1], blocks=1, width=2, start=[0.0, 1.0])
-    plain, _ = to_optimum(program, Nothing(), 100)
+    plain, _ = to_optimum(program, NoPerturbation(), 100)
     kicked, sizes = to_optimum(program, Kicked(), 100)
 
     cost = kappa_within(kicked, 1e-3) - kappa_within(plain, 1e-3)
@@ -409,12 +409,12 @@ def test_the_same_seed_gives_the_same_perturbation_and_another_another(number):
 def test_recorded_distances_are_those_to_the_undisturbed_run(most_bytes):
     program = Scaled(c=0.5)
     beside = undisturbed(program, 6, most_bytes)()
-    recorder = Recorder(RandomDirection(at(1, 3), 0.25, seed=4), beside)
+    recorder = PerturbationRecorder(RandomDirection(at(1, 3), 0.25, seed=4), beside)
 
     read, state = run(program, recorder, 6)
     recorder.close(state, program, 6)
 
-    assert isinstance(beside, Beside if most_bytes == 0 else Kept)
+    assert isinstance(beside, LazyUndisturbed if most_bytes == 0 else CachedUndisturbed)
     assert recorder.sizes == [0, pytest.approx(0.25), 0, pytest.approx(0.25), 0, 0]
     after = [
         float((x - 0.5**k).norm()) for k, x in enumerate([*read, state["x"]])
@@ -427,8 +427,11 @@ def test_recorded_distances_are_those_to_the_undisturbed_run(most_bytes):
 
 def test_a_run_that_begins_later_was_at_no_distance_before():
     program = Scaled()
-    kept = Kept(program)
-    recorder, state = Recorder(Nothing(), kept), {name: tensor.clone() for name, tensor in kept.at(2).items()}
+    kept = CachedUndisturbed(program)
+    recorder, state = (
+        PerturbationRecorder(NoPerturbation(), kept),
+        {name: tensor.clone() for name, tensor in kept.at(2).items()},
+    )
 
     recorder.disturb(state, program, 2)
 
@@ -436,7 +439,7 @@ def test_a_run_that_begins_later_was_at_no_distance_before():
 
 
 def test_a_run_that_is_not_kept_cannot_be_gone_back_in():
-    beside = Beside(Scaled())
+    beside = LazyUndisturbed(Scaled())
     beside.at(3)
 
     with pytest.raises(ConfigError, match="iteration 2 was requested after 3"):

@@ -18,7 +18,7 @@ from holdfast_lab.studies.scar.perturbation_batch import (
     KINDS,
     RANDOM,
     RESET,
-    Batch,
+    ContractionBatch,
     matrix_of,
     measured,
 )
@@ -91,7 +91,7 @@ def test_what_is_not_linear_or_not_known_has_no_matrix():
 def test_runs_in_a_batch_are_those_of_the_program():
     """One perturbation of each kind, done again by hand with the program itself."""
     program = Quadratic(dimension=8, condition=8, width=2)
-    batch = Batch(program, matrix_of(program))
+    batch = ContractionBatch(program, matrix_of(program))
     begin = float(program.optimum.norm())
     for kind in KINDS:
         rng = np.random.default_rng(0)

@@ -8,8 +8,8 @@ import pytest
 from oracle import simulator
 
 from holdfast.errors import ConfigError
-from holdfast_lab.simulate import Cluster, Costs, Failures, Job, Scenario, Trace, monte_carlo, simulate
-from holdfast_lab.simulate.reading import Spell
+from holdfast_lab.simulate import Cluster, Costs, Failures, FailureTrace, Scenario, SimulatedJob, monte_carlo, simulate
+from holdfast_lab.simulate.reading import OutageSpan
 
 # A step computes for 6 s and sums for 4 s; two spares keep its pace when somebody dies.
 COSTS = Costs(
@@ -29,8 +29,8 @@ UNDISTURBED_S = 20 * 10 + 5  # no checkpoint follows the last step
 
 def scripted(*outages, costs=COSTS, cluster=None, level="worker", **job):
     cluster = cluster or Cluster(workers=3, spares=2)
-    trace = Trace(tuple(Spell(*one) for one in outages), cluster.units(level), 1e6, level, replayed=True)
-    job = Job(**({"strategy": "rollback", "steps": 20, "save_every": 10, "horizon_s": 1e5} | job))
+    trace = FailureTrace(tuple(OutageSpan(*one) for one in outages), cluster.units(level), 1e6, level, replayed=True)
+    job = SimulatedJob(**({"strategy": "rollback", "steps": 20, "save_every": 10, "horizon_s": 1e5} | job))
     return Scenario(cluster, job, costs, trace)
 
 
@@ -274,20 +274,23 @@ def test_who_dies_after_the_last_closing_sum_is_not_missed():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (lambda: Job(strategy="hope", steps=1), "strategy must be one of rollback, forward"),
-        (lambda: Job(steps=1, update="soon"), "update must be one of lazy, eager, got 'soon'"),
+        (lambda: SimulatedJob(strategy="hope", steps=1), "strategy must be one of rollback, forward"),
+        (lambda: SimulatedJob(steps=1, update="soon"), "update must be one of lazy, eager, got 'soon'"),
         (
-            lambda: Job(steps=1, update="eager", model="split"),
+            lambda: SimulatedJob(steps=1, update="eager", model="split"),
             "update eager needs a replicated model, got model split",
         ),
-        (lambda: Job(), "a job needs steps, horizon_s, or both"),
-        (lambda: Job(steps=0), "steps must be at least 1 and at most 1e\\+11, got 0"),
+        (lambda: SimulatedJob(), "a job needs steps, horizon_s, or both"),
+        (lambda: SimulatedJob(steps=0), "steps must be at least 1 and at most 1e\\+11, got 0"),
         (lambda: Costs(load_s=-1), "load_s must be at least 0 and at most 1e"),
         (lambda: Costs(steps_s=((4, 1.0), (2, 1.0))), "with ascending members from 1, got members \\[4, 2\\]"),
         (lambda: Cluster(workers=0), "workers must be at least 1"),
-        (lambda: Scenario(Cluster(workers=2), Job(steps=1), Costs(), Failures()), "a step must take some time"),
+        (
+            lambda: Scenario(Cluster(workers=2), SimulatedJob(steps=1), Costs(), Failures()),
+            "a step must take some time",
+        ),
         (lambda: scripted(min_workers=6), "min_workers must be at least 1 and at most 5, got 6"),
-        (lambda: Trace((Spell(3, 0, 1),), 3, 10), "one of 3 units and end after it begins, got unit 3"),
+        (lambda: FailureTrace((OutageSpan(3, 0, 1),), 3, 10), "one of 3 units and end after it begins, got unit 3"),
     ],
 )
 def test_what_cannot_be_is_refused(wrong, says):

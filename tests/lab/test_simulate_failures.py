@@ -15,15 +15,15 @@ from holdfast_lab.simulate import (
     Constant,
     Exponential,
     Failures,
+    FailureTrace,
     LogNormal,
     Source,
-    Trace,
     Weibull,
     make_distribution,
     read_interruptions,
     read_trace,
 )
-from holdfast_lab.simulate.reading import Spell
+from holdfast_lab.simulate.reading import OutageSpan
 
 DAY_S = 86_400
 KINDS = [
@@ -91,9 +91,9 @@ def test_the_last_rack_may_not_be_full():
 
 
 def test_a_trace_is_laid_over_a_larger_cluster_and_a_longer_time():
-    trace = Trace((Spell(0, 10, 20), Spell(2, 50, 130)), units=3, span_s=100.0)
+    trace = FailureTrace((OutageSpan(0, 10, 20), OutageSpan(2, 50, 130)), units=3, span_s=100.0)
 
-    outages = Trace(trace.spells, 3, 100.0, replayed=True).draw(Cluster(workers=5), 120.0, (0, 0))
+    outages = FailureTrace(trace.spells, 3, 100.0, replayed=True).draw(Cluster(workers=5), 120.0, (0, 0))
 
     found = [
         (int(f), int(s) // 10**9, int(e) // 10**9)
@@ -106,7 +106,7 @@ def test_a_trace_is_laid_over_a_larger_cluster_and_a_longer_time():
 
 
 def test_who_is_down_when_the_trace_is_entered_is_down_from_the_begin():
-    trace = Trace((Spell(0, 90, 100),), units=1, span_s=100.0)
+    trace = FailureTrace((OutageSpan(0, 90, 100),), units=1, span_s=100.0)
 
     starts = [trace.draw(Cluster(workers=1), 50.0, (0, r)) for r in range(200)]
 
@@ -116,9 +116,15 @@ def test_who_is_down_when_the_trace_is_entered_is_down_from_the_begin():
 
 
 def test_in_the_next_turn_of_a_trace_a_machine_that_is_up_stays_so_until_it_fails():
-    spells = (Spell(0, 0, 40), Spell(1, 0, 30), Spell(1, 60, 100), Spell(2, 10, 20), Spell(3, 90, 115))
+    spells = (
+        OutageSpan(0, 0, 40),
+        OutageSpan(1, 0, 30),
+        OutageSpan(1, 60, 100),
+        OutageSpan(2, 10, 20),
+        OutageSpan(3, 90, 115),
+    )
 
-    outages = Trace(spells, units=4, span_s=100.0, replayed=True).draw(Cluster(workers=4), 300.0, (0, 0))
+    outages = FailureTrace(spells, units=4, span_s=100.0, replayed=True).draw(Cluster(workers=4), 300.0, (0, 0))
 
     found = {}
     for unit, start, end in zip(outages.first, outages.start // 10**9, outages.end // 10**9, strict=True):
@@ -168,7 +174,7 @@ def test_a_quiet_end_belongs_to_a_trace(tmp_path):
 
     assert trace.span_s == 3600
     assert trace.mtbf_s(Cluster(workers=4)) == 900
-    outages = Trace(trace.spells, 4, 3600.0, replayed=True).draw(Cluster(workers=4), 3600.0, (0, 0))
+    outages = FailureTrace(trace.spells, 4, 3600.0, replayed=True).draw(Cluster(workers=4), 3600.0, (0, 0))
     assert len(outages) == 4
 
 

@@ -12,8 +12,8 @@ from holdfast_lab.simulate import (
     Estimate,
     Exponential,
     Failures,
-    Job,
     Scenario,
+    SimulatedJob,
     Source,
     best_interval,
     daly_expected_s,
@@ -30,7 +30,7 @@ def periodic(every, steps, *, strategy="relaunch", workers=4, horizon_s=1e6):
     """Return a job whose steps of 1 s are all sum, so that a death is missed at once; whoever dies is replaced at once."""
     restarts = {"relaunch": {"restart_s": RESTART_S}, "restart": {"load_s": RESTART_S}}[strategy]
     failures = Failures((Source("worker", Exponential(workers * MTBF_S)),))
-    job = Job(strategy=strategy, steps=steps, save_every=every, horizon_s=horizon_s)
+    job = SimulatedJob(strategy=strategy, steps=steps, save_every=every, horizon_s=horizon_s)
     return Scenario(Cluster(workers=workers), job, Costs(sum_s=1, save_s=SAVE_S, **restarts), failures)
 
 

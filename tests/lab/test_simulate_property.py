@@ -13,18 +13,18 @@ from holdfast_lab.simulate import (
     Costs,
     Exponential,
     Failures,
-    Job,
+    FailureTrace,
     LogNormal,
     Scenario,
+    SimulatedJob,
     Source,
-    Trace,
     Weibull,
     monte_carlo,
     simulate,
 )
 from holdfast_lab.simulate.job import MODELS, STRATEGIES, UPDATES
 from holdfast_lab.simulate.outcome import COUNTS
-from holdfast_lab.simulate.reading import Spell
+from holdfast_lab.simulate.reading import OutageSpan
 
 
 def some(*values):
@@ -60,7 +60,7 @@ costs = st.builds(
     rejoin_s=some(0, 3),
 )
 jobs = st.builds(
-    Job,
+    SimulatedJob,
     strategy=some(*STRATEGIES),
     steps=some(None, None, 200, 2000),
     horizon_s=some(3e3, 2e4),
@@ -85,11 +85,11 @@ sources = st.builds(
 def spells(draw):
     """Whole seconds, so that much happens at the same moment."""
     start = draw(st.integers(0, 500))
-    return Spell(draw(st.integers(0, 3)), start, start + draw(st.integers(0, 200)))
+    return OutageSpan(draw(st.integers(0, 3)), start, start + draw(st.integers(0, 200)))
 
 
 traces = st.builds(
-    Trace,
+    FailureTrace,
     st.lists(spells(), max_size=12).map(tuple),
     st.just(4),
     st.just(1000.0),

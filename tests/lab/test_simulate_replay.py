@@ -12,8 +12,8 @@ from holdfast.errors import ConfigError
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.records.encoding import record_from_dict
 from holdfast.records.types import Recovered
-from holdfast_lab.simulate import Cluster, Costs, Job, Scenario, Trace, replay
-from holdfast_lab.simulate.reading import Spell
+from holdfast_lab.simulate import Cluster, Costs, FailureTrace, Scenario, SimulatedJob, replay
+from holdfast_lab.simulate.reading import OutageSpan
 
 WORKERS, EVERY = 5, 3
 # Who dies in which step, and how far into it: a step computes for 0.5 s, and then its two buckets and the closing sum follow.
@@ -41,9 +41,11 @@ def trained(tmp_path_factory):
 
 
 def scripted(strategy, steps, spells):
-    trace = Trace(tuple(spells), WORKERS, 1e4, "worker", replayed=True)
+    trace = FailureTrace(tuple(spells), WORKERS, 1e4, "worker", replayed=True)
     costs = Costs(slice_s=0.5, sum_s=0.5, detect_s=0.01, regroup_s=0.02, load_s=0.1, rebuild_s=0.1, spawn_s=1e4)
-    job = Job(strategy=strategy, steps=steps, save_every=EVERY, buckets=2, horizon_s=1e3, slices=WORKERS, split="even")
+    job = SimulatedJob(
+        strategy=strategy, steps=steps, save_every=EVERY, buckets=2, horizon_s=1e3, slices=WORKERS, split="even"
+    )
     return simulator.simulate(Scenario(Cluster(workers=WORKERS), job, costs, trace))
 
 
@@ -56,7 +58,7 @@ def test_the_oracle_decides_as_virtual_workers_do(trained, strategy):
         paces = WORKERS / (WORKERS - rank) * 0.5
         begins_s = scripted(strategy, step, spells).total_ns / 1e9  # when the step is begun, with the deaths before it
         at_s = begins_s + (into_s / 0.5 * paces if into_s < 0.5 else paces + into_s - 0.5)
-        spells.append(Spell(rank, at_s, at_s))
+        spells.append(OutageSpan(rank, at_s, at_s))
     simulated = scripted(strategy, 11, spells)
     said = {record.generation: record for record in records if isinstance(record, Recovered)}
     assert len(said) == len(SCRIPT)

@@ -11,14 +11,14 @@ import pytest
 
 from holdfast.checkpoint.files.kinds import open_foreign
 from holdfast.faults.alteration import Alteration
-from holdfast_lab.inject.files import Target
+from holdfast_lab.inject.files import InjectionTarget
 from holdfast_lab.inject.inject import inject
 from holdfast_lab.studies.campaign_plan import found_by
 from holdfast_lab.studies.outcomes import TF
 from holdfast_lab.studies.soft_errors.alone import alone_row
-from holdfast_lab.studies.soft_errors.group import Group, GroupFailed
-from holdfast_lab.studies.soft_errors.setup import BELOW, Case, Setup
-from holdfast_lab.studies.soft_errors.trial import Warm, trial
+from holdfast_lab.studies.soft_errors.group import GroupFailed, TrainingGroup
+from holdfast_lab.studies.soft_errors.setup import BELOW, SoftErrorCase, SoftErrorSetup
+from holdfast_lab.studies.soft_errors.trial import SoftErrorWarmStart, trial
 from holdfast_lab.studies.soft_errors.workers.process import Disturbance
 
 pytestmark = pytest.mark.chaos
@@ -29,7 +29,7 @@ BITS = Alteration(count=100, bits="0:29", seed=5)
 
 @pytest.fixture(scope="module")
 def replicated():
-    group = Group(Setup(platform="ddp", **TINY))
+    group = TrainingGroup(SoftErrorSetup(platform="ddp", **TINY))
     group.begin()
     yield group
     group.close()
@@ -42,7 +42,7 @@ def ended(found):
 @pytest.mark.parametrize("target", ["model", "optimizer"])
 def test_altering_the_state_in_memory_is_altering_the_file_of_the_process(replicated, target, tmp_path):
     file = tmp_path / "altered.h5"
-    inject(Target(Path(replicated.undisturbed[1]["file"])), BITS, at=[target], out=file)
+    inject(InjectionTarget(Path(replicated.undisturbed[1]["file"])), BITS, at=[target], out=file)
 
     in_memory = replicated.ask([None, Disturbance(target=target, how=BITS)])
     from_file = replicated.ask([None, Disturbance(file=str(file))])
@@ -61,9 +61,9 @@ def test_a_replica_that_is_altered_after_wrapping_stays_another_and_the_next_tri
 
 
 def test_trials_from_a_warm_state_find_what_trainings_in_processes_of_their_own_find(replicated):
-    case = Case(experiment="tiny", flips=100, bits=BELOW)
+    case = SoftErrorCase(experiment="tiny", flips=100, bits=BELOW)
     settings = case.settings(replicated.setup)
-    warm = Warm(replicated, case)
+    warm = SoftErrorWarmStart(replicated, case)
     trials = [{"cell": "tiny", "number": seed, "seed": seed, **trial(warm, seed)} for seed in (3, 4)]
 
     row = alone_row(settings, trials)
@@ -74,7 +74,7 @@ def test_trials_from_a_warm_state_find_what_trainings_in_processes_of_their_own_
 
 
 def test_a_group_that_lost_a_process_is_made_anew_and_the_trial_is_the_same(replicated):
-    warm = Warm(replicated, Case(experiment="tiny", flips=100, bits=BELOW))
+    warm = SoftErrorWarmStart(replicated, SoftErrorCase(experiment="tiny", flips=100, bits=BELOW))
     before = trial(warm, 7)
 
     os.kill(replicated.pids[1], signal.SIGKILL)
@@ -102,14 +102,16 @@ def test_a_trial_that_fails_twice_is_a_training_that_failed(replicated):
         replicated.ask([None, Disturbance(file="nowhere.h5")])
     assert replicated.pids == []
 
-    found = found_by(trial, Warm(replicated, Case(experiment="tiny", flips=10**9)), 7)
+    found = found_by(trial, SoftErrorWarmStart(replicated, SoftErrorCase(experiment="tiny", flips=10**9)), 7)
 
     assert found["outcome"] == TF
     assert "must be at most" in found["error"]
 
 
 def test_stages_of_a_pipeline_have_their_own_layers_and_one_is_altered_alone():
-    with contextlib.closing(Group(Setup(platform="pipeline", stages=2, network="cnn", **TINY))) as group:
+    with contextlib.closing(
+        TrainingGroup(SoftErrorSetup(platform="pipeline", stages=2, network="cnn", **TINY))
+    ) as group:
         group.begin()
         struck = group.ask([None, Disturbance(how=BITS)])
         calm = group.ask([None, None])

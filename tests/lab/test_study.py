@@ -36,7 +36,7 @@ from holdfast_lab.studies.checkpoint_cost.claims import hold_claims
 from holdfast_lab.studies.checkpoint_cost.page import sections
 from holdfast_lab.studies.checkpoint_cost.study import EVERY, CheckpointCost
 from holdfast_lab.studies.frameworks import FRAMEWORKS, WORKERS, Framework, WorkerFailed
-from holdfast_lab.studies.pool import Workers
+from holdfast_lab.studies.pool import WorkerPool
 from holdfast_lab.studies.stats import bootstrap, median, share_interval, wilson
 
 # ---------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ if __name__ == "__main__":
 
 
 def test_who_is_stopped_while_a_process_is_starting_has_none_to_wait_for(monkeypatch):
-    workers = Workers(1)
+    workers = WorkerPool(1)
 
     def stopped(self):
         os.kill(os.getpid(), signal.SIGINT)

@@ -16,7 +16,7 @@ from holdfast_lab.studies.base import MEASURED, NOT_RUN, Claim, Options
 from holdfast_lab.studies.exact import claims, spread
 from holdfast_lab.studies.exact.claims import hold_claims
 from holdfast_lab.studies.exact.cost import cost_rows, memory_rows
-from holdfast_lab.studies.exact.goodput import BATCH, EVEN, FEWEST, SPARE, STEP, STEPS, Divided, after_the_kill
+from holdfast_lab.studies.exact.goodput import BATCH, EVEN, FEWEST, SPARE, STEP, STEPS, WorkDivision, after_the_kill
 from holdfast_lab.studies.exact.page import sections
 from holdfast_lab.studies.exact.study import Exact
 from holdfast_lab.studies.exact.workers import cost as script
@@ -75,7 +75,7 @@ def test_memory_is_expected_by_slices_and_of_ddp_by_workers():
 
 def test_the_plain_loop_that_is_timed_trains_as_accumulating_gradients_does():
     options = argparse.Namespace(network="cnn", batch=16, workers=1)
-    timed, plain = (script.Training(options, rank=0, slices=4) for _ in range(2))
+    timed, plain = (script.CostTraining(options, rank=0, slices=4) for _ in range(2))
     steps = script.plain(timed, lambda _: None)
     for _ in range(1 + 2):  # each begins with the step before in the weights
         next(steps)
@@ -95,7 +95,7 @@ def test_the_plain_loop_that_is_timed_trains_as_accumulating_gradients_does():
 
 
 def test_imbalance_is_that_of_the_fullest_hands():
-    ways = (FEWEST, Divided(8), Divided(12), Divided(16), EVEN, SPARE)
+    ways = (FEWEST, WorkDivision(8), WorkDivision(12), WorkDivision(16), EVEN, SPARE)
 
     assert [one.imbalance for one in ways] == pytest.approx([1.5, 9 / 8, 1.0, 18 / 16, 1.0, 1.0])
 
@@ -117,7 +117,7 @@ def test_what_came_after_a_kill_is_read_from_the_commits():
 # ---------------------------------------------------------------------------------------------
 # What it buys
 
-SMALL = spread.Training(network="mlp", dataset="digits", batch=64, steps=16)
+SMALL = spread.SpreadTraining(network="mlp", dataset="digits", batch=64, steps=16)
 
 
 def test_a_disturbed_training_ends_with_the_same_bits_where_that_is_promised_and_only_there():
@@ -163,7 +163,7 @@ def cost_row(share: int, ratio: float, half: float = 0.01, variant: str = FOLD) 
     return row
 
 
-def job_row(divided: Divided, samples_per_s: float, imbalance: float) -> dict[str, Any]:
+def job_row(divided: WorkDivision, samples_per_s: float, imbalance: float) -> dict[str, Any]:
     row = {"part": "goodput", "status": MEASURED, "divided": divided.name, "alive": divided.alive, "repetition": 0}
     row |= {"expected": divided.imbalance, "samples_per_s": samples_per_s, "imbalance": imbalance}
     return row | {"goodput": 0.5, "recover_s": 0.2}

@@ -8,19 +8,19 @@ import pytest
 from holdfast.errors import ConfigError
 from holdfast_lab.pages.study import render_study
 from holdfast_lab.studies.base import MEASURED, Options
-from holdfast_lab.studies.campaign_plan import Campaign, Stop, check_alone
+from holdfast_lab.studies.campaign_plan import Campaign, StopRule, check_alone
 from holdfast_lab.studies.guard import trial as guard_trial
 from holdfast_lab.studies.guard.cells import CLEAN, KINDS, parts
 from holdfast_lab.studies.guard.claims import hold_claims
 from holdfast_lab.studies.guard.cost import LARGE, cost_rows
 from holdfast_lab.studies.guard.page import sections
 from holdfast_lab.studies.guard.rows import bit_rows, clean_row, is_harmful, kind_row, missed_rows, weighted
-from holdfast_lab.studies.guard.setup import CRITICAL, STRATA, TARGETS, WEIGHTS, Case, Setup
+from holdfast_lab.studies.guard.setup import CRITICAL, STRATA, TARGETS, WEIGHTS, GuardCase, GuardSetup
 from holdfast_lab.studies.guard.study import Guard, flip_rows
 from holdfast_lab.studies.guard.trial import prepare, prepare_clean, trial, trial_clean
 
-SHORT = Setup(optimizer="sgd", warm=2, epochs=1)
-FLIPPED = Case(target=WEIGHTS, bits=CRITICAL).settings(SHORT)
+SHORT = GuardSetup(optimizer="sgd", warm=2, epochs=1)
+FLIPPED = GuardCase(target=WEIGHTS, bits=CRITICAL).settings(SHORT)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_what_harms_is_healed_with_the_guard_and_only_with_it(warm, monkeypatch)
 
 
 def test_a_trial_finds_the_same_alone_as_after_others():
-    stop = Stop(width=0.0, least=1, most=1)
+    stop = StopRule(width=0.0, least=1, most=1)
     cells = [cell for cell in parts(0, quick=True, trials=1)[0].cells if cell.settings["target"] == WEIGHTS]
     settings = cells[0].settings | {"warm": 1, "epochs": 1}
     cell = dataclasses.replace(cells[0], settings=settings)
@@ -62,7 +62,9 @@ def test_a_clean_training_says_how_many_steps_it_had_and_counts_what_is_found(mo
     assert (trial_clean(setup, 5)["steps"], trial_clean(setup, 5)["alarms"]) == (46, 0)
 
     real = guard_trial.train
-    flip = guard_trial.drawn(guard_trial.Warm(setup, Case(target=WEIGHTS, bits="20"), {}, None), random.Random(0))
+    flip = guard_trial.drawn(
+        guard_trial.GuardWarmStart(setup, GuardCase(target=WEIGHTS, bits="20"), {}, None), random.Random(0)
+    )
     monkeypatch.setattr(guard_trial, "train", lambda *a, **more: real(*a, **more, fault=flip))
     assert trial_clean(setup, 5)["alarms"] == 1
 

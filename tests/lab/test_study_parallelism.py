@@ -14,17 +14,17 @@ from holdfast.errors import ConfigError
 from holdfast_lab.pages.study import render_study, shown_section
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Claim, Options
 from holdfast_lab.studies.parallelism.claims import hold_claims
-from holdfast_lab.studies.parallelism.elastic import Case, cases, elastic_row
-from holdfast_lab.studies.parallelism.jobs import SCRIPTS, Job, Outcome, Scale, carry_out
+from holdfast_lab.studies.parallelism.elastic import ElasticCase, cases, elastic_row
+from holdfast_lab.studies.parallelism.jobs import SCRIPTS, ParallelismOutcome, ParallelismRun, TrainingScale, carry_out
 from holdfast_lab.studies.parallelism.needs import OMISSIONS, need_rows
 from holdfast_lab.studies.parallelism.page import sections
 from holdfast_lab.studies.parallelism.rows import STRUCTURES, data_row, row_of, structure_rows
 from holdfast_lab.studies.parallelism.study import Parallelism
 
-SCALE = Scale(
+SCALE = TrainingScale(
     dataset="digits", side=None, samples=256, batch=32, epochs=1, slices=4, kills=(3,), checkpoint_every=2
 )  # fmt: skip
-JOB = Job(kind="pipeline", strategy="rollback", network="cnn", workers=2, scale=SCALE, kills=((1, 3),))
+JOB = ParallelismRun(kind="pipeline", strategy="rollback", network="cnn", workers=2, scale=SCALE, kills=((1, 3),))
 CALM = dataclasses.replace(JOB, kills=())
 
 
@@ -32,7 +32,7 @@ CALM = dataclasses.replace(JOB, kills=())
 # Rows, from reports as runs leave them
 
 
-def outcome(*, lost: bool = False, steps: int = 8, failed: str = "", **said: Any) -> Outcome:
+def outcome(*, lost: bool = False, steps: int = 8, failed: str = "", **said: Any) -> ParallelismOutcome:
     failure = {
         "decision": "redo",
         "detect_s": 0.25,
@@ -63,10 +63,10 @@ def outcome(*, lost: bool = False, steps: int = 8, failed: str = "", **said: Any
     commits = [{"event": "StepCommitted", "step": step, "metrics": {"noise": step / 8}} for step in range(steps)]
     note = {"step_s": 1.0, "compute_s": 0.5, "optimizer_s": 0.125, "communication_s": 0.375, "buffers_sha256": "ef"}
     notes = [note, {**note, "step_s": 3.0}]
-    return Outcome(report={**report, **said}, events=commits, notes=notes, failed=failed)
+    return ParallelismOutcome(report={**report, **said}, events=commits, notes=notes, failed=failed)
 
 
-def killed_row(job: Job = JOB, **said: Any) -> dict[str, Any]:
+def killed_row(job: ParallelismRun = JOB, **said: Any) -> dict[str, Any]:
     return row_of(job, outcome(lost=True, **said), row_of(dataclasses.replace(job, kills=()), outcome(), None))
 
 
@@ -115,7 +115,7 @@ def test_a_snapshot_taken_at_the_fault_and_the_application_built_again_are_in_th
 
 
 def test_a_job_that_hung_counts_against_the_claim_that_training_completes():
-    row = row_of(JOB, Outcome(failed="was not done after 60 s"), None)
+    row = row_of(JOB, ParallelismOutcome(failed="was not done after 60 s"), None)
 
     assert row["status"] == NOT_RUN
     assert claim([row, killed_row()], "Any worker may be killed").holds is False
@@ -224,7 +224,7 @@ def test_only_what_differs_is_lost():
 # Claims and page
 
 
-CASE = Case(scenario="same", comes="a new process", fabric="gloo", strategy="rollback", workers=2)
+CASE = ElasticCase(scenario="same", comes="a new process", fabric="gloo", strategy="rollback", workers=2)
 
 
 def elastic(*known: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -309,7 +309,7 @@ def test_the_undisturbed_run_of_the_scenarios_is_not_that_of_the_other_parts():
 
 def test_a_scenario_that_did_not_end_counts_against_what_is_claimed_of_it():
     rows = elastic_rows()
-    failed = {**elastic_row(CASE, CASE.job("cnn", SCALE, 0), Outcome(failed="was not done after 60 s"), [])}
+    failed = {**elastic_row(CASE, CASE.job("cnn", SCALE, 0), ParallelismOutcome(failed="was not done after 60 s"), [])}
 
     assert failed["status"] == NOT_RUN
     assert claim([*rows, failed], "replaces another, or is added").holds is False
@@ -550,7 +550,7 @@ def test_the_whole_study_kills_in_iteration_300_and_every_rank_of_two(tmp_path):
 @pytest.mark.chaos
 @pytest.mark.timeout(180)
 def test_the_blocks_of_a_killed_worker_are_read_again_by_the_survivors(tmp_path):
-    job = Job(
+    job = ParallelismRun(
         kind="replicated", strategy="rollback", network="mlp", workers=3, scale=SCALE, kills=((1, 3),), blocks=True
     )  # fmt: skip
 

@@ -24,12 +24,12 @@ from holdfast_lab.studies.resilience.cases import (
     REPLACED,
     RESTART,
     ROLLBACK,
-    Case,
+    ResilienceCase,
     cases,
 )
 from holdfast_lab.studies.resilience.claims import hold_claims
 from holdfast_lab.studies.resilience.cost import STATED, overhead, simulated
-from holdfast_lab.studies.resilience.jobs import REALS, STEP, Real, _time, compare, measure
+from holdfast_lab.studies.resilience.jobs import REALS, STEP, RealRun, _time, compare, measure
 from holdfast_lab.studies.resilience.page import sections
 from holdfast_lab.studies.resilience.study import Resilience, _estimate, _together
 from holdfast_lab.studies.resilience.training import fresh, train, trials
@@ -38,8 +38,8 @@ from holdfast_lab.studies.resilience.updates import EAGER, LAZY, UPDATING, cross
 SMALL = dataclasses.replace(QUICK[0], batch=64, steps=10, tested=50)
 
 
-def case(strategy: str, **more: Any) -> Case:
-    return Case(**{"strategy": strategy, "workers": 16, "count": 4} | more)
+def case(strategy: str, **more: Any) -> ResilienceCase:
+    return ResilienceCase(**{"strategy": strategy, "workers": 16, "count": 4} | more)
 
 
 def test_trainings_differ_from_the_undisturbed_one_where_something_was_lost_and_only_there():
@@ -345,7 +345,7 @@ def test_eager_runs_are_held_against_lazy_ones_and_predicted_from_their_own_cost
 
 
 def test_a_kill_that_left_nothing_to_take_back_counts_as_not_run(monkeypatch):
-    real = Real(ROLLBACK, 2, EAGER)
+    real = RealRun(ROLLBACK, 2, EAGER)
 
     def run(words: list[str], environment: dict[str, str], folder: Path, limit_s: float) -> tuple[int, str]:
         assert words[words.index("--update") + 1] == EAGER

@@ -26,7 +26,7 @@ from holdfast_lab.studies.scar.policies import (
     RESEED,
     SCAR,
     TRADITIONAL,
-    Policy,
+    ScarPolicy,
     bounds,
     controls,
     scar,
@@ -34,11 +34,11 @@ from holdfast_lab.studies.scar.policies import (
 )
 from holdfast_lab.studies.scar.programs import policies_of
 from holdfast_lab.studies.scar.restore import least_sum
-from holdfast_lab.studies.scar.rows import Trials
+from holdfast_lab.studies.scar.rows import TrialRows
 from holdfast_lab.studies.scar.save import held_claims, held_rows
-from holdfast_lab.studies.scar.study import Scar, Workers
+from holdfast_lab.studies.scar.study import Scar, WorkerPool
 from holdfast_lab.studies.scar.text import policies_table
-from holdfast_lab.studies.scar.trials import Course, Followed, failure_at, lost_of, trial, trial_of_several
+from holdfast_lab.studies.scar.trials import FollowedRun, ProgramRun, failure_at, lost_of, trial, trial_of_several
 from holdfast_lab.studies.stats import RESAMPLES
 from holdfast_lab.workloads.iterative.base import State, euclidean
 
@@ -92,12 +92,12 @@ class Shrinking:
         return math.log(float(state["x"].norm()) / math.sqrt(self.blocks)) / math.log(1 / RATE)
 
 
-COURSE = Course(
+COURSE = ProgramRun(
     name="shrinking", make=Shrinking, every=EVERY, window=1, iterations=60, levels=(-30.0, -40.5), last=40.5
 )
 
 
-def with_program(**options) -> Course:
+def with_program(**options) -> ProgramRun:
     return replace(COURSE, make=lambda seed: Shrinking(seed, **options))
 
 
@@ -126,7 +126,7 @@ def test_rolling_all_back_costs_the_iterations_since_the_save(monkeypatch):
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 def test_partial_recovery_costs_what_the_lost_share_of_the_square_does(monkeypatch, nodes):
-    rows = costs(monkeypatch, [traditional(), Policy(name="partial", nodes=nodes)])
+    rows = costs(monkeypatch, [traditional(), ScarPolicy(name="partial", nodes=nodes)])
 
     share = nodes / 4
     assert rows["partial"]["cost"] == pytest.approx(made_up(1 - share + share * BEHIND**2))
@@ -162,7 +162,7 @@ def test_a_level_that_was_reached_before_the_failure_says_nothing_of_it(monkeypa
 
 
 def test_a_run_that_never_gets_to_a_level_is_counted_and_not_dropped(monkeypatch):
-    row = costs(monkeypatch, [Policy(name="partial")], with_program(is_brittle=True))["partial"]
+    row = costs(monkeypatch, [ScarPolicy(name="partial")], with_program(is_brittle=True))["partial"]
 
     assert row["censored"] == 2
     assert row["cost"] == pytest.approx(COURSE.limit - (30 + 40.5) / 2)
@@ -172,14 +172,14 @@ def test_a_failure_that_helps_has_a_negative_cost(monkeypatch):
     slope = (RATE**16 - RATE**8) / 8
     expected = (RATE**16 + 5 * slope) / RATE**21  # the line through the last two saves falls below the curve
 
-    row = costs(monkeypatch, [Policy(name="line", predictor="line")])["line"]
+    row = costs(monkeypatch, [ScarPolicy(name="line", predictor="line")])["line"]
 
     assert row["cost"] == pytest.approx(made_up((1 + expected**2) / 2))
     assert row["cost"] < 0
 
 
 def test_calibrated_the_lost_go_as_far_as_the_survivors_went(monkeypatch):
-    rows = costs(monkeypatch, [Policy(name="calibrated", predictor="line", restore="calibrated")])
+    rows = costs(monkeypatch, [ScarPolicy(name="calibrated", predictor="line", restore="calibrated")])
 
     assert rows["calibrated"]["error"] == pytest.approx(0, abs=1e-9)
     assert rows["calibrated"]["cost"] == pytest.approx(0, abs=1e-6)
@@ -190,7 +190,7 @@ def test_of_a_factor_that_is_overwritten_nothing_is_saved_and_the_other_is_saved
     chance.integers(2**31, size=2)
     lost = int((chance.permutation(8)[:4] < 4).sum())
 
-    row = costs(monkeypatch, [Policy(name="live", saves="live", restore="live")], with_program(half_is_live=True))[
+    row = costs(monkeypatch, [ScarPolicy(name="live", saves="live", restore="live")], with_program(half_is_live=True))[
         "live"
     ]
 
@@ -201,7 +201,7 @@ def test_of_a_factor_that_is_overwritten_nothing_is_saved_and_the_other_is_saved
 
 @pytest.mark.parametrize(("way", "steps"), [("lost", 16), ("lost, rest reset", 0), ("lost, rest kept", 21)])
 def test_what_goes_with_the_parameters_is_saved_reset_or_kept(way, steps):
-    followed = Followed(Shrinking(has_steps=True), [policy := Policy(name="any", restore=way)], COURSE, seed=0)
+    followed = FollowedRun(Shrinking(has_steps=True), [policy := ScarPolicy(name="any", restore=way)], COURSE, seed=0)
     followed.advance(21)
 
     state = followed.restored(policy, torch.tensor([1, 6]), Shrinking).state
@@ -212,8 +212,8 @@ def test_what_goes_with_the_parameters_is_saved_reset_or_kept(way, steps):
 
 
 def test_parameters_alone_are_saved_more_often_at_the_same_bytes():
-    policies = [Policy(name="all"), Policy(name="alone", saves="parameters", restore="lost, rest reset")]
-    followed = Followed(Shrinking(has_steps=True), policies, COURSE, seed=0)
+    policies = [ScarPolicy(name="all"), ScarPolicy(name="alone", saves="parameters", restore="lost, rest reset")]
+    followed = FollowedRun(Shrinking(has_steps=True), policies, COURSE, seed=0)
     followed.advance(16)
 
     both, alone = (followed.bytes[policy.saving] for policy in policies)
@@ -221,7 +221,7 @@ def test_parameters_alone_are_saved_more_often_at_the_same_bytes():
 
 
 def test_full_saves_of_a_byte_a_number_come_as_much_sooner_as_they_are_smaller():
-    followed = Followed(Shrinking(), [policy := Policy(name="int8", codec="int8")], COURSE, seed=0)
+    followed = FollowedRun(Shrinking(), [policy := ScarPolicy(name="int8", codec="int8")], COURSE, seed=0)
     followed.advance(21)
 
     assert followed.bytes[policy.saving] == 4 * 8 * 5  # 5 bytes in the place of 8: every 5 iterations, not every 8
@@ -332,7 +332,7 @@ def rows_of(policy, cost, *, trials=40, program="mlr-digits", kind="main", late=
 def test_a_reduction_is_one_less_the_ratio_of_the_mean_costs_of_the_same_trials():
     rows = [*rows_of(TRADITIONAL, 10.0), *rows_of(SCAR, 2.0)[:-2], *rows_of(TRADITIONAL, 99.0, program="other")]
 
-    late, every = Trials(rows).cell("mlr-digits", SCAR), Trials(rows).cell("mlr-digits", SCAR, late=False)
+    late, every = TrialRows(rows).cell("mlr-digits", SCAR), TrialRows(rows).cell("mlr-digits", SCAR, late=False)
 
     assert late is not None
     assert every is not None
@@ -344,7 +344,7 @@ def test_a_reduction_is_one_less_the_ratio_of_the_mean_costs_of_the_same_trials(
 def test_negative_and_censored_trials_are_in_the_mean_and_counted():
     rows = [*rows_of(TRADITIONAL, 10.0), *rows_of(SCAR, -3.0, censored=1)]
 
-    cell = Trials(rows).cell("mlr-digits", SCAR, late=False)
+    cell = TrialRows(rows).cell("mlr-digits", SCAR, late=False)
 
     assert cell is not None
     assert (cell.negative, cell.censored) == (40, 40)
@@ -357,7 +357,7 @@ def test_a_resample_in_which_going_back_costs_nothing_is_counted_and_widens_the_
         row["cost"] = 40.0 if number == 0 else -1.0  # so that every third resample has no cost to save
     rows = [*costly, *rows_of(SCAR, 1.0, trials=8)]
 
-    cell = Trials(rows).cell("mlr-digits", SCAR, late=False)
+    cell = TrialRows(rows).cell("mlr-digits", SCAR, late=False)
 
     assert cell is not None
     assert 0.3 < cell.undefined / RESAMPLES < 0.4
@@ -370,7 +370,7 @@ def test_a_policy_is_chosen_where_failures_were_rehearsed_not_where_it_is_judged
     rehearsed = [*rows_of(LINE, 1.0, kind="rehearsal"), *rows_of(SCAR, 2.0, kind="rehearsal")]
     rows = [*rows_of(TRADITIONAL, 10.0), *rows_of(SCAR, 1.0), *rows_of(LINE, 3.0), *rehearsed]
 
-    trials = Trials(rows)
+    trials = TrialRows(rows)
 
     assert trials.chosen("mlr-digits") == LINE
     gap = trials.gap("mlr-digits", LINE, SCAR)
@@ -541,7 +541,7 @@ def test_every_policy_that_has_a_name_of_its_own_is_explained_on_the_page():
     names = [policy.name for policy in policies_of("whole", (1 / 8,), program)]
     rows = [row for name in names for row in rows_of(name, 2.0)]
 
-    told = {row["policy"]: row["what"] for row in policies_table(Trials(rows))["rows"]}
+    told = {row["policy"]: row["what"] for row in policies_table(TrialRows(rows))["rows"]}
 
     patterns = ("full, ", "partial, r", "partial, 1", "partial, 3", f"{SCAR}, ")
     assert {name for name in names if not name.startswith(patterns)} <= {*told, SCAR}
@@ -557,7 +557,7 @@ def test_without_trials_nothing_is_claimed():
 
 
 def in_this_process(monkeypatch):
-    monkeypatch.setattr(Workers, "rows", lambda self, run, values: [row for value in values for row in run(value)])
+    monkeypatch.setattr(WorkerPool, "rows", lambda self, run, values: [row for value in values for row in run(value)])
 
 
 def options(out, **said) -> Options:

@@ -15,17 +15,17 @@ from holdfast_lab.studies.campaign_plan import found_by
 from holdfast_lab.studies.soft_errors import study as soft_errors
 from holdfast_lab.studies.soft_errors.cells import BIT_BY_BIT, COUNTS, CROSSED, NETWORKS, cells_of, experiments
 from holdfast_lab.studies.soft_errors.claims import hold_claims
-from holdfast_lab.studies.soft_errors.group import Group
+from holdfast_lab.studies.soft_errors.group import TrainingGroup
 from holdfast_lab.studies.soft_errors.page import sections
 from holdfast_lab.studies.soft_errors.rows import cell_row
-from holdfast_lab.studies.soft_errors.setup import BELOW, CRITICAL, OPTIMIZER, PLATFORMS, Case, Setup
+from holdfast_lab.studies.soft_errors.setup import BELOW, CRITICAL, OPTIMIZER, PLATFORMS, SoftErrorCase, SoftErrorSetup
 from holdfast_lab.studies.soft_errors.study import TABLE, SoftErrors
 from holdfast_lab.studies.soft_errors.trial import bits_of
 from holdfast_lab.studies.soft_errors.workers import session as soft_session
 from holdfast_lab.studies.soft_errors.workers.process import Disturbance, alter
 from holdfast_lab.studies.soft_errors.workers.session import SessionProcess
 
-TINY = Setup(platform="session", processes=2, limit=128, batch=32, restart=1, epochs=1)
+TINY = SoftErrorSetup(platform="session", processes=2, limit=128, batch=32, restart=1, epochs=1)
 MANY = Disturbance(how=Alteration(count=100, bits="0:29", seed=5))
 
 
@@ -56,7 +56,7 @@ def test_a_session_that_stops_or_heals_what_was_injected_would_make_trials_void(
 
 
 def test_a_void_trial_is_no_outcome_but_the_end_of_the_campaign(tmp_path):
-    group = Group(TINY)
+    group = TrainingGroup(TINY)
     ours, theirs = multiprocessing.Pipe()
     group._connections.append(ours)  # as if its process had been started
     theirs.send([{"error": "InternalError: a trial is void", "trace": "", "is_ours": True}])
@@ -86,7 +86,7 @@ def test_bits_below_the_critical_one_are_those_of_the_format():
 
 
 def test_the_whole_design_has_cells_of_different_names_that_come_back_from_their_settings():
-    base = Setup(platform="ddp", processes=1)
+    base = SoftErrorSetup(platform="ddp", processes=1)
     large = replace(base, network="resnet18", size=16)
 
     parts = {name: pairs for _, name, pairs in experiments(base, PLATFORMS, 4, [large])}
@@ -94,7 +94,7 @@ def test_the_whole_design_has_cells_of_different_names_that_come_back_from_their
     pairs = [pair for of_part in parts.values() for pair in of_part]
     cells = cells_of(pairs)
     assert len({cell.name for cell in cells}) == len(cells)
-    assert [Case.from_settings(json.loads(json.dumps(cell.settings))) for cell in cells] == pairs
+    assert [SoftErrorCase.from_settings(json.loads(json.dumps(cell.settings))) for cell in cells] == pairs
     assert {len(parts[f"{BIT_BY_BIT}: {width}"]) for width in ("float16", "float32", "float64")} == {16, 32, 64}
     altered = {
         (case.experiment, setup.platform, setup.processes): {c.altered for c, s in pairs if s == setup}
@@ -130,7 +130,7 @@ def test_the_whole_study_has_every_network_on_every_data_set_and_marks_what_has_
 
 def row(outcomes: dict[str, int], **case):
     """The row of a cell with so many trials of each outcome."""
-    settings = Case(**{"experiment": CROSSED} | case).settings(replace(TINY, platform="ddp"))
+    settings = SoftErrorCase(**{"experiment": CROSSED} | case).settings(replace(TINY, platform="ddp"))
     trials = [
         {"outcome": name, "accuracy": 0.9, "undisturbed": 0.9, "seconds": 1.0}
         for name, count in outcomes.items()

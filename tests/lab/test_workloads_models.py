@@ -14,7 +14,7 @@ from holdfast_lab.workloads.models import (
     IMAGE_MODELS,
     MODELS,
     Block,
-    Layout,
+    NetworkLayout,
     layers_of,
     layout,
     loss_of,
@@ -304,7 +304,7 @@ def test_a_layout_becomes_a_stage_with_its_weights():
 def test_the_dearest_stage_is_as_cheap_as_it_can_be(by, n, expected):
     blocks = tuple(Block(name, nn.Identity) for name in "abcdef"[: len(by)])
 
-    parts = split(Layout(blocks, (1,)), n, by=by)
+    parts = split(NetworkLayout(blocks, (1,)), n, by=by)
 
     assert ["".join(block.name for block in part) for part in parts] == expected
 

@@ -13,43 +13,43 @@ from collections.abc import Iterator, Sequence
 from holdfast.recovery.messages import (
     JOINING,
     VOTED,
-    ActDone,
     Action,
     Admitted,
+    AdoptPlacement,
+    AdoptState,
     Agree,
     Agreed,
+    ApplyConfig,
     ApplyStep,
-    BucketSummed,
-    CloseStep,
+    BucketReduced,
     ComputeStep,
     CorruptionSeen,
     DiscardStep,
+    Done,
     Event,
+    FetchConfig,
     HandedOver,
     HandOver,
-    Install,
     Leave,
+    LeftGroup,
     LoadCheckpoint,
-    MakeChanges,
+    MoveParts,
     Note,
-    Parted,
     PeerLost,
     Progress,
     ProgressKnown,
     Publish,
-    Rehome,
+    ReduceBucket,
     Reinitialise,
     Revoke,
     SaveAndStop,
-    Settle,
+    SendState,
     ShareProgress,
     Shrink,
     Shrunk,
     Started,
-    StepClosed,
-    SumBucket,
-    TakeChanges,
-    Welcome,
+    StepVoted,
+    VoteStep,
 )
 from model.abstract_engine import Engine
 from model.abstract_members import Lapse, Wish
@@ -138,10 +138,10 @@ class Draft(Sums):
         if isinstance(worker.waits, AtBarrier):
             self._pass_barrier(rank, worker.waits)
             return
-        if isinstance(worker.waits, Welcome):
+        if isinstance(worker.waits, SendState):
             if rank in worker.waits.newcomers:
                 self._is_given(rank, self._sums[worker.sums].brought)
-            self.tell(rank, ActDone())
+            self.tell(rank, Done())
             return
         if isinstance(worker.waits, EXCHANGES):
             computed = self._complete_exchange(rank, worker.waits)
@@ -150,15 +150,15 @@ class Draft(Sums):
             return
         if isinstance(worker.waits, Giving):
             self._is_given_parts(rank, worker.waits, self._sums[worker.sums].brought)
-            self.tell(rank, ActDone())
+            self.tell(rank, Done())
             return
         this = self._sums[worker.sums]
         if not self._engine.is_rooted(worker.waits):
             self._fenced = True  # everybody has entered it, so everybody is back from the shrink
         match worker.waits:
-            case SumBucket(bucket=bucket):
+            case ReduceBucket(bucket=bucket):
                 self._know_sum(rank, bucket)
-            case CloseStep():
+            case VoteStep():
                 heard = self._result(this, self._wishes.heard(self._members, worker.taken))
                 if heard == Note.CORRUPT:
                     self._wishes = self._wishes._replace(hidden=False)
@@ -166,12 +166,12 @@ class Draft(Sums):
                     self.tell(rank, CorruptionSeen())
                 else:
                     self._set(rank, heard=worker.heard | heard)
-                    self.tell(rank, StepClosed())
-            case TakeChanges():
+                    self.tell(rank, StepVoted())
+            case FetchConfig():
                 self._set(rank, aside=self._result(this, self._wishes.asked))
                 if Lapse.TAKES_AT_ONCE in self._engine.world.lapses:
                     self._make_changes(rank)
-                self.tell(rank, ActDone())
+                self.tell(rank, Done())
             case HandOver(step=step, bucket=bucket):
                 self._hold(rank, bucket, _number(this.brought[0]))
                 self._memory.read(rank, bucket, self._what(rank, bucket))
@@ -195,7 +195,7 @@ class Draft(Sums):
         """Let the sum that ``rank`` waits in fail there."""
         worker = self._worker(rank)
         self._failed |= 1 << rank
-        if self._engine.world.in_place and isinstance(worker.waits, SumBucket):
+        if self._engine.world.in_place and isinstance(worker.waits, ReduceBucket):
             self._set(rank, inputs=worker.inputs & ~(1 << worker.waits.bucket))
         self._memory.failed(rank)
         self._set(rank, calm=False)
@@ -225,7 +225,7 @@ class Draft(Sums):
         if not (late.barrier and self._memory.keeps(Rule.BARRIER_B)):
             return
         self._announce(rank, late.barrier)
-        barrier = AtBarrier("B", SumBucket(late.what.step, late.bucket))
+        barrier = AtBarrier("B", ReduceBucket(late.what.step, late.bucket))
         what = (barrier, late.what.step, late.what.group, 0, UNKNOWN)
         this = self._sums.get(late.barrier) or Sum(late.barrier, what, 0, ())
         self._sums[late.barrier] = this._replace(entered=this.entered | 1 << rank)
@@ -267,7 +267,7 @@ class Draft(Sums):
         self._members = living & ~leaving | admitted
         self._wishes = self._wishes.without(admitted)
         for rank in ranks(leaving):
-            self.tell(rank, Parted())
+            self.tell(rank, LeftGroup())
             while self._is_doing(rank):
                 self.do(rank)
         for rank in ranks(admitted):
@@ -325,14 +325,14 @@ class Draft(Sums):
                 return self._revoke(rank)
             case Agree() | Shrink():
                 self._set(rank, waits=order)
-            case Install(step=step):
+            case AdoptState(step=step):
                 return self._install(rank, step)
-            case MakeChanges():
+            case ApplyConfig():
                 self._make_changes(rank)
-                return ActDone()
-            case Rehome():
+                return Done()
+            case MoveParts():
                 self._enter(rank, self._begin_giving(rank, order))
-            case Settle():
+            case AdoptPlacement():
                 return self._settle(rank)
             case Reinitialise():
                 return self._rebuild(rank)
@@ -342,7 +342,7 @@ class Draft(Sums):
                 self._leave(rank)
             case GiveUp():
                 self._give_up(rank)
-            case SumBucket() if self._engine.world.shared:
+            case ReduceBucket() if self._engine.world.shared:
                 self._enter_sum(rank, order)
             case _:
                 self._enter(rank, order)
@@ -364,7 +364,7 @@ class Draft(Sums):
 
     def _know_sum(self, rank: int, bucket: int) -> None:
         self._hold(rank, bucket, self._members)
-        self.tell(rank, BucketSummed())
+        self.tell(rank, BucketReduced())
 
     # -- the end of a move
 

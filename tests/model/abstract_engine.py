@@ -49,14 +49,14 @@ from holdfast.recovery.messages import (
     JOINING,
     Action,
     Agree,
-    CloseStep,
     Event,
     Leave,
     Note,
     ProgressKnown,
+    ReduceBucket,
+    SendState,
     Shrink,
-    SumBucket,
-    Welcome,
+    VoteStep,
 )
 from model.abstract_members import FLIP, NEW_SETTINGS, Lapse, Wish, Wishes
 from model.abstract_memory import Adding, AtBarrier, Memory, Violation, first_memory, ranks
@@ -221,7 +221,7 @@ class Engine:
         leavers = sum(1 << rank for rank in self.world.leavers) & living & ~wishes.told
         if not (wishes.unborn or leavers or may_ask or may_flip):
             return []
-        closing = [s for s in state.sums if isinstance(s.what[0], CloseStep) and s.entered == state.members]
+        closing = [s for s in state.sums if isinstance(s.what[0], VoteStep) and s.entered == state.members]
         if any(this.result < 0 for this in closing):
             asks = [Wish(NEW_SETTINGS)] * may_ask + [Wish(FLIP)] * (may_flip and not wishes.hidden)
             first = wishes.unborn & -wishes.unborn  # newcomers are all alike
@@ -301,7 +301,7 @@ class Engine:
         """Return who must have entered what ``order`` says before ``rank`` can complete it."""
         if self.is_rooted(order):
             return 1 << lowest(members)
-        if isinstance(order, Welcome):
+        if isinstance(order, SendState):
             newcomers = sum(1 << newcomer for newcomer in order.newcomers)
             return members & ~newcomers if newcomers & 1 << rank else 1 << rank
         if isinstance(order, Giving):
@@ -316,4 +316,4 @@ class Engine:
 
     def is_rooted(self, order: Action) -> bool:
         """Return whether ``order`` is a broadcast."""
-        return isinstance(order, SumBucket) and order.bucket in self.world.rooted
+        return isinstance(order, ReduceBucket) and order.bucket in self.world.rooted

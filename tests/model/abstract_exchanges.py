@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.recovery.messages import ActDone, Computed, Event, Rehome
+from holdfast.recovery.messages import Computed, Done, Event, MoveParts
 from model.abstract_members import Lapse
 from model.abstract_memory import Violation, ranks
 from model.abstract_parts import (
@@ -147,7 +147,7 @@ class Exchanges(Table):
         homes = self._registry.first(self._members)
         self._set_homes(rank, homes, (steps,) * self._registry.parts)
 
-    def _begin_giving(self, rank: int, order: Rehome) -> Giving:
+    def _begin_giving(self, rank: int, order: MoveParts) -> Giving:
         """Return what is given so that the homes of ``rank`` become those of the living."""
         self._workers[rank] = self._worker(rank).without_staged()
         before = self._worker(rank).homes
@@ -158,7 +158,7 @@ class Exchanges(Table):
             msg = f"part missing: {rank} saves, and nobody holds {self._worker(rank).parts}"
             raise Violation(msg)
         self._set(rank, saved=True)
-        return ActDone()
+        return Done()
 
     def _gives_parts(self, rank: int) -> Parts:
         worker = self._worker(rank)
@@ -192,7 +192,7 @@ class Exchanges(Table):
             )
             self._set_homes(rank, worker.next_homes, tuple(have))
         self._check_has_its_parts(rank, "settles")
-        return ActDone()
+        return Done()
 
     def _set_homes(self, rank: int, homes: int, have: tuple[int, ...]) -> None:
         held = self._registry.held_by(homes, rank)

@@ -36,7 +36,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from holdfast.recovery.messages import Action, SumBucket
+from holdfast.recovery.messages import Action, ReduceBucket
 
 T = TypeVar("T")
 
@@ -85,14 +85,14 @@ class AtBarrier(Action):
     """The worker waits in barrier ``name``, which is "A" or "B", of a sum."""
 
     name: str
-    order: SumBucket
+    order: ReduceBucket
 
 
 @dataclass(frozen=True, slots=True)
 class Adding(Action):
     """The worker adds its share of the result."""
 
-    order: SumBucket
+    order: ReduceBucket
 
 
 # ---------------------------------------------------------------------------------------------

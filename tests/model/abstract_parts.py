@@ -24,7 +24,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from holdfast.recovery.messages import Action
-from holdfast.recovery.placement import Gift, Homes, Shape, first_homes, gifts, new_homes, restorations
+from holdfast.recovery.placement import (
+    PartTransfer,
+    Placement,
+    PlacementShape,
+    first_homes,
+    gifts,
+    new_homes,
+    restorations,
+)
 from model.abstract_members import Lapse
 from model.abstract_memory import ranks
 
@@ -46,7 +54,7 @@ class Split:
         gathers: How often the workers of a chain gather in a step.
     """
 
-    shape: Shape
+    shape: PlacementShape
     transfers: int = 1
     gathers: int = 0
 
@@ -149,8 +157,8 @@ class Registry:
     def __init__(self, split: Split, lapses: Lapse) -> None:
         self._split = split
         self._lapses = lapses
-        self._homes: list[Homes] = []
-        self._number: dict[Homes, int] = {}
+        self._homes: list[Placement] = []
+        self._number: dict[Placement, int] = {}
         self._exchanges: dict[tuple[int, int, int], tuple[Exchange, ...]] = {}
 
     @property
@@ -158,7 +166,7 @@ class Registry:
         """How many parts the model has."""
         return self._split.shape.parts
 
-    def homes(self, number: int) -> Homes:
+    def homes(self, number: int) -> Placement:
         """Return the homes of this number."""
         return self._homes[number]
 
@@ -170,14 +178,14 @@ class Registry:
         """Return the homes among ``members`` that come after those of this number."""
         return self._number_of(new_homes(self._split.shape, self._homes[number], [*ranks(members)]))
 
-    def gifts(self, giving: Giving, members: int) -> tuple[Gift, ...]:
+    def gifts(self, giving: Giving, members: int) -> tuple[PartTransfer, ...]:
         """Return what is given; who restores a part gives it also to itself."""
         change = self._homes[giving.before], self._homes[giving.after], [*ranks(members)]
         found = [*gifts(*change)]
         for this in restorations(*change) if giving.restores else ():
             each = Lapse.EACH_RESTORES in self._lapses
             takers = self._homes[giving.after].holders(this.part)
-            found += [Gift(this.part, taker if each else this.restorer, taker) for taker in takers]
+            found += [PartTransfer(this.part, taker if each else this.restorer, taker) for taker in takers]
         return tuple(found)
 
     def held_by(self, number: int, rank: int) -> tuple[int, ...]:
@@ -205,7 +213,7 @@ class Registry:
             self._exchanges[key] = tuple(order for order in every if concerned(order) & 1 << rank)
         return self._exchanges[key]
 
-    def _all_exchanges(self, homes: Homes, step: int) -> Iterator[Exchange]:
+    def _all_exchanges(self, homes: Placement, step: int) -> Iterator[Exchange]:
         stages = range(homes.parts - 1)
         for number in range(self._split.gathers):
             for c, chain in enumerate(homes.chains):
@@ -223,7 +231,7 @@ class Registry:
             computing = _mask(chain[part] for chain in homes.chains)
             yield SumPart(step, part, computing if Lapse.MIRRORS_LATE in self._lapses else _mask(homes.holders(part)))
 
-    def _number_of(self, homes: Homes) -> int:
+    def _number_of(self, homes: Placement) -> int:
         number = self._number.setdefault(homes, len(self._homes))
         if number == len(self._homes):
             self._homes.append(homes)

@@ -10,16 +10,16 @@ from holdfast.recovery import Protocol, Strategy
 from holdfast.recovery.messages import (
     NO_NOTE,
     Action,
-    CloseStep,
     Event,
+    FetchConfig,
     HandOver,
     LoadCheckpoint,
     Note,
     Progress,
+    ReduceBucket,
+    SendState,
     ShareProgress,
-    SumBucket,
-    TakeChanges,
-    Welcome,
+    VoteStep,
 )
 from model.abstract_members import NO_LAPSE, Lapse, Wish, Wishes
 from model.abstract_memory import NO_RULE, AtBarrier, Memory, Rule
@@ -338,8 +338,8 @@ class Read(NamedTuple):
 
 Move = Die | Complete | Fail | Hear | Do | Decide | Add | Stop | Wake | Read | Wish
 
-SUMS = (SumBucket, AtBarrier, CloseStep, HandOver, ShareProgress, LoadCheckpoint, TakeChanges, Welcome, Giving)
-"""What all do on the communicator, and may fail: a sum, but for :class:`Welcome` and :class:`Giving`."""
+SUMS = (ReduceBucket, AtBarrier, VoteStep, HandOver, ShareProgress, LoadCheckpoint, FetchConfig, SendState, Giving)
+"""What all do on the communicator, and may fail: a sum, but for :class:`SendState` and :class:`Giving`."""
 
 
 def lowest(mask: int) -> int:

@@ -11,14 +11,14 @@ import dataclasses
 from holdfast.recovery.messages import (
     LOADING,
     Action,
-    CloseStep,
+    FetchConfig,
     HandOver,
     LoadCheckpoint,
     Note,
+    ReduceBucket,
+    SendState,
     ShareProgress,
-    SumBucket,
-    TakeChanges,
-    Welcome,
+    VoteStep,
 )
 from model.abstract_members import Lapse
 from model.abstract_memory import Adding, AtBarrier, Rule, Violation, ranks
@@ -52,7 +52,7 @@ class Sums(Work):
         what: tuple[object, ...] = (order, worker.steps, worker.group, worker.taken, worker.homes)
         if isinstance(order, LoadCheckpoint):
             what = (order, worker.steps)  # it brings settings and homes of its own
-        if isinstance(order, ShareProgress | Welcome | TakeChanges):
+        if isinstance(order, ShareProgress | SendState | FetchConfig):
             what = (type(order),)
         number = worker.sums + 1
         this = self._sums.get(number) or Sum(number, what, 0, ())
@@ -65,14 +65,14 @@ class Sums(Work):
         if isinstance(order, AtBarrier):
             self._announce(rank, number)
 
-    def _enter_sum(self, rank: int, order: SumBucket) -> None:
+    def _enter_sum(self, rank: int, order: ReduceBucket) -> None:
         self._memory.enter(rank, order.bucket)
         if self._memory.keeps(Rule.BARRIER_A):
             self._enter(rank, AtBarrier("A", order))
         else:
             self._begin_to_add(rank, order)
 
-    def _begin_to_add(self, rank: int, order: SumBucket) -> None:
+    def _begin_to_add(self, rank: int, order: ReduceBucket) -> None:
         self._set(rank, waits=Adding(order))
         self._memory.begin_to_add(rank, order.bucket, self._what_is_added(rank))
         if not self._memory.keeps(Rule.WORD_COMES_LAST):
@@ -85,11 +85,11 @@ class Sums(Work):
     def _brings(self, rank: int, order: Action) -> Payload | None:
         worker = self._worker(rank)
         match order:
-            case SumBucket(bucket=bucket) | AtBarrier(name="A", order=SumBucket(bucket=bucket)):
+            case ReduceBucket(bucket=bucket) | AtBarrier(name="A", order=ReduceBucket(bucket=bucket)):
                 if not worker.inputs & 1 << bucket:
                     msg = f"rubbish is summed: {rank} has no gradient of bucket {bucket} any more"
                     raise Violation(msg)
-            case CloseStep(step=step):
+            case VoteStep(step=step):
                 self._check_may_close(rank, worker, step)
             case HandOver(bucket=bucket, source=source) if source == rank:
                 return self._hands_over(rank, bucket)
@@ -103,7 +103,7 @@ class Sums(Work):
                     | self._finding.when(corrupt)
                 )
                 return dataclasses.replace(progress, flags=flags)
-            case Welcome():
+            case SendState():
                 return self._gives(rank, order)
             case Giving():
                 return self._gives_parts(rank)

@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from holdfast.recovery.messages import (
     JOINING,
     LOADING,
-    ActDone,
     ChangesWait,
     CheckpointLoaded,
     Computed,
+    DataExhausted,
+    Done,
     Event,
     MembersChange,
     Note,
-    RanOut,
     Revoked,
+    SendState,
     StepApplied,
-    Welcome,
 )
 from model.abstract_exchanges import Exchanges
 from model.abstract_members import Lapse
@@ -60,7 +60,7 @@ class Work(Exchanges):
         if heard & Note.LEAVE:
             self._set(rank, saved=True)
         if step >= self._engine.world.steps or heard & Note.LEAVE:
-            return RanOut()
+            return DataExhausted()
         everything = (1 << self._engine.buckets) - 1
         self._workers[rank] = self._worker(rank).without_gradients()
         self._set(rank, group=self._members, inputs=everything)
@@ -72,7 +72,7 @@ class Work(Exchanges):
         self._drop_gradients(rank)
         if self._engine.world.transient:
             self._set(rank, corrupt=False)
-        return ActDone()
+        return Done()
 
     def _apply(self, rank: int, step: int) -> Event:
         self._check_step(rank, step, "applies")
@@ -156,7 +156,7 @@ class Work(Exchanges):
             raise Violation(msg)
         self._set(rank, given=given.pop())
 
-    def _gives(self, rank: int, order: Welcome) -> Given | None:
+    def _gives(self, rank: int, order: SendState) -> Given | None:
         """Return what ``rank`` gives, None if it is a newcomer."""
         self._set(rank, calm=True)
         worker = self._worker(rank)
@@ -177,7 +177,7 @@ class Work(Exchanges):
         if self._engine.world.flips and Lapse.KEEPS_SNAPSHOTS not in self._engine.world.lapses:
             now = Snapshot(step, self._worker(rank).taken)
             self._set(rank, candidate=now, verified=NO_SNAPSHOT)
-        return ActDone()
+        return Done()
 
     def _make_changes(self, rank: int) -> None:
         worker = self._worker(rank)
@@ -200,7 +200,7 @@ class Work(Exchanges):
         self._drop_gradients(rank)
         snapshot = self._worker(rank).steps if self._engine.world.snapshots else -1
         self._set(rank, snapshot=snapshot, steps=LOADING)
-        return ActDone()
+        return Done()
 
     def _load_snapshot(self, rank: int) -> Event:
         steps = self._worker(rank).snapshot

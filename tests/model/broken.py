@@ -3,44 +3,44 @@
 from __future__ import annotations
 
 from holdfast.recovery import Protocol
-from holdfast.recovery.messages import Action, CloseStep, Event, Leave, PeerLost, RanOut, StepClosed
-from holdfast.recovery.protocol import State
-from holdfast.recovery.regroup import Line
+from holdfast.recovery.messages import Action, DataExhausted, Event, Leave, PeerLost, StepVoted, VoteStep
+from holdfast.recovery.protocol import ProtocolState
+from holdfast.recovery.regroup import RegroupLine
 
 
 class WithoutRevoke(Protocol):
     """Agrees at once, though others may still wait in a sum."""
 
-    def _regroup(self, line: Line) -> list[Action]:
-        return super()._regroup(Line.HEARD if line is Line.REVOKE else line)
+    def _regroup(self, line: RegroupLine) -> list[Action]:
+        return super()._regroup(RegroupLine.HEARD if line is RegroupLine.REVOKE else line)
 
 
 class WithoutHearing(Protocol):
     """Shrinks right after the revoke: nobody waits until all have heard."""
 
-    def _regroup(self, line: Line) -> list[Action]:
-        return super()._regroup(Line.SHRINK if self.state is Line.REVOKE else line)
+    def _regroup(self, line: RegroupLine) -> list[Action]:
+        return super()._regroup(RegroupLine.SHRINK if self.state is RegroupLine.REVOKE else line)
 
 
 class WithoutShrink(Protocol):
     """Goes on with the communicator that has the dead in it."""
 
-    def _regroup(self, line: Line) -> list[Action]:
-        return super()._regroup(Line.SHARE if self.state is Line.HEARD else line)
+    def _regroup(self, line: RegroupLine) -> list[Action]:
+        return super()._regroup(RegroupLine.SHARE if self.state is RegroupLine.HEARD else line)
 
 
 class WithoutFence(Protocol):
     """Uses the new communicator though others may still be making it."""
 
-    def _regroup(self, line: Line) -> list[Action]:
-        return super()._regroup(Line.SHARE if self.state is Line.SHRINK else line)
+    def _regroup(self, line: RegroupLine) -> list[Action]:
+        return super()._regroup(RegroupLine.SHARE if self.state is RegroupLine.SHRINK else line)
 
 
 class WithoutConfirming(Protocol):
     """Decides as soon as it knows everybody's progress, though others may not."""
 
-    def _regroup(self, line: Line) -> list[Action]:
-        return self._decide() if line is Line.CONFIRM else super()._regroup(line)
+    def _regroup(self, line: RegroupLine) -> list[Action]:
+        return self._decide() if line is RegroupLine.CONFIRM else super()._regroup(line)
 
 
 class WithoutGate(Protocol):
@@ -48,8 +48,8 @@ class WithoutGate(Protocol):
 
     def handle(self, event: Event) -> list[Action]:
         """See :meth:`Protocol.handle`."""
-        if self.state is State.COMPUTE and event == RanOut():
-            return self._enter(State.LEFT, Leave())
+        if self.state is ProtocolState.COMPUTE and event == DataExhausted():
+            return self._enter(ProtocolState.LEFT, Leave())
         return super().handle(event)
 
 
@@ -58,10 +58,10 @@ class BarrierForGate(Protocol):
 
     def handle(self, event: Event) -> list[Action]:
         """See :meth:`Protocol.handle`."""
-        if self.state is State.COMPUTE and event == RanOut():
-            return self._enter(State.GATE, CloseStep(self.step))
-        if self.state is State.GATE and event == StepClosed():
-            return self._enter(State.LEFT, Leave())
-        if self.state is State.GATE and event == PeerLost():
-            self._state = State.CLOSE
+        if self.state is ProtocolState.COMPUTE and event == DataExhausted():
+            return self._enter(ProtocolState.GATE, VoteStep(self.step))
+        if self.state is ProtocolState.GATE and event == StepVoted():
+            return self._enter(ProtocolState.LEFT, Leave())
+        if self.state is ProtocolState.GATE and event == PeerLost():
+            self._state = ProtocolState.CLOSE
         return super().handle(event)

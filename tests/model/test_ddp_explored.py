@@ -7,31 +7,31 @@ import pytest
 from holdfast.errors import InternalError
 from holdfast.recovery import Rollback, Strategy
 from holdfast.recovery.messages import (
-    ActDone,
     Action,
     Agree,
     Agreed,
     ApplyStep,
-    BucketSummed,
-    CloseStep,
+    BucketReduced,
     Computed,
     ComputeStep,
+    DataExhausted,
     DiscardStep,
+    Done,
     Event,
     Leave,
     PeerLost,
     Progress,
     ProgressKnown,
-    RanOut,
+    ReduceBucket,
     Revoked,
     ShareProgress,
     Shrunk,
     Started,
     StepApplied,
-    StepClosed,
-    SumBucket,
+    StepVoted,
+    VoteStep,
 )
-from holdfast.recovery.regroup import Line, line_after, order_of
+from holdfast.recovery.regroup import RegroupLine, line_after, order_of
 from model.explorer import World, explore
 
 
@@ -46,7 +46,7 @@ class Collectives:
     recovers = True
     """A collective that nobody has completed is made again, as inside DDP; otherwise it fails, and the script calls another."""
     has_gate = True
-    left_out: Line | None = None
+    left_out: RegroupLine | None = None
 
     def __init__(self, strategy: Strategy, num_buckets: int, *, split: bool, workers: int) -> None:
         assert num_buckets == 1
@@ -56,7 +56,7 @@ class Collectives:
         self._known: ProgressKnown | None = None
         self._step = 0
         self._completed = 0
-        self._line: Line | None = None
+        self._line: RegroupLine | None = None
         self._shared = 0
         self._is_at_gate = False
 
@@ -70,7 +70,7 @@ class Collectives:
 
     def handle(self, event: Event) -> list[Action]:
         if isinstance(event, PeerLost):
-            return self._regroup(Line.REVOKE)
+            return self._regroup(RegroupLine.REVOKE)
         if self._line is not None:
             return self._after(self._line, event)
         match event:
@@ -79,22 +79,22 @@ class Collectives:
             case Computed():
                 while self._completed in self._failed:  # it fails here without a message, and the script calls another
                     self._completed += 1
-                return [SumBucket(self._step, 0)]
-            case BucketSummed():
-                return [CloseStep(self._step)]
-            case StepClosed():
+                return [ReduceBucket(self._step, 0)]
+            case BucketReduced():
+                return [VoteStep(self._step)]
+            case StepVoted():
                 return [ApplyStep(self._step)]
             case StepApplied():
                 self._completed += 1
                 self._step += 1
                 return [ComputeStep(self._step)]
-            case RanOut():
+            case DataExhausted():
                 return self._enter_gate()
             case Agreed(value=True):
                 return [Leave()]
             case Agreed(value=False):
-                return self._regroup(Line.SHRINK)
-            case ActDone():
+                return self._regroup(RegroupLine.SHRINK)
+            case Done():
                 return [ComputeStep(self._step)]
             case _:
                 msg = f"{event} cannot happen"
@@ -104,13 +104,13 @@ class Collectives:
         self._is_at_gate = True
         return [Agree(flag=True)] if self.has_gate else [Leave()]
 
-    def _regroup(self, line: Line) -> list[Action]:
+    def _regroup(self, line: RegroupLine) -> list[Action]:
         if line is self.left_out:
             return self._go_on(line_after(line, succeeded=True))
         self._line = line
         return [order_of(line, Progress(self._completed, computed=False))]
 
-    def _after(self, line: Line, event: Event) -> list[Action]:
+    def _after(self, line: RegroupLine, event: Event) -> list[Action]:
         assert isinstance(event, Revoked | Agreed | Shrunk | ProgressKnown), event
         if isinstance(event, ProgressKnown):
             self._shared += 1
@@ -120,7 +120,7 @@ class Collectives:
         self._shared = 0
         return self._go_on(line_after(line, succeeded=event != Agreed(value=False)))
 
-    def _go_on(self, line: Line | None) -> list[Action]:
+    def _go_on(self, line: RegroupLine | None) -> list[Action]:
         if line is not None:
             return self._regroup(line)
         assert self._known is not None
@@ -146,14 +146,14 @@ class Fails(Collectives):
 class FailsWhereItWasCalled(Fails):
     """Ranks that have yet to call the collective which failed do not hear of it."""
 
-    def _go_on(self, line: Line | None) -> list[Action]:
+    def _go_on(self, line: RegroupLine | None) -> list[Action]:
         orders = super()._go_on(line)
         if isinstance(orders[0], ApplyStep):
             self._failed = frozenset()
         return orders
 
 
-def without(line: Line, kind: type[Collectives] = Collectives) -> type[Collectives]:
+def without(line: RegroupLine, kind: type[Collectives] = Collectives) -> type[Collectives]:
     return type(f"{kind.__name__}Without{line.name.title()}", (kind,), {"left_out": line})
 
 
@@ -164,15 +164,15 @@ class WithoutGate(Collectives):
 class RevokesWhenTold(Collectives):
     """Begins with R1 although an agreement has told everybody already."""
 
-    def _regroup(self, line: Line) -> list[Action]:
-        was_told = self._line in (None, Line.FENCE, Line.CONFIRM) and line is Line.SHRINK
-        return super()._regroup(Line.REVOKE if was_told else line)
+    def _regroup(self, line: RegroupLine) -> list[Action]:
+        was_told = self._line in (None, RegroupLine.FENCE, RegroupLine.CONFIRM) and line is RegroupLine.SHRINK
+        return super()._regroup(RegroupLine.REVOKE if was_told else line)
 
 
 class GoesOnAlone(Collectives):
     """Makes a collective again that somebody has completed."""
 
-    def _go_on(self, line: Line | None) -> list[Action]:
+    def _go_on(self, line: RegroupLine | None) -> list[Action]:
         if line is None:
             alone = {rank: Progress(self._completed, computed=False) for rank in self._known.progress}
             self._known = ProgressKnown(alone, 1)
@@ -196,10 +196,10 @@ def test_every_survivor_completes_the_same_collectives_and_none_waits_for_ever(k
 
 BROKEN = [
     # What is wrong, workers, deaths, what goes wrong.
-    (without(Line.REVOKE), 3, 1, "deadlock"),
-    (without(Line.HEARD), 3, 1, "agree meets shrink"),
-    (without(Line.FENCE), 4, 2, "revoke meets shrink"),
-    (without(Line.CONFIRM, Fails), 4, 2, "bucket missing"),
+    (without(RegroupLine.REVOKE), 3, 1, "deadlock"),
+    (without(RegroupLine.HEARD), 3, 1, "agree meets shrink"),
+    (without(RegroupLine.FENCE), 4, 2, "revoke meets shrink"),
+    (without(RegroupLine.CONFIRM, Fails), 4, 2, "bucket missing"),
     (FailsWhereItWasCalled, 4, 2, "bucket missing"),
     (RevokesWhenTold, 3, 1, "agree meets shrink"),
     (GoesOnAlone, 3, 1, "rubbish is summed"),
@@ -208,7 +208,7 @@ BROKEN = [
 
 
 def test_a_collective_that_is_made_again_does_not_need_the_confirmation():
-    assert explore(Rollback(), job(without(Line.CONFIRM), 4, 2)).violation is None
+    assert explore(Rollback(), job(without(RegroupLine.CONFIRM), 4, 2)).violation is None
 
 
 @pytest.mark.parametrize(("broken", "workers", "deaths", "kind"), BROKEN)

@@ -4,7 +4,7 @@ import pytest
 
 from holdfast.recovery import Forward, Protocol, Reinit, Restart, Rollback
 from holdfast.recovery.messages import CorruptionSeen, LoadCheckpoint
-from holdfast.recovery.protocol import State
+from holdfast.recovery.protocol import ProtocolState
 from model.explorer import Lapse, World, explore
 
 STRATEGIES = [Rollback(), Forward(), Restart(), Reinit()]
@@ -32,8 +32,8 @@ class WithoutMeeting(Protocol):
     """Loads as soon as it has heard, without having met the others."""
 
     def handle(self, event):
-        if self.state is State.CLOSE and event == CorruptionSeen():
-            self._state, self._orders = State.ACT, (LoadCheckpoint(),)
+        if self.state is ProtocolState.CLOSE and event == CorruptionSeen():
+            self._state, self._orders = ProtocolState.ACT, (LoadCheckpoint(),)
             return self._next_order()
         return super().handle(event)
 

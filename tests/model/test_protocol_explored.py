@@ -10,24 +10,24 @@ from holdfast.recovery import Forward, Protocol, Reinit, Restart, Rollback, Stra
 from holdfast.recovery.messages import (
     Action,
     Admitted,
+    AdoptState,
     Agree,
     Agreed,
+    ApplyConfig,
     ApplyStep,
     CatchUp,
     ContinueStep,
     Event,
     HandOver,
-    Install,
     LoadCheckpoint,
-    MakeChanges,
     MembersChange,
     ProgressKnown,
     Publish,
+    SendState,
     StepApplied,
-    Welcome,
 )
-from holdfast.recovery.protocol import State
-from holdfast.recovery.regroup import Line
+from holdfast.recovery.protocol import ProtocolState
+from holdfast.recovery.regroup import RegroupLine
 from model.broken import (
     BarrierForGate,
     WithoutConfirming,
@@ -207,8 +207,13 @@ class WithoutTold(Protocol):
     """Begins with R1 although an agreement has told everybody already."""
 
     def handle(self, event: Event) -> list[Action]:
-        if self.state in (Line.FENCE, Line.CONFIRM, State.GATE, State.LAST_GATE) and event == Agreed(value=False):
-            self._state = State.SUM
+        if self.state in (
+            RegroupLine.FENCE,
+            RegroupLine.CONFIRM,
+            ProtocolState.GATE,
+            ProtocolState.LAST_GATE,
+        ) and event == Agreed(value=False):
+            self._state = ProtocolState.SUM
             return self._recover()
         return super().handle(event)
 
@@ -233,7 +238,7 @@ class WithoutClosingSum(Protocol):
 
     def _after_bucket(self) -> list[Action]:
         if self._completed % self._sums == self._sums - 1:
-            return self._enter(State.APPLY, ApplyStep(self.step))
+            return self._enter(ProtocolState.APPLY, ApplyStep(self.step))
         return super()._after_bucket()
 
     def handle(self, event: Event) -> list[Action]:
@@ -335,8 +340,8 @@ class MeetsInSilence(Protocol):
     """Shrinks at once when members change: does not wait for those who have not heard of it."""
 
     def handle(self, event: Event) -> list[Action]:
-        if self.state is State.COMPUTE and event == MembersChange():
-            return self._regroup(Line.SHRINK)
+        if self.state is ProtocolState.COMPUTE and event == MembersChange():
+            return self._regroup(RegroupLine.SHRINK)
         return super().handle(event)
 
 
@@ -353,7 +358,7 @@ class WithoutInstalling(Protocol):
 
     def _next_order(self) -> list[Action]:
         match self._orders:
-            case [Install(step=step), *rest]:
+            case [AdoptState(step=step), *rest]:
                 self._completed, self._orders = step * self._sums, tuple(rest)
         return super()._next_order()
 
@@ -363,7 +368,7 @@ class InstallsBeforeAgreeing(Protocol):
 
     def _next_order(self) -> list[Action]:
         match self._orders:
-            case [Agree(), (Install() | MakeChanges()) as counts, *rest]:
+            case [Agree(), (AdoptState() | ApplyConfig()) as counts, *rest]:
                 self._orders = (counts, Agree(flag=True), *rest)
         return super()._next_order()
 
@@ -373,7 +378,7 @@ class CountsNewcomers(Protocol):
 
     def _decide(self) -> list[Action]:
         self._orders = tuple(self._strategy.handle(self._known))
-        self._state = State.ACT
+        self._state = ProtocolState.ACT
         return self._next_order()
 
 
@@ -392,14 +397,14 @@ class EntersWithoutFence(Protocol):
 
     def handle(self, event: Event) -> list[Action]:
         orders = super().handle(event)
-        return self._regroup(Line.SHARE) if isinstance(event, Admitted) else orders
+        return self._regroup(RegroupLine.SHARE) if isinstance(event, Admitted) else orders
 
 
 class WelcomesOnce(Protocol):
     """Takes newcomers for installed when they have been welcomed, also if that was interrupted."""
 
     def _next_order(self) -> list[Action]:
-        if self._orders and isinstance(self._orders[0], Welcome) and self._completed < 0:
+        if self._orders and isinstance(self._orders[0], SendState) and self._completed < 0:
             step = self._orders[0].step
             orders = super()._next_order()
             self._completed = step * self._sums

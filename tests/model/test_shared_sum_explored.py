@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.recovery import Forward, Restart, Rollback, Strategy
 from holdfast.recovery.messages import Action, ContinueStep, Event, HandOver, ProgressKnown
-from holdfast.recovery.strategy import View
+from holdfast.recovery.strategy import ProgressView
 from model.explorer import Result, Rule, World, explore, walk
 
 STRATEGIES = [Rollback(), Forward(), Restart()]
@@ -171,7 +171,7 @@ class TakesWhatLies:
         orders = Forward().handle(event)
         match event, orders:
             case ProgressKnown(num_buckets=buckets), [ContinueStep(step=step, next_sum=next_sum)] if next_sum < buckets:
-                return [HandOver(step, next_sum, View.of(event).source), ContinueStep(step, next_sum + 1)]
+                return [HandOver(step, next_sum, ProgressView.of(event).source), ContinueStep(step, next_sum + 1)]
             case _:
                 return orders
 

@@ -9,6 +9,7 @@ from holdfast.errors import InternalError
 from holdfast.recovery import Forward, Partial, Protocol, Restart, Rollback, Strategy
 from holdfast.recovery.messages import (
     Action,
+    AdoptPlacement,
     Agree,
     Event,
     LoadCheckpoint,
@@ -17,25 +18,24 @@ from holdfast.recovery.messages import (
     Progress,
     ProgressKnown,
     Publish,
-    Settle,
     StepApplied,
 )
-from holdfast.recovery.placement import Shape
-from holdfast.recovery.protocol import State
+from holdfast.recovery.placement import PlacementShape
+from holdfast.recovery.protocol import ProtocolState
 from model.explorer import Lapse, Split, World, explore, walk
 
 STRATEGIES = [Rollback(), Forward(), Restart(), Partial()]
 NAMES = ["rollback", "forward", "restart", "partial"]
 
-STAGES = Split(shape=Shape(parts=2, chains=1, copies=2))
-WITHOUT_MIRRORS = Split(shape=Shape(parts=2, chains=1, copies=1))
-TWO_CHAINS = Split(shape=Shape(parts=2, chains=2, copies=2))
-SHARDS = Split(shape=Shape(parts=2, chains=1, copies=2), transfers=0, gathers=2)
-REPLICAS = Split(shape=Shape(parts=1, chains=3, copies=2), transfers=0)
-MANY_TRANSFERS = Split(shape=Shape(parts=3, chains=1, copies=2), transfers=2)
+STAGES = Split(shape=PlacementShape(parts=2, chains=1, copies=2))
+WITHOUT_MIRRORS = Split(shape=PlacementShape(parts=2, chains=1, copies=1))
+TWO_CHAINS = Split(shape=PlacementShape(parts=2, chains=2, copies=2))
+SHARDS = Split(shape=PlacementShape(parts=2, chains=1, copies=2), transfers=0, gathers=2)
+REPLICAS = Split(shape=PlacementShape(parts=1, chains=3, copies=2), transfers=0)
+MANY_TRANSFERS = Split(shape=PlacementShape(parts=3, chains=1, copies=2), transfers=2)
 
-BACKUPS = Split(shape=Shape(parts=2, chains=1, copies=2, lazy=True))
-THREE_COPIES = Split(shape=Shape(parts=2, chains=1, copies=3))
+BACKUPS = Split(shape=PlacementShape(parts=2, chains=1, copies=2, lazy=True))
+THREE_COPIES = Split(shape=PlacementShape(parts=2, chains=1, copies=3))
 
 SOAK = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
@@ -162,7 +162,7 @@ def test_larger_jobs_at_random(seed):
     rng = random.Random(seed)
     workers, parts = rng.randint(2, 6), rng.randint(1, 4)
     split = Split(
-        shape=Shape(parts=parts, chains=rng.randint(1, 3), copies=rng.randint(1, 3), lazy=rng.random() < 0.3),
+        shape=PlacementShape(parts=parts, chains=rng.randint(1, 3), copies=rng.randint(1, 3), lazy=rng.random() < 0.3),
         transfers=rng.randint(0, 3),
         gathers=rng.randint(0, 1),
     )
@@ -190,8 +190,8 @@ class WithoutAgreeingOnHomes(Protocol):
     """New homes count as soon as this worker has its parts, and it goes on."""
 
     def _next_order(self) -> list[Action]:
-        if self._orders == (Agree(flag=True), Settle()):
-            self._orders = (Settle(),)
+        if self._orders == (Agree(flag=True), AdoptPlacement()):
+            self._orders = (AdoptPlacement(),)
         return super()._next_order()
 
 
@@ -199,8 +199,8 @@ class SettlesBeforeAgreeing(Protocol):
     """New homes count as soon as this worker has its parts, but nobody goes on before all have agreed."""
 
     def _next_order(self) -> list[Action]:
-        if self._orders == (Agree(flag=True), Settle()):
-            self._orders = (Settle(), Agree(flag=True))
+        if self._orders == (Agree(flag=True), AdoptPlacement()):
+            self._orders = (AdoptPlacement(), Agree(flag=True))
         return super()._next_order()
 
 
@@ -215,7 +215,7 @@ class IgnoresFailuresWhileComputing(Protocol):
     """Tries what failed again, as if it concerned nobody else."""
 
     def handle(self, event: Event) -> list[Action]:
-        if self.state is State.COMPUTE and event == PeerLost():
+        if self.state is ProtocolState.COMPUTE and event == PeerLost():
             return self._compute()
         return super().handle(event)
 
@@ -234,7 +234,7 @@ class PublishesOneBucketLate(Protocol):
 
     def handle(self, event: Event) -> list[Action]:
         orders = super().handle(event)
-        return orders if self.state is State.LAST_GATE else [o for o in orders if not isinstance(o, Publish)]
+        return orders if self.state is ProtocolState.LAST_GATE else [o for o in orders if not isinstance(o, Publish)]
 
 
 class HearsOfLostPartsFromAll(Protocol):
@@ -251,9 +251,9 @@ class GoesOnWithTheDead(Protocol):
     """Says that it has the gradients of the step, as if the parts of the dead were not missing from it."""
 
     def handle(self, event: Event) -> list[Action]:
-        was_computing = self.state is State.COMPUTE
+        was_computing = self.state is ProtocolState.COMPUTE
         orders = super().handle(event)
-        if was_computing and self.state is State.CLOSE:
+        if was_computing and self.state is ProtocolState.CLOSE:
             self._computed = True
         return orders
 
@@ -304,7 +304,7 @@ def test_what_carries_out_the_orders_must_be_right_too(lapse, world, kind):
 
 
 def test_one_restores_a_lost_part_and_gives_it_to_the_others():
-    world = World(workers=4, deaths=2, split=Split(shape=Shape(parts=1, chains=1, copies=2), transfers=0))
+    world = World(workers=4, deaths=2, split=Split(shape=PlacementShape(parts=1, chains=1, copies=2), transfers=0))
 
     must_hold(Partial(), world)
     must_break(Partial(), dataclasses.replace(world, lapses=Lapse.EACH_RESTORES), "rubbish")

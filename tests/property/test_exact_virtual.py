@@ -69,7 +69,7 @@ def broken_order(terms, out):
     adding.fold(terms[::-1], out)
 
 
-class SkippingBatches(batches.Batches):
+class SkippingBatches(batches.BatchCutter):
     """Leaves out one sample of the third step."""
 
     def mini_batch(self, step, cursor, members):
@@ -121,7 +121,7 @@ def test_a_random_number_drawn_twice_is_found_out(monkeypatch):
 
 def test_a_step_that_is_not_taken_back_is_found_out(monkeypatch):
     """The negative control of rollback: batch norm's buffers keep what the failed attempt made of them."""
-    monkeypatch.setattr(acts.Acts, "discard", lambda self: None)
+    monkeypatch.setattr(acts.StrategyActions, "discard", lambda self: None)
 
     _, state = train("cnn", "sgd", workers=4, faults=plan("kill:rank=1,step=3,phase=allreduce,bucket=0"))
 

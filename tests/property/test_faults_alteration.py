@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 
 from holdfast.errors import ConfigError
 from holdfast.faults import alteration
-from holdfast.faults.alteration import LAWS, Alteration, Place, apply, draw
+from holdfast.faults.alteration import LAWS, Alteration, ValuePosition, apply, draw
 from holdfast.faults.formats import FORMATS
 
 
@@ -19,7 +19,7 @@ class Memory:
 
     def __init__(self, *tensors, seed=0):
         rng = np.random.default_rng(seed)
-        self.places = [Place(f"t{i}", FORMATS[name], shape) for i, (name, shape) in enumerate(tensors)]
+        self.places = [ValuePosition(f"t{i}", FORMATS[name], shape) for i, (name, shape) in enumerate(tensors)]
         self.raw = [rng.integers(0, 1 << p.format.bits, p.count, p.format.raw) for p in self.places]
 
     def read(self, wanted):

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.priority import Running, Saving
+from holdfast.checkpoint.priority import PriorityPolicy, RunningCheckpoint
 from holdfast.checkpoint.priority_choice import highest
 
 UNHURRIED = settings(deadline=None, max_examples=60)
 
 savings = st.builds(
-    Saving,
+    PriorityPolicy,
     every=st.integers(8, 20),
     fraction=st.sampled_from([1, 0.7, 1 / 2, 1 / 4, 1 / 8]),
     choice=st.sampled_from(["priority", "round-robin", "random"]),
@@ -40,7 +40,8 @@ def test_a_saved_block_is_what_it_was_and_no_farther_than_before_and_peers_are_e
     generator = torch.Generator().manual_seed(seed)
     widths, kinds = zip(*shapes, strict=True)
     owner, peer = (
-        Running(make_rows(torch.Generator().manual_seed(seed), blocks, widths, kinds, scale), saving) for _ in "ab"
+        RunningCheckpoint(make_rows(torch.Generator().manual_seed(seed), blocks, widths, kinds, scale), saving)
+        for _ in "ab"
     )
     step = 0
     for _ in range(data.draw(st.integers(1, 6))):
@@ -92,7 +93,7 @@ def test_losing_a_random_share_perturbs_by_that_share_of_the_squared_distance(lo
     generator = torch.Generator().manual_seed(0)
     blocks, trials = 200, 2000
     rows = [torch.randn(blocks, 8, generator=generator) * torch.rand(blocks, 1, generator=generator)]
-    running = Running([torch.zeros_like(rows[0])], Saving(every=16, fraction=1 / 8))
+    running = RunningCheckpoint([torch.zeros_like(rows[0])], PriorityPolicy(every=16, fraction=1 / 8))
     running.save(rows, 2)
     whole = (running.recover(torch.arange(blocks), 2)[0] - rows[0]).square().sum()
 

@@ -14,6 +14,7 @@ from holdfast.recovery.messages import (
     Agreed,
     CatchUp,
     ContinueStep,
+    DataExhausted,
     DiscardStep,
     HandOver,
     Leave,
@@ -21,7 +22,6 @@ from holdfast.recovery.messages import (
     Note,
     Progress,
     ProgressKnown,
-    RanOut,
     SaveAndStop,
 )
 from model.explorer import Lapse, World, walk
@@ -320,6 +320,6 @@ def test_the_same_seed_gives_the_same_run():
 
 class _LeavesAtOnce(Protocol):
     def handle(self, event):
-        if event == RanOut():
+        if event == DataExhausted():
             return [Leave()]
         return super().handle(event)

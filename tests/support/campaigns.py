@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from holdfast_lab.studies.campaign import run_campaign
-from holdfast_lab.studies.campaign_plan import Campaign, Cell, Stop
+from holdfast_lab.studies.campaign_plan import Campaign, Cell, StopRule
 from holdfast_lab.studies.outcomes import ACCR, NAN, RWC, are_finite, digest, outcome_of
-from holdfast_lab.studies.warm import Held
+from holdfast_lab.studies.warm import HeldTraining
 
 DEADLINE_S = 60
 
@@ -70,7 +70,7 @@ def campaign_of(
         name="toy",
         seed=seed,
         cells=[Cell(name, settings) for name, settings in cells.items()],
-        stop=Stop(width=width, batch=batch, least=least, most=most),
+        stop=StopRule(width=width, batch=batch, least=least, most=most),
         **{"prepare": prepare_toy, "trial": toy} | others,
     )
 
@@ -111,7 +111,7 @@ class Training:
         return float((self.model(self.x).argmax(1) == self.y).float().mean())
 
     def held(self):
-        return Held(self.model, self.optimizer, self.schedule)
+        return HeldTraining(self.model, self.optimizer, self.schedule)
 
 
 def prepare_training(settings):

@@ -9,10 +9,10 @@ import signal
 
 import torch
 
-from holdfast.checkpoint import Checkpoints, newest_intact, take, write, write_tensors
+from holdfast.checkpoint import CheckpointStore, newest_intact, take, write, write_tensors
 from holdfast.checkpoint.manifest import MANIFEST_NAME, dump
 from holdfast.checkpoint.save import remove
-from holdfast.checkpoint.writer import Writer
+from holdfast.checkpoint.writer import CheckpointWriter
 from holdfast.errors import CheckpointError
 from holdfast.faults import points
 
@@ -70,7 +70,7 @@ def write_part(root, step, value, part, parts, token, point="", nth=1, commits=T
 def write_beside(root, step, value, point, nth=1):
     """Write a checkpoint in the thread of a Writer."""
     die_at(point, nth)
-    writer = Writer(Checkpoints(root), background=True)
+    writer = CheckpointWriter(CheckpointStore(root), background=True)
     writer.begin(step, take(state_of(value)), {"value": value})
     writer.commit(0)
     writer.wait()

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast.distributed
 import holdfast.distributed.group
-from holdfast.comm.allreduce.shm import SharedSum
+from holdfast.comm.allreduce.shm import SharedMemoryReduce
 from holdfast.errors import PeerFailed
 
 FOLDER = "DIST_PLAYS_FOLDER"
@@ -325,10 +325,10 @@ def at_barrier(number, before=None, after=None):
 
     plain = functools.partial(type(comm).barrier, comm)
     comm.barrier = lambda: pass_barrier(plain)
-    SharedSum._meet = lambda add: pass_barrier(lambda: MEET(add))
+    SharedMemoryReduce._meet = lambda add: pass_barrier(lambda: MEET(add))
 
 
-MEET = SharedSum._meet
+MEET = SharedMemoryReduce._meet
 
 
 def die_at_barrier(number):

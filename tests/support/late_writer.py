@@ -72,10 +72,10 @@ def wait_for(name):
 
 def stop_while_adding():
     """Stop between barrier A and the worker's own addition; once woken, add, report it, and do nothing more."""
-    from holdfast.comm.allreduce.shm import SharedSum
+    from holdfast.comm.allreduce.shm import SharedMemoryReduce
     from holdfast.engine.injection import FaultPoints
 
-    meet, was_stopped = SharedSum._meet, []
+    meet, was_stopped = SharedMemoryReduce._meet, []
 
     def reach(points, step, position):
         if (step, position) == (STOPPED_IN, BUCKET):
@@ -90,27 +90,27 @@ def stop_while_adding():
         meet(add)
 
     FaultPoints.reach_in_sum = reach
-    SharedSum._meet = meet_no_more
+    SharedMemoryReduce._meet = meet_no_more
 
 
 def wait_before_reading():
     """After the all-reduces of the step, before any worker reads the results, let the stopped worker write."""
-    from holdfast.engine.loop import Run
+    from holdfast.engine.loop import TrainingLoop
 
-    apply = Run._apply
+    apply = TrainingLoop._apply
 
     def apply_late(run, step):
         if step == WOKEN_IN:
             assert VICTIM not in run._world.comm.members
             pid = int((FOLDER / "stopped").read_text().split()[0])
-            if run._world.comm.here[0] == run._world.comm.members[0]:
+            if run._world.comm.local_ranks[0] == run._world.comm.members[0]:
                 assert not (FOLDER / "written").exists()
                 assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", "it was stopped"
                 os.kill(pid, signal.SIGCONT)
             wait_for("written")
         apply(run, step)
 
-    Run._apply = apply_late
+    TrainingLoop._apply = apply_late
 
 
 def reuse_memory():
@@ -127,8 +127,8 @@ def reuse_memory():
             cls.first.bytes[:size_bytes].zero_()
             return cls.first
 
-    make = shared.Segment
-    shared.Segment = Kept
+    make = shared.SharedSegment
+    shared.SharedSegment = Kept
 
 
 if __name__ == "__main__":

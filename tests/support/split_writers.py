@@ -4,7 +4,7 @@ import torch
 from checkpoint_writers import die_at
 
 from holdfast.config import Settings
-from holdfast.state.manager import Keeper
+from holdfast.state.manager import CheckpointManager
 
 NUM_STAGES = 4
 
@@ -34,7 +34,7 @@ def save_part(root, step, value, rank, holders, pipe, point="", nth=1):
         nth: Die when it is passed for the n-th time.
     """
     die_at(point, nth)
-    keeper = Keeper(Settings(checkpoint_dir=root, keep_last=3), background=True)
+    keeper = CheckpointManager(Settings(checkpoint_dir=root, keep_last=3), background=True)
     keeper.start_over(value, 0)
     state = state_of(value, holders[rank])
     state = state if rank == 0 else {"replica": {"parts": state["replica"]["parts"]}}

@@ -14,9 +14,9 @@ class Threads:
     """Threads of this process as workers of a communicator."""
 
     def __init__(self, meeting, rank, ranks, generation=0):
-        self.meeting, self.members, self.here, self.generation = meeting, ranks, (rank,), generation
+        self.meeting, self.members, self.local_ranks, self.generation = meeting, ranks, (rank,), generation
         self.processes = tuple((member,) for member in ranks)
-        self.crowd = len(ranks)
+        self.num_processes = len(ranks)
 
     def barrier(self):
         self.meeting.wall.wait(PATIENCE_S)
@@ -26,7 +26,7 @@ class Threads:
             raise PeerFailed("another thread has failed")
 
     def allgather(self, part, out):
-        self.meeting.desk[self.here[0]] = part.clone()
+        self.meeting.desk[self.local_ranks[0]] = part.clone()
         self.meeting.wall.wait(PATIENCE_S)
         for row, rank in zip(out, self.members, strict=True):
             row.copy_(self.meeting.desk[rank])

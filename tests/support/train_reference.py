@@ -118,12 +118,12 @@ def evaluate(model):
 
 def turn_recovery_off():
     """A failed all-reduce raises into the script, as with any other library."""
-    from holdfast.engine.loop import Run
+    from holdfast.engine.loop import TrainingLoop
 
     def raise_it(run, error):
         raise error
 
-    Run._answer = raise_it
+    TrainingLoop._answer = raise_it
 
 
 def turn_undo_off():

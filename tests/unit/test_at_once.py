@@ -15,7 +15,7 @@ from holdfast.errors import ScriptError
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.models import slice_batching as at_once
 from holdfast.models import slice_runner
-from holdfast.models.slice_batching import TRIALS, Tried
+from holdfast.models.slice_batching import TRIALS, BatchingTrial
 
 SAMPLES, EPOCHS, SIDE, WORDS = 96, 3, 6, 11
 
@@ -80,7 +80,7 @@ def same(got, expected):
 def seen(monkeypatch):
     """What sessions found; whichever way is faster, as long as the bits are the same slices go at once."""
     found = types.SimpleNamespace(tried=[], at_once=0)
-    add, told, compute = Tried.add, RunLog.slices_tried, at_once.AtOnce.compute
+    add, told, compute = BatchingTrial.add, RunLog.slices_tried, at_once.SliceBatching.compute
 
     def count(self, tried, *arguments):
         is_known = tried.is_over
@@ -92,9 +92,9 @@ def seen(monkeypatch):
         found.tried.append(tried)
         told(self, tried)
 
-    monkeypatch.setattr(Tried, "add", lambda self, *_, same: add(self, 0.0, 1.0, same=same))
+    monkeypatch.setattr(BatchingTrial, "add", lambda self, *_, same: add(self, 0.0, 1.0, same=same))
     monkeypatch.setattr(RunLog, "slices_tried", tell)
-    monkeypatch.setattr(at_once.AtOnce, "compute", count)
+    monkeypatch.setattr(at_once.SliceBatching, "compute", count)
     return found
 
 
@@ -397,7 +397,7 @@ def test_without_the_comparison_the_bits_are_others(seen, monkeypatch):
 
 
 def test_slices_go_one_by_one_where_that_is_faster():
-    tried = Tried((8, 8))
+    tried = BatchingTrial((8, 8))
     for at_once_s, one_by_one_s in ((9.0, 2.0), (0.95, 1.0), (5.0, 1.1)):
         assert not tried.is_over
         tried.add(at_once_s, one_by_one_s, same=True)

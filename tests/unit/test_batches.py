@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from holdfast.data.plan import Batches, Plan
-from holdfast.data.position import Place
+from holdfast.data.plan import BatchCutter, SamplePlan
+from holdfast.data.position import DataPosition
 
-PLAN = Plan(
+PLAN = SamplePlan(
     num_samples=96,
     batch_size=24,
     first_epoch=0,
@@ -27,7 +27,7 @@ PLAN = Plan(
 
 def first(plan, members):
     """The first mini-batch among these."""
-    batch = Batches(plan).mini_batch(0, plan.start, members)
+    batch = BatchCutter(plan).mini_batch(0, plan.start, members)
     assert batch is not None
     return batch
 
@@ -106,7 +106,7 @@ def test_with_an_even_split_slow_workers_get_a_smaller_share():
 
 
 def place(changes=()):
-    return Place(PLAN, dict(changes))
+    return DataPosition(PLAN, dict(changes))
 
 
 def test_changes_are_in_force_together_and_again_in_the_next_loop():
@@ -134,7 +134,7 @@ def test_a_changed_batch_size_is_no_reason_to_refuse_a_checkpoint_and_keeps_the_
 
 
 def test_a_changed_batch_size_does_not_change_what_is_left_out_at_the_end_of_an_epoch():
-    one = Place(with_(num_samples=100, drop_last=True), {})
+    one = DataPosition(with_(num_samples=100, drop_last=True), {})
     one.commit(one.next_batch(0, (0,)), ())
     one.change({"batch_size": 50})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.launch.population import Births
+from holdfast.launch.population import WorkerPopulation
 
 
 def times(births, seconds, every_s=0.5):
@@ -14,7 +14,7 @@ def times(births, seconds, every_s=0.5):
 
 
 def test_the_first_dead_worker_is_replaced_at_once_even_when_the_job_is_young():
-    births = Births(3, 4)
+    births = WorkerPopulation(3, 4)
     births.died(1, 2.0)
 
     assert births.due(2.0) == [4]
@@ -22,7 +22,7 @@ def test_the_first_dead_worker_is_replaced_at_once_even_when_the_job_is_young():
 
 
 def test_one_death_after_the_other_is_answered_ever_later():
-    births = Births(10, 4)
+    births = WorkerPopulation(10, 4)
     for rank in range(5):
         births.died(rank, 0.0)
 
@@ -30,7 +30,7 @@ def test_one_death_after_the_other_is_answered_ever_later():
 
 
 def test_nobody_waits_for_more_than_a_minute():
-    births = Births(100, 0)
+    births = WorkerPopulation(100, 0)
     for rank in range(50):
         births.died(rank, 0.0)
 
@@ -38,7 +38,7 @@ def test_nobody_waits_for_more_than_a_minute():
 
 
 def test_after_a_calm_minute_a_death_counts_as_the_first():
-    births = Births(10, 4)
+    births = WorkerPopulation(10, 4)
     births.died(0, 0.0)
     births.died(1, 0.0)
     assert len(times(births, 5)) == 2
@@ -49,7 +49,7 @@ def test_after_a_calm_minute_a_death_counts_as_the_first():
 
 
 def test_after_the_limit_the_dead_are_not_replaced():
-    births = Births(2, 4)
+    births = WorkerPopulation(2, 4)
     for rank in range(4):
         births.died(rank, 100.0 * rank)
 
@@ -57,21 +57,21 @@ def test_after_the_limit_the_dead_are_not_replaced():
 
 
 def test_without_a_limit_nobody_is_replaced():
-    births = Births(0, 4)
+    births = WorkerPopulation(0, 4)
     births.died(1, 1.0)
 
     assert births.due(100.0) == []
 
 
 def test_scaling_up_starts_those_who_are_missing_at_once_and_needs_no_limit():
-    births = Births(0, 4)
+    births = WorkerPopulation(0, 4)
 
     assert births.scale([0, 1, 2, 3], 6, 5.0) == []
     assert births.due(5.0) == [4, 5]
 
 
 def test_scaling_up_counts_those_who_are_about_to_be_started():
-    births = Births(5, 4)
+    births = WorkerPopulation(5, 4)
     births.died(1, 5.0)
 
     assert births.scale([0, 2, 3], 5, 5.0) == []
@@ -79,7 +79,7 @@ def test_scaling_up_counts_those_who_are_about_to_be_started():
 
 
 def test_scaling_down_tells_the_highest_to_leave_each_once():
-    births = Births(0, 4)
+    births = WorkerPopulation(0, 4)
 
     assert births.scale([3, 1, 0, 2], 2, 5.0) == [2, 3]
     assert births.scale([0, 1, 2, 3], 2, 5.0) == []
@@ -87,7 +87,7 @@ def test_scaling_down_tells_the_highest_to_leave_each_once():
 
 
 def test_scaling_down_first_gives_up_those_who_are_not_started_yet():
-    births = Births(5, 4)
+    births = WorkerPopulation(5, 4)
     births.scale([0, 1, 2, 3], 6, 5.0)
 
     assert births.scale([0, 1, 2, 3], 3, 5.0) == [3]
@@ -95,7 +95,7 @@ def test_scaling_down_first_gives_up_those_who_are_not_started_yet():
 
 
 def test_scaling_up_again_does_not_count_those_who_are_leaving():
-    births = Births(0, 4)
+    births = WorkerPopulation(0, 4)
     births.scale([0, 1, 2, 3], 2, 5.0)
 
     assert births.scale([0, 1, 2, 3], 4, 6.0) == []
@@ -104,7 +104,7 @@ def test_scaling_up_again_does_not_count_those_who_are_leaving():
 
 @pytest.mark.parametrize("rank", [2, 3])
 def test_who_was_told_to_leave_and_dies_instead_is_not_replaced(rank):
-    births = Births(5, 4)
+    births = WorkerPopulation(5, 4)
     births.scale([0, 1, 2, 3], 2, 5.0)
 
     births.died(rank, 6.0)
@@ -113,7 +113,7 @@ def test_who_was_told_to_leave_and_dies_instead_is_not_replaced(rank):
 
 
 def test_a_job_that_is_started_again_lacks_nobody_and_gives_no_number_twice():
-    births = Births(5, 4)
+    births = WorkerPopulation(5, 4)
     births.died(1, 5.0)
     births.scale([0, 2, 3], 2, 5.0)
 

@@ -18,18 +18,18 @@ from torch.utils.data import TensorDataset
 from train_reference import train
 
 import holdfast
-from holdfast.checkpoint import Checkpoints
+from holdfast.checkpoint import CheckpointStore
 from holdfast.cli import main
 from holdfast.comm import VirtualCommunicator
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.integrity.hash_chain import GENESIS, digest_of_ids, digest_of_parts, link_of
 from holdfast.launch.provenance import note
-from holdfast.models.replicated import Replica
+from holdfast.models.replicated import ReplicatedModel
 from holdfast.models.whole_hashes import WholeFingerprint
 from holdfast.records.files import read_run
 from holdfast.records.types import Finished, Recovered, RunStarted, StateHashed, StepCommitted
-from holdfast.report.certificate import Certified
+from holdfast.report.certificate import CertifiedSteps
 from holdfast.report.divergence import compare_runs
 from holdfast.report.files import write_report
 
@@ -77,7 +77,7 @@ def test_links_do_not_depend_on_who_computed_what_nor_on_what_failed(tmp_path, q
 
     assert links(found) == links(quiet)
     assert len(links(found)) == reference.STEPS
-    assert Certified(found, "it").check() == Certified(found, "it").check_workers() == []
+    assert CertifiedSteps(found, "it").check() == CertifiedSteps(found, "it").check_workers() == []
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_goes_on_with_its_links(tmp_path, quiet):
@@ -91,7 +91,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_goes_on_with_its_links(tmp_path, q
     assert sorted(links(first)) == list(range(10)), "it stopped when step 9 was committed"
     assert links(first) | links(second) == links(quiet)
     assert min(links(second)) == 10
-    assert Checkpoints(tmp_path / "c").info(8)["link"] == links(quiet)[7]
+    assert CheckpointStore(tmp_path / "c").info(8)["link"] == links(quiet)[7]
 
 
 def test_links_begin_anew_where_the_state_that_is_loaded_has_none(tmp_path, quiet):
@@ -99,13 +99,13 @@ def test_links_begin_anew_where_the_state_that_is_loaded_has_none(tmp_path, quie
     with pytest.raises(SystemExit):
         records_of(tmp_path / "first", workers=4, stop_after=7, certificate=False, **saving)
     second = records_of(tmp_path / "second", workers=4, resume=True, **saving)
-    run = Certified(second, "second")
+    run = CertifiedSteps(second, "second")
 
-    assert "link" not in Checkpoints(tmp_path / "c").info(8)
+    assert "link" not in CheckpointStore(tmp_path / "c").info(8)
     assert set(links(read_run(tmp_path / "first")).values()) == {""}
     assert (run.first, run.begins_anew, run.check()) == (8, True, [])
     assert links(second)[8] != links(quiet)[8]
-    assert compare_runs(Certified(quiet, "a"), run).parting is None, "steps are compared by what they were"
+    assert compare_runs(CertifiedSteps(quiet, "a"), run).parting is None, "steps are compared by what they were"
 
 
 def test_healing_goes_back_in_the_links_too(tmp_path):
@@ -115,7 +115,7 @@ def test_healing_goes_back_in_the_links_too(tmp_path):
         (tmp_path / name).mkdir()
         train_flip.train(faults=flips, workers=2, guard="heal", run_dir=str(tmp_path / name))
         found[name] = read_run(tmp_path / name)
-    healed = Certified(found["healed"], "healed")
+    healed = CertifiedSteps(found["healed"], "healed")
 
     assert links(found["healed"]) == links(found["quiet"])
     assert [finding.what for finding in healed.twice()][:1] == ["step 6 was committed again, with different metrics"]
@@ -137,7 +137,7 @@ def test_a_script_with_two_loops_has_one_certificate(tmp_path):
 
     assert [record.link for record in found if isinstance(record, RunStarted)] == [GENESIS, links(found)[1]]
     assert sorted(links(found)) == [0, 1, 2, 3]
-    assert Certified(found, "it").check() == []
+    assert CertifiedSteps(found, "it").check() == []
 
 
 class OfWorker1(WholeFingerprint):
@@ -150,7 +150,9 @@ class OfWorker1(WholeFingerprint):
 @pytest.mark.parametrize("target", ["weights", "optimizer"])
 def test_a_lowest_bit_that_flips_at_who_does_not_lead_is_found_or_nothing_is_left_of_it(tmp_path, monkeypatch, target):
     """It takes steps to hash all that there is, and until then a bit may be rounded away."""
-    monkeypatch.setattr(Replica, "fingerprint", lambda replica, comm, settings: OfWorker1(replica, comm, settings))
+    monkeypatch.setattr(
+        ReplicatedModel, "fingerprint", lambda replica, comm, settings: OfWorker1(replica, comm, settings)
+    )
 
     def train_flipped(name, flip):
         folder = tmp_path / name
@@ -188,7 +190,7 @@ def test_an_average_that_the_session_keeps_is_hashed_with_what_it_is_of(tmp_path
             return AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(decay))
 
         of_split(tmp_path / str(decay), kind, average=average)
-        runs.append(Certified(read_run(tmp_path / str(decay)), str(decay)))
+        runs.append(CertifiedSteps(read_run(tmp_path / str(decay)), str(decay)))
 
     parting = compare_runs(*runs).parting
 
@@ -232,20 +234,20 @@ def split(request, tmp_path_factory):
 def test_links_of_a_split_model_do_not_depend_on_who_holds_what(tmp_path, split, history):
     kind, quiet = split
     found = of_split(tmp_path / "run", kind, **history)
-    run = Certified(found, "it")
+    run = CertifiedSteps(found, "it")
 
     assert links(found) == links(quiet)
     assert all(line.state and line.where for line in run.steps.values())
     assert run.steps[0].whole
     assert run.check() == run.check_workers() == []
-    assert run.wholes == Certified(quiet, "quiet").wholes
+    assert run.wholes == CertifiedSteps(quiet, "quiet").wholes
 
 
 def test_a_bit_that_flips_in_a_part_is_seen_where_the_part_is_hashed_though_nothing_comes_of_it(tmp_path):
     """Worker 3 computes nothing with stage 2: it is a mirror. So no metric tells."""
     runs = []
     for name, flip in {"quiet": "", "flipped": plan("flip:rank=3,step=3,target=weights,at=2.2.weight,bits=0")}.items():
-        runs.append(Certified(of_split(tmp_path / name, "pipeline", guard="off", faults=flip), name))
+        runs.append(CertifiedSteps(of_split(tmp_path / name, "pipeline", guard="off", faults=flip), name))
 
     parting = compare_runs(*runs).parting
 
@@ -274,7 +276,7 @@ def test_of_a_part_that_the_lead_does_not_hold_its_number_is_said_and_who_differ
         told = [
             dataclasses.replace(r, t_s=first_s - 1e-9) if is_odd else r for r, is_odd in zip(told, odd, strict=True)
         ]
-        runs.append(Certified(told, "it"))
+        runs.append(CertifiedSteps(told, "it"))
 
     parting = compare_runs(*runs).parting
 
@@ -322,15 +324,15 @@ def test_digests_of_the_tensors_of_a_split_model_are_checked_part_by_part(split)
     )
 
     assert first.parts > 1
-    assert [finding.what for finding in Certified(altered, "it").check()] == [
+    assert [finding.what for finding in CertifiedSteps(altered, "it").check()] == [
         "step 0: the digests of its tensors do not match the digest of its state"
     ]
     assert (
-        Certified(twice, "it")
+        CertifiedSteps(twice, "it")
         .check_workers()[0]
         .what.startswith(f"before step 0 workers {first.rank}, 7, which hold part 0, had different values in ")
     )
-    assert Certified(fewer, "it").check() == [], "its only holder died before it had written it"
+    assert CertifiedSteps(fewer, "it").check() == [], "its only holder died before it had written it"
 
 
 # -- what the records prove
@@ -361,7 +363,7 @@ def test_a_line_that_was_altered_is_found_and_its_step_named(quiet, field, step)
             "loss"
         ]
 
-    found = Certified(altered(quiet, step, **fields), "it").check()
+    found = CertifiedSteps(altered(quiet, step, **fields), "it").check()
 
     assert found
     assert found[0].step == step
@@ -374,7 +376,7 @@ def test_a_line_that_was_dropped_or_repeated_is_found(quiet, how, step):
     line = next(record for record in quiet if isinstance(record, StepCommitted) and record.step == step)
     records = [record for record in quiet if record is not line] if how == "dropped" else [*quiet, line]
 
-    found = Certified(records, "it").check()
+    found = CertifiedSteps(records, "it").check()
 
     assert f"step {step}: " in found[0].what, found
     word = "repeated" if how == "repeated" else "no lines" if step == reference.STEPS - 1 else "missing"
@@ -385,15 +387,17 @@ def test_a_worker_that_had_another_state_is_named_though_nothing_came_of_it(quie
     ends = [record for record in quiet if isinstance(record, Finished)]
     odd = [dataclasses.replace(r, link="0" * 32) if r is ends[2] else r for r in quiet]
 
-    assert Certified(odd, "it").check() == []
-    assert [finding.what[:29] for finding in Certified(odd, "it").check_workers()] == ["worker 2 had a state that dif"]
+    assert CertifiedSteps(odd, "it").check() == []
+    assert [finding.what[:29] for finding in CertifiedSteps(odd, "it").check_workers()] == [
+        "worker 2 had a state that dif"
+    ]
 
 
 def test_a_run_without_a_certificate_is_refused(tmp_path):
     found = records_of(tmp_path / "run", workers=1, certificate=False)
 
     with pytest.raises(ConfigError, match=r"the steps of it have no certificate: .*--no-certificate"):
-        Certified(found, "it")
+        CertifiedSteps(found, "it")
 
 
 @pytest.mark.parametrize("ids", [[1, 2, 4], [1, 2, 3, 3], [2, 1, 3], []])
@@ -425,9 +429,9 @@ def forged(records, step, **fields):
 
 
 def test_links_that_were_made_anew_from_altered_samples_differs_from_what_is_done_again(quiet):
-    made = Certified(forged(quiet, 5, ids="0" * 32), "forged")
+    made = CertifiedSteps(forged(quiet, 5, ids="0" * 32), "forged")
 
-    parting = compare_runs(made, Certified(quiet, "again")).parting
+    parting = compare_runs(made, CertifiedSteps(quiet, "again")).parting
 
     assert (parting.step, parting.what) == (5, ("samples",))
     assert made.check() == [], "by themselves they hold"
@@ -511,7 +515,7 @@ def test_the_first_step_tensor_and_index_that_differ_are_named_with_both_values(
     assert "identical to step 4\nthey diverge at step 5: the state before it, the metrics\n" in out
     assert "the state differs in 0.bias[0:8] .. 5.weight[0:10]" in out
     assert "it was the same before step 4" in out
-    states = [Checkpoints(tmp_path / name).load(6).state["replica"] for name in ("c1", "c2")]
+    states = [CheckpointStore(tmp_path / name).load(6).state["replica"] for name in ("c1", "c2")]
     named = out.splitlines()[-1].removeprefix("saved before step 6, first difference: ")
     path, _, values = named.partition("[")
     index, _, values = values.partition("]: ")
@@ -534,7 +538,7 @@ def test_any_bit_that_flips_in_a_weight_is_found_and_the_step_named_within_a_rot
     for name, how in {"quiet": {}, "flipped": {"guard": "off", "faults": flip}}.items():
         (tmp_path / name).mkdir()
         train(model, "adam", workers=2, run_dir=str(tmp_path / name), **how)
-        runs.append(Certified(read_run(tmp_path / name), name))
+        runs.append(CertifiedSteps(read_run(tmp_path / name), name))
 
     parting = compare_runs(*runs).parting
 

@@ -12,12 +12,12 @@ from torch.utils.data import TensorDataset
 from train_split import stages
 
 import holdfast
-from holdfast.comm import SUM, Mean, OrderedSum, Span, VirtualCommunicator
+from holdfast.comm import SUM, MeanDivisor, OrderedAllReduce, SlotSpan, VirtualCommunicator
 from holdfast.comm.allreduce import checksums as checked
 from holdfast.comm.allreduce import shm as shared
-from holdfast.comm.allreduce.alltoall import ExchangedSum
-from holdfast.comm.allreduce.hierarchical import HostsSum
-from holdfast.comm.allreduce.shm import SharedSum
+from holdfast.comm.allreduce.alltoall import AllToAllReduce
+from holdfast.comm.allreduce.hierarchical import HierarchicalReduce
+from holdfast.comm.allreduce.shm import SharedMemoryReduce
 from holdfast.errors import MessageAltered
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.records.files import read_run
@@ -25,9 +25,9 @@ from holdfast.records.types import CorruptionFound, CorruptionHealed, Finished, 
 from holdfast.testing.counting import CountingCommunicator
 
 LENGTH = 4 * checked.TILE + 1003
-PLAIN, CHECKED = Span(0, LENGTH, torch.float32), Span(0, LENGTH, torch.float32, checked=True)
+PLAIN, CHECKED = SlotSpan(0, LENGTH, torch.float32), SlotSpan(0, LENGTH, torch.float32, checked=True)
 OWNERS = {0: 0, 1: 1, 2: 2, 3: 2}
-PATHS = {"shared": SharedSum, "exchanged": ExchangedSum, "hosts": HostsSum}
+PATHS = {"shared": SharedMemoryReduce, "exchanged": AllToAllReduce, "hosts": HierarchicalReduce}
 HOSTS = {"shared": (0, 0, 0), "exchanged": (0, 1, 2), "hosts": (0, 1, 1)}
 
 
@@ -51,19 +51,19 @@ class Wire(Threads):
     def alltoall(self, send, out):
         everybodys = torch.empty(len(self.members), *send.shape, dtype=send.dtype)
         super().allgather(send, everybodys)
-        out.copy_(everybodys[:, self.members.index(self.here[0])])
+        out.copy_(everybodys[:, self.members.index(self.local_ranks[0])])
         self.receives("alltoall", out)
 
-    def swap(self, send, receive, tag=0):
+    def sendrecv(self, send, receive, tag=0):
         for place, data in send:
-            self.meeting.posted(self.here[0], self.members[place]).put(data.clone())
+            self.meeting.posted(self.local_ranks[0], self.members[place]).put(data.clone())
         for place, data in receive:
-            data.copy_(self.meeting.posted(self.members[place], self.here[0]).get(timeout=30))
+            data.copy_(self.meeting.posted(self.members[place], self.local_ranks[0]).get(timeout=30))
         self.receives("swap", [data for _, data in receive])
 
     def receives(self, name, data):
         self.calls.append(name)
-        self.spoil(name, self.here[0], data)
+        self.spoil(name, self.local_ranks[0], data)
 
 
 @pytest.fixture
@@ -74,9 +74,9 @@ def sums(monkeypatch):
 
     def sums(path, span=CHECKED, before=lambda add, rank: None, spoil=lambda name, rank, data: None):
         def work(comm):
-            rank, found = comm.here[0], []
+            rank, found = comm.local_ranks[0], []
             host.id = HOSTS[path][rank]
-            add = OrderedSum(comm, "tree" if path == "hosts" else "fold", span.end)
+            add = OrderedAllReduce(comm, "tree" if path == "hosts" else "fold", span.end)
             mine = [n for n, owner in OWNERS.items() if owner == rank]
             for row, number in enumerate(mine):
                 span.of(add.room(row)).copy_(term(number, span))
@@ -86,7 +86,7 @@ def sums(monkeypatch):
             before(add, rank)
             comm.calls.clear()
             comm.spoil = spoil
-            result = add(span, OWNERS, mean=Mean(3.0, 1000), altered=found.append)
+            result = add(span, OWNERS, mean=MeanDivisor(3.0, 1000), altered=found.append)
             assert isinstance(add._taken, PATHS[path])
             calls = tuple(comm.calls)
             comm.barrier()
@@ -108,8 +108,8 @@ def flip(numbers, index):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_checksums_change_no_bit_of_the_sum_and_ring_no_alarm(sums, path, dtype):
-    plain, _, _ = sums(path, Span(0, LENGTH, dtype))
-    results, found, _ = sums(path, Span(0, LENGTH, dtype, checked=True))
+    plain, _, _ = sums(path, SlotSpan(0, LENGTH, dtype))
+    results, found, _ = sums(path, SlotSpan(0, LENGTH, dtype, checked=True))
 
     assert all(torch.equal(result, plain[0]) for result in results)
     assert found == ([], [], [])
@@ -168,7 +168,7 @@ def test_what_it_costs_in_messages(sums):
 
 
 def test_one_process_that_plays_all_looks_too():
-    add, found = OrderedSum(VirtualCommunicator(2), "fold", CHECKED.end), []
+    add, found = OrderedAllReduce(VirtualCommunicator(2), "fold", CHECKED.end), []
     for number in (0, 1):
         CHECKED.of(add.room(number)).copy_(term(number, CHECKED))
     add.seal(CHECKED, 2)
@@ -248,13 +248,13 @@ def test_with_the_default_policy_training_stops_before_the_step_is_applied(tmp_p
 
 
 def test_a_message_that_is_altered_whenever_it_is_sent_is_no_soft_error(tmp_path, monkeypatch):
-    seal = OrderedSum.seal
+    seal = OrderedAllReduce.seal
 
     def seal_and_alter(add, span, rows):
         seal(add, span, rows)
         flip(span.of(add.room(0)), 0)
 
-    monkeypatch.setattr(OrderedSum, "seal", seal_and_alter)
+    monkeypatch.setattr(OrderedAllReduce, "seal", seal_and_alter)
 
     with pytest.raises(MessageAltered, match="altered in step 0 in each of 4 attempts"):
         train(tmp_path)

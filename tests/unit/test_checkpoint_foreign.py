@@ -11,7 +11,7 @@ import torch
 from holdfast.checkpoint import FORMATS, load, open_storage, read_manifest, steps, storage, write_tensors
 from holdfast.checkpoint.compare import compare
 from holdfast.checkpoint.convert import convert
-from holdfast.checkpoint.files.base import Entry, Source
+from holdfast.checkpoint.files.base import TensorInfo, TensorSource
 from holdfast.checkpoint.files.kinds import open_foreign
 from holdfast.checkpoint.format import DTYPES
 from holdfast.checkpoint.listing import attempts, examine, prune
@@ -33,10 +33,10 @@ def bits(tensor):
 
 def of(**tensors):
     """Return a source of tensors in memory."""
-    return Source(
+    return TensorSource(
         name="memory",
         kind="memory",
-        tensors={name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()},
+        tensors={name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()},
         read=lambda name: tensors[name],
         load=lambda: dict(tensors),
     )
@@ -79,7 +79,7 @@ def test_every_dtype_of_safetensors_is_read_to_the_bit(tmp_path, name):
     safetensors.torch.save_file({"w": tensor}, tmp_path / "a.safetensors")
 
     with open_foreign(tmp_path / "a.safetensors") as source:
-        assert source.tensors["w"] == Entry(tensor.dtype, tuple(tensor.shape))
+        assert source.tensors["w"] == TensorInfo(tensor.dtype, tuple(tensor.shape))
         assert bits(source.read("w")) == bits(tensor)
 
 
@@ -338,7 +338,7 @@ def test_a_converted_checkpoint_that_is_not_the_same_does_not_stay(tmp_path):
     """Memory that changes between the digest and the write, as bad memory does."""
     write_tensors(tmp_path / "a", 20, {"w": WHOLE.clone()}, {}).commit(0)
     source = saved_source(open_storage(tmp_path / "a"), 20)
-    wrong = Source(
+    wrong = TensorSource(
         name=source.name,
         kind="",
         tensors={},

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.interval import Adaptive, daly
+from holdfast.checkpoint.interval import AdaptiveInterval, daly
 from holdfast.errors import ConfigError
 from holdfast_lab.simulate.formulas import young
 
@@ -119,18 +119,18 @@ def test_without_failures_a_checkpoint_never_pays(rule):
 @pytest.mark.parametrize("mtbf", [0, -1, math.nan])
 def test_a_belief_that_is_not_positive_is_refused(mtbf):
     with pytest.raises(ConfigError, match="mean time between failures must be positive"):
-        Adaptive(mtbf)
+        AdaptiveInterval(mtbf)
 
 
 def test_the_first_checkpoint_is_due_at_once_to_learn_what_it_costs():
-    adaptive = Adaptive(3600)
+    adaptive = AdaptiveInterval(3600)
 
     assert adaptive.interval_s(0) == 0
     assert adaptive.is_due(100.0)
 
 
 def test_the_next_is_due_after_the_interval_that_the_cost_asks_for():
-    adaptive = Adaptive(3600)
+    adaptive = AdaptiveInterval(3600)
     adaptive.is_due(100.0)
     adaptive.began(100.0)
     adaptive.cost(1.0)
@@ -141,7 +141,7 @@ def test_the_next_is_due_after_the_interval_that_the_cost_asks_for():
 
 
 def test_one_slow_checkpoint_changes_nothing_and_lasting_slowness_does():
-    adaptive = Adaptive(3600)
+    adaptive = AdaptiveInterval(3600)
     for _ in range(4):
         adaptive.cost(1.0)
     usual = adaptive.interval_s(0)
@@ -156,14 +156,14 @@ def test_one_slow_checkpoint_changes_nothing_and_lasting_slowness_does():
 
 
 def test_a_checkpoint_that_costs_nothing_is_not_taken_all_the_time():
-    adaptive = Adaptive(3600)
+    adaptive = AdaptiveInterval(3600)
     adaptive.cost(0.0)
 
     assert adaptive.interval_s(0) == daly(1e-4, 3600) > 0.5
 
 
 def test_the_belief_counts_as_one_failure_and_what_is_seen_outweighs_it():
-    adaptive = Adaptive(1000.0)
+    adaptive = AdaptiveInterval(1000.0)
     adaptive.is_due(50.0)
 
     before = adaptive.mtbf_s(50.0)
@@ -176,7 +176,7 @@ def test_the_belief_counts_as_one_failure_and_what_is_seen_outweighs_it():
 
 
 def test_more_failures_ask_for_more_checkpoints_and_quiet_for_fewer():
-    adaptive = Adaptive(1000.0)
+    adaptive = AdaptiveInterval(1000.0)
     adaptive.is_due(0.0)
     adaptive.cost(1.0)
 
@@ -188,4 +188,4 @@ def test_more_failures_ask_for_more_checkpoints_and_quiet_for_fewer():
 
 
 def test_before_it_was_asked_for_the_first_time_no_time_has_passed():
-    assert Adaptive(1000.0).mtbf_s(1e9) == 1000.0
+    assert AdaptiveInterval(1000.0).mtbf_s(1e9) == 1000.0

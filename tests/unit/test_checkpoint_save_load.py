@@ -12,7 +12,7 @@ import torch
 from checkpoint_bytes import all_names, any_bits, data_dir, data_files, every_dtype, flip, manifest_file, same, step_dir
 
 from holdfast.checkpoint import (
-    Checkpoints,
+    CheckpointStore,
     find_damage,
     load,
     load_box,
@@ -280,7 +280,7 @@ def test_what_a_checkpoint_costs_does_not_grow_with_how_many_there_are(tmp_path,
     looked = []
     names = LocalStorage.names
     monkeypatch.setattr(LocalStorage, "names", lambda self, folder: looked.append(folder) or names(self, folder))
-    engine = Checkpoints(tmp_path)
+    engine = CheckpointStore(tmp_path)
     counts = []
     for step in range(1, 31):
         looked.clear()
@@ -292,7 +292,7 @@ def test_what_a_checkpoint_costs_does_not_grow_with_how_many_there_are(tmp_path,
 
 
 def test_leftovers_go_from_a_step_that_was_clean_before_and_is_begun_again(tmp_path):
-    engine = Checkpoints(tmp_path)
+    engine = CheckpointStore(tmp_path)
     engine.write_tensors(5, {"w": torch.ones(1)}, {}).commit(0)
     engine.write_tensors(10, {"w": torch.ones(1)}, {}).commit(0)
     engine.write_tensors(5, {"w": torch.zeros(1)}, {})  # and who wrote it never completes it
@@ -305,7 +305,7 @@ def test_leftovers_go_from_a_step_that_was_clean_before_and_is_begun_again(tmp_p
 
 
 def test_a_step_that_was_removed_and_begun_by_another_writer_does_not_count_as_complete(tmp_path):
-    engine = Checkpoints(tmp_path)
+    engine = CheckpointStore(tmp_path)
     for step in (5, 10):
         engine.write_tensors(step, {"w": torch.ones(1)}, {}).commit(0)
     engine.remove(5)
@@ -328,7 +328,7 @@ def test_a_state_that_cannot_be_saved_leaves_nothing_behind(tmp_path):
 def test_a_script_that_changes_its_directory_meanwhile_changes_nothing(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    engine = Checkpoints("here")
+    engine = CheckpointStore("here")
     pending = engine.write_tensors(3, {"w": torch.ones(1)}, {})
 
     monkeypatch.chdir("elsewhere")
@@ -746,7 +746,7 @@ def test_a_file_of_another_size_is_damage_before_given_memory_is_touched(tmp_pat
 
 
 def test_the_engine_does_what_the_functions_do(tmp_path):
-    engine = Checkpoints(tmp_path)
+    engine = CheckpointStore(tmp_path)
 
     engine.write_tensors(3, {"w": torch.ones(1)}, {}).commit(0)
 

@@ -17,7 +17,7 @@ from holdfast.checkpoint.storage.local import LocalStorage
 from holdfast.config import Settings
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 from holdfast.faults import points
-from holdfast.state.manager import Keeper
+from holdfast.state.manager import CheckpointManager
 
 TOKEN = {"token": "split"}
 
@@ -257,7 +257,7 @@ def test_a_part_is_read_into_given_memory(tmp_path):
 @pytest.fixture
 def keepers(tmp_path):
     """The keepers of three workers; of a split model each has its own part."""
-    made = [Keeper(Settings(checkpoint_dir=str(tmp_path)), background=True) for _ in range(3)]
+    made = [CheckpointManager(Settings(checkpoint_dir=str(tmp_path)), background=True) for _ in range(3)]
     for keeper in made:
         keeper.start_over(7, 0)
     yield made
@@ -298,7 +298,7 @@ def test_who_is_not_among_the_writers_writes_nothing(keepers, tmp_path):
 
 
 def test_one_writer_of_all_parts_needs_no_others(tmp_path):
-    keeper = Keeper(Settings(checkpoint_dir=str(tmp_path), checkpoint_format="dcp"), background=False)
+    keeper = CheckpointManager(Settings(checkpoint_dir=str(tmp_path), checkpoint_format="dcp"), background=False)
     keeper.start_over(7, 0)
 
     keeper.begin(4, whole(), {}, [(1,)], (1,), 0, distinct=True)
@@ -310,7 +310,7 @@ def test_one_writer_of_all_parts_needs_no_others(tmp_path):
 
 def test_distinct_parts_in_a_format_of_one_writer_are_refused_at_all_workers(tmp_path):
     for rank in range(3):
-        keeper = Keeper(Settings(checkpoint_dir=str(tmp_path), checkpoint_format="dcp"), background=True)
+        keeper = CheckpointManager(Settings(checkpoint_dir=str(tmp_path), checkpoint_format="dcp"), background=True)
         with pytest.raises(
             ConfigError, match=r"dcp can be written by one worker only, .* held by 2; choose safetensors"
         ):
@@ -328,7 +328,7 @@ def test_the_newest_intact_step_is_found_without_holding_its_state(keepers, tmp_
     for step in (4, 8, 12):
         save(keepers, step, value=float(step))
     damage(tmp_path, 12)
-    reader, passed = Keeper(Settings(checkpoint_dir=str(tmp_path), keep_last=2), background=False), []
+    reader, passed = CheckpointManager(Settings(checkpoint_dir=str(tmp_path), keep_last=2), background=False), []
     sizes = []
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **more: (sizes.append(size), empty(*size, **more))[1])
@@ -355,7 +355,7 @@ def test_the_newest_intact_step_is_found_without_holding_its_state(keepers, tmp_
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_part_is_the_same_whether_the_whole_was_kept_or_not(keepers, tmp_path, keep):
     _, state = save(keepers, 4)
-    reader = Keeper(Settings(checkpoint_dir=str(tmp_path)), background=False)
+    reader = CheckpointManager(Settings(checkpoint_dir=str(tmp_path)), background=False)
 
     step = reader.newest(pytest.fail, keep=keep)
 
@@ -369,7 +369,7 @@ def test_a_part_is_the_same_whether_the_whole_was_kept_or_not(keepers, tmp_path,
 def test_without_an_intact_checkpoint_there_is_no_newest(keepers, tmp_path, keep):
     save(keepers, 4)
     damage(tmp_path, 4)
-    reader = Keeper(Settings(checkpoint_dir=str(tmp_path)), background=False)
+    reader = CheckpointManager(Settings(checkpoint_dir=str(tmp_path)), background=False)
 
     assert reader.newest(lambda step, error: None, keep=keep) == -1
     assert newest_intact(tmp_path) is None

@@ -9,10 +9,10 @@ import torch
 from checkpoint_bytes import all_names, same, save_parts, step_dir
 
 import holdfast.checkpoint.writer as writer_module
-from holdfast.checkpoint import Checkpoints, load, load_newest, newest_intact, steps, take
-from holdfast.checkpoint.snapshot import Snapshot
+from holdfast.checkpoint import CheckpointStore, load, load_newest, newest_intact, steps, take
+from holdfast.checkpoint.snapshot import SnapshotBuffer
 from holdfast.checkpoint.storage.local import LocalStorage
-from holdfast.checkpoint.writer import Writer
+from holdfast.checkpoint.writer import CheckpointWriter
 from holdfast.errors import CheckpointError
 
 PATIENCE_S = 60.0
@@ -50,7 +50,7 @@ class Gated(LocalStorage):
             raise self.error
 
 
-class Gates(Checkpoints):
+class Gates(CheckpointStore):
     """Checkpoints in a gated directory."""
 
     def __init__(self, root):
@@ -71,12 +71,12 @@ def storage(places):
 
 @pytest.fixture(params=[True, False], ids=["beside", "in the loop"])
 def either(request, places):
-    return Writer(places, background=request.param)
+    return CheckpointWriter(places, background=request.param)
 
 
 @pytest.fixture
 def writer(places, storage):
-    return Writer(places, background=True)
+    return CheckpointWriter(places, background=True)
 
 
 def state_of(value, size=1000):
@@ -107,7 +107,7 @@ def test_begin_commit_and_poll_return_before_the_storage_has_taken_anything(writ
 
 
 def test_in_the_loop_it_is_written_when_begin_returns_and_complete_when_commit_does(places, storage, tmp_path):
-    writer = Writer(places, background=False)
+    writer = CheckpointWriter(places, background=False)
     threads = set(threading.enumerate())
 
     writer.begin(5, take(state_of(1)), {})
@@ -121,7 +121,7 @@ def test_in_the_loop_it_is_written_when_begin_returns_and_complete_when_commit_d
 
 @pytest.mark.parametrize("background", [True, False])
 def test_what_is_saved_is_the_state_at_begin_whatever_happens_to_it_then(places, storage, tmp_path, background):
-    writer = Writer(places, background=background)
+    writer = CheckpointWriter(places, background=background)
     state = state_of(1) | {"base": torch.arange(12.0).reshape(3, 4), "numbers": torch.tensor([1 + 2j]).conj()}
     state["view"] = state["base"].t()
     state["tied"] = state["base"]
@@ -141,7 +141,7 @@ def test_what_is_saved_is_the_state_at_begin_whatever_happens_to_it_then(places,
 
 
 def test_negative_control_without_the_copy_what_happens_later_is_saved(writer, storage, tmp_path, monkeypatch):
-    monkeypatch.setattr(Snapshot, "copy", lambda self, content: content)
+    monkeypatch.setattr(SnapshotBuffer, "copy", lambda self, content: content)
     state = state_of(1)
     storage.gate.clear()
 
@@ -155,7 +155,7 @@ def test_negative_control_without_the_copy_what_happens_later_is_saved(writer, s
 
 
 def test_how_long_the_loop_was_held_counts_what_it_waited_for(places, storage):
-    slow = Writer(places, background=False)
+    slow = CheckpointWriter(places, background=False)
     slow.begin(5, take(state_of(1)), {})
     slow.commit(0)
 
@@ -209,7 +209,7 @@ def test_a_slow_storage_holds_the_next_begin_and_not_the_memory(writer, storage,
 
 
 def test_there_is_one_copy_and_it_is_used_again():
-    snapshot = Snapshot()
+    snapshot = SnapshotBuffer()
     big, small = take(state_of(1, size=5000)), take(state_of(2, size=10))
 
     first = snapshot.copy(big)
@@ -230,7 +230,7 @@ def test_a_copy_is_the_same_to_the_bit_whatever_is_in_it(tmp_path):
         "s": torch.tensor(True),
     }
 
-    copied = Snapshot().copy(take(state, 1, 2))
+    copied = SnapshotBuffer().copy(take(state, 1, 2))
 
     for box, own in zip(take(state, 1, 2).boxes, copied.boxes, strict=True):
         assert same(box.tensor, own.tensor)
@@ -272,7 +272,7 @@ def test_a_checkpoint_that_is_abandoned_before_or_after_it_is_written_leaves_not
     either.wait()
     either.poll()
 
-    beside = Writer(places, background=True)
+    beside = CheckpointWriter(places, background=True)
     places.storage.gate.clear()
     beside.begin(6, take(state_of(1)), {})
     beside.abandon()
@@ -325,7 +325,7 @@ def test_nobody_waits_for_what_was_not_decided_on(writer):
 
 def test_a_writer_tells_when_a_checkpoint_is_complete(places, tmp_path):
     seen = []
-    writer = Writer(places, background=True, after_commit=lambda: seen.append(steps(tmp_path)))
+    writer = CheckpointWriter(places, background=True, after_commit=lambda: seen.append(steps(tmp_path)))
 
     writer.begin(5, take(state_of(1)), {})
     writer.commit(0)
@@ -381,7 +381,7 @@ def test_what_goes_wrong_after_it_is_complete_does_not_make_it_incomplete(places
     def fail():
         raise CheckpointError("old ones could not be removed")
 
-    writer = Writer(places, background=True, after_commit=fail)
+    writer = CheckpointWriter(places, background=True, after_commit=fail)
     writer.begin(2, take(state_of(2)), {})
     writer.commit(0)
 
@@ -407,7 +407,7 @@ def test_a_manifest_that_arrives_after_nobody_waits_for_it_finds_its_tensors(pla
         late.append((path, data))
         raise CheckpointError("cannot write: no answer") from TimeoutError()
 
-    writer = Writer(places, background=True)
+    writer = CheckpointWriter(places, background=True)
     monkeypatch.setattr(storage, "put", put)
     writer.begin(5, take(state_of(7)), {}, **TOKEN)
     writer.commit(0)
@@ -441,7 +441,7 @@ def test_a_storage_that_never_answers_is_an_error_and_no_hang(writer, storage, m
 
 
 def test_writers_that_share_a_checkpoint_complete_it_together(places, tmp_path):
-    writers = [Writer(places, background=True) for _ in range(3)]
+    writers = [CheckpointWriter(places, background=True) for _ in range(3)]
     for part in (2, 0, 1):
         writers[part].begin(5, take(state_of(7), part, 3), {}, **TOKEN)
     for part in (1, 2):
@@ -456,7 +456,7 @@ def test_writers_that_share_a_checkpoint_complete_it_together(places, tmp_path):
 
 
 def test_a_part_that_comes_late_is_waited_for(places, storage, tmp_path):
-    first, second = (Writer(places, background=True) for _ in range(2))
+    first, second = (CheckpointWriter(places, background=True) for _ in range(2))
     first.begin(5, take(state_of(7), 0, 2), {}, **TOKEN)
     first.commit(1)
     assert _until(lambda: storage.log.count("put") == 1)
@@ -471,7 +471,7 @@ def test_a_part_that_comes_late_is_waited_for(places, storage, tmp_path):
 
 def test_a_part_that_will_never_come_is_not_waited_for(places, tmp_path):
     save_parts(tmp_path, 1, [state_of(1)])
-    first = Writer(places, background=True)
+    first = CheckpointWriter(places, background=True)
     first.begin(5, take(state_of(7), 0, 2), {}, **TOKEN)
     first.commit(1, may_come=lambda part: False)
 
@@ -484,7 +484,7 @@ def test_a_part_that_will_never_come_is_not_waited_for(places, tmp_path):
 
 
 def test_a_part_that_could_not_be_written_is_told_at_its_writer_and_nothing_becomes_complete(places, storage, tmp_path):
-    first, second = (Writer(places, background=True) for _ in range(2))
+    first, second = (CheckpointWriter(places, background=True) for _ in range(2))
     second.begin(5, take({"w": torch.ones(9)}, 1, 2), {"a": object()}, **TOKEN)
     second.leave()
     first.begin(5, take({"w": torch.ones(9)}, 0, 2), {}, **TOKEN)
@@ -497,7 +497,7 @@ def test_a_part_that_could_not_be_written_is_told_at_its_writer_and_nothing_beco
 
 @pytest.mark.parametrize("first_to_abandon", [0, 1])
 def test_writers_that_share_a_checkpoint_abandon_it_together(places, tmp_path, first_to_abandon):
-    writers = [Writer(places, background=True) for _ in range(2)]
+    writers = [CheckpointWriter(places, background=True) for _ in range(2)]
     for part, writer in enumerate(writers):
         writer.begin(5, take(state_of(7), part, 2), {}, **TOKEN)
     for part in (first_to_abandon, 1 - first_to_abandon):

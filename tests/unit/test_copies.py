@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast.checkpoint import Checkpoints, steps, verify
+from holdfast.checkpoint import CheckpointStore, steps, verify
 from holdfast.checkpoint.format import flatten
 from holdfast.checkpoint.listing import attempts, prune
 from holdfast.checkpoint.storage import open_storage
@@ -20,7 +20,7 @@ from holdfast.checkpoint.storage.local import LocalStorage
 from holdfast.comm import VirtualCommunicator
 from holdfast.config import Settings
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.models.standby_files import Copies
+from holdfast.models.standby_files import StandbyFiles
 from holdfast.models.training_state import clone
 from holdfast.records.files import read_run
 from holdfast.records.types import PartRestored, Recovered
@@ -68,7 +68,7 @@ def said():
 
 @pytest.fixture
 def copies(tmp_path, said):
-    made = Copies(world(tmp_path), said.append)
+    made = StandbyFiles(world(tmp_path), said.append)
     made.expect([PART])
     return made
 
@@ -108,7 +108,7 @@ def test_when_homes_change_the_next_one_is_written_at_once_or_by_somebody_else(c
 
 def test_without_a_place_nothing_is_written_or_read(tmp_path, monkeypatch, said):
     monkeypatch.chdir(tmp_path)
-    copies = Copies(world(""), said.append)
+    copies = StandbyFiles(world(""), said.append)
     copies.expect([PART])
 
     go_on(copies, 0, 9)
@@ -126,7 +126,7 @@ def test_a_disk_that_is_slow_holds_nobody_and_misses_some(tmp_path, monkeypatch,
         return prepare(self, path)
 
     monkeypatch.setattr(LocalStorage, "prepare", wait)
-    copies = Copies(world(tmp_path, SimpleNamespace(generation=0)), said.append)
+    copies = StandbyFiles(world(tmp_path, SimpleNamespace(generation=0)), said.append)
     copies.expect([PART])
     go_on(copies, 0, 9)  # returns with the gate shut
     assert asked.wait(PATIENCE_S)
@@ -180,10 +180,10 @@ def test_what_is_damaged_is_named_and_passed_over(copies, tmp_path, said):
 def test_what_is_not_of_this_beginning_of_the_job_is_never_read_and_makes_room(tmp_path, said, other):
     theirs = world(tmp_path)
     theirs.keeper.token, theirs.loop = other.get("token", 77), other.get("loop", 0)
-    old = Copies(theirs, said.append)
+    old = StandbyFiles(theirs, said.append)
     old.expect([PART])
     go_on(old, 20, 26)
-    ours = Copies(world(tmp_path), said.append)
+    ours = StandbyFiles(world(tmp_path), said.append)
     ours.expect([PART])
     assert steps(folder(tmp_path)) == [20, 24]
     assert ours.newest(PART) is None
@@ -389,7 +389,7 @@ def test_what_another_job_left_is_not_believed_and_gone_when_there_is_something_
     train(tmp_path / "first", checkpoint_dir=str(where))
     assert steps(folder(where, 1)) == [4, 8]
 
-    written = Checkpoints(folder(where, 1))
+    written = CheckpointStore(folder(where, 1))
     old = written.info(8)["token"]
 
     at_once = train(tmp_path / "second", dead_at=0, checkpoint_dir=str(where))
@@ -410,7 +410,7 @@ def test_copies_are_in_nobodys_way_where_checkpoints_are(tmp_path):
     assert prune(open_storage(where), 2).kept == (8, 10)
     for part in range(3):
         assert steps(folder(where, part)) == [4, 8]
-        assert Checkpoints(folder(where, part)).load(8).info["part"] == part
+        assert CheckpointStore(folder(where, part)).load(8).info["part"] == part
         assert attempts(open_storage(folder(where, part))) == []
     train(tmp_path / "again", checkpoint_dir=str(where), checkpoint_every=2, resume=True)
 

@@ -17,8 +17,8 @@ from holdfast.clock import SystemClock
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.integrity.fingerprint import RotatingDigest
-from holdfast.models.gradients import Buckets
-from holdfast.models.overlap import Eager, Spent, UndoCopy
+from holdfast.models.gradients import BucketLayout
+from holdfast.models.overlap import OverlapCost, OverlappedOptimizer, UndoCopy
 from holdfast.models.training_state import state_sha256
 from holdfast.records.files import read_run
 from holdfast.report import build_report, summary_lines
@@ -132,8 +132,8 @@ def test_an_update_is_taken_back_to_the_bit_and_its_memory_is_used_again(beside)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9))
     optimizer = KINDS["adam"](model.parameters())
-    buckets = Buckets(model, 100)
-    eager = Eager(buckets, optimizer, SystemClock(), Spent(), beside=beside)
+    buckets = BucketLayout(model, 100)
+    eager = OverlappedOptimizer(buckets, optimizer, SystemClock(), OverlapCost(), beside=beside)
     results = [torch.rand(layout.length) + 0.5 for layout in buckets.layouts]
     assert len(results) == 4
 
@@ -166,7 +166,7 @@ def test_an_update_that_has_yet_to_begin_is_waited_for_before_it_is_taken_back()
     torch.manual_seed(0)
     model = nn.Linear(9, 9)
     optimizer = KINDS["adam"](model.parameters())
-    eager = Eager(Buckets(model, 100), optimizer, SystemClock(), Spent(), beside=True)
+    eager = OverlappedOptimizer(BucketLayout(model, 100), optimizer, SystemClock(), OverlapCost(), beside=True)
     before, gate = state_sha256(model, optimizer), threading.Event()
     held = eager._thread.submit(gate.wait, 10)
     for bucket, layout in enumerate(eager._buckets.layouts):
@@ -194,7 +194,7 @@ def test_updates_beside_the_sums_are_done_before_replicas_are_compared(monkeypat
     optimizer = reference.make_optimizer("adam", model)
     faults = plan("kill:rank=1,step=3,phase=allreduce,bucket=0")
     session = holdfast.Session(model, optimizer, workers=4, update="eager", seed=7, bucket_bytes=4096, faults=faults)
-    session._replica.update_eagerly(SystemClock(), Spent(), beside=True)
+    session._replica.update_eagerly(SystemClock(), OverlapCost(), beside=True)
     for step in session.steps(TensorDataset(*reference.data()), reference.BATCH, reference.EPOCHS):
         for x, y in step:
             step.backward(F.cross_entropy(model(x), y))
@@ -208,7 +208,7 @@ def test_updates_beside_the_sums_are_done_before_replicas_are_compared(monkeypat
 def test_an_optimizer_that_raises_beside_the_sums_is_heard_of():
     model = nn.Linear(3, 3)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    eager = Eager(Buckets(model, 400), optimizer, SystemClock(), Spent(), beside=True)
+    eager = OverlappedOptimizer(BucketLayout(model, 400), optimizer, SystemClock(), OverlapCost(), beside=True)
     optimizer.param_groups[0]["lr"] = "much"
 
     eager.update(0, torch.ones(eager._buckets.layouts[0].length))

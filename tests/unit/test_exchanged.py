@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from threads import Threads, side_by_side
 
-from holdfast.comm import OrderedSum, Span
+from holdfast.comm import OrderedAllReduce, SlotSpan
 from holdfast.comm.allreduce.adding import ORDERS, addable
 
 LENGTH = 3000
@@ -23,9 +23,9 @@ class Post(Threads):
     def alltoall(self, send, out):
         everybodys = torch.empty(len(self.members), *send.shape, dtype=send.dtype)
         self.allgather(send, everybodys)
-        out.copy_(everybodys[:, self.members.index(self.here[0])])
+        out.copy_(everybodys[:, self.members.index(self.local_ranks[0])])
         self.sent_bytes += send.numel() * send.element_size()
-        self.spoil(self.here[0], out)
+        self.spoil(self.local_ranks[0], out)
 
 
 def term(number):
@@ -34,15 +34,15 @@ def term(number):
 
 def exchange(order, owners, *, checked=False, alter=lambda add, rank, span: None, kind=Post):
     """The sum at each of the workers, how many bytes each has given away for it, and what it found to be altered."""
-    span = Span(0, LENGTH, torch.float32, checked=checked)
+    span = SlotSpan(0, LENGTH, torch.float32, checked=checked)
 
     def work(comm):
-        add = OrderedSum(comm, order, span.end, shared_bytes=0)
-        mine = sorted(n for n, owner in owners.items() if owner in comm.here)
+        add = OrderedAllReduce(comm, order, span.end, shared_bytes=0)
+        mine = sorted(n for n, owner in owners.items() if owner in comm.local_ranks)
         for row, number in enumerate(mine):
             span.of(add.room(row)).copy_(term(number))
         add.seal(span, len(mine))
-        alter(add, comm.here[0], span)
+        alter(add, comm.local_ranks[0], span)
         found = []
         result = add(span, owners, altered=found.append).clone()
         return result, comm.sent_bytes, sorted(set(found))

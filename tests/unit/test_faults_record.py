@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.faults.alteration import Alteration, Place, apply, draw
+from holdfast.faults.alteration import Alteration, ValuePosition, apply, draw
 from holdfast.faults.formats import FORMATS
 from holdfast_lab.inject.files.replay import lines, parse_map, parse_record, replay
 from holdfast_lab.inject.record import record_of
@@ -19,7 +19,9 @@ class Arrays:
 
     def __init__(self, arrays):
         self.arrays = {path: np.ascontiguousarray(array) for path, array in arrays.items()}
-        self.places = [Place(path, FORMATS[array.dtype.name], array.shape) for path, array in self.arrays.items()]
+        self.places = [
+            ValuePosition(path, FORMATS[array.dtype.name], array.shape) for path, array in self.arrays.items()
+        ]
 
     def raw(self, place):
         return list(self.arrays.values())[place].reshape(-1).view(self.places[place].format.raw)

@@ -11,10 +11,10 @@ from torch.utils.data import TensorDataset
 from train_split import stages
 
 import holdfast
-from holdfast.distributed.recorder import Witness
+from holdfast.distributed.recorder import GroupRecorder
 from holdfast.errors import ConfigError, ReplicasDiffer
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.models.divergent import OwnStates
+from holdfast.models.divergent import DivergentReplicas
 from holdfast.records.files import read_run
 from holdfast.records.types import FaultFired, Finished, ValuesAltered
 
@@ -145,7 +145,7 @@ def test_what_one_had_of_its_own_is_gone_with_it(tmp_path):
 def test_each_has_its_own_only_as_long_as_it_is_not_loaded_anew():
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters())
-    own = OwnStates(model, optimizer)
+    own = DivergentReplicas(model, optimizer)
     first = model[0].weight.detach().clone()
     own.take(2, (0, 1, 2))
     model[0].weight.data.zero_()
@@ -310,7 +310,7 @@ def test_under_torch_distributed_nobody_knows_what_to_alter(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"the torch\.distributed backend does not know the model whose values are to be altered"
     ):
-        Witness(0, 2)
+        GroupRecorder(0, 2)
 
 
 def test_where_copies_are_made_of_what_all_have_nobody_can_have_its_own(tmp_path):

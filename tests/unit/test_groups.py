@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from holdfast.comm.groups import Aside, Meeting, as_peer_failure, wait
+from holdfast.comm.groups import AddressExchange, ThreadedWork, as_peer_failure, wait
 from holdfast.comm.memory import as_bytes
 from holdfast.distributed.tensors import bytes_of
 from holdfast.errors import PeerFailed
@@ -25,9 +25,9 @@ def test_what_is_done_aside_returns_its_result_or_raises_its_error():
     def fail():
         raise RuntimeError("connection reset")
 
-    assert wait(Aside(lambda: 7), lambda: None) == 7
+    assert wait(ThreadedWork(lambda: 7), lambda: None) == 7
     with pytest.raises(PeerFailed, match="connection reset"), as_peer_failure():
-        wait(Aside(fail), lambda: None)
+        wait(ThreadedWork(fail), lambda: None)
 
 
 def test_who_hears_of_a_death_waits_no_longer_and_the_work_goes_on_by_itself():
@@ -37,7 +37,7 @@ def test_who_hears_of_a_death_waits_no_longer_and_the_work_goes_on_by_itself():
         raise PeerFailed("worker 1 is dead")
 
     with pytest.raises(PeerFailed, match="worker 1"):
-        wait(Aside(lambda: may_end.wait(30) and has_ended.set()), check)
+        wait(ThreadedWork(lambda: may_end.wait(30) and has_ended.set()), check)
 
     assert not has_ended.is_set()
     may_end.set()
@@ -45,8 +45,8 @@ def test_who_hears_of_a_death_waits_no_longer_and_the_work_goes_on_by_itself():
 
 
 def test_addresses_come_to_those_who_wait_for_them(store):
-    meeting = Meeting(store, "g/0/c10d/cpu/", 30.0)
-    found = Aside(lambda: meeting.get("1"))
+    meeting = AddressExchange(store, "g/0/c10d/cpu/", 30.0)
+    found = ThreadedWork(lambda: meeting.get("1"))
 
     meeting.set("1", b"\x00\xff")
 
@@ -57,12 +57,12 @@ def test_addresses_come_to_those_who_wait_for_them(store):
 
 def test_a_meeting_to_which_not_everybody_comes_ends(store):
     with pytest.raises(PeerFailed, match=r"within 0\.01 s"):
-        Meeting(store, "g/0/c10d/cpu/", 0.01).get("1")
+        AddressExchange(store, "g/0/c10d/cpu/", 0.01).get("1")
 
 
 def test_a_meeting_that_was_given_up_ends_at_the_next_change_of_the_store(store):
-    meeting = Meeting(store, "g/0/c10d/cpu/", 3600.0)
-    waits = Aside(lambda: meeting.get("1"))
+    meeting = AddressExchange(store, "g/0/c10d/cpu/", 3600.0)
+    waits = ThreadedWork(lambda: meeting.get("1"))
 
     meeting.give_up()
     store.put("g/1/members", "[0]")

@@ -15,14 +15,14 @@ from torch.utils.data import TensorDataset
 
 import holdfast
 from holdfast.cli import main
-from holdfast.engine.vote import Spread
+from holdfast.engine.vote import MinMax
 from holdfast.errors import ConfigError, ReplicasDiffer
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.integrity.fingerprint import EVERYTHING, WINDOW_BYTES, RotatingDigest
 from holdfast.integrity.plausible import find_odd
 from holdfast.integrity.ranges import Ranges
-from holdfast.integrity.recompute_check import Computed
-from holdfast.integrity.sdc_guard import Watch
+from holdfast.integrity.recompute_check import RecomputeCheck
+from holdfast.integrity.sdc_guard import SdcGuard
 from holdfast.integrity.snapshots import copied
 from holdfast.records.files import read_run
 
@@ -160,7 +160,7 @@ def test_what_does_not_fit_into_an_older_copy_gets_memory_of_its_own():
 
 
 def test_who_computes_otherwise_than_before_is_told_so_from_the_step_gone_back_to_on():
-    computed, right, wrong = Computed(), [torch.ones(3)], [torch.tensor([1.0, 1.0, 1.0000001])]
+    computed, right, wrong = RecomputeCheck(), [torch.ones(3)], [torch.tensor([1.0, 1.0, 1.0000001])]
     assert not any(computed.note(i, 0, wrong if i == 5 else right) for i in range(7))
 
     computed.go_back(3)
@@ -169,7 +169,7 @@ def test_who_computes_otherwise_than_before_is_told_so_from_the_step_gone_back_t
 
 
 def test_what_nobody_goes_back_to_is_forgotten():
-    computed = Computed()
+    computed = RecomputeCheck()
     computed.note(1, 0, [torch.ones(1)])
     computed.note(2, 0, [torch.ones(1)])
     computed.forget(2)
@@ -359,21 +359,21 @@ def test_the_state_is_hashed_once_a_step_for_guard_and_certificate_together(tmp_
 
 def test_what_comes_again_after_going_back_is_no_soft_error(tmp_path, monkeypatch):
     """Two workers that compute differently in the same step, whenever it is done."""
-    real = Watch.fill
+    real = SdcGuard.fill
 
     def lie(watch, step, *, is_last):
         said = real(watch, step, is_last=is_last)
-        lied = dataclasses.replace(said, replicas=Spread(said.replicas.largest + 1, said.replicas.smallest))
+        lied = dataclasses.replace(said, replicas=MinMax(said.replicas.largest + 1, said.replicas.smallest))
         return lied if step == 5 else said
 
-    monkeypatch.setattr(Watch, "fill", lie)
+    monkeypatch.setattr(SdcGuard, "fill", lie)
     with pytest.raises(ReplicasDiffer, match="differ before step 5, again after a rollback to step 0"):
         train(tmp_path, "heal")
 
 
 def forget_all(monkeypatch, at, trusted):
     """Let newcomers come at a step, as far as what is kept in memory goes."""
-    real = Watch.applied
+    real = SdcGuard.applied
 
     def applied(watch, keep):
         real(watch, keep)
@@ -381,7 +381,7 @@ def forget_all(monkeypatch, at, trusted):
             watch.newcomers_came(keep)
             watch._trusted = trusted
 
-    monkeypatch.setattr(Watch, "applied", applied)
+    monkeypatch.setattr(SdcGuard, "applied", applied)
 
 
 def test_without_a_state_in_memory_all_go_back_to_a_checkpoint_that_is_old_enough(tmp_path, monkeypatch):

@@ -2,22 +2,22 @@
 
 import pytest
 
-from holdfast.launch.hangs import Hangs
-from holdfast.records.beacon import Position
+from holdfast.launch.hangs import HangDetector
+from holdfast.records.beacon import BeaconPosition
 
 TIMEOUT_S = 10.0
 QUIET = {"waits": False, "busy": False}
 
 
 def at(phase, step=5, **more):
-    return Position(step=step, slice=0, phase=phase, pid=1, samples=(), **more)
+    return BeaconPosition(step=step, slice=0, phase=phase, pid=1, samples=(), **more)
 
 
 class Job:
     """Workers whose places a test sets, seen by a launcher once a second; their pulses beat unless it says no."""
 
     def __init__(self, workers=3, timeout_s=TIMEOUT_S):
-        self.hangs = Hangs(timeout_s)
+        self.hangs = HangDetector(timeout_s)
         self.now_s = 100.0
         self.pulse = 1
         self.stopped = {}
@@ -447,4 +447,4 @@ def test_a_start_of_the_job_knows_nothing_of_the_one_before_but_how_long_things_
 
 
 def test_it_looks_ten_times_within_the_timeout():
-    assert Hangs(30.0).look_every_s == 3.0
+    assert HangDetector(30.0).look_every_s == 3.0

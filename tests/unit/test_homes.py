@@ -7,10 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
-from holdfast.recovery.placement import Gift, Homes, Restoration, Shape, first_homes, gifts, new_homes, restorations
+from holdfast.recovery.placement import (
+    PartTransfer,
+    Placement,
+    PlacementShape,
+    Restoration,
+    first_homes,
+    gifts,
+    new_homes,
+    restorations,
+)
 
 shapes = st.builds(
-    Shape, parts=st.integers(1, 5), chains=st.integers(1, 3), copies=st.integers(1, 4), lazy=st.booleans()
+    PlacementShape, parts=st.integers(1, 5), chains=st.integers(1, 3), copies=st.integers(1, 4), lazy=st.booleans()
 )
 groups = st.sets(st.integers(0, 11), min_size=1).map(sorted)
 
@@ -25,15 +34,15 @@ def histories(draw):
     return draw(shapes), history
 
 
-def homes_after(shape: Shape, history: Sequence[Sequence[int]]) -> Homes:
+def homes_after(shape: PlacementShape, history: Sequence[Sequence[int]]) -> Placement:
     homes = first_homes(shape, history[0])
     for members in history[1:]:
         homes = new_homes(shape, homes, members)
     return homes
 
 
-def homes_with(chains, mirrors) -> Homes:
-    return Homes(chains=chains, mirrors=mirrors, backups=((),) * len(mirrors))
+def homes_with(chains, mirrors) -> Placement:
+    return Placement(chains=chains, mirrors=mirrors, backups=((),) * len(mirrors))
 
 
 # -- what holds whatever happened before
@@ -149,25 +158,25 @@ def test_no_part_is_lost_to_fewer_deaths_than_there_are_copies(shape, members):
 def test_homes_survive_a_message(given_history):
     homes = homes_after(*given_history)
 
-    assert Homes.from_json(homes.to_json()) == homes
+    assert Placement.from_json(homes.to_json()) == homes
 
 
 # -- who takes over, by example
 
 
 def test_who_holds_the_part_and_computes_nothing_takes_over_and_only_the_mirror_is_given():
-    shape = Shape(parts=2, chains=1, copies=2)
+    shape = PlacementShape(parts=2, chains=1, copies=2)
     before = first_homes(shape, [0, 1, 2])
     assert before == homes_with(((0, 1),), ((2,), (2,)))
 
     after = new_homes(shape, before, [1, 2])
 
     assert after == homes_with(((2, 1),), ((1,), (2,)))
-    assert gifts(before, after, [1, 2]) == (Gift(0, 2, 1),)
+    assert gifts(before, after, [1, 2]) == (PartTransfer(0, 2, 1),)
 
 
 def test_of_those_who_compute_nothing_the_one_that_holds_the_part_takes_over():
-    shape = Shape(parts=2, chains=1, copies=2)
+    shape = PlacementShape(parts=2, chains=1, copies=2)
     before = first_homes(shape, [0, 1, 2, 3])
     assert before == homes_with(((0, 1),), ((2,), (3,)))
 
@@ -175,7 +184,7 @@ def test_of_those_who_compute_nothing_the_one_that_holds_the_part_takes_over():
 
 
 def test_who_computes_nothing_takes_over_before_who_holds_the_part_and_computes_another():
-    shape = Shape(parts=2, chains=1, copies=2)
+    shape = PlacementShape(parts=2, chains=1, copies=2)
     before = new_homes(shape, first_homes(shape, [0, 1]), [0, 1, 5])
     assert before == homes_with(((0, 1),), ((1,), (0,)))
 
@@ -185,7 +194,7 @@ def test_who_computes_nothing_takes_over_before_who_holds_the_part_and_computes_
 
 
 def test_the_chain_that_lost_most_is_given_up():
-    shape = Shape(parts=2, chains=2, copies=1)
+    shape = PlacementShape(parts=2, chains=2, copies=1)
 
     after = new_homes(shape, first_homes(shape, [0, 1, 2, 3]), [1, 2, 3])
 
@@ -193,7 +202,7 @@ def test_the_chain_that_lost_most_is_given_up():
 
 
 def test_workers_that_are_left_of_a_chain_take_the_places_in_the_others():
-    shape = Shape(parts=2, chains=2, copies=1)
+    shape = PlacementShape(parts=2, chains=2, copies=1)
     before = first_homes(shape, [0, 1, 2, 3])
     assert before.chains == ((0, 1), (2, 3))
 
@@ -204,16 +213,16 @@ def test_workers_that_are_left_of_a_chain_take_the_places_in_the_others():
 
 
 def test_those_who_have_a_part_take_turns_to_give_it():
-    shape = Shape(parts=1, chains=1, copies=4)
+    shape = PlacementShape(parts=1, chains=1, copies=4)
     before = first_homes(shape, [0, 1])
 
     after = new_homes(shape, before, [0, 1, 2, 3])
 
-    assert gifts(before, after, [0, 1, 2, 3]) == (Gift(0, 0, 2), Gift(0, 1, 3))
+    assert gifts(before, after, [0, 1, 2, 3]) == (PartTransfer(0, 0, 2), PartTransfer(0, 1, 3))
 
 
 def test_newcomers_relieve_who_computes_several_parts_and_then_make_a_chain():
-    shape = Shape(parts=2, chains=2, copies=1)
+    shape = PlacementShape(parts=2, chains=2, copies=1)
     alone = first_homes(shape, [0])
 
     two = new_homes(shape, alone, [0, 5])
@@ -224,7 +233,7 @@ def test_newcomers_relieve_who_computes_several_parts_and_then_make_a_chain():
 
 
 def test_a_backup_takes_over_what_it_has_and_restores_it():
-    shape = Shape(parts=2, chains=1, copies=2, lazy=True)
+    shape = PlacementShape(parts=2, chains=1, copies=2, lazy=True)
     before = first_homes(shape, [0, 1, 2])
     assert (before.chains, before.backups) == (((0, 1),), ((2,), (2,)))
 
@@ -236,15 +245,15 @@ def test_a_backup_takes_over_what_it_has_and_restores_it():
 
 
 def test_who_has_been_a_backup_for_longest_restores_and_without_one_who_takes_over():
-    shape = Shape(parts=1, chains=1, copies=3, lazy=True)
+    shape = PlacementShape(parts=1, chains=1, copies=3, lazy=True)
     three = new_homes(shape, first_homes(shape, [1, 2]), [0, 1, 2])
     assert three.backups == ((2, 0),)
 
     after = new_homes(shape, three, [0, 2])
 
     assert restorations(three, after, [0, 2])[0].restorer == 2
-    alone = first_homes(Shape(parts=2, chains=1, copies=1), [0, 1])
-    assert restorations(alone, new_homes(Shape(parts=2, chains=1, copies=1), alone, [0]), [0]) == (
+    alone = first_homes(PlacementShape(parts=2, chains=1, copies=1), [0, 1])
+    assert restorations(alone, new_homes(PlacementShape(parts=2, chains=1, copies=1), alone, [0]), [0]) == (
         Restoration(1, 0, ()),
     )
 
@@ -267,7 +276,7 @@ def test_every_part_that_is_lost_is_restored_by_one_of_the_living_and_comes_to_a
 
 
 def test_with_fewer_workers_than_parts_each_computes_neighbours():
-    homes = first_homes(Shape(parts=4, chains=1, copies=1), [3, 8])
+    homes = first_homes(PlacementShape(parts=4, chains=1, copies=1), [3, 8])
 
     assert homes.chains == ((3, 3, 8, 8),)
     assert homes.held_by([3]) == (0, 1)
@@ -277,4 +286,4 @@ def test_with_fewer_workers_than_parts_each_computes_neighbours():
 @pytest.mark.parametrize("name", ["parts", "chains", "copies"])
 def test_a_shape_that_cannot_be_is_refused(name):
     with pytest.raises(ConfigError, match=f"{name} of a split model must be at least 1, got 0"):
-        Shape(**{"parts": 1, "chains": 1, "copies": 1, name: 0})
+        PlacementShape(**{"parts": 1, "chains": 1, "copies": 1, name: 0})

@@ -16,9 +16,9 @@ from holdfast.launch import worker
 from holdfast.launch.control import announce, find
 from holdfast.launch.hostlist import Host, parse_hosts
 from holdfast.launch.job import Job, resume_command
-from holdfast.launch.mpi_hosts import Agent, Hosts, check_hosts, shared_folder
-from holdfast.launch.processes import Pair, Process
-from holdfast.launch.run_paths import Places
+from holdfast.launch.mpi_hosts import MpiHosts, RemoteAgent, check_hosts, shared_folder
+from holdfast.launch.processes import Process, WatchedWorker
+from holdfast.launch.run_paths import RunPaths
 
 FAR, AWAY = "203.0.113.1", "203.0.113.2"
 """Addresses that are no machine's (RFC 5737)."""
@@ -61,7 +61,7 @@ def make_job(tmp_path, agent):
 
 
 def meet(job, tmp_path):
-    hosts = Hosts(job, Places(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None))
+    hosts = MpiHosts(job, RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None))
     try:
         hosts.meet()
     finally:
@@ -169,8 +169,8 @@ def test_a_host_that_cannot_take_part_is_named_with_what_it_lacks(make_job, tmp_
 
 
 def test_who_is_left_is_found_out_and_what_still_runs_there_is_ended(make_job, tmp_path):
-    hosts = Hosts(
-        make_job('test ! -e "$0.down" && sh -c "$*"'), Places(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
+    hosts = MpiHosts(
+        make_job('test ! -e "$0.down" && sh -c "$*"'), RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
     )
     hosts.meet()
     (tmp_path / "agent.down").touch()
@@ -178,13 +178,13 @@ def test_who_is_left_is_found_out_and_what_still_runs_there_is_ended(make_job, t
     first, second, later = (Process.of(sleeper.pid) for sleeper in sleepers)
     earlier = Process(later.pid, later.started - 1)
     try:
-        lost = hosts.look_again([Pair(first, second, "far"), Pair(earlier, earlier, "far")])
+        lost = hosts.look_again([WatchedWorker(first, second, "far"), WatchedWorker(earlier, earlier, "far")])
 
         assert lost == {AWAY: "could not be reached: exit code 1"}
         assert hosts.left == (Host(FAR, 1),)
         assert [sleeper.wait(timeout=20) for sleeper in sleepers[:2]] == [-signal.SIGKILL] * 2
         assert sleepers[2].poll() is None, "another process that got the number of an earlier one"
-        hosts.reach(Pair(later, later, "far")).worker.send(signal.SIGTERM)
+        hosts.reach(WatchedWorker(later, later, "far")).worker.send(signal.SIGTERM)
         assert sleepers[2].wait(timeout=20) == -signal.SIGTERM
     finally:
         hosts.close()
@@ -198,7 +198,7 @@ def test_what_takes_too_long_on_a_host_is_ended_with_all_that_it_started(tmp_pat
     script.write_text(f'#!/bin/sh\nsleep 60 & echo $! > "{tmp_path}/child"; wait\n')
     script.chmod(0o755)
 
-    answers = Agent([str(script)]).ask({FAR: "true"}, 1.0)
+    answers = RemoteAgent([str(script)]).ask({FAR: "true"}, 1.0)
 
     assert answers[FAR].exit_code is None
     child = int((tmp_path / "child").read_text())
@@ -215,7 +215,7 @@ def test_a_run_folder_that_is_shared_is_found_where_those_look_who_ask_something
     (tmp_path / "tmp").mkdir()
     job = make_job()
 
-    places = Places.make(None, shared_folder(job))
+    places = RunPaths.make(None, shared_folder(job))
     announce(places.run_dir, job)
 
     assert places.run_dir.parent == tmp_path / "ckpt"

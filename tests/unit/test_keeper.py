@@ -21,8 +21,8 @@ from holdfast.data.seeds import generator_states, set_generator_states
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.faults import points
 from holdfast.state import manager as keepers
-from holdfast.state.manager import Keeper
-from holdfast.state.restorer import Beginning
+from holdfast.state.manager import CheckpointManager
+from holdfast.state.restorer import StateRestorer
 
 STEPS = LOOP_ENDS[-1]
 
@@ -197,7 +197,7 @@ def test_a_load_that_a_death_interrupted_loads_the_same_state_again_in_any_loop(
     """Some have then loaded it and some not: whoever looks, it must be the same for all."""
     at = LOOP_ENDS[loop] - 1
     saved_at(at, tmp_path / "c")
-    loaded, load_once, load_state = [], Beginning.load, Keeper.load
+    loaded, load_once, load_state = [], StateRestorer.load, CheckpointManager.load
 
     def load_twice(self, *, trained):
         load_once(self, trained=trained)
@@ -207,8 +207,8 @@ def test_a_load_that_a_death_interrupted_loads_the_same_state_again_in_any_loop(
         loaded.append(step)
         return load_state(self, step, only)
 
-    monkeypatch.setattr(Beginning, "load", load_twice)
-    monkeypatch.setattr(Keeper, "load", note)
+    monkeypatch.setattr(StateRestorer, "load", load_twice)
+    monkeypatch.setattr(CheckpointManager, "load", note)
     resumed = Training(checkpoint_dir=str(tmp_path / "c"), resume=True).run()
 
     assert loaded == [at, at] * (loop + 1)
@@ -234,7 +234,7 @@ class Worker:
 
     def __init__(self, rank, where, **settings):
         self.rank = rank
-        self.keeper = Keeper(Settings(checkpoint_dir=str(where), **settings), background=True)
+        self.keeper = CheckpointManager(Settings(checkpoint_dir=str(where), **settings), background=True)
         self.keeper.start_over(77, 0)
 
     def begin(self, step, members, generation=0, value=None):
@@ -504,7 +504,9 @@ def test_checkpoints_by_the_clock_come_as_often_as_they_pay(tmp_path, monkeypatc
 
     now = [100.0]
     monkeypatch.setattr(keepers.time, "monotonic", lambda: now[0])
-    keeper = Keeper(Settings(checkpoint_dir=str(tmp_path), checkpoint_auto=True, mtbf_s=1000.0), background=False)
+    keeper = CheckpointManager(
+        Settings(checkpoint_dir=str(tmp_path), checkpoint_auto=True, mtbf_s=1000.0), background=False
+    )
     keeper.adaptive.is_due(now[0])
     keeper.adaptive.cost(2.0)
     before = keeper.interval_s()

@@ -11,7 +11,7 @@ import torch
 from train_kinds import train
 
 from holdfast.config import Settings
-from holdfast.engine.context import Live, Platform
+from holdfast.engine.context import LiveSettings, PlatformState
 from holdfast.records.types import RunStarted, WorkerRefused
 from holdfast.report import build_report
 from holdfast.state.platform import FIELDS, between, difference, number_of, promises_bits
@@ -126,10 +126,10 @@ def newcomer(**settings):
     """A world whose members are of another kind than this worker; and what it wrote down."""
     written = []
     world = SimpleNamespace(
-        comm=SimpleNamespace(here=(4,), wanted_kind=lambda: '{"capability": "AVX512", "threads": "1"}'),
-        platform=Platform({"capability": "AVX2", "threads": "1"}),
+        comm=SimpleNamespace(local_ranks=(4,), wanted_kind=lambda: '{"capability": "AVX512", "threads": "1"}'),
+        platform=PlatformState({"capability": "AVX2", "threads": "1"}),
         settings=Settings(**settings),
-        live=Live.of(Settings(**settings)),
+        live=LiveSettings.of(Settings(**settings)),
         log=SimpleNamespace(write=written.append),
     )
     return world, written

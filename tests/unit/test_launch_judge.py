@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.launch.job_state import VAIN_RECOVERIES, Broken, Completed, Judge, Lost
-from holdfast.records.beacon import Position
+from holdfast.launch.job_state import VAIN_RECOVERIES, JobBroken, JobCompleted, JobLost, JobState
+from holdfast.records.beacon import BeaconPosition
 from holdfast.records.types import FaultFired, Finished, Left, Recovered, RunStarted, ScriptFailed, WorkerEnded
 
 
@@ -45,12 +45,12 @@ def recovered(rank, lost):
 
 
 def at(phase="forward", step=4, slice_=2, beats=1, waits=False):
-    return Position(beats=beats, step=step, slice=slice_, phase=phase, pid=1, samples=(7, 8), waits=waits)
+    return BeaconPosition(beats=beats, step=step, slice=slice_, phase=phase, pid=1, samples=(7, 8), waits=waits)
 
 
 @pytest.fixture
 def judge():
-    judge = Judge("train.py", stall_timeout_s=60.0)
+    judge = JobState("train.py", stall_timeout_s=60.0)
     judge.begin((0, 1, 2))
     for rank in range(3):
         judge.hear(started(rank))
@@ -73,7 +73,7 @@ def test_a_job_is_done_when_all_that_are_not_dead_have_finished_and_ended(judge)
     for rank in (0, 2):
         judge.hear(ended(rank, 0))
 
-    assert judge.verdict(1.0, running=True) == Completed(finished(0))
+    assert judge.verdict(1.0, running=True) == JobCompleted(finished(0))
 
 
 def test_mpirun_being_gone_does_not_make_a_job_fail_that_finished(judge):
@@ -81,20 +81,20 @@ def test_mpirun_being_gone_does_not_make_a_job_fail_that_finished(judge):
         judge.hear(finished(rank))
         judge.hear(ended(rank, 0))
 
-    assert judge.verdict(1.0, running=False) == Completed(finished(0))
+    assert judge.verdict(1.0, running=False) == JobCompleted(finished(0))
 
 
 def test_the_first_exception_ends_the_job(judge):
     judge.hear(failed(2, t_s=6.0))
     judge.hear(failed(1, t_s=5.0))
 
-    assert judge.verdict(1.0, running=True) == Broken("rank 1, step 4: boom 1", 1, "T")
+    assert judge.verdict(1.0, running=True) == JobBroken("rank 1, step 4: boom 1", 1, "T")
 
 
 def test_a_wrong_setting_keeps_its_exit_code_and_names_no_rank(judge):
     judge.hear(failed(1, exit_code=2))
 
-    assert judge.verdict(1.0, running=True) == Broken("boom 1", 2, "T")
+    assert judge.verdict(1.0, running=True) == JobBroken("boom 1", 2, "T")
 
 
 def test_an_exit_code_without_an_exception_ends_the_job(judge):
@@ -102,7 +102,7 @@ def test_an_exit_code_without_an_exception_ends_the_job(judge):
 
     verdict = judge.verdict(1.0, running=True)
 
-    assert verdict == Broken("rank 1, step 4: train.py ended with exit code 3", rank=1, step=4)
+    assert verdict == JobBroken("rank 1, step 4: train.py ended with exit code 3", rank=1, step=4)
 
 
 def test_leaving_training_early_ends_the_job(judge):
@@ -110,17 +110,17 @@ def test_leaving_training_early_ends_the_job(judge):
 
     verdict = judge.verdict(1.0, running=True)
 
-    assert verdict == Broken("rank 1 left training at step 4 before its end: train.py returned", rank=1, step=4)
+    assert verdict == JobBroken("rank 1 left training at step 4 before its end: train.py returned", rank=1, step=4)
 
 
 def test_a_script_that_never_trains_is_told_so():
-    judge = Judge("train.py")
+    judge = JobState("train.py")
     judge.begin((0, 1))
     judge.hear(ended(0, 0, step=-1))
 
     verdict = judge.verdict(1.0, running=True)
 
-    assert isinstance(verdict, Broken)
+    assert isinstance(verdict, JobBroken)
     assert verdict.message == "train.py ended without training: it never ran session.steps(...)"
 
 
@@ -130,7 +130,7 @@ def test_giving_up_is_not_an_exception(judge):
         judge.hear(failed(rank))
         judge.hear(ended(rank, 1))
 
-    assert judge.verdict(1.0, running=False) == Completed(finished(0, "gave-up"))
+    assert judge.verdict(1.0, running=False) == JobCompleted(finished(0, "gave-up"))
 
 
 def test_a_job_whose_workers_all_died_is_lost_and_starts_again_without_those_that_were_killed(judge):
@@ -141,14 +141,14 @@ def test_a_job_whose_workers_all_died_is_lost_and_starts_again_without_those_tha
 
     verdict = judge.verdict(1.0, running=True)
 
-    assert verdict == Lost("rank 0 killed by SIGKILL; rank 1 killed by SIGSEGV; rank 2 killed by SIGKILL")
+    assert verdict == JobLost("rank 0 killed by SIGKILL; rank 1 killed by SIGSEGV; rank 2 killed by SIGKILL")
     assert judge.ranks_left() == (1,)
 
 
 def test_a_worker_that_survivors_missed_does_not_start_again(judge):
     judge.hear(recovered(0, lost=(1,)))
 
-    assert judge.verdict(1.0, running=False) == Lost("mpirun ended before the workers did")
+    assert judge.verdict(1.0, running=False) == JobLost("mpirun ended before the workers did")
     assert judge.ranks_left() == (0, 2)
 
 
@@ -172,10 +172,10 @@ def test_deaths_that_the_launcher_caused_are_not_counted(judge):
 
 
 def test_workers_that_never_started_are_not_started_again():
-    judge = Judge("train.py")
+    judge = JobState("train.py")
     judge.begin((0, 1))
 
-    assert judge.verdict(1.0, running=False) == Broken("the workers did not start", unexplained=True)
+    assert judge.verdict(1.0, running=False) == JobBroken("the workers did not start", unexplained=True)
 
 
 def test_three_deaths_at_the_same_slice_blame_its_samples(judge):
@@ -187,7 +187,7 @@ def test_three_deaths_at_the_same_slice_blame_its_samples(judge):
     judge.hear(ended(2, -9), at("backward"))
 
     verdict = judge.verdict(1.0, running=True)
-    assert isinstance(verdict, Broken)
+    assert isinstance(verdict, JobBroken)
     assert verdict.message == (
         "workers 0, 1, 2 died one after another at the same place, slice 2 of step 4 (backward, killed by SIGKILL): "
         "its samples are the likely cause: 7, 8"
@@ -200,7 +200,7 @@ def test_deaths_elsewhere_blame_nobody(judge, other):
     judge.hear(ended(1, -9), other)
     judge.hear(ended(2, -9), at())
 
-    assert isinstance(judge.verdict(1.0, running=True), Lost)
+    assert isinstance(judge.verdict(1.0, running=True), JobLost)
 
 
 def test_injected_deaths_blame_nobody(judge):
@@ -208,7 +208,7 @@ def test_injected_deaths_blame_nobody(judge):
         judge.hear(killed(rank))
         judge.hear(ended(rank, -9), at())
 
-    assert isinstance(judge.verdict(1.0, running=True), Lost)
+    assert isinstance(judge.verdict(1.0, running=True), JobLost)
 
 
 def test_workers_that_all_wait_without_a_sign_of_life_are_lost(judge):
@@ -216,7 +216,7 @@ def test_workers_that_all_wait_without_a_sign_of_life_are_lost(judge):
     judge.watch({rank: at("allreduce") for rank in range(3)}, 60.0)
 
     assert judge.verdict(69.0, running=True) is None
-    assert isinstance(judge.verdict(70.0, running=True), Lost)
+    assert isinstance(judge.verdict(70.0, running=True), JobLost)
 
 
 def test_stages_that_all_wait_for_each_others_messages_on_their_way_forward_and_back_are_lost(judge):
@@ -226,7 +226,7 @@ def test_stages_that_all_wait_for_each_others_messages_on_their_way_forward_and_
     judge.watch(waiting, 85.0)
 
     assert judge.verdict(85.0, running=True) is None, "one of them has waited for 55 s only"
-    assert isinstance(judge.verdict(90.0, running=True), Lost)
+    assert isinstance(judge.verdict(90.0, running=True), JobLost)
 
 
 @pytest.mark.parametrize("busy", [at("forward"), at("allreduce", beats=2), at("backward", beats=2, waits=True)])
@@ -245,7 +245,7 @@ def test_those_who_waited_for_one_that_was_stuck_have_as_long_again_to_go_on_wit
     judge.watch(waiting, 70.5)
     assert judge.verdict(71.0, running=True) is None
     judge.watch(waiting, 130.0)
-    assert isinstance(judge.verdict(131.0, running=True), Lost)
+    assert isinstance(judge.verdict(131.0, running=True), JobLost)
 
 
 def in_vain(count):
@@ -260,7 +260,7 @@ def test_recoveries_of_which_nothing_comes_lose_the_job(judge):
 
     verdict = judge.verdict(71.0, running=True)
 
-    assert verdict == Lost(
+    assert verdict == JobLost(
         "the workers recovered 3 times in 61 s without progress: no worker was lost or admitted, and no step was committed"
     )
     judge.begin((0, 1, 2))
@@ -282,7 +282,7 @@ def test_a_recovery_that_may_yet_succeed_loses_nothing(judge, changed):
 
 
 def test_a_virtual_job_is_judged_by_its_one_process():
-    judge = Judge("train.py", virtual=True)
+    judge = JobState("train.py", virtual=True)
     judge.begin((0, 1, 2))
     judge.hear(started(0))
     judge.hear(recovered(1, lost=(0,)))
@@ -292,16 +292,16 @@ def test_a_virtual_job_is_judged_by_its_one_process():
 
     judge.hear(ended(0, 0))
 
-    assert judge.verdict(1.0, running=True) == Completed(finished(1))
+    assert judge.verdict(1.0, running=True) == JobCompleted(finished(1))
 
 
 def test_a_virtual_job_that_dies_loses_no_worker():
-    judge = Judge("train.py", virtual=True)
+    judge = JobState("train.py", virtual=True)
     judge.begin((0, 1, 2))
     judge.hear(killed(1))
     judge.hear(ended(0, -9))
 
-    assert isinstance(judge.verdict(1.0, running=False), Lost)
+    assert isinstance(judge.verdict(1.0, running=False), JobLost)
     assert judge.ranks_left() == (0, 2)
 
 
@@ -350,7 +350,7 @@ def test_a_newcomer_whose_end_is_heard_before_its_admission_is_not_waited_for(ju
     for rank in alive:
         judge.hear(ended(rank, 0))
 
-    assert judge.verdict(1.0, running=True) == Completed(finished(alive[0]))
+    assert judge.verdict(1.0, running=True) == JobCompleted(finished(alive[0]))
 
 
 def test_a_newcomer_that_was_let_in_must_not_leave_training_early(judge):
@@ -359,7 +359,7 @@ def test_a_newcomer_that_was_let_in_must_not_leave_training_early(judge):
     judge.hear(grown(0, (3,), (0, 1, 2, 3)))
     judge.hear(ended(3, 0))
 
-    assert isinstance(judge.verdict(1.0, running=True), Broken)
+    assert isinstance(judge.verdict(1.0, running=True), JobBroken)
 
 
 def test_a_newcomer_that_still_waits_when_the_others_are_done_does_not_keep_the_job(judge):
@@ -368,7 +368,7 @@ def test_a_newcomer_that_still_waits_when_the_others_are_done_does_not_keep_the_
         judge.hear(finished(rank))
         judge.hear(ended(rank, 0))
 
-    assert judge.verdict(1.0, running=True) == Completed(finished(0))
+    assert judge.verdict(1.0, running=True) == JobCompleted(finished(0))
 
 
 def test_a_worker_that_leaves_in_order_is_no_failure(judge):
@@ -385,7 +385,7 @@ def test_a_worker_that_left_is_not_started_again(judge):
     for rank in (0, 2):
         judge.hear(ended(rank, -11))
 
-    assert isinstance(judge.verdict(1.0, running=True), Lost)
+    assert isinstance(judge.verdict(1.0, running=True), JobLost)
     assert judge.ranks_left() == (0, 2)
 
 
@@ -411,7 +411,7 @@ def test_the_workers_of_a_lost_node_are_not_waited_for(judge):
     judge.hear(finished(0))
     judge.hear(ended(0, 0))
 
-    assert judge.verdict(1.0, running=True) == Completed(finished(0))
+    assert judge.verdict(1.0, running=True) == JobCompleted(finished(0))
 
 
 @pytest.mark.parametrize("late", [failed(1, t_s=6.0), ended(1, 1, t_s=6.0), ended(1, 0, t_s=6.0)])
@@ -427,7 +427,7 @@ def test_an_exception_from_before_the_others_went_on_ends_the_job(judge):
     judge.hear(failed(1, t_s=4.9))
     judge.hear(ended(1, 1, t_s=6.0))
 
-    assert judge.verdict(7.0, running=True) == Broken("rank 1, step 4: boom 1", 1, "T")
+    assert judge.verdict(7.0, running=True) == JobBroken("rank 1, step 4: boom 1", 1, "T")
 
 
 def test_who_left_does_not_speak_for_those_that_were_lost_after(judge):
@@ -437,12 +437,12 @@ def test_who_left_does_not_speak_for_those_that_were_lost_after(judge):
     for rank in (0, 2):
         judge.hear(ended(rank, -9))
 
-    assert isinstance(judge.verdict(1.0, running=True), Lost)
+    assert isinstance(judge.verdict(1.0, running=True), JobLost)
 
 
 @pytest.fixture
 def beginning():
-    judge = Judge("train.py", all_connect=True)
+    judge = JobState("train.py", all_connect=True)
     judge.begin((0, 1, 2))
     judge.connect([0])
     return judge
@@ -451,7 +451,7 @@ def beginning():
 def test_a_death_before_all_are_connected_loses_the_start_where_a_fabric_connects_all_or_none(beginning):
     beginning.hear(ended(1, -9))
 
-    assert beginning.verdict(1.0, running=True) == Lost(
+    assert beginning.verdict(1.0, running=True) == JobLost(
         "rank 1 was killed by SIGKILL before all workers were connected"
     )
     assert beginning.ranks_left() == (0, 2)
@@ -465,7 +465,7 @@ def test_a_death_once_the_survivors_are_connected_is_one_to_recover_from(beginni
 
 
 def test_other_fabrics_begin_without_a_worker_that_died():
-    judge = Judge("train.py")
+    judge = JobState("train.py")
     judge.begin((0, 1, 2))
     judge.hear(ended(1, -9))
 
@@ -476,18 +476,18 @@ def test_an_exception_before_all_are_connected_is_a_bug_of_the_script(beginning)
     beginning.hear(failed(1))
     beginning.hear(ended(1, 1))
 
-    assert isinstance(beginning.verdict(1.0, running=True), Broken)
+    assert isinstance(beginning.verdict(1.0, running=True), JobBroken)
 
 
 def test_a_start_that_is_given_up_is_lost_and_may_be_made_again_with_all_workers(beginning):
     beginning.give_up("rank 2 has not started for 120.0 s")
 
-    assert beginning.verdict(1.0, running=True) == Lost("rank 2 has not started for 120.0 s")
+    assert beginning.verdict(1.0, running=True) == JobLost("rank 2 has not started for 120.0 s")
     assert beginning.ranks_left() == (0, 1, 2)
 
 
 def test_an_mpirun_that_is_killed_before_a_worker_began_is_no_reason_to_give_up(beginning):
     verdict = beginning.verdict(1.0, running=False, crash="mpirun was killed by SIGKILL")
 
-    assert verdict == Lost("mpirun was killed by SIGKILL")
-    assert isinstance(beginning.verdict(1.0, running=False), Broken)
+    assert verdict == JobLost("mpirun was killed by SIGKILL")
+    assert isinstance(beginning.verdict(1.0, running=False), JobBroken)

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from holdfast.launch.live import PlainView, Status, Story, _panel
+from holdfast.launch.live import EventFormatter, PlainView, RunStatus, _panel
 from holdfast.records.types import (
     FaultFired,
     Left,
@@ -32,7 +32,7 @@ def recovered(rank=0, step=5, generation=1, **said):
 
 
 def told(*records):
-    story = Story()
+    story = EventFormatter()
     return [line for record in (START, *records) if (line := story.tell(record)) is not None][1:]
 
 
@@ -95,7 +95,7 @@ def test_who_is_lost_while_another_leaves_is_lost():
 
 
 def test_before_training_under_torch_distributed_there_is_no_step_to_speak_of():
-    assert Story().tell(recovered(lost=(1,), decision="continue")) == "lost rank 1; ranks 0, 2 continue"
+    assert EventFormatter().tell(recovered(lost=(1,), decision="continue")) == "lost rank 1; ranks 0, 2 continue"
 
 
 def test_forward_goes_on_with_the_step():
@@ -167,7 +167,7 @@ EVIL = "\x1b]0;title\x07\x1b[2Jname"
 def test_names_of_figures_reach_the_terminal_as_text():
     console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
 
-    console.print(_panel(Status(step=1, planned=2, alive={0: 7}, metrics={EVIL: 1.0}), "last"))
+    console.print(_panel(RunStatus(step=1, planned=2, alive={0: 7}, metrics={EVIL: 1.0}), "last"))
 
     assert "\\x1b]0;title\\x07\\x1b[2Jname 1" in console.file.getvalue()
     assert "\x1b]0;" not in console.file.getvalue()

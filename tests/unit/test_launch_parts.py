@@ -20,13 +20,13 @@ from holdfast.errors import ConfigError, TooFewWorkers
 from holdfast.launch.attempt import _environment
 from holdfast.launch.hostlist import Host
 from holdfast.launch.job import Job
-from holdfast.launch.job_state import Broken, Lost
+from holdfast.launch.job_state import JobBroken, JobLost
 from holdfast.launch.launcher import Launcher
-from holdfast.launch.live import Status, Story, View, make_view
-from holdfast.launch.node_faults import Kills
-from holdfast.launch.processes import Pair, Process, descendants_of, end_gently, wait_for_end
-from holdfast.launch.run_paths import Places
-from holdfast.launch.stopping import Stopping
+from holdfast.launch.live import EventFormatter, RunStatus, RunView, make_view
+from holdfast.launch.node_faults import KillSchedule
+from holdfast.launch.processes import Process, WatchedWorker, descendants_of, end_gently, wait_for_end
+from holdfast.launch.run_paths import RunPaths
+from holdfast.launch.stopping import StopProcedure
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import describe
 from holdfast.records.files import FileRecorder, read_records
@@ -98,12 +98,12 @@ def test_another_process_with_the_same_number_is_left_alone():
 
 
 def test_a_pair_is_read_as_it_was_noted(tmp_path):
-    pair = Pair(Process(1, 2), Process(3, 4))
+    pair = WatchedWorker(Process(1, 2), Process(3, 4))
 
     pair.note(tmp_path / "pair")
 
-    assert Pair.read(tmp_path / "pair") == pair
-    assert Pair.read(tmp_path / "none") is None
+    assert WatchedWorker.read(tmp_path / "pair") == pair
+    assert WatchedWorker.read(tmp_path / "none") is None
 
 
 def sleeper(before="", **env):
@@ -224,7 +224,7 @@ def test_a_script_that_cannot_be_read_shows_where(tmp_path):
 
 
 def test_each_victim_is_named_once_when_its_time_has_come():
-    kills = Kills(iter([(1.0, 2), (1.5, 0)]), begin_s=10.0)
+    kills = KillSchedule(iter([(1.0, 2), (1.5, 0)]), begin_s=10.0)
 
     assert [kills.due(now_s) for now_s in (10.9, 11.0, 11.4, 12.0, 99.0)] == [None, 2, None, 0, None]
 
@@ -240,7 +240,7 @@ def test_a_terminal_shows_how_far_the_run_is(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     view = make_view(screen)
 
-    view.show(Status(step=30, planned=120, alive={0: 11, 2: 12}, metrics={"loss": 0.5}))
+    view.show(RunStatus(step=30, planned=120, alive={0: 11, 2: 12}, metrics={"loss": 0.5}))
     view.say("lost rank 1")
     view.output(2, "[bold] is no markup")
     view.close()
@@ -255,7 +255,7 @@ def test_without_a_plan_the_terminal_shows_no_total(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     view = make_view(screen)
 
-    view.show(Status(step=30, alive={0: 11}, metrics={}))
+    view.show(RunStatus(step=30, alive={0: 11}, metrics={}))
     view.close()
 
     assert re.search(r"\b30\b", screen.getvalue())
@@ -269,7 +269,7 @@ def recovered(rank):
 
 
 def test_what_every_survivor_writes_is_told_once_a_start():
-    story = Story()
+    story = EventFormatter()
 
     assert story.tell(recovered(0)) == "lost rank 1; step 3 is computed again with ranks 0, 2"
     assert story.tell(recovered(2)) is None
@@ -294,7 +294,7 @@ def goes_on(step):
 
 
 def test_torch_distributed_is_told_with_its_first_step_and_without_a_plan():
-    story = Story()
+    story = EventFormatter()
 
     assert [story.tell(ddp_started(rank)) for rank in range(3)] == [None] * 3
     assert story.tell(committed(0)) == "3 ranks: torch.distributed; all-reduces of DDP continue over the survivors"
@@ -303,7 +303,7 @@ def test_torch_distributed_is_told_with_its_first_step_and_without_a_plan():
 
 
 def test_no_step_goes_on_where_there_is_none():
-    story = Story()
+    story = EventFormatter()
 
     assert story.tell(goes_on(0)) == "lost rank 1; ranks 0, 2 continue"
     assert [story.tell(record) for record in (ddp_started(0), ddp_started(2))] == [None, None]
@@ -359,7 +359,7 @@ def test_what_a_launcher_has_made_is_undone_if_it_cannot_begin(monkeypatch, tmp_
     assert not list((tmp_path / "t").iterdir())
 
 
-class Said(View):
+class Said(RunView):
     def __init__(self):
         self.lines = []
         self.is_closed = False
@@ -384,14 +384,14 @@ def test_torch_distributed_is_not_said_to_save_when_it_is_stopped(ddp_launcher):
     ddp_launcher._stopping.answer(Deaf())
 
     assert ddp_launcher._view.lines == ["stopping: the ranks receive SIGTERM, within 0 s (Ctrl-C to stop immediately)"]
-    assert ddp_launcher._stopping.timed_out() == Broken("stopped on request, but the ranks did not end within 0 s")
-    assert ddp_launcher._restart(Lost("rank 0 killed by SIGTERM"), (1,)) == Broken(
+    assert ddp_launcher._stopping.timed_out() == JobBroken("stopped on request, but the ranks did not end within 0 s")
+    assert ddp_launcher._restart(JobLost("rank 0 killed by SIGTERM"), (1,)) == JobBroken(
         "stopped on request: rank 0 killed by SIGTERM"
     )
 
 
 def test_each_start_of_a_job_has_a_port_of_its_own_unless_one_is_set(monkeypatch, tmp_path):
-    places = Places(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
+    places = RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
     monkeypatch.delenv("MASTER_PORT", raising=False)
 
     with socket.socket() as taken:
@@ -404,14 +404,14 @@ def test_each_start_of_a_job_has_a_port_of_its_own_unless_one_is_set(monkeypatch
 
 
 def test_an_injected_death_is_told_as_the_fault_only():
-    story = Story()
+    story = EventFormatter()
     fault = FaultFired(t_s=1.0, rank=1, step=3, fault=0, kind="kill", phase="forward")
     death = WorkerEnded(t_s=1.0, rank=1, step=3, exit_code=-9, pid=1)
 
     assert story.tell(fault) == "kill of rank 1 at step 3, forward"
     assert story.tell(death) is None
-    assert Story().tell(death) == "rank 1 died at step 3: killed by SIGKILL"
-    assert Story().tell(SEEN) is None
+    assert EventFormatter().tell(death) == "rank 1 died at step 3: killed by SIGKILL"
+    assert EventFormatter().tell(SEEN) is None
 
 
 # -- stopping
@@ -439,7 +439,7 @@ def stopping(tmp_path):
         others=None,
         nodes=None,
     )
-    return Stopping(run, SimpleNamespace(is_distributed=False))
+    return StopProcedure(run, SimpleNamespace(is_distributed=False))
 
 
 def test_who_is_still_being_started_is_told_to_stop_as_soon_as_it_is_there_and_nobody_twice(stopping):

@@ -11,7 +11,7 @@ from train_reference import train
 
 import holdfast
 from holdfast.data import loader as loading_room
-from holdfast.data.loader import Loading, Source
+from holdfast.data.loader import DataSource, SliceLoader
 from holdfast.data.plan import MiniBatch
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import FaultPlan, parse
@@ -40,11 +40,13 @@ def batches(first=0):
 
 
 def loading(mine, **source):
-    return Loading(Source(Numbers(), num_workers=2, **source), lambda batch: batches(batch.step + 1), lambda _: mine)
+    return SliceLoader(
+        DataSource(Numbers(), num_workers=2, **source), lambda batch: batches(batch.step + 1), lambda _: mine
+    )
 
 
 def alone(batch, number):
-    return Loading(Source(Numbers()), None, None)(3, batch, number)
+    return SliceLoader(DataSource(Numbers()), None, None)(3, batch, number)
 
 
 def test_what_is_loaded_ahead_is_what_is_needed_though_slices_change_hands_and_steps_are_done_again():
@@ -79,7 +81,7 @@ def test_what_was_planned_is_forgotten_when_the_same_slices_hold_other_samples()
             slices = tuple(np.arange(size * (2 * step + n), size * (2 * step + n + 1)) % 64 for n in range(2))
             yield MiniBatch(step=step, epoch=0, full_size=2 * size, slices=slices, owners={0: 0, 1: 1}, after=None)
 
-    ahead = Loading(Source(Numbers(), num_workers=2), lambda batch: cut(batch.step + 1), lambda _: [0])
+    ahead = SliceLoader(DataSource(Numbers(), num_workers=2), lambda batch: cut(batch.step + 1), lambda _: [0])
     held = []
     for step in range(20):
         size = 2 if step < 3 else 3
@@ -95,7 +97,7 @@ def test_what_was_planned_is_forgotten_when_the_same_slices_hold_other_samples()
 def test_the_generators_are_the_same_after_loading_here_and_elsewhere():
     batch, ahead = next(batches()), loading([0])
     drawn = []
-    for load in (ahead, Loading(Source(Numbers()), None, None)):
+    for load in (ahead, SliceLoader(DataSource(Numbers()), None, None)):
         load(3, batch, 0)
         drawn.append((float(torch.rand(1)), float(np.random.normal())))
     ahead.close()
@@ -119,7 +121,7 @@ def test_a_lost_process_is_started_anew_and_nothing_changes(capfd):
 @pytest.mark.soak
 def test_data_that_kill_who_loads_them_end_training(monkeypatch):
     monkeypatch.setattr(loading_room, "_MOST_RESTARTS", 1)  # each is found out within five seconds
-    ahead = Loading(Source(Numbers(dies_at=0), num_workers=1), lambda batch: iter(()), lambda _: [0])
+    ahead = SliceLoader(DataSource(Numbers(dies_at=0), num_workers=1), lambda batch: iter(()), lambda _: [0])
 
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         ahead(3, next(batches()), 0)

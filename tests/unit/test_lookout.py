@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.config import Settings
-from holdfast.launch.health import Lookout
+from holdfast.launch.health import HealthMonitor
 from holdfast.launch.job import Job
-from holdfast.launch.population import Births
-from holdfast.records.beacon import Position
+from holdfast.launch.population import WorkerPopulation
+from holdfast.records.beacon import BeaconPosition
 
 SLOW = {1: 0.4, 2: 0.5}
 
@@ -20,16 +20,16 @@ SLOW = {1: 0.4, 2: 0.5}
 def looked_for(stragglers, there, newcomers, settings):
     """Look where five workers are through 21 steps; return what was noted, who was told to leave, and who is planned."""
     job = Job(script=Path("s"), settings=Settings(workers=5, fabric="gloo", **settings), stragglers=stragglers)
-    noted, told, births = [], [], Births(newcomers, 9)
+    noted, told, births = [], [], WorkerPopulation(newcomers, 9)
     judge = SimpleNamespace(workers_alive=lambda: there)
-    lookout = Lookout(
+    lookout = HealthMonitor(
         SimpleNamespace(job=job, judge=judge, births=births),
         SimpleNamespace(note=lambda record: noted.append((record.rank, record.policy))),
     )
     attempt = SimpleNamespace(send=lambda rank, number: told.append((rank, number)))
     for step in range(22):
         positions = {
-            rank: Position(
+            rank: BeaconPosition(
                 beats=1, step=step, slice=0, phase="forward", pid=1, samples=(), compute_s=SLOW.get(rank, 0.1)
             )
             for rank in range(5)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from threads import PATIENCE_S, Threads, side_by_side
 
-from holdfast.comm import Mail, OrderedSum, Span, VirtualCommunicator
+from holdfast.comm import Mailbox, OrderedAllReduce, SlotSpan, VirtualCommunicator
 from holdfast.comm import shm_p2p as outbox
-from holdfast.comm.memory import Opened
-from holdfast.comm.shm_p2p import Inbox, Outbox
+from holdfast.comm.memory import OpenSegments
+from holdfast.comm.shm_p2p import ShmInbox, ShmOutbox
 from holdfast.errors import InternalError, PeerFailed, ScriptError
 
 ME, OTHER = 0, 1
@@ -21,16 +21,16 @@ class Messages(Threads):
     """Threads that post to each other, too."""
 
     def post(self, rank, data):
-        self.meeting.posted(self.here[0], rank).put(data)
+        self.meeting.posted(self.local_ranks[0], rank).put(data)
 
     def take(self, rank, data):
-        data.view(-1).copy_(self.meeting.posted(rank, self.here[0]).get(timeout=PATIENCE_S).view(-1))
+        data.view(-1).copy_(self.meeting.posted(rank, self.local_ranks[0]).get(timeout=PATIENCE_S).view(-1))
 
 
 def pair():
     """An outbox, and how another worker of this host sees it."""
-    box = Outbox(lambda held, more: True)
-    return box, Inbox(OTHER, os.getpid(), box.renew(), Opened())
+    box = ShmOutbox(lambda held, more: True)
+    return box, ShmInbox(OTHER, os.getpid(), box.renew(), OpenSegments())
 
 
 def exchange(box, inbox, attempt, messages):
@@ -97,13 +97,13 @@ def test_the_word_that_tells_of_a_message_is_written_when_all_of_it_is_there(mon
     box.begin(1)
     inbox.begin(1)
     seen = []
-    say = Outbox._say
+    say = ShmOutbox._say
 
     def look_before(self, to, words):
         seen.append((inbox.has_next(), box._parts[0].segment.bytes[:20].view(torch.float32).tolist()))
         say(self, to, words)
 
-    monkeypatch.setattr(Outbox, "_say", look_before)
+    monkeypatch.setattr(ShmOutbox, "_say", look_before)
 
     box.put([OTHER], torch.ones(5))
 
@@ -112,10 +112,10 @@ def test_the_word_that_tells_of_a_message_is_written_when_all_of_it_is_there(mon
 
 
 def test_a_segment_is_mapped_once_though_tables_are_fresh_in_every_generation():
-    opened, box = Opened(), Outbox(lambda held, more: True)
+    opened, box = OpenSegments(), ShmOutbox(lambda held, more: True)
     places = set()
     for _ in range(3):
-        inbox = Inbox(OTHER, os.getpid(), box.renew(), opened)
+        inbox = ShmInbox(OTHER, os.getpid(), box.renew(), opened)
         (found,) = exchange(box, inbox, 1, [torch.ones(1000)])
         places.add(found.data_ptr())
         opened.forget_others()
@@ -124,8 +124,8 @@ def test_a_segment_is_mapped_once_though_tables_are_fresh_in_every_generation():
 
 
 def test_what_nobody_asks_for_any_more_is_unmapped():
-    opened, box = Opened(), Outbox(lambda held, more: True)
-    inbox = Inbox(OTHER, os.getpid(), box.renew(), opened)
+    opened, box = OpenSegments(), ShmOutbox(lambda held, more: True)
+    inbox = ShmInbox(OTHER, os.getpid(), box.renew(), opened)
     exchange(box, inbox, 1, [torch.ones(1000)])
     assert len(opened._known) == 1
 
@@ -142,17 +142,17 @@ def test_a_new_generation_takes_no_message_of_the_old_one_even_from_the_same_pla
     mails = {}
 
     def first(comm):
-        mail = mails[comm.here[0]] = Mail(comm)
+        mail = mails[comm.local_ranks[0]] = Mailbox(comm)
         mail.begin()
-        if comm.here == (ME,):
+        if comm.local_ranks == (ME,):
             mail.send(OTHER, torch.ones(3))  # which nobody receives
         comm.barrier()
 
     def second(comm):
-        mail = mails[comm.here[0]]
+        mail = mails[comm.local_ranks[0]]
         mail._comm = comm
         mail.begin()
-        if comm.here == (ME,):
+        if comm.local_ranks == (ME,):
             comm.barrier()
             mail.send(OTHER, torch.zeros(3))
             return None
@@ -169,15 +169,15 @@ def test_who_has_no_memory_sends_messages_and_what_nobody_took_is_forgotten(shar
     counts = {}
 
     def work(comm):
-        mail = Mail(comm, shared_bytes=shared_bytes if comm.here == (ME,) else -1)
+        mail = Mailbox(comm, shared_bytes=shared_bytes if comm.local_ranks == (ME,) else -1)
         for attempt in (1, 2):
             mail.begin()
-            if comm.here == (ME,):
+            if comm.local_ranks == (ME,):
                 mail.send(OTHER, torch.full((1000,), attempt))
                 mail.send(OTHER, torch.full((1000,), 10 * attempt))
-            got = [mail.receive(ME).clone()] if comm.here == (OTHER,) else []
+            got = [mail.receive(ME).clone()] if comm.local_ranks == (OTHER,) else []
             comm.barrier()
-        counts[comm.here[0]] = sum(line.qsize() for line in comm.meeting.lines.values())
+        counts[comm.local_ranks[0]] = sum(line.qsize() for line in comm.meeting.lines.values())
         return got
 
     results = side_by_side((ME, OTHER), work, kind=Messages)
@@ -191,9 +191,9 @@ def test_who_waits_for_a_message_hears_of_a_death():
     has_begun = threading.Event()
 
     def work(comm):
-        mail = Mail(comm)
+        mail = Mailbox(comm)
         mail.begin()
-        if comm.here == (ME,):
+        if comm.local_ranks == (ME,):
             has_begun.wait(10)  # else the other one may still be in begin()
             raise RuntimeError("dead")
         has_begun.set()
@@ -203,7 +203,7 @@ def test_who_waits_for_a_message_hears_of_a_death():
 
 
 def test_a_message_that_cannot_be_sent_is_refused():
-    mail = Mail(VirtualCommunicator(1))
+    mail = Mailbox(VirtualCommunicator(1))
 
     with pytest.raises(InternalError, match=r"before begin\(\)"):
         mail.send(0, torch.ones(1))
@@ -220,7 +220,7 @@ def test_a_message_that_cannot_be_sent_is_refused():
 
 def test_virtual_workers_say_who_sends_and_a_death_ends_the_waiting():
     comm = VirtualCommunicator(3)
-    mail = Mail(comm)
+    mail = Mailbox(comm)
     mail.begin()
     with pytest.raises(InternalError, match="pass the sender or receiver as `me`"):
         mail.send(1, torch.ones(1))
@@ -251,11 +251,11 @@ class Counting(Threads):
 
 def test_maxima_without_a_sum_cost_no_message_once_the_memory_is_open():
     def work(comm):
-        add = OrderedSum(comm, "fold", 64)
+        add = OrderedAllReduce(comm, "fold", 64)
         add.open()
         comm.barrier()
         before = comm.meeting.desk["maxima"]
-        me = comm.here[0]
+        me = comm.local_ranks[0]
         found = [add.maximum([n * (1 + me), -n]) for n in range(300)]
         comm.barrier()
         assert comm.meeting.desk["maxima"] == before
@@ -272,10 +272,10 @@ def test_nobody_overtakes_who_still_reads_the_maximum_before():
     rounds = 3
 
     def work(comm):
-        add = OrderedSum(comm, "fold", 64)
+        add = OrderedAllReduce(comm, "fold", 64)
         add.open()
         path = add._path
-        if comm.here == (0,):
+        if comm.local_ranks == (0,):
             meet = type(path)._meet.__get__(path)
 
             def meet_late():
@@ -293,18 +293,18 @@ def test_nobody_overtakes_who_still_reads_the_maximum_before():
 
 
 def test_a_worker_without_a_slice_has_a_slot_that_all_have_mapped_before_it_is_needed():
-    span = Span(0, 1000, torch.float32)
+    span = SlotSpan(0, 1000, torch.float32)
     adders = {}
 
     def first(comm):
-        add = adders[comm.here[0]] = OrderedSum(comm, "fold", span.end)
-        if comm.here != (2,):
+        add = adders[comm.local_ranks[0]] = OrderedAllReduce(comm, "fold", span.end)
+        if comm.local_ranks != (2,):
             span.of(add.room(0)).fill_(1.0)
         add(span, {0: 0, 1: 1})
         return [memory.data_ptr() for terms in add._path._memory.terms for memory in terms]
 
     def second(comm):
-        add = adders[comm.here[0]]
+        add = adders[comm.local_ranks[0]]
         add._comm = comm
         span.of(add.room(0)).fill_(2.0)
         assert torch.equal(add(span, {0: 0, 1: 2}), torch.full((1000,), 4.0))
@@ -323,14 +323,14 @@ def test_a_worker_without_a_slice_has_a_slot_that_all_have_mapped_before_it_is_n
 
 def test_what_is_sent_to_several_is_copied_once_and_reaches_each_in_its_own_way():
     def work(comm):
-        mail = Mail(comm, shared_bytes=0 if comm.here == (2,) else -1)
+        mail = Mailbox(comm, shared_bytes=0 if comm.local_ranks == (2,) else -1)
         mail.begin()
-        if comm.here == (0,):
+        if comm.local_ranks == (0,):
             mail._readers -= {3}  # as if that one could not open the memory
             mail.send((0, 1, 2, 3), torch.arange(100))
             used = sum(part.used for part in mail._outbox._parts)
             assert used == 832, "one copy of 800 bytes, in whole cache lines"
-        if comm.here == (3,):
+        if comm.local_ranks == (3,):
             mail._inboxes.pop(0)
         got = mail.receive(0).clone()
         comm.barrier()

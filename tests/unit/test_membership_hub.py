@@ -15,9 +15,9 @@ from jobs import clean_env
 
 from holdfast.errors import ConfigError, StoreLost
 from holdfast.membership import Hub, HubStore
-from holdfast.membership.hub import Seldom
-from holdfast.membership.store import LEASE_S, Silence, beat_s, patience_s
-from holdfast.membership.wire import MAX_HELLO_BYTES, MAX_LINE_BYTES, Lines, dump, parse
+from holdfast.membership.hub import RateLimitedLog
+from holdfast.membership.store import LEASE_S, SilenceTimer, beat_s, patience_s
+from holdfast.membership.wire import MAX_HELLO_BYTES, MAX_LINE_BYTES, LineSplitter, dump, parse
 
 TOKEN = "secret"  # noqa: S105
 WAIT_S = 60
@@ -183,7 +183,7 @@ def test_of_strangers_that_come_again_and_again_the_first_is_named_and_the_rest_
 
 def test_strangers_are_counted_once_a_minute(caplog):
     clock = Time()
-    seldom = Seldom(60.0, clock)
+    seldom = RateLimitedLog(60.0, clock)
     for second in range(150):
         clock.now_s = 100.0 + second
         seldom.say(f"stranger {second}")
@@ -397,7 +397,7 @@ class Time:
 
 def test_silence_is_too_long_when_its_limit_has_passed_since_the_last_sign():
     clock = Time()
-    silence = Silence(7.0, 1.0, clock)
+    silence = SilenceTimer(7.0, 1.0, clock)
     found = []
     for second in range(1, 16):
         clock.now_s = 100.0 + second
@@ -410,7 +410,7 @@ def test_silence_is_too_long_when_its_limit_has_passed_since_the_last_sign():
 
 def test_time_in_which_nobody_could_listen_does_not_count_as_silence():
     clock = Time()
-    silence = Silence(7.0, 1.0, clock)
+    silence = SilenceTimer(7.0, 1.0, clock)
     silence.is_too_long()
 
     clock.now_s += 3600  # the machine slept
@@ -424,7 +424,7 @@ def test_time_in_which_nobody_could_listen_does_not_count_as_silence():
 
 def test_lines_come_whole_however_they_were_cut():
     rng, text = random.Random(1), [rng_line(n) for n in range(200)]
-    data, lines, got = b"".join(text), Lines(2000), []
+    data, lines, got = b"".join(text), LineSplitter(2000), []
     while data:
         size = rng.randrange(1, 500)
         got += lines.feed(data[:size])
@@ -438,7 +438,7 @@ def rng_line(number):
 
 
 def test_a_line_that_is_too_long_is_refused_before_it_is_whole():
-    lines = Lines(MAX_HELLO_BYTES)
+    lines = LineSplitter(MAX_HELLO_BYTES)
     assert lines.feed(b"x" * 4000) == []
 
     with pytest.raises(ValueError, match="a line has more than 4096 bytes"):

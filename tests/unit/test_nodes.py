@@ -11,9 +11,9 @@ from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch import nodes
 from holdfast.launch.job import Job
-from holdfast.launch.nodes import FENCE_LEASES, Nodes
+from holdfast.launch.nodes import FENCE_LEASES, NodeGroup
 from holdfast.launch.rendezvous import check_nodes, split_address
-from holdfast.records.beacon import Position
+from holdfast.records.beacon import BeaconPosition
 from holdfast.records.types import StepCommitted, WorkerEnded
 
 LEASE_S = 0.6
@@ -48,7 +48,7 @@ def meet(make_job):
         def together(count=2, **more):
             made = {}
             threads = [
-                threading.Thread(target=lambda n=n: made.update({n: Nodes(make_job(n, count, **more))}))
+                threading.Thread(target=lambda n=n: made.update({n: NodeGroup(make_job(n, count, **more))}))
                 for n in range(count)
             ]
             for thread in threads:
@@ -91,7 +91,7 @@ def test_each_node_starts_its_own_workers_and_knows_all(meet):
 
 def test_what_one_tells_all_others_hear_once_in_order_with_the_place_of_a_death(meet):
     first, second, third = meet(3)
-    position = Position(beats=1, step=4, slice=2, phase="forward", pid=7, samples=(3, 5))
+    position = BeaconPosition(beats=1, step=4, slice=2, phase="forward", pid=7, samples=(3, 5))
     death = WorkerEnded(t_s=9.0, rank=0, step=4, exit_code=-9, pid=7)
 
     first.tell([(committed(step), None) for step in range(3)])
@@ -135,13 +135,13 @@ def test_a_silent_node_is_lost_with_its_workers_and_one_that_says_goodbye_is_not
     first, second, third = meet(3, workers=1)
     for launcher in (first, second, third):
         launcher.begin(0)
-    assert first.look() == nodes.Changes()
+    assert first.look() == nodes.NodeChanges()
 
     fall_silent(second)
     third.ended(2)
     third.close()
 
-    changes = nodes.Changes()
+    changes = nodes.NodeChanges()
     until(lambda: changes.lost.update(first.look().lost) or changes.lost)
     assert changes.lost == {1: (1,)}
     assert set(first.store.under("gone/0/")) == {"1", "2"}
@@ -172,7 +172,7 @@ def test_who_comes_back_to_a_lost_node_brings_newcomers_and_knows_who_is_there(m
     fall_silent(second)
     until(lambda: first.look().lost)
 
-    back = Nodes(make_job(1))
+    back = NodeGroup(make_job(1))
     meet.ends.callback(back.close)
     start = back.begin(back.number)
 
@@ -206,7 +206,7 @@ def test_a_node_has_one_launcher(meet, make_job):
     with pytest.raises(
         ConfigError, match=r"node 1 has a launcher already, process \d+ on .*: give each node its own --node-r"
     ):
-        Nodes(make_job(1))
+        NodeGroup(make_job(1))
 
 
 def test_who_was_given_up_knows_it_though_it_can_be_reached_again(meet):
@@ -322,7 +322,7 @@ def test_launchers_that_were_started_differently_are_told_what_differs(meet, mak
     meet(2)
 
     with pytest.raises(ConfigError, match=complaint):
-        Nodes(make_job(1, **({"nnodes": 2} | more)))
+        NodeGroup(make_job(1, **({"nnodes": 2} | more)))
 
 
 def test_another_script_of_the_same_name_is_found_out(meet, make_job):
@@ -330,14 +330,14 @@ def test_another_script_of_the_same_name_is_found_out(meet, make_job):
     make_job(1).script.write_text("print('newer')")
 
     with pytest.raises(ConfigError, match="a script with the digest"):
-        Nodes(make_job(1))
+        NodeGroup(make_job(1))
 
 
 def test_a_wrong_token_is_refused_in_one_line(meet, make_job):
     meet(2, token="right")  # noqa: S106
 
     with pytest.raises(ConfigError, match="refused the connection for a wrong token: --rdzv-token") as refused:
-        Nodes(make_job(1, token="wrong"))  # noqa: S106
+        NodeGroup(make_job(1, token="wrong"))  # noqa: S106
     assert "\n" not in str(refused.value)
 
 
@@ -345,18 +345,18 @@ def test_without_a_first_launcher_nobody_waits_for_ever(make_job):
     with pytest.raises(
         ConfigError, match=r"there is no store at .*; node 1 waited 0.1 s \(--rdzv-timeout\) for node 0"
     ):
-        Nodes(make_job(1, rdzv_timeout_s=0.1))
+        NodeGroup(make_job(1, rdzv_timeout_s=0.1))
 
 
 def test_without_an_etcd_it_is_the_store_that_is_missing(make_job):
     complaint = r"there is no etcd at 127.0.0.1:\d+.*; node 0 waited 0.1 s \(--rdzv-timeout\) for it$"
     with pytest.raises(ConfigError, match=complaint):
-        Nodes(make_job(0, rdzv_timeout_s=0.1, rdzv=f"etcd://127.0.0.1:{free_port()}/a-job"))
+        NodeGroup(make_job(0, rdzv_timeout_s=0.1, rdzv=f"etcd://127.0.0.1:{free_port()}/a-job"))
 
 
 def test_a_node_that_does_not_come_is_named(make_job):
     with pytest.raises(ConfigError, match=r"node 1, 2 did not join within 0.2 s \(--rdzv-timeout\)"):
-        Nodes(make_job(0, nnodes=3, rdzv_timeout_s=0.2))
+        NodeGroup(make_job(0, nnodes=3, rdzv_timeout_s=0.2))
 
 
 def test_a_port_that_is_taken_is_said(make_job):
@@ -366,7 +366,7 @@ def test_a_port_that_is_taken_is_said(make_job):
         taken.listen()
 
         with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:"):
-            Nodes(job)
+            NodeGroup(job)
 
 
 @pytest.mark.parametrize(

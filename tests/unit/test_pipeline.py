@@ -14,18 +14,18 @@ from torch.utils.data import TensorDataset
 import holdfast
 from holdfast.checkpoint import steps
 from holdfast.engine import loop as run
-from holdfast.engine.context import Recovery
+from holdfast.engine.context import RecoveryContext
 from holdfast.errors import CheckpointError, ConfigError, PeerFailed, ScriptError, TooFewWorkers
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.faults.process import PlannedFaults
 from holdfast.launch.control import append
-from holdfast.models.pipeline import Pipelined
-from holdfast.models.pipeline_scaler import Stage
-from holdfast.models.stages import Stages
+from holdfast.models.pipeline import PipelineModel
+from holdfast.models.pipeline_scaler import ScaledStage
+from holdfast.models.stages import StageExecutor
 from holdfast.records.files import read_run
 from holdfast.records.paths import requests_path
 from holdfast.records.types import PartRestored, Recovered, RunStarted
-from holdfast.state.restorer import Beginning
+from holdfast.state.restorer import StateRestorer
 
 SAMPLES, BATCH, EPOCHS, SLICES, SEED = 23, 8, 2, 3, 5
 STEPS = EPOCHS * 3
@@ -269,8 +269,8 @@ def test_all_stages_take_a_step_that_is_scaled_or_none_does(tmp_path, monkeypatc
         stage.scaling.skips = not all(gradient.isfinite().all() for gradient in stage._gradients())
         optimize(stage)
 
-    optimize = Stage._optimize
-    monkeypatch.setattr(Stage, "_optimize", by_itself)
+    optimize = ScaledStage._optimize
+    monkeypatch.setattr(ScaledStage, "_optimize", by_itself)
     model, session = begin(stages, largest_norm=largest_norm, scaler=make_scaler())
     train(session)
     with pytest.raises(AssertionError):
@@ -293,7 +293,7 @@ def test_the_average_of_the_weights_goes_where_the_stages_go(tmp_path, monkeypat
     check_bits(model, session)
     check_same(model.averaged.state_dict(), expected)
 
-    monkeypatch.setattr(Stage, "_update_average", lambda stage: None)
+    monkeypatch.setattr(ScaledStage, "_update_average", lambda stage: None)
     model, session = begin(average=make_average)
     train(session)
     with pytest.raises(AssertionError):
@@ -454,7 +454,7 @@ def test_a_death_in_any_phase_of_any_stage_or_mirror_changes_no_bit_and_loads_no
 
 def test_a_death_at_a_slice_strikes_when_those_before_it_were_handed_over(monkeypatch):
     happened = []
-    reach, give = PlannedFaults.reach, Stages._give
+    reach, give = PlannedFaults.reach, StageExecutor._give
 
     def note_phase(self, phase, step, rank, bucket=None):
         if (phase, step, rank) == ("handover", 2, 1):
@@ -467,7 +467,7 @@ def test_a_death_at_a_slice_strikes_when_those_before_it_were_handed_over(monkey
         give(self, batch, number, part, *more, back=back)
 
     monkeypatch.setattr(PlannedFaults, "reach", note_phase)
-    monkeypatch.setattr(Stages, "_give", note_message)
+    monkeypatch.setattr(StageExecutor, "_give", note_message)
     _, session = begin(workers=3, faults=faults("kill:rank=1,step=2,phase=handover,slice=1"))
 
     train(session)
@@ -558,19 +558,19 @@ def test_where_a_stage_is_lost_and_too_few_are_left_the_checkpoint_is_what_remai
 def test_what_is_to_be_saved_while_homes_are_among_the_dead_is_saved_by_all_when_there_are_new_ones(
     tmp_path, monkeypatch
 ):
-    apply, save, saved = run.Run._apply, Beginning.save, []
+    apply, save, saved = run.TrainingLoop._apply, StateRestorer.save, []
 
     def apply_as_one_who_is_behind(self, step):
         if step == 3:
-            self._recovery.now = Recovery(before=self._world.comm.members)
+            self._recovery.now = RecoveryContext(before=self._world.comm.members)
         apply(self, step)
 
     def note(self):
         saved.append((self._world.step, self._world.keeper.is_outdated(self._world.step, -2)))
         save(self)
 
-    monkeypatch.setattr(run.Run, "_apply", apply_as_one_who_is_behind)
-    monkeypatch.setattr(Beginning, "save", note)
+    monkeypatch.setattr(run.TrainingLoop, "_apply", apply_as_one_who_is_behind)
+    monkeypatch.setattr(StateRestorer, "save", note)
     _, session = begin(checkpoint_dir=str(tmp_path), checkpoint_every=2)
 
     train(session)
@@ -602,7 +602,7 @@ def test_a_running_job_does_not_take_a_strategy_that_goes_on_without_a_stage(tmp
 
 
 def test_a_death_while_all_are_given_the_whole_model_changes_no_bit(monkeypatch):
-    finish, calls = Pipelined.finish, []
+    finish, calls = PipelineModel.finish, []
 
     def dies_once(body):
         finish(body)
@@ -611,7 +611,7 @@ def test_a_death_while_all_are_given_the_whole_model_changes_no_bit(monkeypatch)
             body._comm.fail(2)
             raise PeerFailed("a death in finish")
 
-    monkeypatch.setattr(Pipelined, "finish", dies_once)
+    monkeypatch.setattr(PipelineModel, "finish", dies_once)
     model, session = begin()
 
     train(session)

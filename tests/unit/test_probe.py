@@ -12,13 +12,13 @@ from torch import nn
 from train_broken import BREAKS, train
 
 from holdfast import Session, Sharded
-from holdfast.doctor.checks import Found, examine
-from holdfast.doctor.findings import Seen, blame
+from holdfast.doctor.checks import Findings, examine
+from holdfast.doctor.findings import ScriptFindings, blame
 from holdfast.doctor.layers import usual_subjects
 from holdfast.doctor.report import checks_of, is_exact, lines_of
-from holdfast.doctor.script import Look, Looked
+from holdfast.doctor.script import ScriptInspected, ScriptInspector
 from holdfast.doctor.subprocesses import ask
-from holdfast.doctor.target import Subject, is_at_odd_place
+from holdfast.doctor.target import DoctorTarget, is_at_odd_place
 from holdfast.errors import ConfigError
 from holdfast.session.reinit_context import application
 
@@ -42,9 +42,9 @@ def one_thread():
 
 def look_at(broken, shared, *, briefly=False):
     """What was seen of the script's first step, in this process."""
-    application.looks = look = Look(shared, briefly=briefly)
+    application.looks = look = ScriptInspector(shared, briefly=briefly)
     try:
-        with pytest.raises(Looked):
+        with pytest.raises(ScriptInspected):
             train(broken, fabric="virtual", workers=4)
     finally:
         application.looks = None
@@ -97,21 +97,24 @@ def test_samples_that_differ_when_they_are_fetched_again_are_told_from_the_model
 
 
 def test_samples_at_an_odd_place_in_memory_matter_where_a_layer_computes_otherwise_from_there():
-    layer = Found("0 (Linear)", memory=["output"])
+    layer = Findings("0 (Linear)", memory=["output"])
     facts = {"machine": FACTS}
-    wrong = Seen(layers=[layer], odd_places=["the samples"]).as_json()
+    wrong = ScriptFindings(layers=[layer], odd_places=["the samples"]).as_json()
 
-    found = checks_of(facts | {"seen": wrong}, {"seen": Seen().as_json()})
+    found = checks_of(facts | {"seen": wrong}, {"seen": ScriptFindings().as_json()})
 
     (check,) = said(found, "alignment")
     assert check.verdict == "changes bits"
     assert check.what.endswith("; the samples are misaligned")
-    right = Seen(layers=[layer]).as_json()
+    right = ScriptFindings(layers=[layer]).as_json()
     assert said(checks_of(facts | {"seen": right}, {"seen": right}), "alignment")[0].verdict == "held"
 
 
 def test_weights_and_samples_that_are_others_in_another_process_are_told():
-    here, there = Seen(weights="1", samples_digest="2").as_json(), Seen(weights="3", samples_digest="4").as_json()
+    here, there = (
+        ScriptFindings(weights="1", samples_digest="2").as_json(),
+        ScriptFindings(weights="3", samples_digest="4").as_json(),
+    )
 
     found = checks_of({"machine": FACTS, "seen": here}, {"seen": there})
 
@@ -160,7 +163,7 @@ def test_a_script_that_is_not_there_and_a_model_that_is_split_are_refused(tmp_pa
         ask(Path("no.py"), (), workers=4, timeout_s=60)
     split = Session(Sharded(nn.Linear(2, 2)), lambda p: torch.optim.SGD(p, lr=0.1), workers=2)
     with pytest.raises(ConfigError, match="this one is split"):
-        next(Look(tmp_path / "s.pt")(split._replica, None, None, None))
+        next(ScriptInspector(tmp_path / "s.pt")(split._replica, None, None, None))
 
 
 # -- layers by themselves
@@ -177,7 +180,7 @@ def test_samples_beside_others_are_compared_row_by_row():
 
 
 def test_a_kernel_that_takes_another_path_from_an_odd_place_is_found():
-    subject = Subject(name="odd", compute=lambda x: x + float(x.data_ptr() % 64 > 0), args=(torch.ones(5),))
+    subject = DoctorTarget(name="odd", compute=lambda x: x + float(x.data_ptr() % 64 > 0), args=(torch.ones(5),))
 
     found = examine(subject, ())
 
@@ -199,16 +202,16 @@ def test_gradients_are_compared_too_and_buffers_are_put_back():
             return gradient * Backward.calls
 
     norm = nn.BatchNorm1d(3)
-    odd = Subject(name="odd", compute=Backward.apply, args=(torch.ones(4, 3),))
+    odd = DoctorTarget(name="odd", compute=Backward.apply, args=(torch.ones(4, 3),))
 
     assert examine(odd, ()).again == ["gradient of input 0"]
-    assert examine(Subject.of("norm", norm, torch.randn(4, 3)), ()).again == []
+    assert examine(DoctorTarget.of("norm", norm, torch.randn(4, 3)), ()).again == []
     assert norm.num_batches_tracked == 0
 
 
 def test_the_first_layer_that_was_given_the_same_and_made_something_else_of_it_is_to_blame():
-    one = [Found("b", {"input 0": "2", "output": "3"}), Found("a", {"input 0": "1", "output": "2"})]
-    other = [Found("b", {"input 0": "9", "output": "8"}), Found("a", {"input 0": "1", "output": "9"})]
+    one = [Findings("b", {"input 0": "2", "output": "3"}), Findings("a", {"input 0": "1", "output": "2"})]
+    other = [Findings("b", {"input 0": "9", "output": "8"}), Findings("a", {"input 0": "1", "output": "9"})]
 
     assert blame(one, other) == "a"
     assert blame(one, one) == ""

@@ -9,10 +9,10 @@ import time
 import pytest
 from small_disk import fill, small_disk
 
-from holdfast.comm.waiting import Waiting
+from holdfast.comm.waiting import WaitContext
 from holdfast.errors import InternalError
 from holdfast.faults.plan import Fault
-from holdfast.records.beacon import PHASES, Beacon, NoBeacon, Position, Pulse
+from holdfast.records.beacon import PHASES, Beacon, BeaconPosition, NoBeacon, Pulse
 from holdfast.records.encoding import record_from_dict, record_to_dict
 from holdfast.records.files import FileRecorder, read_records
 from holdfast.records.logger import Logger
@@ -27,7 +27,7 @@ def test_a_beacon_says_where_a_worker_is(tmp_path):
 
     position = Beacon.read(tmp_path / "beacon")
 
-    assert position == Position(
+    assert position == BeaconPosition(
         beats=1, step=20, slice=3, phase="forward", pid=position.pid, samples=(7, 8, 9), pulse=0, applied=0
     )
 
@@ -131,7 +131,7 @@ def test_no_beacon_takes_all_that_a_beacon_is_told_and_keeps_none_of_it(tmp_path
 
 
 def test_waiting_is_said_once_however_deep():
-    waiting, said = Waiting(), []
+    waiting, said = WaitContext(), []
     with waiting:
         pass
     waiting.tell(said.append)

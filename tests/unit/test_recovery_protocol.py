@@ -9,52 +9,52 @@ from holdfast.recovery import Forward, Protocol, Restart, Rollback
 from holdfast.recovery.messages import (
     JOINING,
     LOADING,
-    ActDone,
     Action,
     Admitted,
+    AdoptPlacement,
+    AdoptState,
     Agree,
     Agreed,
+    ApplyConfig,
     ApplyStep,
-    BucketSummed,
+    BucketReduced,
     CatchUp,
     ChangesWait,
     CheckpointLoaded,
-    CloseStep,
     Computed,
     ComputeStep,
     ContinueStep,
+    DataExhausted,
     DiscardStep,
+    Done,
     Event,
+    FetchConfig,
     HandedOver,
     HandOver,
-    Install,
     Leave,
+    LeftGroup,
     LoadCheckpoint,
-    MakeChanges,
     MembersChange,
+    MoveParts,
     Note,
-    Parted,
     PeerLost,
     Progress,
     ProgressKnown,
     Publish,
-    RanOut,
-    Rehome,
+    ReduceBucket,
     Revoke,
     Revoked,
     SaveAndStop,
-    Settle,
+    SendState,
     ShareProgress,
     Shrink,
     Shrunk,
     Started,
     StepApplied,
-    StepClosed,
-    SumBucket,
-    TakeChanges,
-    Welcome,
+    StepVoted,
+    VoteStep,
 )
-from holdfast.recovery.protocol import State
+from holdfast.recovery.protocol import ProtocolState
 
 YES, NO = Agreed(value=True), Agreed(value=False)
 AGREE_1, AGREE_0 = Agree(flag=True), Agree(flag=False)
@@ -65,16 +65,16 @@ Table = list[tuple[Event, list[Action]]]
 BEGIN: Table = [
     (Started(), [LoadCheckpoint()]),
     (CheckpointLoaded(0), [ComputeStep(0)]),
-    (Computed(), [SumBucket(0, 0)]),
+    (Computed(), [ReduceBucket(0, 0)]),
 ]
 
 # From the sum of bucket 0 of step 0 to that of step 1, with two buckets.
 STEP_0: Table = [
-    (BucketSummed(), [Publish(-1), SumBucket(0, 1)]),
-    (BucketSummed(), [CloseStep(0)]),
-    (StepClosed(), [ApplyStep(0)]),
+    (BucketReduced(), [Publish(-1), ReduceBucket(0, 1)]),
+    (BucketReduced(), [VoteStep(0)]),
+    (StepVoted(), [ApplyStep(0)]),
     (StepApplied(), [ComputeStep(1)]),
-    (Computed(), [SumBucket(1, 0)]),
+    (Computed(), [ReduceBucket(1, 0)]),
 ]
 
 
@@ -108,11 +108,11 @@ def test_a_step_is_computed_summed_closed_and_applied():
     play(
         protocol,
         [
-            (Computed(), [SumBucket(7, 0)]),
-            (BucketSummed(), [Publish(6), SumBucket(7, 1)]),  # everybody applied step 6 before it entered this sum
-            (BucketSummed(), [SumBucket(7, 2)]),
-            (BucketSummed(), [CloseStep(7)]),
-            (StepClosed(), [ApplyStep(7)]),
+            (Computed(), [ReduceBucket(7, 0)]),
+            (BucketReduced(), [Publish(6), ReduceBucket(7, 1)]),  # everybody applied step 6 before it entered this sum
+            (BucketReduced(), [ReduceBucket(7, 2)]),
+            (BucketReduced(), [VoteStep(7)]),
+            (StepVoted(), [ApplyStep(7)]),
             (StepApplied(), [ComputeStep(8)]),
         ],
     )
@@ -126,11 +126,11 @@ def test_a_step_is_published_with_the_first_bucket_of_the_next():
         Protocol(Rollback(), 1),
         BEGIN,
         [
-            (BucketSummed(), [Publish(-1), CloseStep(0)]),
-            (StepClosed(), [ApplyStep(0)]),
+            (BucketReduced(), [Publish(-1), VoteStep(0)]),
+            (StepVoted(), [ApplyStep(0)]),
             (StepApplied(), [ComputeStep(1)]),
-            (Computed(), [SumBucket(1, 0)]),
-            (BucketSummed(), [Publish(0), CloseStep(1)]),
+            (Computed(), [ReduceBucket(1, 0)]),
+            (BucketReduced(), [Publish(0), VoteStep(1)]),
         ],
     )
 
@@ -141,13 +141,13 @@ def test_nobody_leaves_but_through_two_agreements():
         BEGIN,
         STEP_0[:-1],
         [
-            (RanOut(), [AGREE_1]),
+            (DataExhausted(), [AGREE_1]),
             (YES, [Publish(0), AGREE_1]),
             (YES, [Leave()]),
         ],
     )
 
-    assert protocol.state is State.LEFT
+    assert protocol.state is ProtocolState.LEFT
 
 
 # -- recovery
@@ -166,7 +166,7 @@ def test_a_failed_sum_is_answered_by_the_five_parts_of_recovery():
             (YES, [ShareProgress(Progress(1, computed=True))]),
             (ProgressKnown({0: Progress(1, True), 2: Progress(1, True)}, 2), [AGREE_1]),
             (YES, [DiscardStep(0)]),
-            (ActDone(), [ComputeStep(0)]),
+            (Done(), [ComputeStep(0)]),
         ],
     )
 
@@ -189,7 +189,7 @@ def test_an_agreement_that_failed_is_not_followed_by_a_revoke():
 
 
 def test_a_gate_that_failed_is_not_followed_by_a_revoke():
-    at_the_gate = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:-1], [(RanOut(), [AGREE_1])])
+    at_the_gate = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:-1], [(DataExhausted(), [AGREE_1])])
     at_the_last = play(copy.copy(at_the_gate), [(YES, [Publish(0), AGREE_1])])
 
     for protocol in (at_the_gate, at_the_last):
@@ -199,8 +199,8 @@ def test_a_gate_that_failed_is_not_followed_by_a_revoke():
             news(3, 3, computed=False),
             [
                 (YES, [DiscardStep(1)]),
-                (ActDone(), [ComputeStep(1)]),
-                (RanOut(), [AGREE_1]),
+                (Done(), [ComputeStep(1)]),
+                (DataExhausted(), [AGREE_1]),
                 (YES, [Publish(0), AGREE_1]),
                 (YES, [Leave()]),
             ],
@@ -217,7 +217,7 @@ def test_whoever_did_not_close_a_step_that_somebody_closed_applies_it_now():
     behind = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:2])
     ahead = play(Protocol(Rollback(), 2), BEGIN, STEP_0)
     everybody = news(2, 3)
-    then: Table = [(ActDone(), [ComputeStep(1)])]
+    then: Table = [(Done(), [ComputeStep(1)])]
 
     play(
         behind,
@@ -234,7 +234,7 @@ def test_whoever_did_not_close_a_step_that_somebody_closed_applies_it_now():
 def test_forward_hands_over_the_bucket_that_only_some_hold_and_goes_on():
     behind = play(Protocol(Forward(), 2), BEGIN, STEP_0[:1])
     ahead = play(Protocol(Forward(), 2), BEGIN, STEP_0[:2])
-    then: Table = [(YES, [HandOver(0, 1, 1)]), (HandedOver(0, 1), [CloseStep(0)])]
+    then: Table = [(YES, [HandOver(0, 1, 1)]), (HandedOver(0, 1), [VoteStep(0)])]
 
     play(behind, recovery(Progress(1, computed=True)), news(1, 2), then)
     play(ahead, recovery(Progress(2, computed=True)), news(1, 2), then)
@@ -245,7 +245,7 @@ def test_forward_hands_over_the_bucket_that_only_some_hold_and_goes_on():
 def test_forward_goes_on_at_the_sum_that_failed_everywhere():
     protocol = play(Protocol(Forward(), 2), BEGIN, STEP_0[:1])
 
-    play(protocol, recovery(Progress(1, computed=True)), news(1, 1), [(YES, [SumBucket(0, 1)])])
+    play(protocol, recovery(Progress(1, computed=True)), news(1, 1), [(YES, [ReduceBucket(0, 1)])])
 
 
 def test_a_first_bucket_that_was_handed_over_makes_the_step_before_stable_too():
@@ -255,7 +255,7 @@ def test_a_first_bucket_that_was_handed_over_makes_the_step_before_stable_too():
         protocol,
         recovery(Progress(3, computed=True)),
         news(3, 4),
-        [(YES, [HandOver(1, 0, 1)]), (HandedOver(1, 0), [Publish(0), SumBucket(1, 1)])],
+        [(YES, [HandOver(1, 0, 1)]), (HandedOver(1, 0), [Publish(0), ReduceBucket(1, 1)])],
     )
 
 
@@ -264,7 +264,7 @@ def test_a_hand_over_that_fails_leaves_the_receiver_where_it_was():
     play(protocol, recovery(Progress(1, computed=True)), news(1, 2), [(YES, [HandOver(0, 1, 1)])])
 
     play(protocol, recovery(Progress(1, computed=True)))  # rank 1 died with the bucket
-    play(protocol, news(1), [(YES, [SumBucket(0, 1)])])
+    play(protocol, news(1), [(YES, [ReduceBucket(0, 1)])])
 
 
 def test_restart_says_that_it_loads_before_it_loads():
@@ -309,8 +309,8 @@ def test_too_few_workers_save_and_leave_through_the_gate():
         news(3),
         [
             (YES, [DiscardStep(1)]),
-            (ActDone(), [SaveAndStop()]),
-            (ActDone(), [AGREE_1]),
+            (Done(), [SaveAndStop()]),
+            (Done(), [AGREE_1]),
             (YES, [Publish(0), AGREE_1]),
             (YES, [Leave()]),
         ],
@@ -328,7 +328,7 @@ MEETING: Table = [
     (YES, [ShareProgress(Progress(3, computed=False))]),
 ]
 COMING: Table = [(Admitted(), [AGREE_1]), (YES, [ShareProgress(Progress(JOINING, computed=False))])]
-WELCOME: Table = [(YES, [Welcome(1, (2,))]), (ActDone(), [AGREE_1])]
+WELCOME: Table = [(YES, [SendState(1, (2,))]), (Done(), [AGREE_1])]
 
 
 def newcomer_known(*completed: int) -> Table:
@@ -338,7 +338,7 @@ def newcomer_known(*completed: int) -> Table:
 @pytest.mark.parametrize("kind", [Rollback, Forward, Restart])
 def test_a_newcomer_begins_like_the_others_once_all_know_that_it_has_their_state(kind):
     giver, newcomer = play(Protocol(kind(), 2), BEGIN, STEP_0[:3], MEETING), play(Protocol(kind(), 2), COMING)
-    then: Table = [(YES, [Install(1)]), (ActDone(), [ComputeStep(1)]), (Computed(), [SumBucket(1, 0)])]
+    then: Table = [(YES, [AdoptState(1)]), (Done(), [ComputeStep(1)]), (Computed(), [ReduceBucket(1, 0)])]
 
     for protocol in (giver, newcomer):
         play(protocol, newcomer_known(3, 3, JOINING), WELCOME, then)
@@ -356,7 +356,7 @@ def test_a_newcomer_says_that_it_has_no_state_until_it_is_installed():
     play(newcomer, WELCOME, recovery(empty, told=True))  # and one before all had agreed
     assert newcomer.progress == empty
 
-    play(newcomer, newcomer_known(3, 3, JOINING), WELCOME, [(YES, [Install(1)])])
+    play(newcomer, newcomer_known(3, 3, JOINING), WELCOME, [(YES, [AdoptState(1)])])
     assert newcomer.progress == Progress(3, computed=False)
 
 
@@ -370,7 +370,7 @@ def test_who_missed_that_members_change_is_met_in_its_recovery():
     """Nobody is admitted then: the same agreement and the same shrink, and the strategy decides."""
     heard = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:3], MEETING)
     missed = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:2], recovery(Progress(2, computed=True)))
-    then: Table = [(ActDone(), [ComputeStep(1)])]
+    then: Table = [(Done(), [ComputeStep(1)])]
 
     play(heard, news(3, 2), [(YES, [DiscardStep(1)])], then)
     play(missed, news(3, 2), [(YES, [ApplyStep(0)]), (StepApplied(), [DiscardStep(1)])], then)
@@ -392,9 +392,9 @@ def test_where_somebody_left_and_nothing_failed_all_go_on_as_they_are(kind):
 
 
 def test_who_leaves_the_others_says_so_in_the_shrink_and_passes_no_gate():
-    protocol = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:3], MEETING[:3], [(Parted(), [Leave()])])
+    protocol = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:3], MEETING[:3], [(LeftGroup(), [Leave()])])
 
-    assert protocol.state is State.LEFT
+    assert protocol.state is ProtocolState.LEFT
 
 
 @pytest.mark.parametrize("kind", [Rollback, Forward, Restart])
@@ -407,7 +407,7 @@ def test_where_newcomers_do_not_make_up_for_those_who_are_gone_all_save_and_stop
             protocol,
             newcomer_known(3, 3, JOINING),
             WELCOME,
-            [(YES, [Install(1)]), (ActDone(), [SaveAndStop()]), (ActDone(), [AGREE_1])],
+            [(YES, [AdoptState(1)]), (Done(), [SaveAndStop()]), (Done(), [AGREE_1])],
         )
 
 
@@ -429,7 +429,7 @@ def test_workers_that_are_not_between_the_same_steps_cannot_have_admitted_anybod
 
 # -- changes to the running job
 
-CHANGES: Table = [(ChangesWait(), [TakeChanges()]), (ActDone(), [AGREE_1])]
+CHANGES: Table = [(ChangesWait(), [FetchConfig()]), (Done(), [AGREE_1])]
 
 
 def test_changes_are_made_when_all_have_agreed_that_they_have_them():
@@ -438,18 +438,18 @@ def test_changes_are_made_when_all_have_agreed_that_they_have_them():
         BEGIN,
         STEP_0[:4],
         CHANGES,
-        [(YES, [MakeChanges()]), (ActDone(), [ComputeStep(1)])],
+        [(YES, [ApplyConfig()]), (Done(), [ComputeStep(1)])],
     )
 
 
 def test_changes_that_not_all_have_are_taken_again_after_recovery():
     protocol = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:4])
     mine = Progress(3, computed=False)
-    again: Table = [(YES, [DiscardStep(1)]), (ActDone(), [ComputeStep(1)])]
+    again: Table = [(YES, [DiscardStep(1)]), (Done(), [ComputeStep(1)])]
 
     play(protocol, CHANGES[:1], recovery(mine), news(3, 3, computed=False), again)
     play(protocol, CHANGES, recovery(mine, told=True), news(3, 3, computed=False), again)
-    play(protocol, CHANGES, [(YES, [MakeChanges()])])
+    play(protocol, CHANGES, [(YES, [ApplyConfig()])])
 
 
 def test_another_strategy_decides_from_then_on():
@@ -470,14 +470,14 @@ def test_another_strategy_decides_from_then_on():
     [
         Started(),
         Admitted(),
-        BucketSummed(),
-        StepClosed(),
+        BucketReduced(),
+        StepVoted(),
         StepApplied(),
         YES,
         Shrunk(),
-        Parted(),
+        LeftGroup(),
         Revoked(),
-        ActDone(),
+        Done(),
         HandedOver(0, 0),
     ],
     ids=str,
@@ -500,7 +500,7 @@ def test_an_order_of_a_strategy_is_not_answered_by_a_sum():
     protocol = play(Protocol(Rollback(), 2), BEGIN[:1])
 
     with pytest.raises(InternalError, match=r"BucketSummed\(\) does not answer an action"):
-        protocol.handle(BucketSummed())
+        protocol.handle(BucketReduced())
 
 
 def test_survivors_two_sums_apart_are_an_internal_error():
@@ -534,11 +534,11 @@ def test_a_step_has_a_bucket():
 SPLIT: Table = [
     (Started(), [LoadCheckpoint()]),
     (CheckpointLoaded(0), [ComputeStep(0)]),
-    (Computed(), [CloseStep(0)]),
+    (Computed(), [VoteStep(0)]),
 ]
 
 # The parts get new homes, and the step in progress is computed.
-REHOMED: Table = [(ActDone(), [AGREE_1]), (YES, [Settle()])]
+REHOMED: Table = [(Done(), [AGREE_1]), (YES, [AdoptPlacement()])]
 
 
 def test_the_closing_sum_of_a_split_model_publishes_the_step_before():
@@ -546,10 +546,10 @@ def test_the_closing_sum_of_a_split_model_publishes_the_step_before():
         Protocol(Rollback(), 0, split=True),
         SPLIT,
         [
-            (StepClosed(), [Publish(-1), ApplyStep(0)]),
+            (StepVoted(), [Publish(-1), ApplyStep(0)]),
             (StepApplied(), [ComputeStep(1)]),
-            (Computed(), [CloseStep(1)]),
-            (StepClosed(), [Publish(0), ApplyStep(1)]),
+            (Computed(), [VoteStep(1)]),
+            (StepVoted(), [Publish(0), ApplyStep(1)]),
         ],
     )
 
@@ -560,9 +560,9 @@ def test_who_catches_up_publishes_what_the_closing_sum_showed_to_be_stable():
         SPLIT,
         recovery(Progress(0, computed=False)),
         news(0, 1, computed=False, num_buckets=0),
-        [(YES, [Publish(-1), ApplyStep(0)]), (StepApplied(), [DiscardStep(1)]), (ActDone(), [Rehome()])],
+        [(YES, [Publish(-1), ApplyStep(0)]), (StepApplied(), [DiscardStep(1)]), (Done(), [MoveParts()])],
         REHOMED,
-        [(ActDone(), [ComputeStep(1)])],
+        [(Done(), [ComputeStep(1)])],
     )
 
 
@@ -573,9 +573,9 @@ def test_parts_of_the_dead_get_new_homes_before_the_step_is_computed_again(strat
         SPLIT,
         recovery(Progress(0, computed=False)),  # nobody can go on with what it computed: the dead's part is missing
         news(0, 0, computed=False, num_buckets=0),
-        [(YES, [DiscardStep(0)]), (ActDone(), [Rehome()])],
+        [(YES, [DiscardStep(0)]), (Done(), [MoveParts()])],
         REHOMED,
-        [(ActDone(), [ComputeStep(0)])],
+        [(Done(), [ComputeStep(0)])],
     )
 
 
@@ -621,5 +621,5 @@ def test_orders_that_continue_a_step_begin_at_what_this_worker_has():
         STEP_0[:1],
         recovery(Progress(1, computed=True)),
         news(1, 1),
-        [(YES, [SumBucket(0, 1)])],
+        [(YES, [ReduceBucket(0, 1)])],
     )

@@ -5,7 +5,7 @@ import pytest
 from holdfast.engine.regroup import pass_gate, regroup
 from holdfast.errors import PeerFailed
 from holdfast.recovery.messages import Agree, Progress, Revoke, ShareProgress, Shrink
-from holdfast.recovery.regroup import Line, line_after, order_of
+from holdfast.recovery.regroup import RegroupLine, line_after, order_of
 
 MINE = Progress(7, computed=True)
 ONCE = ["revoke", "agree 0", "shrink", "agree 1", "share", "agree 1"]
@@ -38,24 +38,24 @@ class Played:
 
 
 def test_the_lines_are_six_orders():
-    orders = [order_of(line, MINE) for line in Line]
+    orders = [order_of(line, MINE) for line in RegroupLine]
 
     agree_0, agree_1 = Agree(flag=False), Agree(flag=True)
     assert orders == [Revoke(), agree_0, Shrink(), agree_1, ShareProgress(MINE), agree_1]
 
 
 def test_each_line_is_followed_by_the_next_and_the_last_by_none():
-    assert [line_after(line, succeeded=True) for line in Line] == [*list(Line)[1:], None]
+    assert [line_after(line, succeeded=True) for line in RegroupLine] == [*list(RegroupLine)[1:], None]
 
 
 def test_an_agreement_that_said_no_goes_back_to_the_shrink_and_a_sum_that_failed_to_the_revoke():
-    assert line_after(Line.FENCE, succeeded=False) is Line.SHRINK
-    assert line_after(Line.CONFIRM, succeeded=False) is Line.SHRINK
-    assert line_after(Line.SHARE, succeeded=False) is Line.REVOKE
+    assert line_after(RegroupLine.FENCE, succeeded=False) is RegroupLine.SHRINK
+    assert line_after(RegroupLine.CONFIRM, succeeded=False) is RegroupLine.SHRINK
+    assert line_after(RegroupLine.SHARE, succeeded=False) is RegroupLine.REVOKE
 
 
 def test_the_first_agreement_only_says_that_all_have_heard():
-    assert line_after(Line.HEARD, succeeded=False) is Line.SHRINK
+    assert line_after(RegroupLine.HEARD, succeeded=False) is RegroupLine.SHRINK
 
 
 @pytest.mark.parametrize(

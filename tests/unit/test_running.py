@@ -9,7 +9,7 @@ import torch
 
 from holdfast.checkpoint import load, write_tensors
 from holdfast.checkpoint import priority_codec as running_codec
-from holdfast.checkpoint.priority import DISTANCES, PREDICTORS, Running, Saving
+from holdfast.checkpoint.priority import DISTANCES, PREDICTORS, PriorityPolicy, RunningCheckpoint
 from holdfast.checkpoint.priority_choice import CHOICES, highest
 from holdfast.checkpoint.priority_codec import CODECS
 from holdfast.config import MIRROR_CHOICES, MIRROR_CODECS, MIRROR_DISTANCES, MIRROR_PREDICTORS
@@ -44,7 +44,7 @@ def distances(running, rows, step):
 @pytest.mark.parametrize(("fraction", "period"), [(1, 16), (1 / 2, 8), (1 / 4, 4), (1 / 8, 2), (0.3, 5), (0.04, 1)])
 def test_a_save_is_due_every_so_many_steps_and_never_twice(fraction, period):
     rows = [numbers(64, 4)]
-    running = Running(rows, Saving(every=EVERY, fraction=fraction), step=period)
+    running = RunningCheckpoint(rows, PriorityPolicy(every=EVERY, fraction=fraction), step=period)
 
     due = []
     for step in range(4 * EVERY):
@@ -68,8 +68,8 @@ SIZES = {
 @pytest.mark.parametrize("fraction", [*FRACTIONS, 0.3, 0.9])
 def test_over_any_c_steps_as_many_bytes_are_saved_as_there_are_whatever_the_fraction(fraction, choice, sizes):
     rows = [numbers(50, 3), numbers(50, 2, seed=1)]
-    saving = Saving(every=EVERY, fraction=fraction, choice=choice)
-    running = Running(rows, saving, block_bytes=sizes)
+    saving = PriorityPolicy(every=EVERY, fraction=fraction, choice=choice)
+    running = RunningCheckpoint(rows, saving, block_bytes=sizes)
     taken = torch.full((50,), 20) if sizes is None else sizes
     per_step = torch.zeros(1 + 6 * EVERY, dtype=torch.int64)
 
@@ -90,7 +90,7 @@ def test_over_any_c_steps_as_many_bytes_are_saved_as_there_are_whatever_the_frac
 @pytest.mark.parametrize("fraction", [1 / 4, 1 / 8])
 def test_int8_saves_more_blocks_of_the_same_bytes(fraction):
     rows = [numbers(400, 16)]
-    running = Running(rows, Saving(every=EVERY, fraction=fraction, codec="int8"))
+    running = RunningCheckpoint(rows, PriorityPolicy(every=EVERY, fraction=fraction, codec="int8"))
 
     saves = list(walk(running, rows, 6 * EVERY))
 
@@ -101,7 +101,7 @@ def test_int8_saves_more_blocks_of_the_same_bytes(fraction):
 
 def test_room_that_nothing_can_use_is_not_kept_for_later():
     rows = [numbers(40, 16)]
-    running = Running(rows, Saving(every=4, fraction=1 / 4))
+    running = RunningCheckpoint(rows, PriorityPolicy(every=4, fraction=1 / 4))
     rows[0][1:] = torch.nan
     for step in range(1, 9):
         assert running.save(rows, step).blocks.tolist() == [0]
@@ -115,7 +115,7 @@ def test_room_that_nothing_can_use_is_not_kept_for_later():
 
 def test_the_farthest_blocks_are_saved():
     rows = [torch.zeros(8, 2), torch.zeros(8, 1)]
-    running = Running(rows, Saving(every=8, fraction=1 / 4))
+    running = RunningCheckpoint(rows, PriorityPolicy(every=8, fraction=1 / 4))
     rows[0][:, 1] = torch.tensor([0.0, 3, -5, 1, 3, 0, 0.5, 3])
     rows[1][:] = 7
 
@@ -152,7 +152,9 @@ def test_of_many_blocks_those_are_taken_that_sorting_all_would_take(count, score
 
 def test_a_distance_of_your_own_decides():
     rows = [torch.zeros(4, 2)]
-    running = Running(rows, Saving(every=4, fraction=1 / 4), distance=lambda a, b: (a[:, 0] - b[:, 0]).abs())
+    running = RunningCheckpoint(
+        rows, PriorityPolicy(every=4, fraction=1 / 4), distance=lambda a, b: (a[:, 0] - b[:, 0]).abs()
+    )
     rows[0][:] = torch.tensor([[0.0, 9], [1, 0], [2, 0], [0, 9]])
 
     assert running.save(rows, 1).blocks.tolist() == [2]
@@ -164,11 +166,13 @@ def test_a_scaled_distance_counts_every_tensor_in_its_own_unit():
     chosen = {}
     for distance in DISTANCES:
         rows = [small.clone(), large.clone()]
-        running = Running(rows, Saving(every=6, fraction=1 / 3, distance=distance))
+        running = RunningCheckpoint(rows, PriorityPolicy(every=6, fraction=1 / 3, distance=distance))
         for which, block, change in changes:
             rows[which][block] += change
         rows.append(torch.zeros(6, 2))  # as an optimizer keeps it that has not moved yet: no unit can be told
-        whole = Running([small, large, torch.zeros(6, 2)], Saving(every=6, fraction=1 / 3, distance=distance))
+        whole = RunningCheckpoint(
+            [small, large, torch.zeros(6, 2)], PriorityPolicy(every=6, fraction=1 / 3, distance=distance)
+        )
         chosen[distance] = running.save(rows[:2], 2).blocks.tolist()
         assert whole.save(rows, 2).blocks.tolist() == chosen[distance]
 
@@ -177,7 +181,7 @@ def test_a_scaled_distance_counts_every_tensor_in_its_own_unit():
 
 def test_a_scaled_distance_is_not_misled_by_a_block_that_is_no_number():
     rows = [numbers(8, 4), numbers(8, 4, seed=1)]
-    running = Running(rows, Saving(every=8, fraction=1 / 4, distance="scaled"))
+    running = RunningCheckpoint(rows, PriorityPolicy(every=8, fraction=1 / 4, distance="scaled"))
     rows[1][3, 0] = torch.nan
     rows[0][5] += 1
     rows[1][6] += 1
@@ -187,7 +191,7 @@ def test_a_scaled_distance_is_not_misled_by_a_block_that_is_no_number():
 
 def test_round_robin_goes_round():
     rows = [numbers(10, 2)]
-    running = Running(rows, Saving(every=10, fraction=0.3, choice="round-robin"))
+    running = RunningCheckpoint(rows, PriorityPolicy(every=10, fraction=0.3, choice="round-robin"))
 
     chosen = [running.save(rows, step).blocks.tolist() for step in (3, 6, 9, 12, 15)]
 
@@ -198,7 +202,7 @@ def test_a_random_choice_is_a_function_of_seed_and_step_alone():
     rows = [numbers(100, 2)]
 
     def chosen(seed, step, before=()):
-        running = Running(rows, Saving(every=4, fraction=1 / 4, choice="random", seed=seed))
+        running = RunningCheckpoint(rows, PriorityPolicy(every=4, fraction=1 / 4, choice="random", seed=seed))
         for earlier in before:
             running.save(rows, earlier)
         return running.save(rows, step).blocks.tolist()
@@ -215,7 +219,7 @@ def test_a_random_choice_is_a_function_of_seed_and_step_alone():
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_block_that_is_no_number_any_more_is_not_saved_and_the_next_has_its_place(which, bad, choice, codec):
     rows = [numbers(64, 4), numbers(64, 4, seed=1)]
-    running = Running(rows, Saving(every=8, fraction=1 / 8, choice=choice, codec=codec))
+    running = RunningCheckpoint(rows, PriorityPolicy(every=8, fraction=1 / 8, choice=choice, codec=codec))
     good = [row[:4].clone() for row in rows]
     rows[which][:4, 2] = bad
     chosen = torch.cat([saved.blocks for saved in walk(running, rows, 16)])
@@ -227,7 +231,7 @@ def test_a_block_that_is_no_number_any_more_is_not_saved_and_the_next_has_its_pl
 
 def test_a_distance_that_does_not_see_a_nan_saves_none():
     rows = [numbers(8, 4)]
-    running = Running(rows, Saving(every=8, fraction=1 / 2), distance=lambda a, b: torch.arange(8.0))
+    running = RunningCheckpoint(rows, PriorityPolicy(every=8, fraction=1 / 2), distance=lambda a, b: torch.arange(8.0))
     rows[0][6, 0] = torch.nan
 
     assert running.save(rows, 4).blocks.tolist() == [3, 4, 5, 7]
@@ -236,7 +240,7 @@ def test_a_distance_that_does_not_see_a_nan_saves_none():
 def test_choosing_makes_nothing_as_large_as_the_parameters():
     rows = [numbers(20_000, 16)]
     for predictor in ("last", "line"):
-        running = Running(rows, Saving(every=16, fraction=1 / 16, predictor=predictor))
+        running = RunningCheckpoint(rows, PriorityPolicy(every=16, fraction=1 / 16, predictor=predictor))
         running.take(rows, 1)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
             running.take(rows, 1)
@@ -251,7 +255,7 @@ def test_choosing_makes_nothing_as_large_as_the_parameters():
 def test_what_it_was_made_of_is_what_it_starts_as_and_shares_no_memory():
     rows = [numbers(6, 2), numbers(6, 3, dtype=torch.bfloat16)]
     before = [row.clone() for row in rows]
-    running = Running(rows, Saving())
+    running = RunningCheckpoint(rows, PriorityPolicy())
     for row in rows:
         row += 1
 
@@ -263,7 +267,7 @@ def test_what_it_was_made_of_is_what_it_starts_as_and_shares_no_memory():
 
 def test_the_loop_goes_on_while_what_was_taken_is_put():
     rows = [numbers(6, 2)]
-    running = Running(rows, Saving(every=1))
+    running = RunningCheckpoint(rows, PriorityPolicy(every=1))
     before = running.recover(torch.arange(6), 1)[0]
     rows[0] += 1
     wanted = rows[0].clone()
@@ -279,8 +283,8 @@ def test_the_loop_goes_on_while_what_was_taken_is_put():
 def test_a_line_leads_through_the_last_two_saves():
     start, speed = numbers(12, 5), numbers(12, 5, seed=1)
     momentum = numbers(12, 5, seed=2)
-    saving = Saving(every=4, fraction=1 / 2, predictor="line", choice="round-robin")
-    running = Running([start, momentum], saving, step=10)
+    saving = PriorityPolicy(every=4, fraction=1 / 2, predictor="line", choice="round-robin")
+    running = RunningCheckpoint([start, momentum], saving, step=10)
     once = running.recover(torch.arange(12), 30)
 
     for step in range(12, 20, 2):
@@ -295,7 +299,7 @@ def test_a_line_leads_through_the_last_two_saves():
 
 def test_with_a_line_that_block_is_farthest_which_leaves_its_line():
     rows = [torch.zeros(3, 2)]
-    running = Running(rows, Saving(every=3, fraction=1 / 3, predictor="line"))
+    running = RunningCheckpoint(rows, PriorityPolicy(every=3, fraction=1 / 3, predictor="line"))
     steady, restless, still = 0, 1, 2
     rows[0][steady] = 10
     assert running.save(rows, 1).blocks.tolist() == [steady]
@@ -310,7 +314,7 @@ def test_with_a_line_that_block_is_farthest_which_leaves_its_line():
 def test_calibrated_goes_as_far_along_the_line_as_blocks_were_found_to_go():
     start, speed = numbers(40, 5), numbers(40, 5, seed=1)
     everything = torch.arange(40)
-    running = Running([start], Saving(every=1, predictor="calibrated"))
+    running = RunningCheckpoint([start], PriorityPolicy(every=1, predictor="calibrated"))
     running.save([start + speed], 1)
     once = running.recover(everything, 3)[0]  # nobody knows yet how far blocks go
     rows = start + speed + 0.6 * speed
@@ -331,7 +335,7 @@ def test_calibrated_goes_as_far_along_the_line_as_blocks_were_found_to_go():
 
 def test_a_line_needs_numbers_that_can_be_divided():
     rows = [torch.arange(8).view(4, 2)]
-    running = Running(rows, Saving(every=1, predictor="line", codec="int8"))
+    running = RunningCheckpoint(rows, PriorityPolicy(every=1, predictor="line", codec="int8"))
     rows[0] += 3
 
     saved = running.save(rows, 1)
@@ -343,7 +347,7 @@ def test_a_line_needs_numbers_that_can_be_divided():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_int8_comes_back_within_half_a_step_and_the_rest_with_the_next_save(dtype):
     rows = [numbers(50, 16, dtype=dtype)]
-    running = Running([torch.zeros(50, 16, dtype=dtype)], Saving(every=1, codec="int8"))
+    running = RunningCheckpoint([torch.zeros(50, 16, dtype=dtype)], PriorityPolicy(every=1, codec="int8"))
     step_length = rows[0].abs().amax(1, keepdim=True).double() / 127
     rounding = torch.finfo(dtype).eps * rows[0].double().abs().max()
 
@@ -363,7 +367,7 @@ def test_int8_makes_no_number_negative_zero_or_infinite_that_was_not(dtype):
     largest = torch.full((200, 16), torch.finfo(dtype).max, dtype=dtype)
     largest[:, 0] /= -2
     before = numbers(200, 16).square().to(dtype)
-    running = Running([numbers(200, 16), before, largest.abs() / 2], Saving(every=1, codec="int8"))
+    running = RunningCheckpoint([numbers(200, 16), before, largest.abs() / 2], PriorityPolicy(every=1, codec="int8"))
 
     running.save([numbers(200, 16), squares, largest.abs()], 1)
 
@@ -399,8 +403,8 @@ def same(a, b):
 def test_a_peer_is_equal_bit_for_bit_after_two_hundred_saves(choice, predictor, codec):
     sizes = torch.randint(1, 500, (60,), generator=torch.Generator().manual_seed(5))
     rows = [numbers(60, 16), numbers(60, 16, seed=1), numbers(60, 5, seed=2, dtype=torch.float16)]
-    saving = Saving(fraction=1 / 16, choice=choice, predictor=predictor, codec=codec)
-    owner, peer = (Running(rows, saving, block_bytes=sizes) for _ in range(2))
+    saving = PriorityPolicy(fraction=1 / 16, choice=choice, predictor=predictor, codec=codec)
+    owner, peer = (RunningCheckpoint(rows, saving, block_bytes=sizes) for _ in range(2))
 
     shares = set()
     for number, saved in enumerate(walk(owner, rows, 200)):
@@ -423,7 +427,9 @@ def test_it_does_not_matter_how_many_blocks_are_computed_at_a_time(codec, predic
         monkeypatch.setattr(running_codec, "CHUNK_NUMBERS", chunk)
         rows = [numbers(60, 16), numbers(60, 5, seed=1, dtype=torch.float16).abs(), numbers(60, 3, seed=2).abs()]
         rows[2][50:] *= -1  # only the last piece has a number that is negative
-        running = Running([row / 2 for row in rows], Saving(every=4, predictor=predictor, codec=codec))
+        running = RunningCheckpoint(
+            [row / 2 for row in rows], PriorityPolicy(every=4, predictor=predictor, codec=codec)
+        )
         for step in range(1, 6):
             rows[0] += numbers(60, 16, seed=10 + step)
             running.save(rows, step)
@@ -436,13 +442,13 @@ def test_it_does_not_matter_how_many_blocks_are_computed_at_a_time(codec, predic
 @pytest.mark.parametrize(("choice", "predictor", "codec"), POLICIES)
 def test_it_is_sent_and_written_whole(choice, predictor, codec, tmp_path):
     rows = [numbers(30, 16), numbers(30, 2, seed=1)]
-    saving = Saving(every=8, fraction=1 / 8, choice=choice, predictor=predictor, codec=codec)
-    owner = Running(rows, saving)
+    saving = PriorityPolicy(every=8, fraction=1 / 8, choice=choice, predictor=predictor, codec=codec)
+    owner = RunningCheckpoint(rows, saving)
     for _ in walk(owner, rows, 50):
         pass
 
     write_tensors(tmp_path, 50, {"running": owner.state_dict()}, info={}).commit(generation=0)
-    peer = Running([torch.zeros_like(row) for row in rows], saving)
+    peer = RunningCheckpoint([torch.zeros_like(row) for row in rows], saving)
     peer.load_state_dict(load(tmp_path, 50).state["running"])
 
     assert same(owner, peer)
@@ -470,7 +476,7 @@ def test_it_is_sent_and_written_whole(choice, predictor, codec, tmp_path):
 )  # fmt: skip
 def test_a_saving_that_cannot_be_is_refused(values, message):
     with pytest.raises(ConfigError, match="^" + message):
-        Saving(**values)
+        PriorityPolicy(**values)
 
 
 @pytest.mark.parametrize(
@@ -485,12 +491,12 @@ def test_a_saving_that_cannot_be_is_refused(values, message):
 )
 def test_blocks_that_do_not_go_together_are_refused(start, sizes, message):
     with pytest.raises(ConfigError, match=message):
-        Running(start, Saving(), block_bytes=sizes)
+        RunningCheckpoint(start, PriorityPolicy(), block_bytes=sizes)
 
 
 def test_a_save_that_is_out_of_order_or_of_something_else_is_refused():
     rows = [numbers(6, 2)]
-    running, other = Running(rows, Saving(every=1)), Running(rows, Saving(every=2))
+    running, other = RunningCheckpoint(rows, PriorityPolicy(every=1)), RunningCheckpoint(rows, PriorityPolicy(every=2))
     saved = running.save(rows, 4)
 
     with pytest.raises(

@@ -16,19 +16,19 @@ from threads import PATIENCE_S, Threads, side_by_side
 from torch import nn
 from train_reference import train
 
-from holdfast.comm import Mean, OrderedSum, Span
+from holdfast.comm import MeanDivisor, OrderedAllReduce, SlotSpan
 from holdfast.comm.allreduce import adding, ordered
 from holdfast.comm.allreduce import shm as shared
-from holdfast.comm.allreduce.shm import Memory, SharedSum
-from holdfast.comm.memory import Segment, open_segment
-from holdfast.data.plan import Cursor, MiniBatch
+from holdfast.comm.allreduce.shm import HostMemory, SharedMemoryReduce
+from holdfast.comm.memory import SharedSegment, open_segment
+from holdfast.data.plan import MiniBatch, PlanCursor
 from holdfast.errors import PeerFailed
 from holdfast.models import part as parts
-from holdfast.models.gradients import Buckets
-from holdfast.models.replicated import Replica
+from holdfast.models.gradients import BucketLayout
+from holdfast.models.replicated import ReplicatedModel
 from holdfast.models.step_gradients import StepGradients
 
-SPAN = Span(0, 1000, torch.float32)
+SPAN = SlotSpan(0, 1000, torch.float32)
 
 
 def term(number, length=SPAN.length):
@@ -64,7 +64,7 @@ def in_child(work):
 
 def shared_pair(data):
     """Memory that holds ``data``: to be written by its owner, and as others see it."""
-    segment = Segment(data.numel() * data.element_size())
+    segment = SharedSegment(data.numel() * data.element_size())
     segment.bytes.view(data.dtype).copy_(data)
     return segment, open_segment(os.getpid(), segment.fd, segment.bytes.numel()).view(data.dtype)
 
@@ -133,7 +133,7 @@ def make_replica(make_optimizer, options):
     torch.manual_seed(0)
     model = nn.Linear(6, 5)
     scaler = options.get("scaler")
-    return Replica(
+    return ReplicatedModel(
         model,
         make_optimizer(model.parameters()),
         scheduler=None,
@@ -144,7 +144,7 @@ def make_replica(make_optimizer, options):
     )
 
 
-BATCH = MiniBatch(step=0, epoch=0, slices=((0, 1),), owners={0: 0}, full_size=2, after=Cursor(epoch=0, offset=2))
+BATCH = MiniBatch(step=0, epoch=0, slices=((0, 1),), owners={0: 0}, full_size=2, after=PlanCursor(epoch=0, offset=2))
 
 
 def compute(replica, memory):
@@ -181,7 +181,7 @@ def applied_to_shared_memory(make_optimizer, options):
     memory = torch.zeros(replica.buckets.size_bytes, dtype=torch.uint8)
     compute(replica, memory)
     _, seen = shared_pair(memory)
-    told, _ = Segment(4096), None
+    told, _ = SharedSegment(4096), None
 
     def step():
         apply(replica, seen)
@@ -230,12 +230,12 @@ def test_an_optimizer_that_only_reads_gets_no_copy(name):
 
 def test_who_writes_its_term_during_the_sum_spoils_it():
     def work(comm, disturb):
-        add = OrderedSum(comm, "fold", SPAN.end)
+        add = OrderedAllReduce(comm, "fold", SPAN.end)
         mine = SPAN.of(add.room(0))
-        mine.copy_(term(comm.here[0]))
+        mine.copy_(term(comm.local_ranks[0]))
 
         def midway():
-            if disturb and comm.here == (1,):
+            if disturb and comm.local_ranks == (1,):
                 mine.zero_()
             comm.barrier()
 
@@ -273,7 +273,7 @@ def test_a_gradient_from_elsewhere_is_not_added_to(monkeypatch):
 
 
 def test_a_stale_gradient_would_be_added_to(monkeypatch):
-    monkeypatch.setattr(Buckets, "clear", lambda self: None)
+    monkeypatch.setattr(BucketLayout, "clear", lambda self: None)
 
     assert train("mlp", "sgd", workers=4)[1] != reference.train("mlp", "sgd")
 
@@ -294,7 +294,7 @@ def test_a_backward_pass_into_a_view_of_the_result_would_end_the_worker():
 
 def sum_of_negative_zeros():
     def work(comm):
-        add = OrderedSum(comm, "fold", SPAN.end)
+        add = OrderedAllReduce(comm, "fold", SPAN.end)
         SPAN.of(add.room(0)).fill_(-0.0)
         return add(SPAN, {0: 0, 1: 1}).clone()
 
@@ -320,8 +320,8 @@ def test_added_to_zeros_they_would_lose_their_sign(monkeypatch):
 
 def test_who_has_no_slice_gives_no_term():
     def work(comm):
-        add = OrderedSum(comm, "fold", SPAN.end)
-        if comm.here != (1,):
+        add = OrderedAllReduce(comm, "fold", SPAN.end)
+        if comm.local_ranks != (1,):
             SPAN.of(add.room(0)).fill_(-0.0)
         return add(SPAN, {0: 0, 1: 2}).clone()
 
@@ -351,7 +351,7 @@ def sum_with_a_liar(other_is_at):
     words[1, 2:5] = (other_is_at, SPAN.length, shared._kind(SPAN.dtype, "fold"))
     memory = torch.zeros(SPAN.end, dtype=torch.uint8)
     terms = [[term(0).view(torch.uint8)], [torch.zeros(4 * SPAN.length, dtype=torch.uint8)]]
-    return SharedSum(Liar(), Memory(terms, memory, memory, words, (11, 22))), words
+    return SharedMemoryReduce(Liar(), HostMemory(terms, memory, memory, words, (11, 22))), words
 
 
 def sum_once(add):
@@ -378,7 +378,7 @@ def test_words_of_somebody_else_are_found_out(column):
 
 
 def test_unchecked_the_liar_gives_a_wrong_sum(monkeypatch):
-    monkeypatch.setattr(SharedSum, "_meet", lambda self: self._comm.barrier())
+    monkeypatch.setattr(SharedMemoryReduce, "_meet", lambda self: self._comm.barrier())
     add, _ = sum_with_a_liar(other_is_at=0)
 
     assert not torch.equal(sum_once(add), summed([0, 1])), "the second term was not there yet"
@@ -392,17 +392,17 @@ def test_a_generation_gets_memory_of_its_own():
     adders = {}
 
     def first(comm):
-        add = adders[comm.here[0]] = OrderedSum(comm, "fold", SPAN.end)
-        SPAN.of(add.room(0)).copy_(term(comm.here[0]))
+        add = adders[comm.local_ranks[0]] = OrderedAllReduce(comm, "fold", SPAN.end)
+        SPAN.of(add.room(0)).copy_(term(comm.local_ranks[0]))
         add(SPAN, {0: 0, 1: 1, 2: 2})
         return add._path._memory.result
 
     def second(comm):
-        add = adders[comm.here[0]]
+        add = adders[comm.local_ranks[0]]
         add._comm = comm
         result = add(SPAN, {0: 0, 1: 1})
         comm.barrier()
-        if comm.here == (0,):
+        if comm.local_ranks == (0,):
             late.fill_(255)
         comm.barrier()
         return result.clone()
@@ -417,7 +417,7 @@ def test_a_generation_gets_memory_of_its_own():
 
 
 def test_shared_memory_has_no_name_that_could_be_left_behind():
-    segment = Segment(1 << 16)
+    segment = SharedSegment(1 << 16)
     start = segment.bytes.data_ptr()
 
     (mine,) = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.startswith(f"{start:x}-")]
@@ -427,7 +427,7 @@ def test_shared_memory_has_no_name_that_could_be_left_behind():
 
 
 def test_it_lasts_as_long_as_anybody_maps_it_and_no_longer():
-    segment = Segment(1 << 16)
+    segment = SharedSegment(1 << 16)
     segment.bytes.fill_(7)
     pid, fd = os.getpid(), segment.fd
     seen = open_segment(pid, fd, 1 << 16)
@@ -446,7 +446,7 @@ def open_files():
 def test_segments_are_closed_when_nobody_needs_them():
     gc.collect()
     before = open_files()
-    segment = Segment(4096)
+    segment = SharedSegment(4096)
     assert open_files() > before
 
     del segment
@@ -456,8 +456,8 @@ def test_segments_are_closed_when_nobody_needs_them():
 
 def add_where_one_has_too_little(monkeypatch, shared_bytes):
     def work(comm):
-        add = OrderedSum(comm, "fold", SPAN.end, shared_bytes=shared_bytes if comm.here == (1,) else -1)
-        SPAN.of(add.room(0)).copy_(term(comm.here[0]))
+        add = OrderedAllReduce(comm, "fold", SPAN.end, shared_bytes=shared_bytes if comm.local_ranks == (1,) else -1)
+        SPAN.of(add.room(0)).copy_(term(comm.local_ranks[0]))
         return add, add(SPAN, {0: 0, 1: 1}).clone()
 
     monkeypatch.setattr(Threads, "alltoall", alltoall, raising=False)
@@ -468,10 +468,10 @@ def add_where_one_has_too_little(monkeypatch, shared_bytes):
 
 
 def alltoall(self, send, out):
-    self.meeting.desk[self.here[0], "rows"] = send.clone()
+    self.meeting.desk[self.local_ranks[0], "rows"] = send.clone()
     self.meeting.wall.wait(PATIENCE_S)
     for row, rank in zip(out, self.members, strict=True):
-        row.copy_(self.meeting.desk[rank, "rows"][self.members.index(self.here[0])])
+        row.copy_(self.meeting.desk[rank, "rows"][self.members.index(self.local_ranks[0])])
     self.meeting.wall.wait(PATIENCE_S)
 
 
@@ -483,7 +483,7 @@ def test_too_little_memory_is_an_error_when_it_is_reserved(monkeypatch):
     before = open_files()
 
     with pytest.raises(OSError, match="No space left"):
-        Segment(4096)
+        SharedSegment(4096)
 
     assert open_files() == before
 
@@ -527,12 +527,12 @@ def test_slices_of_the_dead_fit_in_until_one_worker_holds_them_all():
         owners = {number: ranks[number * len(ranks) // slices] for number in range(slices)}
 
         def work(comm, owners=owners):
-            add = adders.setdefault(comm.here[0], OrderedSum(comm, "fold", SPAN.end))
+            add = adders.setdefault(comm.local_ranks[0], OrderedAllReduce(comm, "fold", SPAN.end))
             add._comm = comm
-            mine = sorted(number for number, rank in owners.items() if rank == comm.here[0])
+            mine = sorted(number for number, rank in owners.items() if rank == comm.local_ranks[0])
             for row, number in enumerate(mine):
                 SPAN.of(add.room(row)).copy_(term(number))
-            return add(SPAN, owners, mean=Mean(2.0, 10)).clone()
+            return add(SPAN, owners, mean=MeanDivisor(2.0, 10)).clone()
 
         for result in side_by_side(ranks, work, generation).values():
             assert torch.equal(result, torch.cat([expected[:10] / 2, expected[10:]]))

@@ -2,27 +2,27 @@
 
 import pytest
 
-from holdfast.launch.starting import WARN_AFTER_S, Sign, Starting
+from holdfast.launch.starting import WARN_AFTER_S, StartupMonitor, StartupStatus
 
 LIMIT_S = 20.0
-ABSENT = Sign()
-TRAINS = Sign("forward", pulse=1, beats=5)
-WAITS = Sign("connect", pulse=1, beats=2)
-STOPPED = Sign("launch", pulse=1, beats=1, is_stopped=True)
+ABSENT = StartupStatus()
+TRAINS = StartupStatus("forward", pulse=1, beats=5)
+WAITS = StartupStatus("connect", pulse=1, beats=2)
+STOPPED = StartupStatus("launch", pulse=1, beats=1, is_stopped=True)
 
 
 def prepares(now_s):
     """The script runs, and has not asked for the others."""
-    return Sign("launch", pulse=int(now_s), beats=1)
+    return StartupStatus("launch", pulse=int(now_s), beats=1)
 
 
 def trains(now_s):
-    return Sign("forward", pulse=int(now_s), beats=int(now_s))
+    return StartupStatus("forward", pulse=int(now_s), beats=int(now_s))
 
 
 def look_until(end_s, signs, starting=None, **also):
     """Look every second; return what was found, with the time."""
-    starting = starting or Starting(LIMIT_S, "train.py")
+    starting = starting or StartupMonitor(LIMIT_S, "train.py")
     found = []
     for now_s in range(int(end_s) + 1):
         seen = {rank: sign(now_s) if callable(sign) else sign for rank, sign in signs.items()}
@@ -39,7 +39,7 @@ def of_kind(found, kind):
 
 def test_a_missing_pulse_alone_is_no_sign_of_a_stuck_worker():
     """An import that takes minutes keeps Python's lock."""
-    silent = Sign("launch", pulse=1, beats=1)
+    silent = StartupStatus("launch", pulse=1, beats=1)
 
     assert look_until(1000, {0: silent, 1: silent}) == []
 
@@ -71,10 +71,10 @@ def test_a_newcomer_that_prepares_keeps_no_worker_waiting_that_trains():
 
 def test_a_worker_of_another_node_may_be_the_one_that_waits():
     """Over gloo a worker that has arrived is connected at once, and waits for the others in training."""
-    here, there = Starting(LIMIT_S, "train.py"), Starting(LIMIT_S, "train.py")
+    here, there = StartupMonitor(LIMIT_S, "train.py"), StartupMonitor(LIMIT_S, "train.py")
     found = []
     for now_s in range(60):
-        here.look({0: Sign("start", pulse=now_s, beats=2, waits=True)}, now_s)
+        here.look({0: StartupStatus("start", pulse=now_s, beats=2, waits=True)}, now_s)
         finding = there.look({1: prepares(now_s)}, now_s, elsewhere=here.keeps_waiting)
         found += [(now_s, stuck.rank) for stuck in finding.stuck] + (
             [(now_s, finding.warning)] if finding.warning else []
@@ -86,14 +86,14 @@ def test_a_worker_of_another_node_may_be_the_one_that_waits():
 
 
 def test_a_newcomer_that_prepares_is_left_alone_though_workers_wait_for_each_other():
-    stays = Sign("allreduce", pulse=1, beats=5, waits=True)
+    stays = StartupStatus("allreduce", pulse=1, beats=5, waits=True)
 
     assert look_until(1000, {0: stays, 1: stays, 2: prepares}, has_begun=True) == []
     assert of_kind(look_until(60, {0: stays, 2: STOPPED}, has_begun=True), "stuck")
 
 
 def test_a_standstill_of_the_whole_machine_counts_for_nothing():
-    starting = Starting(LIMIT_S, "train.py")
+    starting = StartupMonitor(LIMIT_S, "train.py")
     look_until(5, {0: WAITS, 1: prepares}, starting)
 
     assert not starting.look({0: WAITS, 1: prepares(5)}, 305.0).stuck
@@ -101,7 +101,7 @@ def test_a_standstill_of_the_whole_machine_counts_for_nothing():
 
 
 def test_the_limit_follows_what_the_slowest_arrival_took():
-    starting = Starting(LIMIT_S, "train.py")
+    starting = StartupMonitor(LIMIT_S, "train.py")
 
     found = look_until(200, {0: lambda now_s: WAITS if now_s >= 50 else prepares(now_s), 1: prepares}, starting)
 
@@ -122,14 +122,14 @@ def test_a_start_in_which_all_wait_to_be_connected_is_lost():
 
 
 def test_a_stopped_worker_is_to_blame_where_all_wait_to_be_connected():
-    found = look_until(40, {0: WAITS, 1: Sign("connect", pulse=1, beats=2, is_stopped=True)})
+    found = look_until(40, {0: WAITS, 1: StartupStatus("connect", pulse=1, beats=2, is_stopped=True)})
 
     assert of_kind(found, "lost") == []
     assert [one[2] for one in of_kind(found, "stuck")] == [1]
 
 
 def test_a_connected_worker_that_is_stopped_before_it_trains_is_given_up():
-    stopped = Sign("start", pulse=1, beats=3, is_stopped=True)
+    stopped = StartupStatus("start", pulse=1, beats=3, is_stopped=True)
 
     assert [one[2] for one in of_kind(look_until(40, {0: trains, 1: stopped}), "stuck")] == [1]
 
@@ -148,11 +148,11 @@ def test_one_line_says_for_which_workers_the_others_wait():
 
 def test_nothing_is_said_or_given_up_once_all_are_connected_or_without_a_timeout():
     assert look_until(500, {0: TRAINS, 1: TRAINS}) == []
-    assert look_until(500, {0: WAITS, 1: ABSENT}, Starting(0.0, "train.py")) == []
+    assert look_until(500, {0: WAITS, 1: ABSENT}, StartupMonitor(0.0, "train.py")) == []
 
 
 def test_a_new_start_begins_to_count_anew():
-    starting = Starting(LIMIT_S, "train.py")
+    starting = StartupMonitor(LIMIT_S, "train.py")
     look_until(15, {0: WAITS, 1: ABSENT}, starting)
 
     starting.begin()

@@ -10,15 +10,17 @@ import random
 import pytest
 
 from holdfast.config import POLICIES
-from holdfast.launch.stragglers import Stragglers
-from holdfast.records.beacon import Beacon, Position
+from holdfast.launch.stragglers import StragglerDetector
+from holdfast.records.beacon import Beacon, BeaconPosition
 
 STEPS = 300
 
 
 def positions(step, **taken_s):
     return {
-        int(name[1:]): Position(beats=1, step=step, slice=0, phase="forward", pid=1, samples=(), compute_s=seconds)
+        int(name[1:]): BeaconPosition(
+            beats=1, step=step, slice=0, phase="forward", pid=1, samples=(), compute_s=seconds
+        )
         for name, seconds in taken_s.items()
     }
 
@@ -32,7 +34,7 @@ class Workers:
         self.means = [self.rng.uniform(0.425, 0.475) for _ in range(10)]
         self.paths = [folder / str(rank) for rank in range(10)]
         self.beacons = [Beacon(path) for path in self.paths]
-        self.stragglers = Stragglers(factor)
+        self.stragglers = StragglerDetector(factor)
         self.found = []
 
     def take_step(self, step, slow):
@@ -102,14 +104,14 @@ def test_who_wavers_about_the_factor_is_named_once(tmp_path):
 
 
 def test_a_score_compares_with_the_median_of_the_others():
-    scores = Stragglers(2.0).scores(positions(1, r0=1.0, r1=1.0, r2=4.0, r3=0.0))
+    scores = StragglerDetector(2.0).scores(positions(1, r0=1.0, r1=1.0, r2=4.0, r3=0.0))
 
     assert scores == {0: 0.4, 1: 0.4, 2: 4.0}, "who has not computed yet has none"
 
 
 def test_one_worker_alone_has_no_score():
-    assert Stragglers(2.0).scores(positions(1, r0=1.0)) == {}
-    assert Stragglers(2.0).look({}) == {}
+    assert StragglerDetector(2.0).scores(positions(1, r0=1.0)) == {}
+    assert StragglerDetector(2.0).look({}) == {}
 
 
 def look_through(stragglers, steps, **taken_s):
@@ -120,7 +122,7 @@ def look_through(stragglers, steps, **taken_s):
 
 
 def test_speeds_are_news_once_there_is_a_straggler_and_when_they_change():
-    stragglers = Stragglers(2.0)
+    stragglers = StragglerDetector(2.0)
     slow = {"r0": 0.1, "r1": 0.4, "r2": 0.1}
     assert stragglers.new_speeds(positions(0, **slow), 0.0) is None
 
@@ -136,7 +138,7 @@ def test_speeds_are_news_once_there_is_a_straggler_and_when_they_change():
 
 
 def test_of_several_slow_workers_one_goes_at_a_time_the_slowest_first_and_nobody_twice():
-    stragglers = Stragglers(2.0)
+    stragglers = StragglerDetector(2.0)
     slow = {"r0": 0.1, "r1": 0.4, "r2": 0.5, "r3": 0.1, "r4": 0.1}
     assert stragglers.next_to_go(positions(0, **slow), 0.0) is None, "nobody was named yet"
 
@@ -147,14 +149,14 @@ def test_of_several_slow_workers_one_goes_at_a_time_the_slowest_first_and_nobody
 
 
 def test_who_has_recovered_in_the_meantime_is_not_replaced():
-    stragglers = Stragglers(2.0)
+    stragglers = StragglerDetector(2.0)
     look_through(stragglers, range(21), r0=0.1, r1=0.4, r2=0.1)
 
     assert stragglers.next_to_go(positions(21, r0=0.1, r1=0.15, r2=0.1), 5.0) is None
 
 
 def test_a_new_start_forgets_who_was_slow():
-    stragglers = Stragglers(2.0)
+    stragglers = StragglerDetector(2.0)
     slow = {"r0": 0.1, "r1": 0.4, "r2": 0.1}
     look_through(stragglers, range(21), **slow)
     stragglers.begin()

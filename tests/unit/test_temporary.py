@@ -12,9 +12,9 @@ import sys
 import pytest
 from small_disk import fill, small_disk
 
-from holdfast.checkpoint.storage.remote import Staging
+from holdfast.checkpoint.storage.remote import StagingDirectory
 from holdfast.errors import ConfigError
-from holdfast.launch.run_paths import Places
+from holdfast.launch.run_paths import RunPaths
 from holdfast.temporary import MARKER, TemporaryFolder, sweep
 
 HOLD = """
@@ -67,8 +67,8 @@ def test_a_users_folder_with_such_a_name_stays(monkeypatch, tmp_path, name):
     (tmp_path / name).mkdir(mode=0o700)
     (tmp_path / name / "results.csv").write_text("1,2\n")
 
-    Places.make(None).clear()
-    Staging().close()
+    RunPaths.make(None).clear()
+    StagingDirectory().close()
 
     assert (tmp_path / name / "results.csv").read_text() == "1,2\n"
     assert names(tmp_path) == [name]
@@ -79,7 +79,7 @@ def test_a_users_link_with_such_a_name_stays(monkeypatch, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "holdfast-20261124-run").symlink_to(tmp_path / "data")
 
-    Places.make(None).clear()
+    RunPaths.make(None).clear()
 
     assert names(tmp_path) == ["data", "holdfast-20261124-run"]
 
@@ -165,7 +165,7 @@ def test_a_temporary_directory_that_is_full_is_one_clear_line_and_nothing_is_lef
         fill(disk)
 
         with pytest.raises(ConfigError, match=r"cannot create a directory for the run in .*No space left.*set TMPDIR"):
-            Places.make(None)
+            RunPaths.make(None)
 
         assert names(disk) == ["filler"]
 

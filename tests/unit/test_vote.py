@@ -5,15 +5,15 @@ import dataclasses
 import pytest
 
 from holdfast.comm.allreduce.shm import MAX_INTEGERS
-from holdfast.engine.vote import CommitVote, GuardVote, Spread
+from holdfast.engine.vote import CommitVote, GuardVote, MinMax
 from holdfast.errors import InternalError
 from holdfast.integrity.hash_chain import NOTHING, said_of_part
 from holdfast.recovery.messages import REPORTED, VOTED, Note
 
 SILENT = GuardVote(altered=None, replicas=None, ranges=None, odd=None)
-LARGEST_GUARD = GuardVote(altered=False, replicas=Spread(9, 9), ranges=0, odd=Spread(-1, 1 << 30))
+LARGEST_GUARD = GuardVote(altered=False, replicas=MinMax(9, 9), ranges=0, odd=MinMax(-1, 1 << 30))
 VOTE = CommitVote(
-    guard=SILENT, parts=(), step=Spread(7, 7), stop=False, leave=False, change=False, stays=True, has_store=True, ask=False, save=None
+    guard=SILENT, parts=(), step=MinMax(7, 7), stop=False, leave=False, change=False, stays=True, has_store=True, ask=False, save=None
 )  # fmt: skip
 
 
@@ -32,13 +32,13 @@ def said(*votes):
         (vote(), [7, ~7, 0, 0, 0, 1, 1, 0]),
         (vote(stop=True, leave=True, change=True, ask=True), [7, ~7, 1, 2, 8, 1, 1, 16]),
         (vote(stays=False, has_store=False, save=True), [7, ~7, 0, 0, 0, 0, 0, 0, 1]),
-        (vote(guard=dataclasses.replace(SILENT, replicas=Spread.of([5]))), [5, ~5, 7, ~7, 0, 0, 0, 1, 1, 0]),
+        (vote(guard=dataclasses.replace(SILENT, replicas=MinMax.of([5]))), [5, ~5, 7, ~7, 0, 0, 0, 1, 1, 0]),
         (
-            vote(guard=GuardVote(altered=True, replicas=Spread.of([5, 3]), ranges=4, odd=Spread(2, 1))),
+            vote(guard=GuardVote(altered=True, replicas=MinMax.of([5, 3]), ranges=4, odd=MinMax(2, 1))),
             [1, 5, ~3, 4, 2, ~1, 7, ~7, 0, 0, 0, 1, 1, 0],
         ),
         (
-            vote(guard=dataclasses.replace(SILENT, replicas=Spread.of([])), parts=(Spread.of([6]), Spread.of([]))),
+            vote(guard=dataclasses.replace(SILENT, replicas=MinMax.of([])), parts=(MinMax.of([6]), MinMax.of([]))),
             [NOTHING, NOTHING, 6, ~6, NOTHING, NOTHING, 7, ~7, 0, 0, 0, 1, 1, 0],
         ),
     ],
@@ -51,19 +51,19 @@ def test_the_integers_and_their_order_are_those_that_workers_of_all_versions_sen
 
 def test_all_hear_the_largest_the_smallest_and_what_any_says():
     heard = said(
-        vote(step=Spread(8, 8), stop=True, guard=dataclasses.replace(LARGEST_GUARD, odd=Spread(0, 0))),
-        vote(stays=False, guard=dataclasses.replace(LARGEST_GUARD, replicas=Spread(4, 4), ranges=3)),
+        vote(step=MinMax(8, 8), stop=True, guard=dataclasses.replace(LARGEST_GUARD, odd=MinMax(0, 0))),
+        vote(stays=False, guard=dataclasses.replace(LARGEST_GUARD, replicas=MinMax(4, 4), ranges=3)),
     )
 
-    assert (heard.step, heard.step.differs) == (Spread(8, 7), True)
-    assert heard.guard == GuardVote(altered=False, replicas=Spread(9, 4), ranges=3, odd=Spread(0, 0))
+    assert (heard.step, heard.step.differs) == (MinMax(8, 7), True)
+    assert heard.guard == GuardVote(altered=False, replicas=MinMax(9, 4), ranges=3, odd=MinMax(0, 0))
     assert (heard.stop, heard.leave, heard.stays) == (True, False, True)
 
 
 @pytest.mark.parametrize("numbers", [[], [0], [3, 8, 5]])
 def test_a_part_is_said_as_links_are_made_of_it_and_who_does_not_hold_it_changes_nothing(numbers):
-    assert tuple(Spread.of(numbers).pack()) == said_of_part(numbers)
-    assert said(Spread.of(numbers), Spread.of([])) == Spread.of(numbers)
+    assert tuple(MinMax.of(numbers).pack()) == said_of_part(numbers)
+    assert said(MinMax.of(numbers), MinMax.of([])) == MinMax.of(numbers)
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,11 @@ def test_if_none_stays_or_none_reaches_the_store_all_stop(given, notes):
 
 def test_only_a_split_model_that_is_hashed_as_a_whole_takes_more_integers_than_shared_memory_has():
     replicated = vote(guard=LARGEST_GUARD, save=False)
-    split = vote(guard=dataclasses.replace(SILENT, altered=False, replicas=Spread(9, 9)), save=False)
+    split = vote(guard=dataclasses.replace(SILENT, altered=False, replicas=MinMax(9, 9)), save=False)
 
     assert len(replicated.pack()) == MAX_INTEGERS
-    assert len(dataclasses.replace(split, parts=(Spread(1, 1),)).pack()) <= MAX_INTEGERS
-    assert len(dataclasses.replace(split, parts=(Spread(1, 1),) * 2).pack()) > MAX_INTEGERS
+    assert len(dataclasses.replace(split, parts=(MinMax(1, 1),)).pack()) <= MAX_INTEGERS
+    assert len(dataclasses.replace(split, parts=(MinMax(1, 1),) * 2).pack()) > MAX_INTEGERS
 
 
 @pytest.mark.parametrize("wrong", [[], [1] * 7, [1] * 9])

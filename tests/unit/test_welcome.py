@@ -90,7 +90,7 @@ def check_equal(got, given):
 @pytest.mark.parametrize("piece_bytes", [8 << 20, 1 << 16])
 def test_newcomers_get_every_bit_from_however_many_givers(monkeypatch, givers, newcomers, piece_bytes):
     monkeypatch.setattr(welcome, "PIECE_BYTES", piece_bytes)
-    give = lambda comm: give_state(comm, newcomers, state(), {"step": 7, "from": comm.here[0]})  # noqa: E731
+    give = lambda comm: give_state(comm, newcomers, state(), {"step": 7, "from": comm.local_ranks[0]})  # noqa: E731
     take = lambda comm: take_state(comm, newcomers)  # noqa: E731
 
     came = meet({rank: take if rank in newcomers else give for rank in sorted({*givers, *newcomers})})
@@ -121,13 +121,13 @@ def test_what_was_given_is_a_copy():
 class BadWire(C10dCommunicator):
     """A way on which a bit turns."""
 
-    def swap(self, send, receive):
+    def sendrecv(self, send, receive):
         if len(send) > 1:
             place, piece = send[0]
             turned = piece.clone()
             turned[-1] ^= 1
             send = [(place, turned), *send[1:]]
-        super().swap(send, receive)
+        super().sendrecv(send, receive)
 
 
 def test_damage_on_the_way_is_found_and_its_giver_named():

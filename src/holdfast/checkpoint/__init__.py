@@ -25,11 +25,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from holdfast._moved import renamed
+
 if TYPE_CHECKING:
     from holdfast.checkpoint.files.kinds import FORMATS
     from holdfast.checkpoint.format import Shard, flatten, unflatten
     from holdfast.checkpoint.loading import (
-        Loaded,
+        LoadedCheckpoint,
         find_damage,
         load,
         load_box,
@@ -39,41 +41,41 @@ if TYPE_CHECKING:
         steps,
         verify,
     )
-    from holdfast.checkpoint.manager import Checkpoints
-    from holdfast.checkpoint.manifest import Manifest, Piece, TensorEntry
+    from holdfast.checkpoint.manager import CheckpointStore
+    from holdfast.checkpoint.manifest import Manifest, TensorEntry, TensorPiece
     from holdfast.checkpoint.parts import all_but
     from holdfast.checkpoint.save import PendingCheckpoint, SavedCheckpoint, write, write_tensors
     from holdfast.checkpoint.storage import Storage, open_storage
-    from holdfast.checkpoint.values import Damage
-    from holdfast.checkpoint.write_plan import Content, take
+    from holdfast.checkpoint.values import DamagedBytes
+    from holdfast.checkpoint.write_plan import WritePlan, take
 
 _NAMES = {
     "files.kinds": "FORMATS",
     "format": "Shard flatten unflatten",
-    "loading": "Loaded find_damage load load_box load_newest newest_intact read_manifest steps verify",
-    "manager": "Checkpoints",
-    "manifest": "Manifest Piece TensorEntry",
+    "loading": "LoadedCheckpoint find_damage load load_box load_newest newest_intact read_manifest steps verify",
+    "manager": "CheckpointStore",
+    "manifest": "Manifest TensorEntry TensorPiece",
     "parts": "all_but",
     "save": "PendingCheckpoint SavedCheckpoint write write_tensors",
     "storage": "Storage open_storage",
-    "values": "Damage",
-    "write_plan": "Content take",
+    "values": "DamagedBytes",
+    "write_plan": "WritePlan take",
 }
 _WHERE = {name: f"holdfast.checkpoint.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "FORMATS",
-    "Checkpoints",
-    "Content",
-    "Damage",
-    "Loaded",
+    "CheckpointStore",
+    "DamagedBytes",
+    "LoadedCheckpoint",
     "Manifest",
     "PendingCheckpoint",
-    "Piece",
     "SavedCheckpoint",
     "Shard",
     "Storage",
     "TensorEntry",
+    "TensorPiece",
+    "WritePlan",
     "all_but",
     "find_damage",
     "flatten",
@@ -93,6 +95,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    name = renamed(__name__, name)
     if name not in _WHERE:
         raise AttributeError(f"module 'holdfast.checkpoint' has no attribute {name!r}")
     value = getattr(importlib.import_module(_WHERE[name]), name)

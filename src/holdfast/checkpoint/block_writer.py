@@ -9,23 +9,25 @@ from pathlib import Path
 import xxhash
 
 from holdfast.checkpoint.blocks import block_ranges, digest, digest_of, parts_of, run
-from holdfast.checkpoint.files.base import Layout
+from holdfast.checkpoint.files.base import FileLayout
 from holdfast.checkpoint.format import tensor_bytes
-from holdfast.checkpoint.manifest import FileEntry, Piece, TensorEntry
-from holdfast.checkpoint.write_plan import Box
+from holdfast.checkpoint.manifest import FileEntry, TensorEntry, TensorPiece
+from holdfast.checkpoint.write_plan import WriteBox
 from holdfast.errors import CheckpointError
 
 _EARLY_BYTES = 1 << 20
 """Writeback of blocks of at least this size starts immediately; flushing smaller ones page by page would be slower."""
 
 
-def pour(folder: Path, layout: Layout, boxes: Sequence[Box]) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
+def pour(
+    folder: Path, layout: FileLayout, boxes: Sequence[WriteBox]
+) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
     """Write the values to their places in the layout and digest them, several blocks in parallel."""
     numbers = {name: os.open(folder / name, os.O_RDWR | os.O_CLOEXEC) for name in layout.files}
     try:
         jobs = [(box, start, end) for box in boxes for start, end in block_ranges(box.tensor.nbytes)]
 
-        def write(job: tuple[Box, int, int]) -> str:
+        def write(job: tuple[WriteBox, int, int]) -> str:
             box, start, end = job
             data = tensor_bytes(box.tensor)[start:end]
             if layout.has_values:
@@ -50,9 +52,9 @@ def pour(folder: Path, layout: Layout, boxes: Sequence[Box]) -> tuple[dict[str, 
     return files, tensors
 
 
-def _piece(box: Box, layout: Layout, blocks: Sequence[str]) -> Piece:
+def _piece(box: WriteBox, layout: FileLayout, blocks: Sequence[str]) -> TensorPiece:
     file, offset = layout.places[box.key]
-    return Piece(
+    return TensorPiece(
         file=file,
         offset=offset,
         start=box.start,
@@ -85,7 +87,7 @@ def _describe_file(name: str, number: int, tensors: Mapping[str, TensorEntry]) -
     return FileEntry(size_bytes=size, rest_xxh3=rest)
 
 
-def gaps(size_bytes: int, pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+def gaps(size_bytes: int, pieces: Sequence[TensorPiece]) -> list[tuple[int, int]]:
     """Return the byte ranges of a file that hold no values."""
     found, end = [], 0
     for piece in sorted(pieces, key=lambda piece: piece.offset):

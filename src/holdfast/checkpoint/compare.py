@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.checkpoint.files.base import STAND_INS, Source
+from holdfast.checkpoint.files.base import STAND_INS, TensorSource
 
 _CHUNK = 1 << 20
 """Number of values compared at a time; each needs a few float64."""
@@ -70,7 +70,9 @@ class Comparison:
         return not alone and all(tensor.is_same for tensor in self.tensors)
 
 
-def compare(first: Source, second: Source, on_tensor: Callable[[str], None] = lambda path: None) -> Comparison:
+def compare(
+    first: TensorSource, second: TensorSource, on_tensor: Callable[[str], None] = lambda path: None
+) -> Comparison:
     """Compare two sources, holding one tensor of each in memory at a time.
 
     Args:
@@ -94,7 +96,7 @@ def compare(first: Source, second: Source, on_tensor: Callable[[str], None] = la
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spot:
+class ValueDifference:
     """A value that differs between two sources."""
 
     path: str  # Path of the tensor
@@ -103,7 +105,7 @@ class Spot:
     values: tuple[str, str]  # In each source, as text; the shapes if these differ, "" for a missing tensor
 
 
-def first_difference(first: Source, second: Source, under: str = "") -> Spot | None:
+def first_difference(first: TensorSource, second: TensorSource, under: str = "") -> ValueDifference | None:
     """Return the first value that differs, in the first source's tensor order and row-major in each tensor; None if all are equal.
 
     Args:
@@ -118,7 +120,7 @@ def first_difference(first: Source, second: Source, under: str = "") -> Spot | N
         entries = [source.tensors.get(path) for source in (first, second)]
         shapes = tuple("" if entry is None else str(list(entry.shape)) for entry in entries)
         if shapes[0] != shapes[1]:
-            return Spot(path=path, index=(), values=(shapes[0], shapes[1]))
+            return ValueDifference(path=path, index=(), values=(shapes[0], shapes[1]))
         a, b = first.read(path), second.read(path)
         at = 0
         for x, y in _chunks(a.reshape(-1), b.reshape(-1)):
@@ -126,12 +128,12 @@ def first_difference(first: Source, second: Source, under: str = "") -> Spot | N
             if len(odd):
                 here = int(odd[0])
                 index = tuple(int(i) for i in np.unravel_index(at + here, tuple(a.shape)))
-                return Spot(path=path, index=index, values=(repr(x[here].item()), repr(y[here].item())))
+                return ValueDifference(path=path, index=index, values=(repr(x[here].item()), repr(y[here].item())))
             at += x.numel()
     return None
 
 
-def _compare(path: str, first: Source, second: Source) -> TensorDiff:
+def _compare(path: str, first: TensorSource, second: TensorSource) -> TensorDiff:
     one, other = first.tensors[path], second.tensors[path]
     dtypes = (_meant(one.dtype, other.dtype), _meant(other.dtype, one.dtype))
     diff = TensorDiff(path=path, dtypes=(_name(dtypes[0]), _name(dtypes[1])), shapes=(one.shape, other.shape))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from holdfast.checkpoint.files.base import Source
+from holdfast.checkpoint.files.base import TensorSource
 from holdfast.checkpoint.files.kinds import FORMATS
 from holdfast.checkpoint.loading import steps, verify
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.save import SavedCheckpoint, remove, write
 from holdfast.checkpoint.source import tensor_digest
 from holdfast.checkpoint.storage import Storage
-from holdfast.checkpoint.write_plan import Content, take
+from holdfast.checkpoint.write_plan import WritePlan, take
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 
-def convert(source: Source, storage: Storage, format: str) -> SavedCheckpoint:
+def convert(source: TensorSource, storage: Storage, format: str) -> SavedCheckpoint:
     """Write the content of a source as a checkpoint in another format; read it back, and compare the digests.
 
     Args:
@@ -59,7 +59,7 @@ def check_format(format: str) -> None:
         raise ConfigError(f"the format must be one of {', '.join(FORMATS)}, got {format!r}")
 
 
-def _digests(source: Source, content: Content) -> dict[str, str]:
+def _digests(source: TensorSource, content: WritePlan) -> dict[str, str]:
     """Return the expected digest of each tensor: from the old manifest, if it has the tensor in one piece."""
     old = {} if source.manifest is None else source.manifest.tensors
     return {

@@ -29,7 +29,7 @@ def daly(cost_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
 
 
-class Adaptive:
+class AdaptiveInterval:
     """Schedules checkpoints by their measured cost and the observed rate of failures.
 
     ``mtbf_s`` is the prior mean time between failures. It counts as one observed failure.

@@ -11,23 +11,23 @@ from holdfast.checkpoint.retention import to_remove
 from holdfast.checkpoint.save import remove
 from holdfast.checkpoint.source import written_s
 from holdfast.checkpoint.storage import Storage, step_folder, step_of
-from holdfast.checkpoint.values import Damage
+from holdfast.checkpoint.values import DamagedBytes
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Examined:
+class CheckpointStatus:
     """The result of examining a complete checkpoint."""
 
     step: int  # Its step
     manifest: Manifest | None  # Its content; None if the manifest cannot be read
-    damage: tuple[Damage, ...]  # All damage found
+    damage: tuple[DamagedBytes, ...]  # All damage found
     was_read: bool  # Whether every byte was read; otherwise only the manifest was
     written_s: float | None  # Time of completion, seconds since 1970; None if the storage does not record it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class IncompleteCheckpoint:
     """Files that belong to no complete checkpoint: its writer was killed, or is still writing."""
 
     step: int  # Its step
@@ -36,37 +36,37 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pruned:
+class PruneResult:
     """The checkpoints and attempts that were removed, or would be in a dry run."""
 
     steps: tuple[int, ...]  # Removed checkpoints
-    attempts: tuple[Attempt, ...]  # Removed incomplete attempts, all older than the newest complete step
+    attempts: tuple[IncompleteCheckpoint, ...]  # Removed incomplete attempts, all older than the newest complete step
     kept: tuple[int, ...]  # Remaining checkpoints
     damaged: tuple[int, ...]  # Those of them that were found damaged; only the newest are read
     freed_bytes: int  # Total size of everything removed
 
 
-def examine(storage: Storage, step: int, *, read_all: bool = True) -> Examined:
+def examine(storage: Storage, step: int, *, read_all: bool = True) -> CheckpointStatus:
     """Examine a checkpoint: every byte of it, or only its manifest.
 
     Raises:
         CheckpointMissing: if there is no complete checkpoint of this step.
     """
     manifest: Manifest | None = None
-    damage: list[Damage] = []
+    damage: list[DamagedBytes] = []
     try:
         if read_all:
             manifest, damage = find_damage(storage, step)
         else:
             manifest = read_manifest(storage, step)
     except CheckpointCorrupt as error:
-        damage = [Damage(tensor="", file=MANIFEST_NAME, start=0, end=0, what=str(error.__cause__ or error))]
-    return Examined(
+        damage = [DamagedBytes(tensor="", file=MANIFEST_NAME, start=0, end=0, what=str(error.__cause__ or error))]
+    return CheckpointStatus(
         step=step, manifest=manifest, damage=tuple(damage), was_read=read_all, written_s=written_s(storage, step)
     )
 
 
-def examine_all(storage: Storage, now: Callable[[int], None], *, read_all: bool = True) -> list[Examined]:
+def examine_all(storage: Storage, now: Callable[[int], None], *, read_all: bool = True) -> list[CheckpointStatus]:
     """Examine all checkpoints in order, calling ``now`` with each step; steps that a running job removes meanwhile are omitted."""
     found = []
     for step in steps(storage):
@@ -78,7 +78,7 @@ def examine_all(storage: Storage, now: Callable[[int], None], *, read_all: bool 
     return found
 
 
-def attempts(storage: Storage) -> list[Attempt]:
+def attempts(storage: Storage) -> list[IncompleteCheckpoint]:
     """Return all incomplete attempts, oldest step first."""
     found: list[tuple[int, str]] = []
     for name in storage.names(""):
@@ -95,7 +95,8 @@ def attempts(storage: Storage) -> list[Attempt]:
             continue  # which of its folders is the checkpoint's own is unknown
         found += [(step, f"{name}/{other}") for other in inside if other.startswith("data-") and other != mine]
     return [
-        Attempt(step=step, folder=folder, size_bytes=folder_bytes(storage, folder)) for step, folder in sorted(found)
+        IncompleteCheckpoint(step=step, folder=folder, size_bytes=folder_bytes(storage, folder))
+        for step, folder in sorted(found)
     ]
 
 
@@ -122,7 +123,7 @@ def prune(
     *,
     dry_run: bool = False,
     on_damaged: OnDamaged = lambda step, error: None,
-) -> Pruned:
+) -> PruneResult:
     """Remove checkpoints that need not be kept, and attempts that will never be completed.
 
     The newest intact checkpoint always stays: before anything is removed, steps are read from the newest on until
@@ -163,7 +164,7 @@ def prune(
             remove(storage, step)
         for attempt in rubbish:
             storage.remove(attempt.folder)
-    return Pruned(
+    return PruneResult(
         steps=tuple(going),
         attempts=tuple(rubbish),
         kept=tuple(step for step in there if step not in going),

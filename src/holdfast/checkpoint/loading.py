@@ -16,7 +16,7 @@ from holdfast.checkpoint.format import DTYPES, flatten, unflatten
 from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorEntry, parse
 from holdfast.checkpoint.parts import Wanted, select
 from holdfast.checkpoint.storage import Storage, Where, as_storage, step_folder, step_of
-from holdfast.checkpoint.values import Damage, box_of, open_file, read_files
+from holdfast.checkpoint.values import DamagedBytes, box_of, open_file, read_files
 from holdfast.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
 
 _Result = TypeVar("_Result")
@@ -29,7 +29,7 @@ _NAMED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint in memory."""
 
     step: int  # Number of steps that the state contains
@@ -63,9 +63,9 @@ def newest_intact(storage: Where, on_damaged: OnDamaged | None = None) -> int | 
     return step
 
 
-def load_newest(storage: Where, on_damaged: OnDamaged | None = None, into: Any = None) -> Loaded | None:
+def load_newest(storage: Where, on_damaged: OnDamaged | None = None, into: Any = None) -> LoadedCheckpoint | None:
     """Load the newest complete and undamaged checkpoint, reading each byte once; see :func:`load`."""
-    loaded: Loaded | None = _newest(storage, on_damaged, lambda step: load(storage, step, into))
+    loaded: LoadedCheckpoint | None = _newest(storage, on_damaged, lambda step: load(storage, step, into))
     return loaded
 
 
@@ -97,7 +97,7 @@ def verify(storage: Where, step: int) -> Manifest:
     return _read(storage, step, lambda manifest: read_files(storage, manifest, lambda _: {}))[0]
 
 
-def find_damage(storage: Where, step: int) -> tuple[Manifest, list[Damage]]:
+def find_damage(storage: Where, step: int) -> tuple[Manifest, list[DamagedBytes]]:
     """Read every byte of a checkpoint; return its manifest and all damage in its files.
 
     Raises:
@@ -109,10 +109,10 @@ def find_damage(storage: Where, step: int) -> tuple[Manifest, list[Damage]]:
     return manifest, damage
 
 
-def _all_damage(storage: Storage, manifest: Manifest) -> list[Damage]:
+def _all_damage(storage: Storage, manifest: Manifest) -> list[DamagedBytes]:
     gone = {name: why for name in manifest.files if (why := _why_gone(storage, manifest, name))}
     damage = [
-        Damage(tensor="", file=name, start=0, end=manifest.files[name].size_bytes, what=why)
+        DamagedBytes(tensor="", file=name, start=0, end=manifest.files[name].size_bytes, what=why)
         for name, why in gone.items()
     ]
     tensors = {}
@@ -121,7 +121,7 @@ def _all_damage(storage: Storage, manifest: Manifest) -> list[Damage]:
         for piece in (piece for piece in entry.pieces if piece.file in gone):
             end = piece.offset + piece.size_bytes
             what = f"tensor {path!r} ({entry.dtype}, shape {list(entry.shape)}), bytes {piece.offset} to {end} of {piece.file}: {gone[piece.file]}"
-            damage.append(Damage(tensor=path, file=piece.file, start=piece.offset, end=end, what=what))
+            damage.append(DamagedBytes(tensor=path, file=piece.file, start=piece.offset, end=end, what=what))
     files = {name: file for name, file in manifest.files.items() if name not in gone}
     return damage + read_files(storage, replace(manifest, files=files, tensors=tensors), lambda _: {})[1]
 
@@ -135,7 +135,7 @@ def _why_gone(storage: Storage, manifest: Manifest, name: str) -> str:
         return str(error)
 
 
-def load(storage: Where, step: int, into: Any = None, only: Wanted | None = None) -> Loaded:
+def load(storage: Where, step: int, into: Any = None, only: Wanted | None = None) -> LoadedCheckpoint:
     """Read a checkpoint, or a part of it.
 
     Args:
@@ -156,14 +156,14 @@ def load(storage: Where, step: int, into: Any = None, only: Wanted | None = None
     def place(manifest: Manifest) -> dict[str, torch.Tensor]:
         return {path: _room(path, entry, given.get(path)) for path, entry in manifest.tensors.items()}
 
-    def read(whole: Manifest) -> tuple[tuple[Manifest, dict[str, torch.Tensor]], list[Damage]]:
+    def read(whole: Manifest) -> tuple[tuple[Manifest, dict[str, torch.Tensor]], list[DamagedBytes]]:
         manifest = whole if only is None else select(whole, only)
         tensors, damage = read_files(storage, manifest, place, values_only=only is not None)
         return (manifest, tensors), damage
 
     _, (manifest, tensors) = _read(storage, step, read)
     state = unflatten(tensors, manifest.skeleton)
-    return Loaded(step=step, state=state, info=manifest.info, generation=manifest.generation)
+    return LoadedCheckpoint(step=step, state=state, info=manifest.info, generation=manifest.generation)
 
 
 def load_box(storage: Where, step: int, path: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
@@ -197,7 +197,7 @@ def read_box(
 
 def _read_box(
     storage: Storage, manifest: Manifest, path: str, start: tuple[int, ...], shape: tuple[int, ...]
-) -> tuple[torch.Tensor, list[Damage]]:
+) -> tuple[torch.Tensor, list[DamagedBytes]]:
     step, entry = manifest.step, manifest.tensors.get(path)
     if entry is None:
         raise CheckpointError(
@@ -231,7 +231,7 @@ def read_manifest(storage: Where, step: int) -> Manifest:
 
 
 def _read(
-    storage: Storage, step: int, read: Callable[[Manifest], tuple[_Result, list[Damage]]]
+    storage: Storage, step: int, read: Callable[[Manifest], tuple[_Result, list[DamagedBytes]]]
 ) -> tuple[Manifest, _Result]:
     """Return the manifest of a step and the result of ``read``, if that finds no damage."""
     manifest, result, damage = _settled(storage, step, read)
@@ -242,8 +242,8 @@ def _read(
 
 
 def _settled(
-    storage: Storage, step: int, look: Callable[[Manifest], tuple[_Result, list[Damage]]]
-) -> tuple[Manifest, _Result, list[Damage]]:
+    storage: Storage, step: int, look: Callable[[Manifest], tuple[_Result, list[DamagedBytes]]]
+) -> tuple[Manifest, _Result, list[DamagedBytes]]:
     """Return the manifest of a step, and result and damage from ``look``; retry if a writer replaced the checkpoint meanwhile.
 
     Raises:

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint import loading
-from holdfast.checkpoint.loading import Loaded, OnDamaged
+from holdfast.checkpoint.loading import LoadedCheckpoint, OnDamaged
 from holdfast.checkpoint.parts import Wanted
 from holdfast.checkpoint.save import PendingCheckpoint, discard, remove, write
 from holdfast.checkpoint.storage import open_storage
-from holdfast.checkpoint.write_plan import Content, take
+from holdfast.checkpoint.write_plan import WritePlan, take
 
 
-class Checkpoints:
+class CheckpointStore:
     """All checkpoints of a run. One step at a time is written; reading is possible at any moment.
 
     A checkpoint is complete once ``commit`` has begun to return. A complete step never becomes
@@ -38,7 +38,7 @@ class Checkpoints:
         """The directory or URL, for messages."""
         return self.storage.url
 
-    def write(self, step: int, content: Content, info: dict[str, Any], token: str = "") -> PendingCheckpoint:
+    def write(self, step: int, content: WritePlan, info: dict[str, Any], token: str = "") -> PendingCheckpoint:
         """See :func:`holdfast.checkpoint.save.write`."""
         return write(self.storage, step, content, info, format=self._format, token=token, clean=self._clean)
 
@@ -50,11 +50,11 @@ class Checkpoints:
         """See :func:`holdfast.checkpoint.loading.newest_intact`."""
         return loading.newest_intact(self.storage, on_damaged)
 
-    def load_newest(self, on_damaged: OnDamaged | None = None, into: Any = None) -> Loaded | None:
+    def load_newest(self, on_damaged: OnDamaged | None = None, into: Any = None) -> LoadedCheckpoint | None:
         """See :func:`holdfast.checkpoint.loading.load_newest`."""
         return loading.load_newest(self.storage, on_damaged, into)
 
-    def load(self, step: int, into: Any = None, only: Wanted | None = None) -> Loaded:
+    def load(self, step: int, into: Any = None, only: Wanted | None = None) -> LoadedCheckpoint:
         """See :func:`holdfast.checkpoint.loading.load`."""
         return loading.load(self.storage, step, into, only)
 

@@ -37,7 +37,7 @@ _MAX_INT = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TensorPiece:
     """A box of a tensor, and the location of its values: row-major, without padding."""
 
     file: str  # Name of the file
@@ -55,7 +55,7 @@ class TensorEntry:
 
     dtype: str  # One of :data:`~holdfast.checkpoint.format.DTYPES`
     shape: tuple[int, ...]  # Shape; empty for a scalar
-    pieces: tuple[Piece, ...]  # Boxes that fill the tensor, without overlap
+    pieces: tuple[TensorPiece, ...]  # Boxes that fill the tensor, without overlap
 
     @property
     def size_bytes(self) -> int:
@@ -125,7 +125,7 @@ def dump(manifest: Manifest) -> bytes:
     return body + f'"xxh3": "{xxhash.xxh3_64_hexdigest(body)}"\n}}\n'.encode()
 
 
-def _plain(piece: Piece) -> dict[str, Any]:
+def _plain(piece: TensorPiece) -> dict[str, Any]:
     return {
         "file": piece.file,
         "offset": piece.offset,
@@ -297,7 +297,7 @@ def _check_entry(path: str, entry: Any, files: dict[str, FileEntry], *, is_part:
     return TensorEntry(dtype=entry["dtype"], shape=tuple(entry["shape"]), pieces=tuple(pieces))
 
 
-def _check_piece(where: str, fields: Any, whole: list[int], itemsize: int) -> Piece:
+def _check_piece(where: str, fields: Any, whole: list[int], itemsize: int) -> TensorPiece:
     _check_members(f"{where}/", fields, _PIECE_KINDS)
     elements = _num_elements(f"{where}/shape", fields["shape"])
     start, shape = fields["start"], fields["shape"]
@@ -314,10 +314,10 @@ def _check_piece(where: str, fields: Any, whole: list[int], itemsize: int) -> Pi
     plain: dict[str, Any] = {
         name: tuple(value) if type(value) is list else value for name, value in fields.items() if name != "bytes"
     }
-    return Piece(**plain, size_bytes=fields["bytes"])
+    return TensorPiece(**plain, size_bytes=fields["bytes"])
 
 
-def _check_filled(where: str, elements: int, pieces: Sequence[Piece]) -> None:
+def _check_filled(where: str, elements: int, pieces: Sequence[TensorPiece]) -> None:
     """Check that the boxes of a tensor fill it, each index exactly once."""
     total = sum(math.prod(piece.shape) for piece in pieces)
     if total != elements or not pieces:
@@ -327,12 +327,12 @@ def _check_filled(where: str, elements: int, pieces: Sequence[Piece]) -> None:
         _damaged(where, "has pieces that overlap")
 
 
-def _any_overlap(pieces: Sequence[Piece]) -> bool:
+def _any_overlap(pieces: Sequence[TensorPiece]) -> bool:
     """Sweep along the dimension with the most cuts, so that a piece is compared only with those that extend beyond its start."""
     along = max(range(len(pieces[0].start)), key=lambda d: len({piece.start[d] for piece in pieces}), default=None)
     if along is None:
         return True  # a scalar has room for one piece
-    open_: list[Piece] = []
+    open_: list[TensorPiece] = []
     for piece in sorted(pieces, key=lambda piece: piece.start[along]):
         open_ = [other for other in open_ if other.start[along] + other.shape[along] > piece.start[along]]
         if any(_overlap(piece, other) for other in open_):
@@ -341,7 +341,7 @@ def _any_overlap(pieces: Sequence[Piece]) -> bool:
     return False
 
 
-def _overlap(one: Piece, other: Piece) -> bool:
+def _overlap(one: TensorPiece, other: TensorPiece) -> bool:
     return all(
         a < b + size_b and b < a + size_a
         for a, size_a, b, size_b in zip(one.start, one.shape, other.start, other.shape, strict=True)

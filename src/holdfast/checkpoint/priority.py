@@ -40,7 +40,7 @@ DISTANCES = ("euclidean", "scaled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saving:
+class PriorityPolicy:
     """How blocks are chosen and saved.
 
     Raises:
@@ -90,7 +90,7 @@ def _refuse(name: str, value: object, allowed: str, advice: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class PartialSave:
     """One partial save: the message from the owner to a peer."""
 
     step: int
@@ -100,14 +100,14 @@ class Saved:
     payload: tuple[Tensor, ...]
     """The written data: for each tensor its rows, or int8 steps and their lengths. It shares no memory."""
     share: float = 1.0
-    """How far along their lines blocks are expected to be, from 0 to 1; see :attr:`Saving.predictor`."""
+    """How far along their lines blocks are expected to be, from 0 to 1; see :attr:`PriorityPolicy.predictor`."""
 
     def size_bytes(self) -> int:
         """Return the size of the payload in bytes; the block numbers come on top of it."""
         return sum(tensor.nbytes for tensor in self.payload)
 
 
-class Running:
+class RunningCheckpoint:
     """A priority checkpoint of blocks.
 
     A block that contains a number that is not finite, or whose distance is not finite, is not saved: its older saved value stays,
@@ -134,7 +134,7 @@ class Running:
     def __init__(
         self,
         start: Sequence[Tensor],
-        saving: Saving,
+        saving: PriorityPolicy,
         *,
         step: int = 0,
         block_bytes: Tensor | None = None,
@@ -166,14 +166,14 @@ class Running:
         """Return whether the state before ``step`` must be saved: every ``round(r C)`` steps, and not twice."""
         return step % self._saving.period == 0 and step > self._step
 
-    def save(self, rows: Sequence[Tensor], step: int) -> Saved:
+    def save(self, rows: Sequence[Tensor], step: int) -> PartialSave:
         """Choose blocks, save them here, and return the written data: :meth:`take`, then :meth:`put`."""
         saved = self.take(rows, step)
         self.put(saved)
         return saved
 
     @torch.no_grad()
-    def take(self, rows: Sequence[Tensor], step: int) -> Saved:
+    def take(self, rows: Sequence[Tensor], step: int) -> PartialSave:
         """Choose blocks and return their data; nothing changes before :meth:`put`.
 
         Args:
@@ -193,11 +193,11 @@ class Running:
             payload, checks = self._encode(rows, blocks, step, share)
             unfit = [blocks[~good] for good in checks if not good.all()]
             if not unfit:
-                return Saved(step, blocks, payload, share)
+                return PartialSave(step, blocks, payload, share)
             scores = scores.index_fill(0, torch.cat(unfit), -1)  # other blocks take their place
 
     @torch.no_grad()
-    def put(self, saved: Saved) -> None:
+    def put(self, saved: PartialSave) -> None:
         """Save blocks taken here or at an identical copy; identical copies stay identical, bit for bit.
 
         Raises:
@@ -240,7 +240,7 @@ class Running:
         """Become identical to the checkpoint that ``state`` comes from; its tensors are copied.
 
         Raises:
-            ConfigError: if it has another ``Saving``, or other blocks.
+            ConfigError: if it has another ``PriorityPolicy``, or other blocks.
         """
         if state["saving"] != dataclasses.asdict(self._saving):
             raise ConfigError(

@@ -25,7 +25,7 @@ from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest, check_info, du
 from holdfast.checkpoint.parts import merge
 from holdfast.checkpoint.storage import Storage, Where, as_storage, step_folder, step_of
 from holdfast.checkpoint.storage.local import explained
-from holdfast.checkpoint.write_plan import Content, take
+from holdfast.checkpoint.write_plan import WritePlan, take
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 from holdfast.faults import points
 
@@ -165,7 +165,7 @@ class PendingCheckpoint:
 def write(
     storage: Where,
     step: int,
-    content: Content,
+    content: WritePlan,
     info: dict[str, Any],
     *,
     format: str = "safetensors",

@@ -6,19 +6,19 @@ import dataclasses
 
 import torch
 
-from holdfast.checkpoint.write_plan import Box, Content
+from holdfast.checkpoint.write_plan import WriteBox, WritePlan
 
 _ALIGN = 64
 
 
-class Snapshot:
+class SnapshotBuffer:
     """Memory that is reused for every checkpoint: at most one extra copy of this worker's part."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._boxes: tuple[Box, ...] = ()
+        self._boxes: tuple[WriteBox, ...] = ()
 
-    def copy(self, content: Content) -> Content:
+    def copy(self, content: WritePlan) -> WritePlan:
         """Return the same content with copied values, valid until the next call."""
         # The layout rarely changes: with thousands of tensors, allocating takes longer than copying.
         if [_look(box) for box in content.boxes] != [_look(box) for box in self._boxes]:
@@ -27,7 +27,7 @@ class Snapshot:
             own.tensor.copy_(box.tensor)
         return dataclasses.replace(content, boxes=self._boxes)
 
-    def _make_room(self, content: Content) -> None:
+    def _make_room(self, content: WritePlan) -> None:
         self._boxes = ()
         sizes = [-(-box.tensor.nbytes // _ALIGN) * _ALIGN for box in content.boxes]
         if sum(sizes) > self._memory.numel():
@@ -41,5 +41,5 @@ class Snapshot:
         self._boxes = tuple(boxes)
 
 
-def _look(box: Box) -> tuple[object, ...]:
+def _look(box: WriteBox) -> tuple[object, ...]:
     return box.path, box.key, box.start, box.whole, box.tensor.dtype, box.tensor.shape

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from holdfast.checkpoint.blocks import block_ranges, digest, run
-from holdfast.checkpoint.files.base import Entry, Source
+from holdfast.checkpoint.files.base import TensorInfo, TensorSource
 from holdfast.checkpoint.format import DTYPES, scalars_of, tensor_bytes
 from holdfast.checkpoint.loading import load, read_box, read_manifest
 from holdfast.checkpoint.manifest import MANIFEST_NAME
@@ -15,7 +15,7 @@ from holdfast.checkpoint.storage import Storage, step_folder
 from holdfast.checkpoint.storage.local import LocalStorage
 
 
-def saved_source(storage: Storage, step: int) -> Source:
+def saved_source(storage: Storage, step: int) -> TensorSource:
     """Return a checkpoint as a source.
 
     Raises:
@@ -24,14 +24,14 @@ def saved_source(storage: Storage, step: int) -> Source:
     """
     manifest = read_manifest(storage, step)
     scalars, ties = scalars_of(manifest.skeleton, manifest.tensors)
-    tensors = {path: Entry(DTYPES[entry.dtype], entry.shape) for path, entry in manifest.tensors.items()}
+    tensors = {path: TensorInfo(DTYPES[entry.dtype], entry.shape) for path, entry in manifest.tensors.items()}
     tensors |= {path: tensors[first] for path, first in ties.items()}
 
     def read(path: str) -> torch.Tensor:
         shape = tensors[path].shape
         return read_box(storage, manifest, ties.get(path, path), (0,) * len(shape), shape)
 
-    return Source(
+    return TensorSource(
         name=f"{storage.url}/{step_folder(step)}",
         kind=manifest.format,
         tensors=tensors,

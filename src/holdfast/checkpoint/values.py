@@ -18,15 +18,15 @@ import xxhash
 from holdfast.checkpoint.block_writer import gaps
 from holdfast.checkpoint.blocks import BLOCK_BYTES, block_ranges, digest_of, parts_of, run
 from holdfast.checkpoint.format import DTYPES, tensor_bytes
-from holdfast.checkpoint.manifest import Manifest, Piece
-from holdfast.checkpoint.storage import Reader, Storage, step_folder
+from holdfast.checkpoint.manifest import Manifest, TensorPiece
+from holdfast.checkpoint.storage import Storage, StorageReader, step_folder
 
 _scratch = threading.local()
 """Scratch memory of each thread, for blocks that are only verified."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Damage:
+class DamagedBytes:
     """A range of bytes that differ from what was saved."""
 
     tensor: str  # Path of the tensor, "" if the bytes are not values
@@ -41,7 +41,7 @@ class _Block:
     """A block of values, and its destination."""
 
     path: str
-    piece: Piece
+    piece: TensorPiece
     start: int
     end: int
     into: torch.Tensor | None
@@ -54,7 +54,7 @@ def read_files(
     place: Callable[[Manifest], dict[str, torch.Tensor]],
     *,
     values_only: bool = False,
-) -> tuple[dict[str, torch.Tensor], list[Damage]]:
+) -> tuple[dict[str, torch.Tensor], list[DamagedBytes]]:
     """Read all files, values into the memory that ``place`` returns; return that memory and all damage.
 
     With ``values_only``, only the values that the manifest names are read: its files may contain others.
@@ -86,7 +86,7 @@ def read_files(
 
 def box_of(
     storage: Storage, manifest: Manifest, path: str, start: tuple[int, ...], shape: tuple[int, ...]
-) -> tuple[torch.Tensor, list[Damage]]:
+) -> tuple[torch.Tensor, list[DamagedBytes]]:
     """Return a part of a tensor, which must lie inside it, and the damage of the blocks it spans."""
     entry = manifest.tensors[path]
     needed = [piece for piece in entry.pieces if _common(piece, start, shape) is not None]
@@ -109,7 +109,7 @@ def box_of(
     return result, damage
 
 
-def _part_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _part_of(tensor: torch.Tensor, piece: TensorPiece) -> torch.Tensor:
     if tensor.shape == piece.shape:
         return tensor
     return tensor[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))]
@@ -120,14 +120,14 @@ def open_file(storage: Storage, manifest: Manifest, name: str) -> Any:
     return storage.reader(f"{step_folder(manifest.step)}/{manifest.folder}/{name}")
 
 
-def _blocks_of(path: str, piece: Piece, into: torch.Tensor | None) -> list[_Block]:
+def _blocks_of(path: str, piece: TensorPiece, into: torch.Tensor | None) -> list[_Block]:
     return [
         _Block(path, piece, start, end, into, wanted)
         for (start, end), wanted in zip(block_ranges(piece.size_bytes), piece.blocks, strict=True)
     ]
 
 
-def _check_block(files: Mapping[str, Reader], manifest: Manifest, block: _Block) -> Damage | None:
+def _check_block(files: Mapping[str, StorageReader], manifest: Manifest, block: _Block) -> DamagedBytes | None:
     # The view is created here, by the thread that fills it, while other threads read.
     into = _scratch_memory() if block.into is None else tensor_bytes(block.into)[block.start :]
     into = into[: block.end - block.start]
@@ -139,10 +139,10 @@ def _check_block(files: Mapping[str, Reader], manifest: Manifest, block: _Block)
     entry = manifest.tensors[block.path]
     why = "they are not what was saved" if got == last - first else f"the file ends after {got} of them"
     what = f"tensor {block.path!r} ({entry.dtype}, shape {list(entry.shape)}), bytes {first} to {last} of {block.piece.file}: {why}"
-    return Damage(tensor=block.path, file=block.piece.file, start=first, end=last, what=what)
+    return DamagedBytes(tensor=block.path, file=block.piece.file, start=first, end=last, what=what)
 
 
-def _read_digested(file: Reader, first: int, into: memoryview) -> tuple[int, str]:
+def _read_digested(file: StorageReader, first: int, into: memoryview) -> tuple[int, str]:
     """Read bytes starting at ``first``; return their number and their digest."""
     whole, got = xxhash.xxh3_64(), 0
     for start, part in parts_of(into, file.part_bytes):
@@ -161,15 +161,15 @@ def _scratch_memory() -> memoryview:
     return memory
 
 
-def _check_size(file: Reader, manifest: Manifest, name: str) -> Damage | None:
+def _check_size(file: StorageReader, manifest: Manifest, name: str) -> DamagedBytes | None:
     wanted = manifest.files[name].size_bytes
     if file.size_bytes == wanted:
         return None
     what = f"{name} has {file.size_bytes} bytes, the manifest says {wanted}"
-    return Damage(tensor="", file=name, start=0, end=wanted, what=what)
+    return DamagedBytes(tensor="", file=name, start=0, end=wanted, what=what)
 
 
-def _check_rest(file: Reader, manifest: Manifest, name: str) -> Damage | None:
+def _check_rest(file: StorageReader, manifest: Manifest, name: str) -> DamagedBytes | None:
     entry = manifest.files[name]
     pieces = [piece for tensor in manifest.tensors.values() for piece in tensor.pieces if piece.file == name]
     rest = gaps(entry.size_bytes, pieces)
@@ -178,10 +178,10 @@ def _check_rest(file: Reader, manifest: Manifest, name: str) -> Damage | None:
         return None
     start, end = (rest[0][0], rest[-1][1]) if rest else (0, 0)
     what = f"the bytes of {name} that hold no values (headers, tables of contents), between {start} and {end}, are not what was saved"
-    return Damage(tensor="", file=name, start=start, end=end, what=what)
+    return DamagedBytes(tensor="", file=name, start=start, end=end, what=what)
 
 
-def _common(piece: Piece, start: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int]] | None:
+def _common(piece: TensorPiece, start: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int]] | None:
     """Return the intersection of a piece and a box as an index range per dimension; None if it is empty."""
     both = [(max(a, b), min(a + n, b + m)) for a, n, b, m in zip(piece.start, piece.shape, start, shape, strict=True)]
     return both if all(low < high for low, high in both) else None

@@ -13,7 +13,7 @@ from holdfast.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
+class WriteBox:
     """A part of a tensor that this worker writes."""
 
     path: str  # Path of the tensor
@@ -24,10 +24,10 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
+class WritePlan:
     """The part of a state that one writer writes."""
 
-    boxes: tuple[Box, ...]  # The tensors, or parts of them
+    boxes: tuple[WriteBox, ...]  # The tensors, or parts of them
     skeleton: Any
     """Structure of the whole state, or of a distinct part; None for the other writers of a replicated state."""
     part: int = 0  # Index of this part
@@ -39,7 +39,7 @@ class Content:
         return sum(box.tensor.nbytes for box in self.boxes)
 
 
-def take(state: Any, part: int = 0, parts: int = 1, *, distinct: bool = False) -> Content:
+def take(state: Any, part: int = 0, parts: int = 1, *, distinct: bool = False) -> WritePlan:
     """Return what one of ``parts`` writers writes of a state; the tensors are not copied.
 
     Args:
@@ -62,10 +62,10 @@ def take(state: Any, part: int = 0, parts: int = 1, *, distinct: bool = False) -
         )
     leaves, skeleton = flatten(state)
     boxes = tuple(_share_out(leaves, 0, 1) if distinct else _share_out(leaves, part, parts))
-    return Content(boxes=boxes, skeleton=skeleton if distinct or part == 0 else None, part=part, parts=parts)
+    return WritePlan(boxes=boxes, skeleton=skeleton if distinct or part == 0 else None, part=part, parts=parts)
 
 
-def _share_out(leaves: Mapping[str, Leaf], part: int, parts: int) -> list[Box]:
+def _share_out(leaves: Mapping[str, Leaf], part: int, parts: int) -> list[WriteBox]:
     """Return what one of ``parts`` writers writes; every writer computes the same cuts.
 
     The replicated tensors are treated as one long sequence of bytes, which is cut between rows. Shards are written
@@ -73,7 +73,7 @@ def _share_out(leaves: Mapping[str, Leaf], part: int, parts: int) -> list[Box]:
     """
     total = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
     first, end = total * part // parts, total * (part + 1) // parts
-    boxes: list[Box] = []
+    boxes: list[WriteBox] = []
     position = 0
     for path, leaf in leaves.items():
         if isinstance(leaf, Shard):
@@ -95,13 +95,13 @@ def _share_out(leaves: Mapping[str, Leaf], part: int, parts: int) -> list[Box]:
 
 def _make_box(
     path: str, tensor: torch.Tensor, start: tuple[int, ...], whole: tuple[int, ...], paths: Container[str]
-) -> Box:
+) -> WriteBox:
     key = path
     if tuple(tensor.shape) != whole:
         place = ",".join(map(str, start))
         # A path may contain any characters, but a "~" in it is never followed by "@".
         key = next(key for key in (f"{path}@{place}", f"{path}~@{place}") if key not in paths)
-    return Box(path=path, key=key, tensor=tensor, start=start, whole=whole)
+    return WriteBox(path=path, key=key, tensor=tensor, start=start, whole=whole)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

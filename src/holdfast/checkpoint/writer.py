@@ -22,10 +22,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.checkpoint.manager import Checkpoints
+from holdfast.checkpoint.manager import CheckpointStore
 from holdfast.checkpoint.save import PendingCheckpoint, SavedCheckpoint
-from holdfast.checkpoint.snapshot import Snapshot
-from holdfast.checkpoint.write_plan import Content
+from holdfast.checkpoint.snapshot import SnapshotBuffer
+from holdfast.checkpoint.write_plan import WritePlan
 from holdfast.errors import CheckpointError
 
 _LIMIT_S = 600.0
@@ -37,7 +37,7 @@ _PART_PATIENCE = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class WriteResult:
     """The outcome of a checkpoint."""
 
     step: int  # Its step
@@ -50,7 +50,7 @@ class Outcome:
 @dataclass(slots=True)
 class _Job:
     step: int
-    content: Content
+    content: WritePlan
     info: dict[str, Any]
     token: str
     held_s: float = 0.0
@@ -65,23 +65,23 @@ class _Job:
     overdue: bool = False
 
 
-class Writer:
+class CheckpointWriter:
     """Writes checkpoints one after another, and calls ``after_commit`` when one is complete.
 
     With ``background`` it does so in a thread, otherwise before :meth:`begin` and :meth:`commit` return.
     """
 
     def __init__(
-        self, checkpoints: Checkpoints, *, background: bool, after_commit: Callable[[], None] = lambda: None
+        self, checkpoints: CheckpointStore, *, background: bool, after_commit: Callable[[], None] = lambda: None
     ) -> None:
         self._checkpoints = checkpoints
         self._background = background
         self._after_commit = after_commit
-        self._snapshot = Snapshot()
+        self._snapshot = SnapshotBuffer()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._job: _Job | None = None
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[WriteResult] = []
 
     @property
     def step(self) -> int | None:
@@ -93,7 +93,7 @@ class Writer:
         """Whether commit or removal of a checkpoint was decided and is still in progress."""
         return self._job is not None and self._job.decided.is_set() and not self._job.done.is_set()
 
-    def begin(self, step: int, content: Content, info: dict[str, Any], token: str = "") -> None:
+    def begin(self, step: int, content: WritePlan, info: dict[str, Any], token: str = "") -> None:
         """Write a checkpoint; an undecided one is abandoned. ``content`` may change once this returns.
 
         Raises:
@@ -111,7 +111,7 @@ class Writer:
             self._start()
             self._jobs.put(job)
 
-    def _copy(self, step: int, content: Content) -> Content:
+    def _copy(self, step: int, content: WritePlan) -> WritePlan:
         try:
             return self._snapshot.copy(content)
         except (RuntimeError, MemoryError) as error:
@@ -152,7 +152,7 @@ class Writer:
             self._job.abandoned = True
         self._decide(abandon)
 
-    def poll(self) -> list[Outcome]:
+    def poll(self) -> list[WriteResult]:
         """Return the outcomes of checkpoints since the last call; does not wait."""
         self._collect()
         outcomes, self._outcomes = self._outcomes, []
@@ -163,7 +163,7 @@ class Writer:
         if job is not None and job.done.is_set():
             self._job = None
             self._outcomes.append(
-                Outcome(step=job.step, saved=job.saved, error=job.error, held_s=job.held_s, written_s=job.written_s)
+                WriteResult(step=job.step, saved=job.saved, error=job.error, held_s=job.held_s, written_s=job.written_s)
             )
 
     def wait(self) -> None:

@@ -15,7 +15,7 @@ from holdfast.cli.control import scale, set_
 from holdfast.cli.diff_runs import diff_runs
 from holdfast.cli.doctor import doctor
 from holdfast.cli.given import GroupedCommand
-from holdfast.cli.lab import COMMANDS, Commands, placeholder
+from holdfast.cli.lab import COMMANDS, CommandGroup, placeholder
 from holdfast.cli.report import report
 from holdfast.cli.run import RunCommand, run
 from holdfast.cli.tables import need_command
@@ -25,7 +25,7 @@ from holdfast.report.formatting import clean
 
 app = typer.Typer(
     name="holdfast",
-    cls=Commands,
+    cls=CommandGroup,
     help="Fault-tolerant PyTorch training: recover from worker failures with bit-identical results.",
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -18,8 +18,8 @@ from holdfast.report.formatting import size
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.compare import Comparison, TensorDiff
-    from holdfast.checkpoint.files.base import Source
-    from holdfast.checkpoint.listing import Examined
+    from holdfast.checkpoint.files.base import TensorSource
+    from holdfast.checkpoint.listing import CheckpointStatus
 
 _DAMAGED = 3
 """Exit code if damaged data was found."""
@@ -84,7 +84,7 @@ def ls(
     return _DAMAGED if any(examined.damage for examined in found) else 0
 
 
-def _described(examined: Examined) -> dict[str, Any]:
+def _described(examined: CheckpointStatus) -> dict[str, Any]:
     manifest = examined.manifest
     return {
         "step": examined.step,
@@ -98,7 +98,7 @@ def _described(examined: Examined) -> dict[str, Any]:
     }
 
 
-def _ls_row(examined: Examined) -> tuple[str, ...]:
+def _ls_row(examined: CheckpointStatus) -> tuple[str, ...]:
     row = _described(examined)
     state = {True: "intact", False: "DAMAGED", None: "not read"}[row["intact"]]
     if examined.damage:
@@ -144,7 +144,7 @@ def show(
     return 0
 
 
-def _facts(source: Source, now: Any) -> dict[str, Any]:
+def _facts(source: TensorSource, now: Any) -> dict[str, Any]:
     from holdfast.checkpoint.source import tensor_digest
 
     manifest = source.manifest
@@ -202,7 +202,7 @@ def verify(path: _Path, *, everything: _All = False, as_json: _Json = False) -> 
     return _DAMAGED if any(examined.damage for examined in found) else 0
 
 
-def _say_verified(examined: Examined, everything: bool) -> None:
+def _say_verified(examined: CheckpointStatus, everything: bool) -> None:
     if not examined.damage:
         manifest = examined.manifest
         assert manifest is not None
@@ -332,7 +332,7 @@ def convert(
     return 0
 
 
-def _check_plausible(source: Source, guard: str) -> None:
+def _check_plausible(source: TensorSource, guard: str) -> None:
     """Warn of values that training does not produce; if ``guard`` is ``"stop"``, raise a CheckpointCorrupt."""
     from holdfast.integrity.plausible import find_odd
 

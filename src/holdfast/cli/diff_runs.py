@@ -12,9 +12,9 @@ from typer import Argument, Option
 from holdfast.cli.tables import count, print_json, progress, say
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.compare import Spot
-    from holdfast.report.certificate import Certified, Finding
-    from holdfast.report.divergence import Compared, Parting
+    from holdfast.checkpoint.compare import ValueDifference
+    from holdfast.report.certificate import CertificateFinding, CertifiedSteps
+    from holdfast.report.divergence import Divergence, RunComparison
 
 _MOST_TENSORS = 5
 _WRONG = 3
@@ -39,12 +39,12 @@ def diff_runs(
     """
     from holdfast.errors import ConfigError
     from holdfast.records.files import load_events
-    from holdfast.report.certificate import Certified
+    from holdfast.report.certificate import CertifiedSteps
     from holdfast.report.divergence import compare_runs, different_settings
     from holdfast.report.files import load_report
 
     reports = [load_report(folder) for folder in (first, second)]
-    runs = [Certified(load_events(folder), str(folder)) for folder in (first, second)]
+    runs = [CertifiedSteps(load_events(folder), str(folder)) for folder in (first, second)]
     settings = different_settings(runs, reports)
     compared = compare_runs(*runs)
     if compared is None:
@@ -61,7 +61,7 @@ def diff_runs(
     return _WRONG if any(findings) else 0
 
 
-def _look_into_checkpoints(runs: Sequence[Certified], parting: Parting) -> tuple[int, Spot] | None:
+def _look_into_checkpoints(runs: Sequence[CertifiedSteps], parting: Divergence) -> tuple[int, ValueDifference] | None:
     """Return the first different value in the first common checkpoints after the divergence, and their step."""
     from holdfast.checkpoint.compare import first_difference
     from holdfast.cli.places import opened
@@ -79,7 +79,7 @@ def _look_into_checkpoints(runs: Sequence[Certified], parting: Parting) -> tuple
     return None
 
 
-def _checkpoints(run: Certified) -> dict[int, str]:
+def _checkpoints(run: CertifiedSteps) -> dict[int, str]:
     from holdfast.records.types import CheckpointSaved
 
     return {record.step: record.path for record in run.records if isinstance(record, CheckpointSaved)}
@@ -89,11 +89,11 @@ def _checkpoints(run: Certified) -> dict[int, str]:
 
 
 def _show(
-    compared: Compared,
-    runs: list[Certified],
+    compared: RunComparison,
+    runs: list[CertifiedSteps],
     settings: Mapping[str, tuple[Any, Any]],
-    spot: tuple[int, Spot] | None,
-    findings: Sequence[Sequence[Finding]],
+    spot: tuple[int, ValueDifference] | None,
+    findings: Sequence[Sequence[CertificateFinding]],
 ) -> None:
     for letter, run in zip("AB", runs, strict=True):
         said = f"{letter}  {run.name}: steps {run.first} to {run.last}"
@@ -118,7 +118,7 @@ def _show(
         say(f"saved before step {step}, first difference: {place}: {value.values[0]} / {value.values[1]}")
 
 
-def _same(compared: Compared, runs: list[Certified]) -> str:
+def _same(compared: RunComparison, runs: list[CertifiedSteps]) -> str:
     ends = [run.finished[0] for run in runs if run.finished and run.finished[0].step == compared.last + 1]
     if len(ends) == 2:
         steps = count(compared.last + 1 - compared.first, "step")
@@ -128,7 +128,7 @@ def _same(compared: Compared, runs: list[Certified]) -> str:
     return f"identical to step {compared.last}{more}"
 
 
-def _lines(parting: Parting) -> list[str]:
+def _lines(parting: Divergence) -> list[str]:
     if not parting.what:
         lines = [f"they diverge after the last step: the final states before step {parting.step} differ"]
     else:
@@ -153,10 +153,10 @@ def _value(value: float | None) -> str:
 
 
 def _as_dict(
-    compared: Compared,
+    compared: RunComparison,
     settings: Mapping[str, tuple[Any, Any]],
-    spot: tuple[int, Spot] | None,
-    findings: Sequence[Sequence[Finding]],
+    spot: tuple[int, ValueDifference] | None,
+    findings: Sequence[Sequence[CertificateFinding]],
 ) -> dict[str, Any]:
     parting = compared.parting
     return {

@@ -10,7 +10,7 @@ import typer
 from typer import Option
 from typer.core import TyperCommand
 
-from holdfast.options import Declared
+from holdfast.options import DeclaredOption
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -45,7 +45,7 @@ def show_all(context: typer.Context, value: bool) -> None:
         raise typer.Exit
 
 
-def takes(options: Sequence[Declared]) -> Callable[[Command], Command]:
+def takes(options: Sequence[DeclaredOption]) -> Callable[[Command], Command]:
     """Replace ``**given`` in a command's signature by one parameter for each option: typer reads signatures."""
 
     def decorate(command: Command) -> Command:
@@ -60,7 +60,7 @@ def takes(options: Sequence[Declared]) -> Callable[[Command], Command]:
     return decorate
 
 
-def _parameter(declared: Declared) -> inspect.Parameter:
+def _parameter(declared: DeclaredOption) -> inspect.Parameter:
     how, kind = declared.option, declared.kind
     is_switch = kind is bool
     default = False if is_switch else None

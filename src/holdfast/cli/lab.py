@@ -23,7 +23,7 @@ _INTERSPERSED = {"rehearse": {"allow_interspersed_args": False}}
 """Words after the script are its arguments."""
 
 
-class Commands(TyperGroup):
+class CommandGroup(TyperGroup):
     """The commands of the core and of the lab."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

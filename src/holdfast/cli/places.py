@@ -11,7 +11,7 @@ from holdfast.cli.tables import warn_of
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.files.base import Source
+    from holdfast.checkpoint.files.base import TensorSource
     from holdfast.checkpoint.storage import Storage
 
 
@@ -43,7 +43,9 @@ def find_root(text: str) -> Storage:
 
 
 @contextmanager
-def opened(text: str, step: int | None = None, now: Callable[[str], None] = lambda text: None) -> Iterator[Source]:
+def opened(
+    text: str, step: int | None = None, now: Callable[[str], None] = lambda text: None
+) -> Iterator[TensorSource]:
     """Open a checkpoint or file; in a directory, ``step``, or the newest intact one. ``now`` receives progress messages.
 
     Raises:

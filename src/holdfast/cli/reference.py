@@ -8,27 +8,27 @@ from itertools import groupby
 from pathlib import Path
 
 from holdfast.cli.run import OPTIONS
-from holdfast.options import Declared
+from holdfast.options import DeclaredOption
 
 _BEGIN = "<!-- options of holdfast run: written by python -m holdfast.cli.reference -->"
 _END = "<!-- end of options -->"
 _INTRO = "`holdfast run --help` lists the most used options, `--help-all` all of them, by group."
 
 
-def tables(options: Sequence[Declared]) -> str:
+def tables(options: Sequence[DeclaredOption]) -> str:
     """Return one Markdown table for each group of options, each under its heading."""
     groups = groupby(options, key=lambda each: each.option.group)
     return "\n\n".join(f"### {group}\n\n{_table(list(members))}" for group, members in groups)
 
 
-def _table(options: Sequence[Declared]) -> str:
+def _table(options: Sequence[DeclaredOption]) -> str:
     rows = [(_cell(each), each.manual, each.usual) for each in options]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     head = ["| option | meaning | default |", "|---|---|---|"]
     return "\n".join([*head, *(line.replace("|  |", "| |") for line in lines)])
 
 
-def _cell(declared: Declared) -> str:
+def _cell(declared: DeclaredOption) -> str:
     names = [name for flag in sorted(declared.flags, key=len) for name in flag.split("/")]
     value = "" if declared.kind is bool else f" {declared.metavar}"
     return ", ".join(f"`{name}`" for name in names[:-1]) + (", " if names[1:] else "") + f"`{names[-1]}{value}`"

@@ -18,16 +18,16 @@ from holdfast.errors import CheckpointError, ConfigError, JobError
 from holdfast.report.formatting import clean
 
 if TYPE_CHECKING:
-    from holdfast.launch.job import Outcome
+    from holdfast.launch.job import JobOutcome
     from holdfast.records.types import Record, RunStarted
-    from holdfast.report.certificate import Certified
+    from holdfast.report.certificate import CertifiedSteps
 
 _DECIDE = ("slices", "order", "seed", "rescale")
 """Settings that bits depend on, as recorded by the run, whose script may have set them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
+class ReplayPlan:
     """A replay of steps ``start`` to ``stop`` of a script; ``job`` is the job entry of the report.
 
     One process plays all workers, because a model may be split among them. ``checkpoint`` is the directory or URL of
@@ -50,7 +50,7 @@ class Replay:
             raise JobError(f"steps {self.start} to {self.stop} could not be replayed: {outcome.message}")
         return outcome.records
 
-    def _launch(self, folder: Path) -> Outcome:
+    def _launch(self, folder: Path) -> JobOutcome:
         from holdfast.config import FIRM, Settings
         from holdfast.launch.job import Job
         from holdfast.launch.launcher import launch
@@ -87,16 +87,16 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _copy_checkpoint(url: str, step: int, folder: Path) -> None:
-    from holdfast.checkpoint import Checkpoints
+    from holdfast.checkpoint import CheckpointStore
 
-    loaded = Checkpoints(url).load(step)
-    Checkpoints(folder).write_tensors(step, loaded.state, loaded.info).commit(loaded.generation)
+    loaded = CheckpointStore(url).load(step)
+    CheckpointStore(folder).write_tensors(step, loaded.state, loaded.info).commit(loaded.generation)
 
 
 # -- first step
 
 
-def find_start(run: Certified, report: Mapping[str, Any], wanted: int) -> tuple[int, str]:
+def find_start(run: CertifiedSteps, report: Mapping[str, Any], wanted: int) -> tuple[int, str]:
     """Return the step to start from, at most ``wanted``, and where the state before it is, "" for the beginning."""
     for step, url in sorted(_places(run, report, wanted).items(), reverse=True):
         if _is_intact(url, step, run):
@@ -109,26 +109,26 @@ def find_start(run: Certified, report: Mapping[str, Any], wanted: int) -> tuple[
     )
 
 
-def _places(run: Certified, report: Mapping[str, Any], wanted: int) -> dict[int, str]:
+def _places(run: CertifiedSteps, report: Mapping[str, Any], wanted: int) -> dict[int, str]:
     """Return where the run saved the states before steps up to ``wanted``."""
-    from holdfast.checkpoint import Checkpoints
+    from holdfast.checkpoint import CheckpointStore
     from holdfast.records.types import CheckpointSaved
 
     saved = [record for record in run.records if isinstance(record, CheckpointSaved)]
     found = {record.step: record.path.rpartition("/")[0] for record in saved}
     if url := report["job"]["settings"].get("checkpoint_dir"):
         try:
-            found |= {step: url for step in Checkpoints(url).steps() if step not in found}
+            found |= {step: url for step in CheckpointStore(url).steps() if step not in found}
         except (CheckpointError, ConfigError):
             pass_over(f"{url} cannot be read")
     return {step: url for step, url in found.items() if 0 < step <= wanted and step >= run.first}
 
 
-def _is_intact(url: str, step: int, run: Certified) -> bool:
-    from holdfast.checkpoint import Checkpoints
+def _is_intact(url: str, step: int, run: CertifiedSteps) -> bool:
+    from holdfast.checkpoint import CheckpointStore
 
     try:
-        loaded = Checkpoints(url).load(step)
+        loaded = CheckpointStore(url).load(step)
     except (CheckpointError, ConfigError) as error:
         pass_over(str(error))
         return False
@@ -208,7 +208,7 @@ def _says_what_was_run(job: Any) -> bool:
     return all(isinstance(word, str) for word in job["args"])
 
 
-def other_kind(run: Certified, again: Certified) -> str:
+def other_kind(run: CertifiedSteps, again: CertifiedSteps) -> str:
     """Return how the platform of a replay differs from that of the run, if that changes bits; or ""."""
     from holdfast.state.platform import between
 

@@ -16,14 +16,14 @@ from holdfast.cli.signals import sigterm_as_interrupt
 from holdfast.config import MOST_WORKERS, Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.job import MAX_RESPAWNS, Job
-from holdfast.options import Declared, declared, fields_of, losses_of, option
+from holdfast.options import DeclaredOption, declared, fields_of, losses_of, option
 
 if TYPE_CHECKING:
-    from holdfast.launch.job import Outcome
+    from holdfast.launch.job import JobOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class RunArguments:
     """Options that only the command itself uses."""
 
     respawn: bool = option(
@@ -58,7 +58,7 @@ class Asked:
     )
 
 
-OPTIONS = declared(Asked, Settings, Job)
+OPTIONS = declared(RunArguments, Settings, Job)
 _CONVERTED = ("token", "slices", "checkpoint_every")
 """Settings whose value is not that of the option."""
 
@@ -89,7 +89,7 @@ def run(
     from holdfast.launch.live import make_view
 
     _check(given)
-    asked = Asked(**{each.name: given[each.parameter] or each.default for each in fields_of(Asked)})
+    asked = RunArguments(**{each.name: given[each.parameter] or each.default for each in fields_of(RunArguments)})
     job = _job(script, args or [], given, asked)
     _check_baseline(asked.baseline, job.report_dir)
     try:
@@ -120,7 +120,7 @@ def _check(given: dict[str, Any]) -> None:
             raise ConfigError(f"{each.flag} must be more than 0 seconds, got {value:g}")
 
 
-def _job(script: Path, args: list[str], given: dict[str, Any], asked: Asked) -> Job:
+def _job(script: Path, args: list[str], given: dict[str, Any], asked: RunArguments) -> Job:
     """Return the job for the launcher; the ConfigError names an option whose value is not allowed."""
     from holdfast.launch.hostlist import parse_hosts
 
@@ -165,7 +165,7 @@ def _settings(given: dict[str, Any]) -> Settings:
         raise ConfigError(f"{options[name].flag} {what}") from error
 
 
-def _value(option: Declared, given: Any) -> Any:
+def _value(option: DeclaredOption, given: Any) -> Any:
     """Return the setting of an option; None if it was not given. A switch can only be changed from its default."""
     return ((not option.default) if given else None) if option.kind is bool else given
 
@@ -241,7 +241,7 @@ def _add_cost(report: dict[str, Any], report_dir: Path, baseline: Path) -> None:
         print(f"holdfast: not compared: {error}", file=sys.stderr)
 
 
-def _show(outcome: Outcome, report_dir: Path | None, *, as_json: bool) -> None:
+def _show(outcome: JobOutcome, report_dir: Path | None, *, as_json: bool) -> None:
     """Print the summary, then why the run failed: a traceback comes last, where it is visible."""
     from holdfast.report import summary_lines
     from holdfast.report.formatting import is_distributed

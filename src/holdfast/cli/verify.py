@@ -13,8 +13,8 @@ from holdfast.cli.tables import count, print_json, say, warn
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
-    from holdfast.report.certificate import Certified, Finding
-    from holdfast.report.divergence import Parting
+    from holdfast.report.certificate import CertificateFinding, CertifiedSteps
+    from holdfast.report.divergence import Divergence
 
 _WRONG = 3
 """Exit code if a record is inconsistent, or a step is not reproduced."""
@@ -55,10 +55,10 @@ def verify(
     """
     from holdfast.cli.replaying import load_job
     from holdfast.records.files import load_events
-    from holdfast.report.certificate import Certified
+    from holdfast.report.certificate import CertifiedSteps
 
     report = load_job(directory)
-    run = Certified(load_events(directory), str(directory))
+    run = CertifiedSteps(load_events(directory), str(directory))
     found = run.check()
     told: dict[str, Any] = {"records": [dataclasses.asdict(finding) for finding in found], "replay": None}
     if not as_json:
@@ -81,11 +81,17 @@ def verify(
 
 
 def _replay(
-    run: Certified, report: dict[str, Any], script: Path | None, wanted: int | None, stop: int | None, *, trusted: bool
+    run: CertifiedSteps,
+    report: dict[str, Any],
+    script: Path | None,
+    wanted: int | None,
+    stop: int | None,
+    *,
+    trusted: bool,
 ) -> dict[str, Any]:
     """Replay steps; return which, from which state, and where they diverge from the records, if they do."""
-    from holdfast.cli.replaying import Replay, find_start, other_kind, script_of, why_not
-    from holdfast.report.certificate import Certified
+    from holdfast.cli.replaying import ReplayPlan, find_start, other_kind, script_of, why_not
+    from holdfast.report.certificate import CertifiedSteps
     from holdfast.report.divergence import compare_runs
 
     first = run.first if wanted is None else wanted
@@ -104,7 +110,7 @@ def _replay(
         raise ConfigError(
             f"{run.name} cannot be replayed from step {begin}, the last step before {first} with a saved state: {why}"
         )
-    replay = Replay(
+    replay = ReplayPlan(
         script=path,
         job=report["job"],
         nodes=report["nodes"],
@@ -113,7 +119,7 @@ def _replay(
         stop=last,
         checkpoint=url,
     )
-    again = Certified(replay.run(), "the replay")
+    again = CertifiedSteps(replay.run(), "the replay")
     if odd := other_kind(run, again):
         warn(f"bits may differ for this reason alone: {odd}")
     compared = compare_runs(run, again, until=last)
@@ -127,7 +133,7 @@ def _replay(
 # -- output
 
 
-def _show_records(run: Certified, found: Sequence[Finding]) -> None:
+def _show_records(run: CertifiedSteps, found: Sequence[CertificateFinding]) -> None:
     _show_findings(found)
     if not found:
         anew = "; the chain begins there, because the state that it resumed from had none" if run.begins_anew else ""
@@ -136,7 +142,7 @@ def _show_records(run: Certified, found: Sequence[Finding]) -> None:
         say(f"{finding.what}; the last record counts")
 
 
-def _show_findings(found: Sequence[Finding]) -> None:
+def _show_findings(found: Sequence[CertificateFinding]) -> None:
     for finding in found[:_MOST]:
         say(finding.what, "bold red")
     if len(found) > _MOST:
@@ -145,7 +151,7 @@ def _show_findings(found: Sequence[Finding]) -> None:
 
 def _show_replay(replay: dict[str, Any]) -> None:
     source = f"from the checkpoint before step {replay['first']}" if replay["checkpoint"] else "from the beginning"
-    parting: Parting | None = replay["parting"]
+    parting: Divergence | None = replay["parting"]
     if parting is None:
         end = ", and the final state" if replay["at_end"] else ""
         say(f"verified steps {replay['first']} to {replay['last']}{end}, replayed {source}", "green")
@@ -154,7 +160,7 @@ def _show_replay(replay: dict[str, Any]) -> None:
         say(line, "bold red" if not line.startswith(" ") else "")
 
 
-def _lines(parting: Parting, source: str) -> list[str]:
+def _lines(parting: Divergence, source: str) -> list[str]:
     if not parting.what:
         lines = [
             f"the final state before step {parting.step} is not reproduced, although all steps are; replayed {source}"

@@ -2,7 +2,7 @@
 
 :class:`~holdfast.comm.base.Communicator` is the interface. It is implemented by :mod:`~holdfast.comm.ulfm` (Open MPI,
 real processes), :mod:`~holdfast.comm.c10d` (PyTorch's process groups) and :mod:`~holdfast.comm.virtual` (many workers
-in one process). :class:`~holdfast.comm.allreduce.ordered.OrderedSum` all-reduces gradients over any of them in a fixed
+in one process). :class:`~holdfast.comm.allreduce.ordered.OrderedAllReduce` all-reduces gradients over any of them in a fixed
 order. Names are imported lazily: the launcher uses only :mod:`~holdfast.comm.fabrics`, which does not import torch.
 """
 
@@ -11,21 +11,23 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from holdfast._moved import renamed
+
 if TYPE_CHECKING:
     from holdfast.comm.allreduce.checksums import checksum
-    from holdfast.comm.allreduce.ordered import SUM, Mean, OrderedSum, Span
+    from holdfast.comm.allreduce.ordered import SUM, MeanDivisor, OrderedAllReduce, SlotSpan
     from holdfast.comm.base import Communicator, MessageCommunicator, share_bytes
     from holdfast.comm.connecting import connect
-    from holdfast.comm.p2p import Mail
+    from holdfast.comm.p2p import Mailbox
     from holdfast.comm.subgroup import Subgroup
     from holdfast.comm.virtual import VirtualCommunicator
 
 _NAMES = {
     "allreduce.checksums": ("checksum",),
-    "allreduce.ordered": ("SUM", "Mean", "OrderedSum", "Span"),
+    "allreduce.ordered": ("SUM", "MeanDivisor", "OrderedAllReduce", "SlotSpan"),
     "base": ("Communicator", "MessageCommunicator", "share_bytes"),
     "connecting": ("connect",),
-    "p2p": ("Mail",),
+    "p2p": ("Mailbox",),
     "subgroup": ("Subgroup",),
     "virtual": ("VirtualCommunicator",),
 }
@@ -34,11 +36,11 @@ _WHERE = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [
     "SUM",
     "Communicator",
-    "Mail",
-    "Mean",
+    "Mailbox",
+    "MeanDivisor",
     "MessageCommunicator",
-    "OrderedSum",
-    "Span",
+    "OrderedAllReduce",
+    "SlotSpan",
     "Subgroup",
     "VirtualCommunicator",
     "checksum",
@@ -48,6 +50,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    name = renamed(__name__, name)
     if name not in _WHERE:
         raise AttributeError(f"module 'holdfast.comm' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"holdfast.comm.{_WHERE[name]}"), name)

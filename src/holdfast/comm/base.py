@@ -21,10 +21,10 @@ NOBODYS_TAG = (1 << 30) + 1
 """A tag that no message uses."""
 
 Placed = Sequence[tuple[int, torch.Tensor]]
-"""Contiguous tensors of any shape and dtype, each with the index in :attr:`Exchange.processes` of its peer."""
+"""Contiguous tensors of any shape and dtype, each with the index in :attr:`Collectives.processes` of its peer."""
 
 
-class Exchange(Protocol):
+class Collectives(Protocol):
     """The collectives that an all-reduce needs, among a fixed set of workers; guarantees: see :class:`Communicator`.
 
     Each raises :class:`~holdfast.errors.PeerFailed` if it did not complete on this process.
@@ -35,7 +35,7 @@ class Exchange(Protocol):
         """Ranks that were alive at the last shrink, ascending."""
 
     @property
-    def here(self) -> tuple[int, ...]:
+    def local_ranks(self) -> tuple[int, ...]:
         """Members that run in this process, ascending."""
 
     @property
@@ -43,7 +43,7 @@ class Exchange(Protocol):
         """The members of each process, in the order in which tensors are exchanged."""
 
     @property
-    def crowd(self) -> int:
+    def num_processes(self) -> int:
         """Number of processes in the world, all of which may run the same operation at the same time."""
 
     @property
@@ -66,7 +66,7 @@ class Exchange(Protocol):
             out: Contiguous, shape ``(len(processes), *part.shape)``.
         """
 
-    def swap(self, send: Placed, receive: Placed) -> None:
+    def sendrecv(self, send: Placed, receive: Placed) -> None:
         """Send to some processes and receive from some. Completion here implies nothing about other processes.
 
         Args:
@@ -81,7 +81,7 @@ class Exchange(Protocol):
     def barrier(self) -> None:
         """Block until every member has called it."""
 
-    def look(self) -> None:
+    def check_failures(self) -> None:
         """Check for failures without blocking; for callers that wait for their peers by other means than a collective.
 
         Raises:
@@ -89,7 +89,7 @@ class Exchange(Protocol):
         """
 
 
-class Communicator(Exchange, Protocol):
+class Communicator(Collectives, Protocol):
     """The surviving workers, and the collectives among them.
 
     A worker keeps its initial rank for life. One process may run several workers (the virtual fabric runs all of them),
@@ -107,8 +107,8 @@ class Communicator(Exchange, Protocol):
       establishes, with all members; such a collective must come first.
     """
 
-    def swap(self, send: Placed, receive: Placed, tag: int = 0) -> None:
-        """Exchange tensors; see :meth:`Exchange.swap`. Also fails if any member is known to have failed.
+    def sendrecv(self, send: Placed, receive: Placed, tag: int = 0) -> None:
+        """Exchange tensors; see :meth:`Collectives.sendrecv`. Also fails if any member is known to have failed.
 
         ``tag``, ``>= 0`` and below ``2**30`` but not 1, separates these messages from others.
         """
@@ -207,7 +207,7 @@ class MessageCommunicator(Communicator, Protocol):
         Args:
             data: CPU, contiguous, any shape and dtype; must not be modified until the message completes.
             rank: A member.
-            tag: As in :meth:`swap`.
+            tag: As in :meth:`sendrecv`.
 
         Raises:
             PeerFailed: if the send cannot be started.
@@ -254,7 +254,7 @@ class FixedMembership:
         return ""
 
 
-class OneWorker(Communicator, Protocol):
+class SingleRankCommunicator(Communicator, Protocol):
     """A communicator whose process is one worker. The thread that creates it makes all calls."""
 
     _me: int
@@ -265,7 +265,7 @@ class OneWorker(Communicator, Protocol):
         self._me, self._owner = rank, threading.get_ident()
 
     @property
-    def here(self) -> tuple[int, ...]:
+    def local_ranks(self) -> tuple[int, ...]:
         """The one worker that this process runs."""
         return (self._me,)
 
@@ -275,7 +275,7 @@ class OneWorker(Communicator, Protocol):
         return tuple((rank,) for rank in self.members)
 
     @property
-    def crowd(self) -> int:
+    def num_processes(self) -> int:
         """Number of members."""
         return len(self.members)
 
@@ -307,7 +307,7 @@ class OneWorker(Communicator, Protocol):
 
 def share_bytes(comm: Communicator, mine: bytes, root: int) -> bytes:
     """Return on every process the bytes of the process that runs ``root``; a collective."""
-    is_root = root in comm.here
+    is_root = root in comm.local_ranks
     (length,) = comm.maximum([len(mine) if is_root else 0])
     if not length:
         return b""

@@ -19,10 +19,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.comm.base import BROADCAST_BYTES, POST_TAG, OneWorker, Placed
-from holdfast.comm.groups import Aside, Meeting, Sending, Work, as_peer_failure, bury, make_gloo, wait
+from holdfast.comm.base import BROADCAST_BYTES, POST_TAG, Placed, SingleRankCommunicator
+from holdfast.comm.groups import (
+    AddressExchange,
+    GroupWork,
+    PendingSends,
+    ThreadedWork,
+    as_peer_failure,
+    bury,
+    make_gloo,
+    wait,
+)
 from holdfast.comm.memory import as_bytes
-from holdfast.comm.storeless_agreement import Alone, Messages
+from holdfast.comm.storeless_agreement import Messages, StorelessAgreement
 from holdfast.comm.waiting import waiting
 from holdfast.errors import PeerFailed, StoreLost
 from holdfast.membership import Roster, Store
@@ -37,7 +46,7 @@ _ALONE_TAG = (1 << 30) + 2
 """Tag of the messages between members that have lost their store; larger than any other tag."""
 
 
-class C10dCommunicator(OneWorker):
+class C10dCommunicator(SingleRankCommunicator):
     """Workers whose membership is kept in a store.
 
     Args:
@@ -53,8 +62,8 @@ class C10dCommunicator(OneWorker):
         self._be(rank)
         self._timeout_s = timeout_s
         self._group: Any = None
-        self._sending: Sending | None = None
-        self._alone: Alone | None = None
+        self._sending: PendingSends | None = None
+        self._alone: StorelessAgreement | None = None
         self._broken = ""
         self._waiting: tuple[int, ...] = ()
         self._looked_at = -1
@@ -84,8 +93,8 @@ class C10dCommunicator(OneWorker):
         else:
             self.barrier()
 
-    def swap(self, send: Placed, receive: Placed, tag: int = 0) -> None:
-        """Exchange CPU tensors with some processes; see :meth:`Communicator.swap`."""
+    def sendrecv(self, send: Placed, receive: Placed, tag: int = 0) -> None:
+        """Exchange CPU tensors with some processes; see :meth:`Communicator.sendrecv`."""
         me = self._place(self._me)
         own = ([data for place, data in side if place == me] for side in (receive, send))
         for taken, given in zip(*own, strict=True):
@@ -95,11 +104,11 @@ class C10dCommunicator(OneWorker):
             for side in (receive, send)
         )
 
-        def begin(group: Any) -> Work:
+        def begin(group: Any) -> GroupWork:
             works = [group.recv([data], place, tag) for data, place in takes]
             works += [group.send([data], place, tag) for data, place in gives]
             # Gloo reports the arrival of a message only to a thread that waits for it.
-            return Aside(lambda: [work.wait() for work in works], keep=(takes, gives))
+            return ThreadedWork(lambda: [work.wait() for work in works], keep=(takes, gives))
 
         if takes or gives:
             self._run(begin)
@@ -111,14 +120,14 @@ class C10dCommunicator(OneWorker):
     def take(self, rank: int, data: torch.Tensor) -> None:
         """Receive a posted message; see :meth:`Communicator.take`."""
         place = self._place(rank)
-        self._run(lambda group: Aside(group.recv([as_bytes(data)], place, POST_TAG).wait, keep=data))
+        self._run(lambda group: ThreadedWork(group.recv([as_bytes(data)], place, POST_TAG).wait, keep=data))
 
     def _post(self, rank: int, data: torch.Tensor, tag: int) -> None:
         place = self._place(rank)
 
         def begin(group: Any) -> None:
             if self._sending is None:
-                self._sending = Sending()
+                self._sending = PendingSends()
             self._sending.add(group.send([as_bytes(data)], place, tag), data)
 
         self._with_group(begin)
@@ -156,8 +165,8 @@ class C10dCommunicator(OneWorker):
         """Block until every member has called it."""
         self._reduce(torch.zeros(1, dtype=torch.uint8), dist.ReduceOp.MAX)
 
-    def look(self) -> None:
-        """Poll the store for failures; see :meth:`Exchange.look`.
+    def check_failures(self) -> None:
+        """Poll the store for failures; see :meth:`Exchange.check_failures`.
 
         Without a store no failure is reported: a wait longer than 5 s then counts as one. The peers that this worker
         waits for may first need the outcome of the last agreement, which this call sends them.
@@ -191,17 +200,17 @@ class C10dCommunicator(OneWorker):
             except PeerFailed:
                 return False
 
-    def _go_alone(self) -> Alone:
+    def _go_alone(self) -> StorelessAgreement:
         """Return this generation's storeless agreement; the first call tells the other members of the loss."""
         if self._alone is None:
             others = [rank for rank in self.members if rank != self._me]
             post = functools.partial(self._post, tag=_ALONE_TAG)
-            self._alone = Alone(others, post, self._swap_alone, self._roster.heard)
+            self._alone = StorelessAgreement(others, post, self._swap_alone, self._roster.heard)
         return self._alone
 
     def _swap_alone(self, given: Messages, taken: Messages) -> None:
         send, receive = ([(self._place(rank), data) for rank, data in side] for side in (given, taken))
-        self.swap(send, receive, _ALONE_TAG)
+        self.sendrecv(send, receive, _ALONE_TAG)
 
     def revoke(self) -> None:
         """Wake all members that wait in this generation; raise ``StoreLost`` if the store is lost."""
@@ -263,9 +272,9 @@ class C10dCommunicator(OneWorker):
         options.reduceOp = how
         self._run(lambda group: group.allreduce([data], options))
 
-    def _run(self, begin: Callable[[Any], Work]) -> None:
+    def _run(self, begin: Callable[[Any], GroupWork]) -> None:
         """Start an operation of the process group, and wait for it."""
-        self._with_group(lambda group: wait(begin(group), self.look))
+        self._with_group(lambda group: wait(begin(group), self.check_failures))
 
     def _with_group(self, act: Callable[[Any], Any]) -> None:
         self._check_thread()
@@ -283,9 +292,9 @@ class C10dCommunicator(OneWorker):
         """Create the process group of this generation, together with all members."""
         prefix = f"g/{self.generation}/c10d/cpu/"
         self._meet(f"{prefix}here/")
-        meeting = Meeting(self._store, prefix, self._timeout_s)
+        meeting = AddressExchange(self._store, prefix, self._timeout_s)
         place, size, address = self._place(self._me), len(self.members), self._store.own_address
-        making = Aside(lambda: make_gloo(meeting, place, size, address, self._timeout_s))
+        making = ThreadedWork(lambda: make_gloo(meeting, place, size, address, self._timeout_s))
         try:
             self._group = wait(making, self._roster.check)
         except PeerFailed:

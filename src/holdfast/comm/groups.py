@@ -41,7 +41,7 @@ _NAP_SHARE = 8
 """A sleep lasts this fraction of the time waited so far: short waits see little delay, long ones cost little CPU."""
 
 
-class Work(Protocol):
+class GroupWork(Protocol):
     """An asynchronous operation."""
 
     def is_completed(self) -> bool:
@@ -51,7 +51,7 @@ class Work(Protocol):
         """Raise the error of an operation that has ended unsuccessfully."""
 
 
-class Aside:
+class ThreadedWork:
     """A blocking call in its own thread, so that it can be abandoned; ``keep`` holds the memory that it uses."""
 
     def __init__(self, act: Callable[[], Any], keep: object = None) -> None:
@@ -62,11 +62,11 @@ class Aside:
         self._thread.start()
 
     def is_completed(self) -> bool:
-        """See :meth:`Work.is_completed`."""
+        """See :meth:`GroupWork.is_completed`."""
         return not self._thread.is_alive()
 
     def wait(self, timeout: timedelta = FOREVER) -> Any:
-        """Return the result; see :meth:`Work.wait`."""
+        """Return the result; see :meth:`GroupWork.wait`."""
         self._thread.join(min(timeout.total_seconds(), threading.TIMEOUT_MAX))
         if self._error is not None:
             raise self._error
@@ -82,7 +82,7 @@ class Aside:
         self._task = None
 
 
-def wait(work: Work, check: Callable[[], None]) -> Any:
+def wait(work: GroupWork, check: Callable[[], None]) -> Any:
     """Return the result of ``work``; call ``check`` meanwhile. If ``check`` raises, the operation is left running."""
     begun_s = time.monotonic()
     for _ in range(_SPINS):
@@ -95,7 +95,7 @@ def wait(work: Work, check: Callable[[], None]) -> Any:
     return work.wait(FOREVER)
 
 
-class Sending:
+class PendingSends:
     """Sends in flight: a thread keeps their memory until they complete, which Gloo reports only to a waiting thread."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ def as_peer_failure() -> Iterator[None]:
         raise PeerFailed(str(error)) from error
 
 
-class Meeting(dist.Store):  # type: ignore[name-defined,misc]  # torch has no stubs for it
+class AddressExchange(dist.Store):  # type: ignore[name-defined,misc]  # torch has no stubs for it
     """The rendezvous of a process group: its keys live in the membership store, under a prefix."""
 
     def __init__(self, store: Store, prefix: str, timeout_s: float) -> None:
@@ -167,7 +167,7 @@ class Meeting(dist.Store):  # type: ignore[name-defined,misc]  # torch has no st
         return False
 
 
-def make_gloo(meeting: Meeting, place: int, size: int, address: str, timeout_s: float) -> Any:
+def make_gloo(meeting: AddressExchange, place: int, size: int, address: str, timeout_s: float) -> Any:
     """Return a Gloo process group for CPU tensors, with rank ``place`` of ``size``.
 
     Peers connect to this machine at ``address``, unless ``GLOO_SOCKET_IFNAME`` is set.

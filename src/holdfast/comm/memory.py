@@ -21,7 +21,7 @@ _KEEP_FREE = 0.1
 """Fraction of the free memory that must stay free."""
 
 
-class Segment:
+class SharedSegment:
     """A shared memory segment created by this process, of ``size_bytes >= 1``; ``OSError`` if memory is too short."""
 
     def __init__(self, size_bytes: int) -> None:
@@ -40,7 +40,7 @@ class Segment:
             os.close(fd)
 
 
-class Opened:
+class OpenSegments:
     """The segments that this process has opened for reading; none is mapped twice.
 
     A mapping keeps its segment alive, and the system reuses no live inode number: equal numbers are the same memory.
@@ -66,7 +66,7 @@ class Opened:
 
 
 def open_segment(
-    pid: int, fd: int, size_bytes: int, *, writable: bool = False, opened: Opened | None = None
+    pid: int, fd: int, size_bytes: int, *, writable: bool = False, opened: OpenSegments | None = None
 ) -> torch.Tensor:
     """Return the bytes of a segment that process ``pid`` of this host created.
 

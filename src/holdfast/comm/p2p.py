@@ -23,8 +23,8 @@ import torch
 
 from holdfast.comm.allreduce.shm import DTYPES, ORDERED_STORES
 from holdfast.comm.base import Communicator
-from holdfast.comm.memory import Opened, free_bytes, host_id
-from holdfast.comm.shm_p2p import MAX_DIMS, Inbox, Outbox
+from holdfast.comm.memory import OpenSegments, free_bytes, host_id
+from holdfast.comm.shm_p2p import MAX_DIMS, ShmInbox, ShmOutbox
 from holdfast.comm.waiting import AMONG_MANY, patience, wait_until, waiting
 from holdfast.errors import InternalError, PeerFailed, ScriptError
 
@@ -33,7 +33,7 @@ _HEADER_WORDS = 3 + MAX_DIMS
 """Attempt, dtype, number of dimensions, shape."""
 
 
-class Mail:
+class Mailbox:
     """Messages between workers within a step, in order between each pair of workers.
 
     A process that runs several workers (the virtual fabric) selects the sender or receiver with ``me``. All methods
@@ -49,9 +49,9 @@ class Mail:
         self._shared_bytes = shared_bytes
         self._generation = -1
         self._attempt = 0
-        self._outbox = Outbox(self._may_take)
-        self._opened = Opened()
-        self._inboxes: dict[int, Inbox] = {}
+        self._outbox = ShmOutbox(self._may_take)
+        self._opened = OpenSegments()
+        self._inboxes: dict[int, ShmInbox] = {}
         self._readers: frozenset[int] = frozenset()
         self._kept: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
         self._patience = AMONG_MANY
@@ -86,13 +86,13 @@ class Mail:
             shape = tuple(data.shape)
             raise ScriptError(f"a message may have at most {MAX_DIMS} dimensions, got the shape {shape}: flatten some")
         for rank in ranks:
-            if rank in self._comm.here:
+            if rank in self._comm.local_ranks:
                 self._kept[self._who(me), rank].append(data.cpu().clone())
         readers = [rank for rank in ranks if rank in self._readers]
         if readers and not self._outbox.put(readers, data):
             readers = []
         for rank in ranks:
-            if rank not in self._comm.here and rank not in readers:
+            if rank not in self._comm.local_ranks and rank not in readers:
                 self._post(rank, data)
 
     def receive(self, source: int, *, me: int | None = None) -> torch.Tensor:
@@ -107,14 +107,14 @@ class Mail:
             this worker enters the step's commit vote.
         """
         self._check(source)
-        if source in self._comm.here:
+        if source in self._comm.local_ranks:
             return self._take_kept(source, self._who(me))
         inbox = self._inboxes.get(source)
         if inbox is None:
             return self._take(source)
         try:
             with waiting:
-                wait_until(inbox.has_next, self._comm.look, self._patience)
+                wait_until(inbox.has_next, self._comm.check_failures, self._patience)
             data = inbox.take()
         except OSError as error:
             raise PeerFailed(f"cannot open the shared memory of worker {source}: {error}") from error
@@ -127,7 +127,7 @@ class Mail:
             raise InternalError(f"worker {rank} is not a member, expected one of {self._comm.members}")
 
     def _who(self, me: int | None) -> int:
-        here = self._comm.here
+        here = self._comm.local_ranks
         if me is None and len(here) > 1:
             raise InternalError(f"this process runs the workers {here}: pass the sender or receiver as `me`")
         return here[0] if me is None else me
@@ -135,7 +135,7 @@ class Mail:
     def _take_kept(self, source: int, me: int) -> torch.Tensor:
         kept = self._kept[source, me]
         if not kept:
-            self._comm.look()
+            self._comm.check_failures()
             waits = f"worker {me} waits for a message from worker {source}"
             raise InternalError(f"{waits}, which this process has not sent before")
         return kept.popleft()
@@ -167,7 +167,7 @@ class Mail:
     def _set_up(self) -> None:
         self._inboxes, self._readers = {}, frozenset()
         self._opened.forget_others()
-        self._patience = patience(self._comm.crowd)
+        self._patience = patience(self._comm.num_processes)
         if len(self._comm.processes) > 1:
             self._introduce()
         self._generation, self._attempt = self._comm.generation, 0
@@ -178,13 +178,13 @@ class Mail:
         told = torch.empty(count, 3, dtype=torch.int64)
         comm.allgather(torch.tensor([host_id(), os.getpid(), self._make_table()]), told)
         for (rank, *_), (host, pid, table) in zip(comm.processes, told.tolist(), strict=True):
-            if rank not in comm.here and host == host_id() and table != _NO_TABLE:
+            if rank not in comm.local_ranks and host == host_id() and table != _NO_TABLE:
                 with contextlib.suppress(OSError):  # the second all-gather tells the owner
-                    self._inboxes[rank] = Inbox(comm.here[0], pid, table, self._opened)
+                    self._inboxes[rank] = ShmInbox(comm.local_ranks[0], pid, table, self._opened)
         reads = torch.tensor([rank in self._inboxes for rank, *_ in comm.processes])
         gathered = torch.empty(count, count, dtype=torch.bool)
         comm.allgather(reads, gathered)
-        mine = gathered[:, comm.processes.index(comm.here)].tolist()
+        mine = gathered[:, comm.processes.index(comm.local_ranks)].tolist()
         self._readers = frozenset(rank for (rank, *_), does in zip(comm.processes, mine, strict=True) if does)
 
     def _make_table(self) -> int:
@@ -195,4 +195,4 @@ class Mail:
 
     def _may_take(self, held: int, more: int) -> bool:
         is_bounded = self._shared_bytes > 0
-        return not (is_bounded and held + more > self._shared_bytes) and self._comm.crowd * more <= free_bytes()
+        return not (is_bounded and held + more > self._shared_bytes) and self._comm.num_processes * more <= free_bytes()

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from holdfast.comm.allreduce.shm import DTYPES, aligned
-from holdfast.comm.memory import Opened, Segment, open_segment
+from holdfast.comm.memory import OpenSegments, SharedSegment, open_segment
 
 MAX_DIMS = 8
 """Maximum number of dimensions of a message."""
@@ -46,11 +46,11 @@ def _words(table: torch.Tensor) -> _Words:
 class _Part:
     """A segment, and how many of its bytes hold messages of this attempt."""
 
-    segment: Segment
+    segment: SharedSegment
     used: int = 0
 
 
-class Outbox:
+class ShmOutbox:
     """The messages that this worker sends; ``may_take(held, more)`` decides whether it may share ``more`` bytes.
 
     Methods raise ``OSError`` if there is no memory even for a table.
@@ -59,12 +59,12 @@ class Outbox:
     def __init__(self, may_take: Callable[[int, int], bool]) -> None:
         self._may_take = may_take
         self._parts: list[_Part] = []
-        self._tables: list[Segment] = []
+        self._tables: list[SharedSegment] = []
         self._table = self._line = self._attempt = 0
 
     def renew(self) -> int:
         """Start a new table; return its file descriptor."""
-        self._tables = [Segment(TABLE_BYTES)]
+        self._tables = [SharedSegment(TABLE_BYTES)]
         return self._tables[0].fd
 
     def begin(self, attempt: int) -> None:
@@ -93,7 +93,7 @@ class Outbox:
     def _say(self, to: int, words: list[int]) -> None:
         if self._line == _LINES - 1:
             if self._table + 1 == len(self._tables):
-                self._tables.append(Segment(TABLE_BYTES))
+                self._tables.append(SharedSegment(TABLE_BYTES))
             self._write(_GOES_ON, [self._tables[self._table + 1].fd])
             self._table, self._line = self._table + 1, 0
         self._write(to, words)
@@ -114,14 +114,14 @@ class Outbox:
         if not self._may_take(held, wanted):
             return None
         try:
-            self._parts.append(_Part(Segment(wanted)))
+            self._parts.append(_Part(SharedSegment(wanted)))
         except OSError:
             return None
         return self._parts[-1]
 
 
 @dataclass(slots=True)
-class Inbox:
+class ShmInbox:
     """Messages from process ``pid`` of this host to worker ``me`` in one generation; ``table`` is the sender's fd.
 
     Methods raise ``OSError`` if the sender's memory cannot be opened: it has died.
@@ -130,7 +130,7 @@ class Inbox:
     me: int
     pid: int
     table: int
-    opened: Opened
+    opened: OpenSegments
     _attempt: int = 0
     _line: int = 0
     _now: _Words = field(init=False)

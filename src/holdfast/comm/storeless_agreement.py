@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from holdfast.errors import InternalError
-from holdfast.membership import Heard
+from holdfast.membership import Agreement
 
 Messages = Sequence[tuple[int, torch.Tensor]]
 """Each with the member that sends or receives it."""
 
 
-class Alone:
+class StorelessAgreement:
     """One member's part in the agreements of a generation that has lost its store.
 
     Args:
@@ -35,7 +35,7 @@ class Alone:
         others: Sequence[int],
         post: Callable[[int, torch.Tensor], None],
         swap: Callable[[Messages, Messages], None],
-        heard: Heard,
+        heard: Agreement,
     ) -> None:
         self._others = others
         self._swap = swap
@@ -50,20 +50,20 @@ class Alone:
             self._known = max([self._known, *self._listen([])])
             self._has_asked = True
         if self._known.act < act:
-            mine = Heard(act, flag)
+            mine = Agreement(act, flag)
             # Sent before this returns: a member may exit once it has the outcome, and all others need its flag.
             flags = [mine, *self._listen([(rank, _message(mine)) for rank in self._others])]
-            self._known = Heard(max(said.act for said in flags), all(said.value for said in flags))
+            self._known = Agreement(max(said.act for said in flags), all(said.value for said in flags))
         if self._known.act != act:
             raise InternalError(f"agreement {act}: a member reports the outcome of agreement {self._known.act}")
         return self._known.value
 
-    def _listen(self, given: Messages) -> list[Heard]:
+    def _listen(self, given: Messages) -> list[Agreement]:
         """Return the next message from each of the other members."""
-        taken = [(rank, _message(Heard())) for rank in self._others]
+        taken = [(rank, _message(Agreement())) for rank in self._others]
         self._swap(given, taken)
-        return [Heard(int(data[0]), bool(data[1])) for _, data in taken]
+        return [Agreement(int(data[0]), bool(data[1])) for _, data in taken]
 
 
-def _message(said: Heard) -> torch.Tensor:
+def _message(said: Agreement) -> torch.Tensor:
     return torch.tensor([said.act, said.value], dtype=torch.int64)

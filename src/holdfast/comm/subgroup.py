@@ -15,7 +15,7 @@ from holdfast.comm.base import Communicator, Placed
 
 
 class Subgroup:
-    """Some workers of the world; see :class:`~holdfast.comm.base.Exchange`. Only its members create and call it.
+    """Some workers of the world; see :class:`~holdfast.comm.base.Collectives`. Only its members create and call it.
 
     Args:
         world: Carries the messages; all its members have completed a collective in this generation before.
@@ -34,9 +34,9 @@ class Subgroup:
         return self._of(self._world.members)
 
     @property
-    def here(self) -> tuple[int, ...]:
+    def local_ranks(self) -> tuple[int, ...]:
         """Members that run in this process."""
-        return self._of(self._world.here)
+        return self._of(self._world.local_ranks)
 
     @property
     def processes(self) -> tuple[tuple[int, ...], ...]:
@@ -44,9 +44,9 @@ class Subgroup:
         return tuple(ranks for ranks in map(self._of, self._world.processes) if ranks)
 
     @property
-    def crowd(self) -> int:
+    def num_processes(self) -> int:
         """Number of processes of the world: several groups may run the same operation at the same time."""
-        return self._world.crowd
+        return self._world.num_processes
 
     @property
     def generation(self) -> int:
@@ -62,16 +62,16 @@ class Subgroup:
         self._exchange([part] * len(out), out)
 
     def _exchange(self, gives: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        me = self.processes.index(self.here)
+        me = self.processes.index(self.local_ranks)
         out[me].copy_(gives[me])
         others = [i for i in range(len(out)) if i != me]
-        self.swap([(i, gives[i]) for i in others], [(i, out[i]) for i in others])
+        self.sendrecv([(i, gives[i]) for i in others], [(i, out[i]) for i in others])
 
-    def swap(self, send: Placed, receive: Placed) -> None:
-        """Exchange tensors with some processes; see :meth:`Exchange.swap`."""
+    def sendrecv(self, send: Placed, receive: Placed) -> None:
+        """Exchange tensors with some processes; see :meth:`Exchange.sendrecv`."""
         places = [i for i, ranks in enumerate(self._world.processes) if self._of(ranks)]
         gives, takes = ([(places[i], data) for i, data in side] for side in (send, receive))
-        self._world.swap(gives, takes, tag=self._tag)
+        self._world.sendrecv(gives, takes, tag=self._tag)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each integer; see :meth:`Exchange.maximum`."""
@@ -79,19 +79,19 @@ class Subgroup:
         self.allgather(torch.from_numpy(np.array(values, dtype=np.int64)), gathered)
         return [int(value) for value in gathered.amax(0)]
 
-    def look(self) -> None:
+    def check_failures(self) -> None:
         """Check for failures in the whole world: any worker may have revoked the generation."""
-        self._world.look()
+        self._world.check_failures()
 
     def barrier(self) -> None:
         """Block until every member has called it (dissemination barrier, log2(n) rounds)."""
-        count, place, step = len(self.processes), self.processes.index(self.here), 1
+        count, place, step = len(self.processes), self.processes.index(self.local_ranks), 1
         word, heard = torch.zeros(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
         while step < count:
-            self.swap([((place + step) % count, word)], [((place - step) % count, heard)])
+            self.sendrecv([((place + step) % count, word)], [((place - step) % count, heard)])
             step *= 2
         if count == 1:
-            self.swap([], [])  # there is no peer to wait for, but this raises if a worker has failed
+            self.sendrecv([], [])  # there is no peer to wait for, but this raises if a worker has failed
 
     def _of(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(rank for rank in ranks if rank in self._ranks)

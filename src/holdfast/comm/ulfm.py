@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 
-from holdfast.comm.base import BROADCAST_BYTES, NOBODYS_TAG, POST_TAG, FixedMembership, Message, OneWorker, Placed
+from holdfast.comm.base import (
+    BROADCAST_BYTES,
+    NOBODYS_TAG,
+    POST_TAG,
+    FixedMembership,
+    Message,
+    Placed,
+    SingleRankCommunicator,
+)
 from holdfast.comm.memory import as_bytes
 from holdfast.comm.waiting import waiting
 from holdfast.errors import ConfigError, PeerFailed
@@ -59,7 +67,7 @@ def _load_mpi() -> Any:
     return MPI
 
 
-class UlfmCommunicator(FixedMembership, OneWorker):
+class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
     """The workers that ``mpirun --with-ft ulfm`` started, with ``ranks`` or 0, 1, 2, ...; the creating thread owns MPI.
 
     ``ConfigError`` if this process was not started by mpirun with fault tolerance, or mpi4py is missing.
@@ -97,8 +105,8 @@ class UlfmCommunicator(FixedMembership, OneWorker):
     def _allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
         self._collective(self._comm.Allgather, _bytes(part), _bytes(out))
 
-    def swap(self, send: Placed, receive: Placed, tag: int = 0) -> None:
-        """Exchange tensors with some processes; see :meth:`Communicator.swap`."""
+    def sendrecv(self, send: Placed, receive: Placed, tag: int = 0) -> None:
+        """Exchange tensors with some processes; see :meth:`Communicator.sendrecv`."""
         self._check_thread()
         self._clear_away()
         self._exchange([(self._comm.Irecv, receive), (self._comm.Isend, send)], tag)
@@ -158,8 +166,8 @@ class UlfmCommunicator(FixedMembership, OneWorker):
         """Block until every member has called it."""
         self._collective(self._comm.Barrier)
 
-    def look(self) -> None:
-        """Let MPI progress and check for failures; see :meth:`Exchange.look`."""
+    def check_failures(self) -> None:
+        """Let MPI progress and check for failures; see :meth:`Exchange.check_failures`."""
         # Once a member has failed, MPI returns an error for a probe from any source.
         self._collective(self._comm.Iprobe, self._mpi.ANY_SOURCE, NOBODYS_TAG)
 
@@ -226,7 +234,7 @@ class UlfmCommunicator(FixedMembership, OneWorker):
                 time.sleep(0)
                 now_s = time.monotonic()
                 if now_s - looked_s > _LOOK_EVERY_S:
-                    self.look()
+                    self.check_failures()
                     looked_s = now_s
 
     def _is_through(self, message: Message) -> bool:

@@ -23,7 +23,7 @@ class VirtualCommunicator(FixedMembership):
             on a real communicator. By default it completes on none.
     """
 
-    crowd = 1
+    num_processes = 1
 
     def __init__(self, ranks: int | Sequence[int], *, reached: Callable[[int], Collection[int]] = lambda _: ()) -> None:
         self.members = tuple(range(ranks)) if isinstance(ranks, int) else tuple(sorted(ranks))
@@ -36,7 +36,7 @@ class VirtualCommunicator(FixedMembership):
         self._posted: deque[torch.Tensor] = deque()
 
     @property
-    def here(self) -> tuple[int, ...]:
+    def local_ranks(self) -> tuple[int, ...]:
         """All members."""
         return self.members
 
@@ -69,7 +69,7 @@ class VirtualCommunicator(FixedMembership):
         self._enter()
         out[0].copy_(part)
 
-    def swap(self, send: Placed, receive: Placed, tag: int = 0) -> None:
+    def sendrecv(self, send: Placed, receive: Placed, tag: int = 0) -> None:
         """Copy, unless a worker has failed."""
         self._enter()
         for (_, given), (_, taken) in zip(send, receive, strict=True):
@@ -77,12 +77,12 @@ class VirtualCommunicator(FixedMembership):
 
     def post(self, rank: int, data: torch.Tensor) -> None:
         """Keep the message for this process, which runs all workers, unless a worker has failed."""
-        self.look()
+        self.check_failures()
         self._posted.append(data)
 
     def take(self, rank: int, data: torch.Tensor) -> None:
         """Copy the message that was posted first, unless a worker has failed."""
-        self.look()
+        self.check_failures()
         if not self._posted:  # there is no other process that could post one
             raise InternalError(f"take from worker {rank}: no message was posted")
         data.copy_(self._posted.popleft())
@@ -109,7 +109,7 @@ class VirtualCommunicator(FixedMembership):
         """Return immediately, unless a worker has failed."""
         self._enter()
 
-    def look(self) -> None:
+    def check_failures(self) -> None:
         """Raise ``PeerFailed`` if a worker has failed."""
         if self._dead:
             raise PeerFailed(f"workers {sorted(self._dead)} have failed")
@@ -145,5 +145,5 @@ class VirtualCommunicator(FixedMembership):
 
     def _enter(self) -> None:
         if not self._completes:
-            self.look()
+            self.check_failures()
         self._completes = False

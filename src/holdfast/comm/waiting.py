@@ -17,7 +17,7 @@ _LOOK_AFTER_S = 2e-4
 """Total requested sleep between two checks for failures, seconds; about a millisecond in practice."""
 
 
-class Patience(NamedTuple):
+class WaitPolicy(NamedTuple):
     """How to wait."""
 
     looks: int
@@ -26,13 +26,13 @@ class Patience(NamedTuple):
     """Each sleep is an eighth longer than the one before, up to this many seconds."""
 
 
-AMONG_FEW = Patience(200, _NAP_S)
+AMONG_FEW = WaitPolicy(200, _NAP_S)
 """For one core per process: polling takes no CPU time from workers that compute."""
-AMONG_MANY = Patience(1, 5e-4)
+AMONG_MANY = WaitPolicy(1, 5e-4)
 """For more processes than cores: a wake-up takes a core and its cache from a computing worker, so sleeps get longer."""
 
 
-class Waiting:
+class WaitContext:
     """A re-entrant context during which this process waits for other workers."""
 
     def __init__(self) -> None:
@@ -54,17 +54,17 @@ class Waiting:
             self._tell(False)
 
 
-waiting = Waiting()
+waiting = WaitContext()
 """The instance of this process."""
 
 
-def patience(processes: int) -> Patience:
+def patience(processes: int) -> WaitPolicy:
     """Return how to wait among ``processes`` processes; a background thread competes with a computing main thread."""
     alone = threading.current_thread() is threading.main_thread()
     return AMONG_FEW if alone and processes <= len(os.sched_getaffinity(0)) else AMONG_MANY
 
 
-def wait_until(is_so: Callable[[], object], look: Callable[[], None], patience: Patience) -> None:
+def wait_until(is_so: Callable[[], object], look: Callable[[], None], patience: WaitPolicy) -> None:
     """Poll ``is_so``, which reads memory that other processes write, until it returns something true.
 
     ``look`` is called about every millisecond; it raises if that memory will never be written.

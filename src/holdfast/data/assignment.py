@@ -88,7 +88,7 @@ _LEAST_SAMPLES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class SliceChoice:
     """A number of slices, and the failures for which it was chosen."""
 
     slices: int  # slices of a mini-batch
@@ -123,7 +123,7 @@ class Choice:
         return f"{some}: after the loss of {gone} of {self.workers} workers a step {longer}; {cost}"
 
 
-def choose_slices(workers: int, losses: int, batch_size: int) -> Choice:
+def choose_slices(workers: int, losses: int, batch_size: int) -> SliceChoice:
     """Return the smallest number of slices for which the work stays nearly even after failures.
 
     It is a multiple of ``workers``, so that no worker waits while all are alive. If slices would become too small, it is
@@ -138,7 +138,7 @@ def choose_slices(workers: int, losses: int, batch_size: int) -> Choice:
     most = max(workers, batch_size // _LEAST_SAMPLES)
     choices = []
     for slices in range(workers, most + 1, workers):
-        choices.append(Choice(slices=slices, workers=workers, losses=losses, batch_size=batch_size))
+        choices.append(SliceChoice(slices=slices, workers=workers, losses=losses, batch_size=batch_size))
         if choices[-1].longer <= _LONGER:
             return choices[-1]
     return min(choices, key=lambda choice: choice.longer)

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.data.plan import Cursor, Ids, Plan
+from holdfast.data.plan import Ids, PlanCursor, SamplePlan
 
 _ONCE = np.uint8(1)
 """Of the counter's dtype: adding a value of another dtype takes seven times as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
+class SampleCounts:
     """Counts of the plan's samples so far; without errors, ``planned = committed + lost`` and ``repeated = 0``."""
 
     planned: int = 0  # in the plan
@@ -24,9 +24,11 @@ class Account:
     lost: int = 0  # in the plan, but not or not completely in the weights
     repeated: int = 0  # in the weights more than once
 
-    def plus(self, other: Account) -> Account:
+    def plus(self, other: SampleCounts) -> SampleCounts:
         """Return the sum of two accounts."""
-        return Account(**{name: number + getattr(other, name) for name, number in dataclasses.asdict(self).items()})
+        return SampleCounts(
+            **{name: number + getattr(other, name) for name, number in dataclasses.asdict(self).items()}
+        )
 
 
 class Ledger:
@@ -35,11 +37,11 @@ class Ledger:
     It counts the actual content of slices, and checks it against the plan's order, independently of the cursor that cut them.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: SamplePlan) -> None:
         self._plan = plan
         self._times = np.zeros(plan.num_samples, dtype=np.uint8)
         self._epoch = plan.first_epoch
-        self._closed = Account()
+        self._closed = SampleCounts()
 
     def commit(self, epoch: int, ids: Ids) -> None:
         """Count ``ids`` as committed in ``epoch``; lost samples must not be among them."""
@@ -49,15 +51,15 @@ class Ledger:
             self._epoch = epoch
         np.add.at(self._times, ids, _ONCE)
 
-    def account(self, cursor: Cursor) -> Account:
+    def account(self, cursor: PlanCursor) -> SampleCounts:
         """Return the account of all samples before ``cursor``."""
         ended = cursor.epoch > self._epoch
         return self._closed.plus(self._judge(self._plan.epoch_samples if ended else cursor.offset))
 
-    def _judge(self, until: int) -> Account:
+    def _judge(self, until: int) -> SampleCounts:
         planned = self._plan.order(self._epoch)[:until]
         times = self._times[planned]
-        return Account(
+        return SampleCounts(
             planned=len(planned),
             committed=int((times > 0).sum()),
             lost=int((times == 0).sum()),
@@ -74,4 +76,4 @@ class Ledger:
         planned, committed, lost, repeated = state["closed"]
         self._epoch = state["epoch"]
         self._times = state["times"].numpy().copy()
-        self._closed = Account(planned=planned, committed=committed, lost=lost, repeated=repeated)
+        self._closed = SampleCounts(planned=planned, committed=committed, lost=lost, repeated=repeated)

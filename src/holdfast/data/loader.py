@@ -36,7 +36,7 @@ Mine = Callable[[MiniBatch], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class DataSource:
     """The input of a training loop, as given by the script."""
 
     dataset: Any  # anything with `len` and `[]`
@@ -76,7 +76,7 @@ _NOTHING = _Wanted(0, -1, -1, np.empty(0, dtype=np.int64))
 class _Slices(Dataset[Any]):
     """The data set of the loader processes: each slice is one of its samples."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: DataSource) -> None:
         self._source = source
 
     def __getitem__(self, wanted: _Wanted) -> tuple[_Wanted, Any]:
@@ -100,10 +100,10 @@ class _Queue(Iterable[_Wanted]):
             yield wanted
 
 
-class Loading:
+class SliceLoader:
     """Provides the inputs of slices to a training loop: those that are ``mine``, and those of the mini-batches ``ahead``."""
 
-    def __init__(self, source: Source, ahead: Ahead, mine: Mine) -> None:
+    def __init__(self, source: DataSource, ahead: Ahead, mine: Mine) -> None:
         self._source = source
         self._ahead = ahead
         self._mine = mine

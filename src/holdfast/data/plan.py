@@ -20,7 +20,7 @@ Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cursor:
+class PlanCursor:
     """A position in the plan."""
 
     epoch: int
@@ -36,7 +36,7 @@ class MiniBatch:
     slices: tuple[Ids, ...]  # samples of each slice, in order; a slice of a short mini-batch may be empty
     owners: dict[int, int]  # the rank that computes each non-empty slice
     full_size: int  # size of the mini-batch with all workers alive
-    after: Cursor  # the cursor once the step is committed
+    after: PlanCursor  # the cursor once the step is committed
 
     @property
     def ids(self) -> Ids:
@@ -49,7 +49,7 @@ class MiniBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SamplePlan:
     """The order of samples and the policies that cut it."""
 
     num_samples: int  # size of the dataset
@@ -76,9 +76,9 @@ class Plan:
         return len(self.world) if self.workers < 0 else self.workers
 
     @property
-    def start(self) -> Cursor:
+    def start(self) -> PlanCursor:
         """The cursor before the first step."""
-        return Cursor(epoch=self.first_epoch, offset=0)
+        return PlanCursor(epoch=self.first_epoch, offset=0)
 
     @property
     def epoch_samples(self) -> int:
@@ -98,16 +98,16 @@ class Plan:
         return np.arange(self.num_samples, dtype=np.int64)
 
 
-class Batches:
+class BatchCutter:
     """Cuts mini-batches from a plan; keeps the order of one epoch."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: SamplePlan) -> None:
         self._plan = plan
         self._epoch = -1
         self._order: Any = None
         self._distributed: tuple[Sequence[int], list[int], list[float]] = ((), [], [])
 
-    def mini_batch(self, step: int, cursor: Cursor, members: Sequence[int]) -> MiniBatch | None:
+    def mini_batch(self, step: int, cursor: PlanCursor, members: Sequence[int]) -> MiniBatch | None:
         """Return the mini-batch at ``cursor`` for ``members``; None at the end of the plan."""
         plan = self._plan
         if cursor.epoch >= plan.first_epoch + plan.epochs:
@@ -125,7 +125,9 @@ class Batches:
             slices=slices,
             owners={i: holders[i] for i in range(pieces) if len(slices[i])},
             full_size=min(plan.batch_size, plan.epoch_samples - cursor.offset),
-            after=Cursor(epoch=cursor.epoch + 1, offset=0) if done else Cursor(epoch=cursor.epoch, offset=offset),
+            after=PlanCursor(epoch=cursor.epoch + 1, offset=0)
+            if done
+            else PlanCursor(epoch=cursor.epoch, offset=offset),
         )
 
     def _distribute_once(self, members: Sequence[int]) -> tuple[list[int], list[float]]:

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.data.ledger import Account, Ledger
-from holdfast.data.plan import Batches, Cursor, MiniBatch, Plan
+from holdfast.data.ledger import Ledger, SampleCounts
+from holdfast.data.plan import BatchCutter, MiniBatch, PlanCursor, SamplePlan
 from holdfast.errors import ConfigError
 
 _MUST_NOT_CHANGE = ("slices", "seed", "batch_size", "num_samples", "shuffle", "drop_last")
 
 
-class Place:
+class DataPosition:
     """Cuts mini-batches one after another, and keeps the ledger."""
 
-    def __init__(self, plan: Plan, changes: Mapping[str, Any]) -> None:
+    def __init__(self, plan: SamplePlan, changes: Mapping[str, Any]) -> None:
         self._given = plan
         self.change(changes)
         self._begin_again()
@@ -32,10 +32,10 @@ class Place:
         if "speeds" in values:
             values["speeds"] = {int(rank): speed for rank, speed in values["speeds"].items()}
         self.plan = dataclasses.replace(self._given, **values, given_batch_size=self._given.batch_size)
-        self._batches, self._ahead = Batches(self.plan), Batches(self.plan)
+        self._batches, self._ahead = BatchCutter(self.plan), BatchCutter(self.plan)
 
     def _begin_again(self) -> None:
-        self._batches, self._ahead = Batches(self.plan), Batches(self.plan)
+        self._batches, self._ahead = BatchCutter(self.plan), BatchCutter(self.plan)
         self._ledger = Ledger(self.plan)
         self._cursor = self.plan.start
 
@@ -62,7 +62,7 @@ class Place:
         self._cursor = batch.after
         return sum(map(len, committed))
 
-    def account(self) -> Account:
+    def account(self) -> SampleCounts:
         """Return the account of all samples so far."""
         return self._ledger.account(self._cursor)
 
@@ -95,4 +95,4 @@ class Place:
                 )
         self._begin_again()
         self._ledger.load_state_dict(ledger)
-        self._cursor = Cursor(epoch=info["epoch"], offset=info["offset"])
+        self._cursor = PlanCursor(epoch=info["epoch"], offset=info["offset"])

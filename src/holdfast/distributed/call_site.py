@@ -17,7 +17,7 @@ _PYTHON_API = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_log
 _DDP_START_MODULE = "torch.distributed.utils"
 
 
-class Asker:
+class CallSite:
     """The caller of a collective, detected from the innermost Python frame outside this package on the call stack.
 
     ``task`` is the backward pass that this thread runs, -1 if none.

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from holdfast.comm.allreduce.ordered import OrderedSum, Span
-from holdfast.comm.base import Exchange, Message, MessageCommunicator
+from holdfast.comm.allreduce.ordered import OrderedAllReduce, SlotSpan
+from holdfast.comm.base import Collectives, Message, MessageCommunicator
 from holdfast.comm.subgroup import Subgroup
 from holdfast.comm.ulfm import UlfmCommunicator
-from holdfast.distributed.recorder import Witness
-from holdfast.distributed.work import Pending
+from holdfast.distributed.recorder import GroupRecorder
+from holdfast.distributed.work import PendingWork
 from holdfast.engine import exits
 from holdfast.engine.regroup import pass_gate, regroup
 from holdfast.errors import HoldfastError, PeerFailed, RanksLost, ScriptError
@@ -47,32 +47,32 @@ WORLD = 1
 
 
 @dataclass(slots=True)
-class Adder:
-    """All-reduces of vectors of any length, in memory that grows on demand: see :class:`~holdfast.comm.OrderedSum`."""
+class GroupReducer:
+    """All-reduces of vectors of any length, in memory that grows on demand: see :class:`~holdfast.comm.OrderedAllReduce`."""
 
-    comm: Exchange
+    comm: Collectives
     shared_bytes: int = -1
     size_bytes: int = 0
-    sums: OrderedSum | None = None
+    sums: OrderedAllReduce | None = None
 
-    def up_to(self, span: Span, order: str) -> OrderedSum:
+    def up_to(self, span: SlotSpan, order: str) -> OrderedAllReduce:
         """Return the all-reduce for vectors that end where ``span`` does; ``ScriptError`` if members' calls differ."""
         size_bytes = span.end
         if self.sums is not None and size_bytes > self.size_bytes:
             self.sums.check_same(span, order)  # before a single rank starts to set up more memory
         if self.sums is None or size_bytes > self.size_bytes:
             self.size_bytes = max(_LEAST_BYTES, 1 << (size_bytes - 1).bit_length())
-            self.sums = OrderedSum(self.comm, "wide", self.size_bytes, shared_bytes=self.shared_bytes)
+            self.sums = OrderedAllReduce(self.comm, "wide", self.size_bytes, shared_bytes=self.shared_bytes)
         return self.sums
 
-    def result(self, span: Span) -> torch.Tensor:
+    def result(self, span: SlotSpan) -> torch.Tensor:
         """Return the last result; it is valid until the next all-reduce over the same bytes."""
         assert self.sums is not None, "no all-reduce has been made yet"
         return self.sums.result(span)
 
 
 @dataclass(slots=True)
-class Members:
+class GroupMembers:
     """A group of ranks, as the communication thread sees it.
 
     Args:
@@ -88,9 +88,9 @@ class Members:
 
     key: int
     ranks: tuple[int, ...]
-    comm: Exchange
-    adder: Adder
-    lender: Adder
+    comm: Collectives
+    adder: GroupReducer
+    lender: GroupReducer
     completed: int = 0
     failed: set[int] = field(default_factory=set)
     broken: bool = False
@@ -118,25 +118,25 @@ class Collective:
         signature: Description that must be the same on all ranks.
     """
 
-    group: Members
+    group: GroupMembers
     what: str
     exchange: Callable[[], None]
     finish: Callable[[], None]
     recovers: bool
-    work: Pending
+    work: PendingWork
     signature: str = ""
     begun_s: float = 0.0
 
 
 @dataclass(slots=True)
-class Transfer:
+class P2PTransfer:
     """A message between two ranks: started immediately, polled until it completes."""
 
-    group: Members
+    group: GroupMembers
     what: str
     begin: Callable[[], Message]
     finish: Callable[[], None]
-    work: Pending
+    work: PendingWork
     message: Message | None = None
 
 
@@ -149,7 +149,7 @@ class _Order:
     error: Exception | None = None
 
 
-class Engine:
+class CommThread:
     """The thread that owns MPI, for all groups of this process.
 
     Args:
@@ -158,13 +158,13 @@ class Engine:
 
     def __init__(self, *, debug: bool = False) -> None:
         self._debug = debug
-        self._inbox: queue.SimpleQueue[Collective | Transfer | _Order | None] = queue.SimpleQueue()
-        self._transfers: list[Transfer] = []
-        self._groups: dict[int, Members] = {}
+        self._inbox: queue.SimpleQueue[Collective | P2PTransfer | _Order | None] = queue.SimpleQueue()
+        self._transfers: list[P2PTransfer] = []
+        self._groups: dict[int, GroupMembers] = {}
         self._left = False
         self._current: Collective | None = None
         self._history: list[tuple[frozenset[int], dict[int, int]]] = []
-        self.witness: Witness
+        self.witness: GroupRecorder
         self.world: MessageCommunicator
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="holdfast-dist", daemon=True).start()
@@ -174,16 +174,16 @@ class Engine:
     def _connect(self) -> None:
         say_connecting()
         self.world = UlfmCommunicator()
-        self.witness = Witness(self.world.here[0], len(self.world.members))
+        self.witness = GroupRecorder(self.world.local_ranks[0], len(self.world.members))
 
     # -- called by other threads
 
-    def add_group(self, key: int, ranks: tuple[int, ...]) -> Members:
+    def add_group(self, key: int, ranks: tuple[int, ...]) -> GroupMembers:
         """Return a new group, which takes part in recoveries from now on."""
         # A tag separates messages of another group of all ranks from those of the world.
         comm = self.world if key == WORLD else Subgroup(self.world, ranks, key)
         shared_bytes = self.witness.settings.shared_bytes
-        group = Members(key, ranks, comm, Adder(comm, shared_bytes), Adder(comm, shared_bytes))
+        group = GroupMembers(key, ranks, comm, GroupReducer(comm, shared_bytes), GroupReducer(comm, shared_bytes))
 
         def add() -> None:
             for lost, known in self._history:
@@ -194,7 +194,7 @@ class Engine:
         self._call(add)
         return group
 
-    def drop_group(self, group: Members) -> None:
+    def drop_group(self, group: GroupMembers) -> None:
         """Free a group's memory. Its progress is kept, because other ranks may still have to recover in it."""
 
         def drop() -> None:
@@ -202,7 +202,7 @@ class Engine:
 
         self._call(drop)
 
-    def submit(self, job: Collective | Transfer) -> Pending:
+    def submit(self, job: Collective | P2PTransfer) -> PendingWork:
         """Queue ``job`` after everything that was submitted before."""
         job.work.answer_in(self._answers)
         self._inbox.put(job)
@@ -218,7 +218,7 @@ class Engine:
                 if current is not None and time.monotonic() - current.begun_s > current.work.timeout_s:
                     self.give_up(current.work)
 
-    def give_up(self, work: Pending) -> None:
+    def give_up(self, work: PendingWork) -> None:
         """End a collective that has timed out; its group becomes unusable, all others remain usable."""
         current = self._current
         if current is not None and current.work is work and not current.group.broken:
@@ -253,7 +253,7 @@ class Engine:
             match self._next():
                 case Collective() as collective:
                     self._carry_out(collective)
-                case Transfer() as transfer:
+                case P2PTransfer() as transfer:
                     self._begin(transfer)
                 case _Order() as order:
                     order.error = _error_of(order.do)  # raised again in the thread that queued it
@@ -261,7 +261,7 @@ class Engine:
                 case None:
                     self._look()
 
-    def _next(self) -> Collective | Transfer | _Order | None:
+    def _next(self) -> Collective | P2PTransfer | _Order | None:
         """Return the next task; None periodically."""
         try:
             if self._transfers:
@@ -330,7 +330,7 @@ class Engine:
         else:
             job.work.fail(error)
 
-    def _lost(self, job: Collective | Transfer) -> RanksLost:
+    def _lost(self, job: Collective | P2PTransfer) -> RanksLost:
         dead, alive = job.group.dead, job.group.alive
         ranks = f"rank {dead[0]} has" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))} have"
         if not dead:
@@ -352,7 +352,7 @@ class Engine:
 
     # -- point-to-point
 
-    def _begin(self, transfer: Transfer) -> None:
+    def _begin(self, transfer: P2PTransfer) -> None:
         try:
             transfer.message = transfer.begin()
         except PeerFailed:
@@ -364,7 +364,7 @@ class Engine:
             self._transfers.append(transfer)
             self._test(transfer)
 
-    def _test(self, transfer: Transfer) -> None:
+    def _test(self, transfer: P2PTransfer) -> None:
         if transfer not in self._transfers:  # a recovery has ended it
             return
         assert transfer.message is not None
@@ -436,14 +436,14 @@ def _error_of(act: Callable[[], object]) -> Exception | None:
     return None
 
 
-_engine: Engine | None = None
+_engine: CommThread | None = None
 
 
-def get_engine(*, debug: bool = False) -> Engine:
+def get_engine(*, debug: bool = False) -> CommThread:
     """Return the communication thread of this process; the first call starts it."""
     global _engine
     if _engine is None:
-        _engine = Engine(debug=debug)
+        _engine = CommThread(debug=debug)
         if not _engine.witness.is_watched:  # otherwise the watcher knows how the script ended, and lets it exit
             exits.end_job_on_errors(leave)
     return _engine

@@ -15,12 +15,12 @@ from torch.distributed import ProcessGroup, Work
 
 from holdfast import notice
 from holdfast.config import debug_wanted
-from holdfast.distributed.comm_thread import WORLD, Transfer, get_engine
+from holdfast.distributed.comm_thread import WORLD, P2PTransfer, get_engine
 from holdfast.distributed.group_base import Tensors, nothing
-from holdfast.distributed.moves import Moves
-from holdfast.distributed.reductions import Reductions
+from holdfast.distributed.moves import MoveCollectives
+from holdfast.distributed.reductions import ReduceCollectives
 from holdfast.distributed.tensors import bytes_of, give, one
-from holdfast.distributed.work import Pending
+from holdfast.distributed.work import PendingWork
 from holdfast.errors import ConfigError
 from holdfast.torch_private import check_version
 
@@ -34,9 +34,9 @@ def create(options: Any) -> HoldfastGroup:
     engine = get_engine(debug=debug_wanted())
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     me = ranks[options.group_rank]
-    if engine.world.here != (me,) or max(ranks) >= engine.world.first_size:
+    if engine.world.local_ranks != (me,) or max(ranks) >= engine.world.first_size:
         raise ConfigError(
-            f"RANK and WORLD_SIZE say rank {me} of {options.group_size}, mpirun says rank {engine.world.here[0]} "
+            f"RANK and WORLD_SIZE say rank {me} of {options.group_size}, mpirun says rank {engine.world.local_ranks[0]} "
             f"of {engine.world.first_size}: unset RANK and WORLD_SIZE"
         )
     if me == engine.world.members[0]:
@@ -50,7 +50,7 @@ def create(options: Any) -> HoldfastGroup:
     return HoldfastGroup(engine, engine.add_group(key, ranks), options.group_rank, options.timeout.total_seconds())
 
 
-class HoldfastGroup(Reductions, Moves):
+class HoldfastGroup(ReduceCollectives, MoveCollectives):
     """A group of ranks whose collectives survive failures, or report which ranks failed."""
 
     # -- coalesced collectives
@@ -117,5 +117,5 @@ class HoldfastGroup(Reductions, Moves):
             return world.start_send(data, peer, number)
 
         finish = nothing if sends else functools.partial(give, tensor, data)
-        work = Pending([tensor], what, self._timeout_s, lambda _: None)  # it delays no collective
-        return self._engine.submit(Transfer(members, what, begin, finish, work))
+        work = PendingWork([tensor], what, self._timeout_s, lambda _: None)  # it delays no collective
+        return self._engine.submit(P2PTransfer(members, what, begin, finish, work))

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, Work
 
-from holdfast.distributed.call_site import Asker
-from holdfast.distributed.comm_thread import Collective, Engine, Members
+from holdfast.distributed.call_site import CallSite
+from holdfast.distributed.comm_thread import Collective, CommThread, GroupMembers
 from holdfast.distributed.tensors import check_device
-from holdfast.distributed.work import Pending
+from holdfast.distributed.work import PendingWork
 from holdfast.errors import RanksLost
 from holdfast.torch_private import task_of_backward
 
@@ -25,7 +25,7 @@ Tensors = Sequence[torch.Tensor]
 class GroupBase(ProcessGroup):
     """A group of ranks whose collectives run in the communication thread; ``rank`` is the rank in the group."""
 
-    def __init__(self, engine: Engine, members: Members, rank: int, timeout_s: float) -> None:
+    def __init__(self, engine: CommThread, members: GroupMembers, rank: int, timeout_s: float) -> None:
         super().__init__(rank, len(members.ranks))  # type: ignore[call-arg]
         self._engine = engine
         self._members = members
@@ -33,7 +33,7 @@ class GroupBase(ProcessGroup):
         self._timeout_s = timeout_s
         self._name = ""
         self._description = ""
-        self._pending: Pending | None = None
+        self._pending: PendingWork | None = None
 
     # -- attributes
 
@@ -105,7 +105,7 @@ class GroupBase(ProcessGroup):
             check_device(tensor, what)
         if root is not None and not 0 <= root < self.size():
             raise ValueError(f"{what}: the root must be a rank of the group, 0 to {self.size() - 1}, got {root}")
-        work = Pending(result, what, self._timeout_s, self._engine.give_up, deliver)
+        work = PendingWork(result, what, self._timeout_s, self._engine.give_up, deliver)
         signature = what
         if like is not None:
             signature += f" {like.dtype} {tuple(like.shape)}" + ("" if root is None else f" root {root}")
@@ -130,12 +130,12 @@ class GroupBase(ProcessGroup):
         rows[:] = list(out)
         self._members.comm.barrier()
 
-    def _asker(self) -> Asker:
+    def _asker(self) -> CallSite:
         """Return which part of torch or of the script calls this collective."""
         frame = sys._getframe(1)
         while frame.f_globals.get("__package__") == __package__ and frame.f_back is not None:
             frame = frame.f_back
-        return Asker(frame, task_of_backward())
+        return CallSite(frame, task_of_backward())
 
     def _check_alive(self, rank: int, what: str) -> None:
         members = self._members

@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
-from holdfast.comm.allreduce.ordered import Span
+from holdfast.comm.allreduce.ordered import SlotSpan
 from holdfast.comm.allreduce.shm import ALIGN
 from holdfast.distributed.group_base import GroupBase, Tensors, nothing
 from holdfast.distributed.tensors import bytes_of, give, one, plain, split
 
 
-class Moves(GroupBase):
+class MoveCollectives(GroupBase):
     """A group's collectives that move tensors unchanged."""
 
     def broadcast(self, tensors: Tensors, options: Any) -> Work:
         """Send the root's tensor to every rank."""
         tensor, members, root = one(tensors, "broadcast"), self._members, options.rootRank
         by_ddp = self._asker().is_ddp_outside
-        span = Span(0, tensor.numel() * tensor.element_size(), torch.uint8)
+        span = SlotSpan(0, tensor.numel() * tensor.element_size(), torch.uint8)
 
         def exchange() -> None:
             source = members.ranks[root]

@@ -24,7 +24,7 @@ _PHASES = ("forward", "backward", "allreduce")
 """Phases of planned faults. All are reached at DDP's first gradient bucket, where the backend first sees a step."""
 
 
-class Witness:
+class GroupRecorder:
     """Writes the records of rank ``place`` of MPI's world, which had ``size`` ranks at the start.
 
     ``ConfigError`` if the environment holds a setting that is not allowed, or a fault that cannot be injected here.

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp, Work
 
-from holdfast.comm.allreduce.adding import ORDERS, Mean
-from holdfast.comm.allreduce.ordered import Span
-from holdfast.distributed.call_site import Asker
-from holdfast.distributed.comm_thread import Engine, Members
+from holdfast.comm.allreduce.adding import ORDERS, MeanDivisor
+from holdfast.comm.allreduce.ordered import SlotSpan
+from holdfast.distributed.call_site import CallSite
+from holdfast.distributed.comm_thread import CommThread, GroupMembers
 from holdfast.distributed.group_base import GroupBase, Tensors, nothing
 from holdfast.distributed.tensors import ORDER_OF, factor_of, give, kind_of, name_of, of_its_own, one, plain
 
 
-class Reductions(GroupBase):
+class ReduceCollectives(GroupBase):
     """A group's reductions, in rank order."""
 
-    def __init__(self, engine: Engine, members: Members, rank: int, timeout_s: float) -> None:
+    def __init__(self, engine: CommThread, members: GroupMembers, rank: int, timeout_s: float) -> None:
         super().__init__(engine, members, rank, timeout_s)
         self._lent_in: object = None
         self._lent_bytes = 0
@@ -45,7 +45,7 @@ class Reductions(GroupBase):
         kind = kind_of(op, tensor)
         what = f"{what}({name_of(op)})"
         members, flat = self._members, plain(tensor)
-        span, adder = Span(0, flat.numel(), flat.dtype), members.adder
+        span, adder = SlotSpan(0, flat.numel(), flat.dtype), members.adder
         asker = self._asker()
         in_ddp = asker.is_backward
         step = self._engine.witness.begin_sum(asker.task) if in_ddp and asker.task >= 0 else None
@@ -84,21 +84,21 @@ class Reductions(GroupBase):
 
         return self._submit(what, result, exchange, finish, deliver=deliver, like=tensor, root=root, recovers=in_ddp)
 
-    def _behind_the_last(self, span: Span, asker: Asker) -> Span:
+    def _behind_the_last(self, span: SlotSpan, asker: CallSite) -> SlotSpan:
         """Return the place of a bucket whose result DDP reads once all buckets of the backward pass are reduced."""
         if self._lent_in != asker.backward:
             self._lent_in, self._lent_bytes = asker.backward, 0
-        placed = Span(self._lent_bytes, span.length, span.dtype)
+        placed = SlotSpan(self._lent_bytes, span.length, span.dtype)
         self._lent_bytes = placed.end
         return placed
 
-    def _mean(self, kind: Any, span: Span, *, in_ddp: bool) -> Mean | None:
+    def _mean(self, kind: Any, span: SlotSpan, *, in_ddp: bool) -> MeanDivisor | None:
         """Return the divisor: DDP has divided by the initial world size, but the mean must be over the survivors."""
         alive, first = len(self._members.alive), len(self._members.ranks)
         if kind is ReduceOp.AVG:
-            return Mean(alive, span.length)
+            return MeanDivisor(alive, span.length)
         if in_ddp and alive < first and kind is ReduceOp.SUM and span.dtype.is_floating_point:
-            return Mean(alive / first, span.length)
+            return MeanDivisor(alive / first, span.length)
         return None
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], options: Any = None) -> Work:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import Work
 
 
-class Pending(Work):
+class PendingWork(Work):
     """A collective that the communication thread runs, or has run.
 
     Args:
@@ -28,7 +28,7 @@ class Pending(Work):
         result: Any,
         what: str,
         timeout_s: float,
-        give_up: Callable[[Pending], None],
+        give_up: Callable[[PendingWork], None],
         deliver: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()

@@ -44,15 +44,15 @@ def _look_at_layers(*, briefly: bool) -> list[dict[str, Any]]:
 
 
 def _look_at_script(script: Path, args: list[str], shared: Path, *, briefly: bool) -> dict[str, Any]:
-    from holdfast.doctor.script import Look, Looked
+    from holdfast.doctor.script import ScriptInspected, ScriptInspector
     from holdfast.session.reinit_context import application
 
-    application.looks = look = Look(shared, briefly=briefly)
+    application.looks = look = ScriptInspector(shared, briefly=briefly)
     sys.argv = [str(script), *args]
     sys.path[0] = str(script.resolve().parent)
     try:
         runpy.run_path(str(script), run_name="__main__")
-    except Looked:
+    except ScriptInspected:
         return {"seen": look.seen.as_json()}
     except SystemExit as end:
         return {"error": f"{script.name} ended with sys.exit({end.code!r}) before its first step"}

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from holdfast.doctor.findings import Found
-from holdfast.doctor.target import Subject, digest_of, digests_of, noise_like, results_of
+from holdfast.doctor.findings import Findings
+from holdfast.doctor.target import DoctorTarget, digest_of, digests_of, noise_like, results_of
 from holdfast.torch_private import tree_flatten, tree_map
 
 _TIMES = 3
@@ -22,7 +22,7 @@ def thread_counts() -> tuple[int, ...]:
     return tuple(sorted({1, 2, 3, min(8, os.cpu_count() or 1)}))
 
 
-def examine(subject: Subject, threads: Sequence[int], *, briefly: bool = False) -> Found:
+def examine(subject: DoctorTarget, threads: Sequence[int], *, briefly: bool = False) -> Findings:
     """Compute a target under all conditions that should give the same bits, and return where they differ.
 
     Args:
@@ -30,7 +30,7 @@ def examine(subject: Subject, threads: Sequence[int], *, briefly: bool = False) 
         threads: Thread counts to try.
         briefly: Compute it once, only for its digests.
     """
-    found = Found(subject.name)
+    found = Findings(subject.name)
     given = [value for value in tree_flatten((subject.args, dict(subject.kwargs)))[0] if torch.is_tensor(value)]
     found.digests = {f"input {i}": digest_of(value) for i, value in enumerate(given)}
     try:
@@ -95,7 +95,7 @@ def complaint_about(compute: Callable[[], object]) -> str:
 # -- batch neighbours
 
 
-def _together(subject: Subject, alone: Mapping[str, torch.Tensor]) -> list[str] | None:
+def _together(subject: DoctorTarget, alone: Mapping[str, torch.Tensor]) -> list[str] | None:
     """Return what differs for samples that are computed before or after other samples; None if the target has none.
 
     Gradients of parameters are sums over all samples, and are not compared.
@@ -128,7 +128,7 @@ def _together(subject: Subject, alone: Mapping[str, torch.Tensor]) -> list[str] 
     return list(different)
 
 
-def _beside_others(subject: Subject, dim: int, size: int, *, is_first: bool) -> dict[str, torch.Tensor]:
+def _beside_others(subject: DoctorTarget, dim: int, size: int, *, is_first: bool) -> dict[str, torch.Tensor]:
     def join(mine: torch.Tensor) -> torch.Tensor:
         others = mine.flip(dim)
         if mine.is_floating_point():  # otherwise batch statistics would not change

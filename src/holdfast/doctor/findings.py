@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class Found:
+class Findings:
     """Findings about a target. Differences are named as in :func:`holdfast.doctor.target.results_of`.
 
     Args:
@@ -36,13 +36,13 @@ class Found:
         return asdict(self) | {"threads": {str(count): what for count, what in self.threads.items()}}
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Found:
+    def from_json(cls, said: Mapping[str, Any]) -> Findings:
         """Restore findings from :meth:`as_json`."""
         return cls(**{**said, "threads": {int(count): what for count, what in said["threads"].items()}})
 
 
 @dataclass(slots=True)
-class Seen:
+class ScriptFindings:
     """Findings about a script's first step.
 
     Args:
@@ -59,8 +59,8 @@ class Seen:
 
     parameters: int = 0
     samples: int = 0
-    layers: list[Found] = field(default_factory=list)
-    step: Found = field(default_factory=lambda: Found("the whole step"))
+    layers: list[Findings] = field(default_factory=list)
+    step: Findings = field(default_factory=lambda: Findings("the whole step"))
     odd_places: list[str] = field(default_factory=list)
     dataset_again: bool = False
     draws: dict[str, list[str]] = field(default_factory=dict)
@@ -72,13 +72,13 @@ class Seen:
         return asdict(self) | {"layers": [layer.as_json() for layer in self.layers], "step": self.step.as_json()}
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Seen:
+    def from_json(cls, said: Mapping[str, Any]) -> ScriptFindings:
         """Restore findings from :meth:`as_json`."""
-        layers = [Found.from_json(layer) for layer in said["layers"]]
-        return cls(**{**said, "layers": layers, "step": Found.from_json(said["step"])})
+        layers = [Findings.from_json(layer) for layer in said["layers"]]
+        return cls(**{**said, "layers": layers, "step": Findings.from_json(said["step"])})
 
 
-def blame(one: Sequence[Found], other: Sequence[Found]) -> str:
+def blame(one: Sequence[Findings], other: Sequence[Findings]) -> str:
     """Return the first layer that computed different bits from equal inputs in two processes, or ""."""
     theirs = {layer.name: layer.digests for layer in other}
     for layer in one:

@@ -10,30 +10,30 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 from holdfast.data.seeds import seed_of, seeded
-from holdfast.doctor.target import Subject
+from holdfast.doctor.target import DoctorTarget
 
 _SAMPLES = 16
 
 
-def usual_subjects() -> list[Subject]:
+def usual_subjects() -> list[DoctorTarget]:
     """Return the common layers, with inputs and weights that depend only on this module."""
     with seeded(seed_of("usual layers")):
         return [*_dense(), *_images(), *_sequences(), *_indexed(), *_losses(), *_optimizers()]
 
 
-def _of(name: str, compute: Callable[..., Any], *args: Any, rows: int | None = 0) -> Subject:
-    return Subject(name=name, compute=compute, args=args, rows=rows)
+def _of(name: str, compute: Callable[..., Any], *args: Any, rows: int | None = 0) -> DoctorTarget:
+    return DoctorTarget(name=name, compute=compute, args=args, rows=rows)
 
 
-def _dense() -> list[Subject]:
+def _dense() -> list[DoctorTarget]:
     wide, one, two = torch.randn(_SAMPLES, 515), torch.randn(_SAMPLES, 33, 65), torch.randn(_SAMPLES, 65, 47)
     return [
-        Subject.of("linear", nn.Linear(515, 300), wide),
-        Subject.of("layer norm", nn.LayerNorm(515), wide),
-        Subject.of("GELU", nn.GELU(), wide),
+        DoctorTarget.of("linear", nn.Linear(515, 300), wide),
+        DoctorTarget.of("layer norm", nn.LayerNorm(515), wide),
+        DoctorTarget.of("GELU", nn.GELU(), wide),
         _of("softmax", lambda x: x.softmax(-1), wide),
         _of("log-softmax", lambda x: x.log_softmax(-1), wide),
-        Subject.of("dropout", nn.Dropout(0.3), wide, rows=None),  # random numbers depend on the number of samples
+        DoctorTarget.of("dropout", nn.Dropout(0.3), wide, rows=None),  # random numbers depend on the number of samples
         _of("bmm", torch.bmm, one, two),
         _of("einsum", lambda x, y: torch.einsum("bij,bjk->bik", x, y), one, two),
         _of("sum", lambda x: x.sum(), torch.randn(200_003), rows=None),
@@ -42,46 +42,46 @@ def _dense() -> list[Subject]:
     ]
 
 
-def _images() -> list[Subject]:
+def _images() -> list[DoctorTarget]:
     image, signal = torch.randn(_SAMPLES, 8, 19, 21), torch.randn(_SAMPLES, 8, 130)
     return [
-        Subject.of("conv1d", nn.Conv1d(8, 12, 5), signal),
-        Subject.of("conv2d", nn.Conv2d(8, 12, 3, padding=1), image),
-        Subject.of("grouped conv2d", nn.Conv2d(8, 8, 3, padding=1, groups=8), image),
-        Subject.of("conv3d", nn.Conv3d(2, 4, 3), torch.randn(_SAMPLES, 2, 8, 9, 10)),
-        Subject.of("transposed conv", nn.ConvTranspose2d(8, 6, 3, stride=2), image),
-        Subject.of("batch norm", nn.BatchNorm2d(8), image),
-        Subject.of("batch norm (eval)", nn.BatchNorm2d(8).eval(), image),
-        Subject.of("group norm", nn.GroupNorm(4, 8), image),
-        Subject.of("max pool", nn.MaxPool2d(2), image),
-        Subject.of("average pool", nn.AvgPool2d(3), image),
-        Subject.of("adaptive pool", nn.AdaptiveAvgPool2d(5), image),
-        Subject.of("interpolate", nn.Upsample(scale_factor=1.7, mode="bilinear", align_corners=False), image),
+        DoctorTarget.of("conv1d", nn.Conv1d(8, 12, 5), signal),
+        DoctorTarget.of("conv2d", nn.Conv2d(8, 12, 3, padding=1), image),
+        DoctorTarget.of("grouped conv2d", nn.Conv2d(8, 8, 3, padding=1, groups=8), image),
+        DoctorTarget.of("conv3d", nn.Conv3d(2, 4, 3), torch.randn(_SAMPLES, 2, 8, 9, 10)),
+        DoctorTarget.of("transposed conv", nn.ConvTranspose2d(8, 6, 3, stride=2), image),
+        DoctorTarget.of("batch norm", nn.BatchNorm2d(8), image),
+        DoctorTarget.of("batch norm (eval)", nn.BatchNorm2d(8).eval(), image),
+        DoctorTarget.of("group norm", nn.GroupNorm(4, 8), image),
+        DoctorTarget.of("max pool", nn.MaxPool2d(2), image),
+        DoctorTarget.of("average pool", nn.AvgPool2d(3), image),
+        DoctorTarget.of("adaptive pool", nn.AdaptiveAvgPool2d(5), image),
+        DoctorTarget.of("interpolate", nn.Upsample(scale_factor=1.7, mode="bilinear", align_corners=False), image),
     ]
 
 
-def _sequences() -> list[Subject]:
+def _sequences() -> list[DoctorTarget]:
     words = torch.randn(_SAMPLES, 24, 32)
     heads = [torch.randn(_SAMPLES, 4, 40, 16) for _ in range(3)]
     return [
-        Subject.of(
+        DoctorTarget.of(
             "LSTM", nn.LSTM(32, 24, batch_first=True), words, rows=None
         ),  # its states have the sample dimension elsewhere
-        Subject.of("GRU", nn.GRU(32, 24, batch_first=True), words, rows=None),
-        Subject.of("attention", nn.MultiheadAttention(32, 4, batch_first=True), words, words, words),
+        DoctorTarget.of("GRU", nn.GRU(32, 24, batch_first=True), words, rows=None),
+        DoctorTarget.of("attention", nn.MultiheadAttention(32, 4, batch_first=True), words, words, words),
         _of("SDPA", F.scaled_dot_product_attention, *heads),
         _of("causal SDPA", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), *heads),
     ]
 
 
-def _indexed() -> list[Subject]:
+def _indexed() -> list[DoctorTarget]:
     ids = torch.randint(50, (_SAMPLES, 64))  # with many repetitions
     places, source = torch.randint(40, (6000,)), torch.randn(6000, 16)
     columns, offsets = places[:, None].expand(-1, 16), torch.arange(0, ids.numel(), 8)
     return [
-        Subject.of("embedding", nn.Embedding(50, 96), ids),
-        Subject.of("embedding bag", nn.EmbeddingBag(50, 96), ids),
-        Subject.of(
+        DoctorTarget.of("embedding", nn.Embedding(50, 96), ids),
+        DoctorTarget.of("embedding bag", nn.EmbeddingBag(50, 96), ids),
+        DoctorTarget.of(
             "embedding bag (sum, offsets)", nn.EmbeddingBag(50, 96, mode="sum"), ids.flatten(), offsets, rows=None
         ),
         _of("index_add", lambda x: torch.zeros(40, 16).index_add(0, places, x), source, rows=None),
@@ -90,7 +90,7 @@ def _indexed() -> list[Subject]:
     ]
 
 
-def _losses() -> list[Subject]:
+def _losses() -> list[DoctorTarget]:
     scores, labels = torch.randn(64, 515), torch.randint(515, (64,))
     spoken = torch.randn(50, 8, 20).log_softmax(-1)
     texts, lengths = torch.randint(1, 20, (8, 12)), torch.full((8,), 12)
@@ -103,7 +103,7 @@ def _losses() -> list[Subject]:
     ]
 
 
-def _optimizers() -> list[Subject]:
+def _optimizers() -> list[DoctorTarget]:
     weights = [torch.randn(300, 120), torch.randn(7), torch.randn(41_003)]
     gradients = [torch.randn_like(weight) for weight in weights]
 
@@ -124,7 +124,7 @@ def _optimizers() -> list[Subject]:
         " (foreach)": {"foreach": True},
         " (fused)": {"fused": True},
     }
-    made: list[Subject] = []
+    made: list[DoctorTarget] = []
     for way, how in ways.items():
         sgd = steps(lambda p, how=how: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-4, **how))  # type: ignore[misc]
         adam = steps(lambda p, how=how: optim.Adam(p, lr=0.01, **how))  # type: ignore[misc]

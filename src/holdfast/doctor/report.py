@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.doctor.findings import Found, Seen, blame
+from holdfast.doctor.findings import Findings, ScriptFindings, blame
 
 OK = "ok"
 HELD = "held"
@@ -21,7 +21,7 @@ _GENERATORS = {"torch": "torch", "numpy": "NumPy", "python": "Python"}
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckResult:
     """A line of the report.
 
     Args:
@@ -37,69 +37,69 @@ class Check:
     advice: str = ""
 
 
-def is_exact(checks: Sequence[Check]) -> bool:
+def is_exact(checks: Sequence[CheckResult]) -> bool:
     """Return whether nothing changes bits that Holdfast does not control."""
     return not any(check.verdict == CHANGES for check in checks)
 
 
-def checks_of(full: Mapping[str, Any], brief: Mapping[str, Any]) -> list[Check]:
+def checks_of(full: Mapping[str, Any], brief: Mapping[str, Any]) -> list[CheckResult]:
     """Return the results of all checks, from the full and the brief process."""
     if "seen" in full:
-        found = _script(Seen.from_json(full["seen"]), Seen.from_json(brief["seen"]))
+        found = _script(ScriptFindings.from_json(full["seen"]), ScriptFindings.from_json(brief["seen"]))
     else:
-        found = _layers(*([Found.from_json(said) for said in side["layers"]] for side in (full, brief)))
+        found = _layers(*([Findings.from_json(said) for said in side["layers"]] for side in (full, brief)))
     return [*_machine(full["machine"]), *found]
 
 
 # -- the machine
 
 
-def _machine(facts: Mapping[str, Any]) -> list[Check]:
+def _machine(facts: Mapping[str, Any]) -> list[CheckResult]:
     kind, versions = facts["kind"], facts["versions"]
     threads = int(kind["threads"])
     libraries = ", ".join(name for name, there in facts["libraries"].items() if there) or "neither MKL nor oneDNN"
     lines = [
-        Check("CPU", OK, f"{kind['cpu']}, {kind['capability']}, {facts['cpus']} CPUs; {libraries}"),
-        Check("GPU", OK, ", ".join(facts["gpus"]) or "none"),
-        Check("versions", OK, ", ".join(f"{name} {version}" for name, version in versions.items())),
-        Check("worker", HELD, f"{threads} {'thread' if threads == 1 else 'threads'}, the same for all workers"),
-        Check("flags", OK, f"{kind['flags']}; kernels {kind['kernels']}"),
+        CheckResult("CPU", OK, f"{kind['cpu']}, {kind['capability']}, {facts['cpus']} CPUs; {libraries}"),
+        CheckResult("GPU", OK, ", ".join(facts["gpus"]) or "none"),
+        CheckResult("versions", OK, ", ".join(f"{name} {version}" for name, version in versions.items())),
+        CheckResult("worker", HELD, f"{threads} {'thread' if threads == 1 else 'threads'}, the same for all workers"),
+        CheckResult("flags", OK, f"{kind['flags']}; kernels {kind['kernels']}"),
         *_variables(facts["variables"], threads),
         *_fabrics(facts["fabrics"]),
     ]
     room = f"{facts['shm_bytes'] / 1e9:.1f} GB of shared memory (/dev/shm)"
     little = "give the container more (--shm-size): Open MPI's workers communicate through it"
     is_enough = facts["shm_bytes"] >= _LEAST_SHM_BYTES
-    lines.append(Check("memory", OK, room) if is_enough else Check("memory", MISSING, room, little))
+    lines.append(CheckResult("memory", OK, room) if is_enough else CheckResult("memory", MISSING, room, little))
     if 0 <= facts["open_files"] < _LEAST_FILES:
         few = f"{facts['open_files']} open files per process"
-        lines.append(Check("limits", MISSING, few, f"ulimit -n {_LEAST_FILES}"))
+        lines.append(CheckResult("limits", MISSING, few, f"ulimit -n {_LEAST_FILES}"))
     return lines
 
 
-def _variables(given: Mapping[str, str], threads: int) -> list[Check]:
+def _variables(given: Mapping[str, str], threads: int) -> list[CheckResult]:
     said = ", ".join(f"{name}={value}" for name, value in given.items() if name != "OMP_NUM_THREADS")
-    lines = [Check("environment", HELD if said else OK, said or "no variable is set that kernels read")]
+    lines = [CheckResult("environment", HELD if said else OK, said or "no variable is set that kernels read")]
     if threads > 1 and given.get("OMP_DYNAMIC", "").lower() in ("true", "1"):
         what = "OMP_DYNAMIC allows OpenMP to use fewer threads"
-        lines.append(Check("threads", CHANGES, what, "set OMP_DYNAMIC=false"))
+        lines.append(CheckResult("threads", CHANGES, what, "set OMP_DYNAMIC=false"))
     return lines
 
 
-def _fabrics(fabrics: Mapping[str, Any]) -> list[Check]:
+def _fabrics(fabrics: Mapping[str, Any]) -> list[CheckResult]:
     mpi = fabrics["ulfm"]
-    no_mpi = Check("ulfm", MISSING, "no Open MPI with mpi4py", "pip install 'holdfast[mpi]', or --fabric gloo")
-    no_gloo = Check("gloo", MISSING, "not built into this torch", "use --fabric ulfm")
+    no_mpi = CheckResult("ulfm", MISSING, "no Open MPI with mpi4py", "pip install 'holdfast[mpi]', or --fabric gloo")
+    no_gloo = CheckResult("gloo", MISSING, "not built into this torch", "use --fabric ulfm")
     return [
-        Check("ulfm", OK, f"Open MPI {mpi}") if mpi else no_mpi,
-        Check("gloo", OK, "built into this torch") if fabrics["gloo"] else no_gloo,
+        CheckResult("ulfm", OK, f"Open MPI {mpi}") if mpi else no_mpi,
+        CheckResult("gloo", OK, "built into this torch") if fabrics["gloo"] else no_gloo,
     ]
 
 
 # -- common layers
 
 
-def _layers(full: Sequence[Found], brief: Sequence[Found]) -> list[Check]:
+def _layers(full: Sequence[Findings], brief: Sequence[Findings]) -> list[CheckResult]:
     theirs = {layer.name: layer.digests for layer in brief}
     again = [layer.name for layer in full if layer.again]
     elsewhere = [layer.name for layer in full if not layer.again and layer.digests != theirs.get(layer.name)]
@@ -113,13 +113,13 @@ def _layers(full: Sequence[Found], brief: Sequence[Found]) -> list[Check]:
     ]
 
 
-def _names(name: str, broken: Sequence[str], fine: str, advice: str) -> Check:
+def _names(name: str, broken: Sequence[str], fine: str, advice: str) -> CheckResult:
     if not broken:
-        return Check(name, OK, fine)
-    return Check(name, CHANGES, f"different bits: {_some(broken)}", advice)
+        return CheckResult(name, OK, fine)
+    return CheckResult(name, CHANGES, f"different bits: {_some(broken)}", advice)
 
 
-def _circumstances(layers: Sequence[Found]) -> list[Check]:
+def _circumstances(layers: Sequence[Findings]) -> list[CheckResult]:
     """Return the findings about threads, memory and batch neighbours, all of which Holdfast keeps constant."""
     threads = [layer.name for layer in layers if layer.threads]
     memory = [layer.name for layer in layers if layer.memory]
@@ -132,19 +132,19 @@ def _circumstances(layers: Sequence[Found]) -> list[Check]:
         _held("threads", threads, "another number, different bits", "any number, the same bits"),
         _held("alignment", memory, f"{odd} different bits", f"{odd} the same bits"),
         _held("together", parts, f"{beside} different bits", f"{beside} the same bits"),
-        Check("torch says", HELD, f"not deterministic: {said}: {complaints[0].complaint}")
+        CheckResult("torch says", HELD, f"not deterministic: {said}: {complaints[0].complaint}")
         if complaints
-        else Check("torch says", OK, "use_deterministic_algorithms(True) names none"),
+        else CheckResult("torch says", OK, "use_deterministic_algorithms(True) names none"),
     ]
 
 
-def _held(name: str, broken: Sequence[str], what: str, fine: str) -> Check:
-    return Check(name, HELD, f"{what}: {_some(broken)}") if broken else Check(name, OK, fine)
+def _held(name: str, broken: Sequence[str], what: str, fine: str) -> CheckResult:
+    return CheckResult(name, HELD, f"{what}: {_some(broken)}") if broken else CheckResult(name, OK, fine)
 
 
-def _errors(layers: Sequence[Found]) -> list[Check]:
+def _errors(layers: Sequence[Findings]) -> list[CheckResult]:
     failed = [f"{layer.name} ({layer.error})" for layer in layers if layer.error]
-    return [Check("not checked", MISSING, _some(failed))] if failed else []
+    return [CheckResult("not checked", MISSING, _some(failed))] if failed else []
 
 
 # -- a script's model
@@ -153,10 +153,10 @@ _DRAWS = "use the global generators of torch, NumPy or Python, which Holdfast se
 _ORDERS = "sort the elements of sets, or set PYTHONHASHSEED; seed random values that are created before training"
 
 
-def _script(seen: Seen, other: Seen) -> list[Check]:
+def _script(seen: ScriptFindings, other: ScriptFindings) -> list[CheckResult]:
     what = f"{seen.parameters:,} parameters in {len(seen.layers)} layers; a slice of {seen.samples} samples"
     return [
-        Check("model", OK, what),
+        CheckResult("model", OK, what),
         *_beginning(seen, other),
         _step_again(seen),
         *([] if seen.step.again else [_step_elsewhere(seen, other), _step_threads(seen)]),
@@ -167,48 +167,48 @@ def _script(seen: Seen, other: Seen) -> list[Check]:
     ]
 
 
-def _beginning(seen: Seen, other: Seen) -> list[Check]:
+def _beginning(seen: ScriptFindings, other: ScriptFindings) -> list[CheckResult]:
     samples = seen.samples_digest == other.samples_digest
-    lines = [Check("weights", OK, "initialized equally in another process")]
+    lines = [CheckResult("weights", OK, "initialized equally in another process")]
     if seen.weights != other.weights:
         what = "initialized differently in another process: two runs do not start from the same weights"
-        lines = [Check("weights", CHANGES, what, "call torch.manual_seed(...) before the model is created")]
+        lines = [CheckResult("weights", CHANGES, what, "call torch.manual_seed(...) before the model is created")]
     if seen.dataset_again:
         what = "have different bits when they are fetched again"
-        lines.append(Check("samples", CHANGES, what, f"in the dataset, {_DRAWS}"))
+        lines.append(CheckResult("samples", CHANGES, what, f"in the dataset, {_DRAWS}"))
     elif not samples:
         what = "differ in another process: workers would not have the same dataset"
         advice = "seed the creation of the dataset, and " + _ORDERS.partition(";")[0]
-        lines.append(Check("samples", CHANGES, what, advice))
+        lines.append(CheckResult("samples", CHANGES, what, advice))
     else:
-        lines.append(Check("samples", OK, "the same when fetched again, and in another process"))
+        lines.append(CheckResult("samples", OK, "the same when fetched again, and in another process"))
     return lines
 
 
-def _step_again(seen: Seen) -> Check:
+def _step_again(seen: ScriptFindings) -> CheckResult:
     broken = [layer for layer in seen.layers if layer.again]
     if not (seen.step.again or broken):
-        return Check("step", OK, "computed again: loss and gradients have the same bits")
+        return CheckResult("step", OK, "computed again: loss and gradients have the same bits")
     if not broken:
         what = f"computed again: different bits in {_some(seen.step.again)}, but in no single layer"
         advice = f"check the loss, and the training loop around the model: {_DRAWS}"
-        return Check("step", CHANGES, what, advice)
+        return CheckResult("step", CHANGES, what, advice)
     first = broken[0]
     advice = f"torch says: {first.complaint}" if first.complaint else _DRAWS
     what = f"computed again: different bits in {_some([layer.name for layer in broken])} ({_some(first.again)})"
-    return Check("step", CHANGES, what, f"{advice}; or its kernel is not deterministic: use another layer")
+    return CheckResult("step", CHANGES, what, f"{advice}; or its kernel is not deterministic: use another layer")
 
 
-def _step_elsewhere(seen: Seen, other: Seen) -> Check:
+def _step_elsewhere(seen: ScriptFindings, other: ScriptFindings) -> CheckResult:
     if seen.step.digests == other.step.digests:
-        return Check("elsewhere", OK, "the step has the same bits in another process")
+        return CheckResult("elsewhere", OK, "the step has the same bits in another process")
     where = (
         blame(seen.layers, other.layers) or "in no single layer: check the loss, and the training loop around the model"
     )
-    return Check("elsewhere", CHANGES, f"the step has different bits in another process: {where}", _ORDERS)
+    return CheckResult("elsewhere", CHANGES, f"the step has different bits in another process: {where}", _ORDERS)
 
 
-def _alignment(seen: Seen, other: Seen) -> Check:
+def _alignment(seen: ScriptFindings, other: ScriptFindings) -> CheckResult:
     """Return whether layers that compute different bits from misaligned tensors are given such tensors."""
     odd = sorted({*seen.odd_places, *other.odd_places})
     usual = _circumstances(seen.layers)[1]
@@ -216,23 +216,25 @@ def _alignment(seen: Seen, other: Seen) -> Check:
         return usual
     what = f"{usual.what}; {' and '.join(odd)} are misaligned"
     advice = "copy them with .clone() where they are created"
-    return Check(usual.name, CHANGES, what, advice)
+    return CheckResult(usual.name, CHANGES, what, advice)
 
 
-def _step_threads(seen: Seen) -> Check:
+def _step_threads(seen: ScriptFindings) -> CheckResult:
     broken = [layer.name for layer in seen.layers if layer.threads]
     if not (seen.step.threads or broken):
-        return Check("threads", OK, "any number, the same bits")
+        return CheckResult("threads", OK, "any number, the same bits")
     where = _some(broken) if broken else "in no single layer: check the loss, and the training loop around the model"
-    return Check("threads", HELD, f"another number, different bits: {where}")
+    return CheckResult("threads", HELD, f"another number, different bits: {where}")
 
 
-def _randomness(seen: Seen) -> Check:
+def _randomness(seen: ScriptFindings) -> CheckResult:
     drawn = {
         source: _some([_GENERATORS.get(name, name) for name in names]) for source, names in seen.draws.items() if names
     }
     said = [f"the {source} draws from {generators}" for source, generators in drawn.items()]
-    return Check("randomness", OK, f"{'; '.join(said)}: seeded for each slice" if said else "no generator is used")
+    return CheckResult(
+        "randomness", OK, f"{'; '.join(said)}: seeded for each slice" if said else "no generator is used"
+    )
 
 
 def _some(names: Sequence[str]) -> str:
@@ -240,7 +242,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def lines_of(checks: Sequence[Check], mark: Callable[[str], str] = str) -> list[str]:
+def lines_of(checks: Sequence[CheckResult], mark: Callable[[str], str] = str) -> list[str]:
     """Return the checks as lines, each with its advice below, and the verdict last.
 
     Args:

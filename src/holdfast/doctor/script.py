@@ -1,6 +1,6 @@
 """Checks of a script's own model: its first step is computed several times, then each layer alone; nothing is trained.
 
-The session of the script yields its first slice once for each condition (:class:`Look`), as it does after a failure. So
+The session of the script yields its first slice once for each condition (:class:`ScriptInspector`), as it does after a failure. So
 the checks cover the script's own forward pass, loss and gradients.
 """
 
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.data.plan import Batches, Cursor, MiniBatch, Plan
+from holdfast.data.plan import BatchCutter, MiniBatch, PlanCursor, SamplePlan
 from holdfast.data.samples import fetch
 from holdfast.data.seeds import generator_states, seed_slice
 from holdfast.doctor.checks import differing, examine, thread_counts, threads_set
-from holdfast.doctor.findings import Seen
-from holdfast.doctor.target import Subject, digests_of, is_at_odd_place, put_back
+from holdfast.doctor.findings import ScriptFindings
+from holdfast.doctor.target import DoctorTarget, digests_of, is_at_odd_place, put_back
 from holdfast.errors import ConfigError
 from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import model_tensors
@@ -32,11 +32,11 @@ _AGAIN = 2
 _PATIENCE_S = 300.0
 
 
-class Looked(BaseException):
+class ScriptInspected(BaseException):
     """Ends the script once all checks are done; ``except Exception`` does not catch it."""
 
 
-class Look:
+class ScriptInspector:
     """Replaces training; see :attr:`holdfast.session.reinit_context.Application.looks`.
 
     Args:
@@ -45,13 +45,13 @@ class Look:
     """
 
     def __init__(self, shared: Path, *, briefly: bool = False) -> None:
-        self.seen = Seen()
+        self.seen = ScriptFindings()
         self._shared = shared
         self._briefly = briefly
         self._inputs: Any = None
         self._loss = torch.zeros(())
 
-    def __call__(self, body: Trainable, plan: Plan, dataset: Any, collate: Any) -> Iterator[Step]:
+    def __call__(self, body: Trainable, plan: SamplePlan, dataset: Any, collate: Any) -> Iterator[Step]:
         """Yield the first step once for each condition, and end the script.
 
         Raises:
@@ -63,7 +63,7 @@ class Look:
             raise ConfigError(
                 "holdfast doctor checks replicated models, and this one is split: pass the whole model to a Session, without Pipeline or Sharded"
             )
-        batch = Batches(plan).mini_batch(0, Cursor(epoch=plan.first_epoch, offset=0), plan.world)
+        batch = BatchCutter(plan).mini_batch(0, PlanCursor(epoch=plan.first_epoch, offset=0), plan.world)
         assert batch is not None, "a plan has a first step"
         self._model, self._plan, self._dataset, self._collate = whole.model, plan, dataset, collate
         self._number = min(batch.owners)
@@ -75,7 +75,7 @@ class Look:
             self._examine_layers()
         finally:
             self._rewind()
-        raise Looked
+        raise ScriptInspected
 
     # -- the step as a whole
 
@@ -222,16 +222,16 @@ class _Layers:
 
         return keep
 
-    def subjects(self) -> list[Subject]:
+    def subjects(self) -> list[DoctorTarget]:
         """Return the modules that computed, in the order of their first computation."""
         modules = dict(self._model.named_modules())
         return [
-            Subject.of(f"{name or 'the model'} ({type(modules[name]).__name__})", modules[name], *args, **kwargs)
+            DoctorTarget.of(f"{name or 'the model'} ({type(modules[name]).__name__})", modules[name], *args, **kwargs)
             for name, (args, kwargs) in self._given.items()
         ]
 
 
-def _holds_layers(subject: Subject) -> bool:
+def _holds_layers(subject: DoctorTarget) -> bool:
     return subject.module is not None and any(True for _ in subject.module.children())
 
 

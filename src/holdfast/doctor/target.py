@@ -20,7 +20,7 @@ _KEY = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class DoctorTarget:
     """A target: a computation to check.
 
     Args:
@@ -42,14 +42,14 @@ class Subject:
     rows: int | None = None
 
     @classmethod
-    def of(cls, name: str, module: nn.Module, *args: Any, rows: int | None = 0, **kwargs: Any) -> Subject:
+    def of(cls, name: str, module: nn.Module, *args: Any, rows: int | None = 0, **kwargs: Any) -> DoctorTarget:
         """Return a module as a target."""
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         return cls(name=name, compute=module, args=args, kwargs=kwargs, parameters=parameters, module=module, rows=rows)
 
 
 def results_of(
-    subject: Subject,
+    subject: DoctorTarget,
     *,
     args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
@@ -88,7 +88,7 @@ def results_of(
 
 
 def _gradients(
-    subject: Subject,
+    subject: DoctorTarget,
     outputs: list[torch.Tensor],
     leaves: list[torch.Tensor],
     cotangent: Callable[[int, torch.Tensor], torch.Tensor],

@@ -12,28 +12,28 @@ from holdfast.engine.exits import kill_self
 from holdfast.engine.regroup import LoopParts
 from holdfast.errors import InternalError, StateLost, Unwind
 from holdfast.recovery.messages import (
-    ActDone,
     Action,
+    AdoptPlacement,
+    AdoptState,
+    ApplyConfig,
     CheckpointLoaded,
     DiscardStep,
+    Done,
     Event,
+    FetchConfig,
     HandedOver,
     HandOver,
-    Install,
     LoadCheckpoint,
-    MakeChanges,
+    MoveParts,
     Note,
-    Rehome,
     Reinitialise,
     SaveAndStop,
-    Settle,
-    TakeChanges,
-    Welcome,
+    SendState,
 )
 from holdfast.session.reinit_context import hand_over
 
 
-class Acts:
+class StrategyActions:
     """Carries out the actions that a recovery strategy orders.
 
     Args:
@@ -61,19 +61,19 @@ class Acts:
                 return CheckpointLoaded(self._load())
             case DiscardStep():
                 self.discard()
-            case Welcome(step=step, newcomers=newcomers):
+            case SendState(step=step, newcomers=newcomers):
                 self._welcome(step, newcomers)
-            case Install():
+            case AdoptState():
                 self._loop.beginning.install()
                 self._loop.beginning.keep_on_joining()
-            case Rehome(restores=restores):
+            case MoveParts(restores=restores):
                 self._rehome(restores=restores)
-            case Settle():
+            case AdoptPlacement():
                 self._loop.replica.settle()
-            case TakeChanges():
+            case FetchConfig():
                 self._loop.recovery.end()
                 self._loop.requests.take()
-            case MakeChanges():
+            case ApplyConfig():
                 self._loop.requests.make()
                 self._loop.status.heard &= ~Note.ASK
             case Reinitialise():
@@ -82,7 +82,7 @@ class Acts:
                 self._save_and_stop()
             case _:
                 raise InternalError(f"unknown action {order}")
-        return ActDone()
+        return Done()
 
     # -- the step in progress
 

@@ -6,24 +6,24 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from holdfast.data.ledger import Account
-from holdfast.models.overlap import Spent
-from holdfast.recovery.messages import NO_NOTE, Action, Note
+from holdfast.data.ledger import SampleCounts
+from holdfast.models.overlap import OverlapCost
+from holdfast.recovery.messages import NO_NOTE, Action, Note, recorded_name
 
 if TYPE_CHECKING:  # the torch.distributed backend needs none of these
-    from holdfast.checkpoint import Loaded
+    from holdfast.checkpoint import LoadedCheckpoint
     from holdfast.clock import Clock
-    from holdfast.comm import Communicator, OrderedSum
+    from holdfast.comm import Communicator, OrderedAllReduce
     from holdfast.config import Settings
     from holdfast.faults.process import Injector
     from holdfast.records.beacon import Beacon, NoBeacon
     from holdfast.records.logger import Logger
     from holdfast.records.types import Finished
-    from holdfast.state.manager import Keeper
+    from holdfast.state.manager import CheckpointManager
 
 
 @dataclass(slots=True)
-class Recovery:
+class RecoveryContext:
     """A recovery, or a planned regrouping because the membership changes.
 
     Args:
@@ -44,13 +44,13 @@ class Recovery:
 
     def count(self, order: Action, took_s: float) -> None:
         """Count an action that was carried out."""
-        name = type(order).__name__
+        name = recorded_name(order)
         self.orders[name] = self.orders.get(name, 0) + 1
         self.times_s[name] = self.times_s.get(name, 0.0) + took_s
 
 
 @dataclass(slots=True, kw_only=True)
-class Rebuilding:
+class RebuildInfo:
     """Context of a recovery that must survive while the application is rebuilt.
 
     Args:
@@ -75,7 +75,7 @@ class Rebuilding:
 
 
 @dataclass(slots=True)
-class Live:
+class LiveSettings:
     """Settings that can change during the job; equal at all workers. Written by :mod:`holdfast.engine.live_config` only.
 
     Args:
@@ -83,7 +83,7 @@ class Live:
         checkpoint_every: Steps between checkpoints.
         checkpoint_auto: The checkpoint interval is chosen from measured costs and failure rates.
         taken: Number of change requests applied so far.
-        cut: Changes to how mini-batches are divided, see :meth:`holdfast.data.position.Place.change`.
+        cut: Changes to how mini-batches are divided, see :meth:`holdfast.data.position.DataPosition.change`.
     """
 
     strategy: str
@@ -99,7 +99,7 @@ class Live:
 
 
 @dataclass(slots=True)
-class Committed:
+class CommittedState:
     """The result of the last committed step. Written when a step is committed and when a state is loaded.
 
     Args:
@@ -118,7 +118,7 @@ class Committed:
 
 
 @dataclass(slots=True)
-class Loops:
+class LoopState:
     """Progress across training loops, and the state that one loop leaves to the next.
 
     Written by the session between loops, by a loop at its start and end, and when a state is loaded.
@@ -138,10 +138,10 @@ class Loops:
     number: int = 0
     epoch: int = 0
     first_step: int = 0
-    loaded: Loaded | None = None
+    loaded: LoadedCheckpoint | None = None
     finished: list[Finished] = field(default_factory=list)
-    totals: Account = field(default_factory=Account)
-    sum: OrderedSum | None = None
+    totals: SampleCounts = field(default_factory=SampleCounts)
+    sum: OrderedAllReduce | None = None
 
     def end(self, epochs: int) -> None:
         """Advance to the next loop after one of ``epochs`` epochs that was trained or skipped."""
@@ -150,11 +150,11 @@ class Loops:
     def begin_again(self) -> None:
         """Reset to before the first loop, for an application that is rebuilt."""
         self.number = self.epoch = self.first_step = 0
-        self.loaded, self.finished, self.totals = None, [], Account()
+        self.loaded, self.finished, self.totals = None, [], SampleCounts()
 
 
 @dataclass(slots=True)
-class Told:
+class PendingRequests:
     """Signals and requests that only this worker knows of so far. Written by signal handlers and the script's thread.
 
     Args:
@@ -167,7 +167,7 @@ class Told:
 
 
 @dataclass(slots=True)
-class Rebuilds:
+class RebuildState:
     """Rebuilds of the application in this process. Written by :mod:`holdfast.session.reinit_context` and in recoveries.
 
     Args:
@@ -177,12 +177,12 @@ class Rebuilds:
     """
 
     count: int = 0
-    current: Rebuilding | None = None
-    snapshot: Loaded | None = None
+    current: RebuildInfo | None = None
+    snapshot: LoadedCheckpoint | None = None
 
 
 @dataclass(slots=True)
-class Platform:
+class PlatformState:
     """The platform of this worker. Written by :mod:`holdfast.state.platform_check`.
 
     Args:
@@ -195,7 +195,7 @@ class Platform:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class JobContext:
     """The job context that outlives one training loop. Its fields are never reassigned.
 
     Mutable state is in separate objects, one for each module that writes it.
@@ -226,15 +226,15 @@ class World:
     log: Logger
     beacon: Beacon | NoBeacon
     faults: Injector
-    keeper: Keeper
+    keeper: CheckpointManager
     first_members: tuple[int, ...]
-    committed: Committed
-    loops: Loops
-    live: Live
-    told: Told = field(default_factory=Told)
-    rebuilds: Rebuilds = field(default_factory=Rebuilds)
-    platform: Platform = field(default_factory=Platform)
-    spent: Spent = field(default_factory=Spent)
+    committed: CommittedState
+    loops: LoopState
+    live: LiveSettings
+    told: PendingRequests = field(default_factory=PendingRequests)
+    rebuilds: RebuildState = field(default_factory=RebuildState)
+    platform: PlatformState = field(default_factory=PlatformState)
+    spent: OverlapCost = field(default_factory=OverlapCost)
     altered: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -250,7 +250,7 @@ class World:
     @property
     def is_lead(self) -> bool:
         """Whether this process plays the lowest rank alive, which writes everything that is written once."""
-        return self.comm.members[0] in self.comm.here
+        return self.comm.members[0] in self.comm.local_ranks
 
     def announce(self) -> None:
         """Publish the current loop and the required platform for workers that join later."""

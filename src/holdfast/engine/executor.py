@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from holdfast.comm import OrderedSum
-from holdfast.data.loader import Loading, Source
+from holdfast.comm import OrderedAllReduce
+from holdfast.data.loader import DataSource, SliceLoader
 from holdfast.data.plan import MiniBatch
-from holdfast.data.position import Place
-from holdfast.engine.context import World
+from holdfast.data.position import DataPosition
+from holdfast.engine.context import JobContext
 from holdfast.engine.injection import FaultPoints
 from holdfast.engine.run_log import RunLog
 from holdfast.models.runner import StepContext
@@ -14,7 +14,7 @@ from holdfast.models.trainable import Trainable
 from holdfast.session.step import Step
 
 
-class Attempts:
+class StepExecutor:
     """Begins the step in progress, once for each attempt, and holds its state.
 
     Args:
@@ -29,19 +29,19 @@ class Attempts:
 
     def __init__(
         self,
-        world: World,
+        world: JobContext,
         replica: Trainable,
-        place: Place,
+        place: DataPosition,
         log: RunLog,
         points: FaultPoints,
-        total: OrderedSum,
-        source: Source,
+        total: OrderedAllReduce,
+        source: DataSource,
     ) -> None:
         self._world = world
         self._replica = replica
         self._points = points
         self._sum = total
-        self._loading = Loading(source, lambda batch: place.ahead(batch, world.comm.members), self._slices)
+        self._loading = SliceLoader(source, lambda batch: place.ahead(batch, world.comm.members), self._slices)
         context = StepContext(world, place, log, total, source, self._loading, points.enter, points.reach_in_sum)
         self._runner = replica.runner(context)
         self.batch: MiniBatch | None = None
@@ -71,7 +71,7 @@ class Attempts:
         return self._runner.step(batch, self._slices(batch), self._count[1])
 
     def _slices(self, batch: MiniBatch) -> list[int]:
-        return self._replica.slices(batch, self._world.comm.here)
+        return self._replica.slices(batch, self._world.comm.local_ranks)
 
     def close(self) -> None:
         """Stop the prefetching of inputs."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.comm import Communicator, VirtualCommunicator
 from holdfast.config import Settings
-from holdfast.engine.context import Committed, World
+from holdfast.engine.context import CommittedState, JobContext
 from holdfast.engine.run_log import RunLog
 from holdfast.errors import ConfigError
 from holdfast.faults.names import chosen
@@ -29,7 +29,7 @@ class FaultPoints:
         log: Marks the phases that a beacon can show.
     """
 
-    def __init__(self, world: World, log: RunLog) -> None:
+    def __init__(self, world: JobContext, log: RunLog) -> None:
         self._world = world
         self._log = log
 
@@ -46,7 +46,7 @@ class FaultPoints:
 
     def reach(self, phase: str, step: int | None = None, bucket: int | None = None) -> None:
         """Trigger a fault that is due in a phase of ``step`` (default: the next one), at every rank of this process."""
-        for rank in self._world.comm.here:
+        for rank in self._world.comm.local_ranks:
             self._world.faults.reach(phase, self._world.step if step is None else step, rank, bucket)
 
     def reach_in_sum(self, step: int, position: int) -> None:
@@ -55,14 +55,14 @@ class FaultPoints:
 
     def alter_state(self, replica: Trainable, step: int) -> None:
         """Flip bits in this worker's own state before the step; other workers are not affected."""
-        here, faults = self._world.comm.here, self._world.faults
+        here, faults = self._world.comm.local_ranks, self._world.faults
         for rank in here:
             for target in ("weights", "optimizer"):
                 for due in faults.flips(target, step, rank):
                     faults.carry_out(due, replica.tensors_of(target, rank, here))
 
 
-def make_faults(settings: Settings, comm: Communicator, committed: Committed, log: Logger) -> Injector:
+def make_faults(settings: Settings, comm: Communicator, committed: CommittedState, log: Logger) -> Injector:
     """Return the injector of the settings' fault plan, which records every fault; without a plan it does nothing.
 
     Raises:
@@ -141,7 +141,7 @@ def _check_place(fault: Fault, replica: Trainable) -> None:
         chosen(named, fault.flip.at)
 
 
-def reach_point(world: World, name: str) -> None:
+def reach_point(world: JobContext, name: str) -> None:
     """Trigger a fault that is due at a crash point; see :mod:`holdfast.faults.points`."""
     # Only the lead completes a checkpoint, but any worker may complete a standby copy of a part, at any time.
     if name == "checkpoint.manifest" and world.is_lead and world.keeper.is_completing:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.comm import share_bytes
-from holdfast.data.position import Place
-from holdfast.engine.context import World
+from holdfast.data.position import DataPosition
+from holdfast.engine.context import JobContext
 from holdfast.errors import ConfigError
 from holdfast.models.trainable import Trainable
 from holdfast.options import MAX_REQUEST, request_in
@@ -28,7 +28,7 @@ from holdfast.recovery.registry import strategy_class, strategy_names
 _MOST_RANKS = 1 << 20
 
 
-class Requests:
+class LiveConfig:
     """Checks for change requests and applies them.
 
     Args:
@@ -39,7 +39,7 @@ class Requests:
     """
 
     def __init__(
-        self, world: World, replica: Trainable, place: Place, set_strategy: Callable[[Strategy], None]
+        self, world: JobContext, replica: Trainable, place: DataPosition, set_strategy: Callable[[Strategy], None]
     ) -> None:
         self._world = world
         self._replica = replica
@@ -64,7 +64,7 @@ class Requests:
             PeerFailed: if a worker died.
         """
         comm = self._world.comm
-        me = comm.here[0]
+        me = comm.local_ranks[0]
         best, least = comm.maximum([len(self._lines) * _MOST_RANKS - me, -self._live.taken])
         count = -(-best // _MOST_RANKS)
         text = share_bytes(comm, json.dumps(self._lines[-least:count]).encode(), count * _MOST_RANKS - best)
@@ -158,11 +158,11 @@ class Requests:
         self._world.keeper.set_interval(steps, automatic=automatic)
 
 
-_CHANGES: dict[str, Callable[[Requests, Any], None]] = {
-    "lr": Requests._lr,
+_CHANGES: dict[str, Callable[[LiveConfig, Any], None]] = {
+    "lr": LiveConfig._lr,
     "batch_size": lambda self, value: self._cut(self._live.cut | {"batch_size": value}),
-    "strategy": Requests._strategy,
-    "checkpoint_every": Requests._checkpoint_every,
+    "strategy": LiveConfig._strategy,
+    "checkpoint_every": LiveConfig._checkpoint_every,
     "workers": lambda self, value: self._cut(self._live.cut | {"workers": value}),
     "speeds": lambda self, value: self._cut(self._live.cut | {"speeds": dict(value)}),
 }

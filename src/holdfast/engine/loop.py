@@ -8,26 +8,26 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from typing import NoReturn
 
-from holdfast.checkpoint.writer import Outcome
-from holdfast.comm import OrderedSum
-from holdfast.data.ledger import Account
-from holdfast.data.loader import Source
-from holdfast.data.plan import MiniBatch, Plan
-from holdfast.data.position import Place
-from holdfast.engine.acts import Acts
-from holdfast.engine.context import World
-from holdfast.engine.executor import Attempts
+from holdfast.checkpoint.writer import WriteResult
+from holdfast.comm import OrderedAllReduce
+from holdfast.data.ledger import SampleCounts
+from holdfast.data.loader import DataSource
+from holdfast.data.plan import MiniBatch, SamplePlan
+from holdfast.data.position import DataPosition
+from holdfast.engine.acts import StrategyActions
+from holdfast.engine.context import JobContext
+from holdfast.engine.executor import StepExecutor
 from holdfast.engine.exits import kill_self
 from holdfast.engine.injection import FaultPoints
-from holdfast.engine.live_config import Requests
-from holdfast.engine.recovery_log import Recovering
-from holdfast.engine.regroup import LoopParts, Regroup, Status
+from holdfast.engine.live_config import LiveConfig
+from holdfast.engine.recovery_log import RecoveryLog
+from holdfast.engine.regroup import LoopParts, LoopRegroup, LoopStatus
 from holdfast.engine.run_log import RunLog
-from holdfast.engine.vote import CommitVote, Spread
+from holdfast.engine.vote import CommitVote, MinMax
 from holdfast.errors import CheckpointError, InternalError, PeerFailed, StoreLost, TooFewWorkers
 from holdfast.integrity.certificate import Certificate
 from holdfast.integrity.hash_chain import GENESIS
-from holdfast.integrity.sdc_guard import Watch
+from holdfast.integrity.sdc_guard import SdcGuard
 from holdfast.models.trainable import Trainable
 from holdfast.records.types import Left
 from holdfast.recovery import Protocol, make_strategy
@@ -36,34 +36,34 @@ from holdfast.recovery.messages import (
     Admitted,
     Agree,
     ApplyStep,
-    BucketSummed,
+    BucketReduced,
     ChangesWait,
-    CloseStep,
     Computed,
     ComputeStep,
     CorruptionSeen,
+    DataExhausted,
     Event,
     Leave,
     MembersChange,
     Note,
     PeerLost,
     Publish,
-    RanOut,
+    ReduceBucket,
     Revoke,
     ShareProgress,
     Shrink,
     Started,
     StepApplied,
-    StepClosed,
-    SumBucket,
+    StepVoted,
+    VoteStep,
 )
-from holdfast.recovery.protocol import State
+from holdfast.recovery.protocol import ProtocolState
 from holdfast.session.step import Step
-from holdfast.state.restorer import Beginning
+from holdfast.state.restorer import StateRestorer
 from holdfast.state.store_loss import launcher_is_gone, turn
 
 
-class Run:
+class TrainingLoop:
     """One call of ``session.steps``.
 
     Args:
@@ -75,7 +75,7 @@ class Run:
     """
 
     def __init__(
-        self, world: World, replica: Trainable, plan: Plan, source: Source, *, is_newcomer: bool = False
+        self, world: JobContext, replica: Trainable, plan: SamplePlan, source: DataSource, *, is_newcomer: bool = False
     ) -> None:
         self._world = world
         self._replica = replica
@@ -85,15 +85,15 @@ class Run:
         self._points = FaultPoints(world, self._log)
         replica.begin_loop(world, self._log)
         self._fingerprint = replica.fingerprint(world.comm, world.settings)
-        self._watch = Watch(world, replica.whole, self._fingerprint, self._log)
+        self._watch = SdcGuard(world, replica.whole, self._fingerprint, self._log)
         self._sum = self._get_sum()
-        self._place = Place(plan, world.live.cut)
-        self._requests = Requests(world, replica, self._place, self._protocol.set_strategy)
-        self._beginning = Beginning(world, replica, self._place, self._log, self._requests, self._watch)
-        self._attempts = Attempts(world, replica, self._place, self._log, self._points, self._sum, source)
+        self._place = DataPosition(plan, world.live.cut)
+        self._requests = LiveConfig(world, replica, self._place, self._protocol.set_strategy)
+        self._beginning = StateRestorer(world, replica, self._place, self._log, self._requests, self._watch)
+        self._attempts = StepExecutor(world, replica, self._place, self._log, self._points, self._sum, source)
         self._certificate = self._begin_certificate()
-        self._status = Status(announced=world.rebuilds.current is not None)
-        self._recovery = Recovering(world, self._log)
+        self._status = LoopStatus(announced=world.rebuilds.current is not None)
+        self._recovery = RecoveryLog(world, self._log)
         parts = LoopParts(
             world=world,
             replica=replica,
@@ -107,7 +107,7 @@ class Run:
             beginning=self._beginning,
             requests=self._requests,
         )
-        self._regroup, self._acts = Regroup(parts), Acts(parts, is_newcomer=is_newcomer)
+        self._regroup, self._acts = LoopRegroup(parts), StrategyActions(parts, is_newcomer=is_newcomer)
         self._is_newcomer = is_newcomer
 
     def _begin_certificate(self) -> Certificate | None:
@@ -118,11 +118,11 @@ class Run:
         world.committed.link = world.committed.link or GENESIS
         return Certificate(world, self._replica.figures, self._fingerprint)
 
-    def _get_sum(self) -> OrderedSum:
+    def _get_sum(self) -> OrderedAllReduce:
         """Return the all-reduce, which keeps its memory in the job context from one training loop to the next."""
         world, replica = self._world, self._replica
         if world.loops.sum is None:
-            world.loops.sum = OrderedSum(
+            world.loops.sum = OrderedAllReduce(
                 world.comm,
                 world.settings.order,
                 replica.size_bytes,
@@ -169,7 +169,7 @@ class Run:
         except (PeerFailed, StoreLost) as error:
             return self._answer(error)
         if attempt is None:
-            return RanOut()
+            return DataExhausted()
         begun_s = self._world.clock.now_s()
         yield attempt
         attempt.check_computed()
@@ -204,12 +204,12 @@ class Run:
 
     def _try(self, order: Action) -> Event:
         match order:
-            case SumBucket(bucket=bucket):
+            case ReduceBucket(bucket=bucket):
                 self._recovery.end()
                 self._attempts.sum_bucket(bucket)
-                return BucketSummed()
-            case CloseStep(step=step):
-                return StepClosed() if self._close(step) else CorruptionSeen()
+                return BucketReduced()
+            case VoteStep(step=step):
+                return StepVoted() if self._close(step) else CorruptionSeen()
             case ApplyStep(step=step):
                 self._apply(step)
                 return StepApplied()
@@ -283,7 +283,7 @@ class Run:
         return CommitVote(
             guard=self._watch.fill(step, is_last=self._place.is_last(self._attempts.in_progress())),
             parts=self._fingerprint.parts,
-            step=Spread(step, step),
+            step=MinMax(step, step),
             stop=bool(asked & Note.STOP),
             leave=bool(asked & Note.LEAVE),
             change=bool(parts or world.comm.newcomers(world.loop)),
@@ -329,7 +329,7 @@ class Run:
         world, keeper = self._world, self._world.keeper
         self._status.save_due = False
         keeper.publish(stable_step, world.comm.generation, is_lead=world.is_lead)
-        at_gate = self._protocol.state is State.LAST_GATE
+        at_gate = self._protocol.state is ProtocolState.LAST_GATE
         if at_gate and keeper.step is not None:
             self._log.mark("checkpoint")  # no worker leaves before its checkpoint is written, which may take long
         outcomes = keeper.finish() if at_gate else keeper.poll()
@@ -338,7 +338,7 @@ class Run:
         if at_gate and self._status.outcome != "done" and world.is_lead and not self._beginning.belongs_to_later_loop:
             self._check_saved(outcomes)
 
-    def _check_saved(self, outcomes: list[Outcome]) -> None:
+    def _check_saved(self, outcomes: list[WriteResult]) -> None:
         """Make sure that training does not stop before the state it stops with has been saved."""
         step = self._world.step
         if any(outcome.saved is not None and outcome.step == step for outcome in outcomes):
@@ -385,7 +385,7 @@ class Run:
             self._log.write(summary)
         if self._certificate is not None:
             self._log.hashed(world.step, world.committed.link, self._certificate.hash_end())
-        self._log.finished(self._status.outcome, replica.sha256s(world.comm.here), self.account())
+        self._log.finished(self._status.outcome, replica.sha256s(world.comm.local_ranks), self.account())
         self._log.mark("script")
         world.told.notes &= ~Note.STOP
         if self._status.outcome == "gave-up":
@@ -397,6 +397,6 @@ class Run:
             self._log.say(f"stopped on request; the state before step {world.step} is in {world.keeper.url}")
             raise SystemExit(4)
 
-    def account(self) -> Account:
+    def account(self) -> SampleCounts:
         """Return the account of all samples, including earlier loops."""
         return self._world.loops.totals.plus(self._place.account())

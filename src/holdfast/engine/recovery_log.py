@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.engine.context import Rebuilding, Recovery, World
+from holdfast.engine.context import JobContext, RebuildInfo, RecoveryContext
 from holdfast.engine.run_log import RunLog
 
 
-class Recovering:
+class RecoveryLog:
     """Opens a recovery when a failure is detected or the membership changes, and closes it when training resumes.
 
     Args:
@@ -16,13 +16,13 @@ class Recovering:
         log: Writes the record.
     """
 
-    def __init__(self, world: World, log: RunLog) -> None:
+    def __init__(self, world: JobContext, log: RunLog) -> None:
         self._world = world
         self._log = log
-        self.now: Recovery | None = None
+        self.now: RecoveryContext | None = None
         """The recovery in progress."""
         if (before := world.rebuilds.current) is not None:
-            self.now = Recovery(before.before, "reinit", orders=before.orders, times_s=before.times_s)
+            self.now = RecoveryContext(before.before, "reinit", orders=before.orders, times_s=before.times_s)
 
     @property
     def is_calm(self) -> bool:
@@ -32,25 +32,25 @@ class Recovering:
     def meet(self) -> None:
         """Note a planned regrouping: the membership changes and nothing failed."""
         if self.now is None:
-            self.now = Recovery(self._world.comm.members, "grow", held_since_s=self._world.clock.now_s())
+            self.now = RecoveryContext(self._world.comm.members, "grow", held_since_s=self._world.clock.now_s())
             self._log.mark("recovery")
 
     def expect(self, newcomers: Sequence[int]) -> None:
         """Note the newcomers. A newcomer does so too, as the other workers may die before they write it."""
-        if self.now is None or self._world.comm.here[0] in newcomers:
-            self.now = Recovery(tuple(rank for rank in self._world.comm.members if rank not in newcomers))
+        if self.now is None or self._world.comm.local_ranks[0] in newcomers:
+            self.now = RecoveryContext(tuple(rank for rank in self._world.comm.members if rank not in newcomers))
         self.now.decision = "grow"
 
     def see_corruption(self, *, redone_steps: int) -> None:
         """Note that the guard found corruption: all workers regroup and recompute ``redone_steps`` steps, if known."""
         if self.now is None:
-            self.now = Recovery(self._world.comm.members, "heal", redone_steps)
+            self.now = RecoveryContext(self._world.comm.members, "heal", redone_steps)
             self._log.mark("recovery")
 
     def see_failure(self) -> None:
         """Note that a worker died."""
         if self.now is None:
-            self.now = Recovery(before=self._world.comm.members)
+            self.now = RecoveryContext(before=self._world.comm.members)
             self._log.failure_seen()
             self._log.mark("recovery")
         elif self.is_calm:
@@ -69,15 +69,15 @@ class Recovering:
         if self.now is not None and self.now.decision == "continue":
             self.decide("redo", int(was_computing))
 
-    def rebuilding(self, *, reached: int, began_s: float) -> Rebuilding:
+    def rebuilding(self, *, reached: int, began_s: float) -> RebuildInfo:
         """Return the context that is passed to the application built next.
 
         Args:
             reached: Steps that this worker had begun.
             began_s: When it began to discard the step in progress. That is complete, and so is the snapshot.
         """
-        recovery, now_s = self.now or Recovery(self._world.comm.members), self._world.clock.now_s()
-        return Rebuilding(
+        recovery, now_s = self.now or RecoveryContext(self._world.comm.members), self._world.clock.now_s()
+        return RebuildInfo(
             before=recovery.before,
             reached=reached,
             orders=recovery.orders,

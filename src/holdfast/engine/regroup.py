@@ -2,7 +2,7 @@
 
 The sequence is defined in :mod:`holdfast.recovery.regroup`. The ``torch.distributed`` backend runs it in one call of
 :func:`regroup`. A training session runs it one action at a time, because the protocol treats each as an event;
-:class:`Regroup` carries those actions out.
+:class:`LoopRegroup` carries those actions out.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from holdfast.recovery.messages import (
     Agree,
     Agreed,
     Event,
+    LeftGroup,
     Note,
-    Parted,
     Progress,
     ProgressKnown,
     Revoke,
@@ -29,20 +29,20 @@ from holdfast.recovery.messages import (
     Shrink,
     Shrunk,
 )
-from holdfast.recovery.regroup import Line, line_after
+from holdfast.recovery.regroup import RegroupLine, line_after
 
 if TYPE_CHECKING:
     from holdfast.comm import Communicator
-    from holdfast.engine.context import World
-    from holdfast.engine.executor import Attempts
+    from holdfast.engine.context import JobContext
+    from holdfast.engine.executor import StepExecutor
     from holdfast.engine.injection import FaultPoints
-    from holdfast.engine.live_config import Requests
-    from holdfast.engine.recovery_log import Recovering
+    from holdfast.engine.live_config import LiveConfig
+    from holdfast.engine.recovery_log import RecoveryLog
     from holdfast.engine.run_log import RunLog
     from holdfast.integrity.certificate import Certificate
-    from holdfast.integrity.sdc_guard import Watch
+    from holdfast.integrity.sdc_guard import SdcGuard
     from holdfast.models.trainable import Trainable
-    from holdfast.state.restorer import Beginning
+    from holdfast.state.restorer import StateRestorer
 
 Known = TypeVar("Known")
 
@@ -55,19 +55,19 @@ def regroup(comm: Communicator, share: Callable[[], Known], *, told: bool = Fals
         share: Exchanges the progress of all survivors; raises PeerFailed if that did not complete here.
         told: An agreement on ``comm`` returned False, so every survivor regroups without a revoke.
     """
-    line: Line | None = Line.SHRINK if told else Line.REVOKE
+    line: RegroupLine | None = RegroupLine.SHRINK if told else RegroupLine.REVOKE
     while True:
         succeeded = True
         match line:
-            case Line.REVOKE:
+            case RegroupLine.REVOKE:
                 comm.revoke()
-            case Line.HEARD:
+            case RegroupLine.HEARD:
                 comm.agree(False)
-            case Line.SHRINK:
+            case RegroupLine.SHRINK:
                 comm.shrink()
-            case Line.FENCE | Line.CONFIRM:
+            case RegroupLine.FENCE | RegroupLine.CONFIRM:
                 succeeded = comm.agree(True)
-            case Line.SHARE:
+            case RegroupLine.SHARE:
                 try:
                     known = share()
                 except PeerFailed:
@@ -89,7 +89,7 @@ def pass_gate(comm: Communicator, recover: Callable[[], object]) -> None:
 
 
 @dataclass(slots=True)
-class Status:
+class LoopStatus:
     """Results of commit votes that this loop has not acted on yet, and how the loop will end.
 
     Args:
@@ -123,20 +123,20 @@ class LoopParts:
         requests: Changes to the running job.
     """
 
-    world: World
+    world: JobContext
     replica: Trainable
-    status: Status
+    status: LoopStatus
     log: RunLog
     points: FaultPoints
-    recovery: Recovering
-    watch: Watch
-    attempts: Attempts
+    recovery: RecoveryLog
+    watch: SdcGuard
+    attempts: StepExecutor
     certificate: Certificate | None
-    beginning: Beginning
-    requests: Requests
+    beginning: StateRestorer
+    requests: LiveConfig
 
 
-class Regroup:
+class LoopRegroup:
     """Carries out the regrouping actions of a training loop, and the protocol's agreements."""
 
     def __init__(self, loop: LoopParts) -> None:
@@ -156,7 +156,7 @@ class Regroup:
             case Agree(flag=flag):
                 return Agreed(self._agree(flag))
             case Shrink():
-                return Shrunk() if self._shrink() else Parted()
+                return Shrunk() if self._shrink() else LeftGroup()
             case ShareProgress(progress=progress):
                 return self._share(progress)
 

@@ -7,13 +7,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.checkpoint.writer import Outcome
+from holdfast.checkpoint.writer import WriteResult
 from holdfast.comm.launchers import chosen
-from holdfast.data.ledger import Account
-from holdfast.data.plan import MiniBatch, Plan
-from holdfast.engine.context import Rebuilding, Recovery, World
-from holdfast.integrity.certified import Hashed, Link
-from holdfast.models.slice_batching import Tried
+from holdfast.data.ledger import SampleCounts
+from holdfast.data.plan import MiniBatch, SamplePlan
+from holdfast.engine.context import JobContext, RebuildInfo, RecoveryContext
+from holdfast.integrity.certified import ChainLink, HashedState
+from holdfast.models.slice_batching import BatchingTrial
 from holdfast.records.types import (
     CheckpointSaved,
     CorruptionFound,
@@ -45,7 +45,7 @@ class RunLog:
         world: The job context that the records describe.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: JobContext) -> None:
         self._world = world
         self._phase = "start"
         self._last_step: list[Record] = []
@@ -59,7 +59,7 @@ class RunLog:
         """Write a record with this worker's stamps."""
         self._world.log.write(record)
 
-    def started(self, plan: Plan, num_buckets: int, parameters: int) -> None:
+    def started(self, plan: SamplePlan, num_buckets: int, parameters: int) -> None:
         """Training begins or resumes."""
         world, settings = self._world, self._world.settings
         self.write(
@@ -87,7 +87,12 @@ class RunLog:
     # -- steps
 
     def committed(
-        self, batch: MiniBatch, samples: int, workers: int, lost: dict[int, tuple[int, ...]], link: Link | None = None
+        self,
+        batch: MiniBatch,
+        samples: int,
+        workers: int,
+        lost: dict[int, tuple[int, ...]],
+        link: ChainLink | None = None,
     ) -> None:
         """The optimizer step was applied.
 
@@ -99,7 +104,7 @@ class RunLog:
             link: The link of the hash chain, if there is a certificate.
         """
         world = self._world
-        place: dict[str, Any] = {"rank": min(world.comm.here), "step": batch.step, "epoch": batch.epoch}
+        place: dict[str, Any] = {"rank": min(world.comm.local_ranks), "step": batch.step, "epoch": batch.epoch}
         committed = StepCommitted(
             **place, samples=samples, workers=workers, metrics=world.committed.metrics, **_certified(link)
         )
@@ -112,7 +117,7 @@ class RunLog:
             self._whole_hashed(batch.step, link)
         self.write_last_step()
 
-    def _whole_hashed(self, step: int, link: Link) -> None:
+    def _whole_hashed(self, step: int, link: ChainLink) -> None:
         """The whole state was hashed. In a split model each worker writes its parts, otherwise the lead writes."""
         if all(hashed.parts for hashed in link.tensors):
             self.hashed(step, link.before, link.tensors)
@@ -124,7 +129,7 @@ class RunLog:
             none = [dataclasses.replace(hashed, tensors={}) for hashed in link.tensors]
             self.hashed(step, link.before, none)
 
-    def hashed(self, step: int, link: str, tensors: Sequence[Hashed]) -> None:
+    def hashed(self, step: int, link: str, tensors: Sequence[HashedState]) -> None:
         """All of the state before ``step`` was hashed; see :class:`StateHashed`."""
         for each in tensors:
             self.write(_state_hashed(each, step, link))
@@ -136,7 +141,7 @@ class RunLog:
                 self.write(record)
             self._last_step = []
 
-    def slices_tried(self, tried: Tried) -> None:
+    def slices_tried(self, tried: BatchingTrial) -> None:
         """It is now known whether slices of certain sizes can be batched into one pass."""
         self.write(
             SlicesTried(
@@ -148,16 +153,16 @@ class RunLog:
 
     def failure_seen(self) -> None:
         """A collective failed, in the phase that was marked last."""
-        dead, here = self._world.comm.failed(), self._world.comm.here
+        dead, here = self._world.comm.failed(), self._world.comm.local_ranks
         self.write(FailureSeen(rank=next((rank for rank in here if rank not in dead), here[0]), phase=self._phase))
 
-    def recovered(self, recovery: Recovery, held_s: float) -> None:
+    def recovered(self, recovery: RecoveryContext, held_s: float) -> None:
         """The survivors resume, with newcomers if there are any; ``held_s`` is how long the newcomers delayed them."""
         world, members, before = self._world, self._world.comm.members, recovery.before
         lost = tuple(r for r in before if r not in members)
         joined = tuple(r for r in members if before and r not in before)
         self.write_last_step()  # the lead that should have written it may have just died
-        for rank in world.comm.here:
+        for rank in world.comm.local_ranks:
             self.write(
                 Recovered(
                     rank=rank,
@@ -174,10 +179,10 @@ class RunLog:
             )
         self.say(f"lost {list(lost)} at step {world.step}; {len(members)} workers resume ({recovery.decision})")
 
-    def reinitialised(self, rebuilding: Rebuilding) -> None:
+    def reinitialised(self, rebuilding: RebuildInfo) -> None:
         """The application was rebuilt and resumes."""
         world = self._world
-        for rank in world.comm.here:
+        for rank in world.comm.local_ranks:
             self.write(
                 Reinitialised(
                     rank=rank,
@@ -212,7 +217,7 @@ class RunLog:
 
     # -- checkpoints, the end
 
-    def saved(self, outcome: Outcome) -> None:
+    def saved(self, outcome: WriteResult) -> None:
         """A checkpoint was committed, or could not be written."""
         world, kept = self._world, outcome.saved
         if outcome.error is not None:
@@ -231,7 +236,7 @@ class RunLog:
             )
         )
 
-    def finished(self, outcome: str, sha256s: Mapping[int, tuple[str, str]], account: Account) -> None:
+    def finished(self, outcome: str, sha256s: Mapping[int, tuple[str, str]], account: SampleCounts) -> None:
         """This worker passed the final gate; the job context keeps the records.
 
         Args:
@@ -256,14 +261,14 @@ class RunLog:
                     link=world.committed.link,
                 )
             )
-            for rank in world.comm.here
+            for rank in world.comm.local_ranks
         ]
 
     # -- messages to the user
 
     def warn(self, text: str) -> None:
         """Report a problem that does not end training."""
-        sys.stderr.write(f"holdfast: worker {self._world.comm.here[0]}: {text}\n")
+        sys.stderr.write(f"holdfast: worker {self._world.comm.local_ranks[0]}: {text}\n")
         sys.stderr.flush()
 
     def say(self, text: str) -> None:
@@ -273,7 +278,7 @@ class RunLog:
             sys.stderr.flush()
 
 
-def _certified(link: Link | None) -> dict[str, Any]:
+def _certified(link: ChainLink | None) -> dict[str, Any]:
     """Return the fields of a step's record that describe its hash-chain link."""
     if link is None:
         return {}
@@ -281,7 +286,7 @@ def _certified(link: Link | None) -> dict[str, Any]:
     return {name: getattr(link, name) for name in names}
 
 
-def _state_hashed(hashed: Hashed, step: int, link: str) -> StateHashed:
+def _state_hashed(hashed: HashedState, step: int, link: str) -> StateHashed:
     return StateHashed(
         rank=hashed.rank, step=step, link=link, tensors=hashed.tensors, part=hashed.part, parts=hashed.parts
     )

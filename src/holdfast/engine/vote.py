@@ -25,7 +25,7 @@ from holdfast.recovery.messages import NO_NOTE, Note
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class VoteReduction:
     """How workers reduce a value by a maximum of integers.
 
     Args:
@@ -39,17 +39,19 @@ class Reduction:
 
 def as_largest() -> Any:
     """Declare a field that is reduced to its largest value."""
-    return field(metadata={"reduction": Reduction()})
+    return field(metadata={"reduction": VoteReduction()})
 
 
 def as_smallest() -> Any:
     """Declare a field that is reduced to its smallest value: the complement of the largest complement."""
-    return field(metadata={"reduction": Reduction(operator.invert, operator.invert)})
+    return field(metadata={"reduction": VoteReduction(operator.invert, operator.invert)})
 
 
 def as_any(yes: int = 1) -> Any:
     """Declare a field that is reduced to whether it is true at any worker; ``yes``, above 0, encodes true."""
-    return field(metadata={"reduction": Reduction(lambda value: int(yes) if value else 0, lambda maximum: maximum > 0)})
+    return field(
+        metadata={"reduction": VoteReduction(lambda value: int(yes) if value else 0, lambda maximum: maximum > 0)}
+    )
 
 
 class Ballot:
@@ -105,13 +107,13 @@ class Ballot:
 
 
 @functools.cache
-def _reductions(kind: Any) -> tuple[tuple[str, Reduction | None], ...]:
+def _reductions(kind: Any) -> tuple[tuple[str, VoteReduction | None], ...]:
     """Return the fields of a ballot, and the reduction of each that is an integer."""
     return tuple((each.name, each.metadata.get("reduction")) for each in dataclasses.fields(kind))
 
 
 @dataclass(slots=True)
-class Spread(Ballot):
+class MinMax(Ballot):
     """The largest and the smallest of a value across workers, which shows whether they differ.
 
     Args:
@@ -141,14 +143,14 @@ class GuardVote(Ballot):
     Args:
         altered: A message of the step was corrupted in transit; None without ``guard_sums``.
         replicas: Digests of the state before the step, see :mod:`holdfast.integrity.state_hashes`; None with guard ``off``.
-        ranges: Out-of-range findings, see :class:`~holdfast.integrity.range_check.Ranging`; None if not checked.
+        ranges: Out-of-range findings, see :class:`~holdfast.integrity.range_check.RangeCheck`; None if not checked.
         odd: Ranks whose recomputation gave different results; None if not checked.
     """
 
     altered: bool | None = as_any()
-    replicas: Spread | None
+    replicas: MinMax | None
     ranges: int | None = as_largest()
-    odd: Spread | None
+    odd: MinMax | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,8 +171,8 @@ class CommitVote(Ballot):
     """
 
     guard: GuardVote
-    parts: tuple[Spread, ...]
-    step: Spread
+    parts: tuple[MinMax, ...]
+    step: MinMax
     stop: bool = as_any(Note.STOP)
     leave: bool = as_any(Note.LEAVE)
     change: bool = as_any(Note.CHANGE)

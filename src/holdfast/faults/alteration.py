@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.faults.formats import FIELDS, Format, Raw
-from holdfast.faults.reading import NotAllowed
+from holdfast.faults.formats import FIELDS, NumberFormat, Raw
+from holdfast.faults.reading import FaultNotAllowed
 
 LAWS = ("bits", "values", "tensors")
 """What is drawn uniformly; see :attr:`Alteration.law`."""
@@ -31,7 +31,7 @@ _BATCH = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ValuePosition:
     """A tensor whose values can be altered.
 
     Args:
@@ -41,7 +41,7 @@ class Place:
     """
 
     path: str
-    format: Format
+    format: NumberFormat
     shape: tuple[int, ...]
 
     @property
@@ -57,13 +57,13 @@ class Values(Protocol):
     """
 
     @property
-    def places(self) -> Sequence[Place]:
+    def places(self) -> Sequence[ValuePosition]:
         """The places whose values can be altered."""
 
     def read(self, wanted: Sequence[tuple[int, NDArray[np.int64]]]) -> list[Raw]:
         """Return raw values of different places, of shape (k,) each, for strictly ascending indices."""
 
-    def write(self, changes: Sequence[Change]) -> None:
+    def write(self, changes: Sequence[ValueChange]) -> None:
         """Write the ``after`` values of changes to different places."""
 
 
@@ -108,7 +108,7 @@ class Alteration:
 
     def __post_init__(self) -> None:
         if sum(given is not None for given in (self.count, self.percent, self.rate)) > 1:
-            raise NotAllowed("give only one of {count}, {percent} and {rate}, got more; leave the others out")
+            raise FaultNotAllowed("give only one of {count}, {percent} and {rate}, got more; leave the others out")
         _check("count", self.count, self.count is None or self.count >= 1, "at least 1")
         _check("percent", self.percent, self.percent is None or 0 < self.percent <= 100, "above 0 and at most 100")
         _check("rate", self.rate, self.rate is None or 0 < self.rate <= 1, "above 0 and at most 1")
@@ -117,21 +117,21 @@ class Alteration:
         _check("law", self.law, self.law in LAWS, f"one of {', '.join(LAWS)}")
         _check("seed", self.seed, self.seed >= 0, "at least 0")
         if self.scale is not None and not math.isfinite(self.scale):
-            raise NotAllowed(
+            raise FaultNotAllowed(
                 "{scale} must be finite, got {}; to make values infinite, flip bits of their exponent", self.scale
             )
         if self.mask is not None and (not self.mask or set(self.mask) - {"0", "1"} or "1" not in self.mask):
-            raise NotAllowed("{mask} must be zeros and ones with a one among them, as 1011, got {!r}", self.mask)
+            raise FaultNotAllowed("{mask} must be zeros and ones with a one among them, as 1011, got {!r}", self.mask)
         ways = (("{burst}", self.burst > 1), ("{mask}", self.mask), ("{scale}", self.scale))
         together = [name for name, given in ways if given]
         if len(together) > 1:
-            raise NotAllowed(f"{' and '.join(together)} cannot be given together; choose one")
+            raise FaultNotAllowed(f"{' and '.join(together)} cannot be given together; choose one")
         if together and self.rate is not None:
-            raise NotAllowed(
+            raise FaultNotAllowed(
                 f"{{rate}} applies to single bits and cannot be combined with {together[0]}; give {{count}} or {{percent}}"
             )
         if self.scale is not None and (self.bits != "all" or self.keep_sign):
-            raise NotAllowed(
+            raise FaultNotAllowed(
                 "{scale} multiplies whole values and cannot be combined with {bits} or {keep_sign}; leave these out"
             )
         self._parse_bits()
@@ -143,7 +143,7 @@ class Alteration:
             return int(self.mask, 2), len(self.mask)
         return (1 << self.burst) - 1, self.burst
 
-    def offsets(self, format: Format) -> range:
+    def offsets(self, format: NumberFormat) -> range:
         """Return the bits of a value of this format at which the pattern may begin; empty if it does not fit."""
         named = self._parse_bits()
         first, last = format.range_of(self.bits) if named is None else named
@@ -161,7 +161,7 @@ class Alteration:
         first, colon, last = self.bits.partition(":")
         ends = (first, last if colon else first)
         if not all(end.isascii() and end.isdigit() and int(end) < 64 for end in ends) or int(ends[0]) > int(ends[1]):
-            raise NotAllowed(
+            raise FaultNotAllowed(
                 "{bits} must be one of {}, a number from 0 to 63 or FIRST:LAST, counted from the least significant bit, got {!r}",
                 ", ".join(FIELDS),
                 self.bits,
@@ -170,7 +170,7 @@ class Alteration:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ValueChange:
     """Changes to values of one place.
 
     Args:
@@ -190,12 +190,12 @@ class Change:
         return len(self.index)
 
 
-def apply(values: Values, changes: Sequence[Change]) -> None:
+def apply(values: Values, changes: Sequence[ValueChange]) -> None:
     """Write changes to the values."""
     values.write(changes)
 
 
-def draw(values: Values, alteration: Alteration) -> list[Change]:
+def draw(values: Values, alteration: Alteration) -> list[ValueChange]:
     """Draw changes; nothing is written.
 
     The cost grows with the number of alterations, not with the number of values.
@@ -214,7 +214,7 @@ def draw(values: Values, alteration: Alteration) -> list[Change]:
     while missing := wanted - sum(map(len, drawn.values())):
         rounds += 1
         if rounds > _ROUNDS:
-            raise NotAllowed(
+            raise FaultNotAllowed(
                 f"almost every remaining alteration makes a value infinite or NaN: of {wanted} that do not, {missing} "
                 f"were not found in {_ROUNDS} attempts; permit infinite values, or choose fewer or other bits"
             )
@@ -228,7 +228,7 @@ def draw(values: Values, alteration: Alteration) -> list[Change]:
 class _Sites:
     """All sites that can be altered, numbered within each place: by value, and by the first bit of the pattern."""
 
-    def __init__(self, places: Sequence[Place], alteration: Alteration) -> None:
+    def __init__(self, places: Sequence[ValuePosition], alteration: Alteration) -> None:
         self._alteration = alteration
         self._places = places
         # Each bit is altered at most once, and so is each value that is altered as a whole.
@@ -244,7 +244,7 @@ class _Sites:
         self._units = np.array(self._counts, np.int64) * np.array(each, np.int64)
         if not self._values:
             bits = alteration.bits + (" but the sign" if alteration.keep_sign else "")
-            raise NotAllowed(
+            raise FaultNotAllowed(
                 f"there is nothing to alter: no value of {len(places)} tensors has bits {bits} wide enough for this"
             )
 
@@ -259,7 +259,7 @@ class _Sites:
             wanted = 1 if given.count is None else given.count
         if wanted > total:
             what = "bits" if self._by_bit else "values"
-            raise NotAllowed("{count} must be at most {}, the {} that may be altered, got {}", total, what, wanted)
+            raise FaultNotAllowed("{count} must be at most {}, the {} that may be altered, got {}", total, what, wanted)
         return int(rng.binomial(wanted, given.probability)) if given.probability < 1 else wanted
 
     def draw(
@@ -297,7 +297,7 @@ class _Sites:
         harmed = change.index[format.is_finite(change.before) & ~format.is_finite(change.after)]
         return sites[~np.isin(sites // len(self._offsets[place]), harmed)] if len(harmed) else sites
 
-    def changes(self, values: Values, drawn: Mapping[int, NDArray[np.int64]]) -> list[Change]:
+    def changes(self, values: Values, drawn: Mapping[int, NDArray[np.int64]]) -> list[ValueChange]:
         """Return the changes made by altering all these sites, by place in ascending order."""
         found = []
         if self._alteration.scale is not None:
@@ -305,13 +305,13 @@ class _Sites:
             for (place, sites), before in zip(wanted, values.read(wanted), strict=True):
                 format = self._places[place].format
                 known = format.values(before).astype(np.float64)
-                found.append(Change(place, sites, before, format.raw_of(known * self._alteration.scale)))
+                found.append(ValueChange(place, sites, before, format.raw_of(known * self._alteration.scale)))
         else:
             masks = {place: (index, mask) for place, index, mask in self._masks(drawn)}
             wanted = [(place, masks[place][0]) for place in sorted(masks)]
             for (place, index), before in zip(wanted, values.read(wanted), strict=True):
                 mask = masks[place][1]
-                found.append(Change(place, index, before, np.bitwise_xor(before, mask, out=mask)))
+                found.append(ValueChange(place, index, before, np.bitwise_xor(before, mask, out=mask)))
         return [change for change in found if len(change)]
 
     def _masks(self, drawn: Mapping[int, NDArray[np.int64]]) -> Iterator[tuple[int, NDArray[np.int64], Raw]]:
@@ -396,4 +396,4 @@ def _rising(rng: np.random.Generator, count: int, total: int) -> NDArray[np.int6
 
 def _check(name: str, value: object, is_allowed: bool, allowed: str) -> None:
     if not is_allowed:
-        raise NotAllowed(f"{{{name}}} must be {{}}, got {{!r}}", allowed, value)
+        raise FaultNotAllowed(f"{{{name}}} must be {{}}, got {{!r}}", allowed, value)

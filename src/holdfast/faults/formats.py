@@ -22,7 +22,7 @@ _NO_NUMPY = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class NumberFormat:
     """A number format.
 
     Args:
@@ -146,21 +146,21 @@ class Format:
 FORMATS = {
     known.name: known
     for known in (
-        Format("float64", 64, 11),
-        Format("float32", 32, 8),
-        Format("float16", 16, 5),
-        Format("bfloat16", 16, 8),
-        Format("float8_e4m3fn", 8, 4, infinite=False),
-        Format("float8_e5m2", 8, 5),
-        *(Format(f"int{bits}", bits) for bits in (8, 16, 32, 64)),
-        *(Format(f"uint{bits}", bits, signed=False) for bits in (8, 16, 32, 64)),
-        Format("bool", 8, signed=False),
+        NumberFormat("float64", 64, 11),
+        NumberFormat("float32", 32, 8),
+        NumberFormat("float16", 16, 5),
+        NumberFormat("bfloat16", 16, 8),
+        NumberFormat("float8_e4m3fn", 8, 4, infinite=False),
+        NumberFormat("float8_e5m2", 8, 5),
+        *(NumberFormat(f"int{bits}", bits) for bits in (8, 16, 32, 64)),
+        *(NumberFormat(f"uint{bits}", bits, signed=False) for bits in (8, 16, 32, 64)),
+        NumberFormat("bool", 8, signed=False),
     )
 }
 """All formats whose values can be altered, by name."""
 
 
-def bits_of(format: Format, before: Raw, after: Raw, scale: float | None) -> tuple[NDArray[np.int64], list[Any]]:
+def bits_of(format: NumberFormat, before: Raw, after: Raw, scale: float | None) -> tuple[NDArray[np.int64], list[Any]]:
     """Return the value index and the bit of every flip, ordered by value, the lowest bit first.
 
     If values were multiplied by ``scale`` there is one flip for each value, and its bit is None.
@@ -173,7 +173,7 @@ def bits_of(format: Format, before: Raw, after: Raw, scale: float | None) -> tup
     return which, bits.tolist()
 
 
-def shown(format: Format, raw: Raw) -> list[float | int | str]:
+def shown(format: NumberFormat, raw: Raw) -> list[float | int | str]:
     """Return values as written in a record; an infinite value or NaN becomes the hexadecimal digits of its bits."""
     values: list[float | int | str] = format.values(raw).tolist()
     for odd in np.flatnonzero(~format.is_finite(raw)).tolist():

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from holdfast.faults.reading import NotAllowed
+from holdfast.faults.reading import FaultNotAllowed
 
 
 def chosen(named: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def chosen(named: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:
     for pattern in patterns:
         if not any(_fits(path, pattern) for path in named):
             shown = ", ".join(list(named)[:8]) + (", ..." if len(named) > 8 else "")
-            raise NotAllowed(
+            raise FaultNotAllowed(
                 "{at} must equal, prefix or match one of {}, got {!r}", shown or "no name: there is nothing", pattern
             )
     return {path: what for path, what in named.items() if not patterns or any(_fits(path, p) for p in patterns)}

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from holdfast.errors import ConfigError
 
 
-class NotAllowed(ConfigError):
+class FaultNotAllowed(ConfigError):
     """A value is not allowed. The caller may know the value by another name, so the message has placeholders for names.
 
     Args:

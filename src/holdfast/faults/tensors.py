@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.errors import ConfigError
-from holdfast.faults.alteration import Change, Place, apply, draw
+from holdfast.faults.alteration import ValueChange, ValuePosition, apply, draw
 from holdfast.faults.flip import Flip
 from holdfast.faults.formats import FORMATS, Raw, bits_of, shown
 from holdfast.faults.names import chosen
@@ -37,8 +37,8 @@ class Tensors:
 
     def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
         chosen = {path: tensor for path, tensor in named.items() if _format_name(tensor) in FORMATS}
-        self.places: Sequence[Place] = [
-            Place(path, FORMATS[_format_name(tensor)], tuple(tensor.shape)) for path, tensor in chosen.items()
+        self.places: Sequence[ValuePosition] = [
+            ValuePosition(path, FORMATS[_format_name(tensor)], tuple(tensor.shape)) for path, tensor in chosen.items()
         ]
         # `.data` does not share the tensor's version counter.
         raw = [tensor.data.view(_WHOLE[tensor.element_size()]) for tensor in chosen.values()]
@@ -53,7 +53,7 @@ class Tensors:
             found.append(values.view(self.places[place].format.raw))
         return found
 
-    def write(self, changes: Sequence[Change]) -> None:
+    def write(self, changes: Sequence[ValueChange]) -> None:
         """See :meth:`~holdfast.faults.alteration.Values.write`."""
         for change in changes:
             raw, at, values = self._raw[change.place], self._at(change.place, change.index), change.after
@@ -92,7 +92,9 @@ def alter(named: Mapping[str, torch.Tensor], flip: Flip) -> tuple[list[dict[str,
     return listed(values.places, changes, flip.how.scale), sum(map(len, changes))
 
 
-def listed(places: Sequence[Place], changes: Sequence[Change], scale: float | None = None) -> list[dict[str, Any]]:
+def listed(
+    places: Sequence[ValuePosition], changes: Sequence[ValueChange], scale: float | None = None
+) -> list[dict[str, Any]]:
     """Return the first :data:`MOST_LISTED` altered values, one entry for each flip.
 
     An entry has ``path``, ``index`` in row-major order, ``bit`` from the least significant one, and the value
@@ -115,11 +117,11 @@ def listed(places: Sequence[Place], changes: Sequence[Change], scale: float | No
     return found
 
 
-def _first(changes: Sequence[Change], most: int) -> Iterator[Change]:
+def _first(changes: Sequence[ValueChange], most: int) -> Iterator[ValueChange]:
     """Yield the changes of the first ``most`` values."""
     for change in changes:
         if most > 0:
-            yield Change(change.place, change.index[:most], change.before[:most], change.after[:most])
+            yield ValueChange(change.place, change.index[:most], change.before[:most], change.after[:most])
         most -= len(change)
 
 

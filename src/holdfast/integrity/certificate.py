@@ -1,7 +1,7 @@
 """The certificate during training: each worker computes the same hash chain from data that it holds anyway.
 
 Nothing is copied: the state enters as the fingerprint of the step (:mod:`holdfast.integrity.state_hashes`). The latest link is part of
-the training state (``World.link``): it is saved in checkpoints, sent to newcomers and rolled back with the state.
+the training state (``JobContext.link``): it is saved in checkpoints, sent to newcomers and rolled back with the state.
 
 No worker has the whole state of a pipeline or sharded model. Each part is hashed by its owners, and the commit vote shares the digests
 in a few more integers. A worker that missed a vote which others completed learns the digests from the progress messages.
@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from holdfast.data.plan import MiniBatch
-from holdfast.engine.context import World
-from holdfast.engine.vote import Spread
+from holdfast.engine.context import JobContext
+from holdfast.engine.vote import MinMax
 from holdfast.errors import InternalError
-from holdfast.integrity.certified import Hashed, Link
+from holdfast.integrity.certified import ChainLink, HashedState
 from holdfast.integrity.hash_chain import WHOLE_EVERY, digest_of_figures, digest_of_ids, digest_of_parts, link_of
 from holdfast.integrity.state_hashes import Fingerprint
 from holdfast.recovery.messages import Progress
@@ -24,7 +24,7 @@ from holdfast.recovery.messages import Progress
 class Certificate:
     """Computes the links of one training loop from the fingerprints and ``figures`` of its steps."""
 
-    def __init__(self, world: World, figures: Callable[[], list[float]], fingerprint: Fingerprint) -> None:
+    def __init__(self, world: JobContext, figures: Callable[[], list[float]], fingerprint: Fingerprint) -> None:
         self._world = world
         self._figures = figures
         self._fingerprint = fingerprint
@@ -38,7 +38,7 @@ class Certificate:
 
     # -- digests of pipeline and sharded models, shared between workers
 
-    def read(self, step: int, parts: Sequence[Spread]) -> None:
+    def read(self, step: int, parts: Sequence[MinMax]) -> None:
         """Read the reduced digests of the hashed parts from the vote that commits ``step``; a replicated model has none."""
         if parts:
             self._hear(step, digest_of_parts([number for part in parts for number in part.pack()]))
@@ -59,7 +59,7 @@ class Certificate:
 
     # -- commit
 
-    def commit(self, batch: MiniBatch, lost: Collection[int]) -> Link:
+    def commit(self, batch: MiniBatch, lost: Collection[int]) -> ChainLink:
         """Append the link of the step in progress after its all-reduces; slices in ``lost`` are missing from it, in whole or in part."""
         world = self._world
         known, state = self._known
@@ -81,7 +81,7 @@ class Certificate:
             ),
         )
         whole = batch.step % WHOLE_EVERY == 0
-        return Link(
+        return ChainLink(
             before=before,
             link=world.committed.link,
             ids=ids,
@@ -97,7 +97,7 @@ class Certificate:
             return ""
         return self._fingerprint.where(step)
 
-    def hash_end(self) -> list[Hashed]:
+    def hash_end(self) -> list[HashedState]:
         """Return the digests of all resident tensors, when no step is in progress."""
         self._fingerprint.remember_buffers()
         return self._fingerprint.everything()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hashed:
+class HashedState:
     """Digests of all tensors of a part, from one worker; recorded as :class:`~holdfast.records.types.StateHashed`."""
 
     rank: int
@@ -16,7 +16,7 @@ class Hashed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class ChainLink:
     """The certificate of one step; recorded as :class:`~holdfast.records.types.StepCommitted`."""
 
     before: str  # the previous link
@@ -26,4 +26,4 @@ class Link:
     state: str
     where: str
     whole: bool  # the whole state was hashed
-    tensors: list[Hashed]  # if so, the digests of all resident tensors
+    tensors: list[HashedState]  # if so, the digests of all resident tensors

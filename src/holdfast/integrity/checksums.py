@@ -8,7 +8,7 @@ that all workers discard the step in progress and redo it.
 from __future__ import annotations
 
 from holdfast.comm.allreduce.checksums import NO_WORKER
-from holdfast.engine.context import World
+from holdfast.engine.context import JobContext
 from holdfast.engine.run_log import RunLog
 from holdfast.errors import MessageAltered
 
@@ -16,10 +16,10 @@ _MOST_TIMES_REDONE = 3
 """Altered messages in the same step more often than this are not a soft error."""
 
 
-class Checking:
+class MessageChecks:
     """Puts the findings of this worker into the commit vote, and decides on the outcome."""
 
-    def __init__(self, world: World, log: RunLog) -> None:
+    def __init__(self, world: JobContext, log: RunLog) -> None:
         self._world = world
         self._log = log
         self._policy = world.settings.guard

@@ -35,7 +35,7 @@ _MOST_PIECES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class HashPiece:
     """A range of rows of a tensor. The tensor is looked up on use, because loading a state may replace it."""
 
     parameter: torch.Tensor
@@ -70,10 +70,10 @@ class Piece:
         return tensor if self.stop - self.start == len(tensor) else tensor[self.start : self.stop]
 
 
-Window = tuple[Piece, ...]
+Window = tuple[HashPiece, ...]
 
 
-class Digests(NamedTuple):
+class StateDigests(NamedTuple):
     """Digests of the windows of a step, each an integer from 0 to 2**62 - 1; 0 if there is nothing to hash."""
 
     replicas: int  # compared between replicas: weights and optimizer state
@@ -119,7 +119,7 @@ class RotatingDigest:
         self._refresh()
         return self._version
 
-    def take(self, step: int) -> Digests:
+    def take(self, step: int) -> StateDigests:
         """Hash the windows of a step, each byte once."""
         first, further = self._halves(step)
         digest = _Digest(self._optimizer)
@@ -128,20 +128,20 @@ class RotatingDigest:
         if self._buffers:
             certified.add(self._buffers[step % len(self._buffers)])
         digest.add(further)
-        return Digests(digest.number, certified.number)
+        return StateDigests(digest.number, certified.number)
 
     def of_step(self, step: int, halves: Sequence[str] = HALVES) -> int:
-        """Return the digest compared in a step, or of :data:`EVERYTHING`, restricted to some kinds; see :attr:`Digests.replicas`."""
+        """Return the digest compared in a step, or of :data:`EVERYTHING`, restricted to some kinds; see :attr:`StateDigests.replicas`."""
         digest = _Digest(self._optimizer)
         digest.add(self.pieces(step, halves))
         return digest.number
 
-    def pieces(self, step: int, halves: Sequence[str] = HALVES) -> list[Piece]:
+    def pieces(self, step: int, halves: Sequence[str] = HALVES) -> list[HashPiece]:
         """Return the pieces compared in a step, in hashing order."""
         first, further = self._halves(step, halves)
         return [*first, *further]
 
-    def values(self, step: int) -> Iterator[tuple[Piece, torch.Tensor]]:
+    def values(self, step: int) -> Iterator[tuple[HashPiece, torch.Tensor]]:
         """Yield the pieces compared in a step with their values, not copied."""
         for piece in self.pieces(step):
             yield piece, piece.rows(self._optimizer)
@@ -164,11 +164,11 @@ class RotatingDigest:
     def _kinds(self) -> tuple[list[Window], list[Window], list[Window]]:
         return self._weights, self._state, self._buffers
 
-    def _halves(self, step: int, halves: Sequence[str] = HALVES) -> tuple[list[Piece], list[Piece]]:
+    def _halves(self, step: int, halves: Sequence[str] = HALVES) -> tuple[list[HashPiece], list[HashPiece]]:
         """Return the pieces compared in a step: those of the first window of each kind, and those that shorten the rotation."""
         self._refresh()
-        first: list[Piece] = []
-        further: list[Piece] = []
+        first: list[HashPiece] = []
+        further: list[HashPiece] = []
         for half, windows in zip(HALVES, (self._weights, self._state), strict=True):
             if windows and half in halves:
                 stride = 1 if step == EVERYTHING else self._stride(windows)
@@ -214,7 +214,7 @@ class _Digest:
         self._hash = xxhash.xxh3_64()
         self._any = False
 
-    def add(self, pieces: Iterable[Piece]) -> None:
+    def add(self, pieces: Iterable[HashPiece]) -> None:
         for piece in pieces:
             self._any = True
             self._hash.update(raw(piece.rows(self._optimizer)))
@@ -229,7 +229,7 @@ class _Digest:
         return self._hash.intdigest() >> 2 if self._any else 0
 
 
-def _pieces(tensors: Sequence[tuple[torch.Tensor, str, str, torch.Tensor]]) -> Iterator[tuple[Piece, int]]:
+def _pieces(tensors: Sequence[tuple[torch.Tensor, str, str, torch.Tensor]]) -> Iterator[tuple[HashPiece, int]]:
     """Yield pieces of at most one window, or of one row, with their sizes in bytes."""
     for parameter, name, key, tensor in tensors:
         rows = tensor.shape[0] if tensor.dim() else 1
@@ -237,11 +237,11 @@ def _pieces(tensors: Sequence[tuple[torch.Tensor, str, str, torch.Tensor]]) -> I
         step = max(1, WINDOW_BYTES // row_bytes)
         for start in range(0, rows, step):
             stop = min(rows, start + step)
-            yield Piece(parameter, name, key, start, stop), (stop - start) * row_bytes
+            yield HashPiece(parameter, name, key, start, stop), (stop - start) * row_bytes
 
 
-def _packed(pieces: Iterable[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, int]]]:
-    window: list[tuple[Piece, int]] = []
+def _packed(pieces: Iterable[tuple[HashPiece, int]]) -> Iterator[list[tuple[HashPiece, int]]]:
+    window: list[tuple[HashPiece, int]] = []
     size = 0
     for piece, size_bytes in pieces:
         if window and (size + size_bytes > WINDOW_BYTES or len(window) == _MOST_PIECES):

@@ -19,7 +19,7 @@ _COMMON = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Odd:
+class ImplausibleValue:
     """An implausible value."""
 
     index: tuple[int, ...]  # index of the first such value
@@ -32,7 +32,7 @@ class Odd:
         return f"[{', '.join(map(str, self.index))}] is {self.value:.3g} among values of about {self.usual:.1g}{more}"
 
 
-def find_odd(tensor: torch.Tensor) -> Odd | None:
+def find_odd(tensor: torch.Tensor) -> ImplausibleValue | None:
     """Return the first implausible value of a tensor; None if there is none, or the tensor is not floating-point."""
     if not tensor.is_floating_point() or not tensor.numel():
         return None
@@ -50,4 +50,4 @@ def find_odd(tensor: torch.Tensor) -> Odd | None:
         return None
     first = int(odd.nonzero()[0])
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), tensor.shape)) if tensor.dim() else ()
-    return Odd(index, float(values[first]), int(odd.sum()), median)
+    return ImplausibleValue(index, float(values[first]), int(odd.sum()), median)

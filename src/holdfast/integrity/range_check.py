@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from holdfast.engine.context import World
+from holdfast.engine.context import JobContext
 from holdfast.engine.run_log import RunLog
 from holdfast.integrity.fingerprint import LONGEST_ROTATION, WINDOW_BYTES, RotatingDigest
-from holdfast.integrity.ranges import Finding, Ranges
-from holdfast.models.part import Part
+from holdfast.integrity.ranges import RangeFinding, Ranges
+from holdfast.models.part import ModelPart
 
 _NOTHING = 0
 _IS_TRAINING = 1
@@ -20,21 +20,21 @@ _MOST_TIMES_BACK = 3
 """Maximum number of rollbacks in a rotation for findings of this worker."""
 
 
-class Ranging:
+class RangeCheck:
     """Checks in each step the loss, a window of the weights and of the optimizer state, and a window of the gradients.
 
     Reduced gradients are the same on all workers, so each worker checks another window of them.
     """
 
-    def __init__(self, world: World, part: Part, digest: RotatingDigest, log: RunLog) -> None:
+    def __init__(self, world: JobContext, part: ModelPart, digest: RotatingDigest, log: RunLog) -> None:
         self._world = world
         self._part = part
         self._digest = digest
         self._log = log
         self._ranges = Ranges()
-        self._finding: Finding | None = None
+        self._finding: RangeFinding | None = None
         self._times_back = 0
-        self._gone_back_for: tuple[int, Finding | None] = (-1, None)
+        self._gone_back_for: tuple[int, RangeFinding | None] = (-1, None)
         self.is_training = False
         """Whether the finding that caused a rollback recurred with the same bits."""
         total = sum(layout.gradients_end * layout.dtype.itemsize for layout in part.buckets.layouts)
@@ -57,7 +57,7 @@ class Ranging:
             return _NOTHING
         if self._gone_back_for == (step, self._finding) or self._times_back >= _MOST_TIMES_BACK:
             return _IS_TRAINING
-        return _FIRST + self._world.comm.here[0]
+        return _FIRST + self._world.comm.local_ranks[0]
 
     def read(self, said: int) -> bool:
         """Read the largest vote; return whether it is a finding."""
@@ -66,7 +66,7 @@ class Ranging:
             self._ranges.accept()
         if said < _FIRST:
             return False
-        if said - _FIRST in self._world.comm.here and self._finding is not None:
+        if said - _FIRST in self._world.comm.local_ranks and self._finding is not None:
             self._log.corruption_found("range", (self._finding.where,), ())
         if self._world.settings.guard == "warn":
             self._ranges.accept()  # warn once
@@ -82,7 +82,7 @@ class Ranging:
         """Record that a whole rotation has passed without a finding."""
         self._times_back = 0
 
-    def _findings(self, step: int) -> Iterator[Finding | None]:
+    def _findings(self, step: int) -> Iterator[RangeFinding | None]:
         kinds = {"loss", "gradients"}
         loss = self._part.gradients.loss()
         if loss is not None:
@@ -95,9 +95,9 @@ class Ranging:
             yield self._look_at_gradients(step)
         self._ranges.count_step(kinds)
 
-    def _look_at_gradients(self, step: int) -> Finding | None:
+    def _look_at_gradients(self, step: int) -> RangeFinding | None:
         comm = self._world.comm
-        turn = step * len(comm.members) + comm.members.index(comm.here[0])
+        turn = step * len(comm.members) + comm.members.index(comm.local_ranks[0])
         bucket, start, stop = self._windows[turn % len(self._windows)]
         found = self._ranges.look_at("gradients", f"bucket {bucket}", self._part.gradients.sums[bucket][start:stop])
         return found and dataclasses.replace(found, where=f"gradients of {self._part.buckets.name_at(bucket, start)}")

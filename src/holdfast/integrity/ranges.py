@@ -36,7 +36,7 @@ _STATE_FACTOR = 2.0**40
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RangeFinding:
     """A value that is out of range."""
 
     kind: str  # `"loss"`, `"gradients"`, `"weights"` or a name in the optimizer's state
@@ -52,20 +52,20 @@ class Ranges:
         self._times: dict[str, int] = {}
         self._looks = True
 
-    def look_at(self, kind: str, where: str, tensor: torch.Tensor) -> Finding | None:
+    def look_at(self, kind: str, where: str, tensor: torch.Tensor) -> RangeFinding | None:
         """Check the values of a tensor; return the finding, or None."""
         if not self._looks or not tensor.is_floating_point() or not tensor.numel():
             return None
         low, high = torch.aminmax(tensor)
         return self.look(kind, where, (float(low), float(high)))
 
-    def look(self, kind: str, where: str, values: Iterable[float]) -> Finding | None:
+    def look(self, kind: str, where: str, values: Iterable[float]) -> RangeFinding | None:
         """Check some values and update the record; return the finding, or None."""
         if not self._looks:
             return None
         for value in values:
             if not math.isfinite(value) or self._is_far(kind, abs(value)):
-                return Finding(kind, where, struct.pack("<d", value))
+                return RangeFinding(kind, where, struct.pack("<d", value))
             self._record[kind] = max(self._record.get(kind, 0.0), abs(value))
         return None
 

@@ -18,7 +18,7 @@ _LOOKED_AT = 16384
 """Number of a slice's gradient values that are hashed: those of the last layers, which an error in any other layer affects."""
 
 
-class Computed:
+class RecomputeCheck:
     """Stores the digests of computed slices since a step, and compares them when the slices are recomputed."""
 
     def __init__(self) -> None:

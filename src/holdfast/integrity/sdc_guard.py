@@ -12,18 +12,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.checkpoint import Loaded
+from holdfast.checkpoint import LoadedCheckpoint
 from holdfast.data.plan import MiniBatch
-from holdfast.engine.context import World
+from holdfast.engine.context import JobContext
 from holdfast.engine.run_log import RunLog
-from holdfast.engine.vote import GuardVote, Spread
+from holdfast.engine.vote import GuardVote, MinMax
 from holdfast.errors import ReplicasDiffer
-from holdfast.integrity.checksums import Checking
+from holdfast.integrity.checksums import MessageChecks
 from holdfast.integrity.fingerprint import HALVES
-from holdfast.integrity.range_check import Ranging
-from holdfast.integrity.recompute_check import Computed
+from holdfast.integrity.range_check import RangeCheck
+from holdfast.integrity.recompute_check import RecomputeCheck
 from holdfast.integrity.state_hashes import Fingerprint
-from holdfast.models.part import Part
+from holdfast.models.part import ModelPart
 
 _SHORTEST_ROTATION = 32
 """Minimum number of steps between two snapshots: copying a small model more often would cost more than training it."""
@@ -32,42 +32,44 @@ _UNSET = 1 << 30
 _MOST_TIMES_BACK = 3
 """More rollbacks to the same state than this, without lasting progress, are not a soft error."""
 
-Keep = Callable[[Loaded | None], Loaded]
+Keep = Callable[[LoadedCheckpoint | None], LoadedCheckpoint]
 """Takes a snapshot of the state before the step in progress, reusing the memory of an older snapshot if one is given."""
 
 
 @dataclass(frozen=True, slots=True)
-class WayBack:
+class HealSnapshot:
     """The target of a rollback."""
 
-    kept: Loaded | None  # the snapshot that all workers have; None: the state of a checkpoint, or the initial one
+    kept: (
+        LoadedCheckpoint | None
+    )  # the snapshot that all workers have; None: the state of a checkpoint, or the initial one
     newest: int  # the newest step whose state is known to have been right, -1 for none
 
 
-class Watch:
+class SdcGuard:
     """Compares replicas under the policy :attr:`Settings.guard`; ``whole`` is None for pipeline and sharded models."""
 
-    def __init__(self, world: World, whole: Part | None, fingerprint: Fingerprint, log: RunLog) -> None:
+    def __init__(self, world: JobContext, whole: ModelPart | None, fingerprint: Fingerprint, log: RunLog) -> None:
         self._world = world
         self._whole = whole
         self._fingerprint = fingerprint
         self._log = log
         self._policy = world.settings.guard
         self._heals = self._policy == "heal"
-        self._ranging: Ranging | None = None
+        self._ranging: RangeCheck | None = None
         self._digest = fingerprint.digest
         if self._whole is not None and self._digest is not None and self._policy in ("warn", "heal"):
-            self._ranging = Ranging(world, self._whole, self._digest, log)
-        self._checking = Checking(world, log)
+            self._ranging = RangeCheck(world, self._whole, self._digest, log)
+        self._checking = MessageChecks(world, log)
         self._warned: set[tuple[str, ...]] = set()
         self.corrupt = False
         """Whether corruption was found, on any worker, and this worker has not rolled back yet."""
-        self._candidate: Loaded | None = None
-        self._verified: Loaded | None = None
+        self._candidate: LoadedCheckpoint | None = None
+        self._verified: LoadedCheckpoint | None = None
         self._trusted = -1
         self._passed = 0
         self._version = 0
-        self._computed = Computed()
+        self._computed = RecomputeCheck()
         self._found_at = -1
         self._differed_at = -1
         self._went_back_to = -1
@@ -99,7 +101,7 @@ class Watch:
             altered=self._checking.found(),
             replicas=self._fingerprint.replicas,
             ranges=None if self._ranging is None else self._ranging.look(step),
-            odd=None if self._ranging is None else Spread(max(self._odd, default=-1), min(self._odd, default=_UNSET)),
+            odd=None if self._ranging is None else MinMax(max(self._odd, default=-1), min(self._odd, default=_UNSET)),
         )
 
     def read(self, step: int, said: GuardVote) -> bool:
@@ -242,7 +244,7 @@ class Watch:
 
     # -- rollback
 
-    def share(self) -> WayBack | None:
+    def share(self) -> HealSnapshot | None:
         """Agree with all other workers on the rollback target, as each worker that loads must; None if there is no rollback."""
         if not self._heals:
             return None
@@ -253,10 +255,10 @@ class Watch:
             return None
         self.corrupt, self._found_at = True, found_at
         if high == ~low and high >= 0:
-            return WayBack(self._verified, high)
-        return WayBack(None, trusted)
+            return HealSnapshot(self._verified, high)
+        return HealSnapshot(None, trusted)
 
-    def went_back(self, way: WayBack, keep: Keep, source: str) -> None:
+    def went_back(self, way: HealSnapshot, keep: Keep, source: str) -> None:
         """Record that all workers have rolled back and replay from here."""
         assert self._digest is not None
         step = self._world.step

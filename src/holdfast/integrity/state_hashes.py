@@ -13,9 +13,9 @@ import xxhash
 
 from holdfast.comm import Communicator
 from holdfast.config import Settings
-from holdfast.engine.vote import Spread
-from holdfast.integrity.certified import Hashed
-from holdfast.integrity.fingerprint import Digests, RotatingDigest, raw
+from holdfast.engine.vote import MinMax
+from holdfast.integrity.certified import HashedState
+from holdfast.integrity.fingerprint import RotatingDigest, StateDigests, raw
 from holdfast.integrity.hash_chain import WHOLE_EVERY
 
 
@@ -28,15 +28,15 @@ class Fingerprint(ABC):
         """Digest of the replicated state; None for pipeline and sharded models."""
         self._is_compared = settings.guard != "off"
         self._is_certified = settings.certificate
-        self.replicas: Spread | None = None
+        self.replicas: MinMax | None = None
         """For the guard: the spread of the replicas' digests. None if replicas are not compared."""
         self.is_of_all = False
         """Whether the digests cover the whole state."""
         self.state = ""
         """For the certificate: the state digest in the link of the step; "" if it needs the parts of other workers."""
-        self.parts: tuple[Spread, ...] = ()
+        self.parts: tuple[MinMax, ...] = ()
         """For the certificate of a pipeline or sharded model: the spread of each part that is hashed in this step."""
-        self.tensors: list[Hashed] = []
+        self.tensors: list[HashedState] = []
         """In a step that hashes the whole state for the certificate: digests of all resident tensors."""
 
     def take(self, step: int) -> None:
@@ -47,14 +47,14 @@ class Fingerprint(ABC):
         is_window_read = self._is_compared or (self._is_certified and not is_whole)
         windows = self._windows(step) if is_window_read else {}
         if self._is_compared:
-            self.replicas = Spread.of([digests.replicas for digests in windows.values()])
+            self.replicas = MinMax.of([digests.replicas for digests in windows.values()])
         if is_whole:
             self._certify_whole(self.tensors)
         elif self._is_certified:
             self._certify({rank: digests.certified for rank, digests in windows.items()})
 
     @abstractmethod
-    def _windows(self, step: int) -> Mapping[int, Digests]:
+    def _windows(self, step: int) -> Mapping[int, StateDigests]:
         """Return the window digests of a step, by local rank that holds the windows."""
 
     @abstractmethod
@@ -62,11 +62,11 @@ class Fingerprint(ABC):
         """Set the certified digest of a step from its window digests."""
 
     @abstractmethod
-    def _certify_whole(self, everything: Sequence[Hashed]) -> None:
+    def _certify_whole(self, everything: Sequence[HashedState]) -> None:
         """Set the certified digest of a step in which the whole state is hashed."""
 
     @abstractmethod
-    def everything(self) -> list[Hashed]:
+    def everything(self) -> list[HashedState]:
         """Return the digests of all resident tensors."""
 
     @abstractmethod

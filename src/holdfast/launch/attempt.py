@@ -15,14 +15,14 @@ from pathlib import Path
 from holdfast.config import Settings
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import cause_of_death
-from holdfast.launch.mpi_hosts import Hosts
+from holdfast.launch.mpi_hosts import MpiHosts
 from holdfast.launch.ports import shut_ports
-from holdfast.launch.processes import Pair, Process, end, pair_path, start, this_node
-from holdfast.launch.run_paths import Places
-from holdfast.launch.starting import Sign
+from holdfast.launch.processes import Process, WatchedWorker, end, pair_path, start, this_node
+from holdfast.launch.run_paths import RunPaths
+from holdfast.launch.starting import StartupStatus
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import ALL_STOP, GRACE_S, LAUNCHER, LAUNCHER_NODE, LOG_DIR
-from holdfast.records.beacon import UNCONNECTED, Beacon, Position
+from holdfast.records.beacon import UNCONNECTED, Beacon, BeaconPosition
 from holdfast.records.paths import beacon_path, records_path
 from holdfast.records.types import Record, WorkerEnded
 
@@ -35,7 +35,7 @@ _NESTED = ("PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PRTE_")
 """Variables from which our mpirun would conclude that it is a worker of another mpirun."""
 
 
-class Attempt:
+class JobAttempt:
     """A started job. The constructor starts it as its last action; :meth:`end` leaves no process behind.
 
     Args:
@@ -52,10 +52,10 @@ class Attempt:
         job: Job,
         settings: Settings,
         ranks: Sequence[int],
-        places: Places,
+        places: RunPaths,
         *,
         all_stop: bool = True,
-        hosts: Hosts | None = None,
+        hosts: MpiHosts | None = None,
     ) -> None:
         self._run_dir = run_dir = places.run_dir
         self._hosts = hosts
@@ -113,7 +113,7 @@ class Attempt:
         position = self.position(rank)
         return position is not None and position.phase not in UNCONNECTED
 
-    def sign(self, rank: int, position: Position | None) -> Sign:
+    def sign(self, rank: int, position: BeaconPosition | None) -> StartupStatus:
         """Return what is observed of a worker that may not have begun yet; ``position`` is its current position."""
         pair, processes = self._pair_here(rank), []
         if pair is not None:
@@ -122,8 +122,8 @@ class Attempt:
             processes = _living(self._watchers[rank])
         is_stopped = any(process.is_stopped() for process in processes)
         if position is None:
-            return Sign(is_stopped=is_stopped)
-        return Sign(position.phase, position.pulse, position.beats, position.waits, is_stopped)
+            return StartupStatus(is_stopped=is_stopped)
+        return StartupStatus(position.phase, position.pulse, position.beats, position.waits, is_stopped)
 
     def fence(self, rank: int) -> bool:
         """Kill a worker, and resume its watcher, which records the death; return whether the worker's process is known."""
@@ -159,17 +159,17 @@ class Attempt:
         """Return whether any process started here, mpirun or worker, is running."""
         return any(process.poll() is None for process in self._started)
 
-    def pair(self, rank: int) -> Pair | None:
+    def pair(self, rank: int) -> WatchedWorker | None:
         """Return the processes of ``rank``, or None if they have not started yet."""
-        pair = Pair.read(pair_path(self._run_dir, rank))
+        pair = WatchedWorker.read(pair_path(self._run_dir, rank))
         return pair if pair is None or self._hosts is None else self._hosts.reach(pair)
 
-    def _pair_here(self, rank: int) -> Pair | None:
+    def _pair_here(self, rank: int) -> WatchedWorker | None:
         """Return the processes of ``rank`` if they are on this machine."""
         pair = self.pair(rank)
         return pair if pair is not None and pair.node in ("", this_node()) else None
 
-    def pairs(self) -> list[Pair]:
+    def pairs(self) -> list[WatchedWorker]:
         """Return the processes of all workers that have started."""
         return [pair for rank in self.processes if (pair := self.pair(rank)) is not None]
 
@@ -182,7 +182,7 @@ class Attempt:
         pair = self.pair(rank)
         return pair is not None and pair.worker.send(number)
 
-    def position(self, rank: int) -> Position | None:
+    def position(self, rank: int) -> BeaconPosition | None:
         """Return the position of ``rank``, or its last position if it has died."""
         return Beacon.read(beacon_path(self._run_dir, rank))
 
@@ -206,10 +206,10 @@ def _living(started: subprocess.Popen[bytes]) -> list[Process]:
     return [] if process is None else [process]
 
 
-class Files:
+class AttemptFiles:
     """Output and records that the workers of a run have written since the last call, over all starts of the job."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: RunPaths) -> None:
         self._run_dir = places.run_dir
         self._log_dir = places.log_dir
         self._far = places.is_shared
@@ -261,7 +261,7 @@ def _command(job: Job, num_workers: int, hosts: Sequence[str] | None) -> list[st
 _ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 
-def _environment(settings: Settings, places: Places, grace_s: float) -> dict[str, str]:
+def _environment(settings: Settings, places: RunPaths, grace_s: float) -> dict[str, str]:
     theirs = {f"HOLDFAST_{field.name.upper()}" for field in dataclasses.fields(Settings)}
     env = {name: value for name, value in os.environ.items() if name not in theirs and not name.startswith(_NESTED)}
     env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; a count derived from the workers would change bits

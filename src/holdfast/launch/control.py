@@ -31,7 +31,7 @@ CHANGES = ("workers", "lr", "batch_size", "strategy", "checkpoint_every")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class RunningJob:
     """A job that runs on this machine, as commands that send it requests see it.
 
     Args:
@@ -75,16 +75,16 @@ class Running:
             return False
 
 
-def announce(run_dir: Path, job: Job) -> Running:
+def announce(run_dir: Path, job: Job) -> RunningJob:
     """Publish the job of this launcher, so that commands can find it; return the published description."""
-    running = dataclasses.replace(Running.of(job), run_dir=run_dir)
+    running = dataclasses.replace(RunningJob.of(job), run_dir=run_dir)
     draft = run_dir / f"{_ABOUT}.draft"
     draft.write_text(json.dumps(dataclasses.asdict(running) | {"run_dir": ""}))
     draft.replace(run_dir / _ABOUT)
     return running
 
 
-def find(pid: int | None = None) -> Running:
+def find(pid: int | None = None) -> RunningJob:
     """Return the job whose launcher has this ``pid``; if None, the only job, if it was started in this directory.
 
     Raises:
@@ -108,7 +108,7 @@ def find(pid: int | None = None) -> Running:
     return refuse(f"--job must be the PID of a running launcher: {there}; got {pid}")
 
 
-def _jobs() -> Iterator[Running]:
+def _jobs() -> Iterator[RunningJob]:
     place = Path(tempfile.gettempdir())
     for about in sorted([*place.glob(f"holdfast-*/{_ABOUT}"), *place.glob(f"holdfast-*/{SHARED}/{_ABOUT}")]):
         running = _read(about)
@@ -117,12 +117,12 @@ def _jobs() -> Iterator[Running]:
             yield running
 
 
-def _read(about: Path) -> Running | None:
+def _read(about: Path) -> RunningJob | None:
     """Return the job that a description file names; None if the file belongs to another user or cannot be parsed."""
     try:
         if any(path.lstat().st_uid != os.getuid() for path in (about, about.parent)):
             return None
-        return Running(**json.loads(about.read_text()) | {"run_dir": about.parent})
+        return RunningJob(**json.loads(about.read_text()) | {"run_dir": about.parent})
     except (
         OSError,
         ValueError,
@@ -131,7 +131,7 @@ def _read(about: Path) -> Running | None:
         return None
 
 
-def ask(job: Running, **changes: Any) -> None:
+def ask(job: RunningJob, **changes: Any) -> None:
     """Request some of :data:`CHANGES`; raise a ConfigError if a value is not allowed or the job has ended."""
     check(changes, job)
     try:
@@ -140,7 +140,7 @@ def ask(job: Running, **changes: Any) -> None:
         refuse(f"job {job.pid} ({job.script}) has ended in the meantime")
 
 
-def advice(job: Running, changes: Mapping[str, Any]) -> str:
+def advice(job: RunningJob, changes: Mapping[str, Any]) -> str:
     """Return a warning about an allowed change, or ""."""
     wanted = changes.get("workers", 0)
     if job.split == "even" or not 0 < job.slices < wanted:
@@ -154,7 +154,7 @@ def advice(job: Running, changes: Mapping[str, Any]) -> str:
 # -- allowed requests
 
 
-def check(changes: Mapping[str, Any], job: Running) -> None:
+def check(changes: Mapping[str, Any], job: RunningJob) -> None:
     """Raise a ConfigError if this running job cannot make these changes."""
     check_values(changes)
     if "workers" in changes:
@@ -191,7 +191,7 @@ def check_values(changes: Mapping[str, Any]) -> None:
                 refuse(f"{name} cannot be changed while a job runs; these can: {', '.join(CHANGES)}")
 
 
-def _check_workers(value: Any, job: Running) -> None:
+def _check_workers(value: Any, job: RunningJob) -> None:
     if not make_fabric(job.fabric).can_join:
         refuse(
             f"job {job.pid} ({job.script}) runs with --fabric {job.fabric}, which cannot add or remove workers; "
@@ -206,7 +206,7 @@ def _check_number(what: str, value: Any, least: int, most: int) -> None:
         refuse(f"{what} must be a whole number from {least} to {most}, got {value!r}")
 
 
-def _check_saves(what: str, job: Running) -> None:
+def _check_saves(what: str, job: RunningJob) -> None:
     if not job.saves:
         refuse(f"{what} needs a checkpoint directory, and job {job.pid} ({job.script}) runs without --checkpoint-dir")
 
@@ -214,7 +214,7 @@ def _check_saves(what: str, job: Running) -> None:
 # -- in the launcher
 
 
-class Asked:
+class ControlRequest:
     """Reads requests to this launcher's job, line by line; calls ``say`` with a message for each invalid request."""
 
     def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:

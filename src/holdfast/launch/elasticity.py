@@ -7,22 +7,22 @@ import signal
 from typing import Any
 
 from holdfast.errors import ConfigError, StoreLost
-from holdfast.launch.attempt import Attempt
-from holdfast.launch.control import Asked, announce, append, check
-from holdfast.launch.nodes import Start
-from holdfast.launch.record_bus import Run
+from holdfast.launch.attempt import JobAttempt
+from holdfast.launch.control import ControlRequest, announce, append, check
+from holdfast.launch.nodes import JobStart
+from holdfast.launch.record_bus import RunState
 from holdfast.records.paths import requests_path
 
 
-class Crew:
+class ElasticWorkers:
     """Replaces failed workers, and scales the job on request. The constructor publishes the job to commands."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         self._run = run
-        self._asked = Asked(run.places.run_dir, run.view.say)
+        self._asked = ControlRequest(run.places.run_dir, run.view.say)
         self._running = announce(run.places.run_dir, run.job)
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: JobStart) -> None:
         """Prepare for a start of the job. If it began without this node, offer the node's workers as newcomers."""
         run = self._run
         run.births.begin_again(max(run.judge.highest, *start.ranks) + 1)
@@ -31,7 +31,7 @@ class Crew:
             run.births.ask(run.job.settings.workers + run.job.settings.spares, run.clock.now_s())
             run.view.say(f"node {run.job.node_rank} is back: its workers join as newcomers")
 
-    def start_newcomers(self, attempt: Attempt) -> None:
+    def start_newcomers(self, attempt: JobAttempt) -> None:
         """Start the newcomers that are due."""
         run = self._run
         for due in run.births.due(run.clock.now_s()):
@@ -43,7 +43,7 @@ class Crew:
             run.judge.wait_for(rank)
             attempt.add(rank)
 
-    def answer_requests(self, attempt: Attempt) -> None:
+    def answer_requests(self, attempt: JobAttempt) -> None:
         """Apply requests that were made on this node or on another."""
         nodes, job = self._run.nodes, self._run.job
         if nodes is None or job.nnodes == 1:
@@ -58,7 +58,7 @@ class Crew:
             for rank in nodes.told_to_leave():
                 attempt.send(rank, signal.SIGTERM)
 
-    def _change(self, attempt: Attempt, changes: dict[str, Any]) -> None:
+    def _change(self, attempt: JobAttempt, changes: dict[str, Any]) -> None:
         here = self._run.job.node_rank
         node = changes.pop("node", here)
         try:
@@ -70,7 +70,7 @@ class Crew:
             self._scale(attempt, changes["workers"])
         append(requests_path(self._run.places.run_dir), changes)
 
-    def _scale(self, attempt: Attempt, wanted: int) -> None:
+    def _scale(self, attempt: JobAttempt, wanted: int) -> None:
         """Start missing workers on this node, or send SIGTERM to surplus workers, highest ranks first."""
         run = self._run
         there = {*run.judge.living(), *run.judge.waiting}

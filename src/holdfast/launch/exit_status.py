@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from holdfast.launch.job import Job, resume_command
-from holdfast.launch.job_state import Broken, Completed, Departed, Judge, Lost, Verdict
+from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
 from holdfast.records.types import CheckpointSaved, ScriptFailed
 
 
-def explain(job: Job, verdict: Verdict, judge: Judge) -> tuple[int, str, str]:
-    """Return exit code, message and traceback, as in :class:`~holdfast.launch.job.Outcome`."""
+def explain(job: Job, verdict: Verdict, judge: JobState) -> tuple[int, str, str]:
+    """Return exit code, message and traceback, as in :class:`~holdfast.launch.job.JobOutcome`."""
     workers = len(judge.workers_alive()) or 1
     match verdict:
-        case Completed(finished=finished) if finished.outcome == "done":
+        case JobCompleted(finished=finished) if finished.outcome == "done":
             return 0, "", ""
-        case Departed():
+        case NodeDeparted():
             return 0, f"the workers of node {job.node_rank} have left as requested; the job continues", ""
-        case Completed(finished=finished):
+        case JobCompleted(finished=finished):
             return _explain_early_end(job, finished.outcome, finished.checkpoint, finished.step, workers)
-        case Broken(exit_code=2):
+        case JobBroken(exit_code=2):
             return 2, verdict.message, verdict.traceback
-        case Broken():
+        case JobBroken():
             return verdict.exit_code, f"{verdict.message}{_saved(job, judge.saved, workers)}", verdict.traceback
     raise AssertionError(verdict)
 
@@ -47,28 +47,28 @@ def _go_on(job: Job, step: int, checkpoint: str, workers: int) -> str:
 
 
 def why_not_again(
-    job: Job, lost: Lost, restarts: int, workers: int, *, stopping: bool, distributed: bool
-) -> Broken | None:
+    job: Job, lost: JobLost, restarts: int, workers: int, *, stopping: bool, distributed: bool
+) -> JobBroken | None:
     """Return the verdict if a lost job must not be restarted, None if it may be.
 
     ``restarts`` counts the restarts so far, ``workers`` the workers of the next start; ``distributed``: the script uses
     ``torch.distributed``.
     """
     if stopping and distributed:
-        return Broken(f"stopped on request: {lost.reason}")
+        return JobBroken(f"stopped on request: {lost.reason}")
     if stopping:
-        return Broken(f"stopped on request, but the workers died before they could save: {lost.reason}")
+        return JobBroken(f"stopped on request, but the workers died before they could save: {lost.reason}")
     if restarts >= job.max_restarts:
         times = {1: "once", 2: "twice"}.get(restarts + 1, f"{restarts + 1} times")
         message = f"the job was lost {times}, and --max-restarts is {job.max_restarts}: {lost.reason}"
-        return Broken(message, unexplained=True)
+        return JobBroken(message, unexplained=True)
     if workers < job.settings.min_workers:
         least = f"fewer than --min-workers {job.settings.min_workers}"
-        return Broken(f"{workers} workers are left, {least}: {lost.reason}")
+        return JobBroken(f"{workers} workers are left, {least}: {lost.reason}")
     return None
 
 
-def unsaid(broken: Broken) -> ScriptFailed:
+def unsaid(broken: JobBroken) -> ScriptFailed:
     """Return the record of why the run failed, if no worker has written one."""
     rank, step, message = broken.rank, broken.step, broken.message
     return ScriptFailed(rank=rank, step=step, exit_code=1, message=message, traceback="")

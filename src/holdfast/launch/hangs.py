@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from holdfast.records.beacon import UNCONNECTED, Position
+from holdfast.records.beacon import UNCONNECTED, BeaconPosition
 
 _TIMES = 3.0
 """Factor on the longest duration observed, and on the limit of the pulse in a worker's first step."""
@@ -30,7 +30,7 @@ _PHASE_TIMES = dict.fromkeys(_IN_STEP, 1.0) | {"recovery": 10.0, "gate": 10.0, "
 
 
 @dataclass(frozen=True, slots=True)
-class Stuck:
+class StuckWorker:
     """A worker to kill, which has been silent or without progress for ``silent_s`` seconds."""
 
     rank: int
@@ -42,12 +42,12 @@ class Stuck:
 class _Sight:
     """The last change of a worker's position, and its time."""
 
-    position: Position
+    position: BeaconPosition
     since_s: float
 
 
 @dataclass(slots=True)
-class Hangs:
+class HangDetector:
     """Checks all workers of a job periodically; reports none before ``timeout_s`` of silence, and none at all if it is 0."""
 
     timeout_s: float
@@ -72,7 +72,9 @@ class Hangs:
         """Interval between checks, in seconds."""
         return self.timeout_s / 10
 
-    def look(self, positions: Mapping[int, Position], now_s: float, *, elsewhere: bool = False) -> list[Stuck]:
+    def look(
+        self, positions: Mapping[int, BeaconPosition], now_s: float, *, elsewhere: bool = False
+    ) -> list[StuckWorker]:
         """Return the workers of this node to kill, among those that have published a position; each is reported once.
 
         ``elsewhere``: a worker on another node is kept waiting.
@@ -94,7 +96,7 @@ class Hangs:
         self._given_up.update(stuck.rank for stuck in found)
         return found
 
-    def _check_pulse(self, rank: int, position: Position, now_s: float) -> Stuck | None:
+    def _check_pulse(self, rank: int, position: BeaconPosition, now_s: float) -> StuckWorker | None:
         seen = self._pulses.setdefault(rank, _Sight(position, now_s))
         silent_s = now_s - seen.since_s
         if position.busy or seen.position.pulse != position.pulse:
@@ -107,9 +109,9 @@ class Hangs:
         if not position.pulse or position.phase in UNCONNECTED or silent_s <= limit_s:
             return None
         why = "its process is stopped, or something in it holds the GIL"
-        return Stuck(rank, silent_s, f"no heartbeat for {silent_s:.1f} s: {why}")
+        return StuckWorker(rank, silent_s, f"no heartbeat for {silent_s:.1f} s: {why}")
 
-    def _stretch_s(self, rank: int, position: Position, now_s: float) -> float:
+    def _stretch_s(self, rank: int, position: BeaconPosition, now_s: float) -> float:
         """Return for how long a worker has made no progress, or has waited."""
         seen = self._places.setdefault(rank, _Sight(position, now_s))
         before, stretch_s = seen.position, now_s - seen.since_s
@@ -120,17 +122,19 @@ class Hangs:
         self._places[rank] = _Sight(position, now_s)
         return 0.0
 
-    def _limit_s(self, position: Position) -> float:
+    def _limit_s(self, position: BeaconPosition) -> float:
         times = max(_PHASE_TIMES[position.phase], 1.0 if position.applied else _NEW_TIMES)
         return times * max(self.timeout_s, _TIMES * self._longest_stretch_s)
 
     @staticmethod
-    def _longest_wait_s(positions: Mapping[int, Position], stretches: Mapping[int, float]) -> float:
+    def _longest_wait_s(positions: Mapping[int, BeaconPosition], stretches: Mapping[int, float]) -> float:
         """Return the longest time that a worker has waited in training."""
         waits = (stretches[r] for r, p in positions.items() if p.waits and p.phase in _PHASE_TIMES)
         return max(waits, default=0.0)
 
-    def _check_place(self, rank: int, position: Position, stretch_s: float, longest_wait_s: float) -> Stuck | None:
+    def _check_place(
+        self, rank: int, position: BeaconPosition, stretch_s: float, longest_wait_s: float
+    ) -> StuckWorker | None:
         if position.phase not in _PHASE_TIMES or position.waits or position.busy:
             return None
         limit_s = self._limit_s(position)
@@ -140,4 +144,4 @@ class Hangs:
             f"no progress for {stretch_s:.1f} s in {position.phase} of step {position.step}, while other workers wait for it; the "
             f"longest so far took {self._longest_stretch_s:.1f} s. If this is expected, use: with session.busy()"
         )
-        return Stuck(rank, stretch_s, why)
+        return StuckWorker(rank, stretch_s, why)

@@ -7,14 +7,14 @@ import signal
 from collections.abc import Mapping, Sequence, Set
 
 from holdfast.errors import StoreLost
-from holdfast.launch.attempt import Attempt
+from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.control import append
-from holdfast.launch.hangs import Hangs, Stuck
-from holdfast.launch.nodes import Nodes
-from holdfast.launch.record_bus import News, Run
-from holdfast.launch.starting import Finding, Starting
-from holdfast.launch.stragglers import Stragglers
-from holdfast.records.beacon import UNCONNECTED, Position
+from holdfast.launch.hangs import HangDetector, StuckWorker
+from holdfast.launch.nodes import NodeGroup
+from holdfast.launch.record_bus import RecordBus, RunState
+from holdfast.launch.starting import StartupFinding, StartupMonitor
+from holdfast.launch.stragglers import StragglerDetector
+from holdfast.records.beacon import UNCONNECTED, BeaconPosition
 from holdfast.records.paths import requests_path
 from holdfast.records.types import StragglerSeen, WorkerFenced
 
@@ -24,15 +24,17 @@ _TELL_WITHIN_S = 10.0
 """Time that a watcher may take to record how its worker ended: on a busy machine it may still be importing."""
 
 
-class Lookout:
+class HealthMonitor:
     """Monitors the workers of this node, and reports to ``news``, the record bus."""
 
-    def __init__(self, run: Run, news: News) -> None:
+    def __init__(self, run: RunState, news: RecordBus) -> None:
         self._run = run
         self._news = news
-        self._hangs = Hangs(0.0 if run.job.is_virtual else run.job.settings.hang_timeout_s)
-        self._stragglers = Stragglers(run.job.straggler_factor)
-        self._starting = Starting(0.0 if run.job.is_virtual else run.job.settings.start_timeout_s, run.job.script.name)
+        self._hangs = HangDetector(0.0 if run.job.is_virtual else run.job.settings.hang_timeout_s)
+        self._stragglers = StragglerDetector(run.job.straggler_factor)
+        self._starting = StartupMonitor(
+            0.0 if run.job.is_virtual else run.job.settings.start_timeout_s, run.job.script.name
+        )
         self._look_at_s = 0.0
         self._ended: dict[int, float] = {}
 
@@ -47,7 +49,7 @@ class Lookout:
         """Return whether the next check is due."""
         return self._run.clock.now_s() >= self._look_at_s
 
-    def look(self, attempt: Attempt) -> None:
+    def look(self, attempt: JobAttempt) -> None:
         """Check all workers, and act on the findings."""
         now_s = self._run.clock.now_s()
         self._look_at_s = now_s + min(_LOOK_S, self._hangs.look_every_s or _LOOK_S)
@@ -62,7 +64,7 @@ class Lookout:
         self._look_for_stragglers(attempt, positions, now_s)
         self._news.show(attempt.pids(living))
 
-    def all_stall(self, attempt: Attempt, nodes: Nodes) -> bool:
+    def all_stall(self, attempt: JobAttempt, nodes: NodeGroup) -> bool:
         """Return whether the workers of all nodes wait for each other; the job state knows only those of this node."""
         living = set(self._run.judge.living())
         remote = living.difference(attempt.processes)
@@ -77,7 +79,7 @@ class Lookout:
                 others.say("waits", true=self._hangs.keep_us_waiting)
                 others.say("stalls", true=self._run.judge.stand_still(living, now_s))
 
-    def _note_untold_ends(self, attempt: Attempt, watched: Set[int], now_s: float) -> None:
+    def _note_untold_ends(self, attempt: JobAttempt, watched: Set[int], now_s: float) -> None:
         """Record the end of workers whose watcher did not: it was killed, is stopped, or could not write."""
         before = self._ended
         self._ended = {rank: before.get(rank, now_s) for rank in watched if attempt.is_ended(rank)}
@@ -92,11 +94,11 @@ class Lookout:
                 self._news.note_end(attempt.untold_end(rank, exit_code), attempt)
 
     def _look_at_start(
-        self, attempt: Attempt, watched: Set[int], positions: Mapping[int, Position], now_s: float
+        self, attempt: JobAttempt, watched: Set[int], positions: Mapping[int, BeaconPosition], now_s: float
     ) -> None:
         """Give up workers that keep the job from beginning."""
         nodes, others, judge = self._run.nodes, self._run.others, self._run.judge
-        found = Finding()
+        found = StartupFinding()
         all_train = all(rank in positions and positions[rank].phase not in _BEFORE_TRAINING for rank in watched)
         if not (judge.has_begun and all_train):
             signs = {rank: attempt.sign(rank, positions.get(rank)) for rank in watched}
@@ -114,7 +116,7 @@ class Lookout:
             why = found.lost or f"rank {unknown[0].rank} {unknown[0].reason}"
             judge.give_up("mpirun is stopped" if attempt.is_mpirun_stopped() else why)
 
-    def _end_stuck(self, attempt: Attempt, positions: Mapping[int, Position], now_s: float) -> None:
+    def _end_stuck(self, attempt: JobAttempt, positions: Mapping[int, BeaconPosition], now_s: float) -> None:
         nodes = self._run.nodes
         elsewhere = nodes is not None and nodes.any_says("waits")
         for stuck in self._hangs.look(positions, now_s, elsewhere=elsewhere):
@@ -126,10 +128,10 @@ class Lookout:
             self._note_fenced(stuck, positions[stuck.rank].step)
             pair.worker.send(signal.SIGKILL)
 
-    def _note_fenced(self, stuck: Stuck, step: int) -> None:
+    def _note_fenced(self, stuck: StuckWorker, step: int) -> None:
         self._news.note(WorkerFenced(rank=stuck.rank, step=step, silent_s=stuck.silent_s, reason=stuck.reason))
 
-    def _look_for_stragglers(self, attempt: Attempt, positions: Mapping[int, Position], now_s: float) -> None:
+    def _look_for_stragglers(self, attempt: JobAttempt, positions: Mapping[int, BeaconPosition], now_s: float) -> None:
         policy = self._run.job.stragglers
         if policy == "ignore" or self._run.job.is_virtual:
             return

@@ -219,7 +219,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class JobOutcome:
     """Outcome of a run.
 
     Args:

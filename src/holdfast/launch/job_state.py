@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.faults.plan import ENDS
-from holdfast.records.beacon import Position
+from holdfast.records.beacon import BeaconPosition
 from holdfast.records.types import (
     CheckpointSaved,
     FaultFired,
@@ -38,19 +38,19 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Completed(Verdict):
+class JobCompleted(Verdict):
     """Every live worker passed the gate; ``finished`` is the record of one of them."""
 
     finished: Finished
 
 
 @dataclass(frozen=True, slots=True)
-class Departed(Verdict):
+class NodeDeparted(Verdict):
     """The workers of this node have left in order; the job continues without it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Broken(Verdict):
+class JobBroken(Verdict):
     """The job must not continue.
 
     ``exit_code`` is 2 for a wrong setting. ``unexplained``: no worker recorded a reason, so mpirun's output may give it.
@@ -66,7 +66,7 @@ class Broken(Verdict):
 
 
 @dataclass(frozen=True, slots=True)
-class Lost(Verdict):
+class JobLost(Verdict):
     """The job is lost, and may be restarted."""
 
     reason: str
@@ -82,7 +82,7 @@ class _Start:
     lost_s: dict[int, float] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
     excused: set[int] = field(default_factory=set)
-    waiting: dict[int, list[tuple[Record, Position | None]]] = field(default_factory=dict)
+    waiting: dict[int, list[tuple[Record, BeaconPosition | None]]] = field(default_factory=dict)
     ended: dict[int, WorkerEnded] = field(default_factory=dict)
     finished: dict[int, Finished] = field(default_factory=dict)
     failed: list[ScriptFailed] = field(default_factory=list)
@@ -92,7 +92,7 @@ class _Start:
     given_up: str = ""
 
 
-class Judge:
+class JobState:
     """Takes every record of a job, over all its starts, and decides when and how the job is over.
 
     ``virtual``: all workers are in one process. ``all_connect``: the fabric connects all workers or none, so a worker
@@ -108,7 +108,7 @@ class Judge:
         self._all_connect = all_connect
         self._stall_timeout_s = stall_timeout_s
         self._highest = -1
-        self._poison: list[tuple[WorkerEnded, Position]] = []
+        self._poison: list[tuple[WorkerEnded, BeaconPosition]] = []
         self._start = _Start((), ())
         self._closed = True
         self.killed: set[int] = set()
@@ -172,7 +172,7 @@ class Judge:
         """Record that the launcher kills the remaining workers: later deaths are its own."""
         self._closed = True
 
-    def hear(self, record: Record, position: Position | None = None) -> None:
+    def hear(self, record: Record, position: BeaconPosition | None = None) -> None:
         """Take one record; ``position`` is the last position of a worker that has ended."""
         match record:
             case StepCommitted():
@@ -186,7 +186,7 @@ class Judge:
         if not self._closed:
             self._hear_of_start(record, position)
 
-    def _hear_of_start(self, record: Record, position: Position | None) -> None:
+    def _hear_of_start(self, record: Record, position: BeaconPosition | None) -> None:
         start = self._start
         if record.rank in start.waiting:  # its end may be read before the records of the workers that admitted it
             start.waiting[record.rank].append((record, position))
@@ -221,7 +221,7 @@ class Judge:
             for record, position in start.waiting.pop(rank, ()):
                 self._hear_of_start(record, position)
 
-    def _note_death(self, death: WorkerEnded, position: Position | None) -> None:
+    def _note_death(self, death: WorkerEnded, position: BeaconPosition | None) -> None:
         if position is None or position.phase not in _COMPUTING:
             return  # Open MPI may crash survivors during recovery, which is not evidence against the samples
         if position.slice < 0:
@@ -268,14 +268,14 @@ class Judge:
         """Return the verdict if a worker died before all were connected: the others wait, and do not detect it."""
         start = self._start
         if start.given_up:
-            return Lost(start.given_up)
+            return JobLost(start.given_up)
         failed = {record.rank for record in start.failed}
         died = [end for rank, end in start.ended.items() if end.exit_code < 0 and rank not in failed]
         if not (self._all_connect and died and self.unconnected()):
             return None
-        return Lost(f"rank {died[0].rank} was {cause_of_death(died[0].exit_code)} before all workers were connected")
+        return JobLost(f"rank {died[0].rank} was {cause_of_death(died[0].exit_code)} before all workers were connected")
 
-    def watch(self, positions: Mapping[int, Position], now_s: float) -> None:
+    def watch(self, positions: Mapping[int, BeaconPosition], now_s: float) -> None:
         """Record the positions of the workers, to detect when they make no progress."""
         for rank, position in positions.items():
             waits = position.waits or position.phase in _WAITING  # pipeline stages wait in forward and backward, too
@@ -293,11 +293,11 @@ class Judge:
         if failed:
             first = min(failed, key=lambda f: (f.t_s, f.rank))
             where = "" if first.exit_code == 2 else self._where(first.rank, first.step)
-            return Broken(f"{where}{first.message}", first.exit_code, first.traceback)
+            return JobBroken(f"{where}{first.message}", first.exit_code, first.traceback)
         for rank, end in start.ended.items():
             if end.exit_code > 0 and rank not in excused:
                 message = f"{self._script} ended with exit code {end.exit_code}"
-                return Broken(f"{self._where(rank, end.step)}{message}", rank=rank, step=end.step)
+                return JobBroken(f"{self._where(rank, end.step)}{message}", rank=rank, step=end.step)
             if (
                 end.exit_code == 0
                 and rank not in start.finished
@@ -307,12 +307,12 @@ class Judge:
                 return self._left_early(rank, end)
         return None
 
-    def _left_early(self, rank: int, end: WorkerEnded) -> Broken:
+    def _left_early(self, rank: int, end: WorkerEnded) -> JobBroken:
         if rank in self._start.begun:
             message = f"rank {rank} left training at step {end.step} before its end: {self._script} returned"
         else:
             message = f"{self._script} ended without training: it never ran session.steps(...)"
-        return Broken(message, rank=rank, step=end.step)
+        return JobBroken(message, rank=rank, step=end.step)
 
     @staticmethod
     def _where(rank: int, step: int) -> str:
@@ -325,7 +325,7 @@ class Judge:
         ranks = ", ".join(str(death.rank) for death, _ in self._poison)
         named = ", ".join(map(str, position.samples[:_NAMED_SAMPLES]))
         more = len(position.samples) - _NAMED_SAMPLES
-        return Broken(
+        return JobBroken(
             f"workers {ranks} died one after another at the same place, slice {position.slice} of step "
             f"{position.step} ({position.phase}, {cause_of_death(last.exit_code)}): its samples are the likely cause: "
             f"{named}{f' and {more} more' if more > 0 else ''}"
@@ -341,12 +341,12 @@ class Judge:
             passed = list(start.finished.values())
         gave_up = [word for word in start.finished.values() if word.outcome != "done"]
         if passed or gave_up:
-            return Completed(min(gave_up or passed, key=lambda word: word.rank))
+            return JobCompleted(min(gave_up or passed, key=lambda word: word.rank))
         if not start.begun and not start.ended and crash:
-            return Lost(crash)
+            return JobLost(crash)
         if not start.begun and not start.ended:
-            return Broken("the workers did not start", unexplained=True)
-        return Lost(self._how_lost())
+            return JobBroken("the workers did not start", unexplained=True)
+        return JobLost(self._how_lost())
 
     def _how_lost(self) -> str:
         ends = self._start.ended
@@ -359,10 +359,10 @@ class Judge:
         quiet = [self._start.quiet.get(rank, (0, now_s)) for rank in ranks]
         return all(beats > 0 and now_s - since_s >= self._stall_timeout_s for beats, since_s in quiet)
 
-    def stalled(self) -> Lost:
+    def stalled(self) -> JobLost:
         """Return the verdict if no worker makes progress."""
         quiet = f"no worker sent a heartbeat for {self._stall_timeout_s:g} s"
-        return Lost(f"{quiet}, all of them waiting for each other")
+        return JobLost(f"{quiet}, all of them waiting for each other")
 
     def _stands_still(self, now_s: float) -> Verdict | None:
         living = self.living()
@@ -371,7 +371,7 @@ class Judge:
         for rank in living:  # one is enough: a step is committed by all workers, and membership changes for all
             count, since_s = self._start.in_vain.get(rank, (0, now_s))
             if count >= VAIN_RECOVERIES and now_s - since_s >= self._stall_timeout_s:
-                return Lost(
+                return JobLost(
                     f"the workers recovered {count} times in {now_s - since_s:.0f} s without progress: no worker was lost or "
                     "admitted, and no step was committed"
                 )
@@ -388,5 +388,5 @@ def cause_of_death(exit_code: int) -> str:
         return f"killed by signal {-exit_code}"
 
 
-def _place(position: Position) -> tuple[int, int]:
+def _place(position: BeaconPosition) -> tuple[int, int]:
     return position.step, position.slice

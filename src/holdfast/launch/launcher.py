@@ -11,22 +11,22 @@ from holdfast.clock import SystemClock
 from holdfast.config import Settings
 from holdfast.errors import StoreLost
 from holdfast.faults.plan import FaultPlan
-from holdfast.launch.attempt import Attempt, Files
-from holdfast.launch.elasticity import Crew
+from holdfast.launch.attempt import AttemptFiles, JobAttempt
+from holdfast.launch.elasticity import ElasticWorkers
 from holdfast.launch.exit_status import explain, unsaid, why_not_again
-from holdfast.launch.health import Lookout
-from holdfast.launch.job import Job, Outcome, check
-from holdfast.launch.job_state import Broken, Completed, Departed, Judge, Lost, Verdict
-from holdfast.launch.live import View
-from holdfast.launch.mpi_hosts import Hosts, check_hosts, shared_folder
-from holdfast.launch.node_faults import Killer, Strikes, check_strikes
-from holdfast.launch.nodes import Nodes, Start
-from holdfast.launch.population import Births
+from holdfast.launch.health import HealthMonitor
+from holdfast.launch.job import Job, JobOutcome, check
+from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
+from holdfast.launch.live import RunView
+from holdfast.launch.mpi_hosts import MpiHosts, check_hosts, shared_folder
+from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_strikes
+from holdfast.launch.nodes import JobStart, NodeGroup
+from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.provenance import job_facts
-from holdfast.launch.record_bus import News, Run
+from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.rendezvous import check_nodes
-from holdfast.launch.run_paths import Places
-from holdfast.launch.stopping import Stopping
+from holdfast.launch.run_paths import RunPaths
+from holdfast.launch.stopping import StopProcedure
 from holdfast.records.files import read_run
 from holdfast.records.types import JobRestarted, RunStarted
 
@@ -37,7 +37,7 @@ _NO_DAEMON = "A daemon failed to report back after being spawned"
 """Printed by mpirun if a daemon does not start, which also happens temporarily on crowded hosts."""
 
 
-def launch(job: Job, view: View | None = None) -> Outcome:
+def launch(job: Job, view: RunView | None = None) -> JobOutcome:
     """Run ``job`` until it ends; without a view, nothing is displayed.
 
     Raises:
@@ -47,27 +47,27 @@ def launch(job: Job, view: View | None = None) -> Outcome:
     check(job)
     check_hosts(job)
     check_strikes(job)
-    with Launcher(job, view or View()) as launcher:
+    with Launcher(job, view or RunView()) as launcher:
         return launcher.run()
 
 
 class Launcher:
     """Runs one job, already checked, as a context: everything that it started has ended when the context exits."""
 
-    def __init__(self, job: Job, view: View) -> None:
+    def __init__(self, job: Job, view: RunView) -> None:
         self._job = job
         self._facts = job_facts(job)
         self._view = view
-        self._judge = Judge(
+        self._judge = JobState(
             job.script.name,
             virtual=job.is_virtual,
             all_connect=job.fabric.has_parent_process,
             stall_timeout_s=job.stall_timeout_s,
         )
         self._plan = FaultPlan.from_json(job.settings.faults) if job.settings.faults else FaultPlan()
-        self._attempt: Attempt | None = None
-        self._nodes: Nodes | None = None
-        self._hosts: Hosts | None = None
+        self._attempt: JobAttempt | None = None
+        self._nodes: NodeGroup | None = None
+        self._hosts: MpiHosts | None = None
         self._restarts = 0
 
     def __enter__(self) -> Self:
@@ -80,36 +80,36 @@ class Launcher:
         """Create the parts of a run, and register with ``undo`` how to undo each, even if a later one raises."""
         job = self._job
         if job.fabric.starts_each:
-            self._nodes = Nodes(job)
+            self._nodes = NodeGroup(job)
             undo.callback(self._nodes.close)
         self._origin_s = time.monotonic() if self._nodes is None else self._nodes.origin_s()
         report_logs = None if job.report_dir is None else job.report_dir / "logs"
-        self._places = Places.make(job.log_dir or report_logs, shared_folder(job))
+        self._places = RunPaths.make(job.log_dir or report_logs, shared_folder(job))
         undo.callback(self._places.clear)
         if job.hosts:
-            self._hosts = Hosts(job, self._places)
+            self._hosts = MpiHosts(job, self._places)
             undo.callback(self._hosts.close)
-        self._files = Files(self._places)
+        self._files = AttemptFiles(self._places)
         undo.callback(self._files.close)
         undo.callback(self._view.close)
-        self._run = run = Run(
+        self._run = run = RunState(
             job=job,
             view=self._view,
             judge=self._judge,
-            births=Births(job.max_respawns, 0),
+            births=WorkerPopulation(job.max_respawns, 0),
             nodes=self._nodes,
             places=self._places,
             files=self._files,
             clock=SystemClock(self._origin_s),
         )
-        self._news = News(run)
-        self._lookout = Lookout(run, self._news)
-        self._crew = Crew(run)
-        self._killer = Killer(run, self._news, len(self._plan.faults))
-        self._stopping = Stopping(run, self._news)
+        self._news = RecordBus(run)
+        self._lookout = HealthMonitor(run, self._news)
+        self._crew = ElasticWorkers(run)
+        self._killer = RandomKiller(run, self._news, len(self._plan.faults))
+        self._stopping = StopProcedure(run, self._news)
         undo.callback(self._stopping.close)
         self._stopping.take_signals()
-        self._strikes = Strikes(run, self._news, self._plan)
+        self._strikes = NodeFaults(run, self._news, self._plan)
         undo.callback(self._strikes.close)
         undo.callback(self._end_attempt)
 
@@ -120,7 +120,7 @@ class Launcher:
         if self._attempt is not None:
             self._attempt.end()
 
-    def run(self) -> Outcome:
+    def run(self) -> JobOutcome:
         """Start the job, and restart it as often as necessary and allowed; return how it ended."""
         ranks = self._job.ranks
         if self._hosts is not None:
@@ -128,7 +128,7 @@ class Launcher:
         while True:
             try:
                 verdict: Verdict | None = self._run_once(ranks)
-                if isinstance(verdict, Lost):
+                if isinstance(verdict, JobLost):
                     ranks = self._ranks_left()
                     verdict = self._restart(verdict, ranks)
             except StoreLost as error:
@@ -146,7 +146,7 @@ class Launcher:
         self._crew.begin(start)
         self._files.follow(own, own[:1] if self._job.is_virtual else own)
         job, settings, all_stop = self._watched_job(), self._settings(start), self._decides_for_all()
-        self._attempt = attempt = Attempt(job, settings, own, self._places, all_stop=all_stop, hosts=self._hosts)
+        self._attempt = attempt = JobAttempt(job, settings, own, self._places, all_stop=all_stop, hosts=self._hosts)
         verdict = None
         while verdict is None:
             running = self._is_running(attempt)  # before reading: a process that has ended has written all records
@@ -163,13 +163,13 @@ class Launcher:
             if verdict is None and not self._killer.kill(attempt):
                 time.sleep(POLL_S if self._hosts is None else _FAR_POLL_S)
         self._judge.close()
-        if isinstance(verdict, Completed):
+        if isinstance(verdict, JobCompleted):
             attempt.wait(_LINGER_S)
         attempt.end()
         self._news.read(attempt, last=True)
         return verdict if self._hosts is None else self._look_at_hosts(self._hosts, attempt, verdict)
 
-    def _act(self, attempt: Attempt) -> None:
+    def _act(self, attempt: JobAttempt) -> None:
         """Act on requests, faults and findings while the job runs."""
         self._stopping.answer(attempt)
         self._strikes.strike(attempt)
@@ -186,7 +186,7 @@ class Launcher:
         return (
             None
             if path is None
-            else Broken(
+            else JobBroken(
                 f"{path} was removed while the job was running, so its workers were killed; "
                 "set TMPDIR to a directory that is not cleaned up"
             )
@@ -202,19 +202,19 @@ class Launcher:
             return self._job
         return dataclasses.replace(self._job, grace_s=min(self._job.grace_s, self._job.node_timeout_s))
 
-    def _begin(self, ranks: tuple[int, ...]) -> Start:
+    def _begin(self, ranks: tuple[int, ...]) -> JobStart:
         nodes = self._nodes
         if nodes is None:
-            return Start("", ranks, ranks, ranks)
+            return JobStart("", ranks, ranks, ranks)
         if nodes.is_late:
             self._restarts = nodes.number
         return nodes.begin(self._restarts)
 
-    def _is_running(self, attempt: Attempt) -> bool:
+    def _is_running(self, attempt: JobAttempt) -> bool:
         """Return whether a process may still run, here or on another node."""
         return attempt.is_running() or not set(self._judge.living()).issubset(attempt.processes)
 
-    def _others_say(self, attempt: Attempt) -> Verdict | None:
+    def _others_say(self, attempt: JobAttempt) -> Verdict | None:
         """Return the verdict that follows from the other launchers or the store."""
         nodes = self._nodes
         if nodes is None:
@@ -222,7 +222,7 @@ class Launcher:
         if why := nodes.store_lost:
             return self._stopping.without_store(attempt, why)
         if self._job.nnodes > 1 and nodes.is_restarted():
-            return Lost("the job was lost, as another launcher reported")
+            return JobLost("the job was lost, as another launcher reported")
         if self._lookout.all_stall(attempt, nodes):
             return self._judge.stalled()
         if nodes.is_stopping():
@@ -230,12 +230,12 @@ class Launcher:
         if self._job.nnodes == 1 or attempt.is_running():
             return None
         if self._stopping.is_asked and not nodes.is_stopping() and self._judge.living():
-            return Departed()
+            return NodeDeparted()
         return None
 
     # --- settings of the workers
 
-    def _settings(self, start: Start) -> Settings:
+    def _settings(self, start: JobStart) -> Settings:
         given, ranks, store = self._job.settings, start.ranks, start.store
         again = self._restarts > 0
         goes_on = again and self._has_begun() and (bool(given.checkpoint_dir) or self._judge.saved is not None)
@@ -290,22 +290,22 @@ class Launcher:
             ranks = self._nodes.agree_on_restart(self._restarts + 1, ranks)
         return ranks
 
-    def _look_at_hosts(self, hosts: Hosts, attempt: Attempt, verdict: Verdict) -> Verdict:
+    def _look_at_hosts(self, hosts: MpiHosts, attempt: JobAttempt, verdict: Verdict) -> Verdict:
         """Find out which hosts are left if the job is lost, or failed while it began; return the resulting verdict."""
-        if not (isinstance(verdict, Lost) or (isinstance(verdict, Broken) and verdict.unexplained)):
+        if not (isinstance(verdict, JobLost) or (isinstance(verdict, JobBroken) and verdict.unexplained)):
             return verdict
         pairs = {rank: pair for rank in attempt.processes if (pair := attempt.pair(rank)) is not None}
         lost = hosts.look_again(pairs.values())
         if not lost:
             is_unbegun = not pairs and _NO_DAEMON in self._mpirun_says()
-            return Lost("no worker began: one of mpirun's daemons failed to report back") if is_unbegun else verdict
+            return JobLost("no worker began: one of mpirun's daemons failed to report back") if is_unbegun else verdict
         self._judge.lose(rank for rank, pair in pairs.items() if hosts.name_of(pair.node) in lost)
         if hosts.left:
             self._job = dataclasses.replace(self._job, hosts=hosts.left)
         why = "; ".join(f"host {name} is lost: it {why}" for name, why in lost.items())
-        return Lost(why)
+        return JobLost(why)
 
-    def _restart(self, lost: Lost, ranks: tuple[int, ...]) -> Verdict | None:
+    def _restart(self, lost: JobLost, ranks: tuple[int, ...]) -> Verdict | None:
         """Prepare a restart on ``ranks``; return the verdict if it is not allowed."""
         stopping, distributed = self._stopping.is_asked, self._news.is_distributed
         refused = why_not_again(self._job, lost, self._restarts, len(ranks), stopping=stopping, distributed=distributed)
@@ -319,10 +319,10 @@ class Launcher:
 
     # --- the end
 
-    def _finish(self, verdict: Verdict) -> Outcome:
+    def _finish(self, verdict: Verdict) -> JobOutcome:
         from holdfast.launch.results import write_results
 
-        if isinstance(verdict, Broken) and not self._news.is_explained:
+        if isinstance(verdict, JobBroken) and not self._news.is_explained:
             self._news.note(unsaid(verdict))
         exit_code, message, traceback = explain(self._job, verdict, self._judge)
         records = read_run(self._places.run_dir)
@@ -332,11 +332,11 @@ class Launcher:
         if unwritten:
             exit_code = exit_code or 1
             message += f"{'. The' if message else 'the'} report is incomplete: {unwritten}"
-        return Outcome(
+        return JobOutcome(
             exit_code=exit_code,
             message=message,
             traceback=traceback,
-            mpirun_says=self._mpirun_says() if isinstance(verdict, Broken) and verdict.unexplained else "",
+            mpirun_says=self._mpirun_says() if isinstance(verdict, JobBroken) and verdict.unexplained else "",
             report=report,
             is_reported=self._job.report_dir is not None and not unwritten,
             records=tuple(records),

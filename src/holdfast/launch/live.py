@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+class RunStatus:
     """Progress of a run: committed steps, of ``planned`` (0: unknown); the PID of each live worker; metrics."""
 
     step: int = 0
@@ -44,7 +44,7 @@ class Status:
     metrics: Mapping[str, float]
 
 
-class View:
+class RunView:
     """Displays a run; this class displays nothing. ``show`` is called periodically, the other methods on events."""
 
     def output(self, rank: int, line: str) -> None:
@@ -53,14 +53,14 @@ class View:
     def say(self, line: str) -> None:
         """Display an event."""
 
-    def show(self, status: Status) -> None:
+    def show(self, status: RunStatus) -> None:
         """Display the progress."""
 
     def close(self) -> None:
         """Restore the terminal; nothing is displayed afterwards."""
 
 
-class PlainView(View):
+class PlainView(RunView):
     """One line per event, for logs and pipes; the workers' output goes to ``output``."""
 
     def __init__(self, output: TextIO | None = None) -> None:
@@ -75,7 +75,7 @@ class PlainView(View):
         print(f"holdfast: {clean(line)}", file=sys.stderr, flush=True)  # noqa: T201 - this is what it is for
 
 
-class LiveView(View):
+class LiveView(RunView):
     """A progress bar, the workers and the last event at the bottom of stderr; output scrolls above, or goes to ``output``."""
 
     def __init__(self, output: TextIO | None = None) -> None:
@@ -104,7 +104,7 @@ class LiveView(View):
         self._last = clean(line)
         self._console.print(Text(f"holdfast: {self._last}", style="yellow"), soft_wrap=True)
 
-    def show(self, status: Status) -> None:
+    def show(self, status: RunStatus) -> None:
         """Redraw the bar."""
         self._live.start()  # has no effect the second time
         self._live.update(_panel(status, self._last), refresh=True)
@@ -114,12 +114,12 @@ class LiveView(View):
         self._live.stop()
 
 
-def make_view(output: TextIO | None = None) -> View:
+def make_view(output: TextIO | None = None) -> RunView:
     """Return the live view if stderr is a terminal, otherwise one line per event."""
     return LiveView(output) if sys.stderr.isatty() else PlainView(output)
 
 
-def _panel(status: Status, last: str) -> Group:
+def _panel(status: RunStatus, last: str) -> Group:
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -137,7 +137,7 @@ def _panel(status: Status, last: str) -> Group:
     return Group(progress, *lines)
 
 
-class Story:
+class EventFormatter:
     """Turns records into lines of text; an event that every survivor records is reported once."""
 
     def __init__(self) -> None:

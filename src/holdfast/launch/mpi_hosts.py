@@ -19,22 +19,22 @@ from pathlib import Path
 
 from holdfast.errors import ConfigError
 from holdfast.launch.job import Job, refuse
-from holdfast.launch.processes import Pair, Process, end, this_node
-from holdfast.launch.run_paths import Places
+from holdfast.launch.processes import Process, WatchedWorker, end, this_node
+from holdfast.launch.run_paths import RunPaths
 
 SSH = ("ssh", "-o", "BatchMode=yes")
 """Never prompts: the launcher has no terminal input."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CommandResult:
     """Output and exit code of a command on another host; the code is None if the command did not end in time."""
 
     exit_code: int | None
     said: str
 
 
-class Agent:
+class RemoteAgent:
     """Starts commands on other hosts, as ``WORDS HOST COMMAND``; on this machine for the hosts in ``here``."""
 
     def __init__(self, words: Sequence[str], here: Collection[str] = ()) -> None:
@@ -42,7 +42,7 @@ class Agent:
         self._here = frozenset(here)
         self._running: list[subprocess.Popen[bytes]] = []
 
-    def ask(self, commands: Mapping[str, str], timeout_s: float) -> dict[str, Answer]:
+    def ask(self, commands: Mapping[str, str], timeout_s: float) -> dict[str, CommandResult]:
         """Run a ``sh`` command on each host, concurrently and within ``timeout_s``; return the answers by host."""
         ends_s = time.monotonic() + timeout_s
         started = {host: self._start(host, command, subprocess.PIPE) for host, command in commands.items()}
@@ -69,13 +69,13 @@ class Agent:
         )
 
 
-def _answer(process: subprocess.Popen[bytes], ends_s: float) -> Answer:
+def _answer(process: subprocess.Popen[bytes], ends_s: float) -> CommandResult:
     try:
         said, _ = process.communicate(timeout=max(0.0, ends_s - time.monotonic()))
     except subprocess.TimeoutExpired:
         _end(process)
-        return Answer(None, "")
-    return Answer(process.returncode, said.decode(errors="replace"))
+        return CommandResult(None, "")
+    return CommandResult(process.returncode, said.decode(errors="replace"))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -97,7 +97,7 @@ class RemoteProcess(Process):
     """A process on another host, reached through the agent."""
 
     host: str
-    agent: Agent
+    agent: RemoteAgent
 
     def is_alive(self) -> bool:
         """Return True: until its watcher records how it ended, its state is unknown here."""
@@ -163,13 +163,13 @@ def shared_folder(job: Job) -> Path | None:
 # -- the hosts of a job
 
 
-class Hosts:
+class MpiHosts:
     """The remaining hosts of a job, and how to reach them. All must share the directories of the run."""
 
-    def __init__(self, job: Job, places: Places) -> None:
+    def __init__(self, job: Job, places: RunPaths) -> None:
         self.left = job.hosts
         self._job = job
-        self._agent = Agent(_agent_words(job), [host.name for host in job.hosts if _is_here(host.name)])
+        self._agent = RemoteAgent(_agent_words(job), [host.name for host in job.hosts if _is_here(host.name)])
         self._needs = (
             (f"test -d {shlex.quote(str(places.run_dir))}", f"does not see {places.run_dir.parent}: it must be shared"),
             (f"test -d {shlex.quote(str(places.log_dir))}", f"does not see {places.log_dir}: it must be shared"),
@@ -192,20 +192,20 @@ class Hosts:
                 refuse(f"hosts {self._names[node]} and {name} are the same machine, {node}; name it once, HOST:WORKERS")
             self._names[node] = name
 
-    def look_again(self, pairs: Iterable[Pair]) -> dict[str, str]:
+    def look_again(self, pairs: Iterable[WatchedWorker]) -> dict[str, str]:
         """After mpirun has ended, kill remaining processes and check the hosts; return the lost ones with reasons."""
         _, missing = self._look(self._kills(pairs))
         self.left = tuple(host for host in self.left if host.name not in missing)
         return missing
 
-    def _look(self, ends: Mapping[str, Sequence[str]]) -> tuple[dict[str, Answer], dict[str, str]]:
+    def _look(self, ends: Mapping[str, Sequence[str]]) -> tuple[dict[str, CommandResult], dict[str, str]]:
         checks = [f"{need} || exit {_FIRST_CODE + number}" for number, (need, _) in enumerate(self._needs)]
         look = "; ".join([*checks, f"echo {_MARK} $(uname -n)"])
         commands = {host.name: "; ".join([*ends.get(host.name, ()), look]) for host in self.left}
         answers = self._agent.ask(commands, self._job.node_timeout_s)
         return answers, {name: why for name, answer in answers.items() if (why := self._why_not(answer))}
 
-    def _why_not(self, answer: Answer) -> str:
+    def _why_not(self, answer: CommandResult) -> str:
         """Return why a host cannot take part, or ""."""
         if answer.exit_code is None:
             return f"did not answer within {self._job.node_timeout_s:g} s"
@@ -248,15 +248,15 @@ class Hosts:
             words += ["-x", name] if name.startswith(_HANDED_ON) else []
         return words
 
-    def reach(self, pair: Pair) -> Pair:
+    def reach(self, pair: WatchedWorker) -> WatchedWorker:
         """Return a pair that can be sent signals, wherever it is."""
         name = self._names.get(pair.node)
         if name is None or pair.node == this_node():
             return pair
         worker, watcher = (RemoteProcess(p.pid, p.started, name, self._agent) for p in (pair.worker, pair.watcher))
-        return Pair(worker, watcher, pair.node)
+        return WatchedWorker(worker, watcher, pair.node)
 
-    def end(self, processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[Pair]) -> None:
+    def end(self, processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[WatchedWorker]) -> None:
         """Kill mpirun and all processes below it; on hosts that do not answer, that is left to Open MPI."""
         here = [pair for pair in pairs if pair.node == this_node()]
         if any(process.poll() is None for process in processes):
@@ -264,7 +264,7 @@ class Hosts:
             self._agent.ask({name: "; ".join(words) for name, words in kills.items()}, _END_S)
         end(processes, here)
 
-    def _kills(self, pairs: Iterable[Pair]) -> dict[str, list[str]]:
+    def _kills(self, pairs: Iterable[WatchedWorker]) -> dict[str, list[str]]:
         """Return, by host, the commands that kill these processes there."""
         kills: dict[str, list[str]] = {}
         for pair in pairs:
@@ -289,7 +289,7 @@ def _is_here(name: str) -> bool:
     return True
 
 
-def _node(answer: Answer) -> str:
+def _node(answer: CommandResult) -> str:
     """Return the node name that a host reported, or ""."""
     lines = answer.said.splitlines()
     return next((line.split()[1] for line in lines if line.startswith(f"{_MARK} ")), "")

@@ -22,16 +22,16 @@ from typing import NoReturn
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import Fault, FaultPlan, mtbf_schedule
 from holdfast.launch import network_partition as cut
-from holdfast.launch.attempt import Attempt
+from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.job import Job
 from holdfast.launch.processes import end_at_once
-from holdfast.launch.record_bus import News, Run
+from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.records.beacon import UNCONNECTED
 from holdfast.records.paths import strike_path
 from holdfast.records.types import FaultFired
 
 
-class Kills:
+class KillSchedule:
     """Schedule of kills, counted from ``begin_s``."""
 
     def __init__(self, schedule: Iterator[tuple[float, int]], begin_s: float) -> None:
@@ -48,21 +48,21 @@ class Kills:
         return victim
 
 
-class Killer:
+class RandomKiller:
     """Kills random workers from the first committed step on (``--mtbf``); numbered after the planned faults."""
 
-    def __init__(self, run: Run, news: News, planned: int) -> None:
+    def __init__(self, run: RunState, news: RecordBus, planned: int) -> None:
         self._run = run
         self._news = news
         self._planned = planned
-        self._kills: Kills | None = None
+        self._kills: KillSchedule | None = None
 
-    def kill(self, attempt: Attempt) -> bool:
+    def kill(self, attempt: JobAttempt) -> bool:
         """Kill the worker that is due; return whether one was killed."""
         run, now_s = self._run, self._run.clock.now_s()
         if self._kills is None and run.job.mtbf_s and self._news.has_committed:
             schedule = mtbf_schedule(run.job.mtbf_s, run.job.settings.seed, range(run.job.workers))
-            self._kills = Kills(schedule, now_s)
+            self._kills = KillSchedule(schedule, now_s)
         victim = None if self._kills is None else self._kills.due(now_s)
         if victim is None or victim not in run.judge.living():
             return False
@@ -82,16 +82,16 @@ _HEARD_S = 0.2
 _HEAL_S = 30.0
 
 
-class Strikes:
+class NodeFaults:
     """Injects the planned faults of this node, when its workers request them."""
 
-    def __init__(self, run: Run, news: News, plan: FaultPlan) -> None:
+    def __init__(self, run: RunState, news: RecordBus, plan: FaultPlan) -> None:
         self._run = run
         self._news = news
         self._planned = {n: fault for n, fault in enumerate(plan.faults) if fault.node == run.job.node_rank}
         self._cuts: list[subprocess.Popen[bytes]] = []
 
-    def strike(self, attempt: Attempt) -> None:
+    def strike(self, attempt: JobAttempt) -> None:
         """Inject the faults that workers have requested."""
         self._look_for_healed()
         for number, fault in self._planned.items():
@@ -115,7 +115,7 @@ class Strikes:
                 node = self._run.job.node_rank
                 self._run.view.say(f"the network of node {node} could not be restored in {_HEAL_S:g} s")
 
-    def _tell(self, attempt: Attempt, number: int, fault: Fault, step: int) -> None:
+    def _tell(self, attempt: JobAttempt, number: int, fault: Fault, step: int) -> None:
         first, node = min(attempt.processes), self._run.job.node_rank
         own = tuple(rank for rank in self._run.judge.living() if rank in attempt.processes)
         fired = FaultFired(rank=first, step=step, fault=number, kind=fault.kind, phase=fault.phase)

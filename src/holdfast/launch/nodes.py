@@ -37,9 +37,9 @@ from typing import Any
 
 from holdfast.errors import StoreLost
 from holdfast.launch.job import Job
-from holdfast.launch.rendezvous import Meeting, Seated
+from holdfast.launch.rendezvous import LauncherInfo, Rendezvous
 from holdfast.membership import Store
-from holdfast.records.beacon import Position
+from holdfast.records.beacon import BeaconPosition
 from holdfast.records.encoding import record_from_dict, record_to_dict
 from holdfast.records.types import Record
 
@@ -48,7 +48,7 @@ FENCE_LEASES = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class JobStart:
     """One start of the job: the workers' store, all ranks, those of this node, and those alive when it joins."""
 
     store: str
@@ -67,7 +67,7 @@ class _Node:
 
 
 @dataclass(slots=True)
-class Changes:
+class NodeChanges:
     """Changes since the last call: lost nodes with their workers; workers whose launchers ended in order; newcomers."""
 
     lost: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Changes:
     newcomers: tuple[int, ...] = ()
 
 
-class Nodes(Meeting):
+class NodeGroup(Rendezvous):
     """This launcher and those of the other nodes, over all starts of the job."""
 
     def __init__(self, job: Job) -> None:
@@ -89,7 +89,7 @@ class Nodes(Meeting):
         try:
             self._others = {node: _Node(seat) for node, seat in self.seats.items() if node != self._me}
             self.number = max(int(number) for number in self.store.under("start/")) if self.is_late else 0
-            self._telling = Telling(self.store, self._me)
+            self._telling = RecordReplication(self.store, self._me)
         except BaseException:
             self.close()
             raise
@@ -107,7 +107,7 @@ class Nodes(Meeting):
 
     # -- starts
 
-    def begin(self, number: int) -> Start:
+    def begin(self, number: int) -> JobStart:
         """Take part in the start of the job with this number."""
         if self._members is not None:
             self._members.close()
@@ -125,7 +125,7 @@ class Nodes(Meeting):
         if self.is_late:
             living.update(rank for seated in self.there().values() for rank in self._ranks(seated))
             living.difference_update(int(rank) for rank in self.store.under(f"gone/{number}/"))
-        return Start(self.url(number), tuple(homes), self._own, tuple(sorted(living)))
+        return JobStart(self.url(number), tuple(homes), self._own, tuple(sorted(living)))
 
     def _homes(self, number: int) -> dict[int, int]:
         """Return the node of each worker that a start begins with."""
@@ -174,18 +174,18 @@ class Nodes(Meeting):
 
     # -- record replication
 
-    def tell(self, records: Sequence[tuple[Record, Position | None]]) -> None:
+    def tell(self, records: Sequence[tuple[Record, BeaconPosition | None]]) -> None:
         """Publish the records of this node's workers, with the last positions of workers that have ended."""
         if self._job.nnodes > 1:
             self._telling.tell(self.number, records)
 
-    def hear(self) -> list[Told]:
+    def hear(self) -> list[RemoteRecord]:
         """Return the records that the other launchers published since the last call."""
         return self._telling.hear(self._others)
 
-    def look(self) -> Changes:
+    def look(self) -> NodeChanges:
         """Return the changes of the other nodes since the last call, after notifying the workers of failed ranks."""
-        there, changes = self.there(), Changes()
+        there, changes = self.there(), NodeChanges()
         for node, known in self._others.items():
             now = there.get(node)
             if not known.is_lost and (now is None or now.seat != known.seat):
@@ -196,11 +196,11 @@ class Nodes(Meeting):
                 changes.newcomers += newcomers
         return changes
 
-    def _ranks(self, seated: Seated) -> tuple[int, ...]:
+    def _ranks(self, seated: LauncherInfo) -> tuple[int, ...]:
         """Return the workers of a node in this start; a launcher that has not begun it still names those of the last."""
         return seated.ranks if seated.start == self.number else ()
 
-    def _lose(self, node: int, known: _Node, changes: Changes) -> None:
+    def _lose(self, node: int, known: _Node, changes: NodeChanges) -> None:
         known.is_lost = True
         # Workers that another launcher has just given up are lost here, too; workers whose launcher saw them end are not.
         left = tuple(rank for rank in known.ranks if self.store.get(f"gone/{self.number}/{rank}") != str(node))
@@ -296,15 +296,15 @@ _BATCH_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RemoteRecord:
     """A record of another node's worker, its start of the job, and the last position of a worker that ended."""
 
     start: int
     record: Record
-    position: Position | None = None
+    position: BeaconPosition | None = None
 
 
-class Telling:
+class RecordReplication:
     """Replicates records between launchers; begins with those of this node's earlier launchers."""
 
     def __init__(self, store: Store, node: int) -> None:
@@ -317,20 +317,20 @@ class Telling:
         self._old = list(self._hear_of(node))
         self._told = self._next[node] - 1
 
-    def tell(self, start: int, records: Sequence[tuple[Record, Position | None]]) -> None:
+    def tell(self, start: int, records: Sequence[tuple[Record, BeaconPosition | None]]) -> None:
         """Publish the records of this node's workers, with the last positions of workers that have ended."""
         for batch in _batches(records):
             self._told += 1
             text = json.dumps({"number": self._told, "start": start, "records": batch})
             self._store.put(f"told/{self._node}/{self._told % _SLOTS}", text)
 
-    def hear(self, nodes: Iterable[int]) -> list[Told]:
+    def hear(self, nodes: Iterable[int]) -> list[RemoteRecord]:
         """Return the records that these nodes published since the last call, ordered by time."""
         heard, self._old = self._old, []
         heard += [told for node in nodes for told in self._hear_of(node)]
         return sorted(heard, key=lambda told: (told.start, told.record.t_s))
 
-    def _hear_of(self, node: int) -> Iterator[Told]:
+    def _hear_of(self, node: int) -> Iterator[RemoteRecord]:
         self._next.setdefault(node, 1)
         while (text := self._store.get(f"told/{node}/{self._next[node] % _SLOTS}")) is not None:
             said = json.loads(text)
@@ -338,11 +338,13 @@ class Telling:
                 return  # the slot still has an old batch
             self._next[node] = said["number"] + 1
             for line, position in said["records"]:
-                where = None if position is None else Position(**{**position, "samples": tuple(position["samples"])})
-                yield Told(said["start"], record_from_dict(line), where)
+                where = (
+                    None if position is None else BeaconPosition(**{**position, "samples": tuple(position["samples"])})
+                )
+                yield RemoteRecord(said["start"], record_from_dict(line), where)
 
 
-def _batches(records: Sequence[tuple[Record, Position | None]]) -> Iterator[list[Any]]:
+def _batches(records: Sequence[tuple[Record, BeaconPosition | None]]) -> Iterator[list[Any]]:
     """Yield the records in batches that fit into a value of the store."""
     batch: list[Any] = []
     size = 0

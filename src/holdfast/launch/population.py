@@ -13,7 +13,7 @@ _LONGEST_S = 60.0
 
 
 @dataclass(slots=True)
-class Births:
+class WorkerPopulation:
     """Counts deaths and schedules new workers: at most ``limit`` replacements of failed ones."""
 
     limit: int

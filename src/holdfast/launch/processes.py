@@ -91,7 +91,7 @@ def _state_of(pid: int) -> tuple[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class WatchedWorker:
     """A worker and its watcher, with the name of their machine; "" if it can only be that of the launcher."""
 
     worker: Process
@@ -258,7 +258,7 @@ def start(
         )
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[Pair]) -> None:
+def end(processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[WatchedWorker]) -> None:
     """Kill the processes from :func:`start`, the workers below them, and their children; returns once all ended.
 
     Watchers and workers that have not recorded themselves, and are not in ``pairs``, are found below ``processes``.

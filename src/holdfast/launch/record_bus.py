@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from holdfast.clock import Clock
 from holdfast.errors import StoreLost
-from holdfast.launch.attempt import Attempt, Files
+from holdfast.launch.attempt import AttemptFiles, JobAttempt
 from holdfast.launch.job import Job
-from holdfast.launch.job_state import Judge, cause_of_death
-from holdfast.launch.live import Status, Story, View
-from holdfast.launch.nodes import Nodes
-from holdfast.launch.population import Births
-from holdfast.launch.run_paths import Places
-from holdfast.records.beacon import Position
+from holdfast.launch.job_state import JobState, cause_of_death
+from holdfast.launch.live import EventFormatter, RunStatus, RunView
+from holdfast.launch.nodes import NodeGroup
+from holdfast.launch.population import WorkerPopulation
+from holdfast.launch.run_paths import RunPaths
+from holdfast.records.beacon import BeaconPosition
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path
@@ -34,38 +34,38 @@ from holdfast.report.history import is_distributed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunState:
     """One run of a job, over all its starts.
 
     ``nodes`` is None if the fabric needs no store. The clock's zero is the time when the run began, on the first node.
     """
 
     job: Job
-    view: View
-    judge: Judge
-    births: Births
-    nodes: Nodes | None
-    places: Places
-    files: Files
+    view: RunView
+    judge: JobState
+    births: WorkerPopulation
+    nodes: NodeGroup | None
+    places: RunPaths
+    files: AttemptFiles
     clock: Clock
 
     @property
-    def others(self) -> Nodes | None:
+    def others(self) -> NodeGroup | None:
         """The launchers of the other nodes; None if there are none, or this node can no longer take part."""
         nodes = self.nodes
         return None if nodes is None or self.job.nnodes == 1 or nodes.store_lost else nodes
 
 
-class News:
+class RecordBus:
     """Takes every record of a run once, and passes it to the job state, the view and the other launchers."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         self._run = run
-        self._story = Story()
+        self._story = EventFormatter()
         self._recorder = FileRecorder(records_path(run.places.run_dir, "launcher"))
         self._log = Logger(run.clock, lambda: (-1, -1), self._recorder)
-        self._status = Status(alive={}, metrics={})
-        self._noted: list[tuple[Record, Position | None]] = []
+        self._status = RunStatus(alive={}, metrics={})
+        self._noted: list[tuple[Record, BeaconPosition | None]] = []
         self._tracebacks: dict[int, str] = {}
         self.is_distributed = False
         """Whether the script uses ``torch.distributed``, as far as is known."""
@@ -80,7 +80,7 @@ class News:
         """Whether a script has recorded why it failed."""
         return bool(self._tracebacks)
 
-    def read(self, attempt: Attempt, *, last: bool = False) -> None:
+    def read(self, attempt: JobAttempt, *, last: bool = False) -> None:
         """Read new records and output; ``last`` includes incomplete lines of output.
 
         Output is read first: the record of a traceback is written before the traceback, so it is known.
@@ -97,7 +97,7 @@ class News:
             if not self._is_kept_for_later(rank, line):
                 self._run.view.output(rank, line)
 
-    def hear(self, record: Record, position: Position | None = None) -> None:
+    def hear(self, record: Record, position: BeaconPosition | None = None) -> None:
         """Take one record; ``position`` is the last position of a worker that has ended."""
         self._run.judge.hear(record, position)
         match record:
@@ -120,7 +120,7 @@ class News:
         if isinstance(record, FaultFired | WorkerFenced | StragglerSeen):
             self._noted.append((record, None))
 
-    def note_end(self, ended: WorkerEnded, attempt: Attempt) -> None:
+    def note_end(self, ended: WorkerEnded, attempt: JobAttempt) -> None:
         """Write how a worker ended, instead of its watcher, and handle it."""
         ended = self._log.write(ended)
         position = self._end_of(ended, attempt)
@@ -132,7 +132,7 @@ class News:
         self._status = dataclasses.replace(self._status, alive=alive)
         self._run.view.show(self._status)
 
-    def _end_of(self, record: Record, attempt: Attempt) -> Position | None:
+    def _end_of(self, record: Record, attempt: JobAttempt) -> BeaconPosition | None:
         """Handle the end of a worker of this node; return its last position."""
         if not isinstance(record, WorkerEnded) or self._run.judge.has_ended(record.rank):
             return None
@@ -146,14 +146,14 @@ class News:
                 nodes.ended(record.rank)
         return attempt.position(record.rank)
 
-    def _exchange(self, own: Sequence[tuple[Record, Position | None]]) -> None:
+    def _exchange(self, own: Sequence[tuple[Record, BeaconPosition | None]]) -> None:
         """Publish new records to the other launchers, and read theirs."""
         if (others := self._run.others) is not None:
             with contextlib.suppress(StoreLost):  # detected at the next check
                 others.tell(own)
                 self._hear_others(others)
 
-    def _hear_others(self, others: Nodes) -> None:
+    def _hear_others(self, others: NodeGroup) -> None:
         judge = self._run.judge
         changes = others.look()
         for rank in changes.newcomers:

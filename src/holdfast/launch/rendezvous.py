@@ -39,7 +39,7 @@ _ALIKE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Seated:
+class LauncherInfo:
     """A present launcher: number of earlier ones of its node, its workers, and their start (-1 before the first)."""
 
     seat: int
@@ -47,7 +47,7 @@ class Seated:
     start: int
 
 
-class Meeting:
+class Rendezvous:
     """This launcher among those that share a store. The constructor waits until all are present, or the job has begun.
 
     Raises:
@@ -97,10 +97,10 @@ class Meeting:
             return f"node {self._me} was given up: no heartbeat for {self._lease_s:g} s (--node-timeout)"
         return ""
 
-    def there(self) -> dict[int, Seated]:
+    def there(self) -> dict[int, LauncherInfo]:
         """Return the launchers that are present, by node."""
         return {
-            int(node): Seated(said["seat"], tuple(said["ranks"]), said["start"])
+            int(node): LauncherInfo(said["seat"], tuple(said["ranks"]), said["start"])
             for node, text in self.store.under("node/").items()
             for said in [json.loads(text)]
         }

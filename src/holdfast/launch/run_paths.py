@@ -20,7 +20,7 @@ SHARED = "shared"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class RunPaths:
     """The directories of a run.
 
     Args:

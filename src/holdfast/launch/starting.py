@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from holdfast.launch.hangs import Stuck
+from holdfast.launch.hangs import StuckWorker
 from holdfast.records.beacon import UNCONNECTED
 
 _TIMES = 3.0
@@ -22,7 +22,7 @@ WARN_AFTER_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class StartupStatus:
     """Observation of a worker, from its beacon; phase "" if unknown yet, and whether a signal stops its process."""
 
     phase: str = ""
@@ -51,23 +51,23 @@ class Sign:
 class _Sight:
     """The last observation of a worker; when it was first observed, last made progress, began to wait, or was alive."""
 
-    sign: Sign
+    sign: StartupStatus
     began_s: float
     moved_s: float
     alive_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class StartupFinding:
     """Result of a check: workers to give up; why the start is lost without a culprit; a new warning, or ""."""
 
-    stuck: Sequence[Stuck] = ()
+    stuck: Sequence[StuckWorker] = ()
     lost: str = ""
     warning: str = ""
 
 
 @dataclass(slots=True)
-class Starting:
+class StartupMonitor:
     """Checks the workers of this node until all are connected; each has ``timeout_s`` to arrive, 0 for no limit."""
 
     timeout_s: float
@@ -95,15 +95,15 @@ class Starting:
         return self.timeout_s and max(self.timeout_s, _TIMES * self._slowest_s)
 
     def look(
-        self, signs: Mapping[int, Sign], now_s: float, *, has_begun: bool = False, elsewhere: bool = False
-    ) -> Finding:
+        self, signs: Mapping[int, StartupStatus], now_s: float, *, has_begun: bool = False, elsewhere: bool = False
+    ) -> StartupFinding:
         """Check the observations of all live workers of this node; each worker is given up once.
 
         In a job that ``has_begun``, a worker that is not connected is a newcomer, which no other worker waits for.
         ``elsewhere``: :attr:`keeps_waiting` is true on another node.
         """
         if not self.timeout_s:
-            return Finding()
+            return StartupFinding()
         self._leave_out_standstill(now_s)
         for rank, sign in signs.items():
             self._note(rank, sign, now_s)
@@ -117,7 +117,7 @@ class Starting:
             lost = f"the workers were not connected within {self.timeout_s:g} s, although all of them had requested it"
         self._given_up.update(found.rank for found in stuck)
         warning = "" if waited_s < WARN_AFTER_S and self._are_preparing(unconnected) else self._warning(late, now_s)
-        return Finding(stuck, lost, "" if has_begun else warning)
+        return StartupFinding(stuck, lost, "" if has_begun else warning)
 
     def _leave_out_standstill(self, now_s: float) -> None:
         """Shift all times by a time in which the launcher was suspended, perhaps with the whole machine."""
@@ -132,7 +132,7 @@ class Starting:
             if self._elsewhere_since_s is not None:
                 self._elsewhere_since_s += gap_s
 
-    def _note(self, rank: int, sign: Sign, now_s: float) -> None:
+    def _note(self, rank: int, sign: StartupStatus, now_s: float) -> None:
         seen = self._seen.get(rank)
         if seen is None:
             self._seen[rank] = _Sight(sign, now_s, now_s, now_s)
@@ -146,7 +146,7 @@ class Starting:
         if before.is_late and not sign.is_late:
             self._slowest_s = max(self._slowest_s, now_s - seen.began_s)
 
-    def _waited_s(self, signs: Mapping[int, Sign], now_s: float, *, elsewhere: bool) -> float:
+    def _waited_s(self, signs: Mapping[int, StartupStatus], now_s: float, *, elsewhere: bool) -> float:
         """Return for how long a worker has waited for others, on this node or another."""
         here_s = max((now_s - self._seen[rank].moved_s for rank, s in signs.items() if s.is_waiting), default=0.0)
         self.keeps_waiting = here_s >= WARN_AFTER_S
@@ -157,15 +157,15 @@ class Starting:
             self._elsewhere_since_s = now_s - WARN_AFTER_S
         return max(here_s, now_s - self._elsewhere_since_s)
 
-    def _stuck(self, rank: int, now_s: float, waited_s: float) -> Stuck | None:
+    def _stuck(self, rank: int, now_s: float, waited_s: float) -> StuckWorker | None:
         seen = self._seen[rank]
         taken_s, silent_s = now_s - seen.began_s, now_s - seen.alive_s
         # A long import holds the GIL, so a missing pulse alone does not show that a process is hung.
         if silent_s > self.limit_s and (seen.sign.is_stopped or not seen.sign.phase):
-            return Stuck(rank, silent_s, f"{self._state(seen.sign)} for {silent_s:.1f} s while the job starts")
+            return StuckWorker(rank, silent_s, f"{self._state(seen.sign)} for {silent_s:.1f} s while the job starts")
         if taken_s > self.limit_s and waited_s > self.limit_s:
             what = f"{self._state(seen.sign)} {taken_s:.1f} s after its start, and other workers wait for it"
-            return Stuck(rank, taken_s, f"{what}; if this is expected, raise --start-timeout")
+            return StuckWorker(rank, taken_s, f"{what}; if this is expected, raise --start-timeout")
         return None
 
     def _all_wait(self, unconnected: Sequence[int], now_s: float) -> bool:
@@ -188,7 +188,7 @@ class Starting:
         blame = "; ".join(f"{_ranks(ranks)} {state}" for state, ranks in states.items())
         return f"the job has not begun after {now_s - min(s.began_s for s in self._seen.values()):.0f} s: {blame}"
 
-    def _state(self, sign: Sign) -> str:
+    def _state(self, sign: StartupStatus) -> str:
         if sign.is_stopped:
             return "is stopped"
         if not sign.phase:

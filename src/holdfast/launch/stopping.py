@@ -9,10 +9,10 @@ from types import FrameType
 from typing import Any
 
 from holdfast.errors import StoreLost
-from holdfast.launch.attempt import Attempt
-from holdfast.launch.job_state import Broken, Completed, Verdict
+from holdfast.launch.attempt import JobAttempt
+from holdfast.launch.job_state import JobBroken, JobCompleted, Verdict
 from holdfast.launch.nodes import FENCE_LEASES
-from holdfast.launch.record_bus import News, Run
+from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.records.paths import stop_path
 
 _TOGETHER_S = 1.0
@@ -20,10 +20,10 @@ _TOGETHER_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Stopping:
+class StopProcedure:
     """Makes the workers save or leave on request, and decides when their time is over."""
 
-    def __init__(self, run: Run, news: News) -> None:
+    def __init__(self, run: RunState, news: RecordBus) -> None:
         self._run = run
         self._news = news
         self.is_asked = False
@@ -61,7 +61,7 @@ class Stopping:
 
     # -- answers
 
-    def answer(self, attempt: Attempt) -> None:
+    def answer(self, attempt: JobAttempt) -> None:
         """Notify the workers, once it is known whether the whole job stops, or this node alone."""
         if self._told:
             self._reach(attempt)
@@ -85,10 +85,10 @@ class Stopping:
     def timed_out(self) -> Verdict | None:
         """Return the verdict if the grace period is over, or the user asked for an immediate stop."""
         if self._at_once:
-            return Broken("stopped immediately on a second request; nothing was saved")
+            return JobBroken("stopped immediately on a second request; nothing was saved")
         if self._by_s is not None and self._run.clock.now_s() > self._by_s:
             what = "ranks did not end" if self._news.is_distributed else "workers did not save"
-            return Broken(f"stopped on request, but the {what} within {self._run.job.grace_s:g} s")
+            return JobBroken(f"stopped on request, but the {what} within {self._run.job.grace_s:g} s")
         return None
 
     def _all_are_to_stop(self) -> bool:
@@ -107,7 +107,7 @@ class Stopping:
         nodes = self._run.nodes
         return nodes is None or nodes.is_host or self._run.job.nnodes == 1
 
-    def _reach(self, attempt: Attempt) -> None:
+    def _reach(self, attempt: JobAttempt) -> None:
         """Send SIGTERM to all workers that have not received it, such as those that were just being started."""
         for rank in attempt.processes:
             if rank not in self._reached and attempt.send(rank, signal.SIGTERM):
@@ -115,7 +115,7 @@ class Stopping:
 
     # -- loss of the store
 
-    def without_store(self, attempt: Attempt, why: str) -> Verdict | None:
+    def without_store(self, attempt: JobAttempt, why: str) -> Verdict | None:
         """Make the workers save and stop, if the job cannot continue without this launcher; return the verdict, if any.
 
         Otherwise this node alone may be cut off. Its workers must then not stop the job, and must have ended before
@@ -137,14 +137,14 @@ class Stopping:
             return None
         self._news.read(attempt)
         verdict = run.judge.verdict(run.clock.now_s(), running=False)
-        return verdict if isinstance(verdict, Completed) else self.cut_off(why)
+        return verdict if isinstance(verdict, JobCompleted) else self.cut_off(why)
 
-    def cut_off(self, why: str) -> Broken:
+    def cut_off(self, why: str) -> JobBroken:
         """Return the verdict if the store is lost and the workers have ended."""
         job = self._run.job
         if job.nnodes == 1:
-            return Broken(f"the store was lost: {why}")
-        return Broken(
+            return JobBroken(f"the store was lost: {why}")
+        return JobBroken(
             f"node {job.node_rank} can no longer take part: {why}. Its workers were killed, and results that the "
             "other nodes did not receive are discarded; to rejoin, start it again with the same command"
         )

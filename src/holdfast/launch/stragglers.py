@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from holdfast.records.beacon import Position
+from holdfast.records.beacon import BeaconPosition
 
 _STEPS = 20
 """Number of consecutive steps that a worker must be slow before it is called a straggler."""
@@ -19,7 +19,7 @@ and on an overloaded machine different workers are slow at different times."""
 
 
 @dataclass(slots=True)
-class Stragglers:
+class StragglerDetector:
     """Compares the workers' times per slice: a straggler takes ``factor`` times (> 1) the median of the others."""
 
     factor: float
@@ -36,7 +36,7 @@ class Stragglers:
         self._speeds.clear()
         self._replaced.clear()
 
-    def scores(self, positions: Mapping[int, Position]) -> dict[int, float]:
+    def scores(self, positions: Mapping[int, BeaconPosition]) -> dict[int, float]:
         """Return each worker's time per slice, relative to the median of the others; 1 is equally fast."""
         taken = {rank: p.compute_s for rank, p in positions.items() if p.compute_s > 0}
         return {
@@ -45,7 +45,7 @@ class Stragglers:
             if (others := [s for other, s in taken.items() if other != rank])
         }
 
-    def look(self, positions: Mapping[int, Position]) -> dict[int, float]:
+    def look(self, positions: Mapping[int, BeaconPosition]) -> dict[int, float]:
         """Return the new stragglers, with their scores.
 
         A reported worker must recover half of its excess before it can be reported again.
@@ -63,7 +63,7 @@ class Stragglers:
                 found[rank] = score
         return found
 
-    def next_to_go(self, positions: Mapping[int, Position], now_s: float) -> int | None:
+    def next_to_go(self, positions: Mapping[int, BeaconPosition], now_s: float) -> int | None:
         """Return the worker to replace now: the slowest reported one that is still slow, one in 30 s; or None."""
         slow = {
             rank: score
@@ -77,7 +77,7 @@ class Stragglers:
         self._replaced.add(rank)
         return rank
 
-    def new_speeds(self, positions: Mapping[int, Position], now_s: float) -> dict[int, float] | None:
+    def new_speeds(self, positions: Mapping[int, BeaconPosition], now_s: float) -> dict[int, float] | None:
         """Return the speed of each worker, relative to the median, at most once in 30 s; None if it has not changed."""
         taken = {rank: p.compute_s for rank, p in positions.items() if p.compute_s > 0}
         if not taken or not (self._named or self._speeds) or now_s - self._acted_s < _CALM_S:

@@ -28,8 +28,8 @@ from holdfast.clock import SystemClock
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, HoldfastError, InternalError
 from holdfast.launch.processes import (
-    Pair,
     Process,
+    WatchedWorker,
     adopt_orphans,
     die_with_parent,
     end_children,
@@ -137,7 +137,9 @@ def _who() -> tuple[Settings, int]:
 def _note_pair(run_dir: Path, rank: int, worker_pid: int, watcher_pid: int) -> None:
     worker, watcher = Process.of(worker_pid), Process.of(watcher_pid)
     if worker is not None and watcher is not None:
-        Pair(worker, watcher, this_node() if LAUNCHER_NODE in os.environ else "").note(pair_path(run_dir, rank))
+        WatchedWorker(worker, watcher, this_node() if LAUNCHER_NODE in os.environ else "").note(
+            pair_path(run_dir, rank)
+        )
 
 
 def _is_elsewhere() -> bool:
@@ -225,10 +227,10 @@ def _wake_watchers(settings: Settings) -> None:
             pair.watcher.send(signal.SIGCONT)
 
 
-def _pairs(settings: Settings) -> list[Pair]:
+def _pairs(settings: Settings) -> list[WatchedWorker]:
     """Return all workers of this start, alive or not, with their watchers."""
     paths = Path(settings.run_dir).glob("process-*[0-9]") if settings.run_dir else ()
-    return [pair for path in paths if (pair := Pair.read(path)) is not None]
+    return [pair for path in paths if (pair := WatchedWorker.read(path)) is not None]
 
 
 def _wait_for_stop(handles: dict[str, int], settings: Settings, rank: int) -> set[str]:

@@ -5,14 +5,21 @@ the launcher's :class:`~holdfast.membership.hub.Hub`, :class:`~holdfast.membersh
 :class:`~holdfast.membership.roster.Roster` builds uniform agreement on it, whichever worker fails. No torch.
 """
 
+from typing import Any
+
+from holdfast._moved import renamed_class
 from holdfast.errors import ConfigError
 from holdfast.membership.client import HubStore
 from holdfast.membership.etcd import EtcdStore
 from holdfast.membership.hub import Hub
-from holdfast.membership.roster import Heard, Roster, Vote
+from holdfast.membership.roster import Agreement, Roster, RosterVote
 from holdfast.membership.store import LEASE_S, Store
 
-__all__ = ["Heard", "Hub", "HubStore", "Roster", "Store", "Vote", "open_store"]
+__all__ = ["Agreement", "Hub", "HubStore", "Roster", "RosterVote", "Store", "open_store"]
+
+
+def __getattr__(name: str) -> Any:
+    return renamed_class(__name__, name)
 
 
 def open_store(url: str, token: str, *, lease_s: float = LEASE_S) -> Store:

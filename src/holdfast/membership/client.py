@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 from holdfast.errors import ConfigError, StoreLost
-from holdfast.membership.store import LEASE_S, Silence, Store, beat_s, check_size, patience_s
-from holdfast.membership.wire import BEAT, HELLO, MAX_LINE_BYTES, Lines, dump, parse
+from holdfast.membership.store import LEASE_S, SilenceTimer, Store, beat_s, check_size, patience_s
+from holdfast.membership.wire import BEAT, HELLO, MAX_LINE_BYTES, LineSplitter, dump, parse
 
 _MAX_READ = 1 << 16
 
@@ -115,7 +115,7 @@ class HubStore(Store):
 
     def _keep_time(self, lease_s: float) -> None:
         self._beat_s = beat_s(lease_s)
-        self._silence = Silence(patience_s(lease_s), self._beat_s / 2)
+        self._silence = SilenceTimer(patience_s(lease_s), self._beat_s / 2)
 
     # -- listening, in a thread
 
@@ -128,7 +128,7 @@ class HubStore(Store):
             self._lose(f"it sent an invalid message: {error!r:.200}")
 
     def _read_all(self) -> None:
-        lines = Lines(2 * MAX_LINE_BYTES)
+        lines = LineSplitter(2 * MAX_LINE_BYTES)
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         while not self._lost:

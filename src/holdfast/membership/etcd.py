@@ -23,8 +23,18 @@ from typing import Any
 
 from holdfast.errors import ConfigError, StoreLost
 from holdfast.membership import gateway
-from holdfast.membership.gateway import Cluster, Line, Refused, Unavailable, decode, encode, sockets_of, under, wake
-from holdfast.membership.store import LEASE_S, Silence, Store, beat_s, check_size, patience_s
+from holdfast.membership.gateway import (
+    EtcdCluster,
+    EtcdConnection,
+    EtcdRefused,
+    EtcdUnavailable,
+    decode,
+    encode,
+    sockets_of,
+    under,
+    wake,
+)
+from holdfast.membership.store import LEASE_S, SilenceTimer, Store, beat_s, check_size, patience_s
 
 _NAP_S = 0.1
 _PAGE = 256
@@ -54,13 +64,13 @@ class EtcdStore(Store):
         self._where = where.rpartition("@")[2]
         self._prefix = f"holdfast/{job}/"
         self._lease_s = lease_s
-        self._cluster = Cluster(where, token, min(gateway.ANSWER_S, patience_s(lease_s) / 3))
+        self._cluster = EtcdCluster(where, token, min(gateway.ANSWER_S, patience_s(lease_s) / 3))
         self._me, self._numbers = secrets.token_hex(4), itertools.count()
         self._lease = ""
         self._revision = 0
         self._closing = threading.Event()
         self._asking = threading.Lock()
-        self._line, self._beat_line = Line(self._cluster), Line(self._cluster)
+        self._line, self._beat_line = EtcdConnection(self._cluster), EtcdConnection(self._cluster)
         self._watched: http.client.HTTPConnection | None = None
         self._watched_member = self._cluster.member
         super().__init__()  # from here on, a fork closes open sockets
@@ -77,9 +87,9 @@ class EtcdStore(Store):
         for _ in self._cluster.members:
             try:
                 self._read_all(self._line)
-            except Unavailable as error:
+            except EtcdUnavailable as error:
                 why: Exception = error
-            except Refused as error:
+            except EtcdRefused as error:
                 self._line.drop()
                 raise ConfigError(
                     f"etcd at {self._where} refuses access: {error}; --rdzv etcd://USER@... names the user, --rdzv-token (HOLDFAST_TOKEN) its password"
@@ -152,11 +162,11 @@ class EtcdStore(Store):
             try:
                 with self._asking:
                     return self._line.ask(path, body())
-            except Unavailable as error:
+            except EtcdUnavailable as error:
                 if silence.is_too_long():
                     self._lose(error)
                 self._closing.wait(_NAP_S)
-            except Refused as error:
+            except EtcdRefused as error:
                 if error.code != gateway.NOT_FOUND or not self._lease:
                     self._lose(error)
                 self._lease = ""  # it has expired
@@ -171,8 +181,8 @@ class EtcdStore(Store):
             self._lease = self._line.ask("lease/grant", {"TTL": math.ceil(self._lease_s)})["ID"]
         return self._lease
 
-    def _new_silence(self) -> Silence:
-        return Silence(patience_s(self._lease_s), gateway.CONNECT_S + self._cluster.answer_s)
+    def _new_silence(self) -> SilenceTimer:
+        return SilenceTimer(patience_s(self._lease_s), gateway.CONNECT_S + self._cluster.answer_s)
 
     def _lose(self, why: object) -> None:
         self._note_lost(f"the connection to etcd at {self._where} is lost: {why}")
@@ -196,7 +206,7 @@ class EtcdStore(Store):
             try:
                 self._show_life()
                 silence.broken(began_s)  # not the current time: etcd also counts from when it received the request
-            except Unavailable as error:
+            except EtcdUnavailable as error:
                 nap_s, why = _NAP_S, str(error)
             if silence.is_too_long():
                 self._lose(why)
@@ -219,7 +229,7 @@ class EtcdStore(Store):
 
     # -- local copy, in a thread
 
-    def _read_all(self, line: Line) -> None:
+    def _read_all(self, line: EtcdConnection) -> None:
         """Replace the local copy by all keys of the store."""
         request: dict[str, Any] = under(self._prefix) | {"limit": _PAGE}
         items: dict[str, str] = {}
@@ -247,7 +257,7 @@ class EtcdStore(Store):
                     silence.broken(time.monotonic())
                     if not self._take(result):
                         break
-            except (*gateway.FAILURES, Refused) as error:
+            except (*gateway.FAILURES, EtcdRefused) as error:
                 why = str(error)
             if silence.is_too_long():
                 self._lose(why)
@@ -268,7 +278,7 @@ class EtcdStore(Store):
             while not self._lost and (line := response.readline()):
                 message = json.loads(line)
                 if "error" in message:
-                    raise Unavailable(str(message["error"]))
+                    raise EtcdUnavailable(str(message["error"]))
                 yield message["result"]
         finally:
             self._watched = None
@@ -279,8 +289,8 @@ class EtcdStore(Store):
         if result.get("canceled"):
             if "compact_revision" not in result:
                 self._cluster.log_out()
-                raise Unavailable(str(result.get("cancel_reason")))
-            self._read_all(line := Line(self._cluster))  # the missed changes are no longer available
+                raise EtcdUnavailable(str(result.get("cancel_reason")))
+            self._read_all(line := EtcdConnection(self._cluster))  # the missed changes are no longer available
             line.drop()
             return False
         with self._changed:

@@ -26,7 +26,7 @@ _OLD = "auth store is old"
 """Text of etcd's error if users have changed since the login."""
 
 
-class Refused(Exception):
+class EtcdRefused(Exception):
     """etcd answered the request with an error."""
 
     def __init__(self, error: dict[str, Any]) -> None:
@@ -34,15 +34,15 @@ class Refused(Exception):
         self.code = int(error.get("code") or error.get("grpc_code") or 0)
 
 
-class Unavailable(Exception):
+class EtcdUnavailable(Exception):
     """The member cannot answer now."""
 
 
-FAILURES = (OSError, http.client.HTTPException, ValueError, KeyError, Unavailable)
+FAILURES = (OSError, http.client.HTTPException, ValueError, KeyError, EtcdUnavailable)
 """All errors that a request to an unavailable member may raise."""
 
 
-class Cluster:
+class EtcdCluster:
     """The members, ``[USER@]HOST:PORT[,HOST:PORT...]``, and the one in use; ``answer_s`` is its timeout."""
 
     def __init__(self, where: str, password: str, answer_s: float) -> None:
@@ -74,7 +74,7 @@ class Cluster:
         return connection
 
     def request(self, connection: http.client.HTTPConnection, path: str, body: object) -> http.client.HTTPResponse:
-        """Send a request, and return the response with its body unread; raise :class:`Refused` on an error of etcd."""
+        """Send a request, and return the response with its body unread; raise :class:`EtcdRefused` on an error of etcd."""
         headers = {"Content-Type": "application/json"}
         if self._user and path != "auth/authenticate":
             headers["Authorization"] = self._pass or self._log_in(connection)
@@ -82,12 +82,12 @@ class Cluster:
         response = connection.getresponse()
         if response.status == http.HTTPStatus.OK:
             return response
-        refused = Refused(json.loads(response.read()))
+        refused = EtcdRefused(json.loads(response.read()))
         if self._user and (refused.code == _NOBODY or _OLD in str(refused)):  # or the member was restarted
             self.log_out()
-            raise Unavailable(str(refused))
+            raise EtcdUnavailable(str(refused))
         if refused.code in _UNAVAILABLE:
-            raise Unavailable(str(refused))
+            raise EtcdUnavailable(str(refused))
         raise refused
 
     def log_out(self) -> None:
@@ -101,16 +101,16 @@ class Cluster:
         return token
 
 
-class Line:
+class EtcdConnection:
     """A connection to the member in use, for one request at a time."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: EtcdCluster) -> None:
         self._cluster = cluster
         self._connection: http.client.HTTPConnection | None = None
         self._member = cluster.member
 
     def ask(self, path: str, body: object) -> dict[str, Any]:
-        """Send a request once; if it is not answered (:class:`Unavailable`), the next goes to the next member."""
+        """Send a request once; if it is not answered (:class:`EtcdUnavailable`), the next goes to the next member."""
         if self._connection is None or self._member != self._cluster.member:
             self.drop()
             self._member = self._cluster.member
@@ -121,7 +121,7 @@ class Line:
         except FAILURES as error:
             self.drop()
             self._cluster.give_up(self._member)
-            raise Unavailable(f"{self._member[0]}:{self._member[1]}: {error}") from error
+            raise EtcdUnavailable(f"{self._member[0]}:{self._member[1]}: {error}") from error
         return answer
 
     def drop(self) -> None:

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from holdfast.errors import ConfigError
-from holdfast.membership.store import LEASE_S, MAX_KEY_BYTES, MAX_VALUE_BYTES, Silence
-from holdfast.membership.wire import BEAT, HELLO, MAX_HELLO_BYTES, MAX_LINE_BYTES, Lines, dump, parse
+from holdfast.membership.store import LEASE_S, MAX_KEY_BYTES, MAX_VALUE_BYTES, SilenceTimer
+from holdfast.membership.wire import BEAT, HELLO, MAX_HELLO_BYTES, MAX_LINE_BYTES, LineSplitter, dump, parse
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _LOOKS = 10
 """Number of checks of a lease within its duration."""
 
 
-class Seldom:
+class RateLimitedLog:
     """Limits log lines that unknown clients can provoke to one in ``every_s``: logs the first, counts later ones."""
 
     def __init__(self, every_s: float = _SAY_EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,7 +69,7 @@ class _Incoming:
     def __init__(self, reader: asyncio.StreamReader) -> None:
         self._reader = reader
         self._ready: deque[bytes] = deque()
-        self.lines = Lines(MAX_HELLO_BYTES)
+        self.lines = LineSplitter(MAX_HELLO_BYTES)
 
     async def next(self) -> bytes | None:
         """Return the next line, None at the end."""
@@ -86,7 +86,7 @@ class _Client:
     def __init__(self, writer: asyncio.StreamWriter, job: _Job, lease_s: float) -> None:
         self._writer = writer
         self.job = job
-        self.silence = Silence(lease_s, lease_s / _LOOKS)
+        self.silence = SilenceTimer(lease_s, lease_s / _LOOKS)
 
     def send(self, line: bytes) -> None:
         transport = self._writer.transport
@@ -138,7 +138,7 @@ class Hub:
         self._lease_s = lease_s
         self._jobs: dict[str, _Job] = {}
         self._strangers: dict[asyncio.StreamWriter, None] = {}
-        self._seldom = Seldom()
+        self._seldom = RateLimitedLog()
         self._serving: set[asyncio.Task[None]] = set()
         self._connections: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()

@@ -26,7 +26,7 @@ from holdfast.membership.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vote:
+class RosterVote:
     """A member's vote in an act, ``"agree"`` (with a flag) or ``"shrink"``.
 
     A shrink may admit newcomers to a training loop (-1: none), and the member may ask to leave.
@@ -39,7 +39,7 @@ class Vote:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Heard:
+class Agreement:
     """Outcome of an agreement: its number in its generation, and its value."""
 
     act: int = 0
@@ -63,7 +63,7 @@ class Roster:
         self.rank = rank
         self.generation = 0
         self.members: tuple[int, ...] = ()
-        self.heard = Heard()
+        self.heard = Agreement()
         self.act = 0
         """Number of the last act of this generation that this member took part in, including acts without a
         decision."""
@@ -74,8 +74,8 @@ class Roster:
 
     def agree(self, flag: bool) -> bool:
         """Return the AND of all flags; False also if a member is dead. Uniform."""
-        value = bool(self._decide(Vote(act="agree", flag=flag), self._next_act() + "decision"))
-        self.heard = Heard(self.act, value)
+        value = bool(self._decide(RosterVote(act="agree", flag=flag), self._next_act() + "decision"))
+        self.heard = Agreement(self.act, value)
         return value
 
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> None:
@@ -84,7 +84,7 @@ class Roster:
         Members that leave are excluded, unless all would leave: then none is.
         """
         self._next_act()
-        self._decide(Vote(act="shrink", admits=admits, leaves=leaves), self._members_key(self.generation + 1))
+        self._decide(RosterVote(act="shrink", admits=admits, leaves=leaves), self._members_key(self.generation + 1))
         self._enter(self.generation + 1, leaves=leaves)
         if self.generation >= 2 and self.members[:1] == (self.rank,):
             for done in ("act", "c10d"):
@@ -131,7 +131,7 @@ class Roster:
         self.act += 1
         return f"g/{self.generation}/act/{self.act}/"
 
-    def _decide(self, vote: Vote, key: str) -> Any:
+    def _decide(self, vote: RosterVote, key: str) -> Any:
         """Vote, and return the decision."""
         prefix = f"g/{self.generation}/act/{self.act}/"
         self.store.put(f"{prefix}{self.rank}", json.dumps(asdict(vote)))
@@ -157,7 +157,7 @@ class Roster:
         dead = set(self.dead())
         if any(str(rank) not in said and rank not in dead for rank in self.members):
             return None
-        votes = {int(rank): Vote(**json.loads(vote)) for rank, vote in said.items() if rank != "decision"}
+        votes = {int(rank): RosterVote(**json.loads(vote)) for rank, vote in said.items() if rank != "decision"}
         if mixed := sorted(rank for rank, vote in votes.items() if vote.act != act):
             raise InternalError(f"worker {self.rank} is in {act}, workers {mixed} are not, in act {prefix}")
         if act == "agree":
@@ -184,7 +184,7 @@ class Roster:
         members = self.store.wait(lambda: self.store.get(self._members_key(generation)))
         assert members is not None
         self.members = tuple(json.loads(members))
-        self.generation, self.act, self._seen, self.heard = generation, 0, -1, Heard()
+        self.generation, self.act, self._seen, self.heard = generation, 0, -1, Agreement()
         if self.rank not in self.members and not leaves:
             self._stop(generation, members)
 

@@ -156,7 +156,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class Silence:
+class SilenceTimer:
     """Time without a message, excluding time in which this process was suspended: ``limit_s`` is too long.
 
     It must be checked every ``look_s`` at least; a longer gap counts as a suspension.

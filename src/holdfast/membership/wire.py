@@ -31,7 +31,7 @@ BEAT = b"\n"
 """A single byte is sent completely or not at all."""
 
 
-class Lines:
+class LineSplitter:
     """Splits received data into lines of at most ``limit_bytes``."""
 
     def __init__(self, limit_bytes: int) -> None:

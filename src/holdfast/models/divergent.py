@@ -23,7 +23,7 @@ class _State:
     optimizer: Any
 
 
-class OwnStates:
+class DivergentReplicas:
     """Weights and optimizer state per worker; empty while all workers share the state in the model.
 
     A state altered on one worker stays its own. The worker computes its slices with it and updates it in the same steps

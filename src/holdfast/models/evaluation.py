@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.comm import Communicator, Mail
+from holdfast.comm import Communicator, Mailbox
 from holdfast.errors import ScriptError
 from holdfast.models.loss import loss_of
-from holdfast.models.resident_parts import Holdings
+from holdfast.models.resident_parts import ResidentParts
 from holdfast.session.models import Pipeline
 from holdfast.state.transfer import as_message, of_message, tell
 
@@ -31,9 +31,9 @@ class Evaluation:
     """One evaluation, in which all workers take part."""
 
     model: Pipeline
-    holdings: Holdings
+    holdings: ResidentParts
     comm: Communicator
-    mail: Mail
+    mail: Mailbox
     sizes: Sequence[int]  # samples of each micro-batch
     load: Callable[[int], Sequence[Any]]  # returns the inputs of a micro-batch, checked
     # called with micro-batch and stage before it is computed, to seed the generators
@@ -96,7 +96,7 @@ class Evaluation:
         kept: dict[int, torch.Tensor] = {}  # between two stages on this worker
         for number in numbers:
             chain = self._chain(number)
-            for part in (part for part in range(last + 1) if chain[part] in self.comm.here):
+            for part in (part for part in range(last + 1) if chain[part] in self.comm.local_ranks):
                 inputs = self.load(number) if part in (0, last) else ()
                 given = inputs[0] if part == 0 else self._take(chain, number, part, kept)
                 self.begin(number, part)
@@ -105,7 +105,7 @@ class Evaluation:
                 if part == last:
                     loss, more = loss_of(self.model.loss, output, inputs[1:])
                     found[number] = {name: float(value) for name, value in {**more, "loss": loss}.items()}
-                elif chain[part + 1] in self.comm.here:
+                elif chain[part + 1] in self.comm.local_ranks:
                     kept[number] = output
                 else:
                     self.mail.send(chain[part + 1], output.contiguous())
@@ -113,7 +113,7 @@ class Evaluation:
 
     def _take(self, chain: tuple[int, ...], number: int, part: int, kept: dict[int, torch.Tensor]) -> torch.Tensor:
         giver = chain[part - 1]
-        return kept.pop(number) if giver in self.comm.here else self.mail.receive(giver)
+        return kept.pop(number) if giver in self.comm.local_ranks else self.mail.receive(giver)
 
     def _share(self, numbers: range, mine: dict[int, Figures]) -> dict[int, Figures]:
         """Return the metrics of all these micro-batches, sent by the workers of the last stages."""

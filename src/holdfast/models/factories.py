@@ -11,13 +11,13 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from holdfast.errors import ConfigError
-from holdfast.models.part import Part
+from holdfast.models.part import ModelPart
 
-_Kind = TypeVar("_Kind", bound=Part)
+_Kind = TypeVar("_Kind", bound=ModelPart)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Makers:
+class PartFactories:
     """Builds the optimizer, scheduler and average of a part."""
 
     optimizer: Callable[[Any], torch.optim.Optimizer]  # from the parameters of a part

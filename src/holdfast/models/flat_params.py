@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import ConfigError
-from holdfast.models.part import Part
+from holdfast.models.part import ModelPart
 
 BLOCK_BYTES = 64
 """Parameters are aligned to this many bytes, like torch's allocations: a matrix product may depend on the alignment."""
@@ -36,13 +36,13 @@ def _padded_numel(parameter: nn.Parameter) -> int:
     return -(-parameter.numel() // step) * step
 
 
-class Rows:
+class FlatParams:
     """A part whose parameters lie in ``row``, in blocks of :data:`BLOCK_BYTES` that never straddle two parameters.
 
     Optimizer state with one number per element is moved into rows, too. All must have one dtype.
     """
 
-    def __init__(self, part: Part, row: torch.Tensor) -> None:
+    def __init__(self, part: ModelPart, row: torch.Tensor) -> None:
         self._part = part
         self._row = row
         self._parameters = list(part.model.parameters())

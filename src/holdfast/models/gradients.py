@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from holdfast.comm import Span
+from holdfast.comm import SlotSpan
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.torch_private import buffers_of, copy_each, version_of
 
@@ -24,7 +24,7 @@ MAX_METRICS = 16
 """Maximum number of metrics that a script may log in a step, including the loss."""
 
 _NOTHING = -0.0
-_NOWHERE = Span(0, 0, torch.float32)
+_NOWHERE = SlotSpan(0, 0, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Bucket:
     figures_at: int
     dtype: torch.dtype
     device: torch.device
-    span: Span = _NOWHERE  # in the memory of a slice
+    span: SlotSpan = _NOWHERE  # in the memory of a slice
 
     @property
     def gradients_end(self) -> int:
@@ -56,14 +56,14 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class SliceGradients:
     """The contribution of one slice: a flat vector per bucket, and views for each gradient."""
 
     flat: list[torch.Tensor]
     views: list[list[torch.Tensor]]
 
 
-class Buckets:
+class BucketLayout:
     """The layout of everything that a step all-reduces.
 
     Args:
@@ -93,7 +93,7 @@ class Buckets:
         self.size_bytes = self.layouts[-1].span.end
         self.parameters: tuple[nn.Parameter, ...] = tuple(p for _, p in named)
         self._hooks: list[RemovableHandle] = []
-        self._target: Terms | None = None
+        self._target: SliceGradients | None = None
         self._private: list[torch.Tensor] = []
         self._given: list[tuple[int, list[torch.Tensor]]] = [(0, [])] * len(layouts)
 
@@ -101,12 +101,12 @@ class Buckets:
         """Return the number of buckets."""
         return len(self.layouts)
 
-    def terms_in(self, memory: torch.Tensor) -> Terms:
+    def terms_in(self, memory: torch.Tensor) -> SliceGradients:
         """Return the views in ``memory`` (``size_bytes`` bytes) for the terms of a slice."""
         flat = [b.span.of(memory) for b in self.layouts]
-        return Terms(flat, [_views(b, term) for b, term in zip(self.layouts, flat, strict=True)])
+        return SliceGradients(flat, [_views(b, term) for b, term in zip(self.layouts, flat, strict=True)])
 
-    def aim(self, terms: Terms) -> None:
+    def aim(self, terms: SliceGradients) -> None:
         """From now on, move each gradient into ``terms`` as soon as the backward pass has finished it.
 
         The gradient then *is* a view of the term. Its original memory is freed immediately, so the next gradient reuses
@@ -128,7 +128,7 @@ class Buckets:
             # Detached, for create_graph; torch.no_grad() for each parameter would take three times as long.
             parameter.grad = view.copy_(gradient.detach())
 
-    def collect(self, terms: Terms) -> None:
+    def collect(self, terms: SliceGradients) -> None:
         """Check that all gradients of a slice are in ``terms`` and dense, and remove them from the parameters."""
         self._target = None
         for bucket, term, views in zip(self.layouts, terms.flat, terms.views, strict=True):
@@ -143,17 +143,17 @@ class Buckets:
                     view.copy_(gradient.detach())
         self.clear()
 
-    def put(self, terms: Terms, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
+    def put(self, terms: SliceGradients, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
         """Move a slice's gradients, buffers and metrics into ``terms``; see :meth:`put_figures`."""
         self.collect(terms)
         self.put_figures(terms.flat[-1], metrics, samples)
 
-    def named(self, terms: Terms) -> dict[str, torch.Tensor]:
+    def named(self, terms: SliceGradients) -> dict[str, torch.Tensor]:
         """Return views of the gradients of a slice by parameter name."""
         places = (place for bucket in self.layouts for place in bucket.places)
         return {p.name: view for p, view in zip(places, (v for views in terms.views for v in views), strict=True)}
 
-    def by_parameter(self, terms: Terms) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    def by_parameter(self, terms: SliceGradients) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Yield the parameters, each with the view for its gradient."""
         for bucket, views in zip(self.layouts, terms.views, strict=True):
             for place, view in zip(bucket.places, views, strict=True):
@@ -381,7 +381,7 @@ def _place(layouts: Sequence[Bucket], *, checked: bool) -> tuple[Bucket, ...]:
     """Place the buckets one after another in the memory of a slice."""
     placed: list[Bucket] = []
     for bucket in layouts:
-        span = Span(placed[-1].span.end if placed else 0, bucket.length, bucket.dtype, checked)
+        span = SlotSpan(placed[-1].span.end if placed else 0, bucket.length, bucket.dtype, checked)
         placed.append(replace(bucket, span=span))
     return tuple(placed)
 

@@ -10,48 +10,48 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.parts import Wanted, all_but
-from holdfast.comm import Communicator, Mail
+from holdfast.comm import Communicator, Mailbox
 from holdfast.config import Settings
-from holdfast.engine.context import World
+from holdfast.engine.context import JobContext
 from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.models.part import Stateful
-from holdfast.models.part_hashes import InParts, PartFingerprint
-from holdfast.models.part_restore import Restorer
-from holdfast.models.resident_parts import Build, Holdings
-from holdfast.models.standby import Backups
+from holdfast.models.part_hashes import HashedParts, PartFingerprint
+from holdfast.models.part_restore import PartRestorer
+from holdfast.models.resident_parts import Build, ResidentParts
+from holdfast.models.standby import DeltaStandbys
 from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import clone, model_sha256
 from holdfast.records.types import PartsHeld
-from holdfast.recovery.placement import Homes, Shape, first_homes
+from holdfast.recovery.placement import Placement, PlacementShape, first_homes
 from holdfast.state.transfer import take_lowest
 
 
-class Split(InParts, Trainable):
-    """A model in parts, with their placement and state; see :class:`Holdings`. One scaler serves all parts."""
+class ModelParallel(HashedParts, Trainable):
+    """A model in parts, with their placement and state; see :class:`ResidentParts`. One scaler serves all parts."""
 
-    def __init__(self, shape: Shape, build: Build, drop: Callable[[int], None], scaler: Any) -> None:
+    def __init__(self, shape: PlacementShape, build: Build, drop: Callable[[int], None], scaler: Any) -> None:
         super().__init__()
         self._scaler = scaler
         self.parts = shape.parts
         self.sends_copies = shape.lazy
-        self.holdings = Holdings(shape, build, drop)
-        self._world: World | None = None
+        self.holdings = ResidentParts(shape, build, drop)
+        self._world: JobContext | None = None
         self._log: RunLog | None = None
         self._sha256s = ("", "")
         self._whole = torch.nn.Module()
-        self.backups: Backups | None = None
+        self.backups: DeltaStandbys | None = None
 
     # -- a loop
 
-    def begin_loop(self, world: World, log: RunLog) -> None:
+    def begin_loop(self, world: JobContext, log: RunLog) -> None:
         super().begin_loop(world, log)
         if world.settings.guard == "heal":
             raise ConfigError(
                 "guard heal needs a replicated model, not a Pipeline or Sharded, held in parts: use stop or warn"
             )
         self._world, self._log = world, log
-        self.backups = Backups(self.holdings, self._row_of, world, log.warn)
+        self.backups = DeltaStandbys(self.holdings, self._row_of, world, log.warn)
 
     @abstractmethod
     def _row_of(self, part: int) -> torch.Tensor:
@@ -68,7 +68,7 @@ class Split(InParts, Trainable):
 
     def summary(self) -> PartsHeld:
         """Return what this worker holds of the model in its memory."""
-        homes, here = self.holdings.now, self._comm.here
+        homes, here = self.holdings.now, self._comm.local_ranks
         computes = sorted({part for _, part in homes.computed_by(here)})
         mirrors = sorted(set(self.holdings.held) - set(computes))
         return PartsHeld(
@@ -91,7 +91,7 @@ class Split(InParts, Trainable):
         """Prepare for computation by a local rank: with its own parts, and others from their lowest local holder."""
         for part, held in self.holdings.held.items():
             if held.own.differ:
-                holders = self._holders(part, self._comm.here)
+                holders = self._holders(part, self._comm.local_ranks)
                 held.own.enter(rank if rank in holders else min(holders))
 
     def rest(self, here: Sequence[int]) -> None:
@@ -128,7 +128,7 @@ class Split(InParts, Trainable):
         if restores:
             assert self._world is not None
             assert self._log is not None
-            restorer = Restorer(self._world, self.holdings, self.backups, self.at_beginning, self._log)
+            restorer = PartRestorer(self._world, self.holdings, self.backups, self.at_beginning, self._log)
             restore = restorer.restore
         self.holdings.rehome(self._comm, restore)
 
@@ -136,18 +136,18 @@ class Split(InParts, Trainable):
         """Return the initial state of a part; None if it can no longer be built."""
         return None
 
-    def exchange_backups(self, mail: Mail) -> None:
-        """See :meth:`Backups.exchange`; does nothing if parts have hot standbys."""
+    def exchange_backups(self, mail: Mailbox) -> None:
+        """See :meth:`DeltaStandbys.exchange`; does nothing if parts have hot standbys."""
         if self.sends_copies and self.backups is not None:
             assert self._world is not None
             self.backups.exchange(self._comm, mail, self._world.step)
 
     def settle(self) -> None:
-        self.holdings.settle(self._comm.here)
+        self.holdings.settle(self._comm.local_ranks)
 
     def make_equal(self, comm: Communicator) -> None:
         """Make the initial parts equal on all their holders, and the shared state equal to that of the lowest rank."""
-        self.holdings.begin(comm.members, comm.here, None)
+        self.holdings.begin(comm.members, comm.local_ranks, None)
         self.holdings.make_equal(comm)
         state = take_lowest(comm, self.shared_state())
         if state is not None:
@@ -157,13 +157,13 @@ class Split(InParts, Trainable):
         return self.holdings.now.to_json()
 
     def take_homes(self, homes: Any) -> None:
-        self.holdings.homes = Homes.from_json(homes)
+        self.holdings.homes = Placement.from_json(homes)
 
     # -- the complete state
 
     def wanted(self, members: Sequence[int]) -> Wanted | None:
         """Return what this worker needs of a checkpoint: the parts that it holds initially, and the shared state."""
-        held = first_homes(self.holdings.shape, members).held_by(self._comm.here)
+        held = first_homes(self.holdings.shape, members).held_by(self._comm.local_ranks)
         return all_but("replica/parts", *(f"replica/parts/{part}" for part in held))
 
     def writers(self, comm: Communicator) -> tuple[tuple[int, ...], ...]:
@@ -176,7 +176,9 @@ class Split(InParts, Trainable):
         """Return what this worker saves: the parts of which it is the lowest holder; the lead adds the shared state."""
         assert self._world is not None
         comm = self._comm
-        mine = [part for part, rank in enumerate(self.holdings.lowest_holders(comm.members)) if rank in comm.here]
+        mine = [
+            part for part, rank in enumerate(self.holdings.lowest_holders(comm.members)) if rank in comm.local_ranks
+        ]
         parts = {"parts": self.holdings.states(mine)}
         return parts | self.shared_state() if self._world.is_lead else parts
 
@@ -202,7 +204,7 @@ class Split(InParts, Trainable):
         self.load_shared_state(state)
         if "parts" in state:
             saved = {int(part): of_part for part, of_part in state["parts"].items()}
-            self.holdings.begin(self._comm.members, self._comm.here, saved)
+            self.holdings.begin(self._comm.members, self._comm.local_ranks, saved)
 
     def sha256s(self, here: Sequence[int]) -> dict[int, tuple[str, str]]:
         """Return by worker the sha256 of the complete model, and that over those of all parts and optimizer states."""
@@ -224,7 +226,7 @@ class Split(InParts, Trainable):
         self._sha256s = (model_sha256(model), hashlib.sha256("".join(of_parts).encode()).hexdigest())
 
 
-def shape_of(parts: int, chains: int, settings: Settings) -> Shape:
+def shape_of(parts: int, chains: int, settings: Settings) -> PlacementShape:
     """Return the shape of the placement; by default, without pipeline replicas, each part has a hot standby."""
     copies = 1 + settings.mirror if settings.mirror >= 0 else 2
-    return Shape(parts=parts, chains=chains, copies=copies, lazy=settings.mirror_every > 1)
+    return PlacementShape(parts=parts, chains=chains, copies=copies, lazy=settings.mirror_every > 1)

@@ -25,7 +25,7 @@ from torch import nn
 
 from holdfast.clock import Clock
 from holdfast.errors import ConfigError
-from holdfast.models.gradients import Buckets
+from holdfast.models.gradients import BucketLayout
 from holdfast.models.optimizers import UPDATING_EACH_ALONE, may_write_gradients, updates_each_alone
 
 
@@ -101,7 +101,7 @@ def _tensors(parameter: nn.Parameter, state: dict[str, Any] | None) -> list[tupl
 
 
 @dataclass(slots=True)
-class Spent:
+class OverlapCost:
     """Time spent on overlapped updates, over all steps; see :class:`~holdfast.records.types.UpdatedEagerly`."""
 
     steps: int = 0
@@ -113,11 +113,11 @@ class Spent:
     undo_s: float = 0.0
 
 
-class Eager:
+class OverlappedOptimizer:
     """Updates one bucket after another: in a thread ``beside`` the following all-reduces, or synchronously."""
 
     def __init__(
-        self, buckets: Buckets, optimizer: torch.optim.Optimizer, clock: Clock, spent: Spent, *, beside: bool
+        self, buckets: BucketLayout, optimizer: torch.optim.Optimizer, clock: Clock, spent: OverlapCost, *, beside: bool
     ) -> None:
         self._buckets = buckets
         self._optimizer = optimizer

@@ -13,8 +13,8 @@ from torch.optim.swa_utils import AveragedModel
 from holdfast.data.plan import MiniBatch
 from holdfast.engine.flips import optimizer_state, weights
 from holdfast.errors import CheckpointError, ConfigError
-from holdfast.models.divergent import OwnStates
-from holdfast.models.gradients import Buckets, Terms
+from holdfast.models.divergent import DivergentReplicas
+from holdfast.models.gradients import BucketLayout, SliceGradients
 from holdfast.models.optimizers import may_write_gradients
 from holdfast.models.step_gradients import StepGradients
 from holdfast.models.training_state import clone, model_tensors, state_sha256
@@ -30,7 +30,7 @@ class Stateful(Protocol):
         """Restore a state."""
 
 
-class Part:
+class ModelPart:
     """A module with its optimizer, scheduler, scaler and average; :attr:`gradients` holds the current step's results.
 
     Args:
@@ -70,13 +70,13 @@ class Part:
         self._scaler = scaler
         self.average = average
         self._clip_grad_norm = clip_grad_norm
-        self.buckets = Buckets(model, bucket_bytes, checked=checked)
+        self.buckets = BucketLayout(model, bucket_bytes, checked=checked)
         self.num_buckets = len(self.buckets)
         self.size_bytes = self.buckets.size_bytes
         self.device = self.buckets.layouts[0].device
         self.numel = sum(p.numel() for p in model.parameters())
-        self.own = OwnStates(model, optimizer)
-        self._rows: list[Terms] = []
+        self.own = DivergentReplicas(model, optimizer)
+        self._rows: list[SliceGradients] = []
         self.gradients = StepGradients(self.buckets, self._rows)
         """The gradients of the step in progress."""
         self.norm_of_all: torch.Tensor | None = None

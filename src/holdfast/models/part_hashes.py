@@ -11,21 +11,21 @@ from torch import nn
 
 from holdfast.comm import Communicator
 from holdfast.config import Settings
-from holdfast.engine.vote import Spread
-from holdfast.integrity.certified import Hashed
-from holdfast.integrity.fingerprint import Digests, RotatingDigest
+from holdfast.engine.vote import MinMax
+from holdfast.integrity.certified import HashedState
+from holdfast.integrity.fingerprint import RotatingDigest, StateDigests
 from holdfast.integrity.hash_chain import number_of_tensors
 from holdfast.integrity.state_hashes import Fingerprint, hash_tensors
-from holdfast.models.part import Part
-from holdfast.models.resident_parts import Holdings
+from holdfast.models.part import ModelPart
+from holdfast.models.resident_parts import ResidentParts
 
 _Looked = TypeVar("_Looked")
 
 
-class InParts:
+class HashedParts:
     """A model in parts, as the fingerprint sees it."""
 
-    holdings: Holdings
+    holdings: ResidentParts
 
     def prefix(self, part: int) -> str:
         """Return the prefix of a part's tensor names in the complete model."""
@@ -48,29 +48,29 @@ class PartFingerprint(Fingerprint):
     replicated model. Buffers that all workers have count as one more part.
     """
 
-    def __init__(self, body: InParts, comm: Communicator, settings: Settings) -> None:
+    def __init__(self, body: HashedParts, comm: Communicator, settings: Settings) -> None:
         super().__init__(comm, settings)
         self._body = body
         self._split = body.holdings.shape.parts
         self._parts = self._split + bool(body.common_buffers())
-        self._digests: WeakKeyDictionary[Part, RotatingDigest] = WeakKeyDictionary()
+        self._digests: WeakKeyDictionary[ModelPart, RotatingDigest] = WeakKeyDictionary()
 
-    def _windows(self, step: int) -> Mapping[int, Digests]:
+    def _windows(self, step: int) -> Mapping[int, StateDigests]:
         part, number = self._place(step)
         return self._look(part, lambda digest: digest.take(number))
 
     def _certify(self, digests: Mapping[int, int]) -> None:
-        self.parts = (Spread.of(digests.values()),)
+        self.parts = (MinMax.of(digests.values()),)
 
-    def _certify_whole(self, everything: Sequence[Hashed]) -> None:
+    def _certify_whole(self, everything: Sequence[HashedState]) -> None:
         numbers: list[list[int]] = [[] for _ in range(self._parts)]
         for hashed in everything:
             numbers[hashed.part].append(number_of_tensors(hashed.tensors))
-        self.parts = tuple(map(Spread.of, numbers))
+        self.parts = tuple(map(MinMax.of, numbers))
 
-    def everything(self) -> list[Hashed]:
+    def everything(self) -> list[HashedState]:
         """See :meth:`Fingerprint.everything`; equal states of local ranks are returned once."""
-        found: list[Hashed] = []
+        found: list[HashedState] = []
         for part in range(self._parts):
             prefix = self._body.prefix(part) if part < self._split else ""
             known: list[dict[str, str]] = []
@@ -78,7 +78,7 @@ class PartFingerprint(Fingerprint):
                 if tensors not in known:
                     known.append(tensors)
                     named = {f"{prefix}{path}": digest for path, digest in tensors.items()}
-                    found.append(Hashed(rank=rank, tensors=named, part=part, parts=self._parts))
+                    found.append(HashedState(rank=rank, tensors=named, part=part, parts=self._parts))
         return found
 
     def where(self, step: int) -> str:
@@ -104,7 +104,7 @@ class PartFingerprint(Fingerprint):
 
     def _look(self, part: int, look: Callable[[RotatingDigest], _Looked]) -> dict[int, _Looked]:
         """Return by local holder of a part the result of ``look`` for that worker's state."""
-        here = self._comm.here
+        here = self._comm.local_ranks
         if part == self._split:
             buffers = self._body.common_buffers() if self._is_certified else ()
             return dict.fromkeys(here, look(RotatingDigest(nn.Module(), buffers=buffers)))

@@ -9,27 +9,27 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.parts import all_but
-from holdfast.engine.context import World
+from holdfast.engine.context import JobContext
 from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointCorrupt, StateLost
 from holdfast.models.flat_params import BLOCK_BYTES
-from holdfast.models.resident_parts import Holdings
-from holdfast.models.standby import Backups, Restored
+from holdfast.models.resident_parts import ResidentParts
+from holdfast.models.standby import DeltaStandbys, RestoredPart
 from holdfast.models.training_state import clone
 from holdfast.records.types import PartRestored
 
-_Found = tuple[str, Restored]
+_Found = tuple[str, RestoredPart]
 """The source of a part, and the part."""
 
 
-class Restorer:
+class PartRestorer:
     """Restores parts under strategy ``partial``: from memory, from disk, or from the initial state."""
 
     def __init__(
         self,
-        world: World,
-        holdings: Holdings,
-        backups: Backups | None,
+        world: JobContext,
+        holdings: ResidentParts,
+        backups: DeltaStandbys | None,
         at_beginning: Callable[[int], dict[str, Any] | None],
         log: RunLog,
     ) -> None:
@@ -57,7 +57,7 @@ class Restorer:
         self._tell(part, source, restored)
         return restored.state
 
-    def _tell(self, part: int, source: str, restored: Restored) -> None:
+    def _tell(self, part: int, source: str, restored: RestoredPart) -> None:
         ages, policy = restored.ages, self._world.settings.mirror_optimizer
         known, counts = ages.unique(return_counts=True)
         self._log.write(
@@ -77,7 +77,7 @@ class Restorer:
 
     def _in_memory(self, part: int) -> _Found | None:
         backups = self._backups
-        restored = None if backups is None else backups.restore(part, self._world.step, self._world.comm.here)
+        restored = None if backups is None else backups.restore(part, self._world.step, self._world.comm.local_ranks)
         return None if restored is None else ("backup", restored)
 
     def _on_disk(self, part: int) -> _Found | None:
@@ -104,9 +104,9 @@ class Restorer:
         return None if state is None else ("beginning", self._of_one_age(clone(state), self._world.step))
 
     @staticmethod
-    def _of_one_age(state: dict[str, Any], age: int) -> Restored:
+    def _of_one_age(state: dict[str, Any], age: int) -> RestoredPart:
         blocks = sum(-(-value.nbytes // BLOCK_BYTES) for value in state["model"].values())
-        return Restored(state, torch.full((blocks,), age))
+        return RestoredPart(state, torch.full((blocks,), age))
 
     def _go_on_with_schedule(self, state: dict[str, Any]) -> None:
         """Give the part the learning rate of the other parts: only its tensors are older than theirs."""

@@ -15,18 +15,18 @@ from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
 from holdfast.data.samples import check_dataset
 from holdfast.data.seeds import seed_slice
-from holdfast.engine.context import World
+from holdfast.engine.context import JobContext
 from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointError, ConfigError, ScriptError
 from holdfast.integrity.hash_chain import in_order
 from holdfast.models.evaluation import Evaluation
-from holdfast.models.factories import Makers
+from holdfast.models.factories import PartFactories
 from holdfast.models.flat_params import in_row
 from holdfast.models.loss import checked
-from holdfast.models.model_parallel import Split, shape_of
-from holdfast.models.pipeline_scaler import Scaling, Stage
+from holdfast.models.model_parallel import ModelParallel, shape_of
+from holdfast.models.pipeline_scaler import PipelineScaler, ScaledStage
 from holdfast.models.runner import Reach, Runner, StepContext
-from holdfast.models.stages import Stages, chain_of
+from holdfast.models.stages import StageExecutor, chain_of
 from holdfast.models.training_state import model_sha256
 from holdfast.recovery.registry import strategy_class
 from holdfast.recovery.strategy import PIPELINE
@@ -38,7 +38,7 @@ _BESIDE = -2
 """First number of evaluated micro-batches, descending: slices have numbers from 0 on, code outside them has -1."""
 
 
-class Pipelined(Split):
+class PipelineModel(ModelParallel):
     """The stages of a pipeline on this worker; ``clip_grad_norm`` limits the norm of the norms of all stages."""
 
     kind = PIPELINE
@@ -48,7 +48,7 @@ class Pipelined(Split):
     device = torch.device("cpu")
 
     def __init__(
-        self, model: Pipeline, makers: Makers, scaler: Any, clip_grad_norm: float | None, settings: Settings
+        self, model: Pipeline, makers: PartFactories, scaler: Any, clip_grad_norm: float | None, settings: Settings
     ) -> None:
         strategy_class(settings.strategy).check(self.kind)
         model.check_devices()
@@ -57,14 +57,14 @@ class Pipelined(Split):
         self._clip_grad_norm = clip_grad_norm
         self._settings = settings
         self._rows: dict[int, torch.Tensor] = {}
-        self._scaling = None if scaler is None else Scaling(scaler)
+        self._scaling = None if scaler is None else PipelineScaler(scaler)
         shape = shape_of(model.parts, max(1, settings.workers // model.parts), settings)
         super().__init__(shape, self._build, self._drop, scaler)
         self._metrics: dict[str, float] = {}
         self.numel = 0
         """Number of elements in the parameters of all stages."""
 
-    def _build(self, part: int) -> Stage:
+    def _build(self, part: int) -> ScaledStage:
         module = self.given.build(part, self._settings.seed)
         if not any(p.requires_grad for p in module.parameters()):
             raise ConfigError(
@@ -73,7 +73,7 @@ class Pipelined(Split):
         if self.sends_copies:  # delta standbys need flattened parameters
             self._rows[part] = in_row(list(module.parameters()))
         stage = self._makers.part(
-            Stage, "stage", module, clip_grad_norm=self._clip_grad_norm, checked=self._settings.guard_sums
+            ScaledStage, "stage", module, clip_grad_norm=self._clip_grad_norm, checked=self._settings.guard_sums
         )
         stage.scaling = self._scaling
         return stage
@@ -85,7 +85,7 @@ class Pipelined(Split):
         return f"{part}."
 
     def _sha256s_now(self) -> tuple[str, str]:
-        """See :meth:`Split._sha256s_now`; a holder of a part uses its own."""
+        """See :meth:`ModelParallel._sha256s_now`; a holder of a part uses its own."""
         of_parts = "".join(sha256 for _, sha256 in sorted(self.holdings.sha256s().items()))
         return model_sha256(self._whole), hashlib.sha256(of_parts.encode()).hexdigest()
 
@@ -95,9 +95,9 @@ class Pipelined(Split):
     def _row_of(self, part: int) -> torch.Tensor:
         return self._rows[part]
 
-    def begin_loop(self, world: World, log: RunLog) -> None:
+    def begin_loop(self, world: JobContext, log: RunLog) -> None:
         super().begin_loop(world, log)
-        self.stages = Stages(
+        self.stages = StageExecutor(
             self.given, self.holdings, world.comm, self._settings, world.faults, world.altered, self._scaling
         )
 
@@ -111,7 +111,7 @@ class Pipelined(Split):
         self._count(comm)
 
     def load_state_dict(self, state: dict[str, Any], *, keeps: bool = False) -> None:
-        """See :meth:`Split.load_state_dict`; a collective if the state has parts."""
+        """See :meth:`ModelParallel.load_state_dict`; a collective if the state has parts."""
         super().load_state_dict(state, keeps=keeps)
         if "parts" in state:
             self._count(self._comm)
@@ -154,7 +154,7 @@ class Pipelined(Split):
         self.exchange_backups(self.stages.mail)
 
     def finish_step(self, batch: MiniBatch, reach: Reach) -> None:
-        """All-reduce the gradients; see :meth:`Stages.sum`."""
+        """All-reduce the gradients; see :meth:`StageExecutor.sum`."""
         self.stages.sum(batch, reach)
         self._metrics = self.stages.share_figures(batch)
         self.stages.share_overflow()
@@ -188,10 +188,10 @@ class Pipelined(Split):
         for part in range(self.given.parts):
             giver = homes.holders(part)[0]
             takers = [rank for rank in comm.members if rank not in homes.holders(part)]
-            if giver in comm.here:
+            if giver in comm.local_ranks:
                 state: dict[str, Any] = {"part": self.holdings.held[part].model_state(), "sha256": own[part]}
                 for taker in takers:
-                    if taker not in comm.here:
+                    if taker not in comm.local_ranks:
                         give_part(comm, taker, state)
             if part in self.holdings.held:
                 parts.append(self.holdings.held[part])
@@ -211,7 +211,7 @@ class Pipelined(Split):
 class StageRunner(Runner):
     """Computes the stages that this worker holds, and all-reduces their gradients among their holders."""
 
-    def __init__(self, context: StepContext, pipelined: Pipelined) -> None:
+    def __init__(self, context: StepContext, pipelined: PipelineModel) -> None:
         super().__init__(context, pipelined.rest)
         self._pipelined = pipelined
 

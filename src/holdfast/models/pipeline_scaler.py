@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.models.part import Part
+from holdfast.models.part import ModelPart
 
 
-class Scaling:
+class PipelineScaler:
     """The scaler of a pipeline, in the same state on all workers, whichever stages they hold."""
 
     def __init__(self, scaler: Any) -> None:
@@ -46,10 +46,10 @@ class Scaling:
         self._scaler.update()
 
 
-class Stage(Part):
+class ScaledStage(ModelPart):
     """A stage of a pipeline, whose gradients may come from a scaled loss."""
 
-    scaling: Scaling | None = None
+    scaling: PipelineScaler | None = None
 
     def norm(self) -> float:
         """Return the unscaled norm of the mean gradient in the all-reduce results."""

@@ -6,19 +6,19 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from holdfast.comm import OrderedSum
+from holdfast.comm import OrderedAllReduce
 from holdfast.comm.allreduce.checksums import note_altered
 from holdfast.data.plan import MiniBatch
 from holdfast.faults.process import Injector
-from holdfast.models.part import Part
+from holdfast.models.part import ModelPart
 
 
 @dataclass(frozen=True, slots=True)
 class BucketReducer:
     """All-reduces the buckets of a part over all workers that compute or hold it."""
 
-    adds: OrderedSum  # the all-reduce over these workers
-    part: Part  # provides the gradients, and takes the results
+    adds: OrderedAllReduce  # the all-reduce over these workers
+    part: ModelPart  # provides the gradients, and takes the results
     faults: Injector
     altered: dict[str, int]  # terms that failed their checksum on this worker; see `World.altered`
 

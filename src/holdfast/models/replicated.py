@@ -11,11 +11,11 @@ import torch
 from holdfast.clock import Clock
 from holdfast.comm import Communicator, VirtualCommunicator
 from holdfast.config import Settings
-from holdfast.engine.context import World
+from holdfast.engine.context import JobContext
 from holdfast.engine.flips import module_names, weights
 from holdfast.engine.run_log import RunLog
-from holdfast.models.overlap import Eager, Spent
-from holdfast.models.part import Part, Stateful
+from holdfast.models.overlap import OverlapCost, OverlappedOptimizer
+from holdfast.models.part import ModelPart, Stateful
 from holdfast.models.runner import Reach, Runner, StepContext
 from holdfast.models.slice_runner import SliceRunner
 from holdfast.models.trainable import Trainable
@@ -26,18 +26,18 @@ from holdfast.recovery.strategy import REPLICATED
 from holdfast.state.transfer import take_lowest
 
 
-class Replica(Part, Trainable):
-    """This worker's replica of the model, with its optimizer; the arguments are those of :class:`Part`."""
+class ReplicatedModel(ModelPart, Trainable):
+    """This worker's replica of the model, with its optimizer; the arguments are those of :class:`ModelPart`."""
 
     kind = REPLICATED
     parts = 0
-    eager: Eager | None = None
+    eager: OverlappedOptimizer | None = None
     """Updates buckets before the commit vote."""
 
     # -- capabilities
 
     @property
-    def whole(self) -> Part:
+    def whole(self) -> ModelPart:
         return self
 
     def named(self, target: str) -> Mapping[str, object] | None:
@@ -47,16 +47,16 @@ class Replica(Part, Trainable):
 
     # -- a loop
 
-    def begin_loop(self, world: World, log: RunLog) -> None:
+    def begin_loop(self, world: JobContext, log: RunLog) -> None:
         """From the first loop on, overlap the optimizer if configured."""
         super().begin_loop(world, log)
         if world.settings.update == "eager":
             self.update_eagerly(world.clock, world.spent, beside=not isinstance(world.comm, VirtualCommunicator))
 
-    def update_eagerly(self, clock: Clock, spent: Spent, *, beside: bool) -> None:
-        """From now on, update the parameters of a bucket as soon as it is all-reduced; see :class:`Eager`."""
+    def update_eagerly(self, clock: Clock, spent: OverlapCost, *, beside: bool) -> None:
+        """From now on, update the parameters of a bucket as soon as it is all-reduced; see :class:`OverlappedOptimizer`."""
         if self.eager is None:
-            self.eager = Eager(self.buckets, self.optimizer, clock, spent, beside=beside)
+            self.eager = OverlappedOptimizer(self.buckets, self.optimizer, clock, spent, beside=beside)
 
     def runner(self, context: StepContext) -> Runner:
         return SliceRunner(context, self, self)
@@ -88,7 +88,7 @@ class Replica(Part, Trainable):
             eager.update(len(self.gradients.sums) - 1, result)
 
     @property
-    def _early(self) -> Eager | None:
+    def _early(self) -> OverlappedOptimizer | None:
         """The overlapped optimizer; None if it is off, or local ranks have diverged."""
         return None if self.own.differ else self.eager
 

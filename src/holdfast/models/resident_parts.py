@@ -10,33 +10,41 @@ import torch
 from holdfast.checkpoint.format import flatten
 from holdfast.comm import Communicator
 from holdfast.errors import InternalError
-from holdfast.models.part import Part
+from holdfast.models.part import ModelPart
 from holdfast.models.training_state import clone
-from holdfast.recovery.placement import Homes, Restoration, Shape, first_homes, gifts, new_homes, restorations
+from holdfast.recovery.placement import (
+    Placement,
+    PlacementShape,
+    Restoration,
+    first_homes,
+    gifts,
+    new_homes,
+    restorations,
+)
 from holdfast.state.transfer import give_part, take_part
 
-Build = Callable[[int], Part]
+Build = Callable[[int], ModelPart]
 Restore = Callable[[int], dict[str, Any]]
 """Returns the state of a part without a surviving holder, as it was some steps ago."""
 
 
-class Holdings:
+class ResidentParts:
     """Keeps the resident parts in line with the placement: initially, and when workers fail or join.
 
     ``build`` returns a part in its initial state, and ``drop`` is called when a part is no longer resident.
     """
 
-    def __init__(self, shape: Shape, build: Build, drop: Callable[[int], None] = lambda part: None) -> None:
+    def __init__(self, shape: PlacementShape, build: Build, drop: Callable[[int], None] = lambda part: None) -> None:
         self.shape = shape
         self._build = build
         self._drop = drop
-        self.homes: Homes | None = None
-        self.held: dict[int, Part] = {}
-        self._next: Homes | None = None
+        self.homes: Placement | None = None
+        self.held: dict[int, ModelPart] = {}
+        self._next: Placement | None = None
         self._staged: dict[int, dict[str, Any]] = {}
 
     @property
-    def now(self) -> Homes:
+    def now(self) -> Placement:
         """The current placement."""
         assert self.homes is not None, "the parts have no placement yet"
         return self.homes
@@ -89,18 +97,18 @@ class Holdings:
         """Take part in restoring a part: one worker restores it, and sends it to all its new holders."""
         if restore is None:
             raise InternalError(f"part {this.part} of the model has no surviving holder, and cannot be restored")
-        if this.restorer in comm.here:
+        if this.restorer in comm.local_ranks:
             state = restore(this.part)
-            if {this.restorer, *this.takers} & set(comm.here) & set(self._next_homes.holders(this.part)):
+            if {this.restorer, *this.takers} & set(comm.local_ranks) & set(self._next_homes.holders(this.part)):
                 self._staged[this.part] = state
             for taker in this.takers:
-                if taker not in comm.here:
+                if taker not in comm.local_ranks:
                     give_part(comm, taker, state)
-        elif set(this.takers) & set(comm.here):
+        elif set(this.takers) & set(comm.local_ranks):
             self._staged[this.part] = take_part(comm, this.restorer)
 
     @property
-    def _next_homes(self) -> Homes:
+    def _next_homes(self) -> Placement:
         assert self._next is not None, "there is no new placement"
         return self._next
 
@@ -135,11 +143,11 @@ class Holdings:
 
     def _transfer(self, comm: Communicator, part: int, giver: int, taker: int) -> dict[str, Any] | None:
         """Take part in the transfer of a part; return its state on the receiver."""
-        if giver in comm.here and taker in comm.here:
+        if giver in comm.local_ranks and taker in comm.local_ranks:
             return None  # one process runs both, and has the part
-        if giver in comm.here:
+        if giver in comm.local_ranks:
             give_part(comm, taker, self.held[part].state_dict())
-        elif taker in comm.here:
+        elif taker in comm.local_ranks:
             return take_part(comm, giver)
         return None
 

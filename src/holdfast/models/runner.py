@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from holdfast.comm import OrderedSum
-from holdfast.data.loader import Loading, Source
+from holdfast.comm import OrderedAllReduce
+from holdfast.data.loader import DataSource, SliceLoader
 from holdfast.data.plan import MiniBatch
-from holdfast.data.position import Place
+from holdfast.data.position import DataPosition
 from holdfast.data.seeds import seed_slice
-from holdfast.engine.context import World
+from holdfast.engine.context import JobContext
 from holdfast.engine.run_log import RunLog
 from holdfast.errors import InternalError
 from holdfast.recovery.messages import Note
@@ -25,12 +25,12 @@ Reach = Callable[[str, int | None], None]
 class StepContext:
     """The training loop's context of a step."""
 
-    world: World
-    place: Place
+    world: JobContext
+    place: DataPosition
     log: RunLog
-    total: OrderedSum  # the all-reduce over all workers
-    source: Source
-    loading: Loading
+    total: OrderedAllReduce  # the all-reduce over all workers
+    source: DataSource
+    loading: SliceLoader
     reach: Reach
     # called with a step and the number of an all-reduce in it, to carry out planned faults
     reach_in_sum: Callable[[int, int], None]
@@ -67,7 +67,7 @@ class Runner(ABC):
 
     def between_slices(self, batch: MiniBatch) -> None:
         """Make random numbers that the script draws outside the slices independent of the slices computed here."""
-        self._rest(self._world.comm.here)
+        self._rest(self._world.comm.local_ranks)
         seed_slice(self._context.place.plan.seed, batch.step, -1)
 
     def ask_to_stop(self) -> None:

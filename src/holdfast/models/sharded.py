@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.comm import Communicator, Mail
+from holdfast.comm import Communicator, Mailbox
 from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
-from holdfast.engine.context import World
+from holdfast.engine.context import JobContext
 from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointError, StateLost
-from holdfast.models.factories import Makers
+from holdfast.models.factories import PartFactories
 from holdfast.models.flat_params import in_row, places
-from holdfast.models.model_parallel import Split, shape_of
+from holdfast.models.model_parallel import ModelParallel, shape_of
 from holdfast.models.optimizers import may_write_gradients
-from holdfast.models.part import Part
+from holdfast.models.part import ModelPart
 from holdfast.models.runner import Reach, Runner, StepContext
 from holdfast.models.slice_runner import SliceRunner
 from holdfast.recovery.registry import strategy_class
@@ -43,7 +43,7 @@ class _Shard:
     rows: list[torch.Tensor]
 
 
-class Shards(Split):
+class ShardedModel(ModelParallel):
     """The shards that this worker holds, and the complete model that it computes with.
 
     The scaler and ``clip_grad_norm`` apply to the gradients of the complete model, which each worker has.
@@ -52,7 +52,7 @@ class Shards(Split):
     kind = SHARDED
 
     def __init__(
-        self, model: Sharded, makers: Makers, scaler: Any, clip_grad_norm: float | None, settings: Settings
+        self, model: Sharded, makers: PartFactories, scaler: Any, clip_grad_norm: float | None, settings: Settings
     ) -> None:
         strategy_class(settings.strategy).check(self.kind)
         check_on_cpu(model.module, "a Sharded model")
@@ -70,12 +70,12 @@ class Shards(Split):
         self.device = self.flow.device
         self.numel = self.flow.numel
 
-    def begin_loop(self, world: World, log: RunLog) -> None:
+    def begin_loop(self, world: JobContext, log: RunLog) -> None:
         super().begin_loop(world, log)
-        self._mail = Mail(world.comm, shared_bytes=self._settings.shared_bytes)
+        self._mail = Mailbox(world.comm, shared_bytes=self._settings.shared_bytes)
 
     @property
-    def summed(self) -> Part:
+    def summed(self) -> ModelPart:
         return self.flow
 
     def runner(self, context: StepContext) -> Runner:
@@ -86,7 +86,7 @@ class Shards(Split):
     def _row_of(self, part: int) -> torch.Tensor:
         return self._shards[part].rows[0]
 
-    def _build(self, part: int) -> Part:
+    def _build(self, part: int) -> ModelPart:
         """Return a shard with its initial parameters, or with memory for a received state."""
         shard = self._shards[part]
         if not shard.rows:
@@ -95,7 +95,7 @@ class Shards(Split):
                 in_row([p for p in mine if p.dtype == dtype]) for dtype in dict.fromkeys(p.dtype for p in mine)
             ]
         tree = _tree({name: self._parameters[name] for name in shard.names})
-        return self._makers.part(Part, "shard", tree, clip_grad_norm=None, checked=False)
+        return self._makers.part(ModelPart, "shard", tree, clip_grad_norm=None, checked=False)
 
     def _drop(self, part: int) -> None:
         self._shards[part].rows = []
@@ -130,8 +130,8 @@ class Shards(Split):
         comm, homes = self._comm, self.holdings.now
         givers = [homes.holders(part)[0] for part in range(homes.parts)]
         for part, shard in enumerate(self._shards):  # send everything before waiting for anything
-            if givers[part] in comm.here:
-                others = [rank for rank in comm.members if rank not in (*homes.holders(part), *comm.here)]
+            if givers[part] in comm.local_ranks:
+                others = [rank for rank in comm.members if rank not in (*homes.holders(part), *comm.local_ranks)]
                 for row in shard.rows:
                     self._mail.send(others, row)
         for part, shard in enumerate(self._shards):
@@ -156,7 +156,7 @@ class Shards(Split):
         self._take_back_loans()
 
     def common_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """See :meth:`Split.common_buffers`: the buffers of the complete model."""
+        """See :meth:`ModelParallel.common_buffers`: the buffers of the complete model."""
         return self.flow.buckets.buffers.beginning()
 
     def remember_buffers(self) -> None:
@@ -225,11 +225,11 @@ class Shards(Split):
         self._given_away = True
 
 
-class _Flow(Part):
+class _Flow(ModelPart):
     """The gradients of the complete model, which the optimizers of the held shards use."""
 
     def __init__(
-        self, shards: Shards, schedule: str, scaler: Any, clip_grad_norm: float | None, settings: Settings
+        self, shards: ShardedModel, schedule: str, scaler: Any, clip_grad_norm: float | None, settings: Settings
     ) -> None:
         super().__init__(
             shards._model,
@@ -244,7 +244,7 @@ class _Flow(Part):
         self._shards = shards
 
     @property
-    def _held(self) -> list[Part]:
+    def _held(self) -> list[ModelPart]:
         return list(self._shards.holdings.held.values())
 
     def _may_write(self) -> bool:
@@ -263,7 +263,7 @@ class _Flow(Part):
 class _OfShards(torch.optim.Optimizer):
     """The complete model's optimizer, as the scaler sees it: a step runs the optimizers of this worker's shards."""
 
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: ShardedModel) -> None:
         super().__init__(shards._model.parameters(), {})
         self._shards = shards
 

@@ -32,9 +32,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from holdfast.clock import Clock
 from holdfast.data.seeds import generator_states
-from holdfast.models.gradients import Terms
+from holdfast.models.gradients import SliceGradients
 from holdfast.models.loss import Forward, Loss, figure_of, loss_of
-from holdfast.models.part import Part
+from holdfast.models.part import ModelPart
 from holdfast.torch_private import gradient_hooks
 
 TRIALS = 3
@@ -59,12 +59,12 @@ class Slice:
     number: int
     inputs: Sequence[Any]  # the items of the loaded batch: the model's input, then the loss's
     samples: int
-    terms: Terms  # the memory of its terms of the all-reduce
+    terms: SliceGradients  # the memory of its terms of the all-reduce
     figures: dict[str, torch.Tensor | float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class Tried:
+class BatchingTrial:
     """The outcome of the trials for slices of some sizes."""
 
     sizes: tuple[int, ...]  # samples of each
@@ -98,15 +98,15 @@ class Tried:
             self.why_not = "batching is slower, or hardly faster"
 
 
-class AtOnce:
+class SliceBatching:
     """Computes slices of a step in one pass, and remembers for which shapes that works."""
 
-    def __init__(self, part: Part, clock: Clock) -> None:
+    def __init__(self, part: ModelPart, clock: Clock) -> None:
         self._part = part
         self._clock = clock
         self.took_s = 0.0
         """Duration of the last pass, seconds."""
-        self._tried: dict[object, Tried] = {}
+        self._tried: dict[object, BatchingTrial] = {}
         self._layers: dict[nn.Module, Own] = {}
         self._trained: set[nn.Parameter] = set()
         self._why_not = ""
@@ -116,14 +116,14 @@ class AtOnce:
         except CannotSplitError as error:
             self._why_not = str(error)
 
-    def tried(self, sizes: Sequence[int]) -> Tried:
+    def tried(self, sizes: Sequence[int]) -> BatchingTrial:
         """Return the trials of slices with these numbers of samples."""
         key = (torch.get_num_threads(), self._part.model.training, *sizes)
         if key not in self._tried:
-            self._tried[key] = Tried(tuple(sizes), why_not=self._why_not)
+            self._tried[key] = BatchingTrial(tuple(sizes), why_not=self._why_not)
         return self._tried[key]
 
-    def compute(self, tried: Tried, slices: Sequence[Slice], forward: Forward, loss: Loss) -> bool:
+    def compute(self, tried: BatchingTrial, slices: Sequence[Slice], forward: Forward, loss: Loss) -> bool:
         """Compute slices and write their terms; return whether it worked. If not, ``tried`` has the reason."""
         look = self._torch_states if tried.is_over else generator_states
         drawn = look()
@@ -138,7 +138,7 @@ class AtOnce:
             tried.why_not = str(error)
         return not tried.why_not
 
-    def now_s(self, tried: Tried) -> float:
+    def now_s(self, tried: BatchingTrial) -> float:
         """Return the time, after waiting for the device where a duration is measured."""
         if not tried.is_over and self._part.device.type != "cpu":
             torch.accelerator.synchronize(self._part.device)

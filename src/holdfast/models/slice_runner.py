@@ -14,10 +14,10 @@ from holdfast.data.seeds import seed_slice
 from holdfast.engine.flips import NOT_WATCHED, watch
 from holdfast.errors import ScriptError
 from holdfast.models.loss import Forward, Loss, checked
-from holdfast.models.part import Part
+from holdfast.models.part import ModelPart
 from holdfast.models.reducer import BucketReducer
 from holdfast.models.runner import Runner, StepContext
-from holdfast.models.slice_batching import AtOnce, Slice, has_bits
+from holdfast.models.slice_batching import Slice, SliceBatching, has_bits
 from holdfast.models.trainable import Trainable
 from holdfast.session.step import Step
 
@@ -25,13 +25,13 @@ from holdfast.session.step import Step
 class SliceRunner(Runner):
     """Computes slices with the complete model, ``part``."""
 
-    def __init__(self, context: StepContext, trainable: Trainable, part: Part) -> None:
+    def __init__(self, context: StepContext, trainable: Trainable, part: ModelPart) -> None:
         super().__init__(context, trainable.rest)
         self._enter = trainable.enter
         self._part = part
         self._room = context.total.room
         self._reducer = BucketReducer(context.total, part, context.world.faults, context.world.altered)
-        self._at_once = AtOnce(part, context.world.clock)
+        self._at_once = SliceBatching(part, context.world.clock)
         self._loaded: dict[int, Any] = {}
         self._watched = NOT_WATCHED
 
@@ -147,7 +147,7 @@ class SliceRunner(Runner):
             batch,
             bucket,
             {number: rank for number, rank in batch.owners.items() if rank in members},
-            givers=dict.fromkeys(self._world.comm.here, bucket),
+            givers=dict.fromkeys(self._world.comm.local_ranks, bucket),
             name=f"bucket {bucket}",
             rescale=self._world.settings.rescale,
             midway=lambda: self._context.reach_in_sum(batch.step, bucket),

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from holdfast.comm import Communicator, Mail, OrderedSum, Subgroup, checksum
+from holdfast.comm import Communicator, Mailbox, OrderedAllReduce, Subgroup, checksum
 from holdfast.comm.allreduce.checksums import note_altered
 from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
@@ -25,13 +25,13 @@ from holdfast.data.seeds import seed_slice
 from holdfast.engine.flips import watch
 from holdfast.errors import ScriptError
 from holdfast.faults.process import Injector
-from holdfast.models.gradients import Terms
+from holdfast.models.gradients import SliceGradients
 from holdfast.models.loss import checked, loss_of
-from holdfast.models.pipeline_scaler import Scaling
+from holdfast.models.pipeline_scaler import PipelineScaler
 from holdfast.models.reducer import BucketReducer
-from holdfast.models.resident_parts import Holdings
+from holdfast.models.resident_parts import ResidentParts
 from holdfast.models.runner import Reach
-from holdfast.recovery.placement import Homes
+from holdfast.recovery.placement import Placement
 from holdfast.session.models import Pipeline
 from holdfast.state.transfer import as_message, of_message, tell
 
@@ -42,7 +42,7 @@ class _Passed:
 
     given: torch.Tensor | None
     output: torch.Tensor
-    terms: Terms
+    terms: SliceGradients
 
 
 @dataclass(slots=True)
@@ -54,18 +54,18 @@ class _Work:
     figures: tuple[str, ...] = ()
 
 
-class Stages:
+class StageExecutor:
     """Computes the stages that this worker holds, and all-reduces their gradients among their holders."""
 
     def __init__(
         self,
         model: Pipeline,
-        holdings: Holdings,
+        holdings: ResidentParts,
         comm: Communicator,
         settings: Settings,
         faults: Injector,
         altered: dict[str, int],
-        scaling: Scaling | None,
+        scaling: PipelineScaler | None,
     ) -> None:
         self._model = model
         self._holdings = holdings
@@ -74,8 +74,8 @@ class Stages:
         self._faults = faults
         self._altered = altered
         self._scaling = scaling
-        self.mail = Mail(comm, shared_bytes=settings.shared_bytes)
-        self._sums: dict[int, tuple[tuple[int, ...], OrderedSum]] = {}
+        self.mail = Mailbox(comm, shared_bytes=settings.shared_bytes)
+        self._sums: dict[int, tuple[tuple[int, ...], OrderedAllReduce]] = {}
         self._work = _Work()
 
     def begin(self) -> None:
@@ -98,7 +98,7 @@ class Stages:
         """All-reduce the gradients of every stage among its holders, the last stage first."""
         homes = self._holdings.now
         count = 0
-        sums = dict.fromkeys(self._comm.here, 0)  # all-reduces of each local rank so far
+        sums = dict.fromkeys(self._comm.local_ranks, 0)  # all-reduces of each local rank so far
         for part in reversed(self._holdings.held):
             stage = self._holdings.held[part]
             reducer = BucketReducer(self._sum_of(part), stage, self._faults, self._altered)
@@ -150,7 +150,7 @@ class Stages:
 
     def _places(self, batch: MiniBatch, *, back: bool) -> Iterator[tuple[int, int]]:
         """Yield the (slice, stage) pairs that this worker computes, in order."""
-        homes, here = self._holdings.now, self._comm.here
+        homes, here = self._holdings.now, self._comm.local_ranks
         stages = range(homes.parts)
         for number in sorted(batch.owners):
             chain = chain_of(homes, batch, number)
@@ -235,7 +235,7 @@ class Stages:
             messages.append(torch.tensor([checksum(data)]))
         if not back:
             messages[0] = self._handed(batch.step, chain[part], part, data)
-        if chain[to] in self._comm.here:
+        if chain[to] in self._comm.local_ranks:
             self._work.handed[number, to, back] = messages
         else:
             for message in messages:
@@ -243,7 +243,7 @@ class Stages:
 
     def _take(self, batch: MiniBatch, number: int, source: int, part: int, *, back: bool) -> torch.Tensor:
         giver = chain_of(self._holdings.now, batch, number)[source]
-        if giver in self._comm.here:
+        if giver in self._comm.local_ranks:
             messages = self._work.handed.pop((number, part, back))
         else:
             messages = [self.mail.receive(giver) for _ in range(1 + self._settings.guard_sums)]
@@ -253,13 +253,13 @@ class Stages:
 
     # -- memory
 
-    def _sum_of(self, part: int) -> OrderedSum:
+    def _sum_of(self, part: int) -> OrderedAllReduce:
         """Return the all-reduce for the gradients of a stage, among its current holders."""
         holders = self._holdings.now.holders(part)
         known = self._sums.get(part)
         if known is None or known[0] != holders:
             size_bytes = self._holdings.held[part].buckets.size_bytes
-            made = OrderedSum(
+            made = OrderedAllReduce(
                 Subgroup(self._comm, holders),
                 self._settings.order,
                 size_bytes,
@@ -270,7 +270,7 @@ class Stages:
         return known[1]
 
 
-def chain_of(homes: Homes, batch: MiniBatch, number: int) -> tuple[int, ...]:
+def chain_of(homes: Placement, batch: MiniBatch, number: int) -> tuple[int, ...]:
     """Return the pipeline replica that computes a slice: replicas have contiguous runs of slices."""
     return homes.chains[number * len(homes.chains) // len(batch.slices)]
 

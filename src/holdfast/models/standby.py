@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.format import flatten, unflatten
-from holdfast.checkpoint.priority import Running, Saved, Saving
-from holdfast.comm import Communicator, Mail
-from holdfast.engine.context import World
-from holdfast.models.flat_params import Rows
-from holdfast.models.resident_parts import Holdings
-from holdfast.models.standby_files import Copies
+from holdfast.checkpoint.priority import PartialSave, PriorityPolicy, RunningCheckpoint
+from holdfast.comm import Communicator, Mailbox
+from holdfast.engine.context import JobContext
+from holdfast.models.flat_params import FlatParams
+from holdfast.models.resident_parts import ResidentParts
+from holdfast.models.standby_files import StandbyFiles
 from holdfast.models.training_state import clone
 from holdfast.state.transfer import as_message, of_message, pack_state, room_for
 
@@ -33,7 +33,7 @@ OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoredPart:
     """A restored part."""
 
     state: dict[str, Any]
@@ -45,41 +45,45 @@ class Restored:
 class _Copy:
     """A copy of a part: the tensors in rows, and the rest, which is of one step."""
 
-    rows: Running
+    rows: RunningCheckpoint
     layout: list[list[Any]]
     rest: dict[str, Any]
     rest_at: int
     kept_by: frozenset[int]
     """The local ranks that have it in memory."""
 
-    def restore(self, step: int, *, keeps_optimizer: bool) -> Restored:
+    def restore(self, step: int, *, keeps_optimizer: bool) -> RestoredPart:
         blocks = torch.arange(len(self.rows.saved_at))
         rows = [row.reshape(-1) for row in self.rows.recover(blocks, step)]
         age = step - self.rest_at if keeps_optimizer else None
-        return Restored(_together(self.layout, rows, self.rest), step - self.rows.saved_at, age)
+        return RestoredPart(_together(self.layout, rows, self.rest), step - self.rows.saved_at, age)
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows.state_dict(), "layout": self.layout, "rest": self.rest}
 
     @staticmethod
-    def from_state(state: dict[str, Any], step: int, saving: Saving) -> _Copy:
-        rows = Running(state["rows"]["saved"], saving)
+    def from_state(state: dict[str, Any], step: int, saving: PriorityPolicy) -> _Copy:
+        rows = RunningCheckpoint(state["rows"]["saved"], saving)
         rows.load_state_dict(state["rows"])
         return _Copy(rows, state["layout"], state["rest"], step, frozenset())
 
 
-class Backups:
+class DeltaStandbys:
     """Keeps this worker's delta standbys, and the saves of its own parts, in memory and on disk; warns of damage."""
 
     def __init__(
-        self, holdings: Holdings, row_of: Callable[[int], torch.Tensor], world: World, warn: Callable[[str], None]
+        self,
+        holdings: ResidentParts,
+        row_of: Callable[[int], torch.Tensor],
+        world: JobContext,
+        warn: Callable[[str], None],
     ) -> None:
         settings = world.settings
         self._world = world
         self._holdings = holdings
         self._row_of = row_of
         self._optimizer = settings.mirror_optimizer
-        self._saving = Saving(
+        self._saving = PriorityPolicy(
             every=settings.mirror_every,
             fraction=settings.mirror_fraction,
             choice=settings.mirror_choice,
@@ -88,33 +92,35 @@ class Backups:
             codec=settings.mirror_codec,
             seed=settings.seed,
         )
-        self._written = Copies(world, warn)
-        self._own: dict[int, tuple[Rows, Running, int]] = {}
+        self._written = StandbyFiles(world, warn)
+        self._own: dict[int, tuple[FlatParams, RunningCheckpoint, int]] = {}
         self._copies: dict[int, _Copy] = {}
         self._saved_with: Any = None
 
-    def exchange(self, comm: Communicator, mail: Mail, step: int) -> None:
-        """Save the parts as due before ``step``; called by all, between :meth:`Mail.begin` and the step's messages."""
+    def exchange(self, comm: Communicator, mail: Mailbox, step: int) -> None:
+        """Save the parts as due before ``step``; called by all, between :meth:`Mailbox.begin` and the step's messages."""
         self._written.publish(step)
         homes = self._holdings.now
         is_first = self._saved_with is not homes
         if not (is_first or step % self._saving.period == 0 or self._optimizer == "kept"):
             return
-        comm.look()  # a failed worker sends no save, which virtual workers must imitate
+        comm.check_failures()  # a failed worker sends no save, which virtual workers must imitate
         if is_first:
-            self._forget(comm.here)
-            self._written.expect([part for part, ranks in enumerate(homes.backups) if ranks and ranks[0] in comm.here])
+            self._forget(comm.local_ranks)
+            self._written.expect(
+                [part for part, ranks in enumerate(homes.backups) if ranks and ranks[0] in comm.local_ranks]
+            )
         for part, backups in enumerate(homes.backups):  # send everything before waiting for anything
             giver = homes.holders(part)[0]
-            if backups and giver in comm.here:
+            if backups and giver in comm.local_ranks:
                 header, *rest = self._save(part, step)
                 mail.send(backups, header, me=giver)
                 self._world.faults.reach("mirror", step, giver)
                 for message in rest:
                     mail.send(backups, message, me=giver)
-        comm.look()  # a virtual worker may have failed just now, with everything that it sent
+        comm.check_failures()  # a virtual worker may have failed just now, with everything that it sent
         for part, backups in enumerate(homes.backups):
-            mine = [rank for rank in backups if rank in comm.here]
+            mine = [rank for rank in backups if rank in comm.local_ranks]
             giver = homes.holders(part)[0]
             if mine:
                 self._receive(part, mine, lambda giver=giver, me=mine[0]: mail.receive(giver, me=me))  # type: ignore[misc]
@@ -133,7 +139,7 @@ class Backups:
     def _save(self, part: int, step: int) -> list[torch.Tensor]:
         """Save a part, or the blocks that are due (possibly none), and return the messages."""
         held = self._holdings.held[part]
-        rows = self._own[part][0] if part in self._own else Rows(held, self._row_of(part))
+        rows = self._own[part][0] if part in self._own else FlatParams(held, self._row_of(part))
         now = (rows.of_parameters(), *(rows.of_optimizer() if self._optimizer == "saved" else ()))
         state = held.state_dict()
         if self._optimizer == "reset":
@@ -143,7 +149,7 @@ class Backups:
         header: dict[str, Any] = {"step": step, "whole": is_whole, "layout": layout}
         sent: tuple[torch.Tensor, ...] = ()
         if is_whole:
-            self._own[part] = rows, Running(now, self._saving, step=step), len(now)
+            self._own[part] = rows, RunningCheckpoint(now, self._saving, step=step), len(now)
             sent = now
         elif self._own[part][1].is_due(step):
             saved = self._own[part][1].save(now, step)
@@ -163,25 +169,25 @@ class Backups:
         packed.unpack()
         sent = [receive() for _ in range(header["count"])]
         if header["whole"]:
-            rows = Running(sent, self._saving, step=header["step"])
+            rows = RunningCheckpoint(sent, self._saving, step=header["step"])
         else:
             rows = self._copies[part].rows
             if sent:
-                rows.put(Saved(header["step"], sent[0].clone(), tuple(sent[1:]), header["share"]))
+                rows.put(PartialSave(header["step"], sent[0].clone(), tuple(sent[1:]), header["share"]))
         rest = unflatten(tensors, header["rest"]["skeleton"])
         self._copies[part] = _Copy(rows, header["layout"], rest, header["step"], frozenset(mine))
 
-    def restore(self, part: int, step: int, here: Sequence[int]) -> Restored | None:
+    def restore(self, part: int, step: int, here: Sequence[int]) -> RestoredPart | None:
         """Return the state of a part before ``step`` from the memory of one of ``here``, None if there is none."""
         copy = self._copies.get(part)
         return None if copy is None or copy.kept_by.isdisjoint(here) else self._restored(copy, step)
 
-    def restore_written(self, part: int, step: int) -> Restored | None:
+    def restore_written(self, part: int, step: int) -> RestoredPart | None:
         """Return the state of a part before ``step`` from disk; None if this job has written no intact copy."""
         found = self._written.newest(part)
         return None if found is None else self._restored(_Copy.from_state(found.state, found.step, self._saving), step)
 
-    def _restored(self, copy: _Copy, step: int) -> Restored:
+    def _restored(self, copy: _Copy, step: int) -> RestoredPart:
         return copy.restore(step, keeps_optimizer=self._optimizer == "kept")
 
     def close(self) -> None:

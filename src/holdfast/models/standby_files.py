@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.checkpoint import Checkpoints, Loaded, take
+from holdfast.checkpoint import CheckpointStore, LoadedCheckpoint, take
 from holdfast.checkpoint.retention import LEAST, to_remove
-from holdfast.checkpoint.writer import Outcome, Writer
+from holdfast.checkpoint.writer import CheckpointWriter, WriteResult
 from holdfast.comm import VirtualCommunicator
-from holdfast.engine.context import World
+from holdfast.engine.context import JobContext
 from holdfast.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
 
 _LAST_WRITE_S = 5.0
@@ -29,15 +29,15 @@ _LAST_WRITE_S = 5.0
 class _Place:
     """The location of the copies of a part."""
 
-    writer: Writer
+    writer: CheckpointWriter
     due: int = 0  # step from which the next copy is to be written
     has_failed: bool = False  # writing the last copy failed
 
 
-class Copies:
+class StandbyFiles:
     """Writes the copies of this worker's standbys, and reads those of others; does neither without a checkpoint-dir."""
 
-    def __init__(self, world: World, warn: Callable[[str], None]) -> None:
+    def __init__(self, world: JobContext, warn: Callable[[str], None]) -> None:
         self._world = world
         self._warn = warn
         self._places: dict[int, _Place] = {}
@@ -59,9 +59,11 @@ class Copies:
             else:
                 self._places[part] = self._begin(self._checkpoints(part))
 
-    def _begin(self, checkpoints: Checkpoints) -> _Place:
+    def _begin(self, checkpoints: CheckpointStore) -> _Place:
         background = not isinstance(self._world.comm, VirtualCommunicator)
-        return _Place(Writer(checkpoints, background=background, after_commit=lambda: self._prune(checkpoints)))
+        return _Place(
+            CheckpointWriter(checkpoints, background=background, after_commit=lambda: self._prune(checkpoints))
+        )
 
     def write(self, part: int, step: int, state: Callable[[], Mapping[str, Any]]) -> None:
         """Start to write a copy of an expected part, if one is due and the last is finished; otherwise it stays due.
@@ -95,7 +97,7 @@ class Copies:
             place.writer.close(max(0.0, ends_s - time.monotonic()))
         self._places = {}
 
-    def _heard(self, part: int, place: _Place, outcome: Outcome) -> None:
+    def _heard(self, part: int, place: _Place, outcome: WriteResult) -> None:
         if outcome.error is not None:
             self._failed(part, place, outcome.step, outcome.error)
         elif outcome.saved is not None:
@@ -109,7 +111,7 @@ class Copies:
             )
         place.has_failed = True
 
-    def _prune(self, checkpoints: Checkpoints) -> None:
+    def _prune(self, checkpoints: CheckpointStore) -> None:
         """Keep as many copies of this job as needed if one is damaged, and none of others; called in the background."""
         ours: list[int] = []
         for step in checkpoints.steps():
@@ -126,7 +128,7 @@ class Copies:
 
     # -- reading
 
-    def newest(self, part: int) -> Loaded | None:
+    def newest(self, part: int) -> LoadedCheckpoint | None:
         """Return the newest intact copy of a part that this start of the job wrote; None if there is none."""
         if not self._world.settings.checkpoint_dir:
             return None
@@ -136,7 +138,7 @@ class Copies:
             self._warn(f"cannot read the copies of part {part} on disk: {error}")
             return None
 
-    def _newest(self, part: int, checkpoints: Checkpoints) -> Loaded | None:
+    def _newest(self, part: int, checkpoints: CheckpointStore) -> LoadedCheckpoint | None:
         for step in reversed(checkpoints.steps()):
             try:
                 if self._is_ours(checkpoints, step):
@@ -147,10 +149,10 @@ class Copies:
                 self._warn(f"skipped the damaged copy of part {part} before step {step}: {damage}")
         return None
 
-    def _checkpoints(self, part: int) -> Checkpoints:
+    def _checkpoints(self, part: int) -> CheckpointStore:
         settings = self._world.settings
-        return Checkpoints(f"{settings.checkpoint_dir.rstrip('/')}/copies/part-{part}", settings.checkpoint_format)
+        return CheckpointStore(f"{settings.checkpoint_dir.rstrip('/')}/copies/part-{part}", settings.checkpoint_format)
 
-    def _is_ours(self, checkpoints: Checkpoints, step: int) -> bool:
+    def _is_ours(self, checkpoints: CheckpointStore, step: int) -> bool:
         info = checkpoints.info(step)
         return {name: info.get(name) for name in self._mark} == self._mark

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from holdfast.comm import Mean
+from holdfast.comm import MeanDivisor
 from holdfast.data.plan import MiniBatch
-from holdfast.models.gradients import MAX_METRICS, Buckets, Terms
+from holdfast.models.gradients import MAX_METRICS, BucketLayout, SliceGradients
 
 Room = Callable[[int], torch.Tensor]
 """Returns the memory of the first, second, ... local slice of a step."""
@@ -20,10 +20,10 @@ class StepGradients:
     ``rows`` holds the memory of the slices' terms; it is reused from step to step, and grows on demand.
     """
 
-    def __init__(self, buckets: Buckets, rows: list[Terms]) -> None:
+    def __init__(self, buckets: BucketLayout, rows: list[SliceGradients]) -> None:
         self._buckets = buckets
         self._rows = rows
-        self.terms: dict[int, Terms] = {}
+        self.terms: dict[int, SliceGradients] = {}
         """The terms of each local slice."""
         self.sums: list[torch.Tensor] = []
         """All-reduce results of the first buckets."""
@@ -38,11 +38,11 @@ class StepGradients:
         self._buckets.clear()
         self._buckets.aim(self.next_terms(room))
 
-    def next_terms(self, room: Room) -> Terms:
+    def next_terms(self, room: Room) -> SliceGradients:
         """Return the memory for the terms of the next local slice."""
         return self.row(len(self.terms), room)
 
-    def row(self, number: int, room: Room) -> Terms:
+    def row(self, number: int, room: Room) -> SliceGradients:
         """Return the memory for the terms of the ``number``-th local slice of the step, from 0."""
         while len(self._rows) <= number:
             self._rows.append(self._buckets.terms_in(room(len(self._rows))))
@@ -71,14 +71,14 @@ class StepGradients:
 
     # -- all-reduces
 
-    def mean(self, bucket: int, batch: MiniBatch, slices: Sequence[int], rescale: str) -> Mean:
+    def mean(self, bucket: int, batch: MiniBatch, slices: Sequence[int], rescale: str) -> MeanDivisor:
         """Return the divisor that turns the sum of ``bucket`` over ``slices`` into mean gradients.
 
         ``"survivors"`` divides by the samples in the sum, ``"original"`` by those of the complete mini-batch.
         """
         inside = max(1, batch.samples_of(slices))
         divisor = inside if rescale == "survivors" else batch.full_size
-        return Mean(divisor, self._buckets.layouts[bucket].gradients_end)
+        return MeanDivisor(divisor, self._buckets.layouts[bucket].gradients_end)
 
     def add_sum(self, result: torch.Tensor, slices: Sequence[int]) -> None:
         """Keep the result of the next bucket's all-reduce, which includes ``slices``."""
@@ -102,7 +102,7 @@ class StepGradients:
         return self._buckets.read_metrics(self.sums[-1], names)
 
     def figures(self) -> list[float]:
-        """Return all metrics of the step, after all all-reduces; see :meth:`Buckets.read_figures`."""
+        """Return all metrics of the step, after all all-reduces; see :meth:`BucketLayout.read_figures`."""
         return self._buckets.read_figures(self.sums[-1])
 
     def take_buffers(self) -> None:
@@ -110,5 +110,5 @@ class StepGradients:
         self._buckets.take_buffers(self.sums[-1], max(1, len(self.summed_slices[-1])))
 
     def give(self, *, private: bool) -> None:
-        """Set every parameter's ``.grad`` to the mean; see :meth:`Buckets.give_gradients`."""
+        """Set every parameter's ``.grad`` to the mean; see :meth:`BucketLayout.give_gradients`."""
         self._buckets.give_gradients(self.sums, private=private)

@@ -16,10 +16,10 @@ from holdfast.checkpoint.parts import Wanted
 from holdfast.comm import Communicator
 from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
-from holdfast.engine.context import World
+from holdfast.engine.context import JobContext
 from holdfast.engine.run_log import RunLog
 from holdfast.integrity.state_hashes import Fingerprint
-from holdfast.models.part import Part, Stateful
+from holdfast.models.part import ModelPart, Stateful
 from holdfast.models.runner import Reach, Runner, StepContext
 from holdfast.models.training_state import clone
 from holdfast.records.types import Record
@@ -59,12 +59,12 @@ class Trainable(ABC):
         return self.parts == 0
 
     @property
-    def whole(self) -> Part | None:
+    def whole(self) -> ModelPart | None:
         """The model with its optimizer, as every worker holds it; None if workers hold parts."""
         return None
 
     @property
-    def summed(self) -> Part | None:
+    def summed(self) -> ModelPart | None:
         """The part whose gradients are all-reduced over all workers; None if the holders of each part do that."""
         return self.whole
 
@@ -74,7 +74,7 @@ class Trainable(ABC):
 
     # -- a loop
 
-    def begin_loop(self, world: World, log: RunLog) -> None:
+    def begin_loop(self, world: JobContext, log: RunLog) -> None:
         """Set up communication, after checking strategy and guard for this model. Called first in each loop."""
         strategy_class(world.settings.strategy).check(self.kind)
 

@@ -10,11 +10,11 @@ from torch.optim.swa_utils import AveragedModel
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
-from holdfast.models.factories import Makers
+from holdfast.models.factories import PartFactories
 from holdfast.models.overlap import check_eager
-from holdfast.models.pipeline import Pipelined
-from holdfast.models.replicated import Replica
-from holdfast.models.sharded import Shards
+from holdfast.models.pipeline import PipelineModel
+from holdfast.models.replicated import ReplicatedModel
+from holdfast.models.sharded import ShardedModel
 from holdfast.models.trainable import Trainable
 from holdfast.session.models import Pipeline, Sharded
 
@@ -47,7 +47,7 @@ def make_trainable(
             )
         if settings.update == "eager":
             check_eager(optimizer, scaler=scaler, clip_grad_norm=clip_grad_norm)
-        return Replica(
+        return ReplicatedModel(
             model,
             optimizer,
             scheduler=scheduler,
@@ -68,9 +68,9 @@ def make_trainable(
         raise ConfigError(
             f"a {kind} needs a function that returns an average, such as lambda m: AveragedModel(m); got an average"
         )
-    makers = Makers(
+    makers = PartFactories(
         optimizer=optimizer, scheduler=scheduler, schedule=schedule, average=average, bucket_bytes=settings.bucket_bytes
     )
     if isinstance(model, Sharded):
-        return Shards(model, makers, scaler, clip_grad_norm, settings)
-    return Pipelined(model, makers, scaler, clip_grad_norm, settings)
+        return ShardedModel(model, makers, scaler, clip_grad_norm, settings)
+    return PipelineModel(model, makers, scaler, clip_grad_norm, settings)

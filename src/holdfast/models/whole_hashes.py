@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 
 from holdfast.comm import Communicator
 from holdfast.config import Settings
-from holdfast.engine.vote import Spread
-from holdfast.integrity.certified import Hashed
-from holdfast.integrity.fingerprint import EVERYTHING, HALVES, LONGEST_ROTATION, Digests, RotatingDigest
+from holdfast.engine.vote import MinMax
+from holdfast.integrity.certified import HashedState
+from holdfast.integrity.fingerprint import EVERYTHING, HALVES, LONGEST_ROTATION, RotatingDigest, StateDigests
 from holdfast.integrity.hash_chain import digest_of_tensors
 from holdfast.integrity.state_hashes import Fingerprint, hash_tensors
-from holdfast.models.part import Part
+from holdfast.models.part import ModelPart
 
 
 class WholeFingerprint(Fingerprint):
     """The fingerprint of a replicated model: every worker has the complete state, and knows which part others hash."""
 
-    def __init__(self, whole: Part, comm: Communicator, settings: Settings) -> None:
+    def __init__(self, whole: ModelPart, comm: Communicator, settings: Settings) -> None:
         super().__init__(comm, settings)
         self._whole = whole
         self.digest: RotatingDigest = RotatingDigest(
@@ -27,18 +27,18 @@ class WholeFingerprint(Fingerprint):
             buffers=whole.beside() if self._is_certified else (),
         )
 
-    def _windows(self, step: int) -> Mapping[int, Digests]:
-        return self._whole.own.of_each(self._comm.here, lambda: self.digest.take(step))
+    def _windows(self, step: int) -> Mapping[int, StateDigests]:
+        return self._whole.own.of_each(self._comm.local_ranks, lambda: self.digest.take(step))
 
     def _certify(self, digests: Mapping[int, int]) -> None:
         self.state = f"{digests[min(digests)]:016x}"
 
-    def _certify_whole(self, everything: Sequence[Hashed]) -> None:
+    def _certify_whole(self, everything: Sequence[HashedState]) -> None:
         (hashed,) = everything
         self.state = digest_of_tensors(hashed.tensors)
 
-    def everything(self) -> list[Hashed]:
-        return [Hashed(rank=min(self._comm.here), tensors=hash_tensors(self.digest))]
+    def everything(self) -> list[HashedState]:
+        return [HashedState(rank=min(self._comm.local_ranks), tensors=hash_tensors(self.digest))]
 
     def where(self, step: int) -> str:
         return self.digest.where(step)
@@ -49,8 +49,8 @@ class WholeFingerprint(Fingerprint):
     def compare_all(self) -> None:
         self.is_of_all = True
         self._whole.wait_updated()
-        numbers = self._whole.own.of_each(self._comm.here, lambda: self.digest.of_step(EVERYTHING))
-        self.replicas = Spread.of(numbers.values())
+        numbers = self._whole.own.of_each(self._comm.local_ranks, lambda: self.digest.of_step(EVERYTHING))
+        self.replicas = MinMax.of(numbers.values())
 
     def compared(self, step: int, half: str = "") -> tuple[str, ...]:
         if self.is_of_all:
@@ -63,4 +63,4 @@ class WholeFingerprint(Fingerprint):
         return {half: self._of_half(window, half) for half in HALVES}
 
     def _of_half(self, window: int, half: str) -> dict[int, int]:
-        return self._whole.own.of_each(self._comm.here, lambda: self.digest.of_step(window, (half,)))
+        return self._whole.own.of_each(self._comm.local_ranks, lambda: self.digest.of_step(window, (half,)))

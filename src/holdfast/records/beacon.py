@@ -41,7 +41,7 @@ UNCONNECTED = ("launch", "connect")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
+class BeaconPosition:
     """What a worker is doing.
 
     Args:
@@ -137,7 +137,7 @@ class Beacon:
         struct.pack_into("<d", self._map, self._TAIL_AT + 24, median(self._computed_s))
 
     @classmethod
-    def read(cls, path: Path) -> Position | None:
+    def read(cls, path: Path) -> BeaconPosition | None:
         """Return the state of the worker that writes ``path``; None if it has not published one yet."""
         try:
             data = path.read_bytes()
@@ -150,7 +150,7 @@ class Beacon:
             return None
         samples = struct.unpack_from(f"<{count}q", data, cls._HEAD.size)
         pulse, busy, waits, compute_s, in_vain = cls._TAIL.unpack_from(data, cls._TAIL_AT)
-        return Position(
+        return BeaconPosition(
             beats=beats,
             step=step,
             slice=slice_,

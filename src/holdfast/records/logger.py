@@ -12,7 +12,7 @@ from holdfast.records.types import STAMPS, Record
 _Record = TypeVar("_Record", bound=Record)
 
 
-class Sink(Protocol):
+class RecordSink(Protocol):
     """Receives stamped records; a :class:`~holdfast.records.files.FileRecorder` is one."""
 
     def write(self, record: Record) -> None:
@@ -29,12 +29,12 @@ class Logger:
         *sinks: Receive the records; without sinks, records are dropped.
     """
 
-    def __init__(self, clock: Clock, where: Callable[[], tuple[int, int]], *sinks: Sink) -> None:
+    def __init__(self, clock: Clock, where: Callable[[], tuple[int, int]], *sinks: RecordSink) -> None:
         self._clock = clock
         self._where = where
         self._sinks = list(sinks)
 
-    def subscribe(self, sink: Sink) -> None:
+    def subscribe(self, sink: RecordSink) -> None:
         """Pass all further records to ``sink`` too."""
         self._sinks.append(sink)
 

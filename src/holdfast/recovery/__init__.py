@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from holdfast._moved import renamed
+
 if TYPE_CHECKING:
     from holdfast.recovery.forward import Forward
     from holdfast.recovery.partial import Partial
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from holdfast.recovery.reinit import Reinit
     from holdfast.recovery.restart import Restart
     from holdfast.recovery.rollback import Rollback
-    from holdfast.recovery.strategy import Strategy, View
+    from holdfast.recovery.strategy import ProgressView, Strategy
 
 _WHERE = {
     "Forward": "forward",
@@ -28,7 +30,7 @@ _WHERE = {
     "Restart": "restart",
     "Rollback": "rollback",
     "Strategy": "strategy",
-    "View": "strategy",
+    "ProgressView": "strategy",
     "make_strategy": "registry",
     "strategy_class": "registry",
     "strategy_names": "registry",
@@ -37,12 +39,12 @@ _WHERE = {
 __all__ = [
     "Forward",
     "Partial",
+    "ProgressView",
     "Protocol",
     "Reinit",
     "Restart",
     "Rollback",
     "Strategy",
-    "View",
     "make_strategy",
     "strategy_class",
     "strategy_names",
@@ -50,6 +52,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    name = renamed(__name__, name)
     if name not in _WHERE:
         raise AttributeError(f"module 'holdfast.recovery' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"holdfast.recovery.{_WHERE[name]}"), name)

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from holdfast.recovery.messages import Action, ContinueStep, Event, HandOver, ProgressKnown
 from holdfast.recovery.rollback import take_back
-from holdfast.recovery.strategy import PIPELINE, SHARDED, Strategy, View
+from holdfast.recovery.strategy import PIPELINE, SHARDED, ProgressView, Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,11 @@ class Forward(Strategy):
         """Hand over the one bucket that some survivors may lack, then continue the step over the survivors."""
         match event:
             case ProgressKnown():
-                return self._go_on(View.of(event))
+                return self._go_on(ProgressView.of(event))
             case _:
                 return []
 
-    def _go_on(self, view: View) -> list[Action]:
+    def _go_on(self, view: ProgressView) -> list[Action]:
         # All survivors must hold gradients of the same assignment of slices. If one still has to catch up, or has
         # not computed its gradients, the step has not begun: the survivors compute it from its start.
         goes_back = view.loading or view.corrupt or view.altered or view.calm

@@ -91,12 +91,12 @@ class Computed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class BucketSummed(Event):
+class BucketReduced(Event):
     """The all-reduce of the bucket in progress completed here."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepClosed(Event):
+class StepVoted(Event):
     """The commit vote completed here: every survivor holds every bucket of the step."""
 
 
@@ -111,7 +111,7 @@ class StepApplied(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class RanOut(Event):
+class DataExhausted(Event):
     """There is no next step."""
 
 
@@ -138,7 +138,7 @@ class Shrunk(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Parted(Event):
+class LeftGroup(Event):
     """This worker has left the group; the job continues without it."""
 
 
@@ -182,7 +182,7 @@ class HandedOver(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class ActDone(Event):
+class Done(Event):
     """An action of the strategy was carried out."""
 
 
@@ -210,7 +210,7 @@ class ComputeStep(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class SumBucket(Action):
+class ReduceBucket(Action):
     """Take part in the all-reduce of ``bucket``."""
 
     step: int
@@ -218,7 +218,7 @@ class SumBucket(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class CloseStep(Action):
+class VoteStep(Action):
     """Take part in the commit vote of ``step``."""
 
     step: int
@@ -310,7 +310,7 @@ class Reinitialise(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome(Action):
+class SendState(Action):
     """Send the state before ``step`` to ``newcomers``, which buffer it.
 
     Every worker that is not a newcomer holds that state, and none has begun the step.
@@ -321,14 +321,14 @@ class Welcome(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class Install(Action):
+class AdoptState(Action):
     """All workers know that all newcomers hold the state before ``step``: the newcomers adopt it."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Rehome(Action):
+class MoveParts(Action):
     """Send parts of the model to the workers that will hold them, which buffer them.
 
     Args:
@@ -339,17 +339,17 @@ class Rehome(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class Settle(Action):
+class AdoptPlacement(Action):
     """All workers know that every worker has its parts: the new placement takes effect."""
 
 
 @dataclass(frozen=True, slots=True)
-class TakeChanges(Action):
+class FetchConfig(Action):
     """Fetch the new settings, equal at all workers, and buffer them."""
 
 
 @dataclass(frozen=True, slots=True)
-class MakeChanges(Action):
+class ApplyConfig(Action):
     """All workers know that every worker has the new settings: they take effect."""
 
 
@@ -361,3 +361,21 @@ class SaveAndStop(Action):
 @dataclass(frozen=True, slots=True)
 class Leave(Action):
     """All workers are done, and none needs this worker any more."""
+
+
+RECORDED_AS = {
+    SendState: "Welcome",
+    AdoptState: "Install",
+    MoveParts: "Rehome",
+    AdoptPlacement: "Settle",
+    FetchConfig: "TakeChanges",
+    ApplyConfig: "MakeChanges",
+    ReduceBucket: "SumBucket",
+    VoteStep: "CloseStep",
+}
+"""Orders that records name as they were called before, so that reports read the runs of every version."""
+
+
+def recorded_name(order: Action) -> str:
+    """Return the name of an order in ``Recovered.orders`` and ``Recovered.times_s``."""
+    return RECORDED_AS.get(type(order), type(order).__name__)

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from holdfast.recovery.messages import Action, Event, ProgressKnown
 from holdfast.recovery.rollback import take_back
-from holdfast.recovery.strategy import REPLICATED, Strategy, View
+from holdfast.recovery.strategy import REPLICATED, ProgressView, Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,6 @@ class Partial(Strategy):
         """Roll the step in progress back, as rollback does; lost parts are restored when the new placement is made."""
         match event:
             case ProgressKnown():
-                return take_back(replace(View.of(event), lost=False), self.min_workers)
+                return take_back(replace(ProgressView.of(event), lost=False), self.min_workers)
             case _:
                 return []

@@ -19,7 +19,7 @@ from holdfast.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class PlacementShape:
     """The placement that a job aims for while it has enough workers.
 
     Args:
@@ -53,7 +53,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Homes:
+class Placement:
     """Which worker holds which part.
 
     Args:
@@ -94,14 +94,14 @@ class Homes:
         return [[list(ranks) for ranks in rows] for rows in (self.chains, self.mirrors, self.backups)]
 
     @staticmethod
-    def from_json(value: Sequence[Sequence[Sequence[int]]]) -> Homes:
+    def from_json(value: Sequence[Sequence[Sequence[int]]]) -> Placement:
         """Return the placement that :meth:`to_json` encoded."""
         chains, mirrors, backups = (tuple(tuple(map(int, row)) for row in rows) for rows in value)
-        return Homes(chains=chains, mirrors=mirrors, backups=backups)
+        return Placement(chains=chains, mirrors=mirrors, backups=backups)
 
 
 @dataclass(frozen=True, slots=True)
-class Gift:
+class PartTransfer:
     """The transfer of a part from one worker to another."""
 
     part: int
@@ -118,7 +118,7 @@ class Restoration:
     takers: tuple[int, ...]
 
 
-def first_homes(shape: Shape, members: Sequence[int]) -> Homes:
+def first_homes(shape: PlacementShape, members: Sequence[int]) -> Placement:
     """Return the placement of a job that starts, or loads a checkpoint; a function of the members alone.
 
     Args:
@@ -133,7 +133,7 @@ def first_homes(shape: Shape, members: Sequence[int]) -> Homes:
     return _with_copies(shape, members, chains, [()] * parts)
 
 
-def new_homes(shape: Shape, homes: Homes, members: Sequence[int]) -> Homes:
+def new_homes(shape: PlacementShape, homes: Placement, members: Sequence[int]) -> Placement:
     """Return the placement for the surviving ``members`` that moves little data.
 
     A failed worker is replaced, in this order of preference, by an idle holder of the part, by an idle worker, by a
@@ -162,7 +162,7 @@ def new_homes(shape: Shape, homes: Homes, members: Sequence[int]) -> Homes:
     return _with_copies(shape, members, chains, backups if shape.lazy else holders)
 
 
-def restorations(before: Homes, after: Homes, members: Collection[int]) -> tuple[Restoration, ...]:
+def restorations(before: Placement, after: Placement, members: Collection[int]) -> tuple[Restoration, ...]:
     """Return the worker that restores each part without a holder: its first delta standby, else its first new holder.
 
     Args:
@@ -177,7 +177,7 @@ def restorations(before: Homes, after: Homes, members: Collection[int]) -> tuple
     return tuple(found)
 
 
-def gifts(before: Homes, after: Homes, members: Collection[int]) -> tuple[Gift, ...]:
+def gifts(before: Placement, after: Placement, members: Collection[int]) -> tuple[PartTransfer, ...]:
     """Return the transfers that lead to ``after``, without parts that no survivor holds.
 
     Args:
@@ -189,7 +189,7 @@ def gifts(before: Homes, after: Homes, members: Collection[int]) -> tuple[Gift, 
     for part in range(before.parts):
         givers = [rank for rank in before.holders(part) if rank in members]
         takers = [rank for rank in after.holders(part) if rank not in givers]
-        found += [Gift(part, givers[i % len(givers)], taker) for i, taker in enumerate(takers) if givers]
+        found += [PartTransfer(part, givers[i % len(givers)], taker) for i, taker in enumerate(takers) if givers]
     return tuple(found)
 
 
@@ -223,8 +223,8 @@ def _relieve(chains: list[list[int]], members: Sequence[int], holders: Sequence[
 
 
 def _with_copies(
-    shape: Shape, members: Sequence[int], chains: list[list[int]], having: Sequence[Sequence[int]]
-) -> Homes:
+    shape: PlacementShape, members: Sequence[int], chains: list[list[int]], having: Sequence[Sequence[int]]
+) -> Placement:
     """Return the placement with these replicas, and with hot or delta standbys up to the number of copies.
 
     A worker that has a copy keeps it first; the workers of ``having`` keep their order.
@@ -245,4 +245,4 @@ def _with_copies(
         copies.append((*kept, *(rank for rank in chosen if rank not in kept)))
     none: tuple[tuple[int, ...], ...] = ((),) * shape.parts
     mirrors = none if shape.lazy else tuple(tuple(sorted(ranks)) for ranks in copies)
-    return Homes(chains=tuple(map(tuple, chains)), mirrors=mirrors, backups=tuple(copies) if shape.lazy else none)
+    return Placement(chains=tuple(map(tuple, chains)), mirrors=mirrors, backups=tuple(copies) if shape.lazy else none)

@@ -40,56 +40,56 @@ from holdfast.errors import InternalError, JobError
 from holdfast.recovery.messages import (
     JOINING,
     LOADING,
-    ActDone,
     Action,
     Admitted,
+    AdoptPlacement,
+    AdoptState,
     Agree,
     Agreed,
+    ApplyConfig,
     ApplyStep,
-    BucketSummed,
+    BucketReduced,
     CatchUp,
     ChangesWait,
     CheckpointLoaded,
-    CloseStep,
     Computed,
     ComputeStep,
     ContinueStep,
     CorruptionSeen,
+    DataExhausted,
     DiscardStep,
+    Done,
     Event,
+    FetchConfig,
     HandedOver,
     HandOver,
-    Install,
     Leave,
+    LeftGroup,
     LoadCheckpoint,
-    MakeChanges,
     MembersChange,
+    MoveParts,
     Note,
-    Parted,
     PeerLost,
     Progress,
     ProgressKnown,
     Publish,
-    RanOut,
-    Rehome,
+    ReduceBucket,
     Reinitialise,
     Revoked,
     SaveAndStop,
-    Settle,
+    SendState,
     Shrunk,
     Started,
     StepApplied,
-    StepClosed,
-    SumBucket,
-    TakeChanges,
-    Welcome,
+    StepVoted,
+    VoteStep,
 )
-from holdfast.recovery.regroup import Line, line_after, order_of
+from holdfast.recovery.regroup import RegroupLine, line_after, order_of
 from holdfast.recovery.strategy import Strategy
 
 
-class State(enum.Enum):
-    """The state in which the worker waits; while it regroups, a :class:`~holdfast.recovery.regroup.Line`."""
+class ProtocolState(enum.Enum):
+    """The state in which the worker waits; while it regroups, a :class:`~holdfast.recovery.regroup.RegroupLine`."""
 
     NEW = enum.auto()
     COMPUTE = enum.auto()
@@ -130,7 +130,7 @@ class Protocol:
         self._strategy = strategy
         self._split = split
         self._num_buckets = num_buckets
-        self._state: State | Line = State.NEW
+        self._state: ProtocolState | RegroupLine = ProtocolState.NEW
         self._completed = 0
         self._computed = False
         self._stopping = False
@@ -138,11 +138,11 @@ class Protocol:
         self._orders: tuple[Action, ...] = ()
 
     def set_strategy(self, strategy: Strategy) -> None:
-        """Switch to another strategy; all workers do so in :class:`MakeChanges`, a newcomer in :class:`Install`."""
+        """Switch to another strategy; all workers do so in :class:`ApplyConfig`, a newcomer in :class:`AdoptState`."""
         self._strategy = strategy
 
     @property
-    def state(self) -> State | Line:
+    def state(self) -> ProtocolState | RegroupLine:
         """The state in which the worker waits; a line of the sequence while it regroups."""
         return self._state
 
@@ -175,49 +175,51 @@ class Protocol:
         if isinstance(event, PeerLost):
             return self._recover()
         match self._state, event:
-            case State.NEW, Started():
-                self._state, self._orders = State.ACT, (LoadCheckpoint(),)
+            case ProtocolState.NEW, Started():
+                self._state, self._orders = ProtocolState.ACT, (LoadCheckpoint(),)
                 return self._next_order()
-            case State.NEW, Admitted():
+            case ProtocolState.NEW, Admitted():
                 self._completed = JOINING
-                return self._regroup(Line.FENCE)
-            case State.COMPUTE, MembersChange():
-                return self._regroup(Line.HEARD)  # a recovering peer reaches the same agreement
-            case State.COMPUTE, ChangesWait():
+                return self._regroup(RegroupLine.FENCE)
+            case ProtocolState.COMPUTE, MembersChange():
+                return self._regroup(RegroupLine.HEARD)  # a recovering peer reaches the same agreement
+            case ProtocolState.COMPUTE, ChangesWait():
                 # Changes can include the strategy, which must be the same at workers that missed the requests.
-                self._state, self._orders = State.ACT, (TakeChanges(), Agree(flag=True), MakeChanges())
+                self._state, self._orders = ProtocolState.ACT, (FetchConfig(), Agree(flag=True), ApplyConfig())
                 return self._next_order()
-            case State.COMPUTE, Computed():
+            case ProtocolState.COMPUTE, Computed():
                 self._computed = not self._split  # if split, a failed worker's results are needed to continue
                 return self._sum_next()
-            case State.COMPUTE, RanOut():
-                return self._enter(State.GATE, Agree(flag=True))
-            case State.SUM, BucketSummed():
+            case ProtocolState.COMPUTE, DataExhausted():
+                return self._enter(ProtocolState.GATE, Agree(flag=True))
+            case ProtocolState.SUM, BucketReduced():
                 return self._after_bucket()
-            case State.CLOSE, StepClosed():
-                return [*self._publish_where_closed(), *self._enter(State.APPLY, ApplyStep(self.step))]
-            case State.CLOSE, CorruptionSeen():
-                return self._regroup(Line.HEARD)  # as for a membership change: a peer that missed the vote joins here
-            case State.APPLY, StepApplied():
+            case ProtocolState.CLOSE, StepVoted():
+                return [*self._publish_where_closed(), *self._enter(ProtocolState.APPLY, ApplyStep(self.step))]
+            case ProtocolState.CLOSE, CorruptionSeen():
+                return self._regroup(
+                    RegroupLine.HEARD
+                )  # as for a membership change: a peer that missed the vote joins here
+            case ProtocolState.APPLY, StepApplied():
                 self._finish_step()
                 return self._compute()
-            case Line() as line, _:
+            case RegroupLine() as line, _:
                 return self._after_line(line, event)
-            case ((State.TAKEN | State.GATE | State.LAST_GATE), Agreed(value=False)):
-                return self._regroup(Line.SHRINK)  # every survivor knows from the agreement: no need to revoke
-            case State.TAKEN, Agreed():
-                self._state = State.ACT
+            case ((ProtocolState.TAKEN | ProtocolState.GATE | ProtocolState.LAST_GATE), Agreed(value=False)):
+                return self._regroup(RegroupLine.SHRINK)  # every survivor knows from the agreement: no need to revoke
+            case ProtocolState.TAKEN, Agreed():
+                self._state = ProtocolState.ACT
                 return self._next_order()
-            case State.ACT, _:
+            case ProtocolState.ACT, _:
                 return self._after_act(event)
-            case State.GATE, Agreed():
-                return [Publish(self.step - 1), *self._enter(State.LAST_GATE, Agree(flag=True))]
-            case State.LAST_GATE, Agreed():
-                return self._enter(State.LEFT, Leave())
+            case ProtocolState.GATE, Agreed():
+                return [Publish(self.step - 1), *self._enter(ProtocolState.LAST_GATE, Agree(flag=True))]
+            case ProtocolState.LAST_GATE, Agreed():
+                return self._enter(ProtocolState.LEFT, Leave())
             case _:
                 raise InternalError(self._cannot_happen(event))
 
-    def _enter(self, state: State, action: Action) -> list[Action]:
+    def _enter(self, state: ProtocolState, action: Action) -> list[Action]:
         self._state = state
         return [action]
 
@@ -227,13 +229,13 @@ class Protocol:
     # -- a step
 
     def _compute(self) -> list[Action]:
-        return self._enter(State.COMPUTE, ComputeStep(self.step))
+        return self._enter(ProtocolState.COMPUTE, ComputeStep(self.step))
 
     def _sum_next(self) -> list[Action]:
         step, position = divmod(self._completed, self._sums)
         if position == self._num_buckets:
-            return self._enter(State.CLOSE, CloseStep(step))
-        return self._enter(State.SUM, SumBucket(step, position))
+            return self._enter(ProtocolState.CLOSE, VoteStep(step))
+        return self._enter(ProtocolState.SUM, ReduceBucket(step, position))
 
     def _after_bucket(self) -> list[Action]:
         self._completed += 1
@@ -258,28 +260,28 @@ class Protocol:
     # -- recovery
 
     def _recover(self) -> list[Action]:
-        waits = self._state in (State.SUM, State.CLOSE, Line.SHARE, State.ACT)
+        waits = self._state in (ProtocolState.SUM, ProtocolState.CLOSE, RegroupLine.SHARE, ProtocolState.ACT)
         if not waits and not (
-            self._split and self._state is State.COMPUTE
+            self._split and self._state is ProtocolState.COMPUTE
         ):  # in a split model, stages wait for each other
             raise InternalError(f"no collective can fail in state {self._state.name}")
         self._known, self._orders = None, ()
-        return self._regroup(Line.REVOKE)
+        return self._regroup(RegroupLine.REVOKE)
 
-    def _regroup(self, line: Line) -> list[Action]:
+    def _regroup(self, line: RegroupLine) -> list[Action]:
         """Continue the sequence at ``line``."""
         self._state = line
         return [order_of(line, self.progress)]
 
-    def _after_line(self, line: Line, event: Event) -> list[Action]:
+    def _after_line(self, line: RegroupLine, event: Event) -> list[Action]:
         match line, event:
-            case Line.SHRINK, Parted():
-                return self._enter(State.LEFT, Leave())
-            case Line.SHARE, ProgressKnown():
+            case RegroupLine.SHRINK, LeftGroup():
+                return self._enter(ProtocolState.LEFT, Leave())
+            case RegroupLine.SHARE, ProgressKnown():
                 self._known = event
-            case (Line.REVOKE, Revoked()) | (Line.SHRINK, Shrunk()):
+            case (RegroupLine.REVOKE, Revoked()) | (RegroupLine.SHRINK, Shrunk()):
                 pass
-            case ((Line.HEARD | Line.FENCE | Line.CONFIRM), Agreed()):
+            case ((RegroupLine.HEARD | RegroupLine.FENCE | RegroupLine.CONFIRM), Agreed()):
                 pass
             case _:
                 raise InternalError(self._cannot_happen(event))
@@ -292,7 +294,7 @@ class Protocol:
         orders = self._welcome(newcomers) if newcomers else tuple(self._strategy.handle(self._known))
         self._orders = self._with_new_homes(orders) if self._split else orders
         self._known = None
-        self._state = State.ACT
+        self._state = ProtocolState.ACT
         return self._next_order()
 
     def _welcome(self, newcomers: tuple[int, ...]) -> tuple[Action, ...]:
@@ -301,7 +303,7 @@ class Protocol:
         step = self._common_step(newcomers)
         together = Progress(step * self._sums, computed=False, flags=Note.CALM | Note.LOST.when(self._is_lost()))
         known = ProgressKnown(dict.fromkeys(self._known.progress, together), self._num_buckets)
-        return Welcome(step, newcomers), Agree(flag=True), Install(step), *self._strategy.handle(known)
+        return SendState(step, newcomers), Agree(flag=True), AdoptState(step), *self._strategy.handle(known)
 
     def _is_lost(self) -> bool:
         assert self._known is not None
@@ -317,7 +319,7 @@ class Protocol:
         if any(isinstance(order, LoadCheckpoint) for order in orders) or (stops and not lost):
             return orders
         others = (order for order in orders if order not in stops)
-        return *others, Rehome(restores=lost), Agree(flag=True), Settle(), *stops
+        return *others, MoveParts(restores=lost), Agree(flag=True), AdoptPlacement(), *stops
 
     def _common_step(self, newcomers: Collection[int]) -> int:
         """Return the step before which all workers stand that are not newcomers.
@@ -354,18 +356,18 @@ class Protocol:
                 case SaveAndStop():
                     self._stopping = True
                     return [order]
-                case HandOver() | Welcome() | TakeChanges() | MakeChanges() | Rehome() | Settle():
+                case HandOver() | SendState() | FetchConfig() | ApplyConfig() | MoveParts() | AdoptPlacement():
                     return [order]
                 case Agree():
-                    return self._enter(State.TAKEN, order)
-                case Install(step=step):
+                    return self._enter(ProtocolState.TAKEN, order)
+                case AdoptState(step=step):
                     self._completed, self._computed = step * self._sums, False
                     return [order]
                 case ContinueStep():
                     return self._sum_next()
                 case _:
                     raise InternalError(f"a strategy may not order the action {order}")
-        return self._enter(State.GATE, Agree(flag=True)) if self._stopping else self._compute()
+        return self._enter(ProtocolState.GATE, Agree(flag=True)) if self._stopping else self._compute()
 
     def _after_act(self, event: Event) -> list[Action]:
         match event:
@@ -376,7 +378,7 @@ class Protocol:
                 return [*self._publish_before(), *self._next_order()]
             case CheckpointLoaded(step=step):
                 self._completed = step * self._sums
-            case ActDone():
+            case Done():
                 pass
             case _:
                 raise InternalError(f"{event} does not answer an action of the strategy")

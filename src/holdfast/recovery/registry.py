@@ -14,7 +14,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import ConfigError
-from holdfast.registered import Registered
+from holdfast.registered import Registry
 
 if TYPE_CHECKING:
     from holdfast.recovery.strategy import Strategy
@@ -27,7 +27,7 @@ BUILT_IN = {
     "partial": "holdfast.recovery.partial:Partial",
 }
 """Name: module and class. The first entry is the default."""
-_STRATEGIES = Registered("strategy", "holdfast.strategies", BUILT_IN)
+_STRATEGIES = Registry("strategy", "holdfast.strategies", BUILT_IN)
 
 strategy_names = _STRATEGIES.names
 

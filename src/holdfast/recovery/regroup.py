@@ -22,7 +22,7 @@ import enum
 from holdfast.recovery.messages import Action, Agree, Progress, Revoke, ShareProgress, Shrink
 
 
-class Line(enum.IntEnum):
+class RegroupLine(enum.IntEnum):
     """One line of the sequence, in order. A worker enters at the first line that some peer may not have passed yet.
 
     A failed collective enters at ``REVOKE``. A planned regrouping enters at ``HEARD``: a peer that missed it is
@@ -38,22 +38,22 @@ class Line(enum.IntEnum):
     CONFIRM = enum.auto()
 
 
-def order_of(line: Line, progress: Progress) -> Action:
+def order_of(line: RegroupLine, progress: Progress) -> Action:
     """Return the action of a worker with this progress at ``line``."""
     match line:
-        case Line.REVOKE:
+        case RegroupLine.REVOKE:
             return Revoke()
-        case Line.HEARD:
+        case RegroupLine.HEARD:
             return Agree(flag=False)
-        case Line.SHRINK:
+        case RegroupLine.SHRINK:
             return Shrink()
-        case Line.FENCE | Line.CONFIRM:
+        case RegroupLine.FENCE | RegroupLine.CONFIRM:
             return Agree(flag=True)
-        case Line.SHARE:
+        case RegroupLine.SHARE:
             return ShareProgress(progress)
 
 
-def line_after(line: Line, *, succeeded: bool) -> Line | None:
+def line_after(line: RegroupLine, *, succeeded: bool) -> RegroupLine | None:
     """Return the line that follows; None after the last one, when the survivors have regrouped.
 
     Args:
@@ -61,11 +61,13 @@ def line_after(line: Line, *, succeeded: bool) -> Line | None:
         succeeded: The agreement returned True, or sharing progress completed. The other lines cannot fail.
     """
     match line:
-        case Line.SHARE if not succeeded:
-            return Line.REVOKE  # only this worker knows: its peers may still wait for it
-        case Line.FENCE | Line.CONFIRM if not succeeded:
-            return Line.SHRINK  # every survivor knows from the agreement: a revoke would collide with their shrink
-        case Line.CONFIRM:
+        case RegroupLine.SHARE if not succeeded:
+            return RegroupLine.REVOKE  # only this worker knows: its peers may still wait for it
+        case RegroupLine.FENCE | RegroupLine.CONFIRM if not succeeded:
+            return (
+                RegroupLine.SHRINK
+            )  # every survivor knows from the agreement: a revoke would collide with their shrink
+        case RegroupLine.CONFIRM:
             return None
         case _:
-            return Line(line + 1)
+            return RegroupLine(line + 1)

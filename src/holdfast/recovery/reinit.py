@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from holdfast.recovery.messages import Action, CatchUp, Event, LoadCheckpoint, ProgressKnown, Reinitialise
 from holdfast.recovery.rollback import take_back
-from holdfast.recovery.strategy import Strategy, View
+from holdfast.recovery.strategy import ProgressView, Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Reinit(Strategy):
         """Finish a step that some survivor committed, so that all are before the same step; then rebuild and load."""
         match event:
             case ProgressKnown():
-                view = View.of(event)
+                view = ProgressView.of(event)
                 # A worker that is loading has a new application already, or has not begun. A snapshot of a corrupt
                 # state would be useless. A step that is only to be retried needs no new application.
                 if view.loading or view.corrupt or view.altered or view.calm or view.alive < self.min_workers:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from holdfast.recovery.messages import Action, CatchUp, Event, LoadCheckpoint, ProgressKnown
 from holdfast.recovery.rollback import take_back
-from holdfast.recovery.strategy import Strategy, View
+from holdfast.recovery.strategy import ProgressView, Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Restart(Strategy):
         """Finish a step that some survivor committed, as it may be published; then load, unless a retry is enough."""
         match event:
             case ProgressKnown():
-                view = View.of(event)
+                view = ProgressView.of(event)
                 if view.calm or view.altered or view.alive < self.min_workers:
                     return take_back(view, self.min_workers)
                 closed_by_some = view.behind and view.next_sum == 0 and not view.loading

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from holdfast.recovery.messages import Action, CatchUp, DiscardStep, Event, LoadCheckpoint, ProgressKnown, SaveAndStop
-from holdfast.recovery.strategy import Strategy, View
+from holdfast.recovery.strategy import ProgressView, Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +28,12 @@ class Rollback(Strategy):
         """Roll back the step in progress, after survivors that are behind have applied a committed step."""
         match event:
             case ProgressKnown():
-                return take_back(View.of(event), self.min_workers)
+                return take_back(ProgressView.of(event), self.min_workers)
             case _:
                 return []
 
 
-def take_back(view: View, min_workers: int) -> list[Action]:
+def take_back(view: ProgressView, min_workers: int) -> list[Action]:
     """Return to the start of the step in progress, if it was begun; stop there with fewer than ``min_workers``.
 
     If a part of the model is lost, or a worker's state is corrupt, the only way back is a saved state.

@@ -57,7 +57,7 @@ class Strategy(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class ProgressView:
     """The progress of all survivors, summarised.
 
     Args:

@@ -24,7 +24,7 @@ from holdfast.records.types import (
 )
 from holdfast.report.formatting import DISTRIBUTED
 from holdfast.report.history import History
-from holdfast.report.lives import Failure, Life
+from holdfast.report.lives import JobLife, LostWorker
 from holdfast.report.platforms import workers_kinds
 
 SCHEMA = 1
@@ -171,7 +171,7 @@ def _configuration(history: History, seed: int) -> dict[str, Any]:
     return known | dict.fromkeys(unknown)
 
 
-def _failure(failure: Failure, history: History) -> dict[str, Any]:
+def _failure(failure: LostWorker, history: History) -> dict[str, Any]:
     return {
         **_told(failure, "rank", "kind"),
         "step": failure.step if failure.step >= 0 else None,
@@ -279,13 +279,13 @@ def _metrics(history: History, finished: Mapping[int, Finished]) -> dict[str, fl
     return {name: value if math.isfinite(value) else None for name, value in last.items()}
 
 
-def _script_failures(life: Life) -> list[ScriptFailed]:
+def _script_failures(life: JobLife) -> list[ScriptFailed]:
     """Return the failures that ended the job: not that of a newcomer that never took part, if others failed."""
     took_part = {record.rank for record in life.of(RunStarted)}
     return [record for record in life.of(ScriptFailed) if not took_part or record.rank in took_part or record.rank < 0]
 
 
-def _error(life: Life) -> dict[str, Any] | None:
+def _error(life: JobLife) -> dict[str, Any] | None:
     for record in _script_failures(life):
         return _told(record, "rank", "step", "exit_code", "message")
     return None

@@ -24,7 +24,7 @@ from holdfast.recovery.decisions import decision_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class CertificateFinding:
     """An inconsistency in the records of a run.
 
     Args:
@@ -36,7 +36,7 @@ class Finding:
     what: str
 
 
-class Certified:
+class CertifiedSteps:
     """The steps of a run that have a hash-chain link.
 
     Args:
@@ -118,12 +118,12 @@ class Certified:
 
     # -- checks of the records
 
-    def check(self) -> list[Finding]:
+    def check(self) -> list[CertificateFinding]:
         """Return where lines were altered, dropped or repeated, in the order of steps; empty if all links hold."""
         found = [*self._repeated(), *self._broken(), *self._cut_off(), *self._other_wholes()]
         return sorted(found, key=lambda finding: finding.step)
 
-    def _repeated(self) -> Iterator[Finding]:
+    def _repeated(self) -> Iterator[CertificateFinding]:
         """Yield lines of one worker about a step that it had already committed and that was not rolled back."""
         newest: dict[int, int] = {}
         for record in self.records:
@@ -133,35 +133,37 @@ class Certified:
                 newest.clear()
             elif isinstance(record, StepCommitted):
                 if record.step <= newest.get(record.rank, -1):
-                    yield Finding(step=record.step, what=f"step {record.step}: its line is repeated")
+                    yield CertificateFinding(step=record.step, what=f"step {record.step}: its line is repeated")
                 newest[record.rank] = record.step
 
-    def _broken(self) -> Iterator[Finding]:
+    def _broken(self) -> Iterator[CertificateFinding]:
         for step in range(self.first, self.last + 1):
             lines = {line.link: line for line in self.lines.get(step, ())}
             if not lines:
-                yield Finding(step=step, what=f"step {step}: its line is missing")
+                yield CertificateFinding(step=step, what=f"step {step}: its line is missing")
             before = self.before(step)
             for line in lines.values():
                 if before and line.link not in {_link(link, line) for link in before}:
                     what = "its link does not match its line and the previous link: one of them was altered"
-                    yield Finding(step=step, what=f"step {step}: {what}")
+                    yield CertificateFinding(step=step, what=f"step {step}: {what}")
             for line in self.lines.get(step, ()):
                 if not fits(line.figures, line.metrics):
-                    yield Finding(step=step, what=f"step {step}: its metrics differ from the certified ones")
+                    yield CertificateFinding(step=step, what=f"step {step}: its metrics differ from the certified ones")
 
-    def _cut_off(self) -> Iterator[Finding]:
+    def _cut_off(self) -> Iterator[CertificateFinding]:
         end = max((record.step for record in self.finished), default=self.last + 1) - 1
         if end > self.last:
             steps = f"step {end}" if end == self.last + 1 else f"steps {self.last + 1} to {end}"
-            yield Finding(step=self.last + 1, what=f"{steps}: no lines, but training continued to step {end}")
+            yield CertificateFinding(
+                step=self.last + 1, what=f"{steps}: no lines, but training continued to step {end}"
+            )
 
-    def _other_wholes(self) -> Iterator[Finding]:
+    def _other_wholes(self) -> Iterator[CertificateFinding]:
         for step, tensors in self.wholes.items():
             line = self.steps.get(step)
             if line is not None and line.whole and self._digest_of_whole(step, tensors) not in ("", line.state):
                 what = "the digests of its tensors do not match the digest of its state"
-                yield Finding(step=step, what=f"step {step}: {what}")
+                yield CertificateFinding(step=step, what=f"step {step}: {what}")
 
     def _digest_of_whole(self, step: int, tensors: dict[str, str]) -> str:
         """Return the digest of the state before a step, from those of its tensors; "" if some are missing."""
@@ -176,7 +178,7 @@ class Certified:
         said = [said for number in numbers for said in said_of_part([number])]
         return f"{digest_of_parts(said):016x}"
 
-    def twice(self) -> list[Finding]:
+    def twice(self) -> list[CertificateFinding]:
         """Return the steps that were committed again with different results; the last time counts.
 
         The reason is a rollback from a corrupt state, or otherwise training that is not deterministic.
@@ -186,13 +188,15 @@ class Certified:
             if len({line.link for line in lines}) > 1:
                 last, odd = lines[-1], next(line for line in lines if line.link != lines[-1].link)
                 what = " and ".join(differing(odd, last)) or "history"
-                found.append(Finding(step=step, what=f"step {step} was committed again, with different {what}"))
+                found.append(
+                    CertificateFinding(step=step, what=f"step {step} was committed again, with different {what}")
+                )
         return found
 
-    def check_workers(self) -> list[Finding]:
+    def check_workers(self) -> list[CertificateFinding]:
         """Return the workers whose history differs from the recorded one, each with the first step that shows it."""
         agreed: dict[int, int] = {}
-        found: dict[int, Finding] = {}
+        found: dict[int, CertificateFinding] = {}
         for record in self.records:
             if not isinstance(record, StateHashed | Finished) or not record.link or record.rank in found:
                 continue
@@ -201,16 +205,16 @@ class Certified:
                 continue
             since = agreed.get(record.rank, self.first)
             what = f"worker {record.rank} had a state that differs from the records, since some step from {since} to {record.step - 1}"
-            found[record.rank] = Finding(step=since, what=what)
+            found[record.rank] = CertificateFinding(step=since, what=what)
         return [*found.values(), *self._other_holders(), *self._other_ends()]
 
-    def _other_holders(self) -> Iterator[Finding]:
+    def _other_holders(self) -> Iterator[CertificateFinding]:
         """Yield the steps before which holders of a part of a split model had different values in it."""
         for (step, part), records in sorted(self._parts.items()):
             if paths := self._odd_holders(records):
                 ranks = ", ".join(str(rank) for rank in sorted({record.rank for record in records}))
                 what = f"before step {step} workers {ranks}, which hold part {part}, had different values in {', '.join(paths)}"
-                yield Finding(step=step, what=what)
+                yield CertificateFinding(step=step, what=what)
 
     @staticmethod
     def _odd_holders(records: Sequence[StateHashed]) -> list[str]:
@@ -218,11 +222,13 @@ class Certified:
         alike = _alike(records)
         return [path for path in alike[-1].tensors if len({record.tensors.get(path) for record in alike}) > 1]
 
-    def _other_ends(self) -> Iterator[Finding]:
+    def _other_ends(self) -> Iterator[CertificateFinding]:
         ends = self.finished
         if len({(end.sha256, end.state_sha256) for end in ends}) > 1:
             ranks = ", ".join(str(end.rank) for end in ends)
-            yield Finding(step=ends[0].step, what=f"step {ends[0].step}: workers {ranks} ended with different states")
+            yield CertificateFinding(
+                step=ends[0].step, what=f"step {ends[0].step}: workers {ranks} ended with different states"
+            )
 
 
 def _alike(records: Sequence[StateHashed]) -> list[StateHashed]:

@@ -8,14 +8,14 @@ from typing import Any
 
 from holdfast.records.types import RunStarted
 from holdfast.recovery.registry import strategy_class
-from holdfast.report.certificate import Certified, differing
+from holdfast.report.certificate import CertifiedSteps, differing
 
 _DECIDE = ("seed", "slices", "order", "split", "batch", "rescale", "parameters")
 """Settings of a run that decide its bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parting:
+class Divergence:
     """The first step in which two runs differ.
 
     Args:
@@ -40,7 +40,7 @@ class Parting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class RunComparison:
     """The range over which two runs were compared, and the result.
 
     Args:
@@ -51,10 +51,10 @@ class Compared:
 
     first: int
     last: int
-    parting: Parting | None
+    parting: Divergence | None
 
 
-def compare_runs(one: Certified, other: Certified, *, until: int | None = None) -> Compared | None:
+def compare_runs(one: CertifiedSteps, other: CertifiedSteps, *, until: int | None = None) -> RunComparison | None:
     """Compare two runs step by step; None if they have no step in common.
 
     Steps are compared by their content, not by their links, so the chains may begin at different steps.
@@ -71,17 +71,17 @@ def compare_runs(one: Certified, other: Certified, *, until: int | None = None) 
     for step in common:
         if what := differing(one.steps[step], other.steps[step]):
             parting = _describe(one, other, step, tuple(what))
-            return Compared(first=common[0], last=common[-1], parting=parting)
-    return Compared(first=common[0], last=common[-1], parting=_at_the_end(one, other, common[-1]))
+            return RunComparison(first=common[0], last=common[-1], parting=parting)
+    return RunComparison(first=common[0], last=common[-1], parting=_at_the_end(one, other, common[-1]))
 
 
-def _describe(one: Certified, other: Certified, step: int, what: tuple[str, ...]) -> Parting:
+def _describe(one: CertifiedSteps, other: CertifiedSteps, step: int, what: tuple[str, ...]) -> Divergence:
     a, b = one.steps[step], other.steps[step]
     names = [*a.metrics, *(name for name in b.metrics if name not in a.metrics)]
     values = {name: (a.metrics.get(name), b.metrics.get(name)) for name in names}
     where = (a.where or b.where or _part(one, step)) if "state" in what else ""
     tensors_step, tensors = _tensors(one, other, step)
-    return Parting(
+    return Divergence(
         step=step,
         what=what,
         where=where,
@@ -93,12 +93,12 @@ def _describe(one: Certified, other: Certified, step: int, what: tuple[str, ...]
     )
 
 
-def _part(run: Certified, step: int) -> str:
+def _part(run: CertifiedSteps, step: int) -> str:
     """Return the part of a split model that a step hashes a window of; records of a lead without it lack this."""
     return f"part {step % run.parts}" if run.parts else ""
 
 
-def _same_before(one: Certified, other: Certified, step: int, where: str) -> Iterator[int]:
+def _same_before(one: CertifiedSteps, other: CertifiedSteps, step: int, where: str) -> Iterator[int]:
     """Yield the steps before ``step`` in which the part of the state that now differs was hashed."""
     for number, line in one.steps.items():
         both = number < step and number in other.steps
@@ -106,7 +106,7 @@ def _same_before(one: Certified, other: Certified, step: int, where: str) -> Ite
             yield number
 
 
-def _tensors(one: Certified, other: Certified, step: int) -> tuple[int, tuple[str, ...]]:
+def _tensors(one: CertifiedSteps, other: CertifiedSteps, step: int) -> tuple[int, tuple[str, ...]]:
     """Return the first step from ``step`` on before which both hashed all tensors and some differ, and those."""
     for at in sorted(number for number in one.wholes if number in other.wholes and number >= step):
         a, b = one.digests(at), other.digests(at)
@@ -116,7 +116,7 @@ def _tensors(one: Certified, other: Certified, step: int) -> tuple[int, tuple[st
     return -1, ()
 
 
-def _workers(one: Certified, other: Certified, step: int) -> tuple[int, ...]:
+def _workers(one: CertifiedSteps, other: CertifiedSteps, step: int) -> tuple[int, ...]:
     """Return the holders of parts in the first run that had values before a step that no worker had in the second."""
     known = other.digests(step)
     odd = {
@@ -127,7 +127,7 @@ def _workers(one: Certified, other: Certified, step: int) -> tuple[int, ...]:
     return tuple(sorted(odd))
 
 
-def _at_the_end(one: Certified, other: Certified, last: int) -> Parting | None:
+def _at_the_end(one: CertifiedSteps, other: CertifiedSteps, last: int) -> Divergence | None:
     """Return the divergence of the final states, if both runs end after the same step and the states differ."""
     ends = [run.finished[0] for run in (one, other) if run.finished]
     if len(ends) < 2 or any(end.step != last + 1 for end in ends):
@@ -135,12 +135,14 @@ def _at_the_end(one: Certified, other: Certified, last: int) -> Parting | None:
     if (ends[0].sha256, ends[0].state_sha256) == (ends[1].sha256, ends[1].state_sha256):
         return None
     step, tensors = _tensors(one, other, last + 1)
-    return Parting(
+    return Divergence(
         step=last + 1, what=(), tensors=tensors, tensors_step=step, workers=_workers(one, other, step), metrics={}
     )
 
 
-def different_settings(runs: Sequence[Certified], reports: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, Any]]:
+def different_settings(
+    runs: Sequence[CertifiedSteps], reports: Sequence[Mapping[str, Any]]
+) -> dict[str, tuple[Any, Any]]:
     """Return the settings that decide bits and differ between two runs, if both record them: by name, both values.
 
     Args:

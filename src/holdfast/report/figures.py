@@ -12,7 +12,7 @@ from holdfast.report import canvas as style
 from holdfast.report.canvas import WIDTH_IN, canvas
 from holdfast.report.formatting import count
 from holdfast.report.history import History
-from holdfast.report.lives import Failure
+from holdfast.report.lives import LostWorker
 from holdfast.report.timeline import draw_lanes, draw_legend, draw_zoom, first_answered
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _series(history: History) -> dict[str, list[tuple[int, float]]]:
 
 
 def _draw_curve(
-    axes: Axes, name: str, values: Sequence[tuple[int, float]], failures: Sequence[Failure], *, first: bool
+    axes: Axes, name: str, values: Sequence[tuple[int, float]], failures: Sequence[LostWorker], *, first: bool
 ) -> None:
     steps, heights = zip(*values, strict=True)
     color = style.WORK if name == "loss" else style.ACCURACY
@@ -106,7 +106,7 @@ def _draw_curve(
             )  # fmt: skip
 
 
-def _by_step(failures: Sequence[Failure]) -> dict[int, list[int]]:
+def _by_step(failures: Sequence[LostWorker]) -> dict[int, list[int]]:
     by_step: dict[int, list[int]] = {}
     for failure in failures:
         by_step.setdefault(failure.step, []).append(failure.rank)

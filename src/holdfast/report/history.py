@@ -29,7 +29,7 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.report.lives import Failure, Life, Recovery
+from holdfast.report.lives import JobLife, LostWorker, Recovery
 
 R = TypeVar("R", bound=Record)
 
@@ -160,7 +160,7 @@ class History:
         last = {record.step - 1 for record in self.of(Finished)} if self.is_distributed else set()
         yield from (commit for commit in self.commits if commit.step not in last)
 
-    def _without_guesses(self, failure: Failure) -> Failure:
+    def _without_guesses(self, failure: LostWorker) -> LostWorker:
         """Return ``failure`` without values that survivors under ``torch.distributed`` record but cannot know.
 
         They record the last step and bucket, even if they were in a barrier, or in no collective at all.
@@ -169,18 +169,18 @@ class History:
             return failure
         return dataclasses.replace(failure, phase="", step=failure.step if self.commits else -1)
 
-    def _cut(self) -> Iterator[Life]:
+    def _cut(self) -> Iterator[JobLife]:
         workers, part = self.started, list[Record]()
         number = 0
         for record in self.records:
             if isinstance(record, JobRestarted):
-                yield Life(number=number, workers=workers, records=tuple(part), restart=record)
+                yield JobLife(number=number, workers=workers, records=tuple(part), restart=record)
                 workers, part, number = record.workers, [], number + 1
             else:
                 part.append(record)
-        yield Life(number=number, workers=workers, records=tuple(part), restart=None)
+        yield JobLife(number=number, workers=workers, records=tuple(part), restart=None)
 
-    def _failures(self) -> Iterator[Failure]:
+    def _failures(self) -> Iterator[LostWorker]:
         recoveries = 0
         for life in self.lives:
             explained: set[int] = set()
@@ -192,7 +192,7 @@ class History:
             yield from (_fenced(life, f) for f in self._unrecovered(life, explained | life.left, recoveries))
             recoveries += life.restart is not None
 
-    def _recovered(self, life: Life, recovery: Recovery, rank: int, number: int) -> Failure:
+    def _recovered(self, life: JobLife, recovery: Recovery, rank: int, number: int) -> LostWorker:
         failure = _struck(life, recovery, rank)
         return dataclasses.replace(
             failure,
@@ -207,7 +207,7 @@ class History:
             times_s=recovery.times_s,
         )
 
-    def _unrecovered(self, life: Life, explained: set[int], number: int) -> Iterator[Failure]:
+    def _unrecovered(self, life: JobLife, explained: set[int], number: int) -> Iterator[LostWorker]:
         for failure in self._unanswered(life, explained):
             restart = life.restart
             if restart is None:
@@ -222,7 +222,7 @@ class History:
                 redone_steps=max(0, failure.step - self._resumed_at(life) + 1),
             )
 
-    def _unanswered(self, life: Life, explained: set[int]) -> Iterator[Failure]:
+    def _unanswered(self, life: JobLife, explained: set[int]) -> Iterator[LostWorker]:
         """Yield workers that died in ``life`` without a decision of the survivors about it."""
         for fault in life.of(FaultFired):
             struck = _victims(fault)
@@ -238,12 +238,12 @@ class History:
         for death in life.unnoticed(explained):
             yield self._ended(life, death.rank)
 
-    def _ended(self, life: Life, rank: int) -> Failure:
+    def _ended(self, life: JobLife, rank: int) -> LostWorker:
         ends = [r for r in life.of(WorkerEnded) if r.rank == rank]
         seen = [r for r in life.of(FailureSeen) if r.rank != rank]
         committed = max((r.step for r in life.of(StepCommitted)), default=-1)
         t_s = min([r.t_s for r in (*ends, *seen[:1])], default=life.restart.t_s if life.restart else 0.0)
-        return Failure(
+        return LostWorker(
             rank=rank,
             kind=_kind(life, rank),
             step=seen[0].step if seen else committed + 1,
@@ -256,19 +256,19 @@ class History:
     def _next_commit_s(self, after_s: float, step: int) -> float | None:
         return next((c.t_s for c in self.timed if c.t_s > after_s and c.step >= step), None)
 
-    def _resumed_at(self, life: Life) -> int:
+    def _resumed_at(self, life: JobLife) -> int:
         following = self.lives[life.number + 1]
         return min((r.step for r in following.of(RunStarted)), default=0)
 
 
-def _struck(life: Life, recovery: Recovery, rank: int) -> Failure:
+def _struck(life: JobLife, recovery: Recovery, rank: int) -> LostWorker:
     """Return how ``rank`` was lost, as far as it is known before the recovery."""
     before = [f for f in life.of(FaultFired) if rank in _victims(f) and f.t_s <= recovery.last_s]
     faults = [fault for fault in before if _was_fatal(life, fault, rank)]
     if faults:
         return _injected(faults[-1], rank)
     first = recovery.seen[0] if recovery.seen else None
-    return Failure(
+    return LostWorker(
         rank=rank,
         kind=_kind(life, rank),
         step=first.step if first else recovery.step + max(recovery.redone_steps - 1, 0),
@@ -282,7 +282,7 @@ def _victims(fault: FaultFired) -> tuple[int, ...]:
     return fault.workers if fault.node >= 0 else (fault.rank,)
 
 
-def _was_fatal(life: Life, fault: FaultFired, rank: int) -> bool:
+def _was_fatal(life: JobLife, fault: FaultFired, rank: int) -> bool:
     """Return whether ``fault`` ended a worker: one that was only stuck or cut off for a while may have continued."""
     if fault.kind in _ENDS or fault.kind in ("slow", "leave", "flip"):
         return fault.kind in _ENDS
@@ -291,11 +291,11 @@ def _was_fatal(life: Life, fault: FaultFired, rank: int) -> bool:
     return any(r.rank == rank and r.t_s >= fault.t_s for r in life.of(WorkerFenced))
 
 
-def _injected(fault: FaultFired, rank: int) -> Failure:
-    return Failure(rank=rank, kind=fault.kind, step=fault.step, phase=fault.phase, injected=True, t_s=fault.t_s)
+def _injected(fault: FaultFired, rank: int) -> LostWorker:
+    return LostWorker(rank=rank, kind=fault.kind, step=fault.step, phase=fault.phase, injected=True, t_s=fault.t_s)
 
 
-def _fenced(life: Life, failure: Failure) -> Failure:
+def _fenced(life: JobLife, failure: LostWorker) -> LostWorker:
     """Return ``failure`` with the reason that the launcher recorded when it ended the worker, if it did."""
     for record in life.of(WorkerFenced):
         if record.rank == failure.rank:
@@ -303,13 +303,13 @@ def _fenced(life: Life, failure: Failure) -> Failure:
     return failure
 
 
-def _kind(life: Life, rank: int) -> str:
+def _kind(life: JobLife, rank: int) -> str:
     if any(r.rank == rank for r in life.of(WorkerFenced)):
         return "hang"
     return "exception" if any(r.rank == rank for r in life.of(ScriptFailed)) else "kill"
 
 
-def _lost_samples(life: Life, recovery: Recovery) -> int:
+def _lost_samples(life: JobLife, recovery: Recovery) -> int:
     same_step = [r for r in life.recoveries if r.step == recovery.step]
     ids: set[int] = set()
     for record in life.of(SamplesLost):

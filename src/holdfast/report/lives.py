@@ -22,7 +22,7 @@ R = TypeVar("R", bound=Record)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class LostWorker:
     """One lost worker.
 
     Args:
@@ -74,7 +74,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joining:
+class JoinedWorker:
     """A worker that joined the running job.
 
     Args:
@@ -143,7 +143,7 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
+class JobLife:
     """One start of the whole job, and everything until the next."""
 
     number: int
@@ -170,13 +170,13 @@ class Life:
         return {record.rank for record in self.of(Left)}
 
     @property
-    def joined(self) -> Iterator[Joining]:
+    def joined(self) -> Iterator[JoinedWorker]:
         """Workers that joined the running job, ordered by time."""
         began_s = {record.rank: record.t_s for record in self.of(RunStarted)}
         for recovery in self.recoveries:
             held_s = max(record.held_s for record in recovery.said)
             for rank in recovery.joined:
-                yield Joining(rank=rank, step=recovery.step, t_s=began_s.get(rank, recovery.last_s), held_s=held_s)
+                yield JoinedWorker(rank=rank, step=recovery.step, t_s=began_s.get(rank, recovery.last_s), held_s=held_s)
 
     @property
     def recoveries(self) -> list[Recovery]:

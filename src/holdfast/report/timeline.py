@@ -11,7 +11,7 @@ from holdfast.records.types import Finished, Left, Recovered, RunStarted, StepCo
 from holdfast.report import canvas as style
 from holdfast.report.formatting import plain, seconds
 from holdfast.report.history import History
-from holdfast.report.lives import Failure, Life
+from holdfast.report.lives import JobLife, LostWorker
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +32,7 @@ _LETTER_PT = 4.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class WorkSegment:
     """A worker at work, from entering the training loop until leaving it."""
 
     rank: int
@@ -44,7 +44,7 @@ class Stretch:
     """Seconds after ``from_s`` that it waited as a spare or surplus newcomer; 0 if it computed from the start."""
 
 
-def stretches(history: History, end_s: float) -> Iterator[Stretch]:
+def stretches(history: History, end_s: float) -> Iterator[WorkSegment]:
     """Yield the intervals in which each worker was at work; ``end_s`` ends intervals that are open."""
     for life in history.lives:
         deaths = {f.rank: f.t_s for f in history.failures if _within(f.t_s, life)}
@@ -55,10 +55,10 @@ def stretches(history: History, end_s: float) -> Iterator[Stretch]:
             ends += [life.restart.t_s] if life.restart else []
             to_s = min(ends, default=end_s)
             waits_s = max(0.0, min(_begins_work_s(history, life, start), to_s) - start.t_s)
-            yield Stretch(rank=start.rank, from_s=start.t_s, to_s=to_s, open=not ends, waits_s=waits_s)
+            yield WorkSegment(rank=start.rank, from_s=start.t_s, to_s=to_s, open=not ends, waits_s=waits_s)
 
 
-def _begins_work_s(history: History, life: Life, start: RunStarted) -> float:
+def _begins_work_s(history: History, life: JobLife, start: RunStarted) -> float:
     """Return when a worker first was among those with the lowest ranks, which share the work."""
     if start.rank in sorted(life.workers)[: history.workers_wanted(start.t_s)]:
         return start.t_s
@@ -70,7 +70,7 @@ def _begins_work_s(history: History, life: Life, start: RunStarted) -> float:
     return min(shares, default=math.inf)
 
 
-def first_answered(history: History) -> list[Failure]:
+def first_answered(history: History) -> list[LostWorker]:
     """Return the failures of the first recovery after which a step was committed."""
     answered = [f for f in history.failures if f.resumed_s is not None and f.recovery is not None]
     return [f for f in answered if f.recovery == answered[0].recovery]
@@ -136,7 +136,7 @@ def _write_legend(axes: Axes, left_in: float, marks: Sequence[tuple[str, str]]) 
 
 
 def draw_zoom(
-    axes: Axes, left_in: float, main: Axes, history: History, failures: Sequence[Failure], step_s: float | None
+    axes: Axes, left_in: float, main: Axes, history: History, failures: Sequence[LostWorker], step_s: float | None
 ) -> None:
     """Draw one recovery: when each survivor detected the failure, when it decided, when the next step was committed."""
     lanes = _prepare(axes, history)
@@ -202,7 +202,7 @@ def _draw_starts(axes: Axes, history: History, lanes: dict[int, int]) -> None:
                 axes.plot([from_s, start.t_s], [lanes[start.rank]] * 2, color=style.FAINT, linewidth=1.2, zorder=1.8)
 
 
-def _draw_death(axes: Axes, failure: Failure, lane: int, right_s: float, *, label: bool) -> None:
+def _draw_death(axes: Axes, failure: LostWorker, lane: int, right_s: float, *, label: bool) -> None:
     axes.plot(failure.t_s, lane, marker="X", markersize=9, color=style.DEATH, markeredgecolor=_EDGE, zorder=6)
     if not label:
         return
@@ -260,7 +260,7 @@ def _named(commits: Sequence[StepCommitted], end_s: float, room_s: float) -> lis
     return named
 
 
-def _draw_survivors(axes: Axes, history: History, failures: Sequence[Failure], lanes: dict[int, int]) -> None:
+def _draw_survivors(axes: Axes, history: History, failures: Sequence[LostWorker], lanes: dict[int, int]) -> None:
     for life in history.lives:
         for recovery in life.recoveries:
             if set(recovery.lost) != {f.rank for f in failures} or not _within(failures[0].t_s, life):
@@ -288,7 +288,7 @@ def _unit_ticks(axes: Axes, zero_s: float, zero: str) -> None:
 
 
 def _marks_of_zoom(
-    axes: Axes, history: History, failures: Sequence[Failure], zero_s: float, end_s: float
+    axes: Axes, history: History, failures: Sequence[LostWorker], zero_s: float, end_s: float
 ) -> list[tuple[str, str]]:
     """Return the meanings of the marks, with the times of the first detection, last decision and next commit."""
     left, right = axes.get_xlim()
@@ -320,6 +320,6 @@ def _tie(axes: Axes, main: Axes) -> None:
         axes.figure.add_artist(tie)
 
 
-def _within(t_s: float, life: Life) -> bool:
+def _within(t_s: float, life: JobLife) -> bool:
     times = [r.t_s for r in life.records]
     return bool(times) and times[0] <= t_s <= times[-1]

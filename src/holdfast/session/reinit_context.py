@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.config import Settings
-from holdfast.data.plan import Plan
-from holdfast.engine.context import Rebuilding, World
+from holdfast.data.plan import SamplePlan
+from holdfast.engine.context import JobContext, RebuildInfo
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.recovery.registry import strategy_class
 from holdfast.session.step import Step
@@ -21,16 +21,16 @@ class Application:
     is_built_by_reinit: bool = False  # `holdfast.reinit` has called `main`
     makes_sessions: bool = False  # the application has created a session, which writes the records of this process
     has_session: bool = False  # it has created a session that can be rebuilt
-    world: World | None = None  # of the application that was torn down, until the next session takes it
+    world: JobContext | None = None  # of the application that was torn down, until the next session takes it
     # replaces training, for tools that only inspect it: is called with the model, the plan, the dataset and the collate
     # function, and yields steps
-    looks: Callable[[Any, Plan, Any, Any], Iterator[Step]] | None = None
+    looks: Callable[[Any, SamplePlan, Any, Any], Iterator[Step]] | None = None
 
 
 application = Application()
 
 
-def hand_over(world: World, rebuilding: Rebuilding) -> None:
+def hand_over(world: JobContext, rebuilding: RebuildInfo) -> None:
     """Keep ``world`` for the session that is built next, which starts again with the first loop."""
     world.beacon.say_busy(busy=True)  # for as long as the script's own code takes
     world.rebuilds.count += 1
@@ -40,7 +40,7 @@ def hand_over(world: World, rebuilding: Rebuilding) -> None:
     application.world = world
 
 
-def take_over() -> World | None:
+def take_over() -> JobContext | None:
     """Return the job context of the previous application, if there was one."""
     world, application.world = application.world, None
     if world is not None and world.rebuilds.current is not None:

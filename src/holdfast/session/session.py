@@ -18,13 +18,13 @@ from holdfast.comm import Communicator, VirtualCommunicator, connect
 from holdfast.comm.waiting import waiting
 from holdfast.config import MOST_WORKERS, Settings
 from holdfast.data.assignment import choose_slices
-from holdfast.data.loader import Source
-from holdfast.data.plan import Plan
+from holdfast.data.loader import DataSource
+from holdfast.data.plan import SamplePlan
 from holdfast.data.samples import check_dataset
 from holdfast.engine import exits
-from holdfast.engine.context import Committed, Live, Loops, World
+from holdfast.engine.context import CommittedState, JobContext, LiveSettings, LoopState
 from holdfast.engine.injection import check_faults, make_faults, reach_point
-from holdfast.engine.loop import Run
+from holdfast.engine.loop import TrainingLoop
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.faults import points
 from holdfast.models.loss import check_name
@@ -38,7 +38,7 @@ from holdfast.recovery.messages import Note
 from holdfast.session.models import Pipeline, Sharded
 from holdfast.session.reinit_context import application, note_session, take_over
 from holdfast.session.step import Step
-from holdfast.state.manager import Keeper
+from holdfast.state.manager import CheckpointManager
 from holdfast.state.platform_check import compare_with_others, kind_of_worker
 from holdfast.torch_private import check_version
 
@@ -113,7 +113,7 @@ class Session:
         note_session(self._settings, is_replicated=self._replica.is_replicated)
         self._total_steps = total_steps
         self._given_comm = comm
-        self._world: World | None = None
+        self._world: JobContext | None = None
         self._training = False
 
     def register(self, **things: Stateful) -> None:
@@ -185,9 +185,9 @@ class Session:
             return application.looks(self._replica, plan, dataset, collate)
         if self._settings.faults:
             check_faults(self._settings.faults, self._replica, self._total_steps or world.step + plan.num_steps)
-        return self._train(world, plan, Source(dataset, collate, num_workers, prefetch_factor))
+        return self._train(world, plan, DataSource(dataset, collate, num_workers, prefetch_factor))
 
-    def _train(self, world: World, plan: Plan, source: Source) -> Iterator[Step]:
+    def _train(self, world: JobContext, plan: SamplePlan, source: DataSource) -> Iterator[Step]:
         if world.loops.loaded is not None and world.loop < world.loops.loaded.info["loop"]:
             world.loops.end(plan.epochs)
             return
@@ -201,7 +201,7 @@ class Session:
         self._training = True
         _sessions.append(self)
         world.loops.first_step = world.step
-        run = Run(world, self._replica, plan, source, is_newcomer=is_newcomer)
+        run = TrainingLoop(world, self._replica, plan, source, is_newcomer=is_newcomer)
         with notice.answered(lambda: self._ask_to_leave(world)):
             try:
                 yield from run.drive()
@@ -251,7 +251,7 @@ class Session:
     @property
     def rank(self) -> int:
         """This worker's rank, constant for life; with virtual workers the lowest one."""
-        return self._connect().comm.here[0]
+        return self._connect().comm.local_ranks[0]
 
     @property
     def world_size(self) -> int:
@@ -284,7 +284,7 @@ class Session:
 
     # -- setup
 
-    def _connect(self) -> World:
+    def _connect(self) -> JobContext:
         if self._world is not None:
             return self._world
         self._world = take_over()
@@ -300,24 +300,24 @@ class Session:
             store=settings.store,
             token=settings.token,
         )
-        rank, run_dir = comm.here[0], Path(settings.run_dir)
+        rank, run_dir = comm.local_ranks[0], Path(settings.run_dir)
         clock = SystemClock(settings.origin_s)
-        committed = Committed()
-        log = Logger(clock, lambda: (comm.here[0], committed.step))
+        committed = CommittedState()
+        log = Logger(clock, lambda: (comm.local_ranks[0], committed.step))
         if settings.run_dir:
             log.subscribe(FileRecorder(records_path(run_dir, str(rank))))
-        self._world = world = World(
+        self._world = world = JobContext(
             settings=settings,
             comm=comm,
             clock=clock,
             log=log,
             beacon=connected_beacon(run_dir, rank) if settings.run_dir else NoBeacon(),
             faults=make_faults(settings, comm, committed, log),
-            keeper=Keeper(settings, background=not isinstance(comm, VirtualCommunicator)),
+            keeper=CheckpointManager(settings, background=not isinstance(comm, VirtualCommunicator)),
             first_members=comm.members or tuple(int(rank) for rank in settings.ranks.split(",")),
             committed=committed,
-            loops=Loops(settings.slices),
-            live=Live.of(settings),
+            loops=LoopState(settings.slices),
+            live=LiveSettings.of(settings),
         )
         real = not isinstance(comm, VirtualCommunicator)
         if real and self._replica.device.type != "cpu":
@@ -334,7 +334,7 @@ class Session:
             points.arm(lambda name: reach_point(world, name))
         return world
 
-    def _choose_slices(self, world: World, batch_size: int) -> int:
+    def _choose_slices(self, world: JobContext, batch_size: int) -> int:
         """Return the number of slices unless a checkpoint fixes it: one per worker, or enough for some losses."""
         settings = self._settings
         workers = len(world.first_members) - settings.spares
@@ -347,10 +347,10 @@ class Session:
         return choice.slices
 
     def _plan(
-        self, world: World, num_samples: int, batch_size: int, epochs: int, *, shuffle: bool, drop_last: bool
-    ) -> Plan:
+        self, world: JobContext, num_samples: int, batch_size: int, epochs: int, *, shuffle: bool, drop_last: bool
+    ) -> SamplePlan:
         settings = self._settings
-        return Plan(
+        return SamplePlan(
             num_samples=num_samples,
             batch_size=batch_size,
             first_epoch=world.loops.epoch,
@@ -365,7 +365,7 @@ class Session:
             in_tree=settings.order == "tree",
         )
 
-    def _ask_to_leave(self, world: World) -> None:
+    def _ask_to_leave(self, world: JobContext) -> None:
         """Handle SIGTERM: all workers stop if the launcher requests it or there is none; else only this one leaves."""
         settings = world.settings
         if (

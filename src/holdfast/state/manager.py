@@ -2,9 +2,9 @@
 
 How the workers agree without messages:
 
-- All workers call :meth:`Keeper.begin` for the same steps in the same order, and all members of a generation know the same members.
+- All workers call :meth:`CheckpointManager.begin` for the same steps in the same order, and all members of a generation know the same members.
   So every worker knows which worker writes which part, provided that all began in the same generation.
-- If a failure interrupts a checkpoint, the survivors begin it again (:meth:`Keeper.is_outdated`): a failed
+- If a failure interrupts a checkpoint, the survivors begin it again (:meth:`CheckpointManager.is_outdated`): a failed
   worker may have held a part, and some workers may have begun before the failure and some after catching up.
 - The lead completes a checkpoint, and only once its step is durable. No worker removes what another may be completing.
 - Every wait is bounded. A checkpoint that fails costs a warning, and the next one is tried.
@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from holdfast.checkpoint import Checkpoints, Content, Loaded, take
-from holdfast.checkpoint.interval import Adaptive
+from holdfast.checkpoint import CheckpointStore, LoadedCheckpoint, WritePlan, take
+from holdfast.checkpoint.interval import AdaptiveInterval
 from holdfast.checkpoint.parts import Wanted, pick
 from holdfast.checkpoint.retention import to_remove
-from holdfast.checkpoint.writer import Outcome, Writer
+from holdfast.checkpoint.writer import CheckpointWriter, WriteResult
 from holdfast.config import Settings
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
@@ -32,7 +32,7 @@ SHARED_BYTES = 32 << 20
 """A larger state is written in parts by several workers; the lead alone writes a smaller one."""
 
 
-class Keeper:
+class CheckpointManager:
     """Takes checkpoints, in the ``background`` of the training loop if workers are separate processes."""
 
     def __init__(self, settings: Settings, *, background: bool) -> None:
@@ -40,19 +40,19 @@ class Keeper:
         self._background = background
         self._named = bool(settings.checkpoint_dir)
         self._every = settings.checkpoint_every if self._named else 0
-        self.adaptive = Adaptive(settings.mtbf_s) if self._named and settings.checkpoint_auto else None
+        self.adaptive = AdaptiveInterval(settings.mtbf_s) if self._named and settings.checkpoint_auto else None
         self._token = 0
         self._begun = (-1, -1)
         self._writers: tuple[int, ...] = ()
         self._alive: frozenset[int] = frozenset()
-        self._found: Loaded | None = None
+        self._found: LoadedCheckpoint | None = None
         self._damaged: set[int] = set()
-        self._failed: list[Outcome] = []
+        self._failed: list[WriteResult] = []
         self._open(settings.checkpoint_dir or DEFAULT_DIR)
 
     def _open(self, url: str) -> None:
-        self._checkpoints = Checkpoints(url, self._settings.checkpoint_format)
-        self._writer = Writer(self._checkpoints, background=self._background, after_commit=self._prune)
+        self._checkpoints = CheckpointStore(url, self._settings.checkpoint_format)
+        self._writer = CheckpointWriter(self._checkpoints, background=self._background, after_commit=self._prune)
 
     @property
     def url(self) -> str:
@@ -135,7 +135,7 @@ class Keeper:
         if not (automatic and self._named):
             self.adaptive = None
         elif self.adaptive is None:
-            self.adaptive = Adaptive(self._settings.mtbf_s)
+            self.adaptive = AdaptiveInterval(self._settings.mtbf_s)
 
     def note_alive(self, members: Collection[int]) -> None:
         """Set the surviving members: the parts of failed workers are no longer awaited."""
@@ -201,7 +201,7 @@ class Keeper:
 
     def _content(
         self, state: dict[str, Any], writers: Sequence[tuple[int, ...]], me: tuple[int, ...], *, distinct: bool
-    ) -> Content | None:
+    ) -> WritePlan | None:
         """Return what this process writes, or None."""
         if distinct:
             return take(state, writers.index(me), len(writers), distinct=True) if me in writers else None
@@ -220,7 +220,7 @@ class Keeper:
         else:
             self._writer.leave()
 
-    def poll(self) -> list[Outcome]:
+    def poll(self) -> list[WriteResult]:
         """Return the outcomes of checkpoints since the last call."""
         outcomes, self._failed = [*self._failed, *self._writer.poll()], []
         for outcome in outcomes:
@@ -228,7 +228,7 @@ class Keeper:
                 self.adaptive.cost(outcome.held_s)
         return outcomes
 
-    def finish(self) -> list[Outcome]:
+    def finish(self) -> list[WriteResult]:
         """Wait, with a timeout, for checkpoints that are being committed, and return their outcomes."""
         try:
             self._writer.wait()
@@ -256,7 +256,7 @@ class Keeper:
                 self._checkpoints.remove(step)
 
     def _fail(self, step: int, error: CheckpointError) -> None:
-        self._failed.append(Outcome(step=step, saved=None, error=error, held_s=0.0, written_s=0.0))
+        self._failed.append(WriteResult(step=step, saved=None, error=error, held_s=0.0, written_s=0.0))
 
     def _prune(self) -> None:
         """Apply the retention policy; called outside the loop's thread when a checkpoint has been completed."""
@@ -294,7 +294,7 @@ class Keeper:
         step = self._checkpoints.newest_intact(note)
         return -1 if step is None else step
 
-    def load(self, step: int, only: Wanted | None = None) -> Loaded:
+    def load(self, step: int, only: Wanted | None = None) -> LoadedCheckpoint:
         """Return the state before ``step``, or the part selected by ``only``; see :func:`~holdfast.checkpoint.loading.load`."""
         found, self._found = self._found, None
         if found is None or found.step != step:

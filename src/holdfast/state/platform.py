@@ -52,14 +52,14 @@ def number_of(kind: Kind) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class PlatformDifference:
     """How some workers' platform differs from that of the rest."""
 
     what: str  # `worker 3 has CPU capability AVX2, the others AVX512`
     advice: str  # what to do
 
 
-def difference(kinds: Mapping[int, Kind]) -> Difference | None:
+def difference(kinds: Mapping[int, Kind]) -> PlatformDifference | None:
     """Return how the platform of a minority of the workers differs from the most common one; None if all are the same.
 
     If there are several other platforms, that of the lowest worker is reported.
@@ -77,7 +77,7 @@ def difference(kinds: Mapping[int, Kind]) -> Difference | None:
     )
 
 
-def between(mine: Kind, theirs: Kind, *, who: str, others: str) -> Difference | None:
+def between(mine: Kind, theirs: Kind, *, who: str, others: str) -> PlatformDifference | None:
     """Return how ``mine`` differs from ``theirs``, or None. Properties that an older version did not record are ignored.
 
     ``who`` and ``others`` name the owners in the message, as in ``"worker 3 has"`` and ``"the others"``.
@@ -87,7 +87,7 @@ def between(mine: Kind, theirs: Kind, *, who: str, others: str) -> Difference | 
     if name is None:
         return None
     values = mine[name] or "none", theirs[name] or "none"
-    return Difference(f"{who} {FIELDS[name].words} {values[0]}, {others} {values[1]}", _advice(name, values))
+    return PlatformDifference(f"{who} {FIELDS[name].words} {values[0]}, {others} {values[1]}", _advice(name, values))
 
 
 def _most(kinds: Mapping[int, Kind]) -> Kind:

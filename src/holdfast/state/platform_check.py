@@ -23,10 +23,10 @@ from holdfast.checkpoint.format import tensor_bytes
 from holdfast.comm import share_bytes
 from holdfast.errors import ConfigError
 from holdfast.records.types import WorkerRefused
-from holdfast.state.platform import Difference, Kind, between, difference, number_of, promises_bits
+from holdfast.state.platform import Kind, PlatformDifference, between, difference, number_of, promises_bits
 
 if TYPE_CHECKING:
-    from holdfast.engine.context import World
+    from holdfast.engine.context import JobContext
 
 _LETTERS = 12
 
@@ -113,7 +113,7 @@ def _adam_step(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 # -- handling differences
 
 
-def compare_kinds(world: World) -> None:
+def compare_kinds(world: JobContext) -> None:
     """Check, together with all members, that all run on the same platform, or report that exactness is lost.
 
     Raises:
@@ -136,14 +136,14 @@ def compare_kinds(world: World) -> None:
     _give_up(world, found, aloud=world.is_lead)
 
 
-def compare_with_others(world: World) -> None:
+def compare_with_others(world: JobContext) -> None:
     """Check, as a newcomer that has not joined yet, that this worker is on the survivors' platform.
 
     Raises:
         SystemExit: with code 0, if it is not and the job promises exact results: a replacement here would have the same platform.
         StoreLost: if the membership store is lost.
     """
-    me = world.comm.here[0]
+    me = world.comm.local_ranks[0]
     theirs = json.loads(world.comm.wanted_kind() or "null")
     found = (
         None if theirs is None else between(world.platform.kind, theirs, who=f"worker {me} has", others="the others")
@@ -159,17 +159,17 @@ def compare_with_others(world: World) -> None:
     raise SystemExit(0)
 
 
-def _refuses(world: World) -> bool:
+def _refuses(world: JobContext) -> bool:
     return world.settings.kinds == "same" and _promises(world)
 
 
-def _promises(world: World) -> bool:
+def _promises(world: JobContext) -> bool:
     return promises_bits(world.live.strategy, world.settings.split, world.settings.batch)
 
 
-def compare_with_checkpoint(world: World, theirs: Kind) -> None:
+def compare_with_checkpoint(world: JobContext, theirs: Kind) -> None:
     """Warn if the checkpoint to resume from was written on another platform; it is never refused."""
-    me = world.comm.here[0]
+    me = world.comm.local_ranks[0]
     found = (
         between(world.platform.kind, theirs, who=f"worker {me} has", others="the writer of the checkpoint")
         if theirs
@@ -179,7 +179,7 @@ def compare_with_checkpoint(world: World, theirs: Kind) -> None:
         _give_up(world, found, aloud=world.is_lead)
 
 
-def _give_up(world: World, found: Difference, *, aloud: bool = True) -> None:
+def _give_up(world: JobContext, found: PlatformDifference, *, aloud: bool = True) -> None:
     """Warn once that platforms differ; if exact results were promised, record it as well."""
     promised = _promises(world)
     text = f"not exact: {found.what}" if promised else f"{found.what}: their bits differ"
@@ -188,6 +188,6 @@ def _give_up(world: World, found: Difference, *, aloud: bool = True) -> None:
     world.platform.given_up = text if promised else ""
 
 
-def _say(world: World, text: str) -> None:
-    sys.stderr.write(f"holdfast: worker {world.comm.here[0]}: {text}\n")
+def _say(world: JobContext, text: str) -> None:
+    sys.stderr.write(f"holdfast: worker {world.comm.local_ranks[0]}: {text}\n")
     sys.stderr.flush()

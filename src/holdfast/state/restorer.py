@@ -10,17 +10,17 @@ import dataclasses
 import secrets
 from typing import Any
 
-from holdfast.checkpoint import Loaded
-from holdfast.checkpoint.writer import Outcome
-from holdfast.data.ledger import Account
-from holdfast.data.position import Place
+from holdfast.checkpoint import LoadedCheckpoint
+from holdfast.checkpoint.writer import WriteResult
+from holdfast.data.ledger import SampleCounts
+from holdfast.data.position import DataPosition
 from holdfast.data.seeds import generator_states, set_generator_states
-from holdfast.engine.context import World
-from holdfast.engine.live_config import Requests
+from holdfast.engine.context import JobContext
+from holdfast.engine.live_config import LiveConfig
 from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 from holdfast.integrity.hash_chain import GENESIS
-from holdfast.integrity.sdc_guard import Watch, WayBack
+from holdfast.integrity.sdc_guard import HealSnapshot, SdcGuard
 from holdfast.integrity.snapshots import copied
 from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import clone
@@ -29,11 +29,17 @@ from holdfast.state.platform_check import compare_kinds, compare_with_checkpoint
 from holdfast.state.transfer import give_state, take_state
 
 
-class Beginning:
+class StateRestorer:
     """Saves the training state, and brings all workers to the same state."""
 
     def __init__(
-        self, world: World, replica: Trainable, place: Place, log: RunLog, requests: Requests, watch: Watch
+        self,
+        world: JobContext,
+        replica: Trainable,
+        place: DataPosition,
+        log: RunLog,
+        requests: LiveConfig,
+        watch: SdcGuard,
     ) -> None:
         self._world = world
         self._replica = replica
@@ -41,7 +47,7 @@ class Beginning:
         self._log = log
         self._requests = requests
         self._watch = watch
-        self._initial: Loaded | None = None
+        self._initial: LoadedCheckpoint | None = None
         self._begun_from: int | None = None
         self._given: tuple[Any, dict[str, Any]] | None = None
         self.belongs_to_later_loop = False
@@ -66,7 +72,7 @@ class Beginning:
         self._watch.went_back(way, self._keep, self._go_back(way, trained=trained))
         return True
 
-    def _go_back(self, way: WayBack, *, trained: bool) -> str:
+    def _go_back(self, way: HealSnapshot, *, trained: bool) -> str:
         """Roll back to the newest state known to be right, and return the name of its source."""
         world = self._world
         world.rebuilds.snapshot = None
@@ -102,7 +108,7 @@ class Beginning:
         """Take a snapshot of the state, if one is due."""
         self._watch.applied(self._keep)
 
-    def _keep(self, room: Loaded | None) -> Loaded:
+    def _keep(self, room: LoadedCheckpoint | None) -> LoadedCheckpoint:
         state = self._state(self._replica.shared_state())
         return self._loaded(self._world.step, copied(state, None if room is None else room.state), copied(self._info()))
 
@@ -154,7 +160,7 @@ class Beginning:
             world.rebuilds.snapshot = None  # of a finished loop
         mine = world.rebuilds.snapshot
         newest = -1 if mine is None else mine.step
-        step, *lacks = comm.maximum((newest, *(mine is None and rank in comm.here for rank in comm.members)))
+        step, *lacks = comm.maximum((newest, *(mine is None and rank in comm.local_ranks for rank in comm.members)))
         if step < 0:
             if world.rebuilds.current is not None and world.settings.reinit_from != "checkpoint" and world.is_lead:
                 self._log.warn("the workers with the snapshot of the failure have failed, too: rolling back further")
@@ -168,8 +174,8 @@ class Beginning:
         self._restore(mine)
         return True
 
-    def _loaded(self, step: int, state: dict[str, Any], info: dict[str, Any]) -> Loaded:
-        return Loaded(step=step, state=state, info=info, generation=self._world.comm.generation)
+    def _loaded(self, step: int, state: dict[str, Any], info: dict[str, Any]) -> LoadedCheckpoint:
+        return LoadedCheckpoint(step=step, state=state, info=info, generation=self._world.comm.generation)
 
     def save(self) -> None:
         """Begin a checkpoint of the state before the step in progress; it does not count yet."""
@@ -179,20 +185,33 @@ class Beginning:
         comm, replica = world.comm, self._replica
         self._log.mark("checkpoint")
         writers = replica.writers(comm)
-        mine = replica.state_dict() if comm.here in writers else {}
+        mine = replica.state_dict() if comm.local_ranks in writers else {}
         state = {"replica": mine} if not (replica.is_replicated or world.is_lead) else self._state(mine)
         world.keeper.begin(
-            world.step, state, self._info(), writers, comm.here, comm.generation, distinct=not replica.is_replicated
+            world.step,
+            state,
+            self._info(),
+            writers,
+            comm.local_ranks,
+            comm.generation,
+            distinct=not replica.is_replicated,
         )
 
-    def save_alone(self) -> list[Outcome]:
+    def save_alone(self) -> list[WriteResult]:
         """Save the state before the step in progress, unless this step or a later one is saved already; return the outcomes."""
         comm, keeper = self._world.comm, self._world.keeper
         if self.belongs_to_later_loop or keeper.has(self._world.step):
             return keeper.poll()
-        attempt = comm.generation + 1 + comm.here[0]  # unique: another survivor may have failed during its attempt
+        attempt = (
+            comm.generation + 1 + comm.local_ranks[0]
+        )  # unique: another survivor may have failed during its attempt
         keeper.begin(
-            self._world.step, self._state(self._replica.state_dict()), self._info(), (comm.here,), comm.here, attempt
+            self._world.step,
+            self._state(self._replica.state_dict()),
+            self._info(),
+            (comm.local_ranks,),
+            comm.local_ranks,
+            attempt,
         )
         keeper.publish(self._world.step - 1, attempt, is_lead=True)
         return keeper.finish()
@@ -222,7 +241,7 @@ class Beginning:
     def welcome(self, newcomers: tuple[int, ...]) -> None:
         """Send the state to newcomers, or, as a newcomer, receive and keep it."""
         world = self._world
-        if world.comm.here[0] in newcomers:
+        if world.comm.local_ranks[0] in newcomers:
             self._given = take_state(world.comm, newcomers)
             return
         first = self._initial
@@ -270,7 +289,7 @@ class Beginning:
     def _warn(self, step: int, damage: CheckpointCorrupt) -> None:
         self._log.warn(f"skipped step {step}: {damage}")
 
-    def _restore(self, loaded: Loaded, *, keeps: bool = False) -> None:
+    def _restore(self, loaded: LoadedCheckpoint, *, keeps: bool = False) -> None:
         """Load a state; ``keeps`` allows its tensors to be used without a copy, because nothing else refers to them."""
         world, info = self._world, loaded.info
         self.belongs_to_later_loop = info["loop"] > world.loop
@@ -287,7 +306,7 @@ class Beginning:
                 self._requests.go_on_from(info["changes"])
             world.loops.slices = self._place.plan.slices
             world.loops.first_step = info["first_step_of_loop"]
-            world.loops.totals = Account(**info["totals"])
+            world.loops.totals = SampleCounts(**info["totals"])
         self._replica.load_state_dict(loaded.state["replica"], keeps=keeps and world.loops.loaded is None)
         if not self.belongs_to_later_loop:
             set_generator_states(loaded.state["generators"])

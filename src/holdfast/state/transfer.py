@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from holdfast.checkpoint.format import DTYPES, flatten, tensor_bytes, unflatten
-from holdfast.comm import Communicator, Mail, share_bytes
+from holdfast.comm import Communicator, Mailbox, share_bytes
 from holdfast.errors import CheckpointError, PeerFailed
 
 PIECE_BYTES = 8 << 20
@@ -33,8 +33,8 @@ def give_state(comm: Communicator, newcomers: Sequence[int], state: Any, info: d
     said, packed = pack_state(state)
     _share_header(comm, newcomers, json.dumps(said | {"info": info}).encode())
     givers = _givers(comm, newcomers)
-    mine = packed.pieces[givers.index(comm.here[0]) :: len(givers)]
-    comm.swap([(comm.processes.index((rank,)), piece) for piece in _sealed(mine) for rank in newcomers], [])
+    mine = packed.pieces[givers.index(comm.local_ranks[0]) :: len(givers)]
+    comm.sendrecv([(comm.processes.index((rank,)), piece) for piece in _sealed(mine) for rank in newcomers], [])
 
 
 def take_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, dict[str, Any]]:
@@ -48,7 +48,7 @@ def take_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, dict[
     givers = _givers(comm, newcomers)
     theirs = {giver: packed.pieces[number :: len(givers)] for number, giver in enumerate(givers)}
     coming = {giver: _room_for_sealed(pieces) for giver, pieces in theirs.items()}  # from all senders in parallel
-    comm.swap([], [(comm.processes.index((giver,)), data) for giver, sent in coming.items() for data in sent])
+    comm.sendrecv([], [(comm.processes.index((giver,)), data) for giver, sent in coming.items() for data in sent])
     for giver, sent in coming.items():
         _check_sealed(sent, f"the state received from worker {giver}")
     packed.unpack()
@@ -60,8 +60,8 @@ def give_part(comm: Communicator, taker: int, state: Mapping[str, Any]) -> None:
     said, packed = pack_state(dict(state))
     header = as_message(said)
     to = comm.processes.index((taker,))
-    comm.swap([(to, torch.tensor([len(header)]))], [])
-    comm.swap([(to, data) for data in (header, *_sealed(packed.pieces))], [])
+    comm.sendrecv([(to, torch.tensor([len(header)]))], [])
+    comm.sendrecv([(to, data) for data in (header, *_sealed(packed.pieces))], [])
 
 
 def take_part(comm: Communicator, giver: int) -> dict[str, Any]:
@@ -72,13 +72,13 @@ def take_part(comm: Communicator, giver: int) -> dict[str, Any]:
     """
     source = comm.processes.index((giver,))
     length = torch.zeros(1, dtype=torch.int64)
-    comm.swap([], [(source, length)])
+    comm.sendrecv([], [(source, length)])
     message = torch.empty(int(length), dtype=torch.uint8)
-    comm.swap([], [(source, message)])
+    comm.sendrecv([], [(source, message)])
     header = of_message(message)
     tensors, packed = room_for(header)
     sent = _room_for_sealed(packed.pieces)
-    comm.swap([], [(source, data) for data in sent])
+    comm.sendrecv([], [(source, data) for data in sent])
     _check_sealed(sent, f"the part of the model received from worker {giver}")
     packed.unpack()
     state: dict[str, Any] = unflatten(tensors, header["skeleton"])
@@ -104,7 +104,7 @@ def take_lowest(comm: Communicator, state: dict[str, Any]) -> dict[str, Any] | N
     if high == ~low:
         return None
     lowest, *others = comm.members
-    if lowest in comm.here:
+    if lowest in comm.local_ranks:
         give_state(comm, others, given, {})
         return None
     taken, _ = take_state(comm, others)
@@ -119,25 +119,25 @@ def _can_be_saved(state: Any) -> bool:
     return True
 
 
-def pack_state(state: Any) -> tuple[dict[str, Any], Packed]:
+def pack_state(state: Any) -> tuple[dict[str, Any], PackedTensors]:
     """Return the header of a state to be sent, as plain JSON, and its packed tensors."""
     leaves, skeleton = flatten(state)
     tensors = {
         path: leaf.detach().cpu().contiguous() for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)
     }
     named = [[path, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for path, tensor in tensors.items()]
-    packed = Packed(tensors.values())
+    packed = PackedTensors(tensors.values())
     packed.pack()
     return {"skeleton": skeleton, "tensors": named}, packed
 
 
-def room_for(said: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Packed]:
+def room_for(said: dict[str, Any]) -> tuple[dict[str, torch.Tensor], PackedTensors]:
     """Return memory for the state that the header ``said`` describes: its tensors by path, and packed for receiving."""
     tensors = {path: torch.empty(shape, dtype=DTYPES[dtype]) for path, dtype, shape in said["tensors"]}
-    return tensors, Packed(tensors.values())
+    return tensors, PackedTensors(tensors.values())
 
 
-class Packed:
+class PackedTensors:
     """The memory of contiguous tensors as pieces: slices of the large tensors in place, and one buffer that packs the small ones."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -169,12 +169,12 @@ def of_message(message: torch.Tensor) -> Any:
     return json.loads(message.numpy().tobytes())
 
 
-def tell(mail: Mail, comm: Communicator, teller: int, say: Callable[[], torch.Tensor]) -> torch.Tensor:
+def tell(mail: Mailbox, comm: Communicator, teller: int, say: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Broadcast a message from ``teller`` and return it; only ``teller`` calls ``say`` to create it."""
-    if teller not in comm.here:
+    if teller not in comm.local_ranks:
         return mail.receive(teller)
     told = say()
-    mail.send([rank for rank in comm.members if rank not in comm.here], told)
+    mail.send([rank for rank in comm.members if rank not in comm.local_ranks], told)
     return told
 
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from holdfast.comm import Communicator, Mail, Mean, OrderedSum, Span, Subgroup
-from holdfast.comm.base import Exchange
+from holdfast.comm import Communicator, Mailbox, MeanDivisor, OrderedAllReduce, SlotSpan, Subgroup
+from holdfast.comm.base import Collectives
 from holdfast.errors import PeerFailed
 from holdfast.recovery.messages import Note, Progress
 
-SPAN = Span(0, 1003, torch.float32)
-SECOND = Span(SPAN.end, 1003, torch.float32)
+SPAN = SlotSpan(0, 1003, torch.float32)
+SECOND = SlotSpan(SPAN.end, 1003, torch.float32)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
 
 
@@ -49,12 +49,12 @@ def check_collectives(comm: Communicator) -> None:
     """Check that every collective gives the right result among the members."""
     assert comm.members == tuple(sorted(comm.members))
     assert tuple(sorted(r for ranks in comm.processes for r in ranks)) == comm.members
-    assert comm.here in comm.processes
+    assert comm.local_ranks in comm.processes
     assert comm.failed() == ()
     for dtype in DTYPES:
         _check_exchange(comm, dtype)
     _check_swap(comm)
-    lowest, highest = min(comm.here), max(comm.here)
+    lowest, highest = min(comm.local_ranks), max(comm.local_ranks)
     assert comm.maximum([lowest, -highest, 1 << 62, -(1 << 62)]) == [
         max(ranks[0] for ranks in comm.processes),
         max(-ranks[-1] for ranks in comm.processes),
@@ -62,7 +62,7 @@ def check_collectives(comm: Communicator) -> None:
         -(1 << 62),
     ]
     for root in comm.members:
-        data = torch.tensor([-0.0, float("nan"), root if root in comm.here else -1.0])
+        data = torch.tensor([-0.0, float("nan"), root if root in comm.local_ranks else -1.0])
         comm.broadcast(data, root)
         assert data[2] == root
         assert torch.signbit(data[0]), "a broadcast must keep every bit, including the sign of zero"
@@ -83,8 +83,8 @@ def check_collectives(comm: Communicator) -> None:
     assert not comm.agree(lowest != comm.members[0]), "agree must be False on all members if any flag is False"
 
 
-def _check_exchange(comm: Exchange, dtype: torch.dtype) -> None:
-    count, me = len(comm.processes), comm.processes.index(comm.here)
+def _check_exchange(comm: Collectives, dtype: torch.dtype) -> None:
+    count, me = len(comm.processes), comm.processes.index(comm.local_ranks)
     send = torch.tensor([[10 * me + i, me] for i in range(count)], dtype=dtype)
     before = send.clone()
     out = torch.zeros_like(send)
@@ -96,23 +96,23 @@ def _check_exchange(comm: Exchange, dtype: torch.dtype) -> None:
     assert torch.equal(gathered, torch.arange(1, count + 1, dtype=dtype)[:, None].expand(count, 3))
 
 
-def _check_swap(comm: Exchange) -> None:
+def _check_swap(comm: Collectives) -> None:
     """Send two tensors of different sizes to the next process, and one to the one after it: order must be kept."""
-    count, me = len(comm.processes), comm.processes.index(comm.here)
+    count, me = len(comm.processes), comm.processes.index(comm.local_ranks)
     steps = ((1, 3), (1, 2), (2, 1))
     send = [((me + step) % count, torch.full((size,), 10 * me + i)) for i, (step, size) in enumerate(steps)]
     receive = [((me - step) % count, torch.zeros(size, dtype=torch.int64)) for step, size in steps]
-    comm.swap(send, receive)
+    comm.sendrecv(send, receive)
     for i, (place, taken) in enumerate(receive):
         assert torch.equal(taken, torch.full_like(taken, 10 * place + i)), (
             "swap must deliver the tensor that was sent to this process"
         )
-    comm.swap([], [])
+    comm.sendrecv([], [])
 
 
 def _check_post(comm: Communicator) -> None:
     """Post twice to the next process before any take: messages must arrive in the order of posting."""
-    count, me = len(comm.processes), comm.processes.index(comm.here)
+    count, me = len(comm.processes), comm.processes.index(comm.local_ranks)
     sizes = (3, 1 << 18)
     for size in sizes:
         comm.post(comm.processes[(me + 1) % count][0], torch.full((size,), 10 * me + size))
@@ -129,17 +129,17 @@ def check_subgroups(comm: Communicator) -> None:
     """Check collectives among some of the members; the other members do not take part, and must not be waited for."""
     members = comm.members
     for ranks in (members[:2], members[1:], members[-1:]):
-        if not set(ranks) & set(comm.here):
+        if not set(ranks) & set(comm.local_ranks):
             continue
         group = Subgroup(comm, ranks)
         assert group.members == ranks
         for dtype in DTYPES:
             _check_exchange(group, dtype)
         _check_swap(group)
-        assert group.maximum([min(group.here), 7]) == [max(some[0] for some in group.processes), 7]
+        assert group.maximum([min(group.local_ranks), 7]) == [max(some[0] for some in group.processes), 7]
         group.barrier()
         for shared_bytes in (-1, 0):
-            add = OrderedSum(group, "fold", SPAN.end, shared_bytes=shared_bytes)
+            add = OrderedAllReduce(group, "fold", SPAN.end, shared_bytes=shared_bytes)
             terms = {n: torch.randn(1003, generator=torch.Generator().manual_seed(n)) * 10.0**n for n in range(3)}
             owners = {n: ranks[n % len(ranks)] for n in range(3)}
             for _ in range(2):
@@ -147,23 +147,23 @@ def check_subgroups(comm: Communicator) -> None:
             _check_maxima(group, add)
 
 
-def _check_maxima(comm: Exchange, add: OrderedSum) -> None:
+def _check_maxima(comm: Collectives, add: OrderedAllReduce) -> None:
     """Take one maximum after another: no process may write the next numbers while another reads these."""
     lowest, highest = comm.processes[0][0], comm.processes[-1][0]
     for n in range(50):
-        assert add.maximum([n + min(comm.here), n - min(comm.here)]) == [n + highest, n - lowest]
+        assert add.maximum([n + min(comm.local_ranks), n - min(comm.local_ranks)]) == [n + highest, n - lowest]
 
 
 def check_mail(comm: Communicator) -> None:
     """Check that messages inside a step arrive unchanged, through shared memory and over the communicator."""
     for shared_bytes in (-1, 0, 1 << 20):  # the last one is too small for all messages
-        mail = Mail(comm, shared_bytes=shared_bytes)
+        mail = Mailbox(comm, shared_bytes=shared_bytes)
         for attempt in range(3):
             mail.begin()
-            for me in comm.here:
+            for me in comm.local_ranks:
                 for to in comm.members:
                     _send_some(mail, me, to, attempt)
-            for me in comm.here:
+            for me in comm.local_ranks:
                 for source in comm.members:
                     _receive_some(mail, me, source, attempt)
             comm.barrier()  # like a commit vote, before any process begins the next step
@@ -180,13 +180,13 @@ def _letters(source: int, to: int, attempt: int) -> list[torch.Tensor]:
     ]
 
 
-def _send_some(mail: Mail, me: int, to: int, attempt: int) -> None:
+def _send_some(mail: Mailbox, me: int, to: int, attempt: int) -> None:
     for letter in _letters(me, to, attempt):
         mail.send(to, letter, me=me)
         letter.zero_()  # it has been copied
 
 
-def _receive_some(mail: Mail, me: int, source: int, attempt: int) -> None:
+def _receive_some(mail: Mailbox, me: int, source: int, attempt: int) -> None:
     for expected in _letters(source, me, attempt):
         letter = mail.receive(source, me=me)
         assert letter.dtype == expected.dtype, "a message must keep its dtype"
@@ -205,8 +205,8 @@ def check_ordered_sum(comm: Communicator) -> None:
     assert not torch.equal(expected, tree), "the terms must make the order of additions visible"
     members = comm.members
     for shared_bytes in (-1, 0):  # through shared memory if there is any; by messages
-        fold = OrderedSum(comm, "fold", 2 * SPAN.end, shared_bytes=shared_bytes)
-        treelike = OrderedSum(comm, "tree", SPAN.end, shared_bytes=shared_bytes)
+        fold = OrderedAllReduce(comm, "fold", 2 * SPAN.end, shared_bytes=shared_bytes)
+        treelike = OrderedAllReduce(comm, "tree", SPAN.end, shared_bytes=shared_bytes)
         for owners in (
             {n: members[n * len(members) // slices] for n in range(slices)},
             {n: members[n % len(members)] for n in range(slices)},
@@ -216,7 +216,7 @@ def check_ordered_sum(comm: Communicator) -> None:
             assert torch.equal(_sum(comm, fold, terms, owners, SECOND), expected), "another span of the same memory"
             assert torch.equal(_sum(comm, fold, terms, owners), expected), "a second all-reduce with the same memory"
             assert torch.equal(_sum(comm, treelike, terms, owners), tree)
-            divided = _sum(comm, fold, terms, owners, mean=Mean(3, 500))
+            divided = _sum(comm, fold, terms, owners, mean=MeanDivisor(3, 500))
             assert torch.equal(divided, torch.cat([expected[:500] / 3, expected[500:]])), "the mean of a part"
         without = {n: rank for n, rank in owners.items() if n != 2} | {2: -1}
         rest = ((terms[0] + terms[1]) + terms[3]) + terms[4]
@@ -224,14 +224,14 @@ def check_ordered_sum(comm: Communicator) -> None:
 
 
 def _sum(
-    comm: Exchange,
-    add: OrderedSum,
+    comm: Collectives,
+    add: OrderedAllReduce,
     terms: Mapping[int, torch.Tensor],
     owners: Mapping[int, int],
-    span: Span = SPAN,
-    mean: Mean | None = None,
+    span: SlotSpan = SPAN,
+    mean: MeanDivisor | None = None,
 ) -> torch.Tensor:
-    mine = sorted(n for n, rank in owners.items() if rank in comm.here)
+    mine = sorted(n for n, rank in owners.items() if rank in comm.local_ranks)
     for row, n in enumerate(mine):
         span.of(add.room(row)).copy_(terms[n])
     result = add(span, owners, mean=mean).clone()

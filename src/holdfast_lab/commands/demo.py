@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from holdfast.launch.job import Job, Outcome
+    from holdfast.launch.job import Job, JobOutcome
 
 KILLS = ("kill:rank=1,step=40,phase=backward", "kill:rank=2,step=90,phase=allreduce,bucket=1")
 """The second kill happens after two buckets of the step are reduced, so ``forward`` has something to keep."""
@@ -26,7 +26,7 @@ _CHECKPOINT_EVERY = 25  # steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class DemoRun:
     """One run of the demo.
 
     Args:
@@ -43,10 +43,10 @@ class Run:
 
 
 RUNS = (
-    Run(name="undisturbed", strategy="rollback", faults=()),
-    Run(name="rollback", strategy="rollback"),
-    Run(name="forward", strategy="forward"),
-    Run(name="restart", strategy="restart", checkpoints=True),
+    DemoRun(name="undisturbed", strategy="rollback", faults=()),
+    DemoRun(name="rollback", strategy="rollback"),
+    DemoRun(name="forward", strategy="forward"),
+    DemoRun(name="restart", strategy="restart", checkpoints=True),
 )
 
 
@@ -79,7 +79,7 @@ def demo(
     return _judge(reports)
 
 
-def _carry_out(run: Run, folder: Path, workers: int) -> Outcome:
+def _carry_out(run: DemoRun, folder: Path, workers: int) -> JobOutcome:
     from holdfast.launch.launcher import launch
     from holdfast.launch.live import make_view
 
@@ -97,7 +97,7 @@ def _remove_earlier_checkpoints(folder: Path) -> None:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
-def _job(run: Run, folder: Path, workers: int) -> Job:
+def _job(run: DemoRun, folder: Path, workers: int) -> Job:
     from holdfast.config import Settings
     from holdfast.faults.plan import FaultPlan, parse
     from holdfast.launch.job import Job
@@ -137,7 +137,7 @@ def _settings(workers: int) -> dict[str, Any]:
     }
 
 
-def _give_up(run: Run, outcome: Outcome) -> int:
+def _give_up(run: DemoRun, outcome: JobOutcome) -> int:
     print(f"error: the run {run.name} failed: {outcome.message}", file=sys.stderr)
     if outcome.traceback:
         print(outcome.traceback.rstrip(), file=sys.stderr)

@@ -13,7 +13,7 @@ from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
     from holdfast.faults.alteration import Alteration
-    from holdfast_lab.inject.inject import Injection, Replay
+    from holdfast_lab.inject.inject import Injection, InjectionReplay
 
 _MOST_ROWS = 40
 _MOST_NAMES = 8
@@ -62,7 +62,7 @@ def inject(
 
     Example: holdfast inject model.h5 --flips 10 --bits critical --seed 1 --record flips.json -o altered.h5
     """
-    from holdfast.faults.reading import NotAllowed
+    from holdfast.faults.reading import FaultNotAllowed
     from holdfast_lab.inject.files import find
     from holdfast_lab.inject.inject import inject as carry_out
 
@@ -87,7 +87,7 @@ def inject(
                 keep_digests=keep_digests,
                 record=record,
             )
-    except NotAllowed as error:
+    except FaultNotAllowed as error:
         raise ConfigError(error.named(_option)) from error
     if as_json:
         _print_json(done)
@@ -114,9 +114,9 @@ def _alteration(map_: Path | None, partly: bool, options: dict[str, Any]) -> Alt
     return Alteration(**{fields.get(name, name): value for name, value in options.items()})
 
 
-def _replay(record: Path, map_: Path | None, partly: bool, options: dict[str, Any]) -> Replay:
+def _replay(record: Path, map_: Path | None, partly: bool, options: dict[str, Any]) -> InjectionReplay:
     from holdfast_lab.inject.files.replay import parse_map, parse_record, read_file
-    from holdfast_lab.inject.inject import Replay
+    from holdfast_lab.inject.inject import InjectionReplay
 
     for name, value in options.items():
         if value and value != _DEFAULTS.get(name):
@@ -124,7 +124,7 @@ def _replay(record: Path, map_: Path | None, partly: bool, options: dict[str, An
                 f"--replay repeats a record, and --{name} would draw something else; leave one of them out"
             )
     paths = {} if map_ is None else parse_map(read_file(map_))
-    return Replay(parse_record(read_file(record)), paths, partly)
+    return InjectionReplay(parse_record(read_file(record)), paths, partly)
 
 
 def _print_json(done: Injection) -> None:

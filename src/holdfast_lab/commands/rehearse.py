@@ -13,7 +13,7 @@ import typer
 from holdfast.cli.signals import sigterm_as_interrupt
 
 if TYPE_CHECKING:
-    from holdfast_lab.studies.rehearsal import Tried
+    from holdfast_lab.studies.rehearsal import RehearsalResult
 
 _STOPPED = 4
 
@@ -66,7 +66,7 @@ def rehearse(
     return 0
 
 
-def _show(tried: list[Tried], *, as_json: bool) -> None:
+def _show(tried: list[RehearsalResult], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps([dataclasses.asdict(one) | {"cost": one.cost} for one in tried], indent=1))
         return

@@ -7,19 +7,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from holdfast.errors import ConfigError
-from holdfast.faults.alteration import Alteration, Change, Place, Values, apply, draw
+from holdfast.faults.alteration import Alteration, ValueChange, ValuePosition, Values, apply, draw
 from holdfast.faults.formats import Raw
 from holdfast.faults.names import chosen
-from holdfast_lab.inject.files import Target, copied, opened
+from holdfast_lab.inject.files import InjectionTarget, copied, opened
 from holdfast_lab.inject.files.base import FileValues, Skipped
-from holdfast_lab.inject.files.replay import Replayed, lines, replay
-from holdfast_lab.inject.files.replay import Target as Mapped
+from holdfast_lab.inject.files.replay import ReplayResult, lines, replay
+from holdfast_lab.inject.files.replay import ReplayTarget as Mapped
 from holdfast_lab.inject.locate.base import Index
-from holdfast_lab.inject.record import Record, record_of
+from holdfast_lab.inject.record import InjectionRecord, record_of
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class InjectionReplay:
     """A repetition of recorded alterations.
 
     Args:
@@ -28,7 +28,7 @@ class Replay:
         partly: Skip tensors that are not here, as where a file holds one stage of several.
     """
 
-    record: Record
+    record: InjectionRecord
     paths: dict[str, Mapped] = field(default_factory=dict)
     partly: bool = False
 
@@ -50,32 +50,32 @@ class Injection:
     written: str | None
     kind: str
     num_tensors: int
-    record: Record
+    record: InjectionRecord
     skipped: tuple[Skipped, ...]
     missing: tuple[str, ...] = ()
     others: int = 0
 
 
-class Part:
+class ValueSubset:
     """A subset of the places of values; see :class:`~holdfast.faults.alteration.Values`."""
 
     def __init__(self, values: Values, chosen: Sequence[int]) -> None:
         self._values = values
         self._chosen = chosen
-        self.places: Sequence[Place] = [values.places[number] for number in chosen]
+        self.places: Sequence[ValuePosition] = [values.places[number] for number in chosen]
 
     def read(self, wanted: Sequence[tuple[int, Index]]) -> list[Raw]:
         """See :meth:`Values.read`."""
         return self._values.read([(self._chosen[place], index) for place, index in wanted])
 
-    def write(self, changes: Sequence[Change]) -> None:
+    def write(self, changes: Sequence[ValueChange]) -> None:
         """See :meth:`Values.write`."""
         self._values.write([replace(change, place=self._chosen[change.place]) for change in changes])
 
 
 def inject(
-    target: Target,
-    what: Alteration | Replay,
+    target: InjectionTarget,
+    what: Alteration | InjectionReplay,
     *,
     at: Sequence[str] = (),
     out: Path | None = None,
@@ -115,7 +115,7 @@ def inject(
     with opened(target, write=in_place and not dry_run) if to_copy is None else copied(target, to_copy) as values:
         part = _part(target, values, at)
         found = _changes(part, what)
-        scale = what.record.scale if isinstance(what, Replay) else what.scale
+        scale = what.record.scale if isinstance(what, InjectionReplay) else what.scale
         done = record_of(part.places, found.changes, scale)
         if record is not None:
             _write(record, done)
@@ -133,19 +133,19 @@ def inject(
     )
 
 
-def _part(target: Target, values: FileValues, at: Sequence[str]) -> Values:
+def _part(target: InjectionTarget, values: FileValues, at: Sequence[str]) -> Values:
     if not values.places:
         why = f": {values.skipped[0].path} {values.skipped[0].why}" if values.skipped else ""
         raise ConfigError(f"{target} holds nothing that can be altered{why}")
     if not at:
         return values
     numbers = {place.path: number for number, place in enumerate(values.places)}
-    return Part(values, list(chosen(numbers, [pattern.lstrip("/") for pattern in at]).values()))
+    return ValueSubset(values, list(chosen(numbers, [pattern.lstrip("/") for pattern in at]).values()))
 
 
-def _changes(values: Values, what: Alteration | Replay) -> Replayed:
+def _changes(values: Values, what: Alteration | InjectionReplay) -> ReplayResult:
     if isinstance(what, Alteration):
-        return Replayed(draw(values, what), (), 0)
+        return ReplayResult(draw(values, what), (), 0)
     found = replay(values, what.record, what.paths)
     if found.missing and not what.partly:
         raise ConfigError(
@@ -156,7 +156,7 @@ def _changes(values: Values, what: Alteration | Replay) -> Replayed:
     return found
 
 
-def _write(path: Path, record: Record) -> None:
+def _write(path: Path, record: InjectionRecord) -> None:
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write("".join(lines(record)))

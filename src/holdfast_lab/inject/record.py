@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.faults.alteration import Change, Place
+from holdfast.faults.alteration import ValueChange, ValuePosition
 from holdfast.faults.formats import Raw, bits_of, shown
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class TensorRecord:
     """The alterations of one tensor.
 
     Args:
@@ -25,14 +25,14 @@ class Recorded:
         after: Shape (k,).
     """
 
-    place: Place
+    place: ValuePosition
     index: NDArray[np.int64]
     before: Raw
     after: Raw
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class InjectionRecord:
     """A record of alterations.
 
     Args:
@@ -40,16 +40,16 @@ class Record:
         scale: The factor of the values; None if bits were flipped.
     """
 
-    tensors: tuple[Recorded, ...]
+    tensors: tuple[TensorRecord, ...]
     scale: float | None = None
 
 
-def record_of(places: Sequence[Place], changes: Sequence[Change], scale: float | None) -> Record:
+def record_of(places: Sequence[ValuePosition], changes: Sequence[ValueChange], scale: float | None) -> InjectionRecord:
     """Return the record of changes."""
-    return Record(tuple(Recorded(places[c.place], c.index, c.before, c.after) for c in changes), scale)
+    return InjectionRecord(tuple(TensorRecord(places[c.place], c.index, c.before, c.after) for c in changes), scale)
 
 
-def entries(record: Record) -> Iterator[dict[str, Any]]:
+def entries(record: InjectionRecord) -> Iterator[dict[str, Any]]:
     """Yield the record's entry for each flip."""
     for path, flips in flips_of(record, lambda value: value):
         for index, bit, before, after in flips:
@@ -57,7 +57,7 @@ def entries(record: Record) -> Iterator[dict[str, Any]]:
 
 
 def flips_of(
-    record: Record, say: Callable[[Any], Any]
+    record: InjectionRecord, say: Callable[[Any], Any]
 ) -> Iterator[tuple[str, Iterator[tuple[int, int | None, Any, Any]]]]:
     """Yield each tensor's path and flips: index, bit, and values before and after, as formatted by ``say``.
 
@@ -72,7 +72,7 @@ def flips_of(
         yield tensor.place.path, zip(index, bits, map(before.__getitem__, at), map(after.__getitem__, at), strict=True)
 
 
-def _values(tensors: Sequence[Recorded], say: Callable[[Any], Any]) -> list[tuple[list[Any], list[Any]]]:
+def _values(tensors: Sequence[TensorRecord], say: Callable[[Any], Any]) -> list[tuple[list[Any], list[Any]]]:
     """Return the values of tensors before and after.
 
     Tensors of one format are processed together, because many are small.

@@ -4,11 +4,11 @@ The input is a :class:`Scenario` with four parts of plain data:
 
 :class:`Cluster`
     Number of workers, in nodes and racks, and number of spares.
-:class:`Job`
+:class:`SimulatedJob`
     Recovery strategy, checkpoint interval and amount of work.
 :class:`Costs`
     Seconds and bytes: a step, its all-reduces, detection, regrouping, saving, loading, starting, joining.
-:class:`Failures` or :class:`Trace`
+:class:`Failures` or :class:`FailureTrace`
     Which machines are down, and when: drawn from distributions (:class:`Exponential`, :class:`Weibull`,
     :class:`LogNormal`, :class:`Bathtub`, :class:`Constant`) for workers, nodes and racks (:class:`Source`), or read
     from a recorded trace (:func:`read_trace`). Outages never depend on the job, so all strategies can be compared on
@@ -34,6 +34,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from holdfast._moved import renamed
+
 if TYPE_CHECKING:
     from holdfast_lab.simulate.cluster import Cluster
     from holdfast_lab.simulate.costs import Costs
@@ -48,14 +50,14 @@ if TYPE_CHECKING:
     )
     from holdfast_lab.simulate.failures import Failures, Outages, Source
     from holdfast_lab.simulate.formulas import daly_expected_s, exact_interval_s
-    from holdfast_lab.simulate.job import Job
+    from holdfast_lab.simulate.job import SimulatedJob
     from holdfast_lab.simulate.many import monte_carlo, simulate
     from holdfast_lab.simulate.optimum import Optimum, best_interval
     from holdfast_lab.simulate.outcome import PARTS, Estimate, Outcome, Sweep
     from holdfast_lab.simulate.reading import read_interruptions
-    from holdfast_lab.simulate.replay import Replayed, replay
+    from holdfast_lab.simulate.replay import ReplayedRecovery, replay
     from holdfast_lab.simulate.scenario import Scenario
-    from holdfast_lab.simulate.traces import Trace, read_trace
+    from holdfast_lab.simulate.traces import FailureTrace, read_trace
 
 _WHERE = {
     "Bathtub": "distributions",
@@ -66,17 +68,17 @@ _WHERE = {
     "Estimate": "outcome",
     "Exponential": "distributions",
     "Failures": "failures",
-    "Job": "job",
+    "SimulatedJob": "job",
     "LogNormal": "distributions",
     "Optimum": "optimum",
     "Outages": "failures",
     "Outcome": "outcome",
     "PARTS": "outcome",
-    "Replayed": "replay",
+    "ReplayedRecovery": "replay",
     "Scenario": "scenario",
     "Source": "failures",
     "Sweep": "outcome",
-    "Trace": "traces",
+    "FailureTrace": "traces",
     "Weibull": "distributions",
     "best_interval": "optimum",
     "daly_expected_s": "formulas",
@@ -98,17 +100,17 @@ __all__ = [
     "Distribution",
     "Estimate",
     "Exponential",
+    "FailureTrace",
     "Failures",
-    "Job",
     "LogNormal",
     "Optimum",
     "Outages",
     "Outcome",
-    "Replayed",
+    "ReplayedRecovery",
     "Scenario",
+    "SimulatedJob",
     "Source",
     "Sweep",
-    "Trace",
     "Weibull",
     "best_interval",
     "daly_expected_s",
@@ -123,6 +125,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    name = renamed(__name__, name)
     if name not in _WHERE:
         raise AttributeError(f"module 'holdfast_lab.simulate' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"holdfast_lab.simulate.{_WHERE[name]}"), name)

@@ -31,11 +31,11 @@ LLAMA = {"failures": 419, "days": 54, "workers": 16_384, "nodes": 2_048}
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class Assumption:
     """One number, and its source.
 
     Args:
-        name: As in :class:`Question`.
+        name: As in :class:`PlanQuestion`.
         value: Seconds, bytes, or a plain number or word.
         source: ``"given"``, ``"measured"``, ``"derived"`` (from others) or ``"assumed"``.
         why: The run it was measured in, or the values or reference it was derived or taken from.
@@ -48,7 +48,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class PlanQuestion:
     """The job that a plan is made for. Times in seconds.
 
     Args:
@@ -104,11 +104,11 @@ class Question:
         return self.mtbf_node_s / self.nodes
 
 
-def ask(given: Mapping[str, Any], run: MeasuredRun | None = None) -> tuple[Question, list[Known]]:
+def ask(given: Mapping[str, Any], run: MeasuredRun | None = None) -> tuple[PlanQuestion, list[Assumption]]:
     """Fill in every value of the question that is not given, and return the question and the source of each number.
 
     Args:
-        given: Known values, by the names of :class:`Question`; in addition one of ``mtbf_s`` (of the whole job) and
+        given: Known values, by the names of :class:`PlanQuestion`; in addition one of ``mtbf_s`` (of the whole job) and
             ``mtbf_worker_s``, and ``state_bytes``, ``write_bytes_per_s``, ``read_bytes_per_s``,
             ``snapshot_bytes_per_s``.
         run: A run whose measured costs are used where nothing is given.
@@ -133,7 +133,7 @@ def ask(given: Mapping[str, Any], run: MeasuredRun | None = None) -> tuple[Quest
     spares = facts.take("spares", lambda: enough_spares(rate, workers, per_node), _why_spares(rate, workers, per_node))
     check_range("--spares", spares, 0, most=1_000_000)
     storage = _storage(facts, workers, per_node)
-    question = Question(
+    question = PlanQuestion(
         workers=workers, workers_per_node=per_node, mtbf_node_s=mtbf_node_s, whole_job_share=share, repair_s=repair_s, spares=spares,
         step_s=facts.take("step_s", lambda: 5.0, "typical of a large language model"),
         restart_s=facts.take("restart_s", lambda: 300.0, "processes, libraries, communicators, the model"),
@@ -181,7 +181,7 @@ class _Facts:
         self._measured = {} if run is None else dict(run.costs)
         if not self._given.keys().isdisjoint(OF_STORAGE):  # the measured values are for another size or another disk
             self._measured = {name: one for name, one in self._measured.items() if name not in SAVING}
-        self.known: list[Known] = []
+        self.known: list[Assumption] = []
 
     def has(self, name: str) -> bool:
         """Return whether it is given or measured."""
@@ -200,12 +200,12 @@ class _Facts:
     ) -> Any:
         """Return the given number, else the measured one, else the default."""
         if name in self._given:
-            self.known.append(Known(name, self._given[name], "given"))
+            self.known.append(Assumption(name, self._given[name], "given"))
         elif self._run is not None and name in self._measured:
             found = self._measured[name]
-            self.known.append(Known(name, found.value, "measured", f"{found.how}, {self._run.workers} workers"))
+            self.known.append(Assumption(name, found.value, "measured", f"{found.how}, {self._run.workers} workers"))
         else:
-            self.known.append(Known(name, default(), "measured" if measured else source, why))
+            self.known.append(Assumption(name, default(), "measured" if measured else source, why))
         return self.known[-1].value
 
 
@@ -285,7 +285,7 @@ def _storage(facts: _Facts, workers: int, per_node: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _check(question: Question) -> None:
+def _check(question: PlanQuestion) -> None:
     check_choice("--model", question.model, MODELS)
     check_choice("--split", question.split, ("slices", "even"))
     for name in ("step_s", "work_s"):

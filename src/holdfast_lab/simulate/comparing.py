@@ -14,8 +14,8 @@ from holdfast_lab.simulate.many import monte_carlo
 from holdfast_lab.simulate.optimum import best_interval
 from holdfast_lab.simulate.outcome import PARTS, Estimate, Sweep
 from holdfast_lab.simulate.scenario import Scenario
-from holdfast_lab.simulate.toml import Setting
-from holdfast_lab.simulate.traces import Trace
+from holdfast_lab.simulate.toml import StrategySetting
+from holdfast_lab.simulate.traces import FailureTrace
 
 MEASURES = ("goodput", "lost_share", "total_s", "worker_hours", "failures", "starts")
 """Measures that a row gives with an interval."""
@@ -25,7 +25,7 @@ _TRIES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class StrategyResult:
     """One setting, and its result.
 
     Args:
@@ -65,8 +65,12 @@ def flat(name: str, estimate: Estimate) -> dict[str, float]:
 
 
 def compare(
-    settings: Iterable[Setting], repetitions: int, *, seed: int = 0, now: Callable[[str], None] = lambda text: None
-) -> list[Compared]:
+    settings: Iterable[StrategySetting],
+    repetitions: int,
+    *,
+    seed: int = 0,
+    now: Callable[[str], None] = lambda text: None,
+) -> list[StrategyResult]:
     """Simulate each setting with the checkpoint interval that it asks for.
 
     Args:
@@ -84,11 +88,11 @@ def compare(
         every, chosen = choose_every(setting, seed=seed)
         scenario = replace(setting.scenario, job=replace(setting.scenario.job, save_every=every))
         sweep = monte_carlo(scenario, repetitions, seed=seed)
-        found.append(Compared(name=setting.name, scenario=scenario, sweep=sweep, chosen=chosen))
+        found.append(StrategyResult(name=setting.name, scenario=scenario, sweep=sweep, chosen=chosen))
     return found
 
 
-def choose_every(setting: Setting, *, seed: int = 0) -> tuple[int, str]:
+def choose_every(setting: StrategySetting, *, seed: int = 0) -> tuple[int, str]:
     """Return the steps between two checkpoints of a setting, and how they were chosen.
 
     Raises:
@@ -115,7 +119,7 @@ def choose_every(setting: Setting, *, seed: int = 0) -> tuple[int, str]:
 
 def _mtbf_s(scenario: Scenario) -> float:
     down = scenario.failures
-    assert isinstance(down, Failures | Trace)
+    assert isinstance(down, Failures | FailureTrace)
     return down.mtbf_s(scenario.cluster)
 
 

@@ -16,21 +16,21 @@ from holdfast.recovery.messages import (
     ComputeStep,
     DiscardStep,
     LoadCheckpoint,
-    Rehome,
+    MoveParts,
     Reinitialise,
     SaveAndStop,
+    SendState,
     Shrink,
-    Welcome,
 )
 from holdfast_lab.simulate.checks import ticks
-from holdfast_lab.simulate.protocol_model import Recovery, Rules, rules_of
+from holdfast_lab.simulate.protocol_model import Rules, SimulatedRecovery, rules_of
 from holdfast_lab.simulate.scenario import Scenario
 
 Ticks = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 
-class Case(enum.IntEnum):
+class FailureCase(enum.IntEnum):
     """The members' phase when one of them fails.
 
     ``STEP``: in a step; the failure is detected in an all-reduce, or while a split model computes. ``BOUNDARY``:
@@ -42,7 +42,7 @@ class Case(enum.IntEnum):
     LOADING = 2
 
 
-class Stage(enum.IntEnum):
+class RecoveryStage(enum.IntEnum):
     """Stages of a recovery, in this order.
 
     ``REGROUP``: survivors regroup and decide. ``UNDO``: bucket updates are undone. ``RESTART``: the application is
@@ -58,17 +58,17 @@ class Stage(enum.IntEnum):
 
 
 PART_OF = {
-    Stage.REGROUP: "regroup",
-    Stage.UNDO: "regroup",
-    Stage.RESTART: "restart",
-    Stage.LOAD: "load",
-    Stage.SAVE: "save",
+    RecoveryStage.REGROUP: "regroup",
+    RecoveryStage.UNDO: "regroup",
+    RecoveryStage.RESTART: "restart",
+    RecoveryStage.LOAD: "load",
+    RecoveryStage.SAVE: "save",
 }
 """The entry of :data:`~holdfast_lab.simulate.outcome.PARTS` that a stage's time counts as."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class SimulatedDecision:
     """The protocol's decision in one case.
 
     Args:
@@ -81,7 +81,7 @@ class Decision:
         stops: The whole job stops.
     """
 
-    takes: dict[Stage, int]
+    takes: dict[RecoveryStage, int]
     discards: bool
     goes_back: bool
     loads: bool
@@ -91,13 +91,13 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionTable:
-    """All decisions: arrays with one entry for each :class:`Case`, with too few survivors and with enough.
+    """All decisions: arrays with one entry for each :class:`FailureCase`, with too few survivors and with enough.
 
     See :meth:`column`.
 
     Args:
-        takes: By :class:`Stage`, shape ``(stages, columns)``; the others have the shape ``(columns,)``. See
-            :class:`Decision`.
+        takes: By :class:`RecoveryStage`, shape ``(stages, columns)``; the others have the shape ``(columns,)``. See
+            :class:`SimulatedDecision`.
     """
 
     takes: Ticks
@@ -116,9 +116,9 @@ class DecisionTable:
 def decision_table(scenario: Scenario) -> DecisionTable:
     """Return the protocol's decisions, by case and by whether enough members are left."""
     rules = _rules(scenario)
-    decisions = [_decide(scenario, rules, case, enough) for case in Case for enough in (False, True)]
+    decisions = [_decide(scenario, rules, case, enough) for case in FailureCase for enough in (False, True)]
     return DecisionTable(
-        takes=np.array([[one.takes[stage] for one in decisions] for stage in Stage], dtype=np.int64),
+        takes=np.array([[one.takes[stage] for one in decisions] for stage in RecoveryStage], dtype=np.int64),
         discards=np.array([one.discards for one in decisions]),
         goes_back=np.array([one.goes_back for one in decisions]),
         loads=np.array([one.loads for one in decisions]),
@@ -129,8 +129,8 @@ def decision_table(scenario: Scenario) -> DecisionTable:
 
 def admission_ns(scenario: Scenario) -> int:
     """Return how long an admission of newcomers holds training after the members have regrouped, nanoseconds."""
-    prices = {Welcome: scenario.costs.rejoin_s, Rehome: scenario.costs.rehome_s}
-    recovery, held = Recovery(_rules(scenario), 1), 0
+    prices = {SendState: scenario.costs.rejoin_s, MoveParts: scenario.costs.rehome_s}
+    recovery, held = SimulatedRecovery(_rules(scenario), 1), 0
     recovery.members_change()
     while not recovery.is_over:
         held += ticks(prices.get(type(recovery.open), 0.0))
@@ -144,28 +144,30 @@ def _rules(scenario: Scenario) -> Rules:
     return rules_of(strategy, min_workers=job.min_workers, buckets=job.buckets, model=job.model)
 
 
-def _decide(scenario: Scenario, rules: Rules, case: Case, enough: bool) -> Decision:
+def _decide(scenario: Scenario, rules: Rules, case: FailureCase, enough: bool) -> SimulatedDecision:
     costs, job = scenario.costs, scenario.job
-    recovery, takes = _failed(rules, case), dict.fromkeys(Stage, 0)
+    recovery, takes = _failed(rules, case), dict.fromkeys(RecoveryStage, 0)
     discards = loads = rebuilds = False
     while not (recovery.is_over or recovery.has_stopped):
         match recovery.open:
             case DiscardStep():
                 discards = True
-                takes[Stage.UNDO] = ticks(costs.undo_s) if case is Case.STEP and job.update == "eager" else 0
+                takes[RecoveryStage.UNDO] = (
+                    ticks(costs.undo_s) if case is FailureCase.STEP and job.update == "eager" else 0
+                )
             case Reinitialise():
                 rebuilds = True
-                takes[Stage.RESTART] = ticks(costs.rebuild_s)
+                takes[RecoveryStage.RESTART] = ticks(costs.rebuild_s)
             case LoadCheckpoint():
                 loads = True
-                takes[Stage.LOAD] += ticks(costs.load_s)
-            case Rehome():
-                takes[Stage.LOAD] += ticks(costs.rehome_s)
+                takes[RecoveryStage.LOAD] += ticks(costs.load_s)
+            case MoveParts():
+                takes[RecoveryStage.LOAD] += ticks(costs.rehome_s)
             case SaveAndStop():
-                takes[Stage.SAVE] = ticks(costs.save_s) + ticks(costs.save_background_s)
+                takes[RecoveryStage.SAVE] = ticks(costs.save_s) + ticks(costs.save_background_s)
         recovery.carry_out(enough=enough)
     from_snapshot = rebuilds and job.reinit_from == "snapshot" and not rules.split
-    return Decision(
+    return SimulatedDecision(
         takes=takes,
         discards=discards or from_snapshot,
         goes_back=loads and not from_snapshot,
@@ -175,23 +177,23 @@ def _decide(scenario: Scenario, rules: Rules, case: Case, enough: bool) -> Decis
     )
 
 
-def _failed(rules: Rules, case: Case) -> Recovery:
+def _failed(rules: Rules, case: FailureCase) -> SimulatedRecovery:
     """Return a recovery just after the failure was reported."""
-    recovery = Recovery(rules, 1, 0 if case is not Case.BOUNDARY else None)
-    if case is Case.BOUNDARY:
+    recovery = SimulatedRecovery(rules, 1, 0 if case is not FailureCase.BOUNDARY else None)
+    if case is FailureCase.BOUNDARY:
         recovery.members_change()
         while not isinstance(recovery.open, Shrink):
             recovery.carry_out(enough=True)
-    elif case is Case.LOADING:
+    elif case is FailureCase.LOADING:
         recovery = _loading(rules)
     recovery.peer_lost()
     return recovery
 
 
-def _loading(rules: Rules) -> Recovery:
+def _loading(rules: Rules) -> SimulatedRecovery:
     """Return a recovery that has started loading; if the strategy never loads, a recovery from a failure in a step."""
-    recovery = Recovery(rules, 1, 0)
+    recovery = SimulatedRecovery(rules, 1, 0)
     recovery.peer_lost()
     while not (isinstance(recovery.open, LoadCheckpoint) or recovery.is_over):
         recovery.carry_out(enough=True)
-    return recovery if not recovery.is_over else Recovery(rules, 1, 0)
+    return recovery if not recovery.is_over else SimulatedRecovery(rules, 1, 0)

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from holdfast_lab.simulate.decision_table import Stage
+from holdfast_lab.simulate.decision_table import RecoveryStage
 from holdfast_lab.simulate.fleet import Calendar
 from holdfast_lab.simulate.outcome import PARTS
 
@@ -73,7 +73,7 @@ class Clocks:
 
 
 @dataclass(slots=True)
-class Workers:
+class WorkerStates:
     """Available workers and members.
 
     Args:
@@ -97,7 +97,7 @@ class Workers:
     killed: Ticks
 
     @classmethod
-    def at_start(cls, number: int, total: int) -> Workers:
+    def at_start(cls, number: int, total: int) -> WorkerStates:
         """Return the workers of histories in which all are up and none is a member."""
         return cls(
             available=np.full(number, total, dtype=np.int64),
@@ -117,17 +117,17 @@ class Workers:
 
 
 @dataclass(slots=True)
-class Recoveries:
+class RecoveryStates:
     """The current recovery, and its progress.
 
     Args:
         is_down: No member trains or recovers: the launcher restarts the job now or later.
         is_admission: Nothing failed; newcomers are being admitted.
-        case: The members' phase at the failure, a :class:`~holdfast_lab.simulate.decision_table.Case`.
+        case: The members' phase at the failure, a :class:`~holdfast_lab.simulate.decision_table.FailureCase`.
         decision: The column of the decision table.
         sums: Completed all-reduces of the step in progress; -1 if its computation was not finished.
         from_snapshot: The state is in a snapshot: loading loses nothing more.
-        takes: Duration of each stage, by :class:`~holdfast_lab.simulate.decision_table.Stage`; shape ``(stages,
+        takes: Duration of each stage, by :class:`~holdfast_lab.simulate.decision_table.RecoveryStage`; shape ``(stages,
             histories)``.
     """
 
@@ -140,7 +140,7 @@ class Recoveries:
     takes: Ticks
 
     @classmethod
-    def at_start(cls, number: int) -> Recoveries:
+    def at_start(cls, number: int) -> RecoveryStates:
         """Return the recoveries of histories in which the job is yet to be started."""
         return cls(
             is_down=np.ones(number, dtype=bool),
@@ -149,7 +149,7 @@ class Recoveries:
             decision=_zeros(number),
             sums=_zeros(number),
             from_snapshot=_flags(number),
-            takes=np.zeros((len(Stage), number), dtype=np.int64),
+            takes=np.zeros((len(RecoveryStage), number), dtype=np.int64),
         )
 
 

@@ -24,7 +24,7 @@ _MOST = {"steps": MOST_STEPS, "min_workers": 10**7, "start_workers": 10**7, "sli
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SimulatedJob:
     """The work of a job, and its policy for failures.
 
     Args:

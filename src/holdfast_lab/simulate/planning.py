@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.checkpoint.interval import daly
-from holdfast_lab.simulate.assuming import LLAMA, Question, enough_spares
+from holdfast_lab.simulate.assuming import LLAMA, PlanQuestion, enough_spares
 from holdfast_lab.simulate.cluster import Cluster
-from holdfast_lab.simulate.comparing import Compared, flat
+from holdfast_lab.simulate.comparing import StrategyResult, flat
 from holdfast_lab.simulate.costs import Costs
 from holdfast_lab.simulate.distributions import Constant, Exponential
 from holdfast_lab.simulate.failures import Failures, Source
 from holdfast_lab.simulate.formulas import exact_interval_s, young
-from holdfast_lab.simulate.job import Job
+from holdfast_lab.simulate.job import SimulatedJob
 from holdfast_lab.simulate.many import monte_carlo
 from holdfast_lab.simulate.optimum import Optimum, best_interval
 from holdfast_lab.simulate.outcome import Estimate
@@ -45,7 +45,7 @@ Say = Callable[[str], None]
 
 
 def plan(
-    question: Question,
+    question: PlanQuestion,
     *,
     repetitions: int = REPETITIONS,
     seed: int = 0,
@@ -107,7 +107,7 @@ def recommended(goodput: Mapping[str, float]) -> str:
     return max(goodput, key=lambda name: goodput[name])
 
 
-def scenario_of(question: Question, strategy: str, save_every: int, horizon_s: float) -> Scenario:
+def scenario_of(question: PlanQuestion, strategy: str, save_every: int, horizon_s: float) -> Scenario:
     """Return the scenario of one strategy."""
     total_nodes = -(-(question.workers + question.spares) // question.workers_per_node)
     cluster = Cluster(
@@ -116,7 +116,9 @@ def scenario_of(question: Question, strategy: str, save_every: int, horizon_s: f
         workers_per_node=question.workers_per_node,
         nodes_per_rack=total_nodes,  # all nodes are in one rack, so a rack failure ends the job
     )
-    job = Job(strategy=strategy, horizon_s=horizon_s, save_every=save_every, model=question.model, split=question.split)
+    job = SimulatedJob(
+        strategy=strategy, horizon_s=horizon_s, save_every=save_every, model=question.model, split=question.split
+    )
     names = (
         "detect_s",
         "regroup_s",
@@ -132,7 +134,7 @@ def scenario_of(question: Question, strategy: str, save_every: int, horizon_s: f
     return of_step(cluster, job, costs, _failures(question), question.step_s)
 
 
-def mtbf_back_s(question: Question, strategy: str) -> float:
+def mtbf_back_s(question: PlanQuestion, strategy: str) -> float:
     """Return the mean time between failures that restore a checkpoint, seconds; infinity if none does."""
     loses_parts = question.model == "split" and strategy != "partial"
     loads = strategy == "reinit" and question.model != "replicated"  # a snapshot of one worker lacks the others' parts
@@ -141,7 +143,7 @@ def mtbf_back_s(question: Question, strategy: str) -> float:
     return question.mtbf_s / question.whole_job_share if question.whole_job_share else math.inf
 
 
-def _failures(question: Question) -> Failures:
+def _failures(question: PlanQuestion) -> Failures:
     share, sources = question.whole_job_share, []
     if share < 1:
         repair = Exponential(question.repair_s) if question.repair_s > 0 else Constant(0.0)
@@ -151,13 +153,13 @@ def _failures(question: Question) -> Failures:
     return Failures(tuple(sources))
 
 
-def _horizon_s(question: Question) -> float:
+def _horizon_s(question: PlanQuestion) -> float:
     """Return the length of a history: the length of the work, adjusted to contain enough failures, but not too many."""
     fewest, most = _FEWEST * question.mtbf_s, _MOST * question.mtbf_s
     return min(max(min(question.work_s, most), fewest, 20 * question.step_s), _LONGEST_S)
 
 
-def _formulas(question: Question, strategy: str) -> dict[str, float | None]:
+def _formulas(question: PlanQuestion, strategy: str) -> dict[str, float | None]:
     """Return the closed forms' time between two checkpoints; None if no checkpoint is needed or they cost nothing."""
     back_s, save_s = mtbf_back_s(question, strategy), question.save_s
     if save_s <= 0 or not math.isfinite(back_s):
@@ -169,7 +171,7 @@ def _formulas(question: Question, strategy: str) -> dict[str, float | None]:
     }
 
 
-def _usual_every(question: Question, strategy: str) -> int:
+def _usual_every(question: PlanQuestion, strategy: str) -> int:
     """Return the steps between two checkpoints by the closed form.
 
     A checkpoint waits for the previous one to be written.
@@ -181,11 +183,11 @@ def _usual_every(question: Question, strategy: str) -> int:
     return min(math.ceil(interval_s / question.step_s - 0.5), 10**9)
 
 
-def _row(question: Question, strategy: str, save_every: int, repetitions: int, seed: int) -> dict[str, Any]:
+def _row(question: PlanQuestion, strategy: str, save_every: int, repetitions: int, seed: int) -> dict[str, Any]:
     horizon_s = _horizon_s(question)
     scenario = scenario_of(question, strategy, save_every, horizon_s)
     sweep = monte_carlo(scenario, repetitions, seed=seed)
-    row = Compared(name=strategy, scenario=scenario, sweep=sweep, chosen="").row()
+    row = StrategyResult(name=strategy, scenario=scenario, sweep=sweep, chosen="").row()
     goodput = sweep.estimate("goodput")
     times = [_over(question.work_s, value) for value in (goodput.mean, goodput.high, goodput.low)]
     total_workers = question.workers + question.spares
@@ -220,7 +222,7 @@ def _finite(value: float) -> float | None:
 # -- the interval
 
 
-def _optimum(question: Question, strategy: str, seed: int) -> Optimum | None:
+def _optimum(question: PlanQuestion, strategy: str, seed: int) -> Optimum | None:
     """Search around the closed form's number of steps; None if no checkpoint is needed."""
     usual = _usual_every(question, strategy)
     if not usual:
@@ -253,7 +255,7 @@ def _tried(optimum: Optimum) -> dict[str, Any]:
 
 
 def _without_spares(
-    question: Question, best: Mapping[str, Any], repetitions: int, seed: int
+    question: PlanQuestion, best: Mapping[str, Any], repetitions: int, seed: int
 ) -> dict[str, float] | None:
     """Return the goodput of the best strategy, and of ``relaunch``, without spares; None if the job has none."""
     if not question.spares:
@@ -270,7 +272,7 @@ def _without_spares(
 # -- the map
 
 
-def _map(question: Question, seed: int, now: Say) -> list[dict[str, Any]]:
+def _map(question: PlanQuestion, seed: int, now: Say) -> list[dict[str, Any]]:
     """Return the best strategy for other numbers of workers and other nodes.
 
     Step and checkpoint costs stay the same.
@@ -285,7 +287,7 @@ def _map(question: Question, seed: int, now: Say) -> list[dict[str, Any]]:
     return cells
 
 
-def _scaled(question: Question, workers: int, mtbf_node_s: float) -> Question:
+def _scaled(question: PlanQuestion, workers: int, mtbf_node_s: float) -> PlanQuestion:
     """Return the question for another cluster; if the job has spares, with as many as suffice there."""
     per_node = min(question.workers_per_node, workers)
     away = -(-workers // per_node) * question.repair_s / (mtbf_node_s + question.repair_s)
@@ -295,7 +297,7 @@ def _scaled(question: Question, workers: int, mtbf_node_s: float) -> Question:
     )
 
 
-def _cell(question: Question, seed: int) -> dict[str, Any]:
+def _cell(question: PlanQuestion, seed: int) -> dict[str, Any]:
     horizon_s = min(max(_MAP_FAILURES * question.mtbf_s, 20 * question.step_s), _LONGEST_S)
     goodput = {}
     for name in _MAP_STRATEGIES:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from holdfast_lab.simulate.checks import LONGEST_S, NS
 from holdfast_lab.simulate.cluster import Cluster
 from holdfast_lab.simulate.costs import Costs
-from holdfast_lab.simulate.job import Job
+from holdfast_lab.simulate.job import SimulatedJob
 
 Seconds = npt.NDArray[np.float64]
 Ticks = npt.NDArray[np.int64]
@@ -39,7 +39,7 @@ class PriceTable:
     weight: Ticks
 
 
-def price_table(cluster: Cluster, job: Job, costs: Costs) -> PriceTable:
+def price_table(cluster: Cluster, job: SimulatedJob, costs: Costs) -> PriceTable:
     """Return the durations of a step and of regrouping, by number of members."""
     members, seats = _members(cluster)
     compute, sums = step_parts_s(cluster, job, costs)
@@ -52,7 +52,7 @@ def price_table(cluster: Cluster, job: Job, costs: Costs) -> PriceTable:
     )
 
 
-def step_parts_s(cluster: Cluster, job: Job, costs: Costs) -> tuple[Seconds, Seconds]:
+def step_parts_s(cluster: Cluster, job: SimulatedJob, costs: Costs) -> tuple[Seconds, Seconds]:
     """Return the durations of computing and of all-reduces in a step, by number of members.
 
     Returns:
@@ -70,7 +70,7 @@ def step_parts_s(cluster: Cluster, job: Job, costs: Costs) -> tuple[Seconds, Sec
     return costs.slice_s * _share(cluster, job, seats) * slowest, sums
 
 
-def exposed_s(cluster: Cluster, job: Job, costs: Costs) -> Seconds:
+def exposed_s(cluster: Cluster, job: SimulatedJob, costs: Costs) -> Seconds:
     """Return how long all wait for the optimizer in a step, by number of members.
 
     Without overlap, updates follow the commit vote. With the overlapped optimizer they run one after the other, each
@@ -93,7 +93,7 @@ def _members(cluster: Cluster) -> tuple[Ticks, Ticks]:
     return members, np.minimum(members, cluster.workers)
 
 
-def _share(cluster: Cluster, job: Job, seats: Ticks) -> Seconds:
+def _share(cluster: Cluster, job: SimulatedJob, seats: Ticks) -> Seconds:
     """Return the number of slices of the busiest worker."""
     slices = job.slices or cluster.workers
     if job.batch == "local":

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from holdfast_lab.simulate.segments import FAR, Position, Segments
+from holdfast_lab.simulate.segments import FAR, Segments, TrainingPosition
 
 Ticks = npt.NDArray[np.int64]
 _STEP, _WEIGHT, _RAN = range(3)
 """Rows of a checkpoint's content: its step, the weight of the steps before it, and the work in them."""
 
 
-class Progress:
+class SimulatedProgress:
     """The progress of many jobs; every attribute has one entry per history.
 
     Args:
@@ -39,7 +39,7 @@ class Progress:
         """Return how many steps are left; None if there is no end."""
         return None if self._target is None else -((self.weight[i] - self._target) // self._segments.weight[i])
 
-    def add(self, i: Ticks, now: Ticks, position: Position) -> None:
+    def add(self, i: Ticks, now: Ticks, position: TrainingPosition) -> None:
         """Count the segments of the histories ``i``, which end now at ``position``."""
         segments = self._segments
         steps = position.step - segments.first[i]

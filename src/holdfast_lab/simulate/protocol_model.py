@@ -14,17 +14,16 @@ from holdfast.errors import InternalError
 from holdfast.recovery import Protocol, Strategy, make_strategy
 from holdfast.recovery.messages import (
     JOINING,
-    ActDone,
     Action,
     Agree,
     Agreed,
     ApplyStep,
-    BucketSummed,
+    BucketReduced,
     CheckpointLoaded,
-    CloseStep,
     Computed,
     ComputeStep,
     DiscardStep,
+    Done,
     Event,
     Leave,
     LoadCheckpoint,
@@ -33,24 +32,26 @@ from holdfast.recovery.messages import (
     PeerLost,
     Progress,
     ProgressKnown,
+    ReduceBucket,
     Reinitialise,
     Revoke,
     Revoked,
     SaveAndStop,
+    SendState,
     ShareProgress,
     Shrink,
     Shrunk,
     Started,
     StepApplied,
-    SumBucket,
-    Welcome,
+    VoteStep,
+    recorded_name,
 )
 
 _ENOUGH = 4
 """Representatives for enough members; one fewer means too few. Among these, one may be behind and one may be new."""
 
 _DECISIONS = {
-    Welcome: "grow",
+    SendState: "grow",
     DiscardStep: "redo",
     LoadCheckpoint: "load",
     Reinitialise: "reinit",
@@ -89,7 +90,7 @@ def rules_of(strategy: str, *, min_workers: int, buckets: int, model: str) -> Ru
 
 
 @dataclass(slots=True)
-class Recovery:
+class SimulatedRecovery:
     """One recovery from a failure, or one admission of newcomers. One order at a time is open.
 
     Args:
@@ -121,7 +122,7 @@ class Recovery:
         if self.sums is not None:
             self._handle(Computed())
             for _ in range(self.sums):
-                self._handle(BucketSummed())
+                self._handle(BucketReduced())
 
     def peer_lost(self) -> None:
         """Report a failure, detected by an all-reduce or an agreement."""
@@ -153,7 +154,7 @@ class Recovery:
     @property
     def is_over(self) -> bool:
         """Whether training resumes: a step is to be computed, or its all-reduces continued."""
-        return isinstance(self.open, ComputeStep | SumBucket | CloseStep)
+        return isinstance(self.open, ComputeStep | ReduceBucket | VoteStep)
 
     @property
     def has_stopped(self) -> bool:
@@ -174,10 +175,10 @@ class Recovery:
                 return CheckpointLoaded(checkpoint)
             case ApplyStep():
                 return StepApplied()
-            case ComputeStep() | SumBucket() | CloseStep() | Leave():
+            case ComputeStep() | ReduceBucket() | VoteStep() | Leave():
                 raise InternalError(f"{order} is no part of a recovery")
             case _:
-                return ActDone()
+                return Done()
 
     def _progress_of_all(self, progress: Progress, enough: bool) -> dict[int, Progress]:
         flags = Note.CALM.when(self._calm) | Note.LOST.when(self.rules.loses_parts and not self._calm)
@@ -196,5 +197,5 @@ class Recovery:
             self.some_behind = False  # the late member catches up first
 
     def _count(self, order: Action) -> None:
-        name = type(order).__name__
+        name = recorded_name(order)
         self.orders[name] = self.orders.get(name, 0) + 1

@@ -21,7 +21,7 @@ from holdfast_lab.simulate.checks import LONGEST_S, check_range
 _DAY_S = 86_400.0
 
 
-class Spell(NamedTuple):
+class OutageSpan(NamedTuple):
     """One outage.
 
     Args:
@@ -35,7 +35,7 @@ class Spell(NamedTuple):
     end_s: float
 
 
-class Read(NamedTuple):
+class TraceFile(NamedTuple):
     """The content of a file.
 
     Args:
@@ -44,7 +44,7 @@ class Read(NamedTuple):
         span_s: Length of the observation.
     """
 
-    spells: tuple[Spell, ...]
+    spells: tuple[OutageSpan, ...]
     units: int
     span_s: float
 
@@ -73,7 +73,7 @@ def _watched_s(path: Path, span_s: float | None, last_s: float) -> float:
     return span_s
 
 
-def _still_down(spells: Sequence[Spell], down: Mapping[int, float], span_s: float) -> list[Spell]:
+def _still_down(spells: Sequence[OutageSpan], down: Mapping[int, float], span_s: float) -> list[OutageSpan]:
     """Return outages of machines that are down when a trace ends; they last until the repeated trace ends them.
 
     A machine that never comes back is up again when the trace starts over.
@@ -87,7 +87,7 @@ def _still_down(spells: Sequence[Spell], down: Mapping[int, float], span_s: floa
     for spell in spells:
         if spell.end_s > 0:
             back_s.setdefault(spell.unit, spell.end_s)
-    return [Spell(unit, since_s, span_s + back_s.get(unit, 0.0)) for unit, since_s in down.items()]
+    return [OutageSpan(unit, since_s, span_s + back_s.get(unit, 0.0)) for unit, since_s in down.items()]
 
 
 _DAMAGED = (lzma.LZMAError, zlib.error, zipfile.BadZipFile)
@@ -114,7 +114,7 @@ def open_text(path: Path) -> io.TextIOBase:
     return io.StringIO(data.decode("utf-8", errors="replace"), newline="")
 
 
-def read_infinitehbd(path: Path, units: int = 400) -> Read:
+def read_infinitehbd(path: Path, units: int = 400) -> TraceFile:
     """Read faults of GPU servers; a fault without an end lasts to the end of the trace, which is at least 348 days."""
     with open_text(path) as file:
         try:
@@ -136,7 +136,7 @@ def read_infinitehbd(path: Path, units: int = 400) -> Read:
             ) from error
     numbers: dict[str, int] = {}
     begun: dict[tuple[str, str], list[float]] = {}
-    spells: list[Spell] = []
+    spells: list[OutageSpan] = []
     span_s = max([348 * _DAY_S, *(at_s for _, at_s, _, _ in places)])
     for node, at_s, starts, why in places:
         number = numbers.setdefault(node, len(numbers))
@@ -144,14 +144,14 @@ def read_infinitehbd(path: Path, units: int = 400) -> Read:
         if starts:
             waiting.append(at_s)
         elif waiting:
-            spells.append(Spell(number, waiting.pop(0), at_s))
-    spells += [Spell(numbers[node], at_s, span_s) for (node, _), waiting in begun.items() for at_s in waiting]
+            spells.append(OutageSpan(number, waiting.pop(0), at_s))
+    spells += [OutageSpan(numbers[node], at_s, span_s) for (node, _), waiting in begun.items() for at_s in waiting]
     if units < len(numbers):
         raise ConfigError(f"units must be at least the {len(numbers)} servers that failed, got {units}")
-    return Read(tuple(spells), units, span_s)
+    return TraceFile(tuple(spells), units, span_s)
 
 
-def read_lanl(path: Path, system: int = 20) -> Read:
+def read_lanl(path: Path, system: int = 20) -> TraceFile:
     """Read the outages of one of LANL's 22 systems; an outage without an end is not counted.
 
     A system was observed from its first to its last outage or, if it was in use to the end, to the last outage of the
@@ -173,25 +173,25 @@ def read_lanl(path: Path, system: int = 20) -> Read:
         except ValueError as error:
             raise _bad_line(path, number, error) from error
     if not spells:
-        return Read((), max(units, 1), 1.0)
+        return TraceFile((), max(units, 1), 1.0)
     begin = min(start for _, start, _ in spells)
     counted = tuple(
-        Spell(unit, (start - begin).total_seconds(), (end - begin).total_seconds())
+        OutageSpan(unit, (start - begin).total_seconds(), (end - begin).total_seconds())
         for unit, start, end in spells
         if end >= start
     )
     last_s = (end - begin).total_seconds() if is_in_use else max((spell.end_s for spell in counted), default=0.0)
-    return Read(counted, units, last_s + 1)
+    return TraceFile(counted, units, last_s + 1)
 
 
-def read_spot(path: Path, span_s: float | None = None) -> Read:
+def read_spot(path: Path, span_s: float | None = None) -> TraceFile:
     """Read when spot machines were granted and revoked. A granted machine takes the lowest free place.
 
     There are as many places as machines at the peak; a free place is down.
     """
     places: dict[str, int] = {}
     free: dict[int, float] = {}
-    spells: list[Spell] = []
+    spells: list[OutageSpan] = []
     at_s, units = 0.0, 0
     for number, line in _lines(path):
         try:
@@ -210,15 +210,15 @@ def read_spot(path: Path, span_s: float | None = None) -> Read:
         if not free:
             free[units], units = 0.0, units + 1
         places[name] = min(free)
-        spells.append(Spell(places[name], free.pop(places[name]), at_s))
+        spells.append(OutageSpan(places[name], free.pop(places[name]), at_s))
     if not units:
-        return Read((), 1, 1.0)
+        return TraceFile((), 1, 1.0)
     span_s = _watched_s(path, span_s, at_s)
     spells += _still_down(spells, free, span_s)
-    return Read(tuple(s for s in spells if s.end_s > s.start_s), units, span_s)
+    return TraceFile(tuple(s for s in spells if s.end_s > s.start_s), units, span_s)
 
 
-def read_sizes(path: Path) -> Read:
+def read_sizes(path: Path) -> TraceFile:
     """Read the number of machines over time; the oldest machine leaves first."""
     sizes: list[tuple[datetime, int]] = []
     for number, line in _lines(path):
@@ -232,25 +232,25 @@ def read_sizes(path: Path) -> Read:
         if len(sizes) > 1 and sizes[-1][0] < sizes[-2][0]:
             raise _bad_line(path, number, ValueError("the time is before that of the previous line"))
     if not sizes:
-        return Read((), 1, 1.0)
+        return TraceFile((), 1, 1.0)
     units, begin = max(size for _, size in sizes), sizes[0][0]
     up: list[int] = []
     down = dict.fromkeys(range(units), 0.0)
-    spells: list[Spell] = []
+    spells: list[OutageSpan] = []
     for at, size in sizes:
         at_s = (at - begin).total_seconds()
         while len(up) > size:
             down[up.pop(0)] = at_s
         while len(up) < size:
             unit = next(iter(down))
-            spells.append(Spell(unit, down.pop(unit), at_s))
+            spells.append(OutageSpan(unit, down.pop(unit), at_s))
             up.append(unit)
     span_s = (sizes[-1][0] - begin).total_seconds() + 1
     spells += _still_down(spells, down, span_s)
-    return Read(tuple(s for s in spells if s.end_s > s.start_s), max(units, 1), span_s)
+    return TraceFile(tuple(s for s in spells if s.end_s > s.start_s), max(units, 1), span_s)
 
 
-def read_ssd(path: Path, room: int = 0, repair_s: float = _DAY_S, nodes_per_rack: int = 16) -> Read:
+def read_ssd(path: Path, room: int = 0, repair_s: float = _DAY_S, nodes_per_rack: int = 16) -> TraceFile:
     """Read failed drives; each takes its node down. The file lists only racks with a failure.
 
     Args:
@@ -271,7 +271,7 @@ def read_ssd(path: Path, room: int = 0, repair_s: float = _DAY_S, nodes_per_rack
         except ValueError as error:
             raise _bad_line(path, number, error) from error
     if not found:
-        return Read((), 1, 1.0)
+        return TraceFile((), 1, 1.0)
     racks: dict[int, dict[int, int]] = {}
     for rack, node, _ in sorted(found, key=lambda one: one[:2]):
         nodes = racks.setdefault(rack, {})
@@ -281,28 +281,30 @@ def read_ssd(path: Path, room: int = 0, repair_s: float = _DAY_S, nodes_per_rack
         bases[rack] = units
         units += max(nodes_per_rack, len(nodes))
     spells = (
-        Spell(bases[rack] + racks[rack][node], (at - begin).total_seconds(), (at - begin).total_seconds() + repair_s)
+        OutageSpan(
+            bases[rack] + racks[rack][node], (at - begin).total_seconds(), (at - begin).total_seconds() + repair_s
+        )
         for rack, node, at in found
     )
-    return Read(tuple(spells), units, (end - begin).total_seconds() + repair_s + 1)
+    return TraceFile(tuple(spells), units, (end - begin).total_seconds() + repair_s + 1)
 
 
-def read_table(path: Path, span_s: float | None = None) -> Read:
+def read_table(path: Path, span_s: float | None = None) -> TraceFile:
     """Read outages of units with arbitrary names. An outage may end after the trace."""
     numbers: dict[str, int] = {}
-    spells: list[Spell] = []
+    spells: list[OutageSpan] = []
     for number, row in _rows(path, ("unit", "start_s", "end_s")):
         try:
             unit = numbers.setdefault(row["unit"], len(numbers))
-            spells.append(Spell(unit, _time(row["start_s"]), _time(row["end_s"])))
+            spells.append(OutageSpan(unit, _time(row["start_s"]), _time(row["end_s"])))
         except ValueError as error:
             raise _bad_line(path, number, error) from error
     if not spells:
-        return Read((), 1, 1.0)
-    return Read(tuple(spells), len(numbers), _watched_s(path, span_s, max(spell.start_s for spell in spells)))
+        return TraceFile((), 1, 1.0)
+    return TraceFile(tuple(spells), len(numbers), _watched_s(path, span_s, max(spell.start_s for spell in spells)))
 
 
-READERS: Mapping[str, tuple[Callable[..., Read], tuple[str, ...]]] = {
+READERS: Mapping[str, tuple[Callable[..., TraceFile], tuple[str, ...]]] = {
     "infinitehbd": (read_infinitehbd, ("units",)),
     "lanl": (read_lanl, ("system",)),
     "spot": (read_spot, ("span_s",)),

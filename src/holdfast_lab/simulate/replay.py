@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from holdfast.errors import ConfigError
 from holdfast.records.types import FailureSeen, JobRestarted, Record, Recovered, RunStarted, SettingChanged
-from holdfast_lab.simulate.protocol_model import Recovery, rules_of
+from holdfast_lab.simulate.protocol_model import SimulatedRecovery, rules_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
+class ReplayedRecovery:
     """One recovery with its recorded and its replayed decision.
 
     Args:
@@ -43,7 +43,7 @@ class Replayed:
         return self.was == self.again
 
 
-def replay(records: Iterable[Record], *, min_workers: int = 1) -> tuple[Replayed, ...]:
+def replay(records: Iterable[Record], *, min_workers: int = 1) -> tuple[ReplayedRecovery, ...]:
     """Return all recoveries of a run in time order, decided again.
 
     Admissions of newcomers are included. Rollbacks by the guard are left out, because nothing failed.
@@ -59,7 +59,7 @@ def replay(records: Iterable[Record], *, min_workers: int = 1) -> tuple[Replayed
     strategy, buckets = "", 0
     seen: list[FailureSeen] = []
     told: set[int] = set()
-    replayed: list[Replayed] = []
+    replayed: list[ReplayedRecovery] = []
     for record in sorted(records, key=lambda r: r.t_s):
         match record:
             case RunStarted():
@@ -83,21 +83,23 @@ def replay(records: Iterable[Record], *, min_workers: int = 1) -> tuple[Replayed
     return tuple(replayed)
 
 
-def _decide_again(was: Recovered, seen: list[FailureSeen], strategy: str, buckets: int, min_workers: int) -> Replayed:
+def _decide_again(
+    was: Recovered, seen: list[FailureSeen], strategy: str, buckets: int, min_workers: int
+) -> ReplayedRecovery:
     rules = rules_of(strategy, min_workers=min_workers, buckets=buckets, model="replicated")
     step = min((record.step for record in seen), default=was.step)
     if not seen:
-        recovery = Recovery(rules, was.step)
+        recovery = SimulatedRecovery(rules, was.step)
         recovery.members_change()
     else:
         # A survivor may have committed the step in which others missed a worker, and have begun the next one.
         latest = max(record.step for record in seen)
-        recovery = Recovery(rules, latest, 0, some_behind=latest > step)
+        recovery = SimulatedRecovery(rules, latest, 0, some_behind=latest > step)
         recovery.peer_lost()
     enough = len(was.survivors) >= min_workers
     while not (recovery.is_over or recovery.has_stopped):
         recovery.carry_out(enough=enough, checkpoint=was.step)
-    return Replayed(
+    return ReplayedRecovery(
         t_s=was.t_s,
         step=step,
         lost=was.lost,

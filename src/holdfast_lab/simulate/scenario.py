@@ -10,7 +10,7 @@ from holdfast_lab.simulate.checks import LONGEST_S, check_range
 from holdfast_lab.simulate.cluster import Cluster
 from holdfast_lab.simulate.costs import Costs
 from holdfast_lab.simulate.failures import Down
-from holdfast_lab.simulate.job import Job
+from holdfast_lab.simulate.job import SimulatedJob
 from holdfast_lab.simulate.price_table import exposed_s, step_parts_s
 
 
@@ -22,14 +22,14 @@ class Scenario:
         cluster: The machines.
         job: The job that runs on them.
         costs: The duration of every operation.
-        failures: The outages: :class:`~holdfast_lab.simulate.Failures` or :class:`~holdfast_lab.simulate.Trace`.
+        failures: The outages: :class:`~holdfast_lab.simulate.Failures` or :class:`~holdfast_lab.simulate.FailureTrace`.
 
     Raises:
         ConfigError: if the parts are inconsistent.
     """
 
     cluster: Cluster
-    job: Job
+    job: SimulatedJob
     costs: Costs
     failures: Down
 

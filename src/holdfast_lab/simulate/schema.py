@@ -68,7 +68,7 @@ Every = Annotated[int | float | str, BeforeValidator(_every)]
 Pairs = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_pairs)]
 
 
-class Table(BaseModel):
+class SchemaTable(BaseModel):
     """A table of the file: unknown keys, and integers written as text, are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -78,7 +78,7 @@ class Table(BaseModel):
         return {name: getattr(self, name) for name in self.model_fields_set if name not in leave_out}
 
 
-class ClusterTable(Table):
+class ClusterTable(SchemaTable):
     """The keys of :class:`holdfast_lab.simulate.Cluster`."""
 
     workers: int
@@ -87,8 +87,8 @@ class ClusterTable(Table):
     nodes_per_rack: int = 16
 
 
-class Policies(Table):
-    """The keys of :class:`holdfast_lab.simulate.Job` that a job or one of the compared strategies may set."""
+class Policies(SchemaTable):
+    """The keys of :class:`holdfast_lab.simulate.SimulatedJob` that a job or one of the compared strategies may set."""
 
     save_every: Every = "best"
     min_workers: int = 1
@@ -118,7 +118,7 @@ class StrategyTable(Policies):
     spares: int | None = None
 
 
-class CostsTable(Table):
+class CostsTable(SchemaTable):
     """The keys of :class:`holdfast_lab.simulate.Costs`.
 
     There are also keys for sizes and speeds that costs are derived from, and for a run in which they were measured.
@@ -153,7 +153,7 @@ class CostsTable(Table):
     rejoin_s: Seconds = 0.0
 
 
-class TimesTable(Table):
+class TimesTable(SchemaTable):
     """Times from a distribution, as in :func:`holdfast_lab.simulate.make_distribution`."""
 
     distribution: str = "exponential"
@@ -185,7 +185,7 @@ class SourceTable(TimesTable):
     units: int | None = None
 
 
-class TraceTable(Table):
+class TraceTable(SchemaTable):
     """The arguments of :func:`holdfast_lab.simulate.read_trace`."""
 
     path: str
@@ -207,7 +207,7 @@ def _strategies(value: object) -> object:
     return [{"strategy": one} if isinstance(one, str) else one for one in value]
 
 
-class File(Table):
+class ScenarioSchema(SchemaTable):
     """The whole file."""
 
     title: str = ""
@@ -221,7 +221,7 @@ class File(Table):
     strategies: Annotated[list[StrategyTable], BeforeValidator(_strategies)] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _has_one_reason(self) -> File:
+    def _has_one_reason(self) -> ScenarioSchema:
         if (self.failures is None) == (self.trace is None):
             raise ConfigError(
                 "there must be either [[failures]] or [trace], which say what fails and when; write failures = [] if "
@@ -230,8 +230,8 @@ class File(Table):
         return self
 
 
-TABLES: dict[str, type[Table]] = {
-    "": File,
+TABLES: dict[str, type[SchemaTable]] = {
+    "": ScenarioSchema,
     "cluster": ClusterTable,
     "job": JobTable,
     "costs": CostsTable,

@@ -12,7 +12,7 @@ FAR = np.int64(1 << 61)
 """Later than the end of any simulation, but small enough to add to."""
 
 
-class Position(NamedTuple):
+class TrainingPosition(NamedTuple):
     """The position of training; all arrays have the shape ``(histories,)``.
 
     Args:
@@ -77,7 +77,7 @@ class Segments:
             self._lag[i] = np.maximum(behind, compute - -sums // (self._buckets + 1))
             self._works[i] = product(every - before, step) - into
 
-    def at(self, i: Ticks, now: Ticks) -> Position:
+    def at(self, i: Ticks, now: Ticks) -> TrainingPosition:
         """Return the position of the histories ``i`` at ``now``."""
         every, elapsed, step, first = self._every, now - self.start[i], self.step[i], self.first[i]
         done = self._into[i] + elapsed
@@ -85,11 +85,11 @@ class Segments:
         into = done - number * step
         none = np.zeros(len(i), dtype=np.int64)
         if not every:
-            return Position(first + number, into, none, none, elapsed)
+            return TrainingPosition(first + number, into, none, none, elapsed)
         after = elapsed - self._works[i]  # the begin of the first checkpoint
         late = np.flatnonzero(after >= 0)
         if not late.size:
-            return Position(first + number, into, none, none, elapsed)
+            return TrainingPosition(first + number, into, none, none, elapsed)
         j, after, step = i[late], after[late], step[late]
         hold, cycle = self._hold[j], self._cycle[j]
         after -= hold  # the end of the first checkpoint, possibly in the future
@@ -106,14 +106,14 @@ class Segments:
         number[late] = (cycles + 1) * every + np.where(cycles < 0, every, steps) - self._before[j]
         ran = elapsed.copy()
         ran[late] -= (cycles + 1) * hold + np.where(holds, hold - hold_left[late], 0)
-        return Position(first + number, into, hold_left, saves, ran)
+        return TrainingPosition(first + number, into, hold_left, saves, ran)
 
-    def waiting(self, i: Ticks, position: Position) -> Ticks:
+    def waiting(self, i: Ticks, position: TrainingPosition) -> Ticks:
         """Return how long the histories at ``position`` still wait for the optimizer, 0 where they do not."""
         waits = (self.waits[i] <= position.into) & (position.into < self.waited[i])
         return np.where(waits, self.waited[i] - position.into, 0)
 
-    def missed(self, i: Ticks, position: Position) -> tuple[Ticks, Position]:
+    def missed(self, i: Ticks, position: TrainingPosition) -> tuple[Ticks, TrainingPosition]:
         """Return the time from ``position`` to the first all-reduce of the step, and the position then.
 
         It is 0 where training is already in an all-reduce.
@@ -122,7 +122,7 @@ class Segments:
         computes = position.into < compute
         rest = np.where(computes, compute - position.into, 0)
         saves = position.saves + (computes & (position.hold_left > 0))
-        there = Position(
+        there = TrainingPosition(
             position.step, position.into + rest, np.where(computes, 0, position.hold_left), saves, position.ran + rest
         )
         return rest + np.where(computes, position.hold_left, 0), there

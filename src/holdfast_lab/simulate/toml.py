@@ -15,7 +15,7 @@ from holdfast_lab.simulate.cluster import Cluster
 from holdfast_lab.simulate.costs import OF_STORAGE, SAVING, Costs
 from holdfast_lab.simulate.distributions import Constant, Distribution, make_distribution
 from holdfast_lab.simulate.failures import Down, Failures, Source
-from holdfast_lab.simulate.job import Job
+from holdfast_lab.simulate.job import SimulatedJob
 from holdfast_lab.simulate.measured import read_measured
 from holdfast_lab.simulate.price_table import step_parts_s
 from holdfast_lab.simulate.scenario import Scenario
@@ -24,7 +24,14 @@ from holdfast_lab.simulate.traces import read_trace
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-    from holdfast_lab.simulate.schema import CostsTable, File, SourceTable, StrategyTable, TimesTable, TraceTable
+    from holdfast_lab.simulate.schema import (
+        CostsTable,
+        ScenarioSchema,
+        SourceTable,
+        StrategyTable,
+        TimesTable,
+        TraceTable,
+    )
 
 _NOT_OF_JOB = ("strategy", "name", "spares", "save_every", "work_s")
 _WHOLE_JOB, _ONE_RACK = "job", 10_000_000
@@ -34,7 +41,7 @@ _ENDLESS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class StrategySetting:
     """One of the compared settings.
 
     Args:
@@ -63,7 +70,7 @@ class ScenarioFile:
     title: str
     repetitions: int
     seed: int
-    settings: tuple[Setting, ...]
+    settings: tuple[StrategySetting, ...]
 
 
 def read_scenario(path: Path) -> ScenarioFile:
@@ -75,7 +82,7 @@ def read_scenario(path: Path) -> ScenarioFile:
     try:
         from pydantic import ValidationError
 
-        from holdfast_lab.simulate.schema import File
+        from holdfast_lab.simulate.schema import ScenarioSchema
     except ImportError:
         raise ConfigError("scenario files need pydantic, which is not installed: pip install 'holdfast[lab]'") from None
     try:
@@ -87,7 +94,7 @@ def read_scenario(path: Path) -> ScenarioFile:
     except RecursionError as error:
         raise ConfigError(f"{path} is not TOML: its brackets are nested too deep") from error
     try:
-        file = File.model_validate(table)
+        file = ScenarioSchema.model_validate(table)
     except ValidationError as error:
         raise ConfigError(f"{path}: {_first_complaint(error)}") from error
     try:
@@ -99,7 +106,7 @@ def read_scenario(path: Path) -> ScenarioFile:
 # -- conversion of tables
 
 
-def _made(file: File, folder: Path) -> ScenarioFile:
+def _made(file: ScenarioSchema, folder: Path) -> ScenarioFile:
     down = _down(file, folder)
     settings = [_setting(file, strategy, down, folder) for strategy in file.strategies]
     names = [setting.name for setting in settings]
@@ -111,7 +118,7 @@ def _made(file: File, folder: Path) -> ScenarioFile:
     return ScenarioFile(title=file.title, repetitions=file.repetitions, seed=file.seed, settings=tuple(settings))
 
 
-def _setting(file: File, strategy: StrategyTable, down: Down, folder: Path) -> Setting:
+def _setting(file: ScenarioSchema, strategy: StrategyTable, down: Down, folder: Path) -> StrategySetting:
     given = file.cluster.given()
     if strategy.spares is not None:
         given["spares"] = strategy.spares
@@ -126,14 +133,14 @@ def _setting(file: File, strategy: StrategyTable, down: Down, folder: Path) -> S
     if file.job.steps is not None and file.job.work_s is not None:
         raise ConfigError("[job] has both steps and work_s, which mean the same; leave one out")
     policies.setdefault("horizon_s", None if file.job.steps else _ENDLESS_S)
-    job = Job(strategy=strategy.strategy, **policies)
+    job = SimulatedJob(strategy=strategy.strategy, **policies)
     scenario = _with_costs(file.costs, cluster, job, down, folder)
     if file.job.work_s is not None:
         policies["steps"] = _steps(file.job.work_s, scenario.full_step_s)
         policies["horizon_s"] = file.job.horizon_s
-        scenario = Scenario(cluster, Job(strategy=strategy.strategy, **policies), scenario.costs, down)
+        scenario = Scenario(cluster, SimulatedJob(strategy=strategy.strategy, **policies), scenario.costs, down)
     every = strategy.save_every if "save_every" in strategy.model_fields_set else file.job.save_every
-    return Setting(name=strategy.name or strategy.strategy, scenario=scenario, every=every)
+    return StrategySetting(name=strategy.name or strategy.strategy, scenario=scenario, every=every)
 
 
 def _steps(work_s: float, step_s: float) -> int:
@@ -147,7 +154,7 @@ def _steps(work_s: float, step_s: float) -> int:
     return max(1, round(work_s / step_s))
 
 
-def _with_costs(table: CostsTable, cluster: Cluster, job: Job, down: Down, folder: Path) -> Scenario:
+def _with_costs(table: CostsTable, cluster: Cluster, job: SimulatedJob, down: Down, folder: Path) -> Scenario:
     """Return the scenario with the costs of the table; written costs take precedence over measured ones."""
     measured: dict[str, float] = {}
     if table.from_report:
@@ -173,7 +180,7 @@ def _with_costs(table: CostsTable, cluster: Cluster, job: Job, down: Down, folde
     return of_step(cluster, job, costs, down, step_s)
 
 
-def of_step(cluster: Cluster, job: Job, costs: Costs, down: Down, step_s: float | None) -> Scenario:
+def of_step(cluster: Cluster, job: SimulatedJob, costs: Costs, down: Down, step_s: float | None) -> Scenario:
     """Return the scenario in which a step takes ``step_s`` with all workers, excluding ``update_s``.
 
     The rest besides the all-reduces is computing.
@@ -203,7 +210,7 @@ def _replaced(costs: Costs, **changes: float) -> Costs:
     return dataclasses.replace(costs, **changes)  # type: ignore[arg-type]  # all changes are numbers
 
 
-def _down(file: File, folder: Path) -> Down:
+def _down(file: ScenarioSchema, folder: Path) -> Down:
     if file.trace is not None:
         return _trace(file.trace, folder)
     cluster = Cluster(**file.cluster.given("spares"))  # counted failures are those of active workers

@@ -13,13 +13,13 @@ from holdfast.errors import ConfigError
 from holdfast_lab.simulate.checks import LONGEST_S, NS, check_choice, check_range
 from holdfast_lab.simulate.cluster import LEVELS, Cluster
 from holdfast_lab.simulate.failures import Outages
-from holdfast_lab.simulate.reading import READERS, Spell
+from holdfast_lab.simulate.reading import READERS, OutageSpan
 
 Seconds = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class FailureTrace:
     """The recorded outages of real machines.
 
     The units of the trace become the workers, nodes or racks of the cluster. If the cluster has more of them, the trace
@@ -40,7 +40,7 @@ class Trace:
         ConfigError: if a number is out of range.
     """
 
-    spells: tuple[Spell, ...]
+    spells: tuple[OutageSpan, ...]
     units: int
     span_s: float
     level: str = "node"
@@ -107,14 +107,14 @@ class Trace:
         rate = seen / self.span_s * cluster.units(self.level) / self.units
         return 1 / rate if rate else float("inf")
 
-    def as_level(self, level: str) -> Trace:
+    def as_level(self, level: str) -> FailureTrace:
         """Return the same trace for another level, for instance spot machines as workers."""
         return replace(self, level=level)
 
 
 def read_trace(
     path: str | Path, kind: str, *, level: str = "node", replayed: bool = False, **choices: float | int | str
-) -> Trace:
+) -> FailureTrace:
     """Read a failure trace.
 
     ===============  =========================================================================================
@@ -135,7 +135,7 @@ def read_trace(
         path: The file.
         kind: One of those above.
         level: The level of a unit.
-        replayed: As for :class:`Trace`.
+        replayed: As for :class:`FailureTrace`.
         **choices: Further options of the kind.
 
     Raises:
@@ -147,7 +147,7 @@ def read_trace(
     read = reader(Path(path), **choices)
     if not read.spells:
         raise ConfigError(f"{path} contains no outage" + (f" where {choices}" if choices else ""))
-    return Trace(read.spells, read.units, read.span_s, level, replayed, f"{kind} {Path(path).name}")
+    return FailureTrace(read.spells, read.units, read.span_s, level, replayed, f"{kind} {Path(path).name}")
 
 
 def _check_choices(kind: str, given: Sequence[str], takes: Sequence[str]) -> None:

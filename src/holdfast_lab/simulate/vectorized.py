@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast_lab.simulate.checks import ticks
-from holdfast_lab.simulate.decision_table import PART_OF, Case, Stage, admission_ns, decision_table
+from holdfast_lab.simulate.decision_table import PART_OF, FailureCase, RecoveryStage, admission_ns, decision_table
 from holdfast_lab.simulate.failures import Outages
 from holdfast_lab.simulate.fleet import Calendar, Fleet, NestedUnits, SeparateUnits
-from holdfast_lab.simulate.histories import NEVER_ADMITTED, Clocks, Phase, Recoveries, Totals, Workers
+from holdfast_lab.simulate.histories import NEVER_ADMITTED, Clocks, Phase, RecoveryStates, Totals, WorkerStates
 from holdfast_lab.simulate.outcome import Sweep
 from holdfast_lab.simulate.price_table import price_table
-from holdfast_lab.simulate.progress import Progress
+from holdfast_lab.simulate.progress import SimulatedProgress
 from holdfast_lab.simulate.scenario import Scenario
-from holdfast_lab.simulate.segments import FAR, Position, Segments
+from holdfast_lab.simulate.segments import FAR, Segments, TrainingPosition
 
 Ticks = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -90,9 +90,9 @@ class Simulator:
         self._fleet: Fleet = NestedUnits(self._calendar, cluster.total) if nested else SeparateUnits(self._calendar)
         self._segments = Segments(number, job.save_every, job.buckets)
         target = None if job.steps is None else job.steps * cluster.workers
-        self._progress = Progress(number, target, self._segments)
-        self._clocks, self._workers = Clocks.at_start(self._calendar), Workers.at_start(number, cluster.total)
-        self._recoveries, self._totals = Recoveries.at_start(number), Totals(number)
+        self._progress = SimulatedProgress(number, target, self._segments)
+        self._clocks, self._workers = Clocks.at_start(self._calendar), WorkerStates.at_start(number, cluster.total)
+        self._recoveries, self._totals = RecoveryStates.at_start(number), Totals(number)
 
     def run(self) -> Sweep:
         """Run until all histories are over."""
@@ -265,7 +265,7 @@ class Simulator:
         detects = missed < self._clocks.ends[i]
         if not detects.all():
             i, now, missed = i[detects], now[detects], missed[detects]
-            position, there = (Position(*(column[detects] for column in one)) for one in (position, there))
+            position, there = (TrainingPosition(*(column[detects] for column in one)) for one in (position, there))
         # A checkpoint that would be complete only after the failure, before its detection, does not count.
         self._progress.settle(i, now, position.saves)
         self._progress.add(i, missed, there)
@@ -274,7 +274,7 @@ class Simulator:
         sums = segments.step[i] - compute - (segments.waited[i] - segments.waits[i])
         done = np.minimum((there.into - compute) * (buckets + 1) // sums, buckets)
         self._recoveries.sums[i] = np.where(there.into >= compute, done, -1)
-        self._recoveries.case[i] = Case.STEP
+        self._recoveries.case[i] = FailureCase.STEP
         return detects
 
     def _detect(self, i: Ticks, now: Ticks) -> None:
@@ -287,8 +287,8 @@ class Simulator:
         i, now = i[~gone], now[~gone]
         column = self._decisions.column(recoveries.case[i], members[i] >= self._job.min_workers)
         takes = self._decisions.takes.take(column, axis=1)
-        takes[Stage.REGROUP] = self._prices.regroup[members[i]]
-        takes[Stage.UNDO] = takes[Stage.UNDO] * np.maximum(recoveries.sums[i], 0) // self._job.buckets
+        takes[RecoveryStage.REGROUP] = self._prices.regroup[members[i]]
+        takes[RecoveryStage.UNDO] = takes[RecoveryStage.UNDO] * np.maximum(recoveries.sums[i], 0) // self._job.buckets
         recoveries.decision[i], recoveries.takes[:, i] = column, takes
         self._recover(i, now, takes.sum(axis=0))
 
@@ -306,16 +306,16 @@ class Simulator:
         self._take_effect(i[reached.decided], reached.loading[reached.decided])
         self._progress.settle_pending(i, now)
         loads = self._decisions.loads[recoveries.decision[i]]
-        case = np.where(reached.decided & loads, Case.LOADING, recoveries.case[i])
+        case = np.where(reached.decided & loads, FailureCase.LOADING, recoveries.case[i])
         between = recoveries.is_admission[i] | (reached.loaded & loads)
-        recoveries.case[i] = np.where(between, Case.BOUNDARY, case)
+        recoveries.case[i] = np.where(between, FailureCase.BOUNDARY, case)
 
     def _reached(self, i: Ticks, now: Ticks) -> _Reached:
         spent, takes = now - self._clocks.since[i], self._recoveries.takes.take(i, axis=1)
         recovers = ~self._recoveries.is_admission[i]
-        decided = takes[Stage.REGROUP]
-        loading = decided + takes[Stage.UNDO] + takes[Stage.RESTART]
-        loaded = loading + takes[Stage.LOAD]
+        decided = takes[RecoveryStage.REGROUP]
+        loading = decided + takes[RecoveryStage.UNDO] + takes[RecoveryStage.RESTART]
+        loaded = loading + takes[RecoveryStage.LOAD]
         return _Reached(*(recovers & ((spent > ends) | (ends == 0)) for ends in (decided, loading, loaded)))
 
     def _spend_recovery(self, i: Ticks, now: Ticks) -> None:
@@ -324,7 +324,7 @@ class Simulator:
             i, now = i[~admits], now[~admits]
         left = now - self._clocks.since[i]
         self._clocks.since[i] = now
-        for stage, takes in zip(Stage, self._recoveries.takes.take(i, axis=1), strict=True):
+        for stage, takes in zip(RecoveryStage, self._recoveries.takes.take(i, axis=1), strict=True):
             spent = np.minimum(left, takes)
             self._totals.parts[PART_OF[stage]][i] += spent
             left -= spent

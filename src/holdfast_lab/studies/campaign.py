@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from holdfast.errors import InternalError
-from holdfast_lab.studies.campaign_plan import Campaign, Cell, Stop, found_by, seed_of
-from holdfast_lab.studies.campaign_table import COLUMNS, Table, as_json
+from holdfast_lab.studies.campaign_plan import Campaign, Cell, StopRule, found_by, seed_of
+from holdfast_lab.studies.campaign_table import COLUMNS, CampaignTable, as_json
 from holdfast_lab.studies.explain import shares
 from holdfast_lab.studies.outcomes import OUTCOMES, TF
-from holdfast_lab.studies.pool import Answer, Worker, Workers
+from holdfast_lab.studies.pool import PoolWorker, TrialAnswer, WorkerPool
 
 Say = Callable[[str], None]
 
@@ -55,8 +55,8 @@ def run_campaign(
     cells = campaign.checked_cells()
     with (
         _stopped_by_sigterm(),
-        Table(path, campaign.settings(), {cell.name: cell.settings for cell in cells}) as table,
-        Workers(processes, preload=_modules(campaign.prepare, campaign.trial)) as workers,
+        CampaignTable(path, campaign.settings(), {cell.name: cell.settings for cell in cells}) as table,
+        WorkerPool(processes, preload=_modules(campaign.prepare, campaign.trial)) as workers,
     ):
         progress = [_Progress(cell, campaign.stop, table.outcomes(cell.name)) for cell in cells]
         return _Running(campaign, progress, table, say).run(workers)
@@ -122,7 +122,7 @@ class _Progress:
         outcomes: Known outcomes, by trial number.
     """
 
-    def __init__(self, cell: Cell, stop: Stop, outcomes: Mapping[int, str]) -> None:
+    def __init__(self, cell: Cell, stop: StopRule, outcomes: Mapping[int, str]) -> None:
         self.cell, self._stop, self.outcomes = cell, stop, dict(outcomes)
         self.todo: deque[int] = deque()
         self.is_over = False
@@ -175,15 +175,15 @@ class _Running:
         say: Called with each progress line.
     """
 
-    def __init__(self, campaign: Campaign, progress: Sequence[_Progress], table: Table, say: Say) -> None:
+    def __init__(self, campaign: Campaign, progress: Sequence[_Progress], table: CampaignTable, say: Say) -> None:
         self._campaign, self._progress, self._table, self._say = campaign, progress, table, say
-        self._at: dict[Worker, _Progress] = {}  # the cell that each worker is warm for
-        self._again: dict[Worker, _Trial] = {}  # trials whose process died, to be repeated first in the new process
+        self._at: dict[PoolWorker, _Progress] = {}  # the cell that each worker is warm for
+        self._again: dict[PoolWorker, _Trial] = {}  # trials whose process died, to be repeated first in the new process
         self._deaths: Counter[tuple[str, int | None, str]] = Counter()
         self._failed: set[str] = set()  # cells whose first failed training was reported
         self._broken: dict[str, str] = {}
 
-    def run(self, workers: Workers) -> dict[str, str]:
+    def run(self, workers: WorkerPool) -> dict[str, str]:
         if known := sum(len(progress.outcomes) for progress in self._progress):
             self._say(f"{known} trials are already in the file")
         while True:
@@ -195,7 +195,7 @@ class _Running:
             for answer in answers:
                 self._take(answer)
 
-    def _give(self, worker: Worker) -> None:
+    def _give(self, worker: PoolWorker) -> None:
         """Give a worker a trial of its warm cell, or warm it for another cell; do nothing if no cell needs trials."""
         progress = self._at.get(worker)
         if progress is None or not self._is_open(progress):
@@ -210,7 +210,7 @@ class _Running:
     def _is_open(self, progress: _Progress) -> bool:
         return not progress.is_over and progress.cell.name not in self._broken
 
-    def _next_cell(self, worker: Worker) -> _Progress | None:
+    def _next_cell(self, worker: PoolWorker) -> _Progress | None:
         """Return an open cell with few workers at it, so that most cells are prepared only once."""
         again = self._again.get(worker)
         if again is not None and self._is_open(again.progress):
@@ -220,12 +220,12 @@ class _Running:
         waiting = [progress for progress in self._progress if self._is_open(progress) and progress.todo]
         return min(waiting, key=lambda progress: crowd[id(progress)], default=None)
 
-    def _next_trial(self, worker: Worker, progress: _Progress) -> _Trial | None:
+    def _next_trial(self, worker: PoolWorker, progress: _Progress) -> _Trial | None:
         if worker in self._again:
             return self._again.pop(worker)
         return _Trial(progress, progress.todo.popleft()) if progress.todo else None
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: TrialAnswer) -> None:
         if answer.ended:
             del self._at[answer.worker]
         match answer.key:
@@ -238,7 +238,7 @@ class _Running:
                     raise answer.error  # our own error: errors of the trial itself are recorded as its outcome
                 self._add(call, *answer.value)
 
-    def _take_warm_up(self, cell: str, answer: Answer) -> None:
+    def _take_warm_up(self, cell: str, answer: TrialAnswer) -> None:
         if answer.error is not None:
             self._break(cell, f"{type(answer.error).__name__}: {answer.error}")
         elif answer.ended and self._died_again(cell, None, answer.ended):
@@ -252,7 +252,7 @@ class _Running:
         self._deaths[cell, number, ended] += 1
         return self._deaths[cell, number, ended] > 1
 
-    def _take_death(self, call: _Trial, answer: Answer) -> None:
+    def _take_death(self, call: _Trial, answer: TrialAnswer) -> None:
         cell = call.progress.cell.name
         self._say(f"{cell}: the process of trial {call.number} died ({answer.ended})")
         if self._died_again(cell, call.number, answer.ended):

@@ -29,7 +29,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class StopRule:
     """The stopping rule: when a cell has enough trials.
 
     Args:
@@ -74,7 +74,7 @@ class Campaign:
         seed: Seed that all trial seeds are derived from.
         cells: Cells with distinct names.
         prepare: Builds the warm state of a cell from its settings: the state that a trial starts from, such as a model
-            at the restart epoch (:class:`holdfast_lab.studies.warm.Held`), the data, and the outcome of the
+            at the restart epoch (:class:`holdfast_lab.studies.warm.HeldTraining`), the data, and the outcome of the
             failure-free run. Called in each process that needs it, one cell at a time. It must be importable and give
             the same bits in every process. It may cache what cells share, for example with :func:`functools.cache`.
         trial: Runs a trial from a warm state and a seed, and must restore the warm state for the next trial. It must be
@@ -91,7 +91,7 @@ class Campaign:
     cells: Sequence[Cell]
     prepare: Callable[[Mapping[str, Any]], Any]
     trial: Callable[[Any, int], Mapping[str, Any]]
-    stop: Stop
+    stop: StopRule
     limit_s: float | None = None
 
     def settings(self) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class Table:
+class CampaignTable:
     """A campaign's file, opened for writing under an exclusive lock.
 
     Args:
@@ -84,7 +84,7 @@ class Table:
             self._begin(settings, cells)
             self._opened = opened.pop_all()
 
-    def __enter__(self) -> Table:
+    def __enter__(self) -> CampaignTable:
         """Return this table; it is closed at the end of the block."""
         return self
 

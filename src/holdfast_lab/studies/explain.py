@@ -17,7 +17,7 @@ from holdfast_lab.studies.stats import wilson
 _Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
-class Share(NamedTuple):
+class OutcomeShare(NamedTuple):
     """Frequency of an outcome.
 
     Args:
@@ -33,14 +33,14 @@ class Share(NamedTuple):
     high: float
 
 
-def shares(outcomes: Iterable[str]) -> dict[str, Share]:
+def shares(outcomes: Iterable[str]) -> dict[str, OutcomeShare]:
     """Return the share of each of the four outcomes; ``outcomes`` must not be empty."""
     counts = Counter(outcomes)
     total = counts.total()
-    return {name: Share(counts[name], counts[name] / total, *wilson(counts[name], total)) for name in OUTCOMES}
+    return {name: OutcomeShare(counts[name], counts[name] / total, *wilson(counts[name], total)) for name in OUTCOMES}
 
 
-def by_level(rows: Iterable[Row], factor: str) -> dict[Any, dict[str, Share]]:
+def by_level(rows: Iterable[Row], factor: str) -> dict[Any, dict[str, OutcomeShare]]:
     """Return the outcome shares for each level of a factor, in order of levels; rows without the factor are skipped."""
     outcomes: dict[Any, list[str]] = {}
     for row in rows:
@@ -51,7 +51,7 @@ def by_level(rows: Iterable[Row], factor: str) -> dict[Any, dict[str, Share]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Explained:
+class FactorShare:
     """How much of the outcome a factor explains.
 
     Args:
@@ -69,7 +69,7 @@ class Explained:
     trials: int
 
 
-def explained(rows: Sequence[Row], factor: str, *, seed: int, permutations: int = 999) -> Explained:
+def explained(rows: Sequence[Row], factor: str, *, seed: int, permutations: int = 999) -> FactorShare:
     """Return how much of the outcome a factor explains, over the rows that have the factor.
 
     The measure is Theil's uncertainty coefficient, I(outcome; factor) / H(outcome), corrected for chance. The chance
@@ -93,7 +93,7 @@ def explained(rows: Sequence[Row], factor: str, *, seed: int, permutations: int 
     num_levels = int(levels.max(initial=-1)) + 1
     entropy = _entropy(np.bincount(outcomes)) if having else 0.0
     if num_levels < 2 or entropy == 0:
-        return Explained(factor, 0.0, 1.0, num_levels, len(having))
+        return FactorShare(factor, 0.0, 1.0, num_levels, len(having))
     found = _information(levels, outcomes)
     chance = np.random.default_rng(seed)
     drawn = np.array([_information(levels, chance.permutation(outcomes)) for _ in range(permutations)])
@@ -101,7 +101,7 @@ def explained(rows: Sequence[Row], factor: str, *, seed: int, permutations: int 
     room = entropy - by_chance
     share = max(0.0, (found - by_chance) / room) if room > 1e-12 else 0.0  # room is 0 with a level for every trial
     p = (1 + int((drawn >= found - 1e-12).sum())) / (permutations + 1)
-    return Explained(factor, share, p, num_levels, len(having))
+    return FactorShare(factor, share, p, num_levels, len(having))
 
 
 def _numbered(values: Sequence[Any]) -> _Numbers:
@@ -120,7 +120,7 @@ def _entropy(counts: np.ndarray[Any, Any]) -> float:
     return float(-(probabilities * np.log(probabilities)).sum())
 
 
-class Spread(NamedTuple):
+class ValueSpread(NamedTuple):
     """Mean and variation of values.
 
     Args:
@@ -136,11 +136,11 @@ class Spread(NamedTuple):
     cv: float | None
 
 
-def spread(values: Iterable[float | None]) -> Spread | None:
+def spread(values: Iterable[float | None]) -> ValueSpread | None:
     """Return mean, standard deviation and coefficient of variation of the values except None; None without values."""
     there = [value for value in values if value is not None]
     if not there:
         return None
     mean = statistics.fmean(there)
     std = statistics.stdev(there) if len(there) > 1 else None
-    return Spread(len(there), mean, std, std / abs(mean) if std is not None and mean else None)
+    return ValueSpread(len(there), mean, std, std / abs(mean) if std is not None and mean else None)

@@ -33,7 +33,7 @@ _END_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TrialAnswer:
     """The result of a call.
 
     Args:
@@ -44,14 +44,14 @@ class Answer:
         ended: How the worker's process ended, "" if it is still running: a signal's name, or an exit status.
     """
 
-    worker: Worker
+    worker: PoolWorker
     key: Any
     value: Any = None
     error: BaseException | None = None
     ended: str = ""
 
 
-class Worker:
+class PoolWorker:
     """A worker process; when it dies, the next call starts a new one.
 
     Args:
@@ -103,24 +103,24 @@ class Worker:
         # Set last: a stop() during the start must not wait for the process, which then finds its pipe closed and ends.
         self._connection, self._process = mine, process
 
-    def answer(self) -> Answer:
+    def answer(self) -> TrialAnswer:
         """Return the answer; blocks until it arrives."""
         assert self._connection is not None
         key = self.key
         try:
             value, error = self._connection.recv()
         except (EOFError, OSError):  # the process died, possibly while sending the answer
-            return Answer(self, key, ended=self.end())
+            return TrialAnswer(self, key, ended=self.end())
         self.key = None
-        return Answer(self, key, value, error)
+        return TrialAnswer(self, key, value, error)
 
-    def late(self) -> Answer:
+    def late(self) -> TrialAnswer:
         """Kill the process, because it has exceeded its time limit, and return that as the answer."""
         assert self._process is not None
         key = self.key
         self._process.kill()
         self.end()
-        return Answer(self, key, ended=f"killed after {self.limit_s:g} s without an answer")
+        return TrialAnswer(self, key, ended=f"killed after {self.limit_s:g} s without an answer")
 
     def stop(self) -> None:
         """Ask the process to end, even in the middle of a call."""
@@ -145,7 +145,7 @@ class Worker:
         return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
 
-class Workers:
+class WorkerPool:
     """A pool of worker processes, each with one torch thread; a process starts with its first call.
 
     Args:
@@ -162,10 +162,10 @@ class Workers:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, *preload])
         count = len(os.sched_getaffinity(0)) if count is None else count
-        self._workers = [Worker(context) for _ in range(count)]
+        self._workers = [PoolWorker(context) for _ in range(count)]
         atexit.register(self.close)  # or interpreter and workers would wait for each other at exit
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> WorkerPool:
         """Return this pool; its processes end with the block."""
         return self
 
@@ -179,11 +179,11 @@ class Workers:
         for worker in self._workers:
             worker.end()
 
-    def free(self) -> list[Worker]:
+    def free(self) -> list[PoolWorker]:
         """Return the idle workers."""
         return [worker for worker in self._workers if worker.key is None]
 
-    def wait(self) -> list[Answer]:
+    def wait(self) -> list[TrialAnswer]:
         """Block until there are answers, and return them in no particular order; an empty list if all are idle."""
         busy = {worker.connection: worker for worker in self._workers if worker.connection is not None}
         if not busy:

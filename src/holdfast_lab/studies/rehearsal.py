@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from holdfast.checkpoint.priority import PREDICTORS, Saving
+from holdfast.checkpoint.priority import PREDICTORS, PriorityPolicy
 from holdfast.checkpoint.priority_codec import CODECS
 from holdfast.errors import ConfigError
 from holdfast.report.against import cost_against
@@ -37,7 +37,7 @@ class Rehearsal:
         script: The training script; it must log the metric in every step, and its model must be split over workers.
         args: Its arguments.
         workers: Number of workers, ``>= 2``.
-        every: C of the priority checkpoint; see :class:`~holdfast.checkpoint.priority.Saving`.
+        every: C of the priority checkpoint; see :class:`~holdfast.checkpoint.priority.PriorityPolicy`.
         fraction: r of the priority checkpoint.
         failures: Number of failures, each in its own run.
         seed: Seed of the job, and of the failed workers and steps.
@@ -59,7 +59,7 @@ class Rehearsal:
     limit_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        Saving(every=self.every, fraction=self.fraction)
+        PriorityPolicy(every=self.every, fraction=self.fraction)
 
     def ways(self) -> list[tuple[str, ...]]:
         """Return the settings to compare, all with the same number of bytes, as options of ``holdfast run``."""
@@ -83,7 +83,7 @@ class Rehearsal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
+class RehearsalResult:
     """The cost of failures with one setting.
 
     Args:
@@ -103,7 +103,7 @@ class Tried:
         return mean(self.costs)
 
 
-def rehearse(this: Rehearsal, say: Say) -> list[Tried]:
+def rehearse(this: Rehearsal, say: Say) -> list[RehearsalResult]:
     """Return the cost of failures with each setting, the lowest first.
 
     Args:
@@ -133,7 +133,9 @@ def rehearse(this: Rehearsal, say: Say) -> list[Tried]:
                     "longer training, or one whose loss still falls"
                 )
             iterations = tuple(cost["iterations"] for cost in told)
-            tried.append(Tried(options=way, costs=iterations, censored=sum(cost["censored"] for cost in told)))
+            tried.append(
+                RehearsalResult(options=way, costs=iterations, censored=sum(cost["censored"] for cost in told))
+            )
     return sorted(tried, key=lambda one: one.cost)
 
 

@@ -1,6 +1,6 @@
 """In-memory snapshot of a training, so that each trial starts from the same state without a new process.
 
-:class:`Held` documents what it restores. Any other state that a trial changes leaks into the next trial;
+:class:`HeldTraining` documents what it restores. Any other state that a trial changes leaks into the next trial;
 :func:`holdfast_lab.studies.campaign_plan.check_alone` detects that.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from holdfast.torch_private import buffers_of, parameters_of
 
 
-class Stateful(Protocol):
+class WarmState(Protocol):
     """An object whose state can be saved and loaded, such as a learning rate scheduler."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -29,7 +29,7 @@ class Stateful(Protocol):
         ...
 
 
-class Held:
+class HeldTraining:
     """A snapshot of a training's state, taken when the object is created.
 
     It holds the bits of parameters, gradients and buffers, including buffers that are not in ``state_dict``; the state
@@ -44,7 +44,7 @@ class Held:
         others: Further objects with a state.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, *others: Stateful) -> None:
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, *others: WarmState) -> None:
         self._modules = [(part, part.training) for part in module.modules()]
         self._tensors = [
             _HeldTensor(tensors, name, tensor)

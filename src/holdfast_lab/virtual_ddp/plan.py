@@ -11,7 +11,7 @@ from holdfast.faults.plan import Fault, FaultPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class MembershipChange:
     """A planned change of the workers between two steps, in which nothing is lost.
 
     Args:
@@ -26,7 +26,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class MembershipDecision:
     """The result of regrouping.
 
     Args:

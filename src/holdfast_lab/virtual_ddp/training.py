@@ -23,30 +23,31 @@ import numpy as np
 import torch
 from torch import nn
 
+from holdfast._moved import renamed_class
 from holdfast.config import Settings
-from holdfast.data.ledger import Account, Ledger
-from holdfast.data.plan import Batches, Cursor, MiniBatch, Plan
+from holdfast.data.ledger import Ledger, SampleCounts
+from holdfast.data.plan import BatchCutter, MiniBatch, PlanCursor, SamplePlan
 from holdfast.data.samples import fetch
 from holdfast.data.seeds import seed_slice
 from holdfast.errors import ConfigError, InternalError, JobError, TooFewWorkers
-from holdfast.models.gradients import Buckets
+from holdfast.models.gradients import BucketLayout
 from holdfast.models.training_state import clone, model_tensors
 from holdfast.recovery import Protocol, make_strategy
 from holdfast.recovery.messages import (
     JOINING,
-    ActDone,
     Action,
+    AdoptState,
     Agree,
     Agreed,
     ApplyStep,
-    BucketSummed,
+    BucketReduced,
     CheckpointLoaded,
-    CloseStep,
     Computed,
     ComputeStep,
+    DataExhausted,
     DiscardStep,
+    Done,
     Event,
-    Install,
     Leave,
     LoadCheckpoint,
     MembersChange,
@@ -55,30 +56,35 @@ from holdfast.recovery.messages import (
     Progress,
     ProgressKnown,
     Publish,
-    RanOut,
+    ReduceBucket,
     Revoke,
     Revoked,
     SaveAndStop,
+    SendState,
     ShareProgress,
     Shrink,
     Shrunk,
     Started,
     StepApplied,
-    StepClosed,
-    SumBucket,
-    Welcome,
+    StepVoted,
+    VoteStep,
 )
 from holdfast.session.step import ONE_BY_ONE, Step
-from holdfast_lab.virtual_ddp.plan import Change, Decision, faults_by_step
+from holdfast_lab.virtual_ddp.plan import MembershipChange, MembershipDecision, faults_by_step
 
-__all__ = ["STRATEGIES", "Batched", "Change", "Decision", "Snapshot"]
+__all__ = ["STRATEGIES", "MembershipChange", "MembershipDecision", "VirtualDdp", "VirtualSnapshot"]
+
+
+def __getattr__(name: str) -> Any:
+    return renamed_class(__name__, name)
+
 
 STRATEGIES = ("rollback", "forward", "restart")
 """The strategies that differ here; ``reinit`` trains like ``rollback``, and ``partial`` is for split models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class VirtualSnapshot:
     """A copy of the state of a training.
 
     Args:
@@ -90,7 +96,7 @@ class Snapshot:
     """
 
     step: int
-    cursor: Cursor
+    cursor: PlanCursor
     model: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
     ledger: dict[str, Any]
@@ -105,7 +111,7 @@ class _Attempt:
     died_at: dict[int, int] = field(default_factory=dict)
 
 
-class Batched:
+class VirtualDdp:
     """Runs all workers of a job with one copy of the model.
 
     Args:
@@ -128,8 +134,8 @@ class Batched:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        changes: Sequence[Change] = (),
-        begin: Snapshot | None = None,
+        changes: Sequence[MembershipChange] = (),
+        begin: VirtualSnapshot | None = None,
         **settings: Any,
     ) -> None:
         self._settings = Settings(**settings)
@@ -139,7 +145,7 @@ class Batched:
                 f"{self._settings.strategy}"
             )
         self.model, self.optimizer = model, optimizer
-        self._buckets = Buckets(model, self._settings.bucket_bytes)
+        self._buckets = BucketLayout(model, self._settings.bucket_bytes)
         self.members = tuple(range(self._settings.workers + self._settings.spares))
         """Ranks that are alive."""
         self._changes = {change.step: change for change in changes}
@@ -154,14 +160,14 @@ class Batched:
         """Number of steps in the weights."""
         self.loss: torch.Tensor | None = None
         """Mean over the samples of the last all-reduce of the last step."""
-        self.decisions: list[Decision] = []
+        self.decisions: list[MembershipDecision] = []
         """The decision of each regrouping."""
-        self._cursor = Cursor(epoch=0, offset=0)
+        self._cursor = PlanCursor(epoch=0, offset=0)
         self._attempt: _Attempt | None = None
         self._dead: set[int] = set()
-        self._change: Change | None = None
+        self._change: MembershipChange | None = None
         self._stopped = self._met = False
-        self._saved: list[Snapshot] = []
+        self._saved: list[VirtualSnapshot] = []
         self._groups: list[tuple[int, int]] = []
         self._kept: list[torch.Tensor | None] = []
         self._begin_at = begin
@@ -171,7 +177,7 @@ class Batched:
         """Number of buckets of a step."""
         return len(self._buckets)
 
-    def account(self) -> Account:
+    def account(self) -> SampleCounts:
         """Return the account of the samples."""
         return self._ledger.account(self._cursor)
 
@@ -195,7 +201,7 @@ class Batched:
         """
         settings = self._settings
         self._dataset = dataset
-        self._plan = Plan(
+        self._plan = SamplePlan(
             num_samples=len(dataset),
             batch_size=batch_size,
             first_epoch=0,
@@ -235,10 +241,10 @@ class Batched:
         match order:
             case ComputeStep(step=step):
                 return self._begin(step)
-            case SumBucket(step=step, bucket=position):
-                return PeerLost() if self._strike(step, position) else BucketSummed()
-            case CloseStep(step=step):
-                return PeerLost() if self._strike(step, self.num_buckets) else StepClosed()
+            case ReduceBucket(step=step, bucket=position):
+                return PeerLost() if self._strike(step, position) else BucketReduced()
+            case VoteStep(step=step):
+                return PeerLost() if self._strike(step, self.num_buckets) else StepVoted()
             case Revoke():
                 return Revoked()
             case Agree(flag=flag):
@@ -252,14 +258,14 @@ class Batched:
                 self._attempt = None
             case LoadCheckpoint():
                 return CheckpointLoaded(self._load())
-            case Welcome() | Install():
+            case SendState() | AdoptState():
                 pass  # there is one copy of the state
             case SaveAndStop():
                 self._decide("stop", 0)
                 self._stopped = True
             case _:
                 raise InternalError(f"{order} is not supported with all slices computed together")
-        return ActDone()
+        return Done()
 
     # -- members
 
@@ -302,7 +308,7 @@ class Batched:
 
     def _decide(self, what: str, redone_steps: int) -> None:
         self._met = False
-        self.decisions.append(Decision(self.step, what, redone_steps))
+        self.decisions.append(MembershipDecision(self.step, what, redone_steps))
 
     def _check_enough(self) -> None:
         if self._stopped:
@@ -314,12 +320,12 @@ class Batched:
 
     def _recut(self) -> None:
         """Determine the number of samples of a step for the current members."""
-        plan, self._batches = self._plan, Batches(self._plan)
+        plan, self._batches = self._plan, BatchCutter(self._plan)
         cut = self._batches.mini_batch(self.step, plan.start, self.members)
         assert cut is not None
         size = plan.batch_size if plan.batch == "global" else -(-plan.batch_size * len(cut.slices) // plan.slices)
         # Same samples in one piece: cutting a thousand slices takes as long as training a small model.
-        self._whole = Batches(
+        self._whole = BatchCutter(
             dataclasses.replace(
                 plan,
                 slices=1,
@@ -338,7 +344,7 @@ class Batched:
         batches, members = (self._batches, self.members) if waits else (self._whole, (0,))
         batch = batches.mini_batch(step, self._cursor, members)
         if batch is None:
-            return RanOut()
+            return DataExhausted()
         full_size = min(self._plan.batch_size, self._plan.epoch_samples - self._cursor.offset)
         self._attempt = _Attempt(batch, full_size)
         return Computed()
@@ -435,12 +441,12 @@ class Batched:
 
     # -- checkpoints
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> VirtualSnapshot:
         """Return a copy of the state after ``step`` steps.
 
         This is valid also while the next step is in progress but not computed.
         """
-        return Snapshot(
+        return VirtualSnapshot(
             step=self.step,
             cursor=self._cursor,
             model={name: tensor.clone() for name, tensor in model_tensors(self.model)},
@@ -448,7 +454,7 @@ class Batched:
             ledger=clone(self._ledger.state_dict()),
         )
 
-    def _set(self, snapshot: Snapshot) -> None:
+    def _set(self, snapshot: VirtualSnapshot) -> None:
         for name, tensor in model_tensors(self.model):
             tensor.copy_(snapshot.model[name])
         self.optimizer.load_state_dict(clone(snapshot.optimizer))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import holdfast
 from holdfast_lab.workloads import OPTIMIZERS, load_dataset, make_model, make_optimizer
-from holdfast_lab.workloads.data import IMAGE_DATASETS, Part
+from holdfast_lab.workloads.data import IMAGE_DATASETS, DatasetPart
 from holdfast_lab.workloads.models import IMAGE_MODELS
 
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     session.log(accuracy=accuracy(model, dataset.test))
 
 
-def accuracy(model: torch.nn.Module, test: Part) -> float:
+def accuracy(model: torch.nn.Module, test: DatasetPart) -> float:
     """Return the fraction of ``test``, images and labels, that ``model`` classifies correctly.
 
     The model is left in its training or evaluation mode.

@@ -16,18 +16,18 @@ from holdfast.recovery.messages import (
     ComputeStep,
     DiscardStep,
     LoadCheckpoint,
-    Rehome,
+    MoveParts,
+    ReduceBucket,
     Reinitialise,
     SaveAndStop,
+    SendState,
     Shrink,
-    SumBucket,
-    Welcome,
 )
 from holdfast_lab.simulate.checks import ticks
 from holdfast_lab.simulate.failures import Outages
 from holdfast_lab.simulate.outcome import PARTS, Outcome
 from holdfast_lab.simulate.price_table import price_table
-from holdfast_lab.simulate.protocol_model import Recovery, rules_of
+from holdfast_lab.simulate.protocol_model import SimulatedRecovery, rules_of
 from holdfast_lab.simulate.scenario import Scenario
 from oracle.fleet import NOBODY, Fleet
 from oracle.progress import Progress
@@ -98,8 +98,8 @@ class Simulator:
         self._prices: dict[type[Action], tuple[int, str]] = {
             LoadCheckpoint: (self._load, "load"),
             Reinitialise: (ticks(costs.rebuild_s), "restart"),
-            Rehome: (ticks(costs.rehome_s), "load"),
-            Welcome: (ticks(costs.rejoin_s), "rejoin"),
+            MoveParts: (ticks(costs.rehome_s), "load"),
+            SendState: (ticks(costs.rejoin_s), "rejoin"),
             SaveAndStop: (self._save + self._behind, "save"),
         }
         self._full = sum(part[self._workers] for part in (self._compute, self._sums, self._exposed))
@@ -110,7 +110,7 @@ class Simulator:
         self._phase, self._since, self._turn = _Phase.WAIT, 0, 0
         self._is_down, self._snapshot, self._finished = True, False, False
         self._segment: Segment | None = None
-        self._recovery: Recovery | None = None
+        self._recovery: SimulatedRecovery | None = None
         self._sums_done: int | None = None
         self._parts = dict.fromkeys(PARTS, 0)
         self._counts = _Counts()
@@ -268,7 +268,7 @@ class Simulator:
             self._stop(now)
             return
         if self._recovery is None:
-            self._recovery = Recovery(self._rules, self._progress.step, self._sums_done)
+            self._recovery = SimulatedRecovery(self._rules, self._progress.step, self._sums_done)
         self._recovery.peer_lost()
         self._phase = _Phase.RECOVER
         self._begin(now)
@@ -277,7 +277,7 @@ class Simulator:
 
     def _admit(self, now: int) -> None:
         """Let in all who wait."""
-        self._recovery, self._sums_done = Recovery(self._rules, self._progress.step), None
+        self._recovery, self._sums_done = SimulatedRecovery(self._rules, self._progress.step), None
         self._recovery.members_change()
         self._fleet.admitting, self._joiners = now, self._fleet.available - self._members
         self._phase = _Phase.RECOVER
@@ -300,7 +300,7 @@ class Simulator:
         self._recovery.carry_out(enough=self._members >= self._min_workers, checkpoint=self._progress.step)
         self._begin(now)
 
-    def _price(self, recovery: Recovery) -> tuple[int, str]:
+    def _price(self, recovery: SimulatedRecovery) -> tuple[int, str]:
         """Return what the open order takes, and what that counts as."""
         price, part = self._prices.get(type(recovery.open), (0, "regroup"))
         if isinstance(recovery.open, Shrink):  # with all that is agreed on
@@ -325,7 +325,7 @@ class Simulator:
         assert self._recovery is not None
         self._spend(now, self._price(self._recovery)[1])
 
-    def _end_recovery(self, now: int, recovery: Recovery) -> None:
+    def _end_recovery(self, now: int, recovery: SimulatedRecovery) -> None:
         self._decisions.append((self._progress.step, recovery.decision, dict(recovery.orders)))
         if recovery.has_stopped:
             self._progress.secure(now)
@@ -338,7 +338,7 @@ class Simulator:
         if isinstance(recovery.open, ComputeStep):
             self._resume(now)
             return
-        sums = recovery.open.bucket if isinstance(recovery.open, SumBucket) else self._rules.buckets
+        sums = recovery.open.bucket if isinstance(recovery.open, ReduceBucket) else self._rules.buckets
         if sums < self._rules.buckets:
             self._counts.lost_slices += min(self._killed, self._workers)
         self._resume(now, sums)

@@ -38,7 +38,7 @@ class TensorWriter(ABC):
     """The name under ``format`` in the manifest."""
 
     @abstractmethod
-    def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
+    def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
         """Create files of their final size; values are row-major, little-endian and without padding.
 
         Args:
@@ -56,7 +56,7 @@ class TensorReader(ABC):
     """A format of files that any program may have written."""
 
     @abstractmethod
-    def open(self, path: Path, stack: ExitStack) -> Source:
+    def open(self, path: Path, stack: ExitStack) -> TensorSource:
         """Open a file as a source.
 
         Args:
@@ -70,7 +70,7 @@ class TensorReader(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class FileLayout:
     """The result of :meth:`TensorWriter.lay_out`."""
 
     files: tuple[str, ...]  # Names of the files in the folder
@@ -79,7 +79,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorInfo:
     """Dtype and shape of a tensor, known before it is read."""
 
     dtype: torch.dtype
@@ -92,12 +92,12 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class TensorSource:
     """A checkpoint, or a file of another program, whose tensors can be read one by one."""
 
     name: str  # Path or URL, for messages
     kind: str  # Format
-    tensors: Mapping[str, Entry]  # By path; tied tensors occur under each of their paths
+    tensors: Mapping[str, TensorInfo]  # By path; tied tensors occur under each of their paths
     read: Callable[[str], torch.Tensor]
     """Reads one tensor. Raises :class:`~holdfast.errors.CheckpointCorrupt` if it is damaged."""
     load: Callable[[], Any]

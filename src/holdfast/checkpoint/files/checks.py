@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from holdfast.checkpoint.files.base import Entry
+from holdfast.checkpoint.files.base import TensorInfo
 from holdfast.errors import CheckpointCorrupt, CheckpointError
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def state_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return nested
 
 
-def total_bytes(entries: Mapping[str, Entry]) -> int:
+def total_bytes(entries: Mapping[str, TensorInfo]) -> int:
     """Return the total size of tensors in bytes."""
     return sum(entry.size_bytes for entry in entries.values())
 

@@ -20,7 +20,7 @@ from typing import IO, Any
 import torch
 
 from holdfast.checkpoint.blocks import block_ranges, digest
-from holdfast.checkpoint.files.base import Layout, TensorWriter
+from holdfast.checkpoint.files.base import FileLayout, TensorWriter
 from holdfast.checkpoint.format import tensor_bytes
 from holdfast.errors import CheckpointError
 
@@ -33,7 +33,7 @@ class Dcp(TensorWriter):
 
     name = "dcp"
 
-    def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
+    def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
         """Write everything, including values; torch chooses the file names."""
         if stem != _FIRST:
             raise CheckpointError(
@@ -43,7 +43,7 @@ class Dcp(TensorWriter):
         archives = _save(folder, {key: _alone(tensor) for key, tensor in tensors.items()})
         with (folder / _FILE).open("rb") as file:
             places = {key: (_FILE, _find_values(file, *archives[key], tensors[key])) for key in tensors}
-        return Layout(files=(_FILE, ".metadata"), places=places, has_values=True)
+        return FileLayout(files=(_FILE, ".metadata"), places=places, has_values=True)
 
 
 def _save(folder: Path, state: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]]:

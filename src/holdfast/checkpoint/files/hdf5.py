@@ -36,10 +36,10 @@ import numpy as np
 from holdfast.checkpoint.files.base import (
     ALIGN,
     STAND_INS,
-    Entry,
-    Layout,
-    Source,
+    FileLayout,
+    TensorInfo,
     TensorReader,
+    TensorSource,
     TensorWriter,
     escaped,
     numpy_dtype,
@@ -85,7 +85,7 @@ class Hdf5(TensorWriter, TensorReader):
 
     name = "hdf5"
 
-    def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
+    def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
         """Let HDF5 allocate the space of all values, without writing them."""
         h5py = import_h5py(
             CheckpointError(
@@ -102,9 +102,9 @@ class Hdf5(TensorWriter, TensorReader):
             properties = _properties(h5py)
             for key, tensor in tensors.items():
                 places[key] = (file_name, _add(h5py, file, names[key], tensor, properties))
-        return Layout(files=(file_name,), places=places)
+        return FileLayout(files=(file_name,), places=places)
 
-    def open(self, path: Path, stack: ExitStack) -> Source:
+    def open(self, path: Path, stack: ExitStack) -> TensorSource:
         """See :meth:`TensorReader.open`; data sets are read on demand."""
         h5py = import_h5py(ConfigError("HDF5 files need h5py to be read; pip install 'holdfast[hdf5]'"))
         try:
@@ -128,7 +128,7 @@ class Hdf5(TensorWriter, TensorReader):
             tensors = {name: read(name) for name in walk.tensors if name not in walk.ties}
             return state_of({name: tensors[first[name]] for name in walk.tensors})
 
-        return Source(name=str(path), kind="hdf5", tensors=walk.tensors, read=read, load=load, ties=walk.ties)
+        return TensorSource(name=str(path), kind="hdf5", tensors=walk.tensors, read=read, load=load, ties=walk.ties)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class _Walk:
     """Finds every data set of a file, once."""
 
     def __init__(self, path: Path, h5py: Any, file: Any) -> None:
-        self.tensors: dict[str, Entry] = {}
+        self.tensors: dict[str, TensorInfo] = {}
         self.data: dict[str, Any] = {}
         self.ties: dict[str, str] = {}
         self._path = path
@@ -256,7 +256,7 @@ class _Walk:
             self.ties[name] = first
         self.tensors[name], self.data[name] = entry, dataset
 
-    def _check(self, dataset: Any, name: str) -> Entry:
+    def _check(self, dataset: Any, name: str) -> TensorInfo:
         """Return the entry of a data set, if it is a plain numeric array in this file."""
         h5, made = self._h5py, dataset.id.get_create_plist()
         if made.get_external_count():
@@ -268,12 +268,12 @@ class _Walk:
         dtype = self._number_type(dataset, name)
         if dataset.shape is None:
             refuse(self._path, f"has the data set {name!r:.80} without a shape, which holds nothing")
-        entry = Entry(dtype, check_shape(self._path, name, dataset.shape))
+        entry = TensorInfo(dtype, check_shape(self._path, name, dataset.shape))
         for number in range(made.get_nfilters()):
             if (code := made.get_filter(number)[0]) not in FILTERS:
                 refuse(self._path, f"has {name!r:.80} packed by filter {code}, not by {', '.join(FILTERS.values())}")
         if made.get_layout() == h5.h5d.CHUNKED:
-            check_size(self._path, Entry(dtype, made.get_chunk()).size_bytes)
+            check_size(self._path, TensorInfo(dtype, made.get_chunk()).size_bytes)
         stored_bytes = dataset.id.get_storage_size()
         if entry.size_bytes > max(_SMALL_BYTES, _MOST_RATIO * stored_bytes):
             damaged(
@@ -312,7 +312,7 @@ class _Walk:
         return info.fileno, info.addr
 
 
-def _read(dataset: Any, entry: Entry) -> torch.Tensor:
+def _read(dataset: Any, entry: TensorInfo) -> torch.Tensor:
     import torch
 
     values = np.asarray(dataset[()])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from holdfast.checkpoint.files.base import Source, TensorReader, TensorWriter
+from holdfast.checkpoint.files.base import TensorReader, TensorSource, TensorWriter
 from holdfast.checkpoint.files.checks import refuse
 from holdfast.checkpoint.files.dcp import Dcp
 from holdfast.checkpoint.files.hdf5 import Hdf5
@@ -35,7 +35,7 @@ KINDS = tuple(READERS)
 
 
 @contextmanager
-def open_foreign(path: str | Path) -> Iterator[Source]:
+def open_foreign(path: str | Path) -> Iterator[TensorSource]:
     """Open a file that another program wrote; the source can be read until it is closed.
 
     Args:

@@ -35,10 +35,10 @@ import torch
 from holdfast.checkpoint.blocks import run
 from holdfast.checkpoint.files.base import (
     ALIGN,
-    Entry,
-    Layout,
-    Source,
+    FileLayout,
+    TensorInfo,
     TensorReader,
+    TensorSource,
     TensorWriter,
     escaped,
     numpy_dtype,
@@ -70,7 +70,7 @@ class Npz(TensorWriter, TensorReader):
 
     name = "npz"
 
-    def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
+    def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
         """Write everything except the values. Their checksums precede them, so these are computed from memory."""
         file_name = f"{stem}.npz"
         total = sum(tensor.nbytes for tensor in tensors.values())
@@ -86,9 +86,9 @@ class Npz(TensorWriter, TensorReader):
                 file.seek(tensor.nbytes, os.SEEK_CUR)
             table = b"".join(contents)
             file.write(table + _end(len(contents), len(table), file.tell()))
-        return Layout(files=(file_name,), places=places)
+        return FileLayout(files=(file_name,), places=places)
 
-    def open(self, path: Path, stack: ExitStack) -> Source:
+    def open(self, path: Path, stack: ExitStack) -> TensorSource:
         """See :meth:`TensorReader.open`; arrays are read on demand."""
         archive = open_archive(path, stack)
         arrays = arrays_of(path, archive)
@@ -97,7 +97,7 @@ class Npz(TensorWriter, TensorReader):
             with _opened(path, archive, arrays[name].member) as file:
                 return _read(path, arrays[name], file)
 
-        return Source(
+        return TensorSource(
             name=str(path),
             kind="npz",
             tensors={name: array.entry for name, array in arrays.items()},
@@ -196,7 +196,7 @@ class NpzArray:
     dtype: np.dtype[Any]
     is_fortran: bool
     header_bytes: int
-    entry: Entry
+    entry: TensorInfo
 
 
 def open_archive(path: Path, stack: ExitStack) -> zipfile.ZipFile:
@@ -248,7 +248,7 @@ def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 def _describe(path: Path, member: zipfile.ZipInfo, file: IO[bytes]) -> NpzArray:
     name = member.filename
     shape, is_fortran, dtype = _header(file)
-    entry = Entry(dtype_of(path, name, dtype), check_shape(path, name, shape))
+    entry = TensorInfo(dtype_of(path, name, dtype), check_shape(path, name, shape))
     header_bytes = file.tell()
     holds = member.file_size - header_bytes
     if math.prod(entry.shape) * dtype.itemsize != holds:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from holdfast.checkpoint.files.base import ALIGN, Entry, Layout, Source, TensorReader, TensorWriter
+from holdfast.checkpoint.files.base import ALIGN, FileLayout, TensorInfo, TensorReader, TensorSource, TensorWriter
 from holdfast.checkpoint.files.checks import MAX_NAMES, check_shape, damaged, not_a, refuse, state_of, step_in
 from holdfast.checkpoint.format import tensor_bytes
 from holdfast.checkpoint.manifest import no_duplicates
@@ -48,7 +48,7 @@ class Safetensors(TensorWriter, TensorReader):
 
     name = "safetensors"
 
-    def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
+    def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
         """Write the header; the values follow without gaps, as the format requires, the widest types first."""
         name = f"{stem}.safetensors"
         header: dict[str, object] = {}
@@ -70,9 +70,9 @@ class Safetensors(TensorWriter, TensorReader):
         with (folder / name).open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             file.truncate(8 + len(text) + end)
-        return Layout(files=(name,), places={key: (name, 8 + len(text) + start) for key, start in starts.items()})
+        return FileLayout(files=(name,), places={key: (name, 8 + len(text) + start) for key, start in starts.items()})
 
-    def open(self, path: Path, stack: ExitStack) -> Source:
+    def open(self, path: Path, stack: ExitStack) -> TensorSource:
         """See :meth:`TensorReader.open`; values are read on demand."""
         file = stack.enter_context(path.open("rb"))
         tensors, starts, metadata = read_header(path, file)
@@ -84,7 +84,7 @@ class Safetensors(TensorWriter, TensorReader):
                 damaged(path, f"ends inside the tensor {name!r:.80}")
             return tensor
 
-        return Source(
+        return TensorSource(
             name=str(path),
             kind="safetensors",
             tensors=tensors,
@@ -94,7 +94,7 @@ class Safetensors(TensorWriter, TensorReader):
         )
 
 
-def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Entry], dict[str, int], Any]:
+def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, TensorInfo], dict[str, int], Any]:
     """Return each tensor's entry and offset in the file, and the header's metadata."""
     size_bytes = path.stat().st_size
     length = int.from_bytes(file.read(8), "little")
@@ -103,7 +103,7 @@ def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Entry], dict[str,
     header = _parse(path, file.read(length))
     metadata = header.pop("__metadata__", {})
     starts: dict[str, int] = {}
-    tensors: dict[str, Entry] = {}
+    tensors: dict[str, TensorInfo] = {}
     for name, fields in header.items():
         tensors[name], starts[name] = _check(path, name, fields)
     _check_places(path, tensors, starts, size_bytes - 8 - length)
@@ -120,7 +120,7 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
     return header
 
 
-def _check(path: Path, name: str, fields: Any) -> tuple[Entry, int]:
+def _check(path: Path, name: str, fields: Any) -> tuple[TensorInfo, int]:
     """Return a tensor's entry and offset from a member of the header."""
     if type(fields) is not dict or fields.keys() != {"dtype", "shape", "data_offsets"}:
         damaged(path, f"is damaged: its header does not say dtype, shape and data_offsets of {name!r:.80}")
@@ -129,7 +129,7 @@ def _check(path: Path, name: str, fields: Any) -> tuple[Entry, int]:
         refuse(path, f"has the tensor {name!r:.80} of type {dtype!r:.40}; supported are {', '.join(_DTYPES)}")
     if type(shape) is not list or type(offsets) is not list or [type(n) for n in offsets] != [int, int]:
         damaged(path, f"is damaged: shape or data_offsets of {name!r:.80} are not lists of whole numbers")
-    entry = Entry(_DTYPES[dtype], check_shape(path, name, shape))
+    entry = TensorInfo(_DTYPES[dtype], check_shape(path, name, shape))
     start, end = offsets
     if start < 0 or end - start != math.prod(entry.shape) * entry.dtype.itemsize:
         damaged(
@@ -140,7 +140,7 @@ def _check(path: Path, name: str, fields: Any) -> tuple[Entry, int]:
     return entry, start
 
 
-def _check_places(path: Path, tensors: dict[str, Entry], starts: dict[str, int], data_bytes: int) -> None:
+def _check_places(path: Path, tensors: dict[str, TensorInfo], starts: dict[str, int], data_bytes: int) -> None:
     """Check that the values follow each other without gaps, as the format requires."""
     end = 0
     for name in sorted(tensors, key=lambda name: (starts[name], tensors[name].size_bytes)):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.files.base import Entry, Source, TensorReader
+from holdfast.checkpoint.files.base import TensorInfo, TensorReader, TensorSource
 from holdfast.checkpoint.files.checks import check_size, check_zip, not_a, refuse, step_in, total_bytes
 from holdfast.checkpoint.format import flatten, scalars_of
 from holdfast.errors import CheckpointError
@@ -30,7 +30,7 @@ _FORBIDDEN = re.compile(r"GLOBAL ([\w.]{1,100})")
 class Torch(TensorReader):
     """See :class:`~holdfast.checkpoint.files.base.TensorReader`."""
 
-    def open(self, path: Path, stack: ExitStack) -> Source:
+    def open(self, path: Path, stack: ExitStack) -> TensorSource:
         """See :meth:`TensorReader.open`; the whole file is read immediately."""
         found = load_data(path)
         try:
@@ -41,12 +41,12 @@ class Torch(TensorReader):
         except CheckpointError as error:
             refuse(path, f"cannot be read: {str(error).removeprefix('the state cannot be saved: ')}", error)
         tensors = {name: leaf.detach() for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
-        entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        entries = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         check_size(path, total_bytes(entries))  # a tensor may be a single value, expanded 10**12 times
         scalars, ties = scalars_of(skeleton, tensors)
         entries |= {name: entries[first] for name, first in ties.items()}
         steps = (step_in(scalars.get(key)) for key in ("step", "global_step"))
-        return Source(
+        return TensorSource(
             name=str(path),
             kind="torch",
             tensors=entries,

@@ -26,7 +26,7 @@ from holdfast.errors import ConfigError
 _STEP = re.compile(r"step-([0-9]{8,})")
 
 
-class Reader(Protocol):
+class StorageReader(Protocol):
     """An open file; several threads may read concurrently."""
 
     size_bytes: int
@@ -53,7 +53,7 @@ class Storage(Protocol):
     def read(self, path: str) -> bytes | None:
         """Return the content of a small file, or None if it does not exist."""
 
-    def reader(self, path: str) -> AbstractContextManager[Reader]:
+    def reader(self, path: str) -> AbstractContextManager[StorageReader]:
         """Open a file."""
 
     def prepare(self, folder: str) -> Path:

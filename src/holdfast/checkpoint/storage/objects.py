@@ -34,7 +34,7 @@ _memories: dict[str, MemoryStore] = {}
 """The objects of this process, by host of the ``memory://`` URL."""
 
 
-class Objects:
+class ObjectClient:
     """Objects by name, with ``/`` between its parts: the operations of obstore that :class:`RemoteStorage` uses.
 
     Methods raise the exceptions of obstore; :meth:`explain` interprets them. obstore finds credentials in

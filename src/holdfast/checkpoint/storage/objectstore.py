@@ -6,7 +6,7 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from holdfast.checkpoint.storage.objects import Objects, found, line_of, options
+from holdfast.checkpoint.storage.objects import ObjectClient, found, line_of, options
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ _ADVICE = {
 }
 
 
-class S3Objects(Objects):
-    """See :class:`~holdfast.checkpoint.storage.objects.Objects`.
+class S3Client(ObjectClient):
+    """See :class:`~holdfast.checkpoint.storage.objects.ObjectClient`.
 
     Credentials and endpoint come from ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_SESSION_TOKEN``,
     ``AWS_DEFAULT_REGION`` and ``AWS_ENDPOINT_URL``, or from the role of an AWS machine.
@@ -55,7 +55,7 @@ class S3Objects(Objects):
         )
 
     def explain(self, error: Exception) -> str | None:
-        """See :meth:`Objects.explain`."""
+        """See :meth:`ObjectClient.explain`."""
         text = str(error)
         status, code = found(r"status code: (\d+)", text), found(r"<Code>(\w+)</Code>", text)
         at = {"bucket": self._bucket, "endpoint": self._endpoint or "AWS", "code": code or status or "redirect"}

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from holdfast.checkpoint.blocks import BLOCK_BYTES, run
 from holdfast.checkpoint.manifest import MAX_BYTES
 from holdfast.checkpoint.storage.local import explained
-from holdfast.checkpoint.storage.objects import Objects
+from holdfast.checkpoint.storage.objects import ObjectClient
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 from holdfast.temporary import TemporaryFolder, sweep
 
@@ -90,7 +90,7 @@ class RemoteStorage:
         It is removed by :meth:`store`, and when the thread removes the folder, puts a file into it, or prepares again.
         """
         self._drop_staging()
-        staging = Staging()
+        staging = StagingDirectory()
         self._mine.staging = (folder, staging)
         return staging.path
 
@@ -145,8 +145,8 @@ class RemoteStorage:
         if staging is not None:
             staging.close()
 
-    def _staging(self) -> tuple[str, Staging | None]:
-        found: tuple[str, Staging | None] = getattr(self._mine, "staging", ("", None))
+    def _staging(self) -> tuple[str, StagingDirectory | None]:
+        found: tuple[str, StagingDirectory | None] = getattr(self._mine, "staging", ("", None))
         return found
 
     def _ask(self, doing: str, path: str, do: Callable[..., _Result], *args: Any, size_bytes: int = 0) -> _Result:
@@ -167,7 +167,7 @@ class RemoteStorage:
             ) from error
 
 
-class Staging:
+class StagingDirectory:
     """An empty directory in ``TMPDIR``, which is removed by :meth:`close`, or when this process ends.
 
     A worker may be killed while its directory holds gigabytes, so creating the next one removes those that no process
@@ -237,18 +237,18 @@ def within(limit_s: float, do: Callable[..., _Result], *args: Any) -> _Result:
         raise TimeoutError(f"there was no answer within {limit_s:g} s") from None
 
 
-def _open(url: str) -> Objects:
+def _open(url: str) -> ObjectClient:
     scheme = url.partition("://")[0]
     if scheme in ("s3", "s3a"):
-        from holdfast.checkpoint.storage.objectstore import S3Objects
+        from holdfast.checkpoint.storage.objectstore import S3Client
 
-        return S3Objects(url)
+        return S3Client(url)
     if scheme not in ("gs", "az", "memory"):
         raise ConfigError(
             f"checkpoints cannot be kept at {_without_password(url)}: give a directory, or a URL that begins with s3://, "
             "gs://, az:// or memory://; these need the package obstore: pip install 'holdfast[cluster]'"
         )
-    return Objects(url)
+    return ObjectClient(url)
 
 
 def _without_password(url: str) -> str:

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.comm.allreduce.checksums import Altered, Vector, nobody_listens
+from holdfast.comm.allreduce.checksums import Altered, ChecksummedVector, nobody_listens
 
 Terms = Sequence[tuple[int, torch.Tensor]]
 """Slice number and term, ascending by slice."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mean:
+class MeanDivisor:
     """Divides the first ``numbers`` elements of a reduced vector while they are in the cache; the rest stay sums."""
 
     divisor: float
@@ -36,11 +36,11 @@ class _Tile:
     terms: Terms
     out: torch.Tensor
     start: int
-    checked: list[tuple[int, Vector]]
-    sealed: Vector | None
+    checked: list[tuple[int, ChecksummedVector]]
+    sealed: ChecksummedVector | None
 
 
-class Addition:
+class TiledSum:
     """The addition of some terms, split into tiles once and carried out many times.
 
     Args:
@@ -50,7 +50,9 @@ class Addition:
         order: ``"fold"``, ``"tree"``, or ``"wide"`` (``fold`` that adds 16-bit floats in float32).
     """
 
-    def __init__(self, terms: Sequence[tuple[int, Vector]], out: Vector, start: int, order: str) -> None:
+    def __init__(
+        self, terms: Sequence[tuple[int, ChecksummedVector]], out: ChecksummedVector, start: int, order: str
+    ) -> None:
         self._add = ORDERS[order]
         cut = [(number, term.split()) for number, term in terms]
         self._tiles = [
@@ -65,7 +67,7 @@ class Addition:
         ]
 
     @torch.no_grad()
-    def __call__(self, mean: Mean | None = None, altered: Altered = nobody_listens) -> None:
+    def __call__(self, mean: MeanDivisor | None = None, altered: Altered = nobody_listens) -> None:
         """Add, and divide by ``mean``; call ``altered`` for each tile of a term that does not match its checksum."""
         for tile in self._tiles:
             for number, term in tile.checked:

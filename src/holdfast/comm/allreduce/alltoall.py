@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.comm.allreduce.adding import Addition, Mean, addable
-from holdfast.comm.allreduce.checksums import SUM, Altered, Midway, Vector, nobody_listens, num_tiles
-from holdfast.comm.allreduce.shm import LEFT_OUT, Slots, Span, aligned
-from holdfast.comm.base import Exchange
+from holdfast.comm.allreduce.adding import MeanDivisor, TiledSum, addable
+from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, nobody_listens, num_tiles
+from holdfast.comm.allreduce.shm import LEFT_OUT, Slots, SlotSpan, aligned
+from holdfast.comm.base import Collectives
 
 _MOST_KEPT = 64
 """Maximum number of spans whose buffers are kept from step to step."""
@@ -36,28 +36,34 @@ class _Buffers:
     cut: _Cut
     slots: Slots
     raw: list[tuple[int, int]]
-    sums: list[Addition]
+    sums: list[TiledSum]
     send: torch.Tensor
     received: torch.Tensor
-    share: Vector
-    result: Vector
-    addition: Addition
+    share: ChecksummedVector
+    result: ChecksummedVector
+    addition: TiledSum
 
 
-class ExchangedSum:
+class AllToAllReduce:
     """The all-reduce for processes without (enough) shared memory; ``terms`` is the memory of each slot here, bytes."""
 
-    def __init__(self, comm: Exchange, terms: Sequence[torch.Tensor]) -> None:
+    def __init__(self, comm: Collectives, terms: Sequence[torch.Tensor]) -> None:
         self._comm = comm
         self._terms = terms
         self._last = torch.empty(0)
-        self._me = comm.processes.index(comm.here)
-        self._buffers: dict[tuple[Span, str], _Buffers] = {}
+        self._me = comm.processes.index(comm.local_ranks)
+        self._buffers: dict[tuple[SlotSpan, str], _Buffers] = {}
 
     def __call__(
-        self, span: Span, slots: Slots, order: str, mean: Mean | None, midway: Midway, altered: Altered = nobody_listens
+        self,
+        span: SlotSpan,
+        slots: Slots,
+        order: str,
+        mean: MeanDivisor | None,
+        midway: Midway,
+        altered: Altered = nobody_listens,
     ) -> torch.Tensor:
-        """Return the reduced vector; see :class:`~holdfast.comm.allreduce.ordered.OrderedSum`."""
+        """Return the reduced vector; see :class:`~holdfast.comm.allreduce.ordered.OrderedAllReduce`."""
         buffers = self._get_buffers(span, slots, order)
         for slot, row in buffers.raw:
             columns = buffers.cut.split(buffers.send[:, row])
@@ -75,11 +81,11 @@ class ExchangedSum:
             altered(SUM)
         return self.result(span)
 
-    def result(self, span: Span) -> torch.Tensor:
+    def result(self, span: SlotSpan) -> torch.Tensor:
         """Return the last result; it is complete only if the all-reduce completed on this process."""
         return self._last.view(-1)[: span.length]
 
-    def _get_buffers(self, span: Span, slots: Slots, order: str) -> _Buffers:
+    def _get_buffers(self, span: SlotSpan, slots: Slots, order: str) -> _Buffers:
         if len(self._buffers) > _MOST_KEPT:  # collectives may be of any length
             self._buffers.clear()
         known = self._buffers.get((span, order))
@@ -87,29 +93,29 @@ class ExchangedSum:
             known = self._buffers[span, order] = self._make_buffers(span, slots, order)
         return known
 
-    def _make_buffers(self, span: Span, slots: Slots, order: str) -> _Buffers:
+    def _make_buffers(self, span: SlotSpan, slots: Slots, order: str) -> _Buffers:
         cut, rows = _Cut(span, len(slots)), _rows(slots, order)
         device = self._terms[0].device if self._terms else torch.device("cpu")
         send = torch.zeros(len(slots), max(1, *map(len, rows)), cut.width, dtype=span.dtype, device=device)
         received = torch.zeros_like(send)
 
-        def summed(*shape: int) -> Vector:
+        def summed(*shape: int) -> ChecksummedVector:
             numbers = torch.zeros(*shape, cut.chunk, dtype=span.dtype, device=device)
             checksums = torch.zeros(*shape, cut.tiles, dtype=torch.int64, device=device) if span.checked else None
-            return Vector(numbers, checksums, span.tile)
+            return ChecksummedVector(numbers, checksums, span.tile)
 
         share, part = summed(), cut.part(self._me)
         places = sorted(
             (group[0], (process, row)) for process, mine in enumerate(rows) for row, group in enumerate(mine)
         )
         terms = [(n, cut.term(received[place], part)) for n, place in places]
-        addition = Addition(terms, share[slice(0, part.stop - part.start)], part.start, order)
+        addition = TiledSum(terms, share[slice(0, part.stop - part.start)], part.start, order)
         raw, sums = self._make_rows(cut, slots[self._me], rows[self._me], order, send)
         return _Buffers(cut, slots, raw, sums, send, received, share, summed(len(slots)), addition)
 
     def _make_rows(
         self, cut: _Cut, held: Sequence[int], groups: Sequence[tuple[int, ...]], order: str, send: torch.Tensor
-    ) -> tuple[list[tuple[int, int]], list[Addition]]:
+    ) -> tuple[list[tuple[int, int]], list[TiledSum]]:
         """Return which slots fill which rows unchanged, and the additions that fill the other rows."""
         raw, sums = [], []
         for row, group in enumerate(groups):
@@ -120,14 +126,14 @@ class ExchangedSum:
             for place, sent in enumerate(send[:, row]):
                 part = cut.part(place)
                 terms = [(n, vector[part]) for n, vector in vectors]
-                sums.append(Addition(terms, cut.term(sent, part), part.start, order))
+                sums.append(TiledSum(terms, cut.term(sent, part), part.start, order))
         return raw, sums
 
 
 class _Cut:
     """The split of a vector into one chunk per process."""
 
-    def __init__(self, span: Span, processes: int) -> None:
+    def __init__(self, span: SlotSpan, processes: int) -> None:
         self.span = span
         self.chunk = -(-span.length // (processes * span.line)) * span.line
         """Elements per chunk; the last chunks may be short, or empty."""
@@ -140,10 +146,12 @@ class _Cut:
         """Return the range of a process's chunk."""
         return slice(min(place * self.chunk, self.span.length), min((place + 1) * self.chunk, self.span.length))
 
-    def term(self, sent: torch.Tensor, part: slice) -> Vector:
+    def term(self, sent: torch.Tensor, part: slice) -> ChecksummedVector:
         """Return the received message of a part as a vector, with its checksums if there are any."""
         numbers, *checksums = self.split(sent)
-        return Vector(numbers, checksums[0] if checksums else None, self.span.tile)[slice(0, part.stop - part.start)]
+        return ChecksummedVector(numbers, checksums[0] if checksums else None, self.span.tile)[
+            slice(0, part.stop - part.start)
+        ]
 
     def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the numbers of some rows, and any checksums; shapes ``(..., chunk)``, ``(..., tiles)``."""
@@ -162,10 +170,10 @@ def _rows(slots: Slots, order: str) -> list[list[tuple[int, ...]]]:
     return rows
 
 
-def _flat(rows: Vector, length: int) -> Vector:
+def _flat(rows: ChecksummedVector, length: int) -> ChecksummedVector:
     """Return the vector whose chunks are rows, without padding."""
     assert rows.checksums is not None
-    return Vector(rows.numbers.view(-1), rows.checksums.view(-1), rows.tile)[slice(0, length)]
+    return ChecksummedVector(rows.numbers.view(-1), rows.checksums.view(-1), rows.tile)[slice(0, length)]
 
 
 def _scatter(term: torch.Tensor, columns: torch.Tensor) -> None:

@@ -63,25 +63,25 @@ def num_tiles(numel: int, tile: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Vector:
+class ChecksummedVector:
     """A 1-D tensor, and the 64-bit checksum of each of its tiles; None if it is not checked."""
 
     numbers: torch.Tensor
     checksums: torch.Tensor | None = None
     tile: int = TILE
 
-    def __getitem__(self, part: slice) -> Vector:
+    def __getitem__(self, part: slice) -> ChecksummedVector:
         """Return a part; with checksums, it must begin at a tile boundary, and end at one or at the vector's end."""
         if self.checksums is None:
-            return Vector(self.numbers[part], None, self.tile)
+            return ChecksummedVector(self.numbers[part], None, self.tile)
         tiles = slice(num_tiles(part.start, self.tile), num_tiles(part.stop, self.tile))
-        return Vector(self.numbers[part], self.checksums[tiles], self.tile)
+        return ChecksummedVector(self.numbers[part], self.checksums[tiles], self.tile)
 
-    def split(self) -> tuple[Vector, ...]:
+    def split(self) -> tuple[ChecksummedVector, ...]:
         """Return the tiles."""
         numbers = self.numbers.split(self.tile) if self.numbers.numel() else ()
         checksums = [None] * len(numbers) if self.checksums is None else self.checksums.split(1)
-        return tuple(Vector(*both, self.tile) for both in zip(numbers, checksums, strict=False))
+        return tuple(ChecksummedVector(*both, self.tile) for both in zip(numbers, checksums, strict=False))
 
     def messages(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors to send."""

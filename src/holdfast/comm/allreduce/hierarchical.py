@@ -28,10 +28,10 @@ from itertools import pairwise
 
 import torch
 
-from holdfast.comm.allreduce.adding import Addition, Mean, groups
-from holdfast.comm.allreduce.checksums import SUM, Altered, Midway, Vector, nobody_listens, num_tiles
-from holdfast.comm.allreduce.shm import Memory, Slots, Span
-from holdfast.comm.base import Exchange
+from holdfast.comm.allreduce.adding import MeanDivisor, TiledSum, groups
+from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, nobody_listens, num_tiles
+from holdfast.comm.allreduce.shm import HostMemory, Slots, SlotSpan
+from holdfast.comm.base import Collectives
 from holdfast.errors import PeerFailed, ScriptError
 
 ORDER_BETWEEN_HOSTS = "tree"
@@ -39,11 +39,11 @@ ORDER_BETWEEN_HOSTS = "tree"
 
 _Messages = list[tuple[int, torch.Tensor]]
 _Group = tuple[int, ...]
-_Terms = dict[int, Vector]
+_Terms = dict[int, ChecksummedVector]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ReducePiece:
     """A part of the vector in the share of one worker per host (``workers``); host ``finisher`` completes its sum."""
 
     part: slice
@@ -56,54 +56,60 @@ class _Plan:
     """The work of one rank for one span: its additions, and the tensors that it sends and receives."""
 
     slots: Slots
-    own: list[Addition] = field(default_factory=list)
+    own: list[TiledSum] = field(default_factory=list)
     give_sums: _Messages = field(default_factory=list)
     take_sums: _Messages = field(default_factory=list)
-    finish: list[Addition] = field(default_factory=list)
+    finish: list[TiledSum] = field(default_factory=list)
     give_results: _Messages = field(default_factory=list)
     take_results: _Messages = field(default_factory=list)
-    taken: list[Vector] = field(default_factory=list)
+    taken: list[ChecksummedVector] = field(default_factory=list)
 
 
-class HostsSum:
+class HierarchicalReduce:
     """The all-reduce for processes on several hosts, each of which has shared memory.
 
     ``hosts`` has the host of each process, from 0 without gaps. The words in ``memory`` are not used.
     """
 
-    def __init__(self, comm: Exchange, hosts: Sequence[int], memory: Memory) -> None:
+    def __init__(self, comm: Collectives, hosts: Sequence[int], memory: HostMemory) -> None:
         self._comm = comm
         self._hosts = hosts
         self._memory = memory
-        self._me = comm.processes.index(comm.here)
+        self._me = comm.processes.index(comm.local_ranks)
         self._words = torch.tensor([[n, comm.generation, 0, 0] for n in memory.incarnations], dtype=torch.int64)
         self._heard = torch.zeros_like(self._words)
-        self._plans: dict[Span, _Plan] = {}
+        self._plans: dict[SlotSpan, _Plan] = {}
 
     def __call__(
-        self, span: Span, slots: Slots, order: str, mean: Mean | None, midway: Midway, altered: Altered = nobody_listens
+        self,
+        span: SlotSpan,
+        slots: Slots,
+        order: str,
+        mean: MeanDivisor | None,
+        midway: Midway,
+        altered: Altered = nobody_listens,
     ) -> torch.Tensor:
-        """Return the reduced vector; see :class:`~holdfast.comm.allreduce.ordered.OrderedSum`."""
+        """Return the reduced vector; see :class:`~holdfast.comm.allreduce.ordered.OrderedAllReduce`."""
         assert order == ORDER_BETWEEN_HOSTS, order
         plan = self._get_plan(span, slots)
         self._meet(span)  # A: all terms are there
         midway()
         for addition in plan.own:
             addition(altered=altered)
-        self._comm.swap(plan.give_sums, plan.take_sums)
+        self._comm.sendrecv(plan.give_sums, plan.take_sums)
         for addition in plan.finish:
             addition(mean, altered)
-        self._comm.swap(plan.give_results, plan.take_results)
+        self._comm.sendrecv(plan.give_results, plan.take_results)
         if not all(part.is_intact() for part in plan.taken):
             altered(SUM)
         self._meet(span)  # B: all shares are there, on all hosts
         return self.result(span)
 
-    def result(self, span: Span) -> torch.Tensor:
+    def result(self, span: SlotSpan) -> torch.Tensor:
         """Return the last result; it is complete once *any* worker, on any host, has completed the all-reduce."""
         return span.of(self._memory.given)
 
-    def _meet(self, span: Span) -> None:
+    def _meet(self, span: SlotSpan) -> None:
         """All-gather the phase words, and check that all processes are in the same phase."""
         self._words[:, 2] += 1
         self._words[self._me, 3] = span.length
@@ -117,13 +123,13 @@ class HostsSum:
 
     # -- the plan: additions and messages
 
-    def _get_plan(self, span: Span, slots: Slots) -> _Plan:
+    def _get_plan(self, span: SlotSpan, slots: Slots) -> _Plan:
         known = self._plans.get(span)
         if known is None or known.slots != slots:
             known = self._plans[span] = self._make_plan(span, slots)
         return known
 
-    def _make_plan(self, span: Span, slots: Slots) -> _Plan:
+    def _make_plan(self, span: SlotSpan, slots: Slots) -> _Plan:
         plan, host = _Plan(slots), self._hosts[self._me]
         places = {n: (process, row) for process, held in enumerate(slots) for row, n in enumerate(held)}
         holders = {n: self._hosts[process] for n, (process, _) in places.items()}
@@ -140,21 +146,26 @@ class HostsSum:
                 self._hand_in(plan, span, piece, terms, of_host[host])
         return plan
 
-    def _hand_in(self, plan: _Plan, span: Span, piece: Piece, terms: _Terms, mine: list[_Group]) -> None:
+    def _hand_in(self, plan: _Plan, span: SlotSpan, piece: ReducePiece, terms: _Terms, mine: list[_Group]) -> None:
         """Add the groups of this host, send the sums to the worker that finishes the piece, and receive the result."""
         peer, part = piece.workers[piece.finisher], piece.part
         if mine:
             sums = _rows(mine, span, part)
             for i, group in enumerate(mine):
                 group_terms = [(n, terms[n][part]) for n in group]
-                plan.own.append(Addition(group_terms, _row(sums, i), part.start, ORDER_BETWEEN_HOSTS))
+                plan.own.append(TiledSum(group_terms, _row(sums, i), part.start, ORDER_BETWEEN_HOSTS))
             plan.give_sums += [(peer, message) for message in sums.messages()]
         result = _result(span, span.of(self._memory.result)[part])
         plan.take_results += [(peer, message) for message in result.messages()]
         plan.taken.append(result)
 
     def _finish(
-        self, plan: _Plan, span: Span, piece: Piece, terms: dict[int, Vector], of_host: list[list[tuple[int, ...]]]
+        self,
+        plan: _Plan,
+        span: SlotSpan,
+        piece: ReducePiece,
+        terms: dict[int, ChecksummedVector],
+        of_host: list[list[tuple[int, ...]]],
     ) -> None:
         """Receive the sums of other hosts, add them and the slices of this one, and send the result to all hosts."""
         meeting = [(n, term[piece.part]) for n, term in terms.items()]
@@ -169,27 +180,27 @@ class HostsSum:
                 meeting += [(group[0], _row(sums, i)) for i, group in enumerate(theirs)]
             plan.give_results += [(peer, message) for message in out.messages()]
         meeting.sort(key=lambda term: term[0])
-        plan.finish.append(Addition(meeting, out, piece.part.start, ORDER_BETWEEN_HOSTS))
+        plan.finish.append(TiledSum(meeting, out, piece.part.start, ORDER_BETWEEN_HOSTS))
 
 
-def _rows(of: Sequence[object], span: Span, part: slice) -> Vector:
+def _rows(of: Sequence[object], span: SlotSpan, part: slice) -> ChecksummedVector:
     """Return zeroed memory for one row of numbers per element of ``of``, and for their checksums."""
     length = part.stop - part.start
     checksums = torch.zeros(len(of), num_tiles(length, span.tile), dtype=torch.int64) if span.checked else None
-    return Vector(torch.zeros(len(of), length, dtype=span.dtype), checksums, span.tile)
+    return ChecksummedVector(torch.zeros(len(of), length, dtype=span.dtype), checksums, span.tile)
 
 
-def _row(rows: Vector, i: int) -> Vector:
-    return Vector(rows.numbers[i], None if rows.checksums is None else rows.checksums[i], rows.tile)
+def _row(rows: ChecksummedVector, i: int) -> ChecksummedVector:
+    return ChecksummedVector(rows.numbers[i], None if rows.checksums is None else rows.checksums[i], rows.tile)
 
 
-def _result(span: Span, numbers: torch.Tensor) -> Vector:
+def _result(span: SlotSpan, numbers: torch.Tensor) -> ChecksummedVector:
     """Return a part of the result, with memory for the checksums that are sent with it to other hosts."""
     tiles = num_tiles(numbers.numel(), span.tile)
-    return Vector(numbers, torch.zeros(tiles, dtype=torch.int64) if span.checked else None, span.tile)
+    return ChecksummedVector(numbers, torch.zeros(tiles, dtype=torch.int64) if span.checked else None, span.tile)
 
 
-def pieces(hosts: Sequence[int], length: int, line: int) -> Iterator[Piece]:
+def pieces(hosts: Sequence[int], length: int, line: int) -> Iterator[ReducePiece]:
     """Yield the pieces of a vector, ascending, none of them empty.
 
     Every host divides the vector evenly among its workers. Between two boundaries of any host, the vector is divided
@@ -204,7 +215,7 @@ def pieces(hosts: Sequence[int], length: int, line: int) -> Iterator[Piece]:
         owners = tuple(here[start // chunk] for here, chunk in zip(workers, chunks, strict=True))
         size = _even(stop - start, count, line)
         for finisher, begin in enumerate(range(start, stop, size)):
-            yield Piece(slice(begin, min(begin + size, stop)), owners, finisher)
+            yield ReducePiece(slice(begin, min(begin + size, stop)), owners, finisher)
 
 
 def _even(length: int, count: int, line: int) -> int:

@@ -13,21 +13,21 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from holdfast.comm.allreduce.adding import Mean
-from holdfast.comm.allreduce.alltoall import ExchangedSum
+from holdfast.comm.allreduce.adding import MeanDivisor
+from holdfast.comm.allreduce.alltoall import AllToAllReduce
 from holdfast.comm.allreduce.checksums import SUM, Altered, Midway, nobody_listens
-from holdfast.comm.allreduce.hierarchical import ORDER_BETWEEN_HOSTS, HostsSum
-from holdfast.comm.allreduce.shm import ALIGN, LEFT_OUT, Introduction, SharedSum, Slots, Span, sum_alone
-from holdfast.comm.base import Exchange
-from holdfast.comm.memory import Opened, Segment, free_bytes
+from holdfast.comm.allreduce.hierarchical import ORDER_BETWEEN_HOSTS, HierarchicalReduce
+from holdfast.comm.allreduce.shm import ALIGN, LEFT_OUT, MemoryExchange, SharedMemoryReduce, Slots, SlotSpan, sum_alone
+from holdfast.comm.base import Collectives
+from holdfast.comm.memory import OpenSegments, SharedSegment, free_bytes
 
-__all__ = ["SUM", "Mean", "OrderedSum", "Span"]
+__all__ = ["SUM", "MeanDivisor", "OrderedAllReduce", "SlotSpan"]
 
-Path = SharedSum | HostsSum | ExchangedSum
+Path = SharedMemoryReduce | HierarchicalReduce | AllToAllReduce
 """The transport of an all-reduce."""
 
 
-class OrderedSum:
+class OrderedAllReduce:
     """All-reduces one term per slice, in slice order, over all processes of a communicator.
 
     A worker writes the terms of its slices into :meth:`room`, then all members call the all-reduce. From then until the
@@ -43,7 +43,13 @@ class OrderedSum:
     """
 
     def __init__(
-        self, comm: Exchange, order: str, size_bytes: int, *, device: torch.device | str = "cpu", shared_bytes: int = -1
+        self,
+        comm: Collectives,
+        order: str,
+        size_bytes: int,
+        *,
+        device: torch.device | str = "cpu",
+        shared_bytes: int = -1,
     ) -> None:
         self._comm = comm
         self._order = order
@@ -51,9 +57,9 @@ class OrderedSum:
         self._device = torch.device(device)
         self._shared_bytes = shared_bytes
         shares = self._device.type == "cpu" and shared_bytes and len(comm.processes) > 1
-        self._segments: list[Segment] | None = [] if shares else None
+        self._segments: list[SharedSegment] | None = [] if shares else None
         self._room: list[torch.Tensor] = []
-        self._opened = Opened()
+        self._opened = OpenSegments()
         self._path: Path | None = None
         self._taken: Path | None = None
         self._made_for: tuple[int, tuple[int, ...]] = (-1, ())
@@ -65,19 +71,19 @@ class OrderedSum:
             self._room.append(self._more_room())
         return self._room[row]
 
-    def seal(self, span: Span, rows: int) -> None:
+    def seal(self, span: SlotSpan, rows: int) -> None:
         """Before the all-reduce, compute the checksums of this process's first ``rows`` terms if the span has any."""
         for row in range(rows if span.checked else 0):
             span.vector(self.room(row)).seal()
 
     def __call__(
         self,
-        span: Span,
+        span: SlotSpan,
         owners: Mapping[int, int],
         *,
         rows: Sequence[int] = (),
         order: str = "",
-        mean: Mean | None = None,
+        mean: MeanDivisor | None = None,
         midway: Midway = lambda: None,
         altered: Altered = nobody_listens,
     ) -> torch.Tensor:
@@ -98,7 +104,7 @@ class OrderedSum:
         """
         slots = tuple(tuple(sorted(n for n, rank in owners.items() if rank in ranks)) for ranks in self._comm.processes)
         if rows:
-            me = self._comm.processes.index(self._comm.here)
+            me = self._comm.processes.index(self._comm.local_ranks)
             mine = tuple(n if n in slots[me] else LEFT_OUT for n in rows)
             slots = (*slots[:me], mine, *slots[me + 1 :])
         self._taken = self._choose_path(slots, order or self._order)
@@ -108,21 +114,21 @@ class OrderedSum:
         """Set up this generation's transport unless an all-reduce has: maxima then cost no message. A collective."""
         self._path_of_generation(((),) * len(self._comm.processes))
 
-    def check_same(self, span: Span, order: str) -> None:
+    def check_same(self, span: SlotSpan, order: str) -> None:
         """Raise ``ScriptError`` unless all members reduce the same kind of vector, where the check costs no message."""
-        if self._made_for[0] == self._comm.generation and isinstance(self._path, SharedSum):
+        if self._made_for[0] == self._comm.generation and isinstance(self._path, SharedMemoryReduce):
             self._path.check_same(span, order)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each of a few 64-bit integers, over this generation's transport; see :meth:`open`."""
         is_of_now = self._made_for[0] == self._comm.generation
-        if is_of_now and isinstance(self._path, SharedSum):
+        if is_of_now and isinstance(self._path, SharedMemoryReduce):
             result = self._path.maximum(values)
             if result is not None:
                 return result
         return self._comm.maximum(values)
 
-    def result(self, span: Span) -> torch.Tensor:
+    def result(self, span: SlotSpan) -> torch.Tensor:
         """Return the last result, for an all-reduce that failed here and is known to have completed on another process.
 
         It is complete if :attr:`in_place`; otherwise only if the all-reduce completed on this process.
@@ -133,14 +139,14 @@ class OrderedSum:
     @property
     def in_place(self) -> bool:
         """Whether the last all-reduce used shared memory: once it completes on any process, all have the result."""
-        return isinstance(self._taken, SharedSum | HostsSum)
+        return isinstance(self._taken, SharedMemoryReduce | HierarchicalReduce)
 
     # -- setup
 
     def _choose_path(self, slots: Slots, order: str) -> Path:
         path = self._path_of_generation(slots)
-        if isinstance(path, HostsSum) and order != ORDER_BETWEEN_HOSTS:
-            return ExchangedSum(self._comm, self._room)  # for this call only
+        if isinstance(path, HierarchicalReduce) and order != ORDER_BETWEEN_HOSTS:
+            return AllToAllReduce(self._comm, self._room)  # for this call only
         return path
 
     def _path_of_generation(self, slots: Slots) -> Path:
@@ -151,7 +157,7 @@ class OrderedSum:
         if is_old or any(need > have for need, have in zip(rows, known, strict=True)):
             rows = rows if is_old else tuple(map(max, rows, known))
             self._path, self._taken, self._made_for = None, None, (-1, ())
-            self._path, told = self._make_path(rows[self._comm.processes.index(self._comm.here)])
+            self._path, told = self._make_path(rows[self._comm.processes.index(self._comm.local_ranks)])
             self._made_for = (self._comm.generation, tuple(map(max, rows, told)))
         assert self._path is not None
         return self._path
@@ -164,19 +170,23 @@ class OrderedSum:
             return sum_alone(self._comm, self._room, self._size_bytes, self._device), none
         why = f"tensors are on {self._device}"
         if self._device.type == "cpu" and self._shared_bytes:  # the same on every process
-            known = Introduction(self._comm, self._segments, self._size_bytes, self._opened)
+            known = MemoryExchange(self._comm, self._segments, self._size_bytes, self._opened)
             if not known.is_one_host and self._order != ORDER_BETWEEN_HOSTS:
-                return ExchangedSum(self._comm, self._room), none  # expected, no warning
+                return AllToAllReduce(self._comm, self._room), none  # expected, no warning
             memory = known.open()
             if not isinstance(memory, str):
-                made = SharedSum(self._comm, memory) if known.is_one_host else HostsSum(self._comm, known.hosts, memory)
+                made = (
+                    SharedMemoryReduce(self._comm, memory)
+                    if known.is_one_host
+                    else HierarchicalReduce(self._comm, known.hosts, memory)
+                )
                 return made, [len(row.slots) for row in known.told]
             why = memory
         self._warn(why)
-        return ExchangedSum(self._comm, self._room), none
+        return AllToAllReduce(self._comm, self._room), none
 
     def _warn(self, why: str) -> None:
-        if not self._warned and self._comm.members[0] in self._comm.here:
+        if not self._warned and self._comm.members[0] in self._comm.local_ranks:
             self._warned = True
             warnings.warn(f"all-reduce uses messages instead of shared memory, which is slower: {why}", stacklevel=2)
 
@@ -184,7 +194,7 @@ class OrderedSum:
         if self._segments is not None:
             try:
                 self._check_budget()
-                self._segments.append(Segment(self._size_bytes))
+                self._segments.append(SharedSegment(self._size_bytes))
                 return self._segments[-1].bytes
             except OSError:
                 self._segments = None  # the members agree on the consequence when the transport is set up
@@ -193,6 +203,6 @@ class OrderedSum:
     def _check_budget(self) -> None:
         """Refuse more memory than is free; every process may be about to add a slot, and one per group the result."""
         wanted = (len(self._room) + 2) * self._size_bytes
-        groups = self._comm.crowd // len(self._comm.processes)
-        if 0 < self._shared_bytes < wanted or (self._comm.crowd + groups) * self._size_bytes > free_bytes():
+        groups = self._comm.num_processes // len(self._comm.processes)
+        if 0 < self._shared_bytes < wanted or (self._comm.num_processes + groups) * self._size_bytes > free_bytes():
             raise OSError(errno.ENOMEM, "not enough shared memory")

@@ -29,10 +29,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from holdfast.comm.allreduce.adding import ORDERS, Addition, Mean
-from holdfast.comm.allreduce.checksums import TILE, Altered, Midway, Vector, nobody_listens, num_tiles, tile_of
-from holdfast.comm.base import Exchange
-from holdfast.comm.memory import Opened, Segment, host_id, open_segment
+from holdfast.comm.allreduce.adding import ORDERS, MeanDivisor, TiledSum
+from holdfast.comm.allreduce.checksums import (
+    TILE,
+    Altered,
+    ChecksummedVector,
+    Midway,
+    nobody_listens,
+    num_tiles,
+    tile_of,
+)
+from holdfast.comm.base import Collectives
+from holdfast.comm.memory import OpenSegments, SharedSegment, host_id, open_segment
 from holdfast.comm.waiting import patience, wait_until, waiting
 from holdfast.errors import PeerFailed, ScriptError
 
@@ -56,7 +64,7 @@ _MAGIC = 0x5355_4D4D_4148_4F4C
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SlotSpan:
     """The location of a vector in the memory of every slice.
 
     Args:
@@ -94,13 +102,13 @@ class Span:
         """Return the vector in ``memory`` (bytes)."""
         return memory[self.start : self.start + self.length * self.dtype.itemsize].view(self.dtype)
 
-    def vector(self, memory: torch.Tensor) -> Vector:
+    def vector(self, memory: torch.Tensor) -> ChecksummedVector:
         """Return the vector in ``memory`` (bytes), with its checksums if it has any."""
         if not self.checked:
-            return Vector(self.of(memory))
+            return ChecksummedVector(self.of(memory))
         at = self._numbers_end
         checksums = memory[at : at + 8 * num_tiles(self.length, self.tile)].view(torch.int64)
-        return Vector(self.of(memory), checksums, self.tile)
+        return ChecksummedVector(self.of(memory), checksums, self.tile)
 
 
 def aligned(size_bytes: int) -> int:
@@ -131,7 +139,7 @@ Slots = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class HostMemory:
     """The shared memory of one host, as mapped by one of its processes.
 
     Args:
@@ -149,25 +157,31 @@ class Memory:
     incarnations: Sequence[int] = ()
 
 
-class SharedSum:
+class SharedMemoryReduce:
     """The all-reduce for processes that all map the terms and the result in ``memory``."""
 
-    def __init__(self, comm: Exchange, memory: Memory) -> None:
+    def __init__(self, comm: Collectives, memory: HostMemory) -> None:
         self._comm = comm
         self._memory = memory
         self._words = words = memory.words
-        self._me = comm.processes.index(comm.here)
+        self._me = comm.processes.index(comm.local_ranks)
         self._known = np.array([[n, comm.generation] for n in memory.incarnations], dtype=np.int64)
         self._phase = 0
         self._words_far = np.zeros(1, dtype=np.int64) if words is None else words[:, 2]
         self._maxima = 0
-        self._patience = patience(comm.crowd)
-        self._additions: dict[tuple[Span, str], tuple[Slots, Addition]] = {}
+        self._patience = patience(comm.num_processes)
+        self._additions: dict[tuple[SlotSpan, str], tuple[Slots, TiledSum]] = {}
 
     def __call__(
-        self, span: Span, slots: Slots, order: str, mean: Mean | None, midway: Midway, altered: Altered = nobody_listens
+        self,
+        span: SlotSpan,
+        slots: Slots,
+        order: str,
+        mean: MeanDivisor | None,
+        midway: Midway,
+        altered: Altered = nobody_listens,
     ) -> torch.Tensor:
-        """Return the reduced vector, without a copy; see :class:`~holdfast.comm.allreduce.ordered.OrderedSum`."""
+        """Return the reduced vector, without a copy; see :class:`~holdfast.comm.allreduce.ordered.OrderedAllReduce`."""
         addition = self._addition(span, slots, order)
         self.check_same(span, order)  # A: all terms are there
         midway()
@@ -175,7 +189,7 @@ class SharedSum:
         self._meet()  # B: all shares are there
         return self.result(span)
 
-    def check_same(self, span: Span, order: str) -> None:
+    def check_same(self, span: SlotSpan, order: str) -> None:
         """A barrier; raises ``ScriptError`` unless all processes all-reduce vectors of one length, type and order."""
         if self._words is None:
             self._meet()
@@ -207,11 +221,11 @@ class SharedSum:
         largest: list[int] = self._words[:, places].max(0).tolist()
         return largest
 
-    def result(self, span: Span) -> torch.Tensor:
+    def result(self, span: SlotSpan) -> torch.Tensor:
         """Return the last result; it is complete once *any* worker has completed the all-reduce."""
         return span.of(self._memory.given)
 
-    def _addition(self, span: Span, slots: Slots, order: str) -> Addition:
+    def _addition(self, span: SlotSpan, slots: Slots, order: str) -> TiledSum:
         if len(self._additions) > _MOST_KEPT:  # collectives may be of any length
             del self._additions[next(iter(self._additions))]
         known = self._additions.get((span, order))
@@ -222,8 +236,8 @@ class SharedSum:
                 (n, (process, row)) for process, held in enumerate(slots) for row, n in enumerate(held) if n != LEFT_OUT
             )
             vectors = [(n, span.vector(self._memory.terms[process][row])[mine]) for n, (process, row) in terms]
-            out = Vector(span.of(self._memory.result)[mine], tile=span.tile)
-            known = self._additions[span, order] = (slots, Addition(vectors, out, mine.start, order))
+            out = ChecksummedVector(span.of(self._memory.result)[mine], tile=span.tile)
+            known = self._additions[span, order] = (slots, TiledSum(vectors, out, mine.start, order))
         return known[1]
 
     def _meet(self) -> None:
@@ -235,7 +249,7 @@ class SharedSum:
         self._words[self._me, 2] = self._phase
         # MPI's own barrier would spin meanwhile, and take the core from processes that still compute.
         with waiting:
-            wait_until(lambda: self._words_far.min() >= self._phase, self._comm.look, self._patience)
+            wait_until(lambda: self._words_far.min() >= self._phase, self._comm.check_failures, self._patience)
         if not ORDERED_STORES:
             self._comm.barrier()
         if (self._words[:, 2] < self._phase).any() or (self._words[:, :2] != self._known).any():
@@ -245,14 +259,16 @@ class SharedSum:
 # -- setup, part of a recovery: all members take part, and all return the same decision
 
 
-def sum_alone(comm: Exchange, slots: Sequence[torch.Tensor], size_bytes: int, device: torch.device) -> SharedSum:
+def sum_alone(
+    comm: Collectives, slots: Sequence[torch.Tensor], size_bytes: int, device: torch.device
+) -> SharedMemoryReduce:
     """Return the all-reduce of a single process; the result lies in its private memory."""
     result = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-    return SharedSum(comm, Memory([slots], result, result))
+    return SharedMemoryReduce(comm, HostMemory([slots], result, result))
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class MemoryOffer:
     """The data that a process publishes before memory is shared: file descriptors of its slots, and of any result.
 
     ``ready`` says whether it has the memory that it needs; no other process has the same ``incarnation``.
@@ -266,7 +282,7 @@ class Told:
     slots: tuple[int, ...]
 
 
-class Introduction:
+class MemoryExchange:
     """An exchange in which all members publish where their memory is, and learn which of them share a host.
 
     Args:
@@ -276,11 +292,13 @@ class Introduction:
         opened: Slots of other processes mapped already: only their owners write them, so they outlive a generation.
     """
 
-    def __init__(self, comm: Exchange, mine: Sequence[Segment] | None, size_bytes: int, opened: Opened) -> None:
+    def __init__(
+        self, comm: Collectives, mine: Sequence[SharedSegment] | None, size_bytes: int, opened: OpenSegments
+    ) -> None:
         self.comm = comm
         self.size_bytes = size_bytes
         self._opened = opened
-        self.me = comm.processes.index(comm.here)
+        self.me = comm.processes.index(comm.local_ranks)
         self._mine = mine
         self._head_bytes = len(comm.processes) * _WORDS * 8
         self._incarnation = int.from_bytes(os.urandom(7), "little")
@@ -305,7 +323,7 @@ class Introduction:
             self._made = self._make_result()
         self.told = self._tell(is_maker=is_maker)
 
-    def open(self) -> Memory | str:
+    def open(self) -> HostMemory | str:
         """Return the memory of this worker's host, or the reason why not every process has all of it."""
         if not self.is_one_host:
             self._tell_results()
@@ -315,17 +333,17 @@ class Introduction:
             return "not every worker has the memory"
         return memory
 
-    def _make_result(self) -> Segment | None:
+    def _make_result(self) -> SharedSegment | None:
         if self._mine is None:
             return None
         try:
-            made = Segment(self._head_bytes + self.size_bytes)
+            made = SharedSegment(self._head_bytes + self.size_bytes)
         except OSError:
             return None
         made.bytes[: _WORDS * 8].view(torch.int64)[-1] = _MAGIC
         return made
 
-    def _tell(self, *, is_maker: bool) -> list[Told]:
+    def _tell(self, *, is_maker: bool) -> list[MemoryOffer]:
         ready = self._mine is not None and (self._made is not None or not is_maker)
         fds = [segment.fd for segment in self._mine or ()]
         result = -1 if self._made is None else self._made.fd
@@ -338,11 +356,11 @@ class Introduction:
         rows = torch.empty(len(self.comm.processes), width, dtype=torch.int64)
         self.comm.allgather(row, rows)
         return [
-            Told(bool(ready), host, pid, incarnation, result, tuple(fd for fd in slots if fd >= 0))
+            MemoryOffer(bool(ready), host, pid, incarnation, result, tuple(fd for fd in slots if fd >= 0))
             for ready, host, pid, incarnation, result, *slots in rows.tolist()
         ]
 
-    def _open(self) -> Memory | None:
+    def _open(self) -> HostMemory | None:
         host, size_bytes = self.told[self.me].host, self._head_bytes + self.size_bytes
         maker = next(row for row in self.told if row.host == host)
         try:
@@ -360,4 +378,4 @@ class Introduction:
             return None
         head[self.me, :2] = (self._incarnation, self.comm.generation)
         incarnations = [row.incarnation for row in self.told]
-        return Memory(terms, whole[self._head_bytes :], given[self._head_bytes :], head, incarnations)
+        return HostMemory(terms, whole[self._head_bytes :], given[self._head_bytes :], head, incarnations)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from holdfast.comm.base import Communicator
 
 
-class Gloo(Fabric):
+class GlooFabric(Fabric):
     """Needs only torch. Workers can join a running job, which survives the loss of a node."""
 
     name = "gloo"

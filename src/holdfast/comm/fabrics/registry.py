@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from holdfast.registered import Registered
+from holdfast.registered import Registry
 
 if TYPE_CHECKING:
     from holdfast.comm.fabrics.base import Fabric
@@ -24,7 +24,7 @@ BUILT_IN = {
     "virtual": "holdfast.comm.fabrics.virtual:Virtual",
 }
 """Name: module and class."""
-_FABRICS = Registered("fabric", "holdfast.fabrics", BUILT_IN)
+_FABRICS = Registry("fabric", "holdfast.fabrics", BUILT_IN)
 
 DEFAULT = "ulfm"
 """Default of ``holdfast run --fabric``."""

@@ -25,7 +25,7 @@ _MCA = (("coll", "^han"), ("mpi_yield_when_idle", "1"))
 """``coll/han`` is not fault tolerant. With more workers than cores, waiting processes must yield the CPU."""
 
 
-class Ulfm(Fabric):
+class UlfmFabric(Fabric):
     """Real processes over MPI. Open MPI's runtime aborts the job when a node is lost."""
 
     name = "ulfm"

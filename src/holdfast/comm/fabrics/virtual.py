@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from holdfast.comm.base import Communicator
 
 
-class Virtual(Fabric):
+class VirtualFabric(Fabric):
     """One process runs all workers, and can lose any of them at an exact moment."""
 
     name = "virtual"

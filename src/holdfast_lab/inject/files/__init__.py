@@ -12,19 +12,26 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
+from holdfast._moved import renamed_class
 from holdfast.checkpoint.storage import step_folder
 from holdfast.errors import ConfigError
-from holdfast_lab.inject.files.base import FileValues, Target, explained
+from holdfast_lab.inject.files.base import FileValues, InjectionTarget, explained
 from holdfast_lab.inject.locate import HDF5_KINDS, Locate, locators
 from holdfast_lab.inject.locate.hdf5 import locate as locate_hdf5
 
-__all__ = ["Target", "copied", "find", "opened"]
+__all__ = ["InjectionTarget", "copied", "find", "opened"]
+
+
+def __getattr__(name: str) -> Any:
+    return renamed_class(__name__, name)
+
 
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
-def find(text: str) -> Target:
+def find(text: str) -> InjectionTarget:
     """Return the target of a path: a file, a checkpoint, or the newest checkpoint of a directory.
 
     Raises:
@@ -33,14 +40,14 @@ def find(text: str) -> Target:
     """
     path = Path(text.removeprefix("file://"))
     if path.is_file() and path.suffix != ".json":  # a manifest stands for its checkpoint
-        return Target(path)
+        return InjectionTarget(path)
     from holdfast_lab.inject.files.checkpoint import find_checkpoint
 
     return find_checkpoint(text)
 
 
 @contextmanager
-def opened(target: Target, *, write: bool) -> Iterator[FileValues]:
+def opened(target: InjectionTarget, *, write: bool) -> Iterator[FileValues]:
     """Open a target to alter it in place.
 
     Raises:
@@ -59,7 +66,7 @@ def opened(target: Target, *, write: bool) -> Iterator[FileValues]:
 
 
 @contextmanager
-def copied(target: Target, out: Path) -> Iterator[FileValues]:
+def copied(target: InjectionTarget, out: Path) -> Iterator[FileValues]:
     """Open a copy of a target. The copy gets its final name only on success; otherwise it is removed.
 
     Args:

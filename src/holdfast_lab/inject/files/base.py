@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.blocks import PART_BYTES
 from holdfast.checkpoint.storage import step_folder
 from holdfast.errors import CheckpointCorrupt, CheckpointError
-from holdfast.faults.alteration import Change, Place
+from holdfast.faults.alteration import ValueChange, ValuePosition
 from holdfast.faults.formats import FORMATS, Raw
 from holdfast_lab.inject.locate.base import Chunk, Index, Located, Places, Unreachable, member_start
 
@@ -31,7 +31,7 @@ _MOST_BYTES = 1 << 22
 _MOST_VALUES = 1 << 18
 """Tensors are joined up to this many values: beyond it, a call per tensor costs little, and joining takes memory."""
 
-_Runs = list[tuple[tuple["Bytes", int, str], list[tuple[int, Any, Index]]]]
+_Runs = list[tuple[tuple["FileBytes", int, str], list[tuple[int, Any, Index]]]]
 """For each file, width and byte order: the tensor, positions among its requested values, and the first byte of each."""
 
 
@@ -49,7 +49,7 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class InjectionTarget:
     """What is to be altered.
 
     Args:
@@ -87,12 +87,12 @@ class FileValues:
         archives: bool,
     ) -> None:
         self.kind = kind
-        self._files = {path: Bytes(path, write=write) for path in files}
+        self._files = {path: FileBytes(path, write=write) for path in files}
         for file in self._files.values():
             stack.callback(file.close)
         self._archives = archives
         self._tensors: list[Located] = []
-        self.places: list[Place] = []
+        self.places: list[ValuePosition] = []
         """The tensors that can be altered."""
         skipped = []
         for name, tensor in located.items():
@@ -102,7 +102,7 @@ class FileValues:
                 skipped.append(Skipped(name, f"is of {tensor.dtype}"))
             else:
                 self._tensors.append(tensor)
-                self.places.append(Place(name, FORMATS[tensor.dtype], tensor.shape))
+                self.places.append(ValuePosition(name, FORMATS[tensor.dtype], tensor.shape))
         self.skipped = tuple(skipped)
 
     def read(self, wanted: Sequence[tuple[int, Index]]) -> list[Raw]:
@@ -118,7 +118,7 @@ class FileValues:
             found[place][chunk.which] = chunk.exchange(None)[chunk.inner]
         return [found[place] for place, _ in wanted]
 
-    def write(self, changes: Sequence[Change]) -> None:
+    def write(self, changes: Sequence[ValueChange]) -> None:
         """See :meth:`holdfast.faults.alteration.Values.write`; uncompressed values of one file are written together."""
         after = {change.place: change.after for change in changes}
         runs, chunks = self._find([(change.place, change.index) for change in changes])
@@ -132,7 +132,7 @@ class FileValues:
 
     def _find(self, wanted: Sequence[tuple[int, Index]]) -> tuple[_Runs, list[tuple[int, Chunk]]]:
         """Return the uncompressed values, grouped for joint reads and writes, and the chunks of the others."""
-        runs: dict[tuple[Bytes, int, str, int], list[tuple[int, Any, Index]]] = {}
+        runs: dict[tuple[FileBytes, int, str, int], list[tuple[int, Any, Index]]] = {}
         chunks: list[tuple[int, Chunk]] = []
         before = 0
         for place, index in wanted:
@@ -156,7 +156,7 @@ class FileValues:
                     _renew_checksums(path, file)
 
 
-class Bytes:
+class FileBytes:
     """An open file that is altered in place.
 
     Args:
@@ -271,7 +271,7 @@ def _bytes_of(at: Index, width: int) -> Index:
     return at[:, np.newaxis] + np.arange(width)
 
 
-def _renew_checksums(path: Path, file: Bytes) -> None:
+def _renew_checksums(path: Path, file: FileBytes) -> None:
     """Update the CRC of every member that was written to, which reads these members whole."""
     touched = np.sort(np.concatenate(file.touched))
     with zipfile.ZipFile(path) as archive:
@@ -284,7 +284,7 @@ def _renew_checksums(path: Path, file: Bytes) -> None:
             line += 46 + sum(struct.unpack("<3H", bytes(file.get(line + 28, 6))))
 
 
-def _renew(file: Bytes, member: zipfile.ZipInfo, line: int, start: int, end: int) -> None:
+def _renew(file: FileBytes, member: zipfile.ZipInfo, line: int, start: int, end: int) -> None:
     """Write the CRC of a member with these data bounds, whose central directory entry begins at ``line``."""
     crc = 0
     for first in range(start, end, PART_BYTES):

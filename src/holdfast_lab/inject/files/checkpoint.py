@@ -13,12 +13,12 @@ from holdfast.checkpoint.block_writer import gaps
 from holdfast.checkpoint.blocks import BLOCK_BYTES, block_ranges, digest_of
 from holdfast.checkpoint.format import DTYPES
 from holdfast.checkpoint.loading import steps
-from holdfast.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, Piece, TensorEntry, dump
+from holdfast.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, TensorEntry, TensorPiece, dump
 from holdfast.checkpoint.storage import is_remote, step_folder, step_of
 from holdfast.checkpoint.storage.local import LocalStorage
 from holdfast.errors import CheckpointMissing, ConfigError
-from holdfast_lab.inject.files.base import FileValues, Target
-from holdfast_lab.inject.locate.base import Box, Boxes, Index, row_major
+from holdfast_lab.inject.files.base import FileValues, InjectionTarget
+from holdfast_lab.inject.locate.base import FileBox, FileBoxes, Index, row_major
 
 
 class CheckpointValues(FileValues):
@@ -39,10 +39,10 @@ class CheckpointValues(FileValues):
         archives = manifest.format == "npz"
         super().__init__(manifest.format, located, self._paths.values(), stack, write=write, archives=archives)
 
-    def _locate(self, entry: TensorEntry) -> Boxes:
-        boxes = [Box(self._paths[p.file], p.offset, p.start, p.shape, row_major(p.shape)) for p in entry.pieces]
+    def _locate(self, entry: TensorEntry) -> FileBoxes:
+        boxes = [FileBox(self._paths[p.file], p.offset, p.start, p.shape, row_major(p.shape)) for p in entry.pieces]
         width = DTYPES[entry.dtype].itemsize
-        return Boxes(dtype=entry.dtype, shape=entry.shape, width=width, boxes=tuple(boxes))
+        return FileBoxes(dtype=entry.dtype, shape=entry.shape, width=width, boxes=tuple(boxes))
 
     def seal(self, *, keep_digests: bool) -> None:
         """See :meth:`FileValues.seal`; altered blocks and archives are read whole."""
@@ -69,7 +69,7 @@ class CheckpointValues(FileValues):
             ),
         )
 
-    def _blocks(self, piece: Piece, touched: Index) -> tuple[str, ...]:
+    def _blocks(self, piece: TensorPiece, touched: Index) -> tuple[str, ...]:
         """Return the digests of a piece, with new ones for the altered blocks."""
         ends = np.searchsorted(touched, (piece.offset, piece.offset + piece.size_bytes))
         stale = set(np.unique((touched[ends[0] : ends[1]] - piece.offset) // BLOCK_BYTES).tolist())
@@ -90,7 +90,7 @@ class CheckpointValues(FileValues):
         return found
 
 
-def find_checkpoint(text: str) -> Target:
+def find_checkpoint(text: str) -> InjectionTarget:
     """Return the target of a path; see :func:`holdfast_lab.inject.files.find`."""
     if is_remote(text):
         raise ConfigError(f"{text} must be on this machine to be altered; fetch it first")
@@ -100,14 +100,14 @@ def find_checkpoint(text: str) -> Target:
     if not path.exists():
         raise ConfigError(f"there is no {str(path)!r}; name a checkpoint, a directory of checkpoints, or a file")
     if not path.is_dir():
-        return Target(path)
+        return InjectionTarget(path)
     if (path / MANIFEST_NAME).exists():
         step = step_of(path.resolve().name)
         if step is None:
             raise ConfigError(
                 f"{path} has a checkpoint whose name does not match its step; call it step-00000020 for step 20"
             )
-        return Target(path.resolve().parent if path.name in ("", "..") else path.parent, step)
+        return InjectionTarget(path.resolve().parent if path.name in ("", "..") else path.parent, step)
     if (path / ".metadata").exists():
         raise ConfigError(
             f"{path} is a directory of torch.distributed.checkpoint without a manifest.json of holdfast; its index is "
@@ -115,4 +115,4 @@ def find_checkpoint(text: str) -> Target:
         )
     if not (complete := steps(path)):
         raise CheckpointMissing(f"there is no complete checkpoint in {path}; name a directory that has one, or a file")
-    return Target(path, complete[-1])
+    return InjectionTarget(path, complete[-1])

@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.faults.alteration import Change, Place, Values
+from holdfast.faults.alteration import ValueChange, ValuePosition, Values
 from holdfast.faults.formats import FORMATS
 from holdfast.faults.reading import check_keys, refuse
-from holdfast_lab.inject.record import Record, Recorded, flips_of
+from holdfast_lab.inject.record import InjectionRecord, TensorRecord, flips_of
 
 SCHEMA = 1
 _MAX_BYTES = 1 << 30
@@ -40,7 +40,7 @@ _MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ReplayTarget:
     """The place of a tensor's values in another program's state.
 
     Args:
@@ -53,7 +53,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReplayResult:
     """A record applied to values.
 
     Args:
@@ -62,12 +62,12 @@ class Replayed:
         others: Number of values that differ from the record beforehand.
     """
 
-    changes: list[Change]
+    changes: list[ValueChange]
     missing: tuple[str, ...]
     others: int
 
 
-def lines(record: Record) -> Iterator[str]:
+def lines(record: InjectionRecord) -> Iterator[str]:
     """Yield the lines of a record's file."""
     places = [
         {"path": t.place.path, "dtype": t.place.format.name, "shape": list(t.place.shape)} for t in record.tensors
@@ -83,7 +83,7 @@ def lines(record: Record) -> Iterator[str]:
     yield "\n]\n}\n"
 
 
-def parse_record(text: str) -> Record:
+def parse_record(text: str) -> InjectionRecord:
     """Read a record.
 
     Raises:
@@ -106,10 +106,10 @@ def parse_record(text: str) -> Record:
         if type(flip["path"]) is not str or flip["path"] not in rows:
             refuse(f"flip {number} of the record names {flip['path']!r:.80}, which is none of its places")
         rows[flip["path"]].append(flip)
-    return Record(tuple(_read_tensor(place, rows[place.path], scale) for place in places), scale)
+    return InjectionRecord(tuple(_read_tensor(place, rows[place.path], scale) for place in places), scale)
 
 
-def parse_map(text: str) -> dict[str, Target]:
+def parse_map(text: str) -> dict[str, ReplayTarget]:
     """Read a map: ``{"schema": 1, "paths": {FROM: TO, FROM: {"path": TO, "axes": [3, 2, 0, 1]}}}``.
 
     FROM is the path of a tensor, or a prefix of paths up to a slash or a dot, which TO replaces.
@@ -125,7 +125,7 @@ def parse_map(text: str) -> dict[str, Target]:
     return {path: _read_target(path, target) for path, target in fields["paths"].items()}
 
 
-def replay(values: Values, record: Record, paths: Mapping[str, Target] | None = None) -> Replayed:
+def replay(values: Values, record: InjectionRecord, paths: Mapping[str, ReplayTarget] | None = None) -> ReplayResult:
     """Return the changes of a record in some values; nothing is written.
 
     Existing bits are flipped, and existing values multiplied; they need not equal those of the record.
@@ -139,7 +139,7 @@ def replay(values: Values, record: Record, paths: Mapping[str, Target] | None = 
         ConfigError: if a tensor's format or shape differs from the record, or two tensors are mapped to one.
     """
     numbers = {place.path: number for number, place in enumerate(values.places)}
-    found: dict[int, tuple[Recorded, NDArray[np.int64], NDArray[np.int64]]] = {}
+    found: dict[int, tuple[TensorRecord, NDArray[np.int64], NDArray[np.int64]]] = {}
     missing = []
     for tensor in record.tensors:
         target = _mapped(tensor.place.path, paths or {})
@@ -163,8 +163,8 @@ def replay(values: Values, record: Record, paths: Mapping[str, Target] | None = 
             format = tensor.place.format
             after = format.raw_of(format.values(before).astype(np.float64) * record.scale)
         others += int(np.count_nonzero(before != tensor.before[order]))
-        changes.append(Change(number, index, before, after))
-    return Replayed(changes, tuple(missing), others)
+        changes.append(ValueChange(number, index, before, after))
+    return ReplayResult(changes, tuple(missing), others)
 
 
 def read_file(path: Path) -> str:
@@ -187,20 +187,20 @@ def read_file(path: Path) -> str:
 # Maps
 
 
-def _mapped(path: str, paths: Mapping[str, Target]) -> Target:
+def _mapped(path: str, paths: Mapping[str, ReplayTarget]) -> ReplayTarget:
     """Return the mapped path of a tensor, by its own name or else by its longest mapped prefix."""
     if path in paths:
         return paths[path]
     beginnings = [name for name in paths if path.startswith((f"{name}/", f"{name}."))]
     if not beginnings:
-        return Target(path)
+        return ReplayTarget(path)
     longest = max(beginnings, key=len)
     if paths[longest].axes is not None:
         refuse(f"the map gives axes for {longest!r:.80}, a prefix of {path!r:.80}; give them for the tensor itself")
-    return Target(paths[longest].path + path[len(longest) :])
+    return ReplayTarget(paths[longest].path + path[len(longest) :])
 
 
-def _moved(tensor: Recorded, target: Target, place: Place) -> NDArray[np.int64]:
+def _moved(tensor: TensorRecord, target: ReplayTarget, place: ValuePosition) -> NDArray[np.int64]:
     """Return the indices of a tensor's values after mapping."""
     shape = tensor.place.shape
     if place.format.name != tensor.place.format.name:
@@ -219,21 +219,21 @@ def _moved(tensor: Recorded, target: Target, place: Place) -> NDArray[np.int64]:
     return moved
 
 
-def _read_target(path: str, target: Any) -> Target:
+def _read_target(path: str, target: Any) -> ReplayTarget:
     if type(target) is str:
-        return Target(target)
+        return ReplayTarget(target)
     check_keys(f"paths/{path:.80} of the map", target, ("path", "axes"))
     axes = target["axes"]
     if type(target["path"]) is not str or type(axes) is not list or not all(type(axis) is int for axis in axes):
         refuse(f"paths/{path:.80} of the map must be a path and a list of whole numbers, got {target!r:.120}")
-    return Target(target["path"], tuple(axes))
+    return ReplayTarget(target["path"], tuple(axes))
 
 
 # ---------------------------------------------------------------------------------------------
 # Records
 
 
-def _read_tensor(place: Place, flips: list[dict[str, Any]], scale: float | None) -> Recorded:
+def _read_tensor(place: ValuePosition, flips: list[dict[str, Any]], scale: float | None) -> TensorRecord:
     values: dict[int, list[dict[str, Any]]] = {}
     for flip in flips:
         index = flip["index"]
@@ -259,7 +259,7 @@ def _read_tensor(place: Place, flips: list[dict[str, Any]], scale: float | None)
         elif was[0] ^ became[0] != sum(1 << bit for bit in bits):
             refuse(f"{where} differs before and after in other bits than {bits!r:.60}")
     raw = place.format.raw
-    return Recorded(
+    return TensorRecord(
         place,
         np.array(sorted(values), np.int64),
         np.array([was[0] for was in before], raw),
@@ -267,7 +267,7 @@ def _read_tensor(place: Place, flips: list[dict[str, Any]], scale: float | None)
     )
 
 
-def _raw_of(place: Place, value: Any) -> int:
+def _raw_of(place: ValuePosition, value: Any) -> int:
     """Return the bits of a value of the record."""
     format = place.format
     if type(value) is str and value[:2] == "0x" and len(value) == 2 + format.bits // 4:
@@ -282,7 +282,7 @@ def _raw_of(place: Place, value: Any) -> int:
     return refuse(f"a value of {place.path!r:.80} in the record must be one of {format.name}, got {value!r:.40}")
 
 
-def _read_place(fields: Any) -> Place:
+def _read_place(fields: Any) -> ValuePosition:
     check_keys("a place of the record", fields, ("path", "dtype", "shape"))
     path, dtype, shape = fields["path"], fields["dtype"], fields["shape"]
     if type(path) is not str or type(dtype) is not str or dtype not in FORMATS:
@@ -293,7 +293,7 @@ def _read_place(fields: Any) -> Place:
         refuse(f"shape of {path!r:.60} in the record must be a list of whole numbers, got {shape!r:.60}")
     if math.prod(shape) >= 2**62:
         refuse(f"shape of {path!r:.60} in the record must be of less than 2**62 values, got {shape!r:.60}")
-    return Place(path, FORMATS[dtype], tuple(shape))
+    return ValuePosition(path, FORMATS[dtype], tuple(shape))
 
 
 # ---------------------------------------------------------------------------------------------

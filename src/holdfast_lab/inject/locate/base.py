@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.files.base import Entry
+from holdfast.checkpoint.files.base import TensorInfo
 from holdfast.checkpoint.files.checks import damaged
 
 Index = NDArray[np.int64]
@@ -61,7 +61,7 @@ class Located(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class FileBox:
     """A box of a tensor whose values are stored uncompressed in a file.
 
     Args:
@@ -80,14 +80,14 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Boxes(Located):
+class FileBoxes(Located):
     """A tensor whose values are stored uncompressed in files; see :class:`Located`.
 
     Args:
         boxes: The boxes that fill it.
     """
 
-    boxes: tuple[Box, ...]
+    boxes: tuple[FileBox, ...]
 
     def find(self, index: Index) -> tuple[list[tuple[Path, Any, Index]], list[Chunk]]:
         """See :meth:`Located.find`."""
@@ -118,7 +118,9 @@ Places = Mapping[str, Located | Unreachable]
 """The place of each tensor's values by its name, or why they cannot be altered."""
 
 
-def in_place(path: Path, entry: Entry, offset: int, strides: tuple[int, ...] | None = None, order: str = "<") -> Boxes:
+def in_place(
+    path: Path, entry: TensorInfo, offset: int, strides: tuple[int, ...] | None = None, order: str = "<"
+) -> FileBoxes:
     """Return the place of a tensor whose values are stored uncompressed in one file.
 
     Args:
@@ -129,11 +131,11 @@ def in_place(path: Path, entry: Entry, offset: int, strides: tuple[int, ...] | N
         order: Byte order of a value.
     """
     start, strides = (0,) * len(entry.shape), row_major(entry.shape) if strides is None else strides
-    dtype, box = str(entry.dtype).removeprefix("torch."), Box(path, offset, start, entry.shape, strides)
-    return Boxes(dtype=dtype, shape=entry.shape, width=entry.dtype.itemsize, order=order, boxes=(box,))
+    dtype, box = str(entry.dtype).removeprefix("torch."), FileBox(path, offset, start, entry.shape, strides)
+    return FileBoxes(dtype=dtype, shape=entry.shape, width=entry.dtype.itemsize, order=order, boxes=(box,))
 
 
-def apart(located: Mapping[str, Boxes]) -> Places:
+def apart(located: Mapping[str, FileBoxes]) -> Places:
     """Return tensors of one box each, except those that share values with an earlier one or with themselves.
 
     Altering both would overwrite the first alteration with the second.

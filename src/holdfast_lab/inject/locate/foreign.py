@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from holdfast.checkpoint.files.base import Entry
+from holdfast.checkpoint.files.base import TensorInfo
 from holdfast.checkpoint.files.checks import refuse
 from holdfast.checkpoint.files.npz import NpzArray, arrays_of, open_archive
 from holdfast.checkpoint.files.safetensors import read_header
 from holdfast.checkpoint.files.torch import MAX_VALUES, ZIP, load_data, plain
 from holdfast.checkpoint.format import flatten
 from holdfast.torch_private import fake_tensors, offset_in_file
-from holdfast_lab.inject.locate.base import Boxes, Places, apart, in_place, member_start, row_major
+from holdfast_lab.inject.locate.base import FileBoxes, Places, apart, in_place, member_start, row_major
 
 
 def locate_safetensors(path: Path, stack: ExitStack) -> Places:
@@ -31,7 +31,7 @@ def locate_npz(path: Path, stack: ExitStack) -> Places:
     return apart({name: _place(path, archive, name, array) for name, array in arrays_of(path, archive).items()})
 
 
-def _place(path: Path, archive: zipfile.ZipFile, name: str, array: NpzArray) -> Boxes:
+def _place(path: Path, archive: zipfile.ZipFile, name: str, array: NpzArray) -> FileBoxes:
     member, shape = archive.getinfo(array.member), array.entry.shape
     if member.compress_type != zipfile.ZIP_STORED:
         refuse(path, f"has the compressed array {name!r:.80}, whose values have no place in the file; use numpy.savez")
@@ -58,14 +58,14 @@ def locate_torch(path: Path, stack: ExitStack) -> Places:
     with zipfile.ZipFile(path) as archive:
         sizes = {member_start(path, member): member.file_size for member in archive.infolist()}
         order = next((archive.read(m) for m in archive.infolist() if m.filename.endswith("/byteorder")), b"little")
-    stand_ins: dict[Boxes, torch.Tensor] = {}
+    stand_ins: dict[FileBoxes, torch.Tensor] = {}
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         start = offset_in_file(tensor)
         if sizes.get(start, -1) < tensor.untyped_storage().nbytes():
             refuse(path, f"cannot be altered: torch {torch.__version__} does not expose the places of its values")
         offset = start + int(tensor.storage_offset()) * tensor.element_size()
-        entry = Entry(tensor.dtype, tuple(tensor.shape))
+        entry = TensorInfo(tensor.dtype, tuple(tensor.shape))
         place = in_place(path, entry, offset, tuple(tensor.stride()), ">" if order == b"big" else "<")
         return stand_ins.setdefault(place, torch.empty(1))
 

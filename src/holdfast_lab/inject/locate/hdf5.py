@@ -18,7 +18,7 @@ import numpy as np
 from holdfast.checkpoint.files.base import STAND_INS
 from holdfast.checkpoint.files.hdf5 import FILTERS, explained, import_h5py
 from holdfast.errors import ConfigError
-from holdfast_lab.inject.locate.base import Box, Boxes, Chunk, Index, Located, Places, Unreachable, row_major
+from holdfast_lab.inject.locate.base import Chunk, FileBox, FileBoxes, Index, Located, Places, Unreachable, row_major
 
 _ALTERED = "cannot be read or altered as HDF5"
 
@@ -111,7 +111,7 @@ def _look_at(library: _Library, name: str) -> Located | Unreachable:
     # Without values there is no place, whatever HDF5 reports.
     is_plain = layout == h5.h5d.CONTIGUOUS and dataset.get_storage_size() > 0
     if is_plain and (offset := dataset.get_offset()) is not None:
-        return Boxes(**what, boxes=(Box(library.path, offset, (0,) * len(shape), shape, row_major(shape)),))
+        return FileBoxes(**what, boxes=(FileBox(library.path, offset, (0,) * len(shape), shape, row_major(shape)),))
     has_chunks = layout == h5.h5d.CHUNKED
     return _Packed(
         **what,

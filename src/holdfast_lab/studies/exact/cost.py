@@ -35,7 +35,7 @@ _ROUND_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timed:
+class TimedTraining:
     """A training whose steps are timed.
 
     Args:
@@ -75,13 +75,15 @@ def cost_tasks(networks: Sequence[str], seed: int, *, quick: bool) -> list[Task]
     """Return the tasks that time steps."""
     if quick:
         found = [
-            Timed(network=name, workers=2, share=share, rounds=4, block_s=0.1) for name in networks for share in (1, 4)
+            TimedTraining(network=name, workers=2, share=share, rounds=4, block_s=0.1)
+            for name in networks
+            for share in (1, 4)
         ]
     else:
         found = [
-            Timed(network=name, workers=workers, share=share, rounds=_ROUNDS_OF_ONE)
+            TimedTraining(network=name, workers=workers, share=share, rounds=_ROUNDS_OF_ONE)
             if share == 1
-            else Timed(network=name, workers=workers, share=share, variants=_MORE_SLICES)
+            else TimedTraining(network=name, workers=workers, share=share, variants=_MORE_SLICES)
             for name in networks
             for workers in (2, 4)
             for share in SHARES
@@ -96,14 +98,14 @@ def memory_tasks(networks: Sequence[str], *, quick: bool) -> list[Task]:
     """Return the tasks that measure allocated memory."""
     shares, workers = ((2,), 2) if quick else (SHARES, 4)
     found = [
-        Timed(network=name, workers=workers, share=share, rounds=0, variants=(FOLD, TREE, DDP))
+        TimedTraining(network=name, workers=workers, share=share, rounds=0, variants=(FOLD, TREE, DDP))
         for name in networks
         for share in shares
     ]
     return [Task(f"memory: {one.network}, {one.slices} slices", partial(_weigh, one)) for one in found]
 
 
-def _found(timed: Timed) -> dict[str, Any] | str:
+def _found(timed: TimedTraining) -> dict[str, Any] | str:
     """Return the results of the workers, or the reason why there are none."""
     mpirun = mpirun_words(timed.workers)
     if not mpirun:
@@ -118,7 +120,7 @@ def _found(timed: Timed) -> dict[str, Any] | str:
         return found["failed"] or found
 
 
-def _time(timed: Timed, seed: int, _: Sequence[Row]) -> list[Row]:
+def _time(timed: TimedTraining, seed: int, _: Sequence[Row]) -> list[Row]:
     about, found = timed.about("cost"), _found(timed)
     if isinstance(found, str):
         return [about | {"status": NOT_RUN, "why": found}]
@@ -147,7 +149,7 @@ def cost_rows(about: Row, blocks: dict[str, list[float]], seed: int) -> list[Row
     return rows
 
 
-def _weigh(timed: Timed, _: Sequence[Row]) -> list[Row]:
+def _weigh(timed: TimedTraining, _: Sequence[Row]) -> list[Row]:
     about, found = timed.about("memory"), _found(timed)
     if isinstance(found, str):
         return [about | {"status": NOT_RUN, "why": found}]

@@ -31,7 +31,7 @@ _LIMIT_S = 240.0
 
 
 @dataclass(frozen=True, slots=True)
-class Divided:
+class WorkDivision:
     """How the work is divided among the survivors.
 
     Args:
@@ -71,8 +71,8 @@ class Divided:
         return [str(word) for word in words]
 
 
-FEWEST, EVEN, SPARE = Divided(WORKERS), Divided(WORKERS, "even"), Divided(WORKERS, spares=1)
-DIVIDED = (FEWEST, Divided(8), Divided(12), Divided(16), Divided(32), EVEN, SPARE)
+FEWEST, EVEN, SPARE = WorkDivision(WORKERS), WorkDivision(WORKERS, "even"), WorkDivision(WORKERS, spares=1)
+DIVIDED = (FEWEST, WorkDivision(8), WorkDivision(12), WorkDivision(16), WorkDivision(32), EVEN, SPARE)
 
 
 def goodput_tasks(runs: int, seed: int, *, quick: bool) -> list[Task]:
@@ -85,7 +85,7 @@ def goodput_tasks(runs: int, seed: int, *, quick: bool) -> list[Task]:
     ]
 
 
-def _measure(divided: Divided, seed: int, repetition: int, _: Sequence[Row]) -> list[Row]:
+def _measure(divided: WorkDivision, seed: int, repetition: int, _: Sequence[Row]) -> list[Row]:
     about: Row = {"part": "goodput", "divided": divided.name, "workers": WORKERS, "alive": divided.alive}
     about |= {"slices": divided.slices, "expected": divided.imbalance, "repetition": repetition}
     with tempfile.TemporaryDirectory(prefix="holdfast-study-") as name:

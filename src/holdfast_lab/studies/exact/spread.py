@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 import holdfast
 from holdfast.faults.plan import Fault, FaultPlan
 from holdfast_lab.studies.base import MEASURED, Options, Row, Task
-from holdfast_lab.studies.pool import Workers
+from holdfast_lab.studies.pool import WorkerPool
 from holdfast_lab.studies.stats import bootstrap
 from holdfast_lab.workloads import load_dataset, loss_of, make_model
 from holdfast_lab.workloads.train import accuracy
@@ -47,7 +47,7 @@ _PLACES = (("backward", None), ("allreduce", None), ("allreduce", 0), ("allreduc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class SpreadTraining:
     """A training configuration.
 
     Args:
@@ -72,14 +72,14 @@ class Training:
         return f"{self.network}, {self.dataset}"
 
 
-QUICK = (Training(network="mlp", dataset="digits", steps=40),)
-INSIDE = (Training(network="mlp", dataset="digits"), Training(network="cnn", dataset="digits", steps=90))
-READ = (Training(network="cnn", dataset="fashion", steps=150, samples=20_000),)
+QUICK = (SpreadTraining(network="mlp", dataset="digits", steps=40),)
+INSIDE = (SpreadTraining(network="mlp", dataset="digits"), SpreadTraining(network="cnn", dataset="digits", steps=90))
+READ = (SpreadTraining(network="cnn", dataset="fashion", steps=150, samples=20_000),)
 """Need ``--data``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
+class PlannedDeath:
     """A failure: rank, step, phase, and the last bucket that was all-reduced before."""
 
     rank: int
@@ -92,15 +92,15 @@ class Death:
         return f"{self.rank} in step {self.step}, {self.phase}{behind}"
 
 
-def draw_deaths(steps: int, seed: int, run: int) -> list[Death]:
+def draw_deaths(steps: int, seed: int, run: int) -> list[PlannedDeath]:
     """Return one to five failures of eight workers, each in a different step; they are the same for all policies."""
     rng = random.Random(f"{seed}/{run}")
     count = rng.randint(1, 5)
     ranks, when = rng.sample(range(WORKERS), count), sorted(rng.sample(range(_EVERY + 1, steps - 1), count))
-    return [Death(rank, step, *rng.choice(_PLACES)) for rank, step in zip(ranks, when, strict=True)]
+    return [PlannedDeath(rank, step, *rng.choice(_PLACES)) for rank, step in zip(ranks, when, strict=True)]
 
 
-def spread_tasks(trainings: Sequence[Training], runs: int, options: Options) -> list[Task]:
+def spread_tasks(trainings: Sequence[SpreadTraining], runs: int, options: Options) -> list[Task]:
     """Return one task per training and policy, the failure-free run first; with ``--quick`` one task per training."""
     everything = (NOTHING, *POLICIES)
     if options.quick:
@@ -112,17 +112,19 @@ def spread_tasks(trainings: Sequence[Training], runs: int, options: Options) -> 
     ]
 
 
-def _train_all(training: Training, policies: Sequence[str], runs: int, options: Options, _: Sequence[Row]) -> list[Row]:
+def _train_all(
+    training: SpreadTraining, policies: Sequence[str], runs: int, options: Options, _: Sequence[Row]
+) -> list[Row]:
     asked = [(policy, run) for policy in policies for run in range(1 if policy == NOTHING else runs)]
-    with Workers(preload=[__name__]) as workers:
+    with WorkerPool(preload=[__name__]) as workers:
         return workers.rows(partial(_train, training, options.data, options.seed), asked)
 
 
-def _train(training: Training, data: Path | None, seed: int, asked: tuple[str, int]) -> list[Row]:
+def _train(training: SpreadTraining, data: Path | None, seed: int, asked: tuple[str, int]) -> list[Row]:
     return [train(training, data, seed, *asked)]
 
 
-def train(training: Training, data: Path | None, seed: int, policy: str, run: int) -> Row:
+def train(training: SpreadTraining, data: Path | None, seed: int, policy: str, run: int) -> Row:
     """Train once and return the row with the failures and the result.
 
     Args:
@@ -151,7 +153,7 @@ def train(training: Training, data: Path | None, seed: int, policy: str, run: in
     return row | {"accuracy": 100 * accuracy(model, test), "loss": _loss(model, test), "sha256": _sha256(model)}
 
 
-def _settings(policy: str, deaths: Sequence[Death], folder: Path) -> dict[str, Any]:
+def _settings(policy: str, deaths: Sequence[PlannedDeath], folder: Path) -> dict[str, Any]:
     faults = FaultPlan(tuple(Fault("kill", rank=d.rank, step=d.step, phase=d.phase, bucket=d.bucket) for d in deaths))
     found: dict[str, Any] = {"fabric": "virtual", "workers": WORKERS, "guard": "off", "bucket_bytes": _BUCKET_BYTES}
     found |= {"strategy": policy if policy in (FORWARD, RESTART) else ROLLBACK}
@@ -162,7 +164,7 @@ def _settings(policy: str, deaths: Sequence[Death], folder: Path) -> dict[str, A
 
 
 @functools.lru_cache(maxsize=1)
-def _data(training: Training, data: Path | None, seed: int) -> tuple[TensorDataset, Any, tuple[int, ...], int]:
+def _data(training: SpreadTraining, data: Path | None, seed: int) -> tuple[TensorDataset, Any, tuple[int, ...], int]:
     """Return the samples of all steps in order, test samples, the shape of a sample, and the number of classes."""
     dataset = load_dataset(training.dataset, data, limit=training.samples)
     generator = torch.Generator().manual_seed(seed)

@@ -14,7 +14,7 @@ from holdfast_lab.studies.exact.claims import hold_claims
 from holdfast_lab.studies.exact.cost import NETWORKS, QUICK_NETWORK, cost_tasks, memory_tasks
 from holdfast_lab.studies.exact.goodput import goodput_tasks
 from holdfast_lab.studies.exact.page import sections
-from holdfast_lab.studies.exact.spread import INSIDE, QUICK, READ, Training, spread_tasks
+from holdfast_lab.studies.exact.spread import INSIDE, QUICK, READ, SpreadTraining, spread_tasks
 
 COST, MEMORY, GOODPUT, SPREAD = ONLY = ("cost", "memory", "goodput", "spread")
 _JOBS, _RUNS = 5, 30
@@ -102,6 +102,6 @@ def _runs(options: Options) -> int:
     return options.repetitions or (_QUICK_RUNS if options.quick else _RUNS)
 
 
-def _trainings(options: Options) -> list[Training]:
+def _trainings(options: Options) -> list[SpreadTraining]:
     chosen = QUICK if options.quick else (*INSIDE, *(READ if options.data else ()))
     return [one for one in chosen if options.model in ("", one.network)]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from holdfast.comm import Mean, OrderedSum, Span
-from holdfast.comm.base import Exchange
+from holdfast.comm import MeanDivisor, OrderedAllReduce, SlotSpan
+from holdfast.comm.base import Collectives
 from holdfast.errors import ConfigError
 from holdfast.session.session import Session
 
@@ -31,7 +31,7 @@ def sum_unordered(session: Session, add: Callable[[torch.Tensor], None]) -> None
     world.loops.sum = _UnorderedSum(world.comm, replica.size_bytes, add)
 
 
-class _UnorderedSum(OrderedSum):
+class _UnorderedSum(OrderedAllReduce):
     """An all-reduce without shared memory.
 
     Args:
@@ -40,11 +40,13 @@ class _UnorderedSum(OrderedSum):
         add: See :func:`sum_unordered`.
     """
 
-    def __init__(self, comm: Exchange, size_bytes: int, add: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, comm: Collectives, size_bytes: int, add: Callable[[torch.Tensor], None]) -> None:
         super().__init__(comm, "fold", size_bytes, shared_bytes=0)
         self._add = add
 
-    def __call__(self, span: Span, owners: Mapping[int, int], *, mean: Mean | None = None, **_: object) -> torch.Tensor:
+    def __call__(
+        self, span: SlotSpan, owners: Mapping[int, int], *, mean: MeanDivisor | None = None, **_: object
+    ) -> torch.Tensor:
         """Return the sum over all workers, computed in place."""
         result = span.of(self.room(0))
         self._add(result)

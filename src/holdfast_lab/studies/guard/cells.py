@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast_lab.studies.campaign_plan import Cell
-from holdfast_lab.studies.guard.setup import CRITICAL, MESSAGE, STRATA, TARGETS, WEIGHTS, Case, Setup
+from holdfast_lab.studies.guard.setup import CRITICAL, MESSAGE, STRATA, TARGETS, WEIGHTS, GuardCase, GuardSetup
 
 CRITICAL_PART, KINDS, LONGER, CLEAN, CLEAN_NETWORKS = (
     "the critical bit of weights",
@@ -31,7 +31,7 @@ _QUICK_CLEAN_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class CellGroup:
     """A group of cells with the same number of trials.
 
     Args:
@@ -47,7 +47,7 @@ class Part:
     clean: bool = False
 
 
-def parts(seed: int, *, quick: bool, trials: int | None) -> list[Part]:
+def parts(seed: int, *, quick: bool, trials: int | None) -> list[CellGroup]:
     """Return the whole design, the most important parts first.
 
     Args:
@@ -59,43 +59,47 @@ def parts(seed: int, *, quick: bool, trials: int | None) -> list[Part]:
     return found if trials is None else [dataclasses.replace(part, trials=trials) for part in found]
 
 
-def _quick(seed: int) -> list[Part]:
-    setup = Setup(optimizer="sgd", epochs=3, training_seed=seed)
+def _quick(seed: int) -> list[CellGroup]:
+    setup = GuardSetup(optimizer="sgd", epochs=3, training_seed=seed)
     checked = dataclasses.replace(setup, sums=True)
     cells = (*(_cell(setup, target, CRITICAL) for target in TARGETS), _cell(checked, MESSAGE, CRITICAL))
-    clean = (_clean(Setup(epochs=_CLEAN_EPOCHS)),)
+    clean = (_clean(GuardSetup(epochs=_CLEAN_EPOCHS)),)
     return [
-        Part(name=QUICK, cells=cells, trials=_QUICK_TRIALS),
-        Part(name=CLEAN, cells=clean, trials=_QUICK_CLEAN_RUNS, clean=True),
+        CellGroup(name=QUICK, cells=cells, trials=_QUICK_TRIALS),
+        CellGroup(name=CLEAN, cells=clean, trials=_QUICK_CLEAN_RUNS, clean=True),
     ]
 
 
-def _whole(seed: int) -> Iterator[Part]:
+def _whole(seed: int) -> Iterator[CellGroup]:
     small = [
-        Setup(optimizer="adam", workers=2, training_seed=seed),
-        Setup(optimizer="sgd", workers=4, training_seed=seed),
+        GuardSetup(optimizer="adam", workers=2, training_seed=seed),
+        GuardSetup(optimizer="sgd", workers=4, training_seed=seed),
     ]
     struck = [(setup, target) for setup in small for target in TARGETS]
     struck += [(dataclasses.replace(setup, sums=True), MESSAGE) for setup in small]
     kinds = tuple(_cell(setup, target, bits) for setup, target in struck for bits in STRATA)
-    yield Part(name=KINDS, cells=kinds, trials=_KIND_TRIALS)
-    clean = [Setup(optimizer=o, workers=w, sums=w > 2, epochs=_CLEAN_EPOCHS) for o in ("adam", "sgd") for w in (2, 4)]
-    yield Part(name=CLEAN, cells=tuple(map(_clean, clean)), trials=_CLEAN_RUNS, clean=True)
+    yield CellGroup(name=KINDS, cells=kinds, trials=_KIND_TRIALS)
+    clean = [
+        GuardSetup(optimizer=o, workers=w, sums=w > 2, epochs=_CLEAN_EPOCHS) for o in ("adam", "sgd") for w in (2, 4)
+    ]
+    yield CellGroup(name=CLEAN, cells=tuple(map(_clean, clean)), trials=_CLEAN_RUNS, clean=True)
     # Shorter trainings give more trials per hour, and a harmful flip still shows after two epochs.
     short = [dataclasses.replace(setup, epochs=2) for setup in small]
-    yield Part(name=CRITICAL_PART, cells=tuple(_cell(s, WEIGHTS, CRITICAL) for s in short), trials=_CRITICAL_TRIALS)
-    wide = Setup(size=88, batch=16, warm=1, epochs=1, training_seed=seed)
-    cnn = Setup(network="cnn", optimizer="sgd", warm=3, epochs=2, training_seed=seed)
+    yield CellGroup(
+        name=CRITICAL_PART, cells=tuple(_cell(s, WEIGHTS, CRITICAL) for s in short), trials=_CRITICAL_TRIALS
+    )
+    wide = GuardSetup(size=88, batch=16, warm=1, epochs=1, training_seed=seed)
+    cnn = GuardSetup(network="cnn", optimizer="sgd", warm=3, epochs=2, training_seed=seed)
     longer = tuple(_cell(setup, WEIGHTS, CRITICAL) for setup in (wide, cnn))
-    yield Part(name=LONGER, cells=longer, trials=_LONGER_TRIALS)
-    larger = [Setup(network="cnn", optimizer=o, epochs=_CLEAN_EPOCHS) for o in ("adam", "sgd")]
-    yield Part(name=CLEAN_NETWORKS, cells=tuple(map(_clean, larger)), trials=_CLEAN_NETWORK_RUNS, clean=True)
+    yield CellGroup(name=LONGER, cells=longer, trials=_LONGER_TRIALS)
+    larger = [GuardSetup(network="cnn", optimizer=o, epochs=_CLEAN_EPOCHS) for o in ("adam", "sgd")]
+    yield CellGroup(name=CLEAN_NETWORKS, cells=tuple(map(_clean, larger)), trials=_CLEAN_NETWORK_RUNS, clean=True)
 
 
-def _cell(setup: Setup, target: str, bits: str) -> Cell:
-    case = Case(target=target, bits=bits)
+def _cell(setup: GuardSetup, target: str, bits: str) -> Cell:
+    case = GuardCase(target=target, bits=bits)
     return Cell(case.name(setup), case.settings(setup))
 
 
-def _clean(setup: Setup) -> Cell:
+def _clean(setup: GuardSetup) -> Cell:
     return Cell(f"clean: {setup.name}", dataclasses.asdict(setup))

@@ -29,7 +29,7 @@ _VARIANTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timed:
+class TimedGuardTraining:
     """A training whose steps are timed.
 
     Args:
@@ -49,17 +49,17 @@ class Timed:
     steps: int = 70
 
 
-SMALL = Timed(name="mlp, 26 thousand parameters")
-LARGE = Timed(name="mlp, 8.4 million parameters", size=256, samples=256)
+SMALL = TimedGuardTraining(name="mlp, 26 thousand parameters")
+LARGE = TimedGuardTraining(name="mlp, 8.4 million parameters", size=256, samples=256)
 
 
 def cost_tasks(seed: int, *, quick: bool) -> list[Task]:
     """Return the tasks that time steps."""
-    timed = (Timed(name=SMALL.name, blocks=6),) if quick else (SMALL, LARGE)
+    timed = (TimedGuardTraining(name=SMALL.name, blocks=6),) if quick else (SMALL, LARGE)
     return [Task(f"cost: {one.name}", partial(_task, one, seed)) for one in timed]
 
 
-def _task(timed: Timed, seed: int, _: Sequence[Row]) -> list[Row]:
+def _task(timed: TimedGuardTraining, seed: int, _: Sequence[Row]) -> list[Row]:
     about: Row = {"part": "cost", "training": timed.name, "workers": WORKERS_OF_IT, "blocks": timed.blocks}
     mpirun = mpirun_words(WORKERS_OF_IT)
     if not mpirun:
@@ -86,7 +86,7 @@ def mpirun_words(workers: int) -> list[str]:
     return [mpirun, *how, *root, "-n", str(workers), sys.executable]
 
 
-def _command(mpirun: Sequence[str], timed: Timed, out: Path) -> list[str]:
+def _command(mpirun: Sequence[str], timed: TimedGuardTraining, out: Path) -> list[str]:
     words: list[object] = [*mpirun, SCRIPTS / "cost.py", "--size", timed.size]
     words += ["--samples", timed.samples, "--batch", timed.batch, "--blocks", timed.blocks]
     return [str(word) for word in [*words, "--steps", timed.steps, "--out", out]]

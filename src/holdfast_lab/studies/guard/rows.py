@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast_lab.studies.base import MEASURED, Row
 from holdfast_lab.studies.campaign_plan import Cell
-from holdfast_lab.studies.guard.setup import STRATA, Setup, of_settings
+from holdfast_lab.studies.guard.setup import STRATA, GuardSetup, of_settings
 from holdfast_lab.studies.outcomes import RWC
 from holdfast_lab.studies.stats import wilson
 
@@ -139,7 +139,7 @@ def _within(harmful: Iterable[Row]) -> Row:
 
 
 def _about(settings: Mapping[str, Any]) -> Row:
-    setup: Setup = of_settings(Setup, settings)
+    setup: GuardSetup = of_settings(GuardSetup, settings)
     about: Row = {"training": setup.name, "network": setup.network, "optimizer": setup.optimizer}
     about |= {"workers": setup.workers, "size": setup.size, "sums": setup.sums, "epochs": setup.epochs}
     return about | ({"target": settings["target"]} if "target" in settings else {})

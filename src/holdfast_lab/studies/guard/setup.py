@@ -23,7 +23,7 @@ LEARNED = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class GuardSetup:
     """A training with virtual workers that continues from a warm state."""
 
     network: str = "mlp"
@@ -54,7 +54,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class GuardCase:
     """The injected bit flips: one bit each, of any value, in any step, at any worker."""
 
     target: str
@@ -62,15 +62,15 @@ class Case:
     bits: str
     """One of :data:`STRATA`; within it every bit is equally likely."""
 
-    def settings(self, setup: Setup) -> dict[str, Any]:
+    def settings(self, setup: GuardSetup) -> dict[str, Any]:
         """Return both as columns."""
         return dataclasses.asdict(self) | dataclasses.asdict(setup)
 
-    def name(self, setup: Setup) -> str:
+    def name(self, setup: GuardSetup) -> str:
         """Return the name of its cell."""
         return f"{self.target}, bits {self.bits}: {setup.name}"
 
 
 def of_settings(kind: type[Any], settings: Mapping[str, Any]) -> Any:
-    """Return the :class:`Setup` or the :class:`Case` in some columns."""
+    """Return the :class:`GuardSetup` or the :class:`GuardCase` in some columns."""
     return kind(**{field.name: settings[field.name] for field in dataclasses.fields(kind)})

@@ -15,9 +15,9 @@ from typing import Any
 from holdfast.errors import ConfigError
 from holdfast_lab.studies.base import NOT_RUN, Claim, Options, Row, Task, check_parts, parts_left_out
 from holdfast_lab.studies.campaign import run_campaign
-from holdfast_lab.studies.campaign_plan import Campaign, Cell, Stop
+from holdfast_lab.studies.campaign_plan import Campaign, Cell, StopRule
 from holdfast_lab.studies.campaign_table import each_row
-from holdfast_lab.studies.guard.cells import Part, parts
+from holdfast_lab.studies.guard.cells import CellGroup, parts
 from holdfast_lab.studies.guard.claims import hold_claims
 from holdfast_lab.studies.guard.cost import LARGE, cost_tasks
 from holdfast_lab.studies.guard.page import sections
@@ -95,14 +95,14 @@ def _check(options: Options) -> None:
             )
 
 
-def _parts(options: Options) -> list[Part]:
+def _parts(options: Options) -> list[CellGroup]:
     return parts(options.seed, quick=options.quick, trials=options.repetitions)
 
 
-def _campaign(options: Options, part: Part, _: Sequence[Row]) -> list[Row]:
+def _campaign(options: Options, part: CellGroup, _: Sequence[Row]) -> list[Row]:
     """Run the missing trials of a part, in the part's own table, and return its rows."""
     path = options.out / f"{part.name.replace(', ', '-').replace(' ', '-')}.sqlite"
-    stop = Stop(width=0.0, batch=part.trials, least=part.trials, most=part.trials)
+    stop = StopRule(width=0.0, batch=part.trials, least=part.trials, most=part.trials)
     begins, makes = (prepare_clean, trial_clean) if part.clean else (prepare, trial)
     campaign = Campaign(
         name=f"{Guard.name}: {part.name}",

@@ -13,8 +13,8 @@ from holdfast.faults.alteration import Alteration
 from holdfast.faults.flip import Flip
 from holdfast.faults.plan import FLIP, Fault
 from holdfast_lab.studies.base import Row
-from holdfast_lab.studies.guard.setup import MESSAGE, Case, Setup, of_settings
-from holdfast_lab.studies.guard.workers.training import OFF, Ended, State, steps_of, train
+from holdfast_lab.studies.guard.setup import MESSAGE, GuardCase, GuardSetup, of_settings
+from holdfast_lab.studies.guard.workers.training import OFF, GuardResult, State, steps_of, train
 from holdfast_lab.studies.outcomes import NAN, RWC, TF, outcome_of
 
 SAMPLED = 0.2
@@ -23,7 +23,7 @@ GUARD = "heal"
 
 
 @dataclass(frozen=True, slots=True)
-class Warm:
+class GuardWarmStart:
     """The warm state that the trials of a cell start from.
 
     Args:
@@ -33,24 +33,24 @@ class Warm:
         undisturbed: The result of the fault-free training.
     """
 
-    setup: Setup
-    case: Case
+    setup: GuardSetup
+    case: GuardCase
     begin: State
-    undisturbed: Ended
+    undisturbed: GuardResult
 
 
-def prepare(settings: Mapping[str, Any]) -> Warm:
+def prepare(settings: Mapping[str, Any]) -> GuardWarmStart:
     """Train up to the warm state, and from there once without a fault."""
-    setup, case = of_settings(Setup, settings), of_settings(Case, settings)
+    setup, case = of_settings(GuardSetup, settings), of_settings(GuardCase, settings)
     begun = train(setup, OFF, seed=setup.training_seed, epochs=setup.warm)
     _check(begun)
-    warm = Warm(setup, case, begun.state, Ended())
+    warm = GuardWarmStart(setup, case, begun.state, GuardResult())
     undisturbed = _go_on(warm, OFF)
     _check(undisturbed)
-    return Warm(setup, case, begun.state, undisturbed)
+    return GuardWarmStart(setup, case, begun.state, undisturbed)
 
 
-def trial(warm: Warm, seed: int) -> Row:
+def trial(warm: GuardWarmStart, seed: int) -> Row:
     """Inject a flip without the guard; repeat harmful flips, and a random sample of the others, with the guard."""
     rng = random.Random(seed)
     fault = drawn(warm, rng)
@@ -72,7 +72,7 @@ def trial(warm: Warm, seed: int) -> Row:
     return row
 
 
-def drawn(warm: Warm, rng: random.Random) -> Fault:
+def drawn(warm: GuardWarmStart, rng: random.Random) -> Fault:
     """Return a random flip of one bit, in any step, at any worker."""
     setup, case = warm.setup, warm.case
     how = Alteration(count=1, bits=case.bits, seed=rng.getrandbits(62))
@@ -87,12 +87,12 @@ def drawn(warm: Warm, rng: random.Random) -> Fault:
     )
 
 
-def _go_on(warm: Warm, guard: str, fault: Fault | None = None) -> Ended:
+def _go_on(warm: GuardWarmStart, guard: str, fault: Fault | None = None) -> GuardResult:
     setup = warm.setup
     return train(setup, guard, seed=setup.training_seed + 1, epochs=setup.epochs, begin=warm.begin, fault=fault)
 
 
-def _guarded(warm: Warm, fault: Fault) -> Row:
+def _guarded(warm: GuardWarmStart, fault: Fault) -> Row:
     """Return the result of the same flip with the guard."""
     ended = _go_on(warm, GUARD, fault)
     found = ended.of("CorruptionFound")
@@ -111,7 +111,7 @@ def _guarded(warm: Warm, fault: Fault) -> Row:
     return row
 
 
-def _struck(ended: Ended) -> Row:
+def _struck(ended: GuardResult) -> Row:
     """Return the flipped bit, its tensor, and the value before and after."""
     altered = ended.of("ValuesAltered")
     if not altered:
@@ -120,13 +120,13 @@ def _struck(ended: Ended) -> Row:
     return {"bit": value["bit"], "path": value["path"], "before": value["before"], "after": value["after"]}
 
 
-def _class(ended: Ended, undisturbed: Ended) -> str:
+def _class(ended: GuardResult, undisturbed: GuardResult) -> str:
     if ended.error:
         return TF
     return outcome_of(ended.accuracy, undisturbed.accuracy, finite=ended.finite)
 
 
-def _check(ended: Ended) -> None:
+def _check(ended: GuardResult) -> None:
     if ended.error or not ended.finite:
         raise InternalError(f"a fault-free training failed: {ended.error or 'its loss is not finite'}")
 
@@ -135,13 +135,13 @@ def _check(ended: Ended) -> None:
 # Clean trainings
 
 
-def prepare_clean(settings: Mapping[str, Any]) -> Setup:
+def prepare_clean(settings: Mapping[str, Any]) -> GuardSetup:
     """Return the training's settings."""
-    setup: Setup = of_settings(Setup, settings)
+    setup: GuardSetup = of_settings(GuardSetup, settings)
     return setup
 
 
-def trial_clean(setup: Setup, seed: int) -> Row:
+def trial_clean(setup: GuardSetup, seed: int) -> Row:
     """Train from new weights with the guard and without a flip; return the false alarms."""
     own = dataclasses.replace(setup, training_seed=seed % 2**31)
     ended = train(own, GUARD, seed=own.training_seed, epochs=setup.epochs)

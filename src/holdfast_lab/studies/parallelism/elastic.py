@@ -19,9 +19,9 @@ from holdfast_lab.studies.parallelism.jobs import (
     REPLICATED,
     RESTART,
     ROLLBACK,
-    Job,
-    Outcome,
-    Scale,
+    ParallelismOutcome,
+    ParallelismRun,
+    TrainingScale,
 )
 from holdfast_lab.studies.parallelism.rows import row_of
 
@@ -51,7 +51,7 @@ _GIVE = ("Welcome", "Install")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class ElasticCase:
     """One run of a scenario.
 
     Args:
@@ -73,14 +73,14 @@ class Case:
         """Name of the task of this case."""
         return f"elastic: {self.scenario}, {self.comes} comes, {self.fabric}, {self.strategy}, {self.workers} workers"
 
-    def job(self, network: str, scale: Scale, seed: int) -> Job:
+    def job(self, network: str, scale: TrainingScale, seed: int) -> ParallelismRun:
         """Return the job to run."""
         options, arguments = ["--fabric", self.fabric], list[str]()
         if self.comes == PROCESS:
             arguments = ["--wanted", str(self.workers), "--since", str(_EVENT_STEP)]
             options += ["--respawn"] if self.scenario == SAME else []
             arguments += ["--ask"] if self.scenario == UP else []
-        return Job(
+        return ParallelismRun(
             kind=REPLICATED,
             strategy=self.strategy,
             network=network,
@@ -96,14 +96,14 @@ class Case:
         )
 
 
-def cases(counts: Sequence[int]) -> list[Case]:
+def cases(counts: Sequence[int]) -> list[ElasticCase]:
     """Return all cases, the undisturbed run first.
 
     Args:
         counts: Numbers of workers, ascending.
     """
     kept = [
-        Case(scenario=scenario, comes=comes, fabric=fabric, strategy=strategy, workers=count)
+        ElasticCase(scenario=scenario, comes=comes, fabric=fabric, strategy=strategy, workers=count)
         for scenario, coming in _COMES.items()
         for comes, fabrics in coming.items()
         for fabric in fabrics
@@ -111,12 +111,12 @@ def cases(counts: Sequence[int]) -> list[Case]:
         for count in counts
         if count >= _FEWEST[comes]
     ]
-    up = [Case(scenario=UP, comes=PROCESS, fabric=GLOO, strategy=ROLLBACK, workers=count) for count in counts]
-    calm = Case(scenario=CALM, comes=NOBODY, fabric=GLOO, strategy=ROLLBACK, workers=counts[-1])
+    up = [ElasticCase(scenario=UP, comes=PROCESS, fabric=GLOO, strategy=ROLLBACK, workers=count) for count in counts]
+    calm = ElasticCase(scenario=CALM, comes=NOBODY, fabric=GLOO, strategy=ROLLBACK, workers=counts[-1])
     return [calm, *kept, *up]
 
 
-def _shortened(scale: Scale) -> Scale:
+def _shortened(scale: TrainingScale) -> TrainingScale:
     """Shorten a run to end soon after the event."""
     per_epoch = min(_STEPS, scale.samples // scale.batch)
     return replace(
@@ -128,7 +128,7 @@ def _shortened(scale: Scale) -> Scale:
     )
 
 
-def elastic_row(case: Case, job: Job, outcome: Outcome, known: Sequence[Row]) -> Row:
+def elastic_row(case: ElasticCase, job: ParallelismRun, outcome: ParallelismOutcome, known: Sequence[Row]) -> Row:
     """Return the row of a run; ``known`` are the rows of earlier runs."""
     calm = next((row for row in known if row["part"] == "elastic" and row["scenario"] == CALM), None)
     about: Row = {"part": "elastic", "scenario": case.scenario, "comes": case.comes, "fabric": case.fabric}
@@ -138,7 +138,7 @@ def elastic_row(case: Case, job: Job, outcome: Outcome, known: Sequence[Row]) ->
     return {**row, **_divided(outcome), **_joined(outcome)}
 
 
-def _divided(outcome: Outcome) -> Row:
+def _divided(outcome: ParallelismOutcome) -> Row:
     """Split the time from the kill to the next commit into three parts, the first of which is ``detect_s``."""
     failures = outcome.report["failures"]
     if not failures or failures[0]["detect_s"] is None or failures[0]["recover_s"] is None:
@@ -151,7 +151,7 @@ def _divided(outcome: Outcome) -> Row:
     return {"repair_s": until_s - first["detect_s"], "redo_s": first["recover_s"] - until_s}
 
 
-def _joined(outcome: Outcome) -> Row:
+def _joined(outcome: ParallelismOutcome) -> Row:
     """Return which workers joined, when, and for how long the join kept the others from computing."""
     report = outcome.report
     joined: list[dict[str, Any]] = report["joined"]

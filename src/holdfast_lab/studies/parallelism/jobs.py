@@ -41,7 +41,7 @@ _LAST_WORDS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class TrainingScale:
     """The size of a training.
 
     Args:
@@ -71,7 +71,7 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ParallelismRun:
     """The settings of one run.
 
     Args:
@@ -95,7 +95,7 @@ class Job:
     strategy: str
     network: str
     workers: int
-    scale: Scale
+    scale: TrainingScale
     kills: tuple[tuple[int, int], ...] = ()
     spares: int = 0
     mirror: int | None = None
@@ -164,7 +164,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ParallelismOutcome:
     """The results of a run.
 
     Args:
@@ -192,7 +192,7 @@ def own_environment() -> dict[str, str]:
     return own | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def write_data(folder: Path, scale: Scale, data: Path | None) -> None:
+def write_data(folder: Path, scale: TrainingScale, data: Path | None) -> None:
     """Write the samples as four arrays that workers read in pieces."""
     folder.mkdir(parents=True)
     dataset = load_dataset(scale.dataset, data, limit=scale.samples, size=scale.side)
@@ -202,7 +202,7 @@ def write_data(folder: Path, scale: Scale, data: Path | None) -> None:
             np.save(folder / f"{prefix}{name}.npy", tensor.numpy())
 
 
-def carry_out(job: Job, data: Path | None, timeout_s: float) -> Outcome:
+def carry_out(job: ParallelismRun, data: Path | None, timeout_s: float) -> ParallelismOutcome:
     """Run a job and return its results.
 
     Args:
@@ -245,11 +245,11 @@ def ended(words: Sequence[str], env: dict[str, str], folder: Path, timeout_s: fl
     return code, (lines or ["no output"])[-1][:_LAST_WORDS]
 
 
-def _read(folder: Path, failed: str) -> Outcome:
+def _read(folder: Path, failed: str) -> ParallelismOutcome:
     report, events = folder / "report" / "report.json", folder / "report" / "events.jsonl"
     if not report.is_file():
-        return Outcome(failed=failed or "it wrote no report")
-    return Outcome(
+        return ParallelismOutcome(failed=failed or "it wrote no report")
+    return ParallelismOutcome(
         report=json.loads(report.read_text()),
         events=[json.loads(line) for line in events.read_text().splitlines()],
         notes=[json.loads(path.read_text()) for path in sorted((folder / "notes").glob("notes-*.json"))],

@@ -22,7 +22,7 @@ NEEDS_CHECKOUT = "What breaks without each MPI call: the model checker is not in
 
 
 @dataclass(frozen=True, slots=True)
-class Checker:
+class ModelChecker:
     """The model checker of the recovery protocol.
 
     Args:
@@ -36,7 +36,7 @@ class Checker:
     broken: ModuleType
 
 
-def model_checker() -> Checker | None:
+def model_checker() -> ModelChecker | None:
     """Return the model checker; None without a checkout of the repository.
 
     It belongs to the tests and is not installed. It is looked up as a package in ``tests/`` of the checkout that this
@@ -52,7 +52,7 @@ def model_checker() -> Checker | None:
         from model.explorer import World, explore
     except ModuleNotFoundError:
         return None
-    return Checker(explore, World, broken)
+    return ModelChecker(explore, World, broken)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
-from holdfast_lab.studies.parallelism.jobs import HYBRID, PIPELINE, REPLICATED, SHARDED, Job, Outcome
+from holdfast_lab.studies.parallelism.jobs import (
+    HYBRID,
+    PIPELINE,
+    REPLICATED,
+    SHARDED,
+    ParallelismOutcome,
+    ParallelismRun,
+)
 from holdfast_lab.studies.stats import median
 
 ORDERS = {
@@ -66,7 +73,7 @@ ELSEWHERE = {
 """Source of the other data structures."""
 
 
-def row_of(job: Job, outcome: Outcome, undisturbed: Row | None) -> Row:
+def row_of(job: ParallelismRun, outcome: ParallelismOutcome, undisturbed: Row | None) -> Row:
     """Return the row of a run; ``undisturbed`` is the row of the same run without a kill."""
     about = {**job.about(), "part": "recovery" if job.kills else "undisturbed", "status": MEASURED}
     if not outcome.report or (outcome.failed and not job.kills):
@@ -80,14 +87,14 @@ def row_of(job: Job, outcome: Outcome, undisturbed: Row | None) -> Row:
     return row
 
 
-def _pace(outcome: Outcome) -> Row:
+def _pace(outcome: ParallelismOutcome) -> Row:
     """Return the seconds of a step; communication is the rest after computing and the optimizer."""
     notes = outcome.notes
     names = ("step_s", "compute_s", "optimizer_s", "communication_s")
     return {name: median([note[name] for note in notes]) if notes and name in notes[0] else None for name in names}
 
 
-def _end(outcome: Outcome) -> Row:
+def _end(outcome: ParallelismOutcome) -> Row:
     report = outcome.report
     samples, steps = report["samples"], [record["step"] for record in _commits(outcome)]
     buffers = sorted({note["buffers_sha256"] for note in outcome.notes})
@@ -111,7 +118,7 @@ def _end(outcome: Outcome) -> Row:
     }
 
 
-def _commits(outcome: Outcome) -> list[dict[str, Any]]:
+def _commits(outcome: ParallelismOutcome) -> list[dict[str, Any]]:
     """Return each step's last commit: a redone step counts as it was redone."""
     last = {record["step"]: record for record in outcome.of("StepCommitted")}
     return [last[step] for step in sorted(last)]
@@ -121,14 +128,14 @@ def _digest(values: Sequence[Any]) -> str:
     return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
-def _snapshot_s(outcome: Outcome) -> float | None:
+def _snapshot_s(outcome: ParallelismOutcome) -> float | None:
     """Return for how long saving held the training, either a checkpoint or the snapshot taken at the fault."""
     at_fault = [record["snapshot_s"] for record in outcome.of("Reinitialised")]
     saved = [record["seconds"] for record in outcome.of("CheckpointSaved")]
     return max(at_fault) if at_fault else median(saved) if saved else None
 
 
-def _recovery(outcome: Outcome) -> Row:
+def _recovery(outcome: ParallelismOutcome) -> Row:
     failures = outcome.report["failures"]
     first: Row = failures[0] if failures else {}
     times, orders, rebuilt = first.get("times_s", {}), first.get("orders", {}), outcome.of("Reinitialised")
@@ -179,7 +186,7 @@ def _compared(row: Row, undisturbed: Row) -> Row:
 # The paper's data policy
 
 
-def data_row(job: Job, outcome: Outcome) -> Row:
+def data_row(job: ParallelismRun, outcome: ParallelismOutcome) -> Row:
     """Return what survivors reread after the kill of a worker with data blocks, and the blocks held at the end."""
     about = {**job.about(), "part": "data", "status": MEASURED}
     if outcome.failed:

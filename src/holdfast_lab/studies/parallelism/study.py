@@ -19,7 +19,7 @@ from typing import Any
 from holdfast.errors import ConfigError
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Options, Row, Task
 from holdfast_lab.studies.parallelism.claims import hold_claims
-from holdfast_lab.studies.parallelism.elastic import Case, cases, elastic_row
+from holdfast_lab.studies.parallelism.elastic import ElasticCase, cases, elastic_row
 from holdfast_lab.studies.parallelism.jobs import (
     BACKUPS,
     FORWARD,
@@ -34,8 +34,8 @@ from holdfast_lab.studies.parallelism.jobs import (
     SCRIPTS,
     SHARDED,
     STRATEGIES,
-    Job,
-    Scale,
+    ParallelismRun,
+    TrainingScale,
     carry_out,
     ended,
     write_data,
@@ -52,7 +52,9 @@ NETWORKS = ("cnn", *PAPER_NETWORKS)
 PAPER_KILL = 300
 """The iteration in which the authors' code kills a rank."""
 
-_TINY = Scale(dataset="digits", side=None, samples=1472, batch=64, epochs=1, slices=4, kills=(11,), checkpoint_every=4)
+_TINY = TrainingScale(
+    dataset="digits", side=None, samples=1472, batch=64, epochs=1, slices=4, kills=(11,), checkpoint_every=4
+)
 _DIGITS = replace(_TINY, epochs=16, slices=8, kills=(30, 150, PAPER_KILL), checkpoint_every=20)
 _FASHION = replace(_DIGITS, dataset="fashion", samples=59_904, batch=128, epochs=1)
 _DEEP = "alexnet"
@@ -134,7 +136,7 @@ class _Plan:
         self.scale = self._scale()
         self._limit_s = _QUICK_LIMIT_S if options.quick else _LIMIT_S
 
-    def _scale(self) -> Scale:
+    def _scale(self) -> TrainingScale:
         if self._options.quick:
             scale = _TINY if self._options.data is None else replace(_TINY, dataset="fashion", side=8)
         else:
@@ -235,8 +237,10 @@ class _Plan:
                 tasks.append(Task(f"replaced: {kind}, {strategy}, {count} workers", partial(self._rows, [job])))
         return tasks
 
-    def _job(self, kind: str, strategy: str, count: int, network: str = "", scale: Scale | None = None) -> Job:
-        return Job(
+    def _job(
+        self, kind: str, strategy: str, count: int, network: str = "", scale: TrainingScale | None = None
+    ) -> ParallelismRun:
+        return ParallelismRun(
             kind=kind,
             strategy=strategy,
             network=network or self.network,
@@ -248,10 +252,10 @@ class _Plan:
             options=BACKUPS if strategy == PARTIAL else (),
         )
 
-    def _rows(self, jobs: Sequence[Job], known: Sequence[Row]) -> list[Row]:
+    def _rows(self, jobs: Sequence[ParallelismRun], known: Sequence[Row]) -> list[Row]:
         return [self._row(job, known) for job in jobs]
 
-    def _row(self, job: Job, known: Sequence[Row]) -> Row:
+    def _row(self, job: ParallelismRun, known: Sequence[Row]) -> Row:
         if why := _impossible(job):
             return {**job.about(), "part": "recovery" if job.kills else "undisturbed", "status": NOT_RUN, "why": why}
         outcome = carry_out(job, self._options.data, self._limit_s)
@@ -301,7 +305,7 @@ class _Plan:
         ]
         return [data_row(job, carry_out(job, self._options.data, self._limit_s)) for job in jobs]
 
-    def _elastic(self, case: Case, known: Sequence[Row]) -> list[Row]:
+    def _elastic(self, case: ElasticCase, known: Sequence[Row]) -> list[Row]:
         job = case.job(self.network, self.scale, self._options.seed)
         return [elastic_row(case, job, carry_out(job, self._options.data, self._limit_s), known)]
 
@@ -327,7 +331,7 @@ class _Plan:
         kept = ("step_s", "parameters", "status", "why")
         return [*rows, {**about, "mode": "ULFM and protection", **{k: protected[k] for k in kept if k in protected}}]
 
-    def _plain(self, network: str, count: int, scale: Scale, words: Sequence[str]) -> Row:
+    def _plain(self, network: str, count: int, scale: TrainingScale, words: Sequence[str]) -> Row:
         with tempfile.TemporaryDirectory(prefix="holdfast-study-") as name:
             folder = Path(name)
             write_data(folder / "data", scale, self._options.data)
@@ -360,7 +364,7 @@ def _tried(omission: Omission, _: Sequence[Row]) -> list[Row]:
     return need_rows(omission)
 
 
-def _of_paper(scale: Scale, network: str, run: tuple[int, int] | None = None) -> Scale:
+def _of_paper(scale: TrainingScale, network: str, run: tuple[int, int] | None = None) -> TrainingScale:
     """Return the size of a training of the paper's networks: small mini-batches, a few iterations beyond the kill."""
     batch = 32
     kill, steps = run or _PAPER_RUNS[network]
@@ -393,7 +397,7 @@ def _reinit_from(kind: str) -> str:
     return "root" if kind == REPLICATED else "checkpoint"
 
 
-def _impossible(job: Job) -> str:
+def _impossible(job: ParallelismRun) -> str:
     """Return why a job cannot be run; "" if it can."""
     blocks = len(layout(job.network, 10, image=(1, job.scale.side or 8)).blocks)
     if job.kind in (PIPELINE, HYBRID) and job.parts > blocks:
@@ -401,7 +405,7 @@ def _impossible(job: Job) -> str:
     return ""
 
 
-def _is_same(row: Row, job: Job) -> bool:
+def _is_same(row: Row, job: ParallelismRun) -> bool:
     """Return whether a row is of the job's run without a kill; parallel pipelines do not change the bits."""
     if (row["network"], row["parts"]) != (job.network, job.parts):
         return False

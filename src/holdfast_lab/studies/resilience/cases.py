@@ -24,7 +24,7 @@ GAP = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
+class NetworkSpec:
     """A network and its training settings.
 
     Args:
@@ -57,7 +57,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class ResilienceCase:
     """The failures or changes in a training run, and the recovery strategy.
 
     Args:
@@ -112,41 +112,41 @@ def _gpt(context: int, layers: int, width: int) -> tuple[tuple[str, float], ...]
 
 
 QUICK = (
-    Network(name="mlp", model="mlp", dataset="digits", batch=512, steps=30, learning_rate=0.1, workers=(16, 512), seeds=4),
+    NetworkSpec(name="mlp", model="mlp", dataset="digits", batch=512, steps=30, learning_rate=0.1, workers=(16, 512), seeds=4),
 )  # fmt: skip
 INSIDE = (
-    Network(name="mlp", model="mlp", dataset="digits", batch=1024, steps=40, learning_rate=0.1,
+    NetworkSpec(name="mlp", model="mlp", dataset="digits", batch=1024, steps=40, learning_rate=0.1,
             workers=(4, 16, 64, 256, 1024), seeds=30, tried=ALL),
-    Network(name="cnn", model="cnn", dataset="digits", batch=256, steps=60, learning_rate=0.05,
+    NetworkSpec(name="cnn", model="cnn", dataset="digits", batch=256, steps=60, learning_rate=0.05,
             workers=(4, 16, 64, 256), seeds=30),
 )  # fmt: skip
 READ = (
-    Network(name="alexnet-narrow", model="alexnet", shape=(("width", 16),), dataset="fashion", batch=64, steps=240,
+    NetworkSpec(name="alexnet-narrow", model="alexnet", shape=(("width", 16),), dataset="fashion", batch=64, steps=240,
             learning_rate=0.05, workers=(64,), seeds=30, tried=FEW, tested=1000),
-    Network(name="resnet18-narrow", model="resnet18", shape=(("width", 8),), dataset="fashion", batch=64, steps=60,
+    NetworkSpec(name="resnet18-narrow", model="resnet18", shape=(("width", 8),), dataset="fashion", batch=64, steps=60,
             learning_rate=0.1, workers=(64,), seeds=30, tried=FEW, tested=1000),
-    Network(name="gpt-small", model="gpt", shape=_gpt(context=128, layers=2, width=32), dataset="shakespeare", batch=64,
+    NetworkSpec(name="gpt-small", model="gpt", shape=_gpt(context=128, layers=2, width=32), dataset="shakespeare", batch=64,
             steps=60, learning_rate=0.3, workers=(64,), seeds=30, tried=FEW, tested=100),
 )  # fmt: skip
 """Need ``--data``; narrow enough for a CPU."""
 WIDE = (
-    Network(name="alexnet", model="alexnet", dataset="fashion", batch=1024, steps=300, learning_rate=0.02,
+    NetworkSpec(name="alexnet", model="alexnet", dataset="fashion", batch=1024, steps=300, learning_rate=0.02,
             workers=(4, 64, 1024), seeds=30, tested=2000),
-    Network(name="resnet18", model="resnet18", dataset="fashion", batch=1024, steps=120, learning_rate=0.05,
+    NetworkSpec(name="resnet18", model="resnet18", dataset="fashion", batch=1024, steps=120, learning_rate=0.05,
             workers=(4, 64, 1024), seeds=30, tested=2000),
-    Network(name="gpt", model="gpt", shape=_gpt(context=128, layers=4, width=128), dataset="shakespeare", batch=256,
+    NetworkSpec(name="gpt", model="gpt", shape=_gpt(context=128, layers=4, width=128), dataset="shakespeare", batch=256,
             steps=300, learning_rate=0.1, workers=(4, 64, 256), seeds=30, tested=200),
 )  # fmt: skip
 """Need ``--data`` and ``--network``: they take days on a CPU, so they are for GPUs."""
 
 
-def cases(network: Network, *, quick: bool) -> list[Case]:
+def cases(network: NetworkSpec, *, quick: bool) -> list[ResilienceCase]:
     """Return the cases to try with a network."""
     yielded = {ALL: _all, SOME: _some, FEW: _few}[network.tried]
     return list(dict.fromkeys(_quick(network) if quick else yielded(network)))
 
 
-def network_of(name: str) -> Network:
+def network_of(name: str) -> NetworkSpec:
     """Return a network of the whole study by its name."""
     return next(network for network in (*INSIDE, *READ, *WIDE) if network.name == name)
 
@@ -155,54 +155,56 @@ def _counts(workers: int) -> list[int]:
     return [count for count in (1, 4, 16, 64) if count <= workers // 4]
 
 
-def _quick(network: Network) -> Iterator[Case]:
+def _quick(network: NetworkSpec) -> Iterator[ResilienceCase]:
     for workers in network.workers:
         yield from _around(workers, 16 if workers > 64 else 4, averaged=(0.0, 0.5), everies=(5,))
 
 
-def _some(network: Network) -> Iterator[Case]:
+def _some(network: NetworkSpec) -> Iterator[ResilienceCase]:
     for workers in network.workers:
         for count in _counts(workers):
             yield from _around(workers, count, averaged=(0.0, 0.5), everies=(5, 20))
 
 
-def _few(network: Network) -> Iterator[Case]:
+def _few(network: NetworkSpec) -> Iterator[ResilienceCase]:
     for workers in network.workers:
         how = {"workers": workers, "count": _counts(workers)[-1]}
-        yield Case(strategy=ROLLBACK, **how)  # type: ignore[arg-type]
-        yield Case(strategy=RESTART, every=5, **how)  # type: ignore[arg-type]
+        yield ResilienceCase(strategy=ROLLBACK, **how)  # type: ignore[arg-type]
+        yield ResilienceCase(strategy=RESTART, every=5, **how)  # type: ignore[arg-type]
         for averaged in (0.0, 0.5, 1.0):
-            yield Case(strategy=FORWARD, averaged=averaged, **how)  # type: ignore[arg-type]
+            yield ResilienceCase(strategy=FORWARD, averaged=averaged, **how)  # type: ignore[arg-type]
         for rescale in ("survivors", "original"):
-            yield Case(strategy=FORWARD, averaged=0.5, batch="local", rescale=rescale, **how)  # type: ignore[arg-type]
-        yield Case(strategy=ROLLBACK, what=ADDITION, moment=MIDDLE, batch="local", **how)  # type: ignore[arg-type]
+            yield ResilienceCase(strategy=FORWARD, averaged=0.5, batch="local", rescale=rescale, **how)  # type: ignore[arg-type]
+        yield ResilienceCase(strategy=ROLLBACK, what=ADDITION, moment=MIDDLE, batch="local", **how)  # type: ignore[arg-type]
 
 
-def _all(network: Network) -> Iterator[Case]:
+def _all(network: NetworkSpec) -> Iterator[ResilienceCase]:
     for workers in network.workers:
         for count in _counts(workers):
             yield from _around(workers, count, averaged=(0.0, 0.5, 0.9), everies=(2, 5, 20))
             for moment in (EARLY, MIDDLE, LATE):
                 for averaged in (0.0, 0.5, 0.9):
                     for batch, rescale in _POLICIES:
-                        yield Case(strategy=FORWARD, workers=workers, count=count, moment=moment,
+                        yield ResilienceCase(strategy=FORWARD, workers=workers, count=count, moment=moment,
                                    averaged=averaged, batch=batch, rescale=rescale)  # fmt: skip
 
 
 _POLICIES = tuple((batch, rescale) for batch in ("global", "local") for rescale in ("survivors", "original"))
 
 
-def _around(workers: int, count: int, averaged: tuple[float, ...], everies: tuple[int, ...]) -> Iterator[Case]:
+def _around(
+    workers: int, count: int, averaged: tuple[float, ...], everies: tuple[int, ...]
+) -> Iterator[ResilienceCase]:
     """Yield all strategies and policies with failures at random steps, and the planned changes."""
     for batch, rescale in _POLICIES:
         how = {"workers": workers, "count": count, "batch": batch, "rescale": rescale}
         for share in (*averaged, 1.0):
-            yield Case(strategy=FORWARD, averaged=share, **how)  # type: ignore[arg-type]
+            yield ResilienceCase(strategy=FORWARD, averaged=share, **how)  # type: ignore[arg-type]
         if (batch, rescale) != ("global", "original"):  # no sample is lost, so there is nothing to rescale
-            yield Case(strategy=ROLLBACK, **how)  # type: ignore[arg-type]
+            yield ResilienceCase(strategy=ROLLBACK, **how)  # type: ignore[arg-type]
             for every in everies:
-                yield Case(strategy=RESTART, every=every, **how)  # type: ignore[arg-type]
+                yield ResilienceCase(strategy=RESTART, every=every, **how)  # type: ignore[arg-type]
     for what in (REMOVAL, REPLACED, ADDITION):
         for batch in ("global", "local"):
             how = {"workers": workers, "count": count, "batch": batch}
-            yield Case(strategy=ROLLBACK, what=what, moment=MIDDLE, **how)  # type: ignore[arg-type]
+            yield ResilienceCase(strategy=ROLLBACK, what=what, moment=MIDDLE, **how)  # type: ignore[arg-type]

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from holdfast_lab.simulate import Cluster, Costs, Job, Outages, Outcome, Scenario, simulate
+from holdfast_lab.simulate import Cluster, Costs, Outages, Outcome, Scenario, SimulatedJob, simulate
 from holdfast_lab.simulate.price_table import step_parts_s
 from holdfast_lab.studies.base import Row
-from holdfast_lab.studies.resilience.cases import ADDITION, FAILURE, GAP, REMOVAL, REPLACED, SPREAD, Case
+from holdfast_lab.studies.resilience.cases import ADDITION, FAILURE, GAP, REMOVAL, REPLACED, SPREAD, ResilienceCase
 
 STATED = Costs(
     slice_s=0.8,
@@ -36,7 +36,7 @@ _NEVER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedFailures:
     """Failures at given times.
 
     Args:
@@ -65,7 +65,9 @@ def costs_of(costs: Costs) -> dict[str, float]:
     return {name: value for name, value in asdict(costs).items() if isinstance(value, float) and 0 < value < _NEVER_S}
 
 
-def overhead(case: Case, steps: int, seeds: Sequence[int], costs: Costs = STATED, update: str = "lazy") -> Row:
+def overhead(
+    case: ResilienceCase, steps: int, seeds: Sequence[int], costs: Costs = STATED, update: str = "lazy"
+) -> Row:
     """Return the extra time of a training of ``steps`` steps over one without failures, departures and checkpoints.
 
     ``overhead`` counts only time without lasting progress. ``longer`` also counts that with fewer workers steps are
@@ -83,22 +85,22 @@ def overhead(case: Case, steps: int, seeds: Sequence[int], costs: Costs = STATED
     return row | {name: statistics.fmean(one[name] for one in found) for name in ("lost_s", "held_s")}
 
 
-def _one(case: Case, steps: int, seed: int, costs: Costs, update: str) -> dict[str, float]:
+def _one(case: ResilienceCase, steps: int, seed: int, costs: Costs, update: str) -> dict[str, float]:
     if case.what in (REMOVAL, ADDITION):
         return _planned(case, steps, seed, costs)
     outcome = simulated(case, steps, seed, costs, update)
-    undisturbed_s = steps * _scenario(case, steps, costs, Planned(()), update).full_step_s
+    undisturbed_s = steps * _scenario(case, steps, costs, PlannedFailures(()), update).full_step_s
     return _compared({part: ns / _NS for part, ns in outcome.parts_ns.items()}, outcome.total_ns / _NS, undisturbed_s)
 
 
-def _planned(case: Case, steps: int, seed: int, costs: Costs) -> dict[str, float]:
+def _planned(case: ResilienceCase, steps: int, seed: int, costs: Costs) -> dict[str, float]:
     """Return the cost of a planned removal: that of failures between two steps, without detection and lost work.
 
     The simulator knows only failures, so their detection time and lost work are subtracted.
     """
     failed = replace(case, what={REMOVAL: FAILURE, ADDITION: REPLACED}[case.what], strategy="rollback")
     outcome = simulated(failed, steps, seed, costs)
-    undisturbed_s = steps * _scenario(case, steps, costs, Planned(())).full_step_s
+    undisturbed_s = steps * _scenario(case, steps, costs, PlannedFailures(())).full_step_s
     parts = {part: ns / _NS for part, ns in outcome.parts_ns.items()}
     spared_s = parts["lost"] + parts["detect"]
     parts |= {"lost": 0.0, "detect": 0.0}
@@ -115,8 +117,10 @@ def _compared(parts: dict[str, float], total_s: float, undisturbed_s: float) -> 
     }
 
 
-def _scenario(case: Case, steps: int, costs: Costs, failures: Planned, update: str = "lazy") -> Scenario:
-    job = Job(
+def _scenario(
+    case: ResilienceCase, steps: int, costs: Costs, failures: PlannedFailures, update: str = "lazy"
+) -> Scenario:
+    job = SimulatedJob(
         strategy=case.strategy,
         steps=steps,
         save_every=case.every,
@@ -128,9 +132,9 @@ def _scenario(case: Case, steps: int, costs: Costs, failures: Planned, update: s
     return Scenario(Cluster(workers=case.workers), job, costs, failures)
 
 
-def simulated(case: Case, steps: int, seed: int, costs: Costs, update: str = "lazy") -> Outcome:
+def simulated(case: ResilienceCase, steps: int, seed: int, costs: Costs, update: str = "lazy") -> Outcome:
     """Simulate a training of ``steps`` steps."""
-    empty = _scenario(case, steps, costs, Planned(()), update)
+    empty = _scenario(case, steps, costs, PlannedFailures(()), update)
     compute_s, sums_s = (float(part[-1]) for part in step_parts_s(empty.cluster, empty.job, costs))
     step_s = empty.full_step_s
     back_s = GAP * steps * step_s if case.what == REPLACED else None
@@ -144,4 +148,4 @@ def simulated(case: Case, steps: int, seed: int, costs: Costs, update: str = "la
         saves = step // case.every if case.every else 0
         moments = [(step * step_s + saves * costs.save_s + into_s, 0, case.count)]
     failures: dict[str, Any] = {"failures": tuple(sorted(moments)), "back_s": back_s}
-    return simulate(_scenario(case, steps, costs, Planned(**failures), update))
+    return simulate(_scenario(case, steps, costs, PlannedFailures(**failures), update))

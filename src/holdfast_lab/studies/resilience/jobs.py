@@ -17,7 +17,7 @@ from holdfast_lab.simulate import Costs
 from holdfast_lab.simulate.measured import read_measured, updates_apart
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
 from holdfast_lab.studies.parallelism.jobs import ended, own_environment
-from holdfast_lab.studies.resilience.cases import FORWARD, RESTART, ROLLBACK, Case
+from holdfast_lab.studies.resilience.cases import FORWARD, RESTART, ROLLBACK, ResilienceCase
 from holdfast_lab.studies.resilience.cost import overhead
 from holdfast_lab.studies.resilience.updates import EAGER, LAZY
 
@@ -30,7 +30,7 @@ _LIMIT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Real:
+class RealRun:
     """A run of ``holdfast run``.
 
     Args:
@@ -64,14 +64,14 @@ class Real:
         return [str(word) for word in [*words, "--bucket-bytes", _BUCKET_BYTES]]
 
 
-REALS = (Real(""), Real("", update=EAGER), Real(ROLLBACK), Real(FORWARD), Real(RESTART),
-         *(Real(strategy, 2, update) for strategy in (ROLLBACK, FORWARD, RESTART) for update in (LAZY, EAGER)))  # fmt: skip
-QUICK_REALS = (Real(""), Real(ROLLBACK), Real(FORWARD, 2), Real(RESTART), Real(ROLLBACK, 2, EAGER))
+REALS = (RealRun(""), RealRun("", update=EAGER), RealRun(ROLLBACK), RealRun(FORWARD), RealRun(RESTART),
+         *(RealRun(strategy, 2, update) for strategy in (ROLLBACK, FORWARD, RESTART) for update in (LAZY, EAGER)))  # fmt: skip
+QUICK_REALS = (RealRun(""), RealRun(ROLLBACK), RealRun(FORWARD, 2), RealRun(RESTART), RealRun(ROLLBACK, 2, EAGER))
 TAKEN_BACK = (ROLLBACK, RESTART)
 """Strategies that undo the updates made before the failure."""
 
 
-def measure(real: Real, seed: int, repetition: int) -> list[Row]:
+def measure(real: RealRun, seed: int, repetition: int) -> list[Row]:
     """Run a job to its end and return its row."""
     row: Row = {"part": "real", "happens": real.name, "strategy": real.strategy, "workers": WORKERS}
     row |= {
@@ -173,5 +173,7 @@ def _predicted(row: Row, runs: Sequence[Row], seed: int) -> float:
     costs = Costs(slice_s=0.5 * step_s, sum_s=0.5 * step_s, **known)
     every = EVERY if row["strategy"] == RESTART else 0
     averaged = row["averaged"] / row["buckets"] if "buckets" in row else 0.0
-    case = Case(strategy=row["strategy"], workers=WORKERS, count=1, moment="middle", every=every, averaged=averaged)
+    case = ResilienceCase(
+        strategy=row["strategy"], workers=WORKERS, count=1, moment="middle", every=every, averaged=averaged
+    )
     return float(overhead(case, STEPS, [seed], costs, row["update"])["overhead_percent"])

@@ -14,7 +14,7 @@ import holdfast
 from holdfast.faults.plan import Fault, FaultPlan
 from holdfast_lab.simulate import Estimate
 from holdfast_lab.studies.base import MEASURED, Row
-from holdfast_lab.virtual_ddp.training import Batched
+from holdfast_lab.virtual_ddp.training import VirtualDdp
 from holdfast_lab.workloads import load_dataset, loss_of, make_model
 from holdfast_lab.workloads.train import accuracy
 
@@ -36,8 +36,8 @@ def compare_modes(variant: str, seeds: Sequence[int]) -> list[Row]:
     rows = []
     for strategy in ("rollback", "forward"):
         exact = [_trained(holdfast.Session, variant, strategy, seed) for seed in seeds]
-        batched = [_trained(Batched, variant, strategy, seed) for seed in seeds]
-        usual = [_trained(Batched, variant, strategy, seed, order=seed + 1000) for seed in seeds]
+        batched = [_trained(VirtualDdp, variant, strategy, seed) for seed in seeds]
+        usual = [_trained(VirtualDdp, variant, strategy, seed, order=seed + 1000) for seed in seeds]
         row: Row = {"part": "modes", "status": MEASURED, "variant": variant, "workers": _WORKERS, "seeds": len(seeds)}
         row["happens"] = "three workers die, forward" if strategy == "forward" else "nothing"
         more = np.array([one[0] - other[0] for one, other in zip(batched, exact, strict=True)])

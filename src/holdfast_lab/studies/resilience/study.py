@@ -18,8 +18,8 @@ import numpy as np
 from holdfast.errors import ConfigError
 from holdfast_lab.simulate import Estimate
 from holdfast_lab.studies.base import MEASURED, Journal, Options, Row, Task, check_parts, parts_left_out
-from holdfast_lab.studies.pool import Workers
-from holdfast_lab.studies.resilience.cases import INSIDE, QUICK, READ, WIDE, Case, Network, cases
+from holdfast_lab.studies.pool import WorkerPool
+from holdfast_lab.studies.resilience.cases import INSIDE, QUICK, READ, WIDE, NetworkSpec, ResilienceCase, cases
 from holdfast_lab.studies.resilience.claims import hold_claims, is_lossy
 from holdfast_lab.studies.resilience.cost import STATED, costs_of, overhead
 from holdfast_lab.studies.resilience.jobs import QUICK_REALS, REALS, compare, measure
@@ -104,7 +104,7 @@ class Resilience:
         return told
 
 
-def _networks(options: Options) -> list[Network]:
+def _networks(options: Options) -> list[NetworkSpec]:
     """Return the networks to train.
 
     Raises:
@@ -129,22 +129,22 @@ def _networks(options: Options) -> list[Network]:
     return found
 
 
-def _named(networks: Sequence[Network]) -> str:
+def _named(networks: Sequence[NetworkSpec]) -> str:
     return ", ".join(f"{network.name} on {network.dataset}" for network in networks)
 
 
-def _seeds(network: Network, options: Options) -> int:
+def _seeds(network: NetworkSpec, options: Options) -> int:
     return options.repetitions or network.seeds
 
 
 def _compare_modes(variant: str, seeds: list[int], _: Sequence[Row]) -> list[Row]:
-    with Workers(
+    with WorkerPool(
         1, preload=[compare_modes.__module__]
     ) as workers:  # with one torch thread, like all training runs of the study
         return workers.rows(partial(compare_modes, seeds=seeds), [variant])
 
 
-def _trainings(options: Options, network: Network) -> Iterator[Task]:
+def _trainings(options: Options, network: NetworkSpec) -> Iterator[Task]:
     seeds = [options.seed * 10_000 + number for number in range(_seeds(network, options))]
     for start in range(0, len(seeds), _BLOCK):
         block = seeds[start : start + _BLOCK]
@@ -154,7 +154,7 @@ def _trainings(options: Options, network: Network) -> Iterator[Task]:
     yield Task(f"updates: {network.name}", partial(_cross, options, network, seeds))
 
 
-def _cross(options: Options, network: Network, seeds: Sequence[int], _: Sequence[Row]) -> list[Row]:
+def _cross(options: Options, network: NetworkSpec, seeds: Sequence[int], _: Sequence[Row]) -> list[Row]:
     return cross(network, options.data, seeds, quick=options.quick)
 
 
@@ -162,7 +162,7 @@ def _measure(real: Any, seed: int, repetition: int, _: Sequence[Row]) -> list[Ro
     return measure(real, seed, repetition)
 
 
-def _train(options: Options, network: Network, seeds: Sequence[int], _: Sequence[Row]) -> list[Row]:
+def _train(options: Options, network: NetworkSpec, seeds: Sequence[int], _: Sequence[Row]) -> list[Row]:
     """Train every case with some seeds, one process per core; finished seeds are not repeated.
 
     The results of each training run go to a separate journal, because they are too many for the page.
@@ -170,7 +170,7 @@ def _train(options: Options, network: Network, seeds: Sequence[int], _: Sequence
     tried, journal = cases(network, quick=options.quick), _journal(options, network)
     known = journal.read()
     missing = [seed for seed in seeds if str(seed) not in known]
-    with Workers(preload=[trials.__module__]) as workers:
+    with WorkerPool(preload=[trials.__module__]) as workers:
         side = len(workers.free())
         for block in (missing[start : start + side] for start in range(0, len(missing), side)):
             begun_s = time.monotonic()
@@ -181,16 +181,16 @@ def _train(options: Options, network: Network, seeds: Sequence[int], _: Sequence
     return []
 
 
-def _journal(options: Options, network: Network) -> Journal:
+def _journal(options: Options, network: NetworkSpec) -> Journal:
     settings = {"seed": options.seed, "quick": options.quick}
     return Journal(options.out / "trials" / network.name, network.name, settings)
 
 
-def _trials(network: Network, options: Options, tried: list[Case], seed: int) -> list[Row]:
+def _trials(network: NetworkSpec, options: Options, tried: list[ResilienceCase], seed: int) -> list[Row]:
     return [row | {"seed": seed} for row in trials(network, options.data, seed, tried)]
 
 
-def _sum_up(options: Options, network: Network, seeds: Sequence[int], _: Sequence[Row]) -> list[Row]:
+def _sum_up(options: Options, network: NetworkSpec, seeds: Sequence[int], _: Sequence[Row]) -> list[Row]:
     """Return a row for each case: its cost in accuracy and in time."""
     _train(options, network, seeds, ())
     known = _journal(options, network).read()

@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 from holdfast.faults.plan import Fault, FaultPlan
 from holdfast_lab.studies.base import Row
-from holdfast_lab.studies.resilience.cases import ADDITION, FAILURE, GAP, REMOVAL, REPLACED, Case, Network
-from holdfast_lab.virtual_ddp.training import Batched, Change, Snapshot
+from holdfast_lab.studies.resilience.cases import ADDITION, FAILURE, GAP, REMOVAL, REPLACED, NetworkSpec, ResilienceCase
+from holdfast_lab.virtual_ddp.training import MembershipChange, VirtualDdp, VirtualSnapshot
 from holdfast_lab.workloads import load_dataset, loss_of, make_model
 
 _CHUNK = 500
@@ -22,7 +22,7 @@ _CHUNK = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ResilienceResult:
     """The result of a training run.
 
     Args:
@@ -63,7 +63,7 @@ class _Again:
 
 
 @functools.lru_cache(maxsize=1)
-def _data(network: Network, data: Path | None) -> tuple[Any, Any, tuple[int, ...], int]:
+def _data(network: NetworkSpec, data: Path | None) -> tuple[Any, Any, tuple[int, ...], int]:
     """Return training samples (repeated as needed), test samples, the shape of a sample, and the number of classes."""
     dataset = load_dataset(network.dataset, data)
     length, test = network.batch * network.steps, dataset.test[: network.tested]
@@ -75,7 +75,7 @@ def _data(network: Network, data: Path | None) -> tuple[Any, Any, tuple[int, ...
     return train, test, dataset.shape, dataset.num_classes
 
 
-def fresh(network: Network, data: Path | None, seed: int, device: str = "cpu") -> torch.nn.Module:
+def fresh(network: NetworkSpec, data: Path | None, seed: int, device: str = "cpu") -> torch.nn.Module:
     """Return the network with its initial weights."""
     _, _, shape, classes = _data(network, data)
     more: dict[str, Any] = dict(network.shape) | ({} if network.model == "gpt" else {"image": shape[:2]})
@@ -83,14 +83,14 @@ def fresh(network: Network, data: Path | None, seed: int, device: str = "cpu") -
 
 
 def train(
-    network: Network,
+    network: NetworkSpec,
     data: Path | None,
     seed: int,
-    case: Case | None,
+    case: ResilienceCase | None,
     *,
-    begin: Snapshot | None = None,
-    before_step: Callable[[Batched], None] | None = None,
-) -> Ended:
+    begin: VirtualSnapshot | None = None,
+    before_step: Callable[[VirtualDdp], None] | None = None,
+) -> ResilienceResult:
     """Train a network and return the result.
 
     Args:
@@ -118,7 +118,7 @@ def train(
         for x, y in step:
             step.backward(loss_of(model(x.to(device)), y.to(device)))
     accuracy, loss = _test(model, test, device)
-    return Ended(
+    return ResilienceResult(
         accuracy=accuracy,
         loss=loss,
         weights=torch.cat([parameter.detach().flatten().cpu() for parameter in model.parameters()]),
@@ -131,10 +131,15 @@ def train(
 
 
 def _trainer(
-    network: Network, model: Any, optimizer: Any, seed: int, case: Case | None, begin: Snapshot | None
-) -> Batched:
+    network: NetworkSpec,
+    model: Any,
+    optimizer: Any,
+    seed: int,
+    case: ResilienceCase | None,
+    begin: VirtualSnapshot | None,
+) -> VirtualDdp:
     if case is None:
-        return Batched(model, optimizer, seed=seed, bucket_bytes=network.bucket_bytes)
+        return VirtualDdp(model, optimizer, seed=seed, bucket_bytes=network.bucket_bytes)
     settings = {
         "workers": case.workers,
         "strategy": case.strategy,
@@ -144,11 +149,11 @@ def _trainer(
         "seed": seed,
         "bucket_bytes": network.bucket_bytes,
     }
-    buckets = Batched(model, optimizer, bucket_bytes=network.bucket_bytes).num_buckets
+    buckets = VirtualDdp(model, optimizer, bucket_bytes=network.bucket_bytes).num_buckets
     happening = list(_happening(case, seed, network.steps))
     kills = [_kill(rank, step, case.averaged, buckets) for rank, step in happening] if _is_failure(case) else []
     faults = FaultPlan(tuple(kills)).to_json() if kills else ""
-    return Batched(
+    return VirtualDdp(
         model,
         optimizer,
         changes=list(_changes(case, happening, network.steps)),
@@ -158,7 +163,7 @@ def _trainer(
     )
 
 
-def _undisturbed(case: Case, seed: int, steps: int) -> int:
+def _undisturbed(case: ResilienceCase, seed: int, steps: int) -> int:
     """Return the step up to which the state of a training equals that of the failure-free one.
 
     With checkpoints, the step must leave room for the previous checkpoint, which a failure loads if the newest one is
@@ -168,11 +173,11 @@ def _undisturbed(case: Case, seed: int, steps: int) -> int:
     return max(0, first // case.every - 1) * case.every if case.every else first
 
 
-def _is_failure(case: Case) -> bool:
+def _is_failure(case: ResilienceCase) -> bool:
     return case.what in (FAILURE, REPLACED)
 
 
-def _happening(case: Case, seed: int, steps: int) -> Iterator[tuple[int, int]]:
+def _happening(case: ResilienceCase, seed: int, steps: int) -> Iterator[tuple[int, int]]:
     """Yield the ranks that fail or leave, and the step of each."""
     for rank, share in zip(case.victims(seed), case.shares(seed), strict=True):
         yield rank, max(1, int(share * steps))
@@ -186,13 +191,13 @@ def _kill(rank: int, step: int, averaged: float, buckets: int) -> Fault:
     return Fault("kill", rank=rank, step=step, phase="allreduce", bucket=done - 1)
 
 
-def _changes(case: Case, happening: list[tuple[int, int]], steps: int) -> Iterator[Change]:
+def _changes(case: ResilienceCase, happening: list[tuple[int, int]], steps: int) -> Iterator[MembershipChange]:
     if case.what in (REMOVAL, ADDITION):
         at = happening[0][1]
-        yield Change(step=at, leave=tuple(sorted(rank for rank, step in happening if step == at)))
+        yield MembershipChange(step=at, leave=tuple(sorted(rank for rank, step in happening if step == at)))
     if case.what in (REPLACED, ADDITION):
         back = max(step for _, step in happening) + max(1, round(GAP * steps))
-        yield Change(step=back, join=tuple(range(case.workers, case.workers + case.count)))
+        yield MembershipChange(step=back, join=tuple(range(case.workers, case.workers + case.count)))
 
 
 @torch.no_grad()
@@ -211,16 +216,16 @@ def _test(model: torch.nn.Module, test: Any, device: str) -> tuple[float, float]
     return 100 * right / total, loss / len(labels)
 
 
-def trials(network: Network, data: Path | None, seed: int, cases: list[Case]) -> list[Row]:
+def trials(network: NetworkSpec, data: Path | None, seed: int, cases: list[ResilienceCase]) -> list[Row]:
     """Return the results of all cases for one seed, compared with the failure-free training.
 
     Accuracy and loss are differences: positive is worse than failure-free. The distance of the weights is relative to
     the distance that the failure-free training moves them.
     """
     torch.set_num_threads(1)
-    found: dict[str, Ended] = {}
+    found: dict[str, ResilienceResult] = {}
 
-    def train_those_that_part(trainer: Batched) -> None:
+    def train_those_that_part(trainer: VirtualDdp) -> None:
         """Start the cases that diverge in this step from a snapshot, so that common steps are computed only once."""
         part = [case for case in cases if _undisturbed(case, seed, network.steps) == trainer.step]
         begin = trainer.snapshot() if part else None
@@ -247,6 +252,6 @@ def trials(network: Network, data: Path | None, seed: int, cases: list[Case]) ->
     return rows
 
 
-def _begin(network: Network, data: Path | None, seed: int) -> torch.Tensor:
+def _begin(network: NetworkSpec, data: Path | None, seed: int) -> torch.Tensor:
     """Return the initial weights, flattened."""
     return torch.cat([parameter.detach().flatten() for parameter in fresh(network, data, seed).parameters()])

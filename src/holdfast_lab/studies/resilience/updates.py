@@ -11,7 +11,16 @@ import torch
 
 from holdfast_lab.simulate.job import UPDATES
 from holdfast_lab.studies.base import Row
-from holdfast_lab.studies.resilience.cases import FORWARD, MIDDLE, RESTART, ROLLBACK, SPREAD, Case, Network, cases
+from holdfast_lab.studies.resilience.cases import (
+    FORWARD,
+    MIDDLE,
+    RESTART,
+    ROLLBACK,
+    SPREAD,
+    NetworkSpec,
+    ResilienceCase,
+    cases,
+)
 from holdfast_lab.studies.resilience.cost import STATED, simulated
 from holdfast_lab.studies.resilience.training import fresh
 
@@ -24,7 +33,7 @@ UPDATING = replace(STATED, sum_s=STATED.sum_s - 0.05, update_s=0.05, copy_s=0.02
 """The stated costs, with the optimizer's time split off from the all-reduces; a lazy step takes the same time."""
 
 
-def cross(network: Network, data: Path | None, seeds: Sequence[int], *, quick: bool) -> list[Row]:
+def cross(network: NetworkSpec, data: Path | None, seeds: Sequence[int], *, quick: bool) -> list[Row]:
     """Return a row for each case: simulated training time with lazy and with eager updates, and the time of undo."""
     held = {"copy_bytes": copy_bytes(network, data)}
     costs = {f"cost_{name}": getattr(UPDATING, name) for name in ("update_s", "copy_s", "undo_s")}
@@ -34,7 +43,7 @@ def cross(network: Network, data: Path | None, seeds: Sequence[int], *, quick: b
     ]
 
 
-def copy_bytes(network: Network, data: Path | None) -> int:
+def copy_bytes(network: NetworkSpec, data: Path | None) -> int:
     """Return the bytes of a worker's undo copies: the parameters and their optimizer state, which an update changes."""
     model = fresh(network, data, seed=0)
     parameters = list(model.parameters())
@@ -46,17 +55,17 @@ def copy_bytes(network: Network, data: Path | None) -> int:
     return sum(tensor.nbytes for tensor in (*parameters, *kept))
 
 
-def _crossed(network: Network, quick: bool) -> Iterator[Case]:
+def _crossed(network: NetworkSpec, quick: bool) -> Iterator[ResilienceCase]:
     """Yield failures at random moments, and all in one middle step with none, some or most of the buckets averaged."""
     for workers, count in dict.fromkeys((case.workers, case.count) for case in cases(network, quick=quick)):
         for strategy in (ROLLBACK, FORWARD, RESTART):
             how = {"strategy": strategy, "workers": workers, "count": count, "every": EVERY * (strategy == RESTART)}
-            yield Case(moment=SPREAD, **how)  # type: ignore[arg-type]
+            yield ResilienceCase(moment=SPREAD, **how)  # type: ignore[arg-type]
             for averaged in (0.0, 0.5, 0.9):
-                yield Case(moment=MIDDLE, averaged=averaged, **how)  # type: ignore[arg-type]
+                yield ResilienceCase(moment=MIDDLE, averaged=averaged, **how)  # type: ignore[arg-type]
 
 
-def _times(case: Case, steps: int, seeds: Sequence[int]) -> Row:
+def _times(case: ResilienceCase, steps: int, seeds: Sequence[int]) -> Row:
     chosen = seeds if case.moment == SPREAD else seeds[:1]
     lazy, eager, kept = (
         [simulated(case, steps, seed, costs, update) for seed in chosen]

@@ -11,7 +11,7 @@ from holdfast_lab.studies.base import MEASURED, SHARE, Claim, Row, statement
 from holdfast_lab.studies.scar.bound import bound_claims
 from holdfast_lab.studies.scar.claims_further import further_claims
 from holdfast_lab.studies.scar.policies import FRACTIONS, HINDSIGHT, NODES, PARTIAL, SCAR, TRADITIONAL, chosen
-from holdfast_lab.studies.scar.rows import ALS, LDA, MLR, NETWORKS, Trials
+from holdfast_lab.studies.scar.rows import ALS, LDA, MLR, NETWORKS, TrialRows
 from holdfast_lab.studies.scar.verdicts import (
     ABSTRACT,
     DERIVED,
@@ -43,7 +43,7 @@ def skews_of(rows: Sequence[Row]) -> dict[str, float]:
 
 def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
     """Return every claim with its result."""
-    trials, skews = Trials(rows, seed), skews_of(rows)
+    trials, skews = TrialRows(rows, seed), skews_of(rows)
     return [
         *_headline(trials, skews),
         _near_optimal(trials),
@@ -61,7 +61,7 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
     ]
 
 
-def _headline(trials: Trials, skews: Mapping[str, float]) -> list[Claim]:
+def _headline(trials: TrialRows, skews: Mapping[str, float]) -> list[Claim]:
     words = (
         f"SCAR (r = 1/8, half of the blocks lost) costs {LEAST:.0f} to {MOST:.0f} % fewer iterations than rollback to "
         "a full checkpoint"
@@ -87,7 +87,7 @@ def _headline(trials: Trials, skews: Mapping[str, float]) -> list[Claim]:
     return claims or [statement(words, ABSTRACT, LEAST, "%")]
 
 
-def _near_optimal(trials: Trials) -> Claim:
+def _near_optimal(trials: TrialRows) -> Claim:
     words = (
         "SCAR is near-optimal: the best choice of blocks at the same bytes would save at most "
         f"{_NEAR_POINTS:.0f} points more"
@@ -108,7 +108,7 @@ def _near_optimal(trials: Trials) -> Claim:
     )
 
 
-def _expected_of_scar(trials: Trials) -> list[Claim]:
+def _expected_of_scar(trials: TrialRows) -> list[Claim]:
     sparse = [program for program in trials.stated(MLR) if program in ("mlr-covertype", "mlr-reuters")]
     dense = [program for program in trials.stated(MLR, NETWORKS) if program not in sparse]
     words = "SCAR saves at least {:.0f} % of the iterations: {}"
@@ -123,7 +123,7 @@ def _expected_of_scar(trials: Trials) -> list[Claim]:
     ]
 
 
-def _predicted(trials: Trials, skews: Mapping[str, float], seed: int) -> Claim:
+def _predicted(trials: TrialRows, skews: Mapping[str, float], seed: int) -> Claim:
     words = "The skew of the drift of a failure-free run predicts the iterations that SCAR saves"
     saved = {
         program: reduction
@@ -143,7 +143,7 @@ def _predicted(trials: Trials, skews: Mapping[str, float], seed: int) -> Claim:
     return statement(words, EXPECTED, 1.0).judged(ours, holds, found)
 
 
-def _partial_alone(trials: Trials, nodes: int) -> Claim:
+def _partial_alone(trials: TrialRows, nodes: int) -> Claim:
     expected = 100 * (1 - nodes / NODES)
     words = f"Partial recovery alone saves about 1 - p of the iterations: logistic regression, {nodes}/{NODES} lost"
     found = reductions(trials, trials.stated(MLR), partial_of(nodes))
@@ -160,7 +160,7 @@ def _partial_alone(trials: Trials, nodes: int) -> Claim:
     )
 
 
-def _never_farther(trials: Trials) -> Claim:
+def _never_farther(trials: TrialRows) -> Claim:
     words = (
         "Partial recovery is never farther from the lost state than rollback to the same checkpoint: ||d'|| <= ||d||"
     )
@@ -177,7 +177,7 @@ def _never_farther(trials: Trials) -> Claim:
     return claim.judged(float(np.mean(kept)), all(kept), f"of {len(kept)} failures", unit=SHARE)
 
 
-def _share_of_square(trials: Trials, rows: Sequence[Row], nodes: int) -> Claim:
+def _share_of_square(trials: TrialRows, rows: Sequence[Row], nodes: int) -> Claim:
     expected = nodes / NODES
     blocks = {row["program"]: row["blocks"] for row in rows if row["part"] == "pilot" and row["status"] == MEASURED}
     # A program with only a few layers cannot lose exactly this share of its blocks.
@@ -197,7 +197,7 @@ def _share_of_square(trials: Trials, rows: Sequence[Row], nodes: int) -> Claim:
     return claim.judged(value, holds, found, ci=ci, unit=unit)
 
 
-def _order_of_choices(trials: Trials) -> list[Claim]:
+def _order_of_choices(trials: TrialRows) -> list[Claim]:
     return [
         is_above(
             f"With partial recovery, {better} saves more than {worse}, for every r below 1",
@@ -213,7 +213,7 @@ def _order_of_choices(trials: Trials) -> list[Claim]:
     ]
 
 
-def _smaller_fraction(trials: Trials) -> Claim:
+def _smaller_fraction(trials: TrialRows) -> Claim:
     words = (
         "Saving smaller parts more often is better if the farthest blocks are saved first: r = 1/8 above r = 1/2, "
         "full recovery"
@@ -226,7 +226,7 @@ def _smaller_fraction(trials: Trials) -> Claim:
     )
 
 
-def _several(trials: Trials) -> Claim:
+def _several(trials: TrialRows) -> Claim:
     words = "With two and with three failures in one run, SCAR still saves most of the iterations"
     cells = {
         f"{program}, {failures} failures": cell
@@ -237,7 +237,7 @@ def _several(trials: Trials) -> Claim:
     return at_least(words, DERIVED, 50.0, {name: (cell.reduction, cell.ci) for name, cell in cells.items()})
 
 
-def _same_bytes(trials: Trials, rows: Sequence[Row]) -> Claim:
+def _same_bytes(trials: TrialRows, rows: Sequence[Row]) -> Claim:
     words = "No policy writes more bytes per iteration than one full save every C iterations"
     budgets = {
         row["program"]: row["block_bytes"] / row["every"]

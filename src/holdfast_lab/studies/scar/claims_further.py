@@ -5,18 +5,18 @@ from __future__ import annotations
 from holdfast_lab.studies.base import Claim, statement
 from holdfast_lab.studies.scar.policies import LINE_INT8, LIVE, NO_CHECKPOINT, SCAR
 from holdfast_lab.studies.scar.programs import ITEMS_FIRST
-from holdfast_lab.studies.scar.rows import ALS, MLR, NETWORKS, Cell, Trials
+from holdfast_lab.studies.scar.rows import ALS, MLR, NETWORKS, ScarCell, TrialRows
 from holdfast_lab.studies.scar.verdicts import EXPECTED, POINTS, at_least, gaps, is_above, reductions, told
 
 _GOAL = "our goal"
 
 
-def further_claims(trials: Trials) -> list[Claim]:
+def further_claims(trials: TrialRows) -> list[Claim]:
     """Return the claims about policies that are not in the paper."""
     return [*_beyond(trials), *_chosen(trials)]
 
 
-def _beyond(trials: Trials) -> list[Claim]:
+def _beyond(trials: TrialRows) -> list[Claim]:
     mlr, best = trials.stated(MLR), trials.at_best(MLR)
     words = f"{LINE_INT8[0].upper()}{LINE_INT8[1:]} saves at least {{:.0f}} %: logistic regression at the {{}} rate"
     return [
@@ -34,7 +34,7 @@ def _beyond(trials: Trials) -> list[Claim]:
     ]
 
 
-def _of_als(trials: Trials) -> list[Claim]:
+def _of_als(trials: TrialRows) -> list[Claim]:
     """Return the claims about saving only the factor that the next iteration reads; which one decides the gain."""
     words = "ALS: a checkpoint of only the live factor saves at least 95 % ({} updated first, so the {} are live)"
     programs = trials.stated(ALS)
@@ -46,12 +46,12 @@ def _of_als(trials: Trials) -> list[Claim]:
     ]
 
 
-def _above_control(trials: Trials) -> Claim:
+def _above_control(trials: TrialRows) -> Claim:
     words = "SCAR saves more than no checkpoint with lost blocks reset to their initial values"
     return is_above(words, gaps(trials, trials.stated(), SCAR, NO_CHECKPOINT))
 
 
-def _chosen(trials: Trials) -> list[Claim]:
+def _chosen(trials: TrialRows) -> list[Claim]:
     """Return the claims about a policy chosen by rehearsal, evaluated on fresh seeds."""
     picked = {program: policy for program in trials.programs() if (policy := trials.chosen(program))}
     words = (
@@ -65,7 +65,7 @@ def _chosen(trials: Trials) -> list[Claim]:
     }
     never = at_least(words, _GOAL, 0.0, above_scar, POINTS)
     words = "The policy chosen by rehearsal saves more than 90 % for most programs at their stated rates"
-    cells: dict[str, Cell] = {
+    cells: dict[str, ScarCell] = {
         f"{program} ({picked[program]})": cell
         for program in trials.stated()
         if program in picked and (cell := trials.cell(program, picked[program]))

@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast_lab.studies.base import Row
 from holdfast_lab.studies.scar.policies import SCAR
-from holdfast_lab.studies.scar.rows import Cell, Trials
+from holdfast_lab.studies.scar.rows import ScarCell, TrialRows
 from holdfast_lab.studies.scar.verdicts import show
 from holdfast_lab.studies.sections import Section, table, text
 
@@ -39,7 +39,7 @@ def shown(value: float, ci: tuple[float, float]) -> str:
     return unbroken(show(value, ci))
 
 
-def row_of(program: str, policy: str, cell: Cell) -> Row:
+def row_of(program: str, policy: str, cell: ScarCell) -> Row:
     """Return a row of the page; numbers for plots are in percent."""
     return {
         "program": program,
@@ -61,7 +61,7 @@ def _percent(share: float) -> float | None:
     return None if math.isnan(share) else 100 * max(-_FAR, min(_FAR, share))
 
 
-def rows_of(trials: Trials, programs: Sequence[str], policies: Sequence[str], *, late: bool = True) -> list[Row]:
+def rows_of(trials: TrialRows, programs: Sequence[str], policies: Sequence[str], *, late: bool = True) -> list[Row]:
     """Return a row for each program and each policy that was tried with it."""
     return [
         row_of(program, policy, cell)
@@ -84,7 +84,7 @@ def _limits(rows: Sequence[Row]) -> list[float]:
     return [max(_LIMITS[0], min([*lows, 0]) - 5), min(_LIMITS[1], max([*highs, 100]) + 5)]
 
 
-def pivot(trials: Trials, name: str, title: str, note: str, policies: Mapping[str, str]) -> Section:
+def pivot(trials: TrialRows, name: str, title: str, note: str, policies: Mapping[str, str]) -> Section:
     """Return a table with a line per program and a column per policy; ``policies`` maps policies to headings."""
     lines = []
     for program in trials.stated():

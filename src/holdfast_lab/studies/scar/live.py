@@ -34,7 +34,7 @@ _DERIVED = "derived: the virtual workers compute the same"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Live:
+class LiveRun:
     """A real run with one failure, and the runs it is compared with.
 
     Args:
@@ -68,7 +68,7 @@ class Live:
         return rng.randrange(self.workers), rng.randrange(self.every, self.epochs * 10)
 
 
-def run_live(live: Live) -> Row:
+def run_live(live: LiveRun) -> Row:
     """Execute the failure-free, the predicted and the real run, and return the row that compares them."""
     rank, step = live.death()
     about: Row = {
@@ -92,7 +92,7 @@ def run_live(live: Live) -> Row:
         return {**about, "status": MEASURED, **_compared(folder)}
 
 
-def _run(live: Live, folder: Path, fabric: str, words: Sequence[str]) -> tuple[int, str]:
+def _run(live: LiveRun, folder: Path, fabric: str, words: Sequence[str]) -> tuple[int, str]:
     folder.mkdir()
     command = [sys.executable, "-m", "holdfast", "run", "-n", live.workers, "--fabric", fabric, "--seed", live.seed]
     command += [*words, "--no-page", "--report", folder / "report", SCRIPTS / "shards.py", "--shards", live.workers]
@@ -127,12 +127,12 @@ def live_tasks(seed: int) -> list[Task]:
     for number in range(_DEATHS):
         for fabric in ("gloo", "ulfm"):
             for optimizer, rate in _RATES.items():
-                live = Live(fabric=fabric, optimizer=optimizer, rate=rate, seed=seed + number)
+                live = LiveRun(fabric=fabric, optimizer=optimizer, rate=rate, seed=seed + number)
                 found.append(Task(f"live: {optimizer} over {fabric}, seed {live.seed}", partial(_task, live)))
     return found
 
 
-def _task(live: Live, _: Sequence[Row]) -> list[Row]:
+def _task(live: LiveRun, _: Sequence[Row]) -> list[Row]:
     return [run_live(live)]
 
 

@@ -28,7 +28,7 @@ from holdfast_lab.studies.scar.policies import (
     TRADITIONAL,
     chosen,
 )
-from holdfast_lab.studies.scar.rows import Trials
+from holdfast_lab.studies.scar.rows import TrialRows
 from holdfast_lab.studies.scar.save import held_table
 from holdfast_lab.studies.scar.tables import LIVE_TABLE, NOT_RUN_TABLE, pilot_table, rates_table
 from holdfast_lab.studies.scar.text import policies_table
@@ -44,7 +44,7 @@ _ODD = (
 
 def sections(rows: Sequence[Row]) -> list[Section]:
     """Return the sections of the page."""
-    trials, skews = Trials(rows), skews_of(rows)
+    trials, skews = TrialRows(rows), skews_of(rows)
     return [
         _headline_figure(trials),
         _headline_table(trials, skews),
@@ -86,7 +86,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
 # The headline
 
 
-def _headline_figure(trials: Trials) -> Section:
+def _headline_figure(trials: TrialRows) -> Section:
     names = {PARTIAL: "partial recovery", _PRIORITY: "prioritised saves, r = 1/8", SCAR: "both: SCAR"}
     rows = [
         row_of(program, policy, cell) | {"policy": name}
@@ -108,7 +108,7 @@ def _headline_figure(trials: Trials) -> Section:
     )
 
 
-def _headline_table(trials: Trials, skews: Mapping[str, float]) -> Section:
+def _headline_table(trials: TrialRows, skews: Mapping[str, float]) -> Section:
     lines = []
     for program in trials.stated():
         late, every = trials.cell(program, SCAR), trials.cell(program, SCAR, late=False)
@@ -146,7 +146,7 @@ def _headline_table(trials: Trials, skews: Mapping[str, float]) -> Section:
     )
 
 
-def _scatter(trials: Trials, skews: Mapping[str, float]) -> Section:
+def _scatter(trials: TrialRows, skews: Mapping[str, float]) -> Section:
     rows = [
         row | {"skew": 100 * skews[row["program"]], "family": row["program"].split("-")[0]}
         for row in rows_of(trials, trials.stated(), [SCAR])
@@ -175,7 +175,7 @@ def _fraction(fraction: float) -> str:
     return f"r = 1/{round(1 / fraction)}"
 
 
-def _choices_figure(trials: Trials) -> Section:
+def _choices_figure(trials: TrialRows) -> Section:
     rows = [
         row_of(program, choice, cell) | {"fraction": _fraction(fraction)}
         for program in trials.stated()
@@ -195,7 +195,7 @@ def _choices_figure(trials: Trials) -> Section:
     )
 
 
-def _choices_table(trials: Trials, restore: str, title: str) -> Section:
+def _choices_table(trials: TrialRows, restore: str, title: str) -> Section:
     lines = []
     for program in trials.stated():
         whole = trials.cell(program, PARTIAL if restore == PARTIAL else TRADITIONAL)
@@ -219,7 +219,7 @@ def _choices_table(trials: Trials, restore: str, title: str) -> Section:
     )
 
 
-def _controls_table(trials: Trials) -> Section:
+def _controls_table(trials: TrialRows) -> Section:
     lines = []
     for program in trials.stated():
         for policy in (NO_CHECKPOINT, SCAR, HINDSIGHT, HINDSIGHT_WHO, RESEED):

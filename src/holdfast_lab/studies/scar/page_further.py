@@ -15,13 +15,13 @@ from holdfast_lab.studies.scar.policies import (
     SCAR,
     TRADITIONAL,
 )
-from holdfast_lab.studies.scar.rows import Trials
+from holdfast_lab.studies.scar.rows import TrialRows
 from holdfast_lab.studies.scar.text import CHOSEN
 from holdfast_lab.studies.sections import Section, intervals, number, table, text
 from holdfast_lab.studies.stats import RESAMPLES
 
 
-def _further(trials: Trials, program: str) -> list[str]:
+def _further(trials: TrialRows, program: str) -> list[str]:
     """Return the policies of a program that are not in the paper."""
     known = (TRADITIONAL, PARTIAL, "full", NO_CHECKPOINT, RESEED, HINDSIGHT, HINDSIGHT_WHO)
     return [
@@ -32,7 +32,7 @@ def _further(trials: Trials, program: str) -> list[str]:
     ]
 
 
-def further_figure(trials: Trials) -> Section:
+def further_figure(trials: TrialRows) -> Section:
     """Return the plot that compares dead reckoning with SCAR."""
     rows = rows_of(trials, trials.programs(), [SCAR, LINE, CALIBRATED, LINE_INT8])
     return figure(
@@ -50,7 +50,7 @@ def further_figure(trials: Trials) -> Section:
     )
 
 
-def further_table(trials: Trials) -> Section:
+def further_table(trials: TrialRows) -> Section:
     """Return the table of all policies that are not in the paper, compared with SCAR."""
     lines = []
     for program in trials.programs():
@@ -74,7 +74,7 @@ def further_table(trials: Trials) -> Section:
     )
 
 
-def chosen_table(trials: Trials) -> Section:
+def chosen_table(trials: TrialRows) -> Section:
     """Return the table of the policies chosen by rehearsal."""
     lines = []
     for program in trials.programs():
@@ -104,7 +104,7 @@ def chosen_table(trials: Trials) -> Section:
     )
 
 
-def several_table(trials: Trials) -> Section:
+def several_table(trials: TrialRows) -> Section:
     """Return the table of runs with several failures."""
     lines = [
         row_of(program, policy, cell) | {"failures": failures}
@@ -129,7 +129,7 @@ def several_table(trials: Trials) -> Section:
     )
 
 
-def every_table(trials: Trials) -> Section:
+def every_table(trials: TrialRows) -> Section:
     """Return the table of all cells."""
     lines = []
     for program in trials.programs():

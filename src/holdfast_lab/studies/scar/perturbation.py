@@ -123,7 +123,7 @@ def check_rate(c: float) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
+class ConvergenceRate:
     """The rate of convergence of a run.
 
     Args:
@@ -140,7 +140,7 @@ class Rate:
     iterations: int
 
 
-def fit_rate(distances: ArrayLike) -> Rate:
+def fit_rate(distances: ArrayLike) -> ConvergenceRate:
     """Return the rate of convergence of an unperturbed run.
 
     The interval accounts for the autocorrelation of residuals: n residuals with lag-1 correlation rho count as
@@ -163,7 +163,7 @@ def fit_rate(distances: ArrayLike) -> Rate:
     slope, offset = np.polyfit(steps, logs, 1)
     residuals = logs - offset - slope * steps
     error = 1.96 * _slope_error(residuals, steps)
-    return Rate(
+    return ConvergenceRate(
         fitted=math.exp(slope),
         interval=(math.exp(slope - error), math.exp(slope + error)),
         worst=float((used[1:] / used[:-1]).max()),
@@ -224,7 +224,7 @@ class Perturbation(Protocol):
         ...
 
 
-class Nothing:
+class NoPerturbation:
     """The absence of a perturbation."""
 
     def disturb(self, state: State, program: Program, iteration: int) -> None:
@@ -254,7 +254,7 @@ class Undisturbed(Protocol):
         ...
 
 
-class Kept:
+class CachedUndisturbed:
     """An unperturbed run whose states are kept in memory and computed on demand.
 
     Args:
@@ -274,7 +274,7 @@ class Kept:
         return self._states[iteration]
 
 
-class Beside:
+class LazyUndisturbed:
     """An unperturbed run that keeps only its current state.
 
     Args:
@@ -308,12 +308,12 @@ def undisturbed(program: Program, iterations: int, most_bytes: int = KEPT_BYTES)
     """
     state_bytes = sum(tensor.nbytes for tensor in program.start().values())
     if state_bytes * (iterations + 1) > most_bytes:
-        return lambda: Beside(program)
-    kept = Kept(program)
+        return lambda: LazyUndisturbed(program)
+    kept = CachedUndisturbed(program)
     return lambda: kept
 
 
-class Recorder:
+class PerturbationRecorder:
     """Applies a perturbation, and records its size and the distance of the run from the unperturbed one.
 
     Args:

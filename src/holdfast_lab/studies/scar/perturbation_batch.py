@@ -36,7 +36,7 @@ _SIZES = (-2.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class PerturbationCosts:
     """Costs of perturbations of a kind, each of shape (runs,); distances in units of ||x(0) - x*||.
 
     Args:
@@ -60,9 +60,11 @@ class Costs:
     loss_cost: Numbers
 
 
-def joined(parts: list[Costs]) -> Costs:
+def joined(parts: list[PerturbationCosts]) -> PerturbationCosts:
     """Concatenate the runs of all parts."""
-    return Costs(*(np.concatenate([getattr(part, name) for part in parts]) for name in Costs.__slots__))
+    return PerturbationCosts(
+        *(np.concatenate([getattr(part, name) for part in parts]) for name in PerturbationCosts.__slots__)
+    )
 
 
 def matrix_of(program: Program) -> Numbers | None:
@@ -89,7 +91,7 @@ def _image(program: Program, point: torch.Tensor, iteration: int) -> torch.Tenso
     return parameters(program, state).clone()
 
 
-class Batch:
+class ContractionBatch:
     """Batched perturbed runs of a linear contraction.
 
     Args:
@@ -116,7 +118,7 @@ class Batch:
             yield distance
             error = self._matrix @ error
 
-    def costs(self, kind: str, runs: int, seed: int) -> Costs:
+    def costs(self, kind: str, runs: int, seed: int) -> PerturbationCosts:
         """Return the costs of perturbations: half of the runs are perturbed once, the others two to four times.
 
         Args:
@@ -131,7 +133,7 @@ class Batch:
             parts.append(self._part(kind, min(AT_ONCE, runs - first), rng))
         return joined(parts)
 
-    def _part(self, kind: str, runs: int, rng: np.random.Generator) -> Costs:
+    def _part(self, kind: str, runs: int, rng: np.random.Generator) -> PerturbationCosts:
         strikes = self._strikes(runs, rng)
         strength = rng.random(runs) if kind == RESET else 10 ** rng.uniform(*_SIZES, runs)
         error, sizes = np.tile(self._begin, (runs, 1)), np.zeros((self._struck, runs))
@@ -174,7 +176,7 @@ class Batch:
         return np.asarray(direction * (size / np.linalg.norm(direction, axis=1))[:, None])
 
 
-def measured(distances: Numbers, plain: Numbers, sizes: Numbers, c: float, eps: list[float]) -> Costs:
+def measured(distances: Numbers, plain: Numbers, sizes: Numbers, c: float, eps: list[float]) -> PerturbationCosts:
     """Return the costs of perturbations and their bounds.
 
     Args:
@@ -195,7 +197,7 @@ def measured(distances: Numbers, plain: Numbers, sizes: Numbers, c: float, eps: 
     counted = np.minimum(counts, end)
     with np.errstate(invalid="ignore"):  # a NaN state has no bound, and exceeds none
         room = np.where(censored & (most > end), np.inf, most - counts)
-    return Costs(
+    return PerturbationCosts(
         size=sizes.sum(axis=0) / start,
         log_delta=delta - math.log(start),
         cost=(counted - base).mean(axis=0),

@@ -21,19 +21,25 @@ import torch
 from holdfast.errors import ConfigError
 from holdfast.report.iteration_cost import iteration_cost
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
-from holdfast_lab.studies.scar.perturbation import Contraction, Nothing, Perturbation, check_rate, irreducible_error
-from holdfast_lab.studies.scar.perturbation_batch import Costs, joined, matrix_of
+from holdfast_lab.studies.scar.perturbation import (
+    Contraction,
+    NoPerturbation,
+    Perturbation,
+    check_rate,
+    irreducible_error,
+)
+from holdfast_lab.studies.scar.perturbation_batch import PerturbationCosts, joined, matrix_of
 from holdfast_lab.studies.scar.perturbation_kinds import (
     EVERY_STEP,
     Adversarial,
     Asynchronous,
     BitFlip,
+    IterationChoice,
     LostUpdate,
     RandomDirection,
     Reset,
     Rounded,
     Stale,
-    When,
     at,
 )
 from holdfast_lab.studies.scar.perturbation_rows import (
@@ -42,8 +48,8 @@ from holdfast_lab.studies.scar.perturbation_rows import (
     KNOWN,
     MEANS,
     ROUNDING,
-    Run,
-    Scene,
+    PerturbationScene,
+    PerturbedRun,
     costs_of,
     finite,
     interval_of_mean,
@@ -71,7 +77,7 @@ _PAST = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class PerturbationKind:
     """A kind of perturbation.
 
     Args:
@@ -82,7 +88,7 @@ class Kind:
     """
 
     name: str
-    make: Callable[[When, int], Perturbation]
+    make: Callable[[IterationChoice, int], Perturbation]
     often: tuple[str, ...] = OFTEN
     is_drawn: bool = True
 
@@ -114,7 +120,7 @@ def kind_rows(
     if is_known:
         iterations, window = math.ceil(math.log(_NEAR) / math.log(cast("Contraction", program).rate)), 1
     try:
-        scene = Scene.of(program, iterations, window)
+        scene = PerturbationScene.of(program, iterations, window)
         source, c = (KNOWN, cast("Contraction", program).rate) if is_known else (FITTED, scene.rate.fitted)
         check_rate(c)
     except ConfigError as error:
@@ -125,25 +131,37 @@ def kind_rows(
     return [_row(scene, kind, often, trials, seed, source, c) for kind, often in every[first:last]]
 
 
-def kinds_of(scene: Scene) -> list[Kind]:
+def kinds_of(scene: PerturbationScene) -> list[PerturbationKind]:
     """Return the kinds of perturbations of a program, the unperturbed run first."""
     struck, always = (ONCE, SEVERAL), (ALWAYS,)
-    nothing = Kind(name=NOTHING, make=lambda *_: Nothing(), often=always, is_drawn=False)
+    nothing = PerturbationKind(name=NOTHING, make=lambda *_: NoPerturbation(), often=always, is_drawn=False)
     of_blocks = [
-        Kind(name="1/4 of the blocks reset", make=lambda when, seed: Reset(when, 1 / 4, seed), often=struck),
-        Kind(name="1/16 of the blocks reset", make=lambda when, seed: Reset(when, 1 / 16, seed), often=always),
-        Kind(name="gradient lost", make=lambda when, seed: LostUpdate(when, 1.0, seed), often=struck),
-        Kind(name="half of the gradient lost", make=lambda when, seed: LostUpdate(when, 1.0, seed, part=0.5)),
-        Kind(name="stale by 4", make=lambda when, seed: Stale(when, 4, 1.0, seed), often=struck),
-        Kind(name="stale by 16", make=lambda when, seed: Stale(when, 16, 1.0, seed), often=struck),
-        Kind(name="1/4 of the blocks stale by 4", make=lambda when, seed: Stale(when, 4, 1 / 4, seed), often=always),
-        Kind(name="1/4 of the blocks stale by 16", make=lambda when, seed: Stale(when, 16, 1 / 4, seed), often=always),
-        Kind(name="asynchronous, at most 4 late", make=lambda _, seed: Asynchronous(1 / 2, 4, seed), often=always),
+        PerturbationKind(
+            name="1/4 of the blocks reset", make=lambda when, seed: Reset(when, 1 / 4, seed), often=struck
+        ),
+        PerturbationKind(
+            name="1/16 of the blocks reset", make=lambda when, seed: Reset(when, 1 / 16, seed), often=always
+        ),
+        PerturbationKind(name="gradient lost", make=lambda when, seed: LostUpdate(when, 1.0, seed), often=struck),
+        PerturbationKind(
+            name="half of the gradient lost", make=lambda when, seed: LostUpdate(when, 1.0, seed, part=0.5)
+        ),
+        PerturbationKind(name="stale by 4", make=lambda when, seed: Stale(when, 4, 1.0, seed), often=struck),
+        PerturbationKind(name="stale by 16", make=lambda when, seed: Stale(when, 16, 1.0, seed), often=struck),
+        PerturbationKind(
+            name="1/4 of the blocks stale by 4", make=lambda when, seed: Stale(when, 4, 1 / 4, seed), often=always
+        ),
+        PerturbationKind(
+            name="1/4 of the blocks stale by 16", make=lambda when, seed: Stale(when, 16, 1 / 4, seed), often=always
+        ),
+        PerturbationKind(
+            name="asynchronous, at most 4 late", make=lambda _, seed: Asynchronous(1 / 2, 4, seed), often=always
+        ),
     ]
     return [nothing, *(_of_numbers(scene) if scene.optimum.is_floating_point() else []), *of_blocks]
 
 
-def _of_numbers(scene: Scene) -> list[Kind]:
+def _of_numbers(scene: PerturbationScene) -> list[PerturbationKind]:
     """Return the kinds for floating-point parameters: additions, bit flips and rounding."""
     dtype, struck, always = scene.optimum.dtype, (ONCE, SEVERAL), (ALWAYS,)
     bits, fraction = torch.finfo(dtype).bits, round(-math.log2(torch.finfo(dtype).eps))
@@ -160,29 +178,35 @@ def _of_numbers(scene: Scene) -> list[Kind]:
     ]
 
 
-def _random(scene: Scene, size: float, often: tuple[str, ...]) -> Kind:
+def _random(scene: PerturbationScene, size: float, often: tuple[str, ...]) -> PerturbationKind:
     length = size * float(scene.distances[0])
-    return Kind(name=f"random, {size:g}", make=lambda when, seed: RandomDirection(when, length, seed), often=often)
+    return PerturbationKind(
+        name=f"random, {size:g}", make=lambda when, seed: RandomDirection(when, length, seed), often=often
+    )
 
 
-def _away(scene: Scene, size: float, often: tuple[str, ...]) -> Kind:
+def _away(scene: PerturbationScene, size: float, often: tuple[str, ...]) -> PerturbationKind:
     length, name = size * float(scene.distances[0]), f"adversarial, {size:g}"
-    return Kind(name=name, make=lambda when, _: Adversarial(when, length, scene.optimum), often=often, is_drawn=False)
+    return PerturbationKind(
+        name=name, make=lambda when, _: Adversarial(when, length, scene.optimum), often=often, is_drawn=False
+    )
 
 
-def _flipped(name: str, bit: int | None) -> Kind:
-    return Kind(name=f"bit flip, {name}", make=lambda when, seed: BitFlip(when, seed, bit))
+def _flipped(name: str, bit: int | None) -> PerturbationKind:
+    return PerturbationKind(name=f"bit flip, {name}", make=lambda when, seed: BitFlip(when, seed, bit))
 
 
-def _rounded(name: str, dtype: torch.dtype) -> Kind:
-    return Kind(name=f"rounded to {name}", make=lambda when, _: Rounded(when, dtype), is_drawn=False)
+def _rounded(name: str, dtype: torch.dtype) -> PerturbationKind:
+    return PerturbationKind(name=f"rounded to {name}", make=lambda when, _: Rounded(when, dtype), is_drawn=False)
 
 
 # ---------------------------------------------------------------------------------------------
 # The runs
 
 
-def _row(scene: Scene, kind: Kind, often: str, trials: int, seed: int, source: str, c: float) -> Row:
+def _row(
+    scene: PerturbationScene, kind: PerturbationKind, often: str, trials: int, seed: int, source: str, c: float
+) -> Row:
     if often == ALWAYS:
         trials = max(1, trials // _FEWER) if kind.is_drawn else 1
     runs = [_run(scene, kind, often, np.random.default_rng([seed, number])) for number in range(trials)]
@@ -191,7 +215,7 @@ def _row(scene: Scene, kind: Kind, often: str, trials: int, seed: int, source: s
     return row | _cost(scene, runs, c) | (_what_stays(scene, runs, c) if often == ALWAYS else {})
 
 
-def _run(scene: Scene, kind: Kind, often: str, rng: np.random.Generator) -> Run:
+def _run(scene: PerturbationScene, kind: PerturbationKind, often: str, rng: np.random.Generator) -> PerturbedRun:
     struck, seed = rng.choice(np.arange(1, scene.begin), TIMES, replace=False), int(rng.integers(2**31))
     most = CAP * scene.iterations
     if often == ALWAYS:
@@ -200,8 +224,8 @@ def _run(scene: Scene, kind: Kind, often: str, rng: np.random.Generator) -> Run:
     return perturbed_run(scene, kind.make(at(*times), seed), max(0, min(times) - _PAST), most, scene.is_there)
 
 
-def _cost(scene: Scene, runs: Sequence[Run], c: float) -> Row:
-    found: Costs = joined([costs_of(scene, run, c) for run in runs])
+def _cost(scene: PerturbationScene, runs: Sequence[PerturbedRun], c: float) -> Row:
+    found: PerturbationCosts = joined([costs_of(scene, run, c) for run in runs])
     bounded = found.most[np.isfinite(found.most)]
     in_loss = [iteration_cost(run.losses, scene.losses, scene.loss_levels, scene.window) for run in runs]
     return {
@@ -219,7 +243,7 @@ def _cost(scene: Scene, runs: Sequence[Run], c: float) -> Row:
     }
 
 
-def _what_stays(scene: Scene, runs: Sequence[Run], c: float) -> Row:
+def _what_stays(scene: PerturbationScene, runs: Sequence[PerturbedRun], c: float) -> Row:
     kept = [_error(scene, run, c) for run in runs]
     largest = max(kept, key=lambda one: one["error"])
     holds = [one["holds"] for one in kept if one["holds"] is not None]
@@ -233,7 +257,7 @@ def _what_stays(scene: Scene, runs: Sequence[Run], c: float) -> Row:
     }
 
 
-def _error(scene: Scene, run: Run, c: float) -> Row:
+def _error(scene: PerturbationScene, run: PerturbedRun, c: float) -> Row:
     """Return the largest distance in the last quarter of a run, and its bound from perturbations of the second half."""
     length, start = len(run.distances) - 1, float(scene.distances[0])
     half, quarter = length // 2, length // 4

@@ -25,7 +25,7 @@ SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class When:
+class IterationChoice:
     """The iterations that are perturbed.
 
     Args:
@@ -39,12 +39,12 @@ class When:
         return self.iterations is None or iteration in self.iterations
 
 
-EVERY_STEP = When()
+EVERY_STEP = IterationChoice()
 
 
-def at(*iterations: int) -> When:
+def at(*iterations: int) -> IterationChoice:
     """Return the given iterations, counted from 0."""
-    return When(frozenset(iterations))
+    return IterationChoice(frozenset(iterations))
 
 
 def drawn(seed: int, iteration: int) -> np.random.Generator:
@@ -104,7 +104,7 @@ class RandomDirection:
         seed: Seed of the direction.
     """
 
-    def __init__(self, when: When, size: float, seed: int) -> None:
+    def __init__(self, when: IterationChoice, size: float, seed: int) -> None:
         self._when, self._size, self._seed = when, size, seed
 
     def disturb(self, state: State, program: Program, iteration: int) -> None:
@@ -126,7 +126,7 @@ class Adversarial:
         optimum: x*, of the shape of the parameters.
     """
 
-    def __init__(self, when: When, size: float, optimum: Tensor) -> None:
+    def __init__(self, when: IterationChoice, size: float, optimum: Tensor) -> None:
         self._when, self._size, self._optimum = when, size, optimum
 
     def disturb(self, state: State, program: Program, iteration: int) -> None:
@@ -151,7 +151,7 @@ class BitFlip:
             the most significant bit of the exponent. None: a random bit.
     """
 
-    def __init__(self, when: When, seed: int, bit: int | None = None) -> None:
+    def __init__(self, when: IterationChoice, seed: int, bit: int | None = None) -> None:
         self._when, self._seed, self._bit = when, seed, bit
 
     def disturb(self, state: State, program: Program, iteration: int) -> None:
@@ -177,7 +177,7 @@ class Rounded:
         dtype: ``torch.bfloat16``, ``torch.float8_e4m3fn`` or any other floating-point type.
     """
 
-    def __init__(self, when: When, dtype: torch.dtype) -> None:
+    def __init__(self, when: IterationChoice, dtype: torch.dtype) -> None:
         self._when, self._dtype = when, dtype
 
     def disturb(self, state: State, program: Program, iteration: int) -> None:
@@ -202,7 +202,7 @@ class Reset:
         seed: Seed of the random choice.
     """
 
-    def __init__(self, when: When, share: float, seed: int) -> None:
+    def __init__(self, when: IterationChoice, share: float, seed: int) -> None:
         self._when, self._share, self._seed = when, share, seed
 
     def disturb(self, state: State, program: Program, iteration: int) -> None:
@@ -224,7 +224,7 @@ class Stale:
         seed: Seed of the random choice.
     """
 
-    def __init__(self, when: When, steps: int, share: float, seed: int) -> None:
+    def __init__(self, when: IterationChoice, steps: int, share: float, seed: int) -> None:
         if steps < 1:
             raise ConfigError(f"steps must be at least 1, got {steps}")
         self._when, self._share, self._seed = when, share, seed
@@ -252,7 +252,7 @@ class LostUpdate:
             direction is that of the whole mini-batch.
     """
 
-    def __init__(self, when: When, share: float, seed: int, part: float = 1.0) -> None:
+    def __init__(self, when: IterationChoice, share: float, seed: int, part: float = 1.0) -> None:
         if not 0 <= part <= 1:
             raise ConfigError(f"part of the update must be from 0 to 1, got {part}")
         self._when, self._share, self._seed, self._part = when, share, seed, part

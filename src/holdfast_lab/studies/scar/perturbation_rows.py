@@ -21,11 +21,11 @@ from holdfast.errors import ConfigError
 from holdfast.report.iteration_cost import iteration_cost, levels
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
 from holdfast_lab.studies.scar.perturbation import (
-    Beside,
     Contraction,
+    ConvergenceRate,
+    LazyUndisturbed,
     Perturbation,
-    Rate,
-    Recorder,
+    PerturbationRecorder,
     Undisturbed,
     apart,
     fit_rate,
@@ -39,8 +39,8 @@ from holdfast_lab.studies.scar.perturbation_batch import (
     LEVELS,
     RANDOM,
     RESET,
-    Batch,
-    Costs,
+    ContractionBatch,
+    PerturbationCosts,
     joined,
     matrix_of,
     measured,
@@ -89,12 +89,12 @@ def cost_rows(program: Program, trials: int, seed: int, iterations: int = 300, w
     """
     matrix = matrix_of(program)
     if matrix is not None:
-        batch = Batch(cast("Contraction", program), matrix)
+        batch = ContractionBatch(cast("Contraction", program), matrix)
         each = math.ceil(trials / len(ALL_KINDS))
         costs = {kind: batch.costs(kind, each, seed) for kind in ALL_KINDS}
         return [*_binned(program, costs), *(_bound_row(program, kind, costs[kind], KNOWN, batch.c) for kind in costs)]
     try:
-        scene = Scene.of(program, iterations, window)
+        scene = PerturbationScene.of(program, iterations, window)
     except ConfigError as error:
         return [{"part": "bound", "status": NOT_RUN, "program": program.name, "why": str(error)}]
     return _one_by_one(scene, trials, seed)
@@ -105,7 +105,7 @@ def cost_rows(program: Program, trials: int, seed: int, iterations: int = 300, w
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class PerturbationScene:
     """A program and its unperturbed run.
 
     Args:
@@ -128,13 +128,13 @@ class Scene:
     distances: Numbers
     losses: Numbers
     window: int
-    rate: Rate
+    rate: ConvergenceRate
     begin: int
     eps: list[float]
     loss_levels: list[float]
 
     @classmethod
-    def of(cls, program: Program, iterations: int, window: int) -> Scene:
+    def of(cls, program: Program, iterations: int, window: int) -> PerturbationScene:
         """Run a program without perturbation.
 
         Raises:
@@ -143,7 +143,7 @@ class Scene:
         beside = undisturbed(program, CAP * iterations)
         optimum = getattr(program, "optimum", None)
         if optimum is None:
-            optimum = parameters(program, Beside(program).at(LONG * iterations))
+            optimum = parameters(program, LazyUndisturbed(program).at(LONG * iterations))
         distances, losses = [], []
         run = beside()
         for iteration in range(iterations + 1):
@@ -180,7 +180,7 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PerturbedRun:
     """A perturbed run: ||y(k) - x*||, its losses, and ||d(k)||; those of x(0) first."""
 
     distances: Numbers
@@ -189,8 +189,12 @@ class Run:
 
 
 def perturbed_run(
-    scene: Scene, perturbation: Perturbation, begin: int, most: int, until: Callable[[float, float], bool] | None = None
-) -> Run:
+    scene: PerturbationScene,
+    perturbation: Perturbation,
+    begin: int,
+    most: int,
+    until: Callable[[float, float], bool] | None = None,
+) -> PerturbedRun:
     """Run a program with a perturbation, from the first perturbed iteration on.
 
     Args:
@@ -201,7 +205,7 @@ def perturbed_run(
         until: Stops the run earlier, if true for its distance and the trailing mean of its loss.
     """
     program, beside = scene.program, scene.beside()
-    state, recorder = copy_of(beside.at(begin)), Recorder(perturbation, beside)
+    state, recorder = copy_of(beside.at(begin)), PerturbationRecorder(perturbation, beside)
     distances, losses = list(scene.distances[: begin + 1]), list(scene.losses[: begin + 1])
     for iteration in range(begin, most):
         recorder.disturb(state, program, iteration)
@@ -210,10 +214,10 @@ def perturbed_run(
         losses.append(program.loss(state))
         if until is not None and until(distances[-1], float(np.mean(losses[-scene.window :]))):
             break
-    return Run(np.array(distances), np.array(losses), np.array(recorder.sizes))
+    return PerturbedRun(np.array(distances), np.array(losses), np.array(recorder.sizes))
 
 
-def _one_by_one(scene: Scene, trials: int, seed: int) -> list[Row]:
+def _one_by_one(scene: PerturbationScene, trials: int, seed: int) -> list[Row]:
     each, program = math.ceil(trials / len(scene.kinds)), scene.program
     runs = {
         kind: [_trial(scene, kind, np.random.default_rng([seed, KINDS.index(kind), number])) for number in range(each)]
@@ -229,7 +233,7 @@ def _one_by_one(scene: Scene, trials: int, seed: int) -> list[Row]:
             continue
         costs = {kind: joined([costs_of(scene, run, c) for run in runs[kind]]) for kind in runs}
         rows += _binned(program, costs) if source == FITTED else []
-        alone = costs_of(scene, Run(scene.distances, scene.losses, np.zeros(1)), c)
+        alone = costs_of(scene, PerturbedRun(scene.distances, scene.losses, np.zeros(1)), c)
         extra = {
             "c_ci": list(scene.rate.interval) if source == FITTED else None,
             "undisturbed_room": finite(alone.room[0]),
@@ -238,7 +242,7 @@ def _one_by_one(scene: Scene, trials: int, seed: int) -> list[Row]:
     return rows
 
 
-def _trial(scene: Scene, kind: str, rng: np.random.Generator) -> Run:
+def _trial(scene: PerturbationScene, kind: str, rng: np.random.Generator) -> PerturbedRun:
     when, seed = int(rng.integers(1, scene.begin)), int(rng.integers(2**31))
     come = apart(scene.program, *(parameters(scene.program, scene.beside().at(k)).clone() for k in (0, when)))
     size = float(10 ** rng.uniform(*_SIZES)) * come
@@ -250,7 +254,7 @@ def _trial(scene: Scene, kind: str, rng: np.random.Generator) -> Run:
     return perturbed_run(scene, kinds[kind](), when, CAP * scene.iterations, scene.is_there)
 
 
-def costs_of(scene: Scene, run: Run, c: float) -> Costs:
+def costs_of(scene: PerturbationScene, run: PerturbedRun, c: float) -> PerturbationCosts:
     """Return the cost of a perturbed run, by levels of the distance and of the loss, and its bounds; of shape (1,).
 
     Args:
@@ -267,7 +271,7 @@ def costs_of(scene: Scene, run: Run, c: float) -> Costs:
 # Rows
 
 
-def _binned(program: Program, costs: dict[str, Costs]) -> Iterator[Row]:
+def _binned(program: Program, costs: dict[str, PerturbationCosts]) -> Iterator[Row]:
     """Yield a row for each kind and each bin of D / ||x(0) - x*||, the argument of the paper's bound."""
     for kind, found in costs.items():
         bins = np.floor(BINS * found.log_delta / math.log(10))
@@ -294,7 +298,7 @@ def _binned(program: Program, costs: dict[str, Costs]) -> Iterator[Row]:
             }
 
 
-def _bound_row(program: Program, kind: str, found: Costs, source: str, c: float) -> Row:
+def _bound_row(program: Program, kind: str, found: PerturbationCosts, source: str, c: float) -> Row:
     above = found.cost - found.paper
     return {
         "part": "bound",

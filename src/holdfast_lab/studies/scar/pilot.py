@@ -16,7 +16,7 @@ from holdfast.errors import ConfigError
 from holdfast.report.iteration_cost import levels
 from holdfast_lab.studies.base import MEASURED, Row
 from holdfast_lab.studies.scar.kappa import kappa
-from holdfast_lab.studies.scar.trials import Course
+from holdfast_lab.studies.scar.trials import ProgramRun
 from holdfast_lab.workloads.iterative.base import Program
 
 LEVELS = 7
@@ -25,7 +25,7 @@ _WIDER = (1, 2, 4)
 """Multiples of a program's window to try, until the loss falls by more than its noise."""
 
 
-def pilot(course: Course) -> list[Row]:
+def pilot(course: ProgramRun) -> list[Row]:
     """Run without failures, and return a row with the levels of the loss and the skew of the drift.
 
     Raises:
@@ -57,7 +57,7 @@ def pilot(course: Course) -> list[Row]:
     return [row]
 
 
-def _levels(runs: Sequence[Sequence[float]], course: Course) -> tuple[list[float], int]:
+def _levels(runs: Sequence[Sequence[float]], course: ProgramRun) -> tuple[list[float], int]:
     """Return the levels of the loss that every run reaches, and the window of its trailing mean.
 
     The window is the course's, or the smallest multiple of it with which the loss falls by more than its noise: at the
@@ -82,7 +82,7 @@ def _levels(runs: Sequence[Sequence[float]], course: Course) -> tuple[list[float
     )
 
 
-def _watched(program: Program, course: Course) -> tuple[list[float], Tensor]:
+def _watched(program: Program, course: ProgramRun) -> tuple[list[float], Tensor]:
     """Return the losses, and the drift of each block: its distance between iterations 3 C and 4 C."""
     state, losses, then = program.start(), [], None
     drift = torch.zeros(program.blocks)
@@ -102,12 +102,12 @@ def skew(drift: Tensor) -> float:
     return float(squares[: math.ceil(len(squares) / 8)].sum() / squares.sum().clamp_min(1e-300))
 
 
-def with_levels(course: Course, row: Row) -> Course:
+def with_levels(course: ProgramRun, row: Row) -> ProgramRun:
     """Return the course with the levels and the window of its pilot."""
     return replace(course, levels=tuple(row["levels"]), last=row["kappas"][-1], window=row["window"])
 
 
-def at_rate(course: Course, times: float) -> list[Row]:
+def at_rate(course: ProgramRun, times: float) -> list[Row]:
     """Return a row with the final loss at a multiple of the program's learning rate; None if the loss diverges."""
     seed = int(course.chance("pilot", 0).integers(2**31))
     own: Any = course.make(seed)

@@ -43,13 +43,13 @@ KEPT = "SCAR, optimizer state kept by a peer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class ScarPolicy:
     """A policy for saving and restoring blocks.
 
     Args:
         name: Its name in rows and on the page.
         fraction: r, the fraction of the blocks in each save; 1: all blocks, every C iterations.
-        choice: How blocks are chosen; see :class:`~holdfast.checkpoint.priority.Saving`.
+        choice: How blocks are chosen; see :class:`~holdfast.checkpoint.priority.PriorityPolicy`.
         predictor: The value a block is restored to; see there.
         codec: The encoding of saved blocks; see there.
         saves: ``all`` rows, only the ``parameters``, only rows of ``live`` blocks, or ``nothing``.
@@ -85,53 +85,53 @@ def chosen(restore: str, choice: str, fraction: float) -> str:
     return f"{restore}, {choice}, r = 1/{round(1 / fraction)}"
 
 
-def paper_policies(fractions: Sequence[float] = FRACTIONS) -> list[Policy]:
+def paper_policies(fractions: Sequence[float] = FRACTIONS) -> list[ScarPolicy]:
     """Return the policies of the paper, the traditional one first; ``fractions`` are the r of partial saves."""
     partial = [
-        Policy(name=PARTIAL if nodes == HALF else f"{PARTIAL}, {nodes}/{NODES} lost", nodes=nodes)
+        ScarPolicy(name=PARTIAL if nodes == HALF else f"{PARTIAL}, {nodes}/{NODES} lost", nodes=nodes)
         for nodes in range(1, NODES)
     ]
     by_choice = [
-        Policy(name=chosen(restore, choice, fraction), fraction=fraction, choice=choice, restore=way)
+        ScarPolicy(name=chosen(restore, choice, fraction), fraction=fraction, choice=choice, restore=way)
         for restore, way in (("full", "all"), (PARTIAL, "lost"))
         for choice in CHOICES
         for fraction in fractions
     ]
     others = [
-        Policy(name=f"{SCAR}, {nodes}/{NODES} lost", fraction=LEAST, nodes=nodes)
+        ScarPolicy(name=f"{SCAR}, {nodes}/{NODES} lost", fraction=LEAST, nodes=nodes)
         for nodes in range(1, NODES)
         if nodes != HALF
     ]
     return [traditional(), *partial, *by_choice, *others]
 
 
-def traditional() -> Policy:
+def traditional() -> ScarPolicy:
     """Return the policy with a full save every C iterations and rollback of all blocks."""
-    return Policy(name=TRADITIONAL, restore="all")
+    return ScarPolicy(name=TRADITIONAL, restore="all")
 
 
-def scar() -> Policy:
+def scar() -> ScarPolicy:
     """Return the paper's combination: priority, r = 1/8, partial recovery."""
-    return Policy(name=SCAR, fraction=LEAST)
+    return ScarPolicy(name=SCAR, fraction=LEAST)
 
 
-def controls() -> list[Policy]:
+def controls() -> list[ScarPolicy]:
     """Return the controls: no checkpoint at all, and no loss at all."""
     return [
-        Policy(name=NO_CHECKPOINT, saves="nothing", restore="start"),
-        Policy(name=RESEED, saves="nothing", restore="reseed", nodes=0),
+        ScarPolicy(name=NO_CHECKPOINT, saves="nothing", restore="start"),
+        ScarPolicy(name=RESEED, saves="nothing", restore="reseed", nodes=0),
     ]
 
 
-def bounds() -> list[Policy]:
+def bounds() -> list[ScarPolicy]:
     """Return the policies with hindsight, which know at every save when nodes will fail."""
     return [
-        Policy(name=HINDSIGHT, fraction=LEAST, saves="nothing", restore="hindsight"),
-        Policy(name=HINDSIGHT_WHO, fraction=LEAST, saves="nothing", restore="hindsight who"),
+        ScarPolicy(name=HINDSIGHT, fraction=LEAST, saves="nothing", restore="hindsight"),
+        ScarPolicy(name=HINDSIGHT_WHO, fraction=LEAST, saves="nothing", restore="hindsight who"),
     ]
 
 
-def further_policies(program: Program, state: State) -> list[Policy]:
+def further_policies(program: Program, state: State) -> list[ScarPolicy]:
     """Return the policies beyond the paper that apply to a program.
 
     Args:
@@ -139,36 +139,36 @@ def further_policies(program: Program, state: State) -> list[Policy]:
         state: A state of the program.
     """
     rows = program.rows(state)
-    found: list[Policy] = []
+    found: list[ScarPolicy] = []
     if rows[0].is_floating_point():
         found += [
-            Policy(name=LINE, fraction=LEAST, predictor="line"),
-            Policy(name=INT8, fraction=LEAST, codec="int8"),
-            Policy(name=LINE_INT8, fraction=LEAST, predictor="line", codec="int8"),
-            Policy(name=CALIBRATED, fraction=LEAST, predictor="line", restore="calibrated"),
-            Policy(name=CALIBRATED_INT8, fraction=LEAST, predictor="line", codec="int8", restore="calibrated"),
-            Policy(name=FULL_INT8, codec="int8"),
+            ScarPolicy(name=LINE, fraction=LEAST, predictor="line"),
+            ScarPolicy(name=INT8, fraction=LEAST, codec="int8"),
+            ScarPolicy(name=LINE_INT8, fraction=LEAST, predictor="line", codec="int8"),
+            ScarPolicy(name=CALIBRATED, fraction=LEAST, predictor="line", restore="calibrated"),
+            ScarPolicy(name=CALIBRATED_INT8, fraction=LEAST, predictor="line", codec="int8", restore="calibrated"),
+            ScarPolicy(name=FULL_INT8, codec="int8"),
         ]
     if len(rows) > 1:
         found += [
-            Policy(name=ALONE, fraction=LEAST, saves="parameters", restore="lost, rest reset"),
-            Policy(name=RESET, fraction=LEAST, restore="lost, rest reset"),
-            Policy(name=KEPT, fraction=LEAST, restore="lost, rest kept"),
+            ScarPolicy(name=ALONE, fraction=LEAST, saves="parameters", restore="lost, rest reset"),
+            ScarPolicy(name=RESET, fraction=LEAST, restore="lost, rest reset"),
+            ScarPolicy(name=KEPT, fraction=LEAST, restore="lost, rest kept"),
         ]
     if program.live is not None:
-        found.append(Policy(name=LIVE, fraction=LEAST, saves="live", restore="live"))
-        found.append(Policy(name=LIVE_INT8, fraction=LEAST, codec="int8", saves="live", restore="live"))
+        found.append(ScarPolicy(name=LIVE, fraction=LEAST, saves="live", restore="live"))
+        found.append(ScarPolicy(name=LIVE_INT8, fraction=LEAST, codec="int8", saves="live", restore="live"))
     if hasattr(program, "resolve"):
-        found.append(Policy(name=SURVIVORS, saves="nothing", restore="survivors"))
+        found.append(ScarPolicy(name=SURVIVORS, saves="nothing", restore="survivors"))
     if hasattr(program, "resample"):
-        found.append(Policy(name=SWEEP, fraction=LEAST, restore="sweep"))
+        found.append(ScarPolicy(name=SWEEP, fraction=LEAST, restore="sweep"))
     if hasattr(program, "log_likelihoods"):
-        found.append(Policy(name=LIKELIHOOD, fraction=LEAST, distance="likelihood"))
-        found.append(Policy(name=LIKELIHOOD_SWEEP, fraction=LEAST, distance="likelihood", restore="sweep"))
+        found.append(ScarPolicy(name=LIKELIHOOD, fraction=LEAST, distance="likelihood"))
+        found.append(ScarPolicy(name=LIKELIHOOD_SWEEP, fraction=LEAST, distance="likelihood", restore="sweep"))
     return found
 
 
-def candidates(policies: Sequence[Policy]) -> list[Policy]:
+def candidates(policies: Sequence[ScarPolicy]) -> list[ScarPolicy]:
     """Return the policies that a real system could use: without hindsight, peer copies or controls.
 
     Args:

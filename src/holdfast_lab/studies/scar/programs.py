@@ -12,7 +12,7 @@ from holdfast_lab.studies.scar.policies import (
     LEAST,
     LINE_INT8,
     PARTIAL,
-    Policy,
+    ScarPolicy,
     bounds,
     candidates,
     controls,
@@ -25,7 +25,7 @@ from holdfast_lab.workloads.iterative import Program, make_program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ProgramEntry:
     """A program of the study and its settings.
 
     Args:
@@ -68,16 +68,16 @@ _FEW: dict[str, Any] = {"fractions": (LEAST,)}
 _ALS: dict[str, Any] = {"every": 8, "window": 1, "iterations": 32, "has_rate": False}
 _LDA: dict[str, Any] = {"every": 8, "window": 4, "iterations": 64, "has_rate": False}
 ENTRIES = (
-    Entry(program="mlr-covertype", from_files=True, fails_often=True, options=(("evaluated", 1000),)),
-    Entry(program="mlr-reuters", from_files=True, window=16, options=(("evaluated", 500),)),
-    Entry(program="mlr-digits", fails_often=True, perturbed=300, options=(("evaluated", 1000),)),
-    Entry(program="mlr-fashion", from_files=True, options=(("evaluated", 500),)),
-    Entry(program="mlp-adam-digits", fails_often=True, **_FEW),
-    Entry(program="mlp-momentum-digits", **_FEW),
-    Entry(program="cnn-adam-digits", iterations=96, **_FEW),
-    Entry(program="cnn-momentum-digits", iterations=96, **_FEW),
-    Entry(program="als-movielens", from_files=True, **_ALS, **_FEW),
-    Entry(
+    ProgramEntry(program="mlr-covertype", from_files=True, fails_often=True, options=(("evaluated", 1000),)),
+    ProgramEntry(program="mlr-reuters", from_files=True, window=16, options=(("evaluated", 500),)),
+    ProgramEntry(program="mlr-digits", fails_often=True, perturbed=300, options=(("evaluated", 1000),)),
+    ProgramEntry(program="mlr-fashion", from_files=True, options=(("evaluated", 500),)),
+    ProgramEntry(program="mlp-adam-digits", fails_often=True, **_FEW),
+    ProgramEntry(program="mlp-momentum-digits", **_FEW),
+    ProgramEntry(program="cnn-adam-digits", iterations=96, **_FEW),
+    ProgramEntry(program="cnn-momentum-digits", iterations=96, **_FEW),
+    ProgramEntry(program="als-movielens", from_files=True, **_ALS, **_FEW),
+    ProgramEntry(
         program="als-movielens",
         title=f"als-movielens, {ITEMS_FIRST}",
         from_files=True,
@@ -85,20 +85,20 @@ ENTRIES = (
         **_ALS,
         **_FEW,
     ),
-    Entry(program="als-ratings", **_ALS),
-    Entry(program="lda-reuters", from_files=True, **_LDA),
-    Entry(program="lda-documents", **_LDA),
-    Entry(program="quadratic", window=1, has_rate=False, perturbed=20_000),
-    Entry(program="quadratic-diagonal", window=1, has_rate=False, perturbed=20_000),
-    Entry(program="gpt-adam", from_files=True, by_request=True, **_FEW),
-    Entry(
+    ProgramEntry(program="als-ratings", **_ALS),
+    ProgramEntry(program="lda-reuters", from_files=True, **_LDA),
+    ProgramEntry(program="lda-documents", **_LDA),
+    ProgramEntry(program="quadratic", window=1, has_rate=False, perturbed=20_000),
+    ProgramEntry(program="quadratic-diagonal", window=1, has_rate=False, perturbed=20_000),
+    ProgramEntry(program="gpt-adam", from_files=True, by_request=True, **_FEW),
+    ProgramEntry(
         program="cnn-adam-digits",
         title="cnn-adam-digits by layer",
         options=(("blocks", "layers"),),
         by_request=True,
         **_FEW,
     ),
-    Entry(
+    ProgramEntry(
         program="mlp-adam-digits",
         title="mlp-adam-digits by layer",
         options=(("blocks", "layers"),),
@@ -121,7 +121,7 @@ def make(name: str, data: Path | None, options: Sequence[tuple[str, Any]], seed:
     return make_program(name, data, seed, **dict(options), **more)
 
 
-def policies_of(which: str, fractions: Sequence[float], program: Program) -> list[Policy]:
+def policies_of(which: str, fractions: Sequence[float], program: Program) -> list[ScarPolicy]:
     """Return the policies to compare.
 
     Args:
@@ -136,7 +136,7 @@ def policies_of(which: str, fractions: Sequence[float], program: Program) -> lis
         return [*paper_policies(fractions), *controls(), *bounds(), *further]
     if which == "quick":
         return [policy for policy in paper_policies((LEAST,)) if policy.nodes == HALF]
-    partial_recovery = Policy(name=PARTIAL)
+    partial_recovery = ScarPolicy(name=PARTIAL)
     if which == "several":
         return [traditional(), partial_recovery, scar(), *(policy for policy in further if policy.name == LINE_INT8)]
     return [traditional(), partial_recovery, scar(), *candidates(further)]

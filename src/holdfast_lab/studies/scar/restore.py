@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.checkpoint.priority import Running
+from holdfast.checkpoint.priority import RunningCheckpoint
 from holdfast_lab.workloads.iterative.base import Program, State, copy_of
 
 Rows = tuple[Tensor, ...]
@@ -18,7 +18,7 @@ _ROUNDS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class RestoreScene:
     """The situation when nodes fail.
 
     Args:
@@ -38,20 +38,20 @@ class Scene:
     iteration: int
     lost: Tensor
     start: Rows
-    running: Running | None
+    running: RunningCheckpoint | None
     history: Sequence[tuple[int, Rows]]
     room_bytes: float
     reseeded: Callable[[], Program]
 
     @property
-    def saved(self) -> Running:
+    def saved(self) -> RunningCheckpoint:
         """Return the priority checkpoint."""
         assert self.running is not None, "this restore method needs a checkpoint"
         return self.running
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoredRun:
     """The state with which the run continues.
 
     Args:
@@ -65,31 +65,31 @@ class Restored:
     work: float = 0.0
 
 
-def lose(scene: Scene) -> Restored:
+def lose(scene: RestoreScene) -> RestoredRun:
     """Restore the lost blocks from the checkpoint; all other blocks stay."""
     return _written(scene, scene.lost, scene.saved.recover(scene.lost, scene.iteration))
 
 
-def _roll_back(scene: Scene) -> Restored:
+def _roll_back(scene: RestoreScene) -> RestoredRun:
     blocks = torch.arange(scene.program.blocks)
     return _written(scene, blocks, scene.saved.recover(blocks, scene.iteration))
 
 
-def _reset(scene: Scene) -> Restored:
+def _reset(scene: RestoreScene) -> RestoredRun:
     return _written(scene, scene.lost, tuple(row[scene.lost] for row in scene.start))
 
 
-def _without_rest(scene: Scene) -> Restored:
+def _without_rest(scene: RestoreScene) -> RestoredRun:
     parameters = scene.saved.recover(scene.lost, scene.iteration)[0]
     return _written(scene, scene.lost, (parameters, *(row[scene.lost] for row in scene.start[1:])))
 
 
-def _with_rest(scene: Scene) -> Restored:
+def _with_rest(scene: RestoreScene) -> RestoredRun:
     parameters = scene.saved.recover(scene.lost, scene.iteration)[0]
     return _written(scene, scene.lost, (parameters,))
 
 
-def _live(scene: Scene) -> Restored:
+def _live(scene: RestoreScene) -> RestoredRun:
     """Restore the lost live blocks; reset the other lost blocks to x(0), so that an error shows if they are read."""
     assert scene.program.live is not None
     live = scene.program.live
@@ -101,7 +101,7 @@ def _live(scene: Scene) -> Restored:
     return restored
 
 
-def _calibrated(scene: Scene) -> Restored:
+def _calibrated(scene: RestoreScene) -> RestoredRun:
     """Move lost blocks along their prediction by the share that surviving blocks have really moved along theirs."""
     blocks = torch.arange(scene.program.blocks)
     expected, *others = scene.saved.recover(blocks, scene.iteration)
@@ -116,33 +116,33 @@ def _calibrated(scene: Scene) -> Restored:
     return _written(scene, scene.lost, tuple(row[scene.lost] for row in (moved, *others)))
 
 
-def _reseed(scene: Scene) -> Restored:
-    return Restored(copy_of(scene.state), scene.reseeded())
+def _reseed(scene: RestoreScene) -> RestoredRun:
+    return RestoredRun(copy_of(scene.state), scene.reseeded())
 
 
-def _survivors(scene: Scene) -> Restored:
+def _survivors(scene: RestoreScene) -> RestoredRun:
     state = copy_of(scene.state)
     lost = torch.zeros(scene.program.blocks, dtype=torch.bool)
     lost[scene.lost] = True
     scene.program.resolve(state, lost)  # type: ignore[attr-defined]  # only used for programs that have it
-    return Restored(state, scene.program)
+    return RestoredRun(state, scene.program)
 
 
-def _sweep(scene: Scene) -> Restored:
+def _sweep(scene: RestoreScene) -> RestoredRun:
     restored = lose(scene)
     scene.program.resample(restored.state, scene.lost, scene.iteration)  # type: ignore[attr-defined]  # likewise
-    return Restored(restored.state, restored.program, len(scene.lost) / scene.program.blocks)
+    return RestoredRun(restored.state, restored.program, len(scene.lost) / scene.program.blocks)
 
 
-def _hindsight(scene: Scene) -> Restored:
+def _hindsight(scene: RestoreScene) -> RestoredRun:
     return _from_history(scene, torch.arange(scene.program.blocks))
 
 
-def _hindsight_who(scene: Scene) -> Restored:
+def _hindsight_who(scene: RestoreScene) -> RestoredRun:
     return _from_history(scene, scene.lost)
 
 
-def _from_history(scene: Scene, wanted: Tensor) -> Restored:
+def _from_history(scene: RestoreScene, wanted: Tensor) -> RestoredRun:
     now = scene.program.rows(scene.state)[0]
     distances = torch.stack([scene.program.distance(now, rows[0]) for _, rows in scene.history], dim=1)
     costs = (distances[wanted].double() ** 2).numpy()
@@ -192,10 +192,10 @@ def least_sum(costs: NDArray[np.float64], sizes: NDArray[np.float64], room: floa
     return chosen
 
 
-def _written(scene: Scene, blocks: Tensor, values: Rows) -> Restored:
+def _written(scene: RestoreScene, blocks: Tensor, values: Rows) -> RestoredRun:
     state = copy_of(scene.state)
     _write(scene.program, state, blocks, values)
-    return Restored(state, scene.program)
+    return RestoredRun(state, scene.program)
 
 
 def _write(program: Program, state: State, blocks: Tensor, values: Rows) -> None:
@@ -204,7 +204,7 @@ def _write(program: Program, state: State, blocks: Tensor, values: Rows) -> None
     program.mend(state, blocks)
 
 
-WAYS: dict[str, Callable[[Scene], Restored]] = {
+WAYS: dict[str, Callable[[RestoreScene], RestoredRun]] = {
     "lost": lose,
     "all": _roll_back,
     "start": _reset,

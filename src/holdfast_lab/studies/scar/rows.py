@@ -22,7 +22,7 @@ MLR, NETWORKS, ALS, LDA = ("mlr",), ("mlp", "cnn", "gpt"), ("als",), ("lda",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class ScarCell:
     """The cost of a policy for a program.
 
     Args:
@@ -52,7 +52,7 @@ class Cell:
     error: float
 
 
-class Trials:
+class TrialRows:
     """Queries over the rows of trials.
 
     Args:
@@ -93,7 +93,7 @@ class Trials:
         }
         return min(costs, key=lambda policy: costs[policy]) if costs else None
 
-    def cell(self, program: str, policy: str, kind: str = "main", *, late: bool = True) -> Cell | None:
+    def cell(self, program: str, policy: str, kind: str = "main", *, late: bool = True) -> ScarCell | None:
         """Return the cost of a policy; None for fewer than two trials.
 
         Args:
@@ -111,7 +111,7 @@ class Trials:
         drawn, drawn_base = weights @ costs, weights @ base
         reductions = _less(drawn, drawn_base)
         mine = [mine for mine, _ in pairs]
-        return Cell(
+        return ScarCell(
             trials=len(pairs),
             cost=float(costs.mean()),
             cost_ci=_interval(drawn),

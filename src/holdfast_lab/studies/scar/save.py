@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from holdfast import Sharded
-from holdfast.checkpoint.priority import Running, Saving
+from holdfast.checkpoint.priority import PriorityPolicy, RunningCheckpoint
 from holdfast_lab.studies.base import MEASURED, Claim, Row, Task, statement
-from holdfast_lab.studies.pool import Workers
+from holdfast_lab.studies.pool import WorkerPool
 from holdfast_lab.studies.sections import Section, measured, milliseconds, number, table
 from holdfast_lab.studies.stats import bootstrap, median
 
@@ -34,13 +34,15 @@ _SAMPLES, _BATCHES = 32, 32
 _BLOCK = 16
 _EVERY = 16
 _REPETITIONS = 30
-_SAVINGS = {f"r = 1/{parts}" if parts > 1 else "r = 1": Saving(every=_EVERY, fraction=1 / parts) for parts in (1, 4, 8)}
+_SAVINGS = {
+    f"r = 1/{parts}" if parts > 1 else "r = 1": PriorityPolicy(every=_EVERY, fraction=1 / parts) for parts in (1, 4, 8)
+}
 _PARTS = ("step_s", "selection_s", "write_s", "copy_s")
 
 Times = dict[str, list[float]]
 
 
-class _Timed(Running):
+class _Timed(RunningCheckpoint):
     """A priority checkpoint that measures its time for writing."""
 
     write_s = 0.0
@@ -157,12 +159,12 @@ def _ratio(name: str, mine: Sequence[float], theirs: Sequence[float], seed: int,
     return {name: of([every]), f"{name}_low": low, f"{name}_high": high}
 
 
-def held_tasks(workers: Workers, seed: int) -> list[Task]:
+def held_tasks(workers: WorkerPool, seed: int) -> list[Task]:
     """Return the timing task, which runs alone in one of the processes."""
     return [Task("held: the larger shard of two", partial(_task, workers, seed))]
 
 
-def _task(workers: Workers, seed: int, _: Sequence[Row]) -> list[Row]:
+def _task(workers: WorkerPool, seed: int, _: Sequence[Row]) -> list[Row]:
     return workers.rows(held_rows, [seed])
 
 

@@ -13,17 +13,17 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Claim, Options, Row, Task
-from holdfast_lab.studies.pool import Workers
+from holdfast_lab.studies.pool import WorkerPool
 from holdfast_lab.studies.scar.claims import hold_claims
 from holdfast_lab.studies.scar.live import live_claims, live_tasks
 from holdfast_lab.studies.scar.page import sections
 from holdfast_lab.studies.scar.perturbation_each import kind_rows
 from holdfast_lab.studies.scar.perturbation_rows import cost_rows
 from holdfast_lab.studies.scar.pilot import at_rate, pilot, with_levels
-from holdfast_lab.studies.scar.programs import ENTRIES, NOT_READ, REPLACED, Entry, make, policies_of
+from holdfast_lab.studies.scar.programs import ENTRIES, NOT_READ, REPLACED, ProgramEntry, make, policies_of
 from holdfast_lab.studies.scar.rows import AT_BEST
 from holdfast_lab.studies.scar.save import held_claims, held_tasks
-from holdfast_lab.studies.scar.trials import Course, Policies, trial, trial_of_several
+from holdfast_lab.studies.scar.trials import Policies, ProgramRun, trial, trial_of_several
 
 _TRIALS = 100
 """Number of trials over all failures, and of trials with a failure after the first full save."""
@@ -101,11 +101,11 @@ class _Plan:
         if options.data is not None and not options.data.is_dir():
             raise ConfigError(f"--data must be an existing directory, got {str(options.data)!r}")
         self._options = options
-        self._workers = Workers(preload=[__name__])
+        self._workers = WorkerPool(preload=[__name__])
         self.entries = self._chosen()
         self.trials = options.repetitions or _TRIALS
 
-    def _chosen(self) -> list[Entry]:
+    def _chosen(self) -> list[ProgramEntry]:
         wanted, known = self._options.only, {entry.name: entry for entry in ENTRIES}
         for name in wanted:
             if name not in known:
@@ -159,7 +159,7 @@ class _Plan:
             tasks += held_tasks(self._workers, self._options.seed)
         return tasks
 
-    def _of_program(self, entry: Entry, course: Course) -> list[Task]:
+    def _of_program(self, entry: ProgramEntry, course: ProgramRun) -> list[Task]:
         """Return the tasks of a program in the whole study."""
         rehearsed = min(_REHEARSED, self.trials)
         whole, few = (partial(policies_of, which, entry.fractions) for which in ("whole", "few"))
@@ -184,8 +184,8 @@ class _Plan:
             tasks += self._of_main(best, few) + self._of_trials(best, "rehearsal", rehearsed, few)
         return tasks
 
-    def _course(self, entry: Entry, name: str) -> Course:
-        return Course(
+    def _course(self, entry: ProgramEntry, name: str) -> ProgramRun:
+        return ProgramRun(
             name=name,
             make=partial(make, entry.program, self._options.data, entry.options),
             every=entry.every,
@@ -194,11 +194,11 @@ class _Plan:
             seed=self._options.seed,
         )
 
-    def _of_main(self, course: Course, policies: Policies) -> list[Task]:
+    def _of_main(self, course: ProgramRun, policies: Policies) -> list[Task]:
         """Return the main trials over all failures, then the additional late trials."""
         return [task for kind in ("main", "late") for task in self._of_trials(course, kind, self.trials, policies)]
 
-    def _of_trials(self, course: Course, kind: str, count: int, policies: Policies) -> list[Task]:
+    def _of_trials(self, course: ProgramRun, kind: str, count: int, policies: Policies) -> list[Task]:
         return [
             Task(
                 f"{kind}: {course.name}, trials {first} to {min(first + _CHUNK, count) - 1}",
@@ -209,14 +209,14 @@ class _Plan:
 
     # -- tasks
 
-    def _pilot(self, course: Course, known: Sequence[Row]) -> list[Row]:
+    def _pilot(self, course: ProgramRun, known: Sequence[Row]) -> list[Row]:
         try:
             return self._workers.rows(pilot, [_at_rate(course, known)])
         except ConfigError as error:  # missing data, or no convergence: other programs can still run
             return [{"part": "pilot", "status": NOT_RUN, "program": course.name, "why": str(error)}]
 
     def _trials(
-        self, course: Course, kind: str, numbers: Sequence[int], policies: Policies, known: Sequence[Row]
+        self, course: ProgramRun, kind: str, numbers: Sequence[int], policies: Policies, known: Sequence[Row]
     ) -> list[Row]:
         if (ready := _ready(course, known)) is None:
             return []
@@ -224,20 +224,20 @@ class _Plan:
             numbers = [number for number in numbers if number < self.trials - _late_of_main(course, known)]
         return self._workers.rows(partial(trial, ready, kind, policies=policies), numbers)
 
-    def _several(self, course: Course, failures: int, count: int, known: Sequence[Row]) -> list[Row]:
+    def _several(self, course: ProgramRun, failures: int, count: int, known: Sequence[Row]) -> list[Row]:
         if (ready := _ready(course, known)) is None:
             return []
         policies = partial(policies_of, "several", ())
         return self._workers.rows(partial(trial_of_several, ready, policies=policies, failures=failures), range(count))
 
-    def _perturbed(self, course: Course, count: int, _: Sequence[Row]) -> list[Row]:
+    def _perturbed(self, course: ProgramRun, count: int, _: Sequence[Row]) -> list[Row]:
         return self._workers.rows(partial(perturbed, course, self._options.seed), [count])
 
-    def _perturbed_by_kind(self, course: Course, _: Sequence[Row]) -> list[Row]:
+    def _perturbed_by_kind(self, course: ProgramRun, _: Sequence[Row]) -> list[Row]:
         trials = min(_TRIED, self.trials)
         return self._workers.rows(partial(perturbed_by_kind, course, self._options.seed, trials), range(_PARTS))
 
-    def _rates(self, entry: Entry, _: Sequence[Row]) -> list[Row]:
+    def _rates(self, entry: ProgramEntry, _: Sequence[Row]) -> list[Row]:
         course = self._course(entry, entry.name)
         try:
             rows = self._workers.rows(partial(at_rate, course), _TIMES_THE_RATE)
@@ -256,19 +256,19 @@ class _Plan:
         return [row | {"best": row["loss"] == least} for row in rows]
 
 
-def _ready(course: Course, known: Sequence[Row]) -> Course | None:
+def _ready(course: ProgramRun, known: Sequence[Row]) -> ProgramRun | None:
     """Return the course with the results of its pilot, None if the pilot failed."""
     found = next(row for row in known if row["part"] == "pilot" and row["program"] == course.name)
     return with_levels(_at_rate(course, known), found) if found["status"] == MEASURED else None
 
 
-def _late_of_main(course: Course, known: Sequence[Row]) -> int:
+def _late_of_main(course: ProgramRun, known: Sequence[Row]) -> int:
     """Return the number of main trials whose failure is after the first full save."""
     main = [row for row in known if row["part"] == "trial" and (row["program"], row["kind"]) == (course.name, "main")]
     return len({row["trial"] for row in main if row.get("late")})
 
 
-def _at_rate(course: Course, known: Sequence[Row]) -> Course:
+def _at_rate(course: ProgramRun, known: Sequence[Row]) -> ProgramRun:
     """Return the course at the best learning rate if its name ends with :data:`AT_BEST`, else unchanged."""
     if not course.name.endswith(AT_BEST):
         return course
@@ -279,11 +279,11 @@ def _at_rate(course: Course, known: Sequence[Row]) -> Course:
     return replace(course, make=partial(course.make, learning_rate=rates[0]))
 
 
-def perturbed(course: Course, seed: int, count: int) -> list[Row]:
+def perturbed(course: ProgramRun, seed: int, count: int) -> list[Row]:
     """Return the cost of perturbations of a program by size."""
     return cost_rows(course.make(seed), count, seed, course.iterations, course.window)
 
 
-def perturbed_by_kind(course: Course, seed: int, trials: int, part: int) -> list[Row]:
+def perturbed_by_kind(course: ProgramRun, seed: int, trials: int, part: int) -> list[Row]:
     """Return one of :data:`_PARTS` parts of the cost of each kind of perturbation."""
     return kind_rows(course.make(seed), trials, seed, course.iterations, course.window, part, _PARTS)

@@ -27,7 +27,7 @@ from holdfast_lab.studies.scar.policies import (
     SWEEP,
     TRADITIONAL,
 )
-from holdfast_lab.studies.scar.rows import Trials
+from holdfast_lab.studies.scar.rows import TrialRows
 from holdfast_lab.studies.sections import Section, table, text
 
 _PAPER, _BEYOND, _OURS = "paper", "beyond it", "beyond it, of this study"
@@ -78,7 +78,7 @@ CHOSEN = (
 )
 
 
-def policies_table(trials: Trials) -> Section:
+def policies_table(trials: TrialRows) -> Section:
     """Return the table that describes the tried policies."""
     tried = {policy for program in trials.programs() for policy in trials.policies(program)}
     lines = [

@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.checkpoint.priority import Running, Saving
+from holdfast.checkpoint.priority import PriorityPolicy, RunningCheckpoint
 from holdfast.checkpoint.priority_codec import coded_bytes
 from holdfast.report.iteration_cost import iteration_cost
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
 from holdfast_lab.studies.scar.kappa import kappa
-from holdfast_lab.studies.scar.policies import LEAST, NODES, Policy
-from holdfast_lab.studies.scar.restore import WAYS, Restored, Rows, Scene
+from holdfast_lab.studies.scar.policies import LEAST, NODES, ScarPolicy
+from holdfast_lab.studies.scar.restore import WAYS, RestoredRun, RestoreScene, Rows
 from holdfast_lab.workloads.iterative.base import Program, State
 
 KINDS_OF_TRIALS = ("main", "late", "rehearsal", "several", "pilot")
 """Kinds of trials, which share no randomness; in late trials, nodes fail after the first full save."""
 TOO_SOON = "the failure-free run reached the last level before all failures, or never"
-Policies = Callable[[Program], Sequence[Policy]]
+Policies = Callable[[Program], Sequence[ScarPolicy]]
 _SLOTS = 16
 """Number of past saves that hindsight may choose from: twice the number that saves all blocks."""
 _CAP = 4
@@ -34,7 +34,7 @@ _CAP = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class ProgramRun:
     """The settings of a program in trials.
 
     Args:
@@ -72,7 +72,7 @@ class Course:
 # A run
 
 
-def run_on(program: Program, state: State, losses: list[float], course: Course) -> None:
+def run_on(program: Program, state: State, losses: list[float], course: ProgramRun) -> None:
     """Continue a run until the trailing mean of the loss reaches the last level, or the run is stopped.
 
     Args:
@@ -87,8 +87,8 @@ def run_on(program: Program, state: State, losses: list[float], course: Course) 
 
 
 def running_for(
-    program: Program, state: State, start: Rows, policy: Policy, course: Course, seed: int
-) -> Running | None:
+    program: Program, state: State, start: Rows, policy: ScarPolicy, course: ProgramRun, seed: int
+) -> RunningCheckpoint | None:
     """Return the checkpoint of a policy, None if it saves nothing; ``state`` is the live state that it will save."""
     if policy.saves == "nothing":
         return None
@@ -100,7 +100,7 @@ def running_for(
             rows, policy.codec
         )  # a smaller full save cannot take more blocks, but it can be more frequent
     every = max(1, math.ceil(course.every * share))
-    saving = Saving(
+    saving = PriorityPolicy(
         every=every,
         fraction=max(policy.fraction, 1 / every),
         choice=policy.choice,
@@ -109,7 +109,7 @@ def running_for(
         seed=seed,
     )
     distance = program.distance if policy.distance == "own" else _likelihood_lost(program, state)
-    return Running(rows, saving, block_bytes=sizes, distance=distance)
+    return RunningCheckpoint(rows, saving, block_bytes=sizes, distance=distance)
 
 
 def _likelihood_lost(program: Any, state: State) -> Callable[[Tensor, Tensor], Tensor]:
@@ -122,7 +122,7 @@ def _likelihood_lost(program: Any, state: State) -> Callable[[Tensor, Tensor], T
     return distance
 
 
-def saved_rows(program: Program, rows: Rows, policy: Policy) -> Rows:
+def saved_rows(program: Program, rows: Rows, policy: ScarPolicy) -> Rows:
     """Return the rows that a policy saves."""
     if policy.saves == "parameters":
         return rows[:1]
@@ -132,7 +132,7 @@ def saved_rows(program: Program, rows: Rows, policy: Policy) -> Rows:
     return rows
 
 
-def _sizes(program: Program, start: Rows, policy: Policy) -> Tensor:
+def _sizes(program: Program, start: Rows, policy: ScarPolicy) -> Tensor:
     if policy.saves == "parameters":
         widths = [coded_bytes(row, "exact") for row in start]
         return program.block_bytes * widths[0] // sum(widths)
@@ -146,7 +146,7 @@ def _shrinks(rows: Rows, codec: str) -> float:
     return sum(coded_bytes(row, codec) for row in rows) / sum(coded_bytes(row, "exact") for row in rows)
 
 
-class Followed:
+class FollowedRun:
     """A run with the checkpoints of several policies.
 
     Args:
@@ -156,11 +156,11 @@ class Followed:
         seed: Seed of random choices of blocks.
     """
 
-    def __init__(self, program: Program, policies: Sequence[Policy], course: Course, seed: int) -> None:
+    def __init__(self, program: Program, policies: Sequence[ScarPolicy], course: ProgramRun, seed: int) -> None:
         self.program, self.course = program, course
         self.state = program.start()
         self.start: Rows = tuple(row.clone() for row in program.rows(self.state))
-        self._checkpoints: dict[Any, tuple[Policy, Running | None]] = {}
+        self._checkpoints: dict[Any, tuple[ScarPolicy, RunningCheckpoint | None]] = {}
         for policy in policies:
             if policy.saving not in self._checkpoints:
                 self._checkpoints[policy.saving] = (
@@ -190,10 +190,10 @@ class Followed:
             self.history.append((step, tuple(row.clone() for row in rows)))
             del self.history[1:-_SLOTS]
 
-    def restored(self, policy: Policy, lost: Tensor, reseeded: Callable[[], Program]) -> Restored:
+    def restored(self, policy: ScarPolicy, lost: Tensor, reseeded: Callable[[], Program]) -> RestoredRun:
         """Return the state with which a policy continues if blocks are lost now."""
         period = max(1, round(LEAST * self.course.every))
-        scene = Scene(
+        scene = RestoreScene(
             program=self.program,
             state=self.state,
             iteration=self.iteration,
@@ -211,7 +211,7 @@ class Followed:
 # Trials
 
 
-def trial(course: Course, kind: str, number: int, policies: Policies) -> list[Row]:
+def trial(course: ProgramRun, kind: str, number: int, policies: Policies) -> list[Row]:
     """Return a row for each policy with the cost of one failure.
 
     Args:
@@ -230,7 +230,7 @@ def trial(course: Course, kind: str, number: int, policies: Policies) -> list[Ro
         return [about | {"status": NOT_RUN, "why": TOO_SOON}]
     order = torch.from_numpy(chance.permutation(program.blocks))
     compared = policies(program)
-    followed = Followed(program, compared, course, seed)
+    followed = FollowedRun(program, compared, course, seed)
     followed.advance(failure)
     rows = []
     for policy in compared:
@@ -248,7 +248,7 @@ def trial(course: Course, kind: str, number: int, policies: Policies) -> list[Ro
     return rows
 
 
-def undisturbed_losses(program: Program, course: Course) -> list[float]:
+def undisturbed_losses(program: Program, course: ProgramRun) -> list[float]:
     """Return the losses of the failure-free run until their trailing mean reaches the last level."""
     state = program.start()
     losses = [program.loss(state)]
@@ -256,7 +256,9 @@ def undisturbed_losses(program: Program, course: Course) -> list[float]:
     return losses
 
 
-def failure_at(chance: np.random.Generator, course: Course, undisturbed: Sequence[float], least: int = 1) -> int | None:
+def failure_at(
+    chance: np.random.Generator, course: ProgramRun, undisturbed: Sequence[float], least: int = 1
+) -> int | None:
     """Return the iteration after which nodes fail: geometric, redrawn until it is before the last level is reached.
 
     Args:
@@ -287,14 +289,14 @@ def distance_of(program: Program, a: State, b: State) -> float:
     return float(program.distance(program.rows(a)[0], program.rows(b)[0]).double().norm())
 
 
-def _cost(course: Course, losses: list[float], undisturbed: list[float], failure: int, work: float) -> Row:
+def _cost(course: ProgramRun, losses: list[float], undisturbed: list[float], failure: int, work: float) -> Row:
     # Levels reached before the failure contain no information about its cost.
     ahead = [level for level in course.levels if kappa(undisturbed, level, course.window) > failure]
     cost = iteration_cost(losses, undisturbed, ahead, course.window)
     return {"cost": cost.iterations + work, "censored": cost.censored, "levels": len(ahead)}
 
 
-def trial_of_several(course: Course, number: int, policies: Policies, failures: int) -> list[Row]:
+def trial_of_several(course: ProgramRun, number: int, policies: Policies, failures: int) -> list[Row]:
     """Return a row for each policy with the cost of several failures in one run.
 
     Args:
@@ -315,7 +317,7 @@ def trial_of_several(course: Course, number: int, policies: Policies, failures: 
     orders = [torch.from_numpy(chance.permutation(program.blocks)) for _ in times]
     rows = []
     for policy in policies(program):
-        followed = Followed(program, [policy], course, seed)
+        followed = FollowedRun(program, [policy], course, seed)
         losses = [program.loss(followed.state)]
         for failure, order in zip(times, orders, strict=True):
             while followed.iteration < failure:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from holdfast_lab.studies.base import Claim, statement
 from holdfast_lab.studies.scar.policies import NODES, PARTIAL
-from holdfast_lab.studies.scar.rows import Trials
+from holdfast_lab.studies.scar.rows import TrialRows
 
 ABSTRACT = "abstract"
 PAPER = "paper"
@@ -84,7 +84,7 @@ def at_least(words: str, source: str, least: float, found: Mapping[str, Measured
     )
 
 
-def reductions(trials: Trials, programs: Sequence[str], policy: str) -> dict[str, Measured]:
+def reductions(trials: TrialRows, programs: Sequence[str], policy: str) -> dict[str, Measured]:
     """Return the reduction of a policy for each program that has one, over failures after the first full save."""
     cells = {program: trials.cell(program, policy) for program in programs}
     return {
@@ -92,7 +92,7 @@ def reductions(trials: Trials, programs: Sequence[str], policy: str) -> dict[str
     }
 
 
-def gaps(trials: Trials, programs: Sequence[str], policy: str, other: str) -> dict[str, Measured]:
+def gaps(trials: TrialRows, programs: Sequence[str], policy: str, other: str) -> dict[str, Measured]:
     """Return the paired difference of the reductions of two policies, for each program."""
     found = {program: trials.gap(program, policy, other) for program in programs}
     return {program: gap for program, gap in found.items() if gap and math.isfinite(gap[0])}

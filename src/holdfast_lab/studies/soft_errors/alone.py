@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast_lab.inject.files import Target
+from holdfast_lab.inject.files import InjectionTarget
 from holdfast_lab.inject.inject import inject
 from holdfast_lab.studies.base import MEASURED, Row
 from holdfast_lab.studies.campaign_plan import found_by
 from holdfast_lab.studies.campaign_table import as_json
 from holdfast_lab.studies.soft_errors.cells import Pair
-from holdfast_lab.studies.soft_errors.group import Group
+from holdfast_lab.studies.soft_errors.group import TrainingGroup
 from holdfast_lab.studies.soft_errors.rows import harmed
-from holdfast_lab.studies.soft_errors.setup import CRITICAL, DDP, MODEL, Case, Setup
+from holdfast_lab.studies.soft_errors.setup import CRITICAL, DDP, MODEL, SoftErrorCase, SoftErrorSetup
 from holdfast_lab.studies.soft_errors.trial import drawn, row_of
 from holdfast_lab.studies.soft_errors.workers.process import Disturbance
 
@@ -33,7 +33,7 @@ def pair_for(pairs: Sequence[Pair]) -> Pair | None:
     return next((pair for pair in pairs if _is_plain(*pair)), None)
 
 
-def _is_plain(case: Case, setup: Setup) -> bool:
+def _is_plain(case: SoftErrorCase, setup: SoftErrorSetup) -> bool:
     trained = (setup.platform, setup.processes, setup.dtype)
     altered = (case.target, case.bits, case.altered, case.layer, case.format)
     return (trained, altered) == ((DDP, 2, "float32"), (MODEL, CRITICAL, 1, "", ""))
@@ -49,8 +49,8 @@ def alone(settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
     Raises:
         GroupFailed: if a process failed.
     """
-    case, setup = Case.from_settings(settings)
-    with contextlib.closing(Group(setup)) as group:
+    case, setup = SoftErrorCase.from_settings(settings)
+    with contextlib.closing(TrainingGroup(setup)) as group:
         group.begin()
         ranks, orders = drawn(case, group, seed)
         for rank in ranks:
@@ -58,7 +58,7 @@ def alone(settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
             assert order is not None
             assert order.how is not None
             altered = file.with_name(f"altered-{rank}.h5")
-            inject(Target(file), order.how, at=order.at or [order.target], out=altered)
+            inject(InjectionTarget(file), order.how, at=order.at or [order.target], out=altered)
             orders[rank] = Disturbance(file=str(altered))
         return row_of(group, ranks, group.ask(orders))
 

@@ -17,8 +17,8 @@ from holdfast_lab.studies.soft_errors.setup import (
     MODEL,
     OPTIMIZER,
     PIPELINE,
-    Case,
-    Setup,
+    SoftErrorCase,
+    SoftErrorSetup,
 )
 from holdfast_lab.workloads.models import layout
 
@@ -42,7 +42,7 @@ _THREE = ((1, ALL), (1, CRITICAL), (100, BELOW))
 _BURSTS = (2, 4, 8)
 _FOUR, _EIGHT = 4, 8
 
-Pair = tuple[Case, Setup]
+Pair = tuple[SoftErrorCase, SoftErrorSetup]
 
 
 def cells_of(pairs: Sequence[Pair]) -> list[Cell]:
@@ -50,7 +50,7 @@ def cells_of(pairs: Sequence[Pair]) -> list[Cell]:
     return [Cell(case.name(setup), case.settings(setup)) for case, setup in pairs]
 
 
-def setup_of(base: Setup, platform: str, processes: int) -> Setup:
+def setup_of(base: SoftErrorSetup, platform: str, processes: int) -> SoftErrorSetup:
     """Return a setup on another platform: a pipeline has one stage per process, at most one per network block.
 
     A hybrid has two stages.
@@ -61,13 +61,13 @@ def setup_of(base: Setup, platform: str, processes: int) -> Setup:
     return replace(base, platform=platform, processes=processes, stages=stages)
 
 
-def quick_pairs(base: Setup, platforms: Sequence[str]) -> list[Pair]:
+def quick_pairs(base: SoftErrorSetup, platforms: Sequence[str]) -> list[Pair]:
     """Return the cells of ``--quick``: two processes, one of them altered."""
     return [pair for platform in platforms for pair in _three(QUICK, setup_of(base, platform, 2))]
 
 
 def experiments(
-    base: Setup, platforms: Sequence[str], processes: int, others: Sequence[Setup] = ()
+    base: SoftErrorSetup, platforms: Sequence[str], processes: int, others: Sequence[SoftErrorSetup] = ()
 ) -> Iterator[tuple[str, str, list[Pair]]]:
     """Yield the full design, part by part: the experiment, the part's name, and its pairs.
 
@@ -95,7 +95,7 @@ def experiments(
         yield NETWORKS, name, _three(NETWORKS, setup_of(other, DDP, 2))
 
 
-def crossed(setup: Setup) -> list[Pair]:
+def crossed(setup: SoftErrorSetup) -> list[Pair]:
     """Return the crossed design for model and optimizer.
 
     Any bits, and the critical bit, are flipped in one, half and all processes; bits below the critical one are flipped
@@ -107,18 +107,18 @@ def crossed(setup: Setup) -> list[Pair]:
     cases += [(altered, 1, CRITICAL) for altered in some]
     cases += [(1, flips, BELOW) for flips in FLIPS]
     return [
-        (Case(experiment=CROSSED, target=target, altered=altered, flips=flips, bits=bits), setup)
+        (SoftErrorCase(experiment=CROSSED, target=target, altered=altered, flips=flips, bits=bits), setup)
         for target in (MODEL, OPTIMIZER)
         for altered, flips, bits in cases
     ]
 
 
-def bit_by_bit(setup: Setup) -> list[Pair]:
+def bit_by_bit(setup: SoftErrorSetup) -> list[Pair]:
     """Return one flip of each bit position in turn."""
-    return [(Case(experiment=BIT_BY_BIT, bits=str(bit)), setup) for bit in range(FORMATS[setup.dtype].bits)]
+    return [(SoftErrorCase(experiment=BIT_BY_BIT, bits=str(bit)), setup) for bit in range(FORMATS[setup.dtype].bits)]
 
 
-def formats(setup: Setup, width: str) -> list[Pair]:
+def formats(setup: SoftErrorSetup, width: str) -> list[Pair]:
     """Return training in a number format, and altering values in that format when training in float32."""
     trained = _three(FORMATS_TRIED, replace(setup, dtype=width))
     if width == setup.dtype:
@@ -126,37 +126,37 @@ def formats(setup: Setup, width: str) -> list[Pair]:
     return trained + [(replace(case, format=width), setup) for case, _ in trained]
 
 
-def layers(setup: Setup) -> list[Pair]:
+def layers(setup: SoftErrorSetup) -> list[Pair]:
     """Return alterations of only the first, the middle or the last layer."""
     return [
         (replace(case, layer=layer), s) for layer in ("first", "middle", "last") for case, s in _three(LAYERS, setup)
     ]
 
 
-def bursts(setup: Setup) -> list[Pair]:
+def bursts(setup: SoftErrorSetup) -> list[Pair]:
     """Return bursts of neighbouring bits, anywhere in a value and below the critical bit."""
     return [
-        (Case(experiment=BURSTS, flips=flips, bits=bits, burst=burst), setup)
+        (SoftErrorCase(experiment=BURSTS, flips=flips, bits=bits, burst=burst), setup)
         for burst in _BURSTS
         for flips in (1, 10)
         for bits in (ALL, BELOW)
     ]
 
 
-def counts(setup: Setup) -> list[Pair]:
+def counts(setup: SoftErrorSetup) -> list[Pair]:
     """Return alterations of one, four and all processes."""
     some = sorted({1, min(_FOUR, setup.processes), setup.processes})
     return [(replace(case, altered=altered), s) for altered in some for case, s in _three(COUNTS, setup)]
 
 
-def propagation(setup: Setup) -> list[Pair]:
+def propagation(setup: SoftErrorSetup) -> list[Pair]:
     """Return a thousand flips in one process, and a thousand flips spread over all processes."""
     each = 1000 // setup.processes
     return [
-        (Case(experiment=PROPAGATION, flips=1000, bits=BELOW), setup),
-        (Case(experiment=PROPAGATION, flips=each, bits=BELOW, altered=setup.processes, draws=EACH), setup),
+        (SoftErrorCase(experiment=PROPAGATION, flips=1000, bits=BELOW), setup),
+        (SoftErrorCase(experiment=PROPAGATION, flips=each, bits=BELOW, altered=setup.processes, draws=EACH), setup),
     ]
 
 
-def _three(experiment: str, setup: Setup) -> list[Pair]:
-    return [(Case(experiment=experiment, flips=flips, bits=bits), setup) for flips, bits in _THREE]
+def _three(experiment: str, setup: SoftErrorSetup) -> list[Pair]:
+    return [(SoftErrorCase(experiment=experiment, flips=flips, bits=bits), setup) for flips, bits in _THREE]

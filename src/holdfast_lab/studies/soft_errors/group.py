@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import InternalError, JobError
-from holdfast_lab.studies.soft_errors.setup import Setup
+from holdfast_lab.studies.soft_errors.setup import SoftErrorSetup
 from holdfast_lab.studies.soft_errors.workers.process import Disturbance
 from holdfast_lab.studies.soft_errors.workers.rank import serve
 
@@ -32,14 +32,14 @@ class GroupFailed(JobError):
     """A process of a group raised, died or did not answer in time."""
 
 
-class Group:
+class TrainingGroup:
     """The processes of one training.
 
     Args:
         setup: The training.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: SoftErrorSetup) -> None:
         self.setup = setup
         self.undisturbed: list[dict[str, Any]] = []
         """Results of the undisturbed run, by rank; empty before that run."""
@@ -160,15 +160,15 @@ def _kill(processes: list[BaseProcess]) -> None:
     processes.clear()
 
 
-_kept: list[Group] = []
+_kept: list[TrainingGroup] = []
 """The warm group of this process, at most one."""
 
 
-def group_for(setup: Setup) -> Group:
+def group_for(setup: SoftErrorSetup) -> TrainingGroup:
     """Return the warm group of a setup; a warm group of another setup is ended first."""
     if _kept and _kept[0].setup != setup:
         _kept.pop().close()
     if not _kept:
-        _kept.append(Group(setup))
+        _kept.append(TrainingGroup(setup))
     _kept[0].begin()
     return _kept[0]

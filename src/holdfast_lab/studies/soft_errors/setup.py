@@ -19,7 +19,7 @@ SAME, EACH = "same", "each"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class SoftErrorSetup:
     """A training that resumes from an epoch in its middle.
 
     Raises:
@@ -83,7 +83,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class SoftErrorCase:
     """What is altered in the state that a training resumes from, and in how many processes."""
 
     experiment: str
@@ -106,19 +106,19 @@ class Case:
     """``same``: processes with the same state flip the same bits, as if they loaded one altered file; ``each``: each
     draws its own."""
 
-    def settings(self, setup: Setup) -> dict[str, Any]:
+    def settings(self, setup: SoftErrorSetup) -> dict[str, Any]:
         """Return the case and the setup as columns."""
         return dataclasses.asdict(self) | dataclasses.asdict(setup)
 
     @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> tuple[Self, Setup]:
+    def from_settings(cls, settings: Mapping[str, Any]) -> tuple[Self, SoftErrorSetup]:
         """Return the case and the setup that :meth:`settings` was made from."""
         mine, theirs = (
-            {field.name: settings[field.name] for field in dataclasses.fields(kind)} for kind in (cls, Setup)
+            {field.name: settings[field.name] for field in dataclasses.fields(kind)} for kind in (cls, SoftErrorSetup)
         )
-        return cls(**mine), Setup(**theirs)
+        return cls(**mine), SoftErrorSetup(**theirs)
 
-    def name(self, setup: Setup) -> str:
+    def name(self, setup: SoftErrorSetup) -> str:
         """Return the name of the cell."""
         where = f"{setup.platform} {setup.processes}" + (f" ({setup.stages} stages)" if setup.stages > 1 else "")
         what = f"{self.flips} x {self.bits}" + (f", bursts of {self.burst}" if self.burst > 1 else "")

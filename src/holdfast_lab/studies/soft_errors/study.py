@@ -16,14 +16,14 @@ from typing import Any
 from holdfast.errors import ConfigError
 from holdfast_lab.studies.base import Options, Row, Task, check_parts
 from holdfast_lab.studies.campaign import run_campaign
-from holdfast_lab.studies.campaign_plan import Campaign, Stop
+from holdfast_lab.studies.campaign_plan import Campaign, StopRule
 from holdfast_lab.studies.campaign_table import each_row
 from holdfast_lab.studies.soft_errors.alone import alone_row, pair_for
 from holdfast_lab.studies.soft_errors.cells import EXPERIMENTS, QUICK, Pair, cells_of, experiments, quick_pairs
 from holdfast_lab.studies.soft_errors.claims import hold_claims
 from holdfast_lab.studies.soft_errors.page import sections
 from holdfast_lab.studies.soft_errors.rows import FACTORS, cell_row, error_rows, explained_rows, not_run_row
-from holdfast_lab.studies.soft_errors.setup import DDP, PLATFORMS, SESSION, Setup
+from holdfast_lab.studies.soft_errors.setup import DDP, PLATFORMS, SESSION, SoftErrorSetup
 from holdfast_lab.studies.soft_errors.trial import prepare, trial
 from holdfast_lab.workloads import load_dataset
 from holdfast_lab.workloads.data import DataMissing
@@ -121,9 +121,9 @@ class _Plan:
         pairs = [] if is_one else [(network, data) for data in (_DIGITS, found) if data for network in NETWORKS]
         self.others = [other for pair in pairs if (other := self._setup(*pair)) != self.base]
 
-    def _setup(self, network: str, dataset: str) -> Setup:
+    def _setup(self, network: str, dataset: str) -> SoftErrorSetup:
         limits: Mapping[str, int] = _LARGE if network in LARGE else {} if dataset == _DIGITS else _SMALL
-        return Setup(
+        return SoftErrorSetup(
             platform=PLATFORMS[0],
             processes=1,
             network=network,
@@ -213,17 +213,17 @@ class _Plan:
         return explained_rows(trials, self._options.seed) if trials else []
 
 
-def _stop(trials: int) -> Stop:
+def _stop(trials: int) -> StopRule:
     """Return the stopping rule of a cell: beyond the paper's number of trials, the width of the interval decides."""
     most = trials + trials // 3 if trials >= _TRIALS else trials
-    return Stop(width=_WIDTH, batch=min(20, trials), least=trials, most=most)
+    return StopRule(width=_WIDTH, batch=min(20, trials), least=trials, most=most)
 
 
 def _named(names: Sequence[str], among: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in among if name in names)
 
 
-def _trained(setup: Setup) -> str:
+def _trained(setup: SoftErrorSetup) -> str:
     files = f" in {setup.data}" if setup.data else ""
     sizes = f", {setup.limit} samples" if setup.limit else ""
     side = f" scaled to {setup.size} x {setup.size}" if setup.size else ""

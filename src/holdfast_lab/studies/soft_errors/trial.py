@@ -11,8 +11,8 @@ from typing import Any
 from holdfast.faults.alteration import Alteration
 from holdfast.faults.formats import FORMATS
 from holdfast_lab.studies.outcomes import outcome_of
-from holdfast_lab.studies.soft_errors.group import Group, GroupFailed, group_for
-from holdfast_lab.studies.soft_errors.setup import BELOW, CRITICAL, SAME, Case, Setup
+from holdfast_lab.studies.soft_errors.group import GroupFailed, TrainingGroup, group_for
+from holdfast_lab.studies.soft_errors.setup import BELOW, CRITICAL, SAME, SoftErrorCase, SoftErrorSetup
 from holdfast_lab.studies.soft_errors.workers.process import Disturbance
 
 _LAYERS = {"first": 0.0, "middle": 0.5, "last": 1.0}
@@ -23,20 +23,20 @@ _MOST_CHANGES = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Warm:
+class SoftErrorWarmStart:
     """The warm group and the settings that a cell's trials start from."""
 
-    group: Group
-    case: Case
+    group: TrainingGroup
+    case: SoftErrorCase
 
 
-def prepare(settings: Mapping[str, Any]) -> Warm:
+def prepare(settings: Mapping[str, Any]) -> SoftErrorWarmStart:
     """Return the warm group of a cell; cells of one setup share it."""
-    case, setup = Case.from_settings(settings)
-    return Warm(group_for(setup), case)
+    case, setup = SoftErrorCase.from_settings(settings)
+    return SoftErrorWarmStart(group_for(setup), case)
 
 
-def trial(warm: Warm, seed: int) -> dict[str, Any]:
+def trial(warm: SoftErrorWarmStart, seed: int) -> dict[str, Any]:
     """Alter the state of some processes, resume, and return the trial's row.
 
     If the group fails, it is restarted and the trial repeated. If it fails again, the outcome is a failed training.
@@ -52,7 +52,7 @@ def trial(warm: Warm, seed: int) -> dict[str, Any]:
     return row_of(warm.group, ranks, found)
 
 
-def drawn(case: Case, group: Group, seed: int) -> tuple[list[int], list[Disturbance | None]]:
+def drawn(case: SoftErrorCase, group: TrainingGroup, seed: int) -> tuple[list[int], list[Disturbance | None]]:
     """Draw which processes are altered, and return them with the disturbance of each rank."""
     setup = group.setup
     ranks = sorted(random.Random(seed).sample(range(setup.processes), case.altered))
@@ -72,7 +72,7 @@ def bits_of(bits: str, format: str) -> str:
     return f"0:{FORMATS[format].range_of(CRITICAL)[0] - 1}" if bits == BELOW else bits
 
 
-def _paths(case: Case, group: Group) -> tuple[str, ...]:
+def _paths(case: SoftErrorCase, group: TrainingGroup) -> tuple[str, ...]:
     """Return the paths of the tensors to alter: all, or one layer, counted over all stages."""
     if not case.layer:
         return ()
@@ -82,7 +82,7 @@ def _paths(case: Case, group: Group) -> tuple[str, ...]:
     return (f"{case.target}/{layer}",)
 
 
-def row_of(group: Group, ranks: Sequence[int], found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def row_of(group: TrainingGroup, ranks: Sequence[int], found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the row of a trial.
 
     The outcome is that of the worst altered process, because a replica that is altered alone differs from then on.
@@ -112,7 +112,7 @@ def row_of(group: Group, ranks: Sequence[int], found: Sequence[Mapping[str, Any]
     return row
 
 
-def _errors(setup: Setup, found: Sequence[Mapping[str, Any]], rank: int, when: str) -> dict[str, Any]:
+def _errors(setup: SoftErrorSetup, found: Sequence[Mapping[str, Any]], rank: int, when: str) -> dict[str, Any]:
     """Return the deviation from the undisturbed run of each model layer of a process, or of its stage."""
     first = rank - rank % setup.stages
     layers = {name: error for answer in found[first : first + setup.stages] for name, error in answer[when].items()}

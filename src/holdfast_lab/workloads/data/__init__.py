@@ -14,8 +14,9 @@ from typing import Any
 
 from torch.utils.data import TensorDataset
 
+from holdfast._moved import renamed_class
 from holdfast.errors import ConfigError
-from holdfast_lab.workloads.data.base import DataMissing, Dataset, Kind, Part, first
+from holdfast_lab.workloads.data.base import DataMissing, Dataset, DatasetPart, Kind, first
 from holdfast_lab.workloads.data.documents import Documents, generated_documents, newsgroups, reuters
 from holdfast_lab.workloads.data.imagenet import ImageFiles, imagenet
 from holdfast_lab.workloads.data.images import cifar10, cifar100, digits, fashion_mnist, mnist, read_idx, resize
@@ -28,9 +29,9 @@ __all__ = [
     "IMAGE_DATASETS",
     "DataMissing",
     "Dataset",
+    "DatasetPart",
     "Documents",
     "ImageFiles",
-    "Part",
     "cifar10",
     "cifar100",
     "covertype",
@@ -50,6 +51,10 @@ __all__ = [
     "reuters",
     "shakespeare",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return renamed_class(__name__, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +186,7 @@ def _check(name: str, entry: _Entry, given: dict[str, int | None]) -> None:
             )
 
 
-def _scaled(part: Part, size: int | None, channels: int | None) -> Part:
+def _scaled(part: DatasetPart, size: int | None, channels: int | None) -> DatasetPart:
     if isinstance(part, TensorDataset):
         return resize(part, size, channels) if size or channels else part
     if channels not in (None, 3) and isinstance(part, ImageFiles):

@@ -27,7 +27,7 @@ class DataMissing(ConfigError):
     """The files of a dataset were not found. Damaged files raise :class:`ConfigError` instead."""
 
 
-class Part(Protocol):
+class DatasetPart(Protocol):
     """The training or the test samples."""
 
     def __len__(self) -> int:
@@ -68,14 +68,14 @@ class Dataset:
     """See the table above."""
     num_classes: int
     """Number of classes; for text the size of the alphabet; for ratings 0."""
-    train: Part
+    train: DatasetPart
     """The samples to train on."""
-    test: Part
+    test: DatasetPart
     """The samples to test with."""
     instead_of: str | None = None
     """The published experiment's dataset that this one replaces, if any."""
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[DatasetPart]:
         """Yield the two parts."""
         return iter((self.train, self.test))
 
@@ -196,7 +196,7 @@ def held_out(count: int, share: float, seed: int, source: object) -> tuple[torch
     return order[tested:], order[:tested]
 
 
-def first(part: Part, count: int) -> Part:
+def first(part: DatasetPart, count: int) -> DatasetPart:
     """Return the first ``count`` samples of ``part``."""
     if isinstance(part, TensorDataset):
         return TensorDataset(*(tensor[:count] for tensor in part.tensors))

@@ -17,7 +17,7 @@ from holdfast_lab.workloads.iterative.base import State, euclidean
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class FactorSide:
     """The ratings grouped by the rows of one factor."""
 
     others: Tensor
@@ -70,7 +70,7 @@ class Ratings:
         return self.values - (users[self.users] * items[self.items]).sum(1)
 
 
-class Problem:
+class AlsProblem:
     """The data of a factorisation.
 
     Args:
@@ -126,7 +126,7 @@ class Factorisation:
     """
 
     def __init__(
-        self, name: str, seed: int, problem: Problem, *, rank: int, penalty: float, first: str = "users"
+        self, name: str, seed: int, problem: AlsProblem, *, rank: int, penalty: float, first: str = "users"
     ) -> None:
         if first not in ("users", "items"):
             raise ConfigError(
@@ -198,10 +198,10 @@ class Factorisation:
         return users, items
 
 
-def _side(own: Tensor, others: Tensor, values: Tensor, rows: int) -> Side:
+def _side(own: Tensor, others: Tensor, values: Tensor, rows: int) -> FactorSide:
     order = own.argsort(stable=True)
     counts = own.bincount(minlength=rows)
-    return Side(others[order], values[order], counts.cumsum(0) - counts)
+    return FactorSide(others[order], values[order], counts.cumsum(0) - counts)
 
 
 def make(
@@ -230,5 +230,5 @@ def make(
 
 
 @cache
-def _load(dataset: str, data: Path | None) -> Problem:
-    return Problem(load_dataset(dataset, data))
+def _load(dataset: str, data: Path | None) -> AlsProblem:
+    return AlsProblem(load_dataset(dataset, data))

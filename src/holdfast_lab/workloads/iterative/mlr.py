@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.errors import ConfigError
-from holdfast_lab.workloads.data import Documents, Part, load_dataset
+from holdfast_lab.workloads.data import DatasetPart, Documents, load_dataset
 from holdfast_lab.workloads.iterative.base import Rates, State, euclidean
 
 BATCH = 64
@@ -237,7 +237,7 @@ def _load(dataset: str, data: Path | None) -> tuple[Samples, Samples, int]:
     return samples_of(loaded.train), samples_of(loaded.test), loaded.num_classes
 
 
-def samples_of(part: Part) -> Samples:
+def samples_of(part: DatasetPart) -> Samples:
     """Return the samples of a part of a dataset whose kind is images, table or documents.
 
     A document's word counts are divided by their Euclidean length.

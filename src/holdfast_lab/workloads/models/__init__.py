@@ -6,7 +6,10 @@ built without the other stages, with the same weights as in the whole network.
 
 from __future__ import annotations
 
-from holdfast_lab.workloads.models.blocks import Block, Layout, build
+from typing import Any
+
+from holdfast._moved import renamed_class
+from holdfast_lab.workloads.models.blocks import Block, NetworkLayout, build
 from holdfast_lab.workloads.models.catalog import IMAGE_MODELS, MODELS, layout, make_model
 from holdfast_lab.workloads.models.layers import layers_of, loss_of
 from holdfast_lab.workloads.models.stages import make_stage, split, stages
@@ -15,7 +18,7 @@ __all__ = [
     "IMAGE_MODELS",
     "MODELS",
     "Block",
-    "Layout",
+    "NetworkLayout",
     "build",
     "layers_of",
     "layout",
@@ -25,3 +28,7 @@ __all__ = [
     "split",
     "stages",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return renamed_class(__name__, name)

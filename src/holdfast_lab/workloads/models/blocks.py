@@ -34,7 +34,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class NetworkLayout:
     """The description of a network before it is built.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import ConfigError
-from holdfast_lab.workloads.models.blocks import Image, Layout, build
+from holdfast_lab.workloads.models.blocks import Image, NetworkLayout, build
 from holdfast_lab.workloads.models.googlenet import googlenet
 from holdfast_lab.workloads.models.gpt import gpt
 from holdfast_lab.workloads.models.small import cnn, mlp
@@ -20,7 +20,7 @@ from holdfast_lab.workloads.models.vision import alexnet, resnet18, resnet50, vg
 
 @dataclass(frozen=True, slots=True)
 class _Network:
-    make: Callable[..., Layout]
+    make: Callable[..., NetworkLayout]
     num_classes: int
     image: Image | None = None
     """None: the network does not read images."""
@@ -76,7 +76,7 @@ def make_model(
     return build(layout(name, num_classes, image=image, **options).blocks, seed=seed, device=device)
 
 
-def layout(name: str, num_classes: int | None = None, *, image: Image | None = None, **options: Any) -> Layout:
+def layout(name: str, num_classes: int | None = None, *, image: Image | None = None, **options: Any) -> NetworkLayout:
     """Return the layout of what :func:`make_model` would build, without building it.
 
     Raises:

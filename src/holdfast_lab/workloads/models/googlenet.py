@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from holdfast_lab.workloads.models.blocks import SMALL_BELOW, Block, Image, Layout
+from holdfast_lab.workloads.models.blocks import SMALL_BELOW, Block, Image, NetworkLayout
 
 _INCEPTIONS = {
     "3a": (64, 96, 128, 16, 32, 32),
@@ -32,7 +32,7 @@ _Passed = torch.Tensor | tuple[torch.Tensor, ...]
 """Images; or images, then the scores of the heads so far."""
 
 
-def googlenet(num_classes: int, image: Image, *, aux: bool = False) -> Layout:
+def googlenet(num_classes: int, image: Image, *, aux: bool = False) -> NetworkLayout:
     """Return GoogLeNet as torchvision builds it: 6,624,904 parameters, 13,004,888 with the auxiliary heads.
 
     Torchvision's has batch norm after every convolution, and 3x3 where the paper has 5x5. BVLC's, in Caffe, which is
@@ -59,10 +59,10 @@ def googlenet(num_classes: int, image: Image, *, aux: bool = False) -> Layout:
         if aux and name in _HEADS:
             blocks.append(Block(_HEADS[name], partial(_head, channels, num_classes)))
     blocks.append(Block("head", partial(_last, channels, num_classes)))
-    return Layout(tuple(blocks), (image[0], side, side))
+    return NetworkLayout(tuple(blocks), (image[0], side, side))
 
 
-class Beside(nn.Sequential):
+class SideBranch(nn.Sequential):
     """Layers for the images; the scores of earlier heads pass unchanged."""
 
     def forward(self, x: _Passed) -> _Passed:
@@ -72,7 +72,7 @@ class Beside(nn.Sequential):
         return (_through(self, x[0]), *x[1:])
 
 
-class Head(nn.Sequential):
+class AuxiliaryHead(nn.Sequential):
     """Layers that score the images while training; the images pass unchanged."""
 
     def forward(self, x: _Passed) -> _Passed:
@@ -125,7 +125,7 @@ def _inception(channels: int, widths: tuple[int, ...], pool: int | None) -> nn.M
     layers: list[nn.Module] = [Inception(channels, widths)]
     if pool:
         layers.append(nn.MaxPool2d(pool, 2, ceil_mode=True))
-    return _drawn(Beside(*layers))
+    return _drawn(SideBranch(*layers))
 
 
 def _width(widths: tuple[int, ...]) -> int:
@@ -135,7 +135,7 @@ def _width(widths: tuple[int, ...]) -> int:
 
 def _head(channels: int, num_classes: int) -> nn.Module:
     return _drawn(
-        Head(
+        AuxiliaryHead(
             nn.AdaptiveAvgPool2d(4),
             _normed(channels, 128, 1),
             nn.Flatten(),
@@ -149,7 +149,7 @@ def _head(channels: int, num_classes: int) -> nn.Module:
 
 def _last(channels: int, num_classes: int) -> nn.Module:
     pooled = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2))
-    return _drawn(Beside(*pooled, nn.Linear(channels, num_classes)))
+    return _drawn(SideBranch(*pooled, nn.Linear(channels, num_classes)))
 
 
 def _normed(inputs: int, outputs: int, kernel: int, **options: int) -> nn.Sequential:

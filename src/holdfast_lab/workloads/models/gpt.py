@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from holdfast.errors import ConfigError
-from holdfast_lab.workloads.models.blocks import Block, Layout
+from holdfast_lab.workloads.models.blocks import Block, NetworkLayout
 from holdfast_lab.workloads.models.layers import draw_normal
 
 _STD = 0.02  # of initial weights, as in GPT-2
@@ -18,7 +18,7 @@ _STD = 0.02  # of initial weights, as in GPT-2
 
 def gpt(
     num_classes: int, *, context: int = 256, layers: int = 6, heads: int = 6, width: int = 384, dropout: float = 0.2
-) -> Layout:
+) -> NetworkLayout:
     """Return a transformer with learned positions, pre-norm attention and MLP, and no biases.
 
     The head is **not tied** to the embedding, because a tied matrix would be in the first and in the last stage of a
@@ -49,14 +49,14 @@ def gpt(
         raise ConfigError(f"dropout must be at least 0 and below 1, got {dropout}")
     std = _STD / math.sqrt(2 * layers)
     blocks = (
-        Block("embedding", partial(Embedding, num_classes, context, width, dropout)),
-        *(Block(f"layer{number}", partial(Layer, width, heads, dropout, std)) for number in range(layers)),
+        Block("embedding", partial(CharacterEmbedding, num_classes, context, width, dropout)),
+        *(Block(f"layer{number}", partial(TransformerLayer, width, heads, dropout, std)) for number in range(layers)),
         Block("head", partial(_head, width, num_classes)),
     )
-    return Layout(blocks, (context,), torch.int64)
+    return NetworkLayout(blocks, (context,), torch.int64)
 
 
-class Embedding(nn.Module):
+class CharacterEmbedding(nn.Module):
     """Character embeddings plus position embeddings.
 
     Args:
@@ -84,7 +84,7 @@ class Embedding(nn.Module):
         return self.dropout(F.embedding(x, self.characters) + self.places[:places])  # type: ignore[no-any-return]
 
 
-class Layer(nn.Module):
+class TransformerLayer(nn.Module):
     """Causal attention, then an MLP, each pre-normed and with a residual connection.
 
     Args:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from holdfast_lab.workloads.models.blocks import Block, Image, Layout
+from holdfast_lab.workloads.models.blocks import Block, Image, NetworkLayout
 
 
-def mlp(num_classes: int, image: Image) -> Layout:
+def mlp(num_classes: int, image: Image) -> NetworkLayout:
     """Return two hidden layers with dropout: 26,122 parameters for 8x8 images and 10 classes."""
     channels, side = image
     blocks = (
@@ -18,10 +18,10 @@ def mlp(num_classes: int, image: Image) -> Layout:
         Block("layer2", lambda: nn.Sequential(nn.Linear(128, 128), nn.ReLU())),
         Block("head", lambda: nn.Linear(128, num_classes)),
     )
-    return Layout(blocks, (channels, side, side))
+    return NetworkLayout(blocks, (channels, side, side))
 
 
-def cnn(num_classes: int, image: Image) -> Layout:
+def cnn(num_classes: int, image: Image) -> NetworkLayout:
     """Return two convolutions with batch norm, then dropout and two linear layers: 55,114 parameters for 10 classes.
 
     All norms are over images and not over vectors, so a slice of one sample still has a variance. Images are
@@ -36,7 +36,7 @@ def cnn(num_classes: int, image: Image) -> Layout:
         Block("layer1", lambda: nn.Sequential(nn.Flatten(), nn.Linear(inputs, 96), nn.ReLU())),
         Block("head", lambda: nn.Linear(96, num_classes)),
     )
-    return Layout(blocks, (channels, side, side))
+    return NetworkLayout(blocks, (channels, side, side))
 
 
 def _convolution(inputs: int, outputs: int) -> nn.Sequential:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from holdfast.errors import ConfigError
-from holdfast_lab.workloads.models.blocks import Block, Image, Layout, build
+from holdfast_lab.workloads.models.blocks import Block, Image, NetworkLayout, build
 from holdfast_lab.workloads.models.catalog import layout
 
 BALANCES = ("parameters", "operations")
@@ -76,7 +76,7 @@ def make_stage(
     return build(parts[index], seed=seed, device=device)
 
 
-def split(network: Layout, n: int, *, by: str | Sequence[float] = "parameters") -> list[tuple[Block, ...]]:
+def split(network: NetworkLayout, n: int, *, by: str | Sequence[float] = "parameters") -> list[tuple[Block, ...]]:
     """Return the blocks of each of ``n`` stages; only shapes are built.
 
     Raises:
@@ -88,7 +88,7 @@ def split(network: Layout, n: int, *, by: str | Sequence[float] = "parameters") 
     return [network.blocks[start:end] for start, end in pairwise(_cuts(costs(network, by), n))]
 
 
-def costs(network: Layout, by: str | Sequence[float]) -> list[float]:
+def costs(network: NetworkLayout, by: str | Sequence[float]) -> list[float]:
     """Return the cost of each block; see ``by`` of :func:`stages`.
 
     Raises:
@@ -111,7 +111,7 @@ def _parameter_bytes(block: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in block.parameters())
 
 
-def _operations(network: Layout) -> list[float]:
+def _operations(network: NetworkLayout) -> list[float]:
     counted = []
     samples = 2  # batch norm may refuse to train on one sample
     passed = torch.empty((samples, *network.sample), dtype=network.dtype, device="meta")

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from holdfast.errors import ConfigError
-from holdfast_lab.workloads.models.blocks import SMALL_BELOW, Block, Image, Layout
+from holdfast_lab.workloads.models.blocks import SMALL_BELOW, Block, Image, NetworkLayout
 from holdfast_lab.workloads.models.layers import convolution, draw_normal, he, normed
 
 _VGG16 = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
 """Channels and number of convolutions between two poolings."""
 
 
-def alexnet(num_classes: int, image: Image, *, width: int = 64) -> Layout:
+def alexnet(num_classes: int, image: Image, *, width: int = 64) -> NetworkLayout:
     """Return AlexNet with one column: five convolutions, three linear layers, dropout; 61,100,840 parameters.
 
     (The network of 2012, which Caffe builds, differs: two columns, response normalisation, 60,965,224 parameters.)
@@ -60,10 +60,10 @@ def alexnet(num_classes: int, image: Image, *, width: int = 64) -> Layout:
         Block("fc7", lambda: nn.Sequential(nn.Dropout(), nn.Linear(hidden, hidden), nn.ReLU())),
         Block("fc8", lambda: nn.Linear(hidden, num_classes)),
     )
-    return Layout(blocks, (channels, side, side))
+    return NetworkLayout(blocks, (channels, side, side))
 
 
-def vgg16(num_classes: int, image: Image) -> Layout:
+def vgg16(num_classes: int, image: Image) -> NetworkLayout:
     """Return VGG-16 without batch norm: thirteen convolutions, three linear layers, dropout; 138,357,544 parameters.
 
     The small form has the same convolutions. They end with one pixel instead of 7x7, and the linear layers have width
@@ -85,10 +85,10 @@ def vgg16(num_classes: int, image: Image) -> Layout:
         Block("fc7", lambda: _vgg_linear(hidden, hidden, small=small)),
         Block("fc8", lambda: _vgg_drawn(nn.Linear(hidden, num_classes), small=small)),
     ]
-    return Layout(tuple(blocks), (image[0], side, side))
+    return NetworkLayout(tuple(blocks), (image[0], side, side))
 
 
-def resnet18(num_classes: int, image: Image, *, width: int = 64) -> Layout:
+def resnet18(num_classes: int, image: Image, *, width: int = 64) -> NetworkLayout:
     """Return ResNet-18: eight blocks of two convolutions, each followed by batch norm; 11,689,512 parameters.
 
     The small form begins with a 3x3 convolution of stride 1 instead of 7x7 of stride 2, without pooling after it:
@@ -105,7 +105,7 @@ def resnet18(num_classes: int, image: Image, *, width: int = 64) -> Layout:
     return _resnet(_two, 1, (2, 2, 2, 2), num_classes, image, width)
 
 
-def resnet50(num_classes: int, image: Image, *, width: int = 64) -> Layout:
+def resnet50(num_classes: int, image: Image, *, width: int = 64) -> NetworkLayout:
     """Return ResNet-50: sixteen bottlenecks, batch norm after every convolution; 25,557,032 parameters.
 
     The stride of a bottleneck is in its 3x3 convolution. The small form begins like that of :func:`resnet18`:
@@ -150,7 +150,7 @@ def _resnet(
     num_classes: int,
     image: Image,
     width: int,
-) -> Layout:
+) -> NetworkLayout:
     _check_width(width)
     channels, side = image
     blocks = [Block("stem", partial(_resnet_stem, channels, width, small=side < SMALL_BELOW))]
@@ -165,7 +165,7 @@ def _resnet(
             channels = inside * widen
     head = partial(nn.Sequential, nn.AdaptiveAvgPool2d(1), nn.Flatten())
     blocks.append(Block("head", lambda: nn.Sequential(*head(), nn.Linear(channels, num_classes))))
-    return Layout(tuple(blocks), (image[0], side, side))
+    return NetworkLayout(tuple(blocks), (image[0], side, side))
 
 
 def _resnet_stem(channels: int, width: int, *, small: bool) -> nn.Module:

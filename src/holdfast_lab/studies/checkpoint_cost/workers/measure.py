@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 Row = dict[str, Any]
 
 
-class Meter:
+class SaveMeter:
     """Seconds per part of a save; time that no part claims is serialisation."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Meter:
 class TimedFile:
     """A file that reports its write times to a meter; all other calls pass through."""
 
-    def __init__(self, file: BinaryIO, meter: Meter) -> None:
+    def __init__(self, file: BinaryIO, meter: SaveMeter) -> None:
         self._file = file
         self._meter = meter
 
@@ -86,7 +86,7 @@ class TimedFile:
 class TimedCompressor:
     """A zlib compressor that reports its times to a meter."""
 
-    def __init__(self, compressor: Any, meter: Meter) -> None:
+    def __init__(self, compressor: Any, meter: SaveMeter) -> None:
         self._compressor = compressor
         self._meter = meter
 
@@ -102,7 +102,7 @@ class TimedCompressor:
 
 
 @dataclass(frozen=True)
-class Way:
+class SaveMethod:
     """One way of a framework to save.
 
     Args:
@@ -116,7 +116,7 @@ class Way:
             none.
     """
 
-    save: Callable[[Any, Path, Meter], None]
+    save: Callable[[Any, Path, SaveMeter], None]
     load: Callable[[Any, Path], None]
     divided: bool = False
     packed: bool = False
@@ -165,7 +165,7 @@ def cost(framework: Any, task: Row) -> list[Row]:
 
 
 def _cost_of(framework: Any, task: Row, name: str, state: Any, other: Any) -> list[Row]:
-    way: Way = framework.ways()[name]
+    way: SaveMethod = framework.ways()[name]
     if not way.whole and task["optimizer"] != "none":
         return [{"status": "not run", "why": "saves no optimizer state: measured without one"}]
     rows: list[Row] = []
@@ -196,7 +196,7 @@ def _bytes(array: Any) -> Any:
     return memoryview(array.reshape(-1)).cast("B") if array.size else b""
 
 
-def _warm_up(framework: Any, task: Row, way: Way) -> None:
+def _warm_up(framework: Any, task: Row, way: SaveMethod) -> None:
     """Save and load something small, because a framework's first use imports and compiles."""
     layer = {"kind": "linear", "inputs": 8, "outputs": 8, "bias": True}
     small = framework.make({**task, "layers": [layer]}, 0)
@@ -205,9 +205,9 @@ def _warm_up(framework: Any, task: Row, way: Way) -> None:
     way.load(small, folder)
 
 
-def save(way: Way, state: Any, folder: Path) -> Row:
+def save(way: SaveMethod, state: Any, folder: Path) -> Row:
     """Save once; return seconds by part, and bytes."""
-    meter = Meter()
+    meter = SaveMeter()
     start_s = time.perf_counter()
     way.save(state, folder, meter)
     returned_s = time.perf_counter() - start_s
@@ -233,7 +233,7 @@ def save(way: Way, state: Any, folder: Path) -> Row:
     }
 
 
-def load(way: Way, state: Any, folder: Path) -> Row:
+def load(way: SaveMethod, state: Any, folder: Path) -> Row:
     """Load once from the disk, and once from the page cache."""
     times_s = []
     for cold in (True, False):
@@ -250,7 +250,7 @@ def save_times(framework: Any, task: Row) -> list[Row]:
     old, new = (framework.make(task, task["seed"] + k) for k in (0, 1))
     rows = []
     for name in task["ways"]:
-        way: Way = framework.ways()[name]
+        way: SaveMethod = framework.ways()[name]
         _warm_up(framework, task, way)
         folder = fresh(task["folder"])
         finish_save(way, old, folder)
@@ -262,7 +262,7 @@ def save_times(framework: Any, task: Row) -> list[Row]:
 
 def killed_save(framework: Any, task: Row) -> list[Row]:
     """Die in the middle of a save over an older checkpoint; the kernel's alarm kills, so no handler runs."""
-    way: Way = framework.ways()[task["way"]]
+    way: SaveMethod = framework.ways()[task["way"]]
     folder = fresh(task["folder"])
     old, new = (framework.make(task, task["seed"] + k) for k in (0, 1))
     finish_save(way, old, folder)
@@ -288,7 +288,7 @@ def damage(framework: Any, task: Row) -> list[Row]:
 
 
 def _damage_of(framework: Any, task: Row) -> str:
-    way: Way = framework.ways()[task["way"]]
+    way: SaveMethod = framework.ways()[task["way"]]
     folder = fresh(task["folder"])
     finish_save(way, framework.make(task, task["seed"]), folder)
     largest = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
@@ -306,7 +306,7 @@ def _kept(framework: Any, task: Row, name: str) -> int | None:
 
     Return how many remain, or None without rotation.
     """
-    way: Way = framework.ways()[name]
+    way: SaveMethod = framework.ways()[name]
     if way.keep is None:
         return None
     state = framework.make(task, task["seed"])
@@ -320,7 +320,7 @@ def _kept(framework: Any, task: Row, name: str) -> int | None:
 
 def what_loads(framework: Any, task: Row) -> str:
     """Return "old" or "new" if one of these states is loaded, "other" for another state, "nothing ..." for an error."""
-    way: Way = framework.ways()[task["way"]]
+    way: SaveMethod = framework.ways()[task["way"]]
     known = {
         digest(framework.values(framework.make(task, task["seed"] + k), way.whole)): name
         for k, name in enumerate(("old", "new"))
@@ -378,9 +378,9 @@ def elsewhere(framework: Any, task: Row) -> list[Row]:
     return []
 
 
-def finish_save(way: Way, state: Any, folder: Path) -> None:
+def finish_save(way: SaveMethod, state: Any, folder: Path) -> None:
     """Save, and wait for the background part."""
-    way.save(state, folder, Meter())
+    way.save(state, folder, SaveMeter())
     if way.finish is not None:
         way.finish(state)
 

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint import FORMATS, Checkpoints, load, open_storage, take, write
+from holdfast.checkpoint import FORMATS, CheckpointStore, load, open_storage, take, write
 from holdfast.checkpoint.retention import to_remove
-from holdfast.checkpoint.writer import Writer
+from holdfast.checkpoint.writer import CheckpointWriter
 
 Row = dict[str, Any]
 
@@ -98,7 +98,7 @@ def _save_async(state: Any, folder: Path, meter: Any) -> None:
     if "writer" not in state:
         state["writer"] = {}
     # The snapshot's memory is reused for the next one, as in a session, where one writer lives as long as training.
-    writer = state["writer"].get(folder) or Writer(Checkpoints(folder), background=True)
+    writer = state["writer"].get(folder) or CheckpointWriter(CheckpointStore(folder), background=True)
     state["writer"][folder] = writer
     writer.begin(1, content, {})
     writer.commit(0)
@@ -113,7 +113,7 @@ def _finish(state: Any) -> None:
 
 
 def _keep(name: str, state: Any, folder: Path, count: int) -> None:
-    checkpoints = Checkpoints(folder, format=name)
+    checkpoints = CheckpointStore(folder, format=name)
     for step in range(1, count + 1):
         checkpoints.write_tensors(step, _torch().gathered(state), {}).commit(0)
         for old in to_remove(checkpoints.steps(), keep_last=2):

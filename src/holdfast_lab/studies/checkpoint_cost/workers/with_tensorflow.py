@@ -157,7 +157,7 @@ def saved_by_default() -> list[str]:
     return ["model", "optimizer", "framework rng"]
 
 
-class Training:
+class TensorflowTraining:
     """A small network with dropout, momentum, a schedule, shuffled samples and noise on the images."""
 
     def __init__(self, task: Row) -> None:

@@ -149,7 +149,7 @@ def saved_by_default() -> list[str]:
     return ["model"]
 
 
-class Training:
+class TorchTraining:
     """A small network with dropout, momentum, a schedule, shuffled samples and noise on the images."""
 
     def __init__(self, task: Row) -> None:

@@ -43,7 +43,7 @@ _TOLERANCE = 1e-3
 """Largest allowed distance between two variants' weights after the first steps, relative to their total movement."""
 
 
-class Training:
+class CostTraining:
     """The training of a variant: a new model, its optimizer, and the slices of this worker.
 
     Args:
@@ -107,7 +107,7 @@ def _noise(network: str, samples: int) -> TensorDataset:
 # The variants: endless generators that yield before each step, when the previous update is complete
 
 
-def ordered(training: Training, **settings: Any) -> Iterator[None]:
+def ordered(training: CostTraining, **settings: Any) -> Iterator[None]:
     """Train with a session and its deterministic all-reduce, slice by slice."""
     for step in _session_steps(training, slices=training.slices, **settings):
         yield
@@ -115,7 +115,7 @@ def ordered(training: Training, **settings: Any) -> Iterator[None]:
             step.backward(loss_of(training.model(x), y))
 
 
-def unordered(training: Training, add: Callable[[torch.Tensor], None] | None = None) -> Iterator[None]:
+def unordered(training: CostTraining, add: Callable[[torch.Tensor], None] | None = None) -> Iterator[None]:
     """Train with a session in which each worker accumulates the gradients of its own slices before the all-reduce.
 
     It is the same session with another order of summation. Gradients of further backward passes are accumulated in the
@@ -137,7 +137,7 @@ def unordered(training: Training, add: Callable[[torch.Tensor], None] | None = N
 
 
 def _session_steps(
-    training: Training, add: Callable[[torch.Tensor], None] | None = None, **settings: Any
+    training: CostTraining, add: Callable[[torch.Tensor], None] | None = None, **settings: Any
 ) -> Iterator[Any]:
     settings = {"certificate": False} | settings
     session = holdfast.Session(training.model, training.optimizer, fabric="ulfm", guard="off", **settings)
@@ -146,7 +146,7 @@ def _session_steps(
     return session.steps(training.dataset, training.batch, epochs=1_000_000_000, shuffle=False)
 
 
-def plain(training: Training, add: Callable[[torch.Tensor], None]) -> Iterator[None]:
+def plain(training: CostTraining, add: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Train in a plain loop: accumulate the gradients of the slices in one vector, and all-reduce it with ``add``."""
     parameters = list(training.model.parameters())
     flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
@@ -175,7 +175,7 @@ def plain(training: Training, add: Callable[[torch.Tensor], None]) -> Iterator[N
         step += 1
 
 
-def ddp(training: Training, wrapped: nn.parallel.DistributedDataParallel) -> Iterator[None]:
+def ddp(training: CostTraining, wrapped: nn.parallel.DistributedDataParallel) -> Iterator[None]:
     """Train with DDP, which all-reduces during the last slice of a worker (``no_sync`` before)."""
     count, step = training.slices // training.workers, 0
     while True:
@@ -193,7 +193,7 @@ def ddp(training: Training, wrapped: nn.parallel.DistributedDataParallel) -> Ite
 # The timed comparison
 
 
-class Race:
+class CostRace:
     """All variants in this process, with MPI to the other workers.
 
     Args:
@@ -210,7 +210,7 @@ class Race:
         self._sum_in_place = MPI.IN_PLACE
         self._options = options
         self._steps: dict[str, Iterator[None]] = {}
-        self._trainings: dict[str, Training] = {}
+        self._trainings: dict[str, CostTraining] = {}
         self.bytes: dict[str, dict[str, int]] = {}
         """Bytes of the all-reduce on the whole machine, by variant and kind of memory."""
         self.parameters = 0
@@ -219,7 +219,7 @@ class Race:
         """Create each variant, warm it up, and record its allocated memory."""
         for variant in self._options.variants:
             slices = self._options.workers if variant == WHOLE else self._options.slices
-            training = Training(self._options, self.rank, slices)
+            training = CostTraining(self._options, self.rank, slices)
             before = shared_segments()
             self._steps[variant], wrapped = self._make(variant, training)
             for _ in range(1 + _WARM_UP_STEPS):
@@ -228,7 +228,7 @@ class Race:
             self._note_bytes(variant, training, before, wrapped)
         self.parameters = sum(p.numel() for p in self._trainings[FOLD].model.parameters())
 
-    def _make(self, variant: str, training: Training) -> tuple[Iterator[None], Any]:
+    def _make(self, variant: str, training: CostTraining) -> tuple[Iterator[None], Any]:
         if variant in ORDERED:
             order, certified = variant.split(",")[0], variant == CERTIFICATE
             return ordered(training, order=order, certificate=certified), None
@@ -244,13 +244,13 @@ class Race:
     def _allreduce(self, flat: torch.Tensor) -> None:
         self._comm.Allreduce(self._sum_in_place, flat.numpy())
 
-    def _wrap(self, training: Training) -> nn.parallel.DistributedDataParallel:
+    def _wrap(self, training: CostTraining) -> nn.parallel.DistributedDataParallel:
         store = f"file://{self._options.out}.store"
         workers = self._options.workers
         torch.distributed.init_process_group("gloo", init_method=store, rank=self.rank, world_size=workers)
         return nn.parallel.DistributedDataParallel(training.model)
 
-    def _note_bytes(self, variant: str, training: Training, before: Mapping[int, int], wrapped: Any) -> None:
+    def _note_bytes(self, variant: str, training: CostTraining, before: Mapping[int, int], wrapped: Any) -> None:
         mine: dict[str, int] = {}
         if variant in ORDERED:
             segments = {
@@ -318,7 +318,7 @@ def main() -> None:
     options = _parse()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    race = Race(options)
+    race = CostRace(options)
     race.begin()
     found: dict[str, Any] = {"failed": race.unlike(), "bytes": race.bytes, "parameters": race.parameters}
     if options.rounds and not found["failed"]:

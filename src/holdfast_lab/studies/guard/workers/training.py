@@ -22,7 +22,7 @@ from holdfast.errors import InternalError
 from holdfast.faults.plan import Fault, FaultPlan
 from holdfast.records.types import Finished, Record
 from holdfast.session.session import forget_sessions
-from holdfast_lab.studies.guard.setup import Setup
+from holdfast_lab.studies.guard.setup import GuardSetup
 from holdfast_lab.studies.outcomes import are_finite
 from holdfast_lab.workloads import load_dataset, loss_of, make_model, make_optimizer
 from holdfast_lab.workloads.train import accuracy
@@ -34,7 +34,7 @@ State = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class GuardResult:
     """The result of a training.
 
     Args:
@@ -73,14 +73,14 @@ class _Records:
 
 
 def train(
-    setup: Setup,
+    setup: GuardSetup,
     guard: str,
     *,
     seed: int,
     epochs: int,
     begin: State | None = None,
     fault: Fault | None = None,
-) -> Ended:
+) -> GuardResult:
     """Train, and return the result.
 
     Without a guard, a training ends at the first loss that is not finite, because its class is known then.
@@ -124,7 +124,7 @@ def train(
     except InternalError:
         raise
     except Exception as error:  # a flip may cause any error; all count as a failed training
-        return Ended(records=records.written, steps=session.step, error=f"{type(error).__name__}: {error}")
+        return GuardResult(records=records.written, steps=session.step, error=f"{type(error).__name__}: {error}")
     return _ended(session, setup, model, data.test, records.written, finite=finite)
 
 
@@ -141,12 +141,14 @@ def _train(session: Any, model: nn.Module, samples: Any, batch: int, epochs: int
     return all(map(math.isfinite, losses.values()))
 
 
-def _ended(session: Any, setup: Setup, model: nn.Module, test: Any, records: list[Record], *, finite: bool) -> Ended:
+def _ended(
+    session: Any, setup: GuardSetup, model: nn.Module, test: Any, records: list[Record], *, finite: bool
+) -> GuardResult:
     found = session._replica.own.of_each(
         range(setup.workers), lambda: (accuracy(model, test), are_finite((), model.parameters()))
     )
     state = {"model": model.state_dict(), "optimizer": session._replica.optimizer.state_dict()}
-    return Ended(
+    return GuardResult(
         accuracy=min(right for right, _ in found.values()),
         finite=finite and all(are for _, are in found.values()),
         bits={r.rank: (r.sha256, r.state_sha256) for r in records if isinstance(r, Finished)},
@@ -161,6 +163,6 @@ def _dataset(size: int | None) -> Any:
     return load_dataset("digits", None, size=size)
 
 
-def steps_of(setup: Setup) -> int:
+def steps_of(setup: GuardSetup) -> int:
     """Return the number of steps per epoch."""
     return len(_dataset(setup.size).train) // setup.batch

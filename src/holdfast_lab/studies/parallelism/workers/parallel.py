@@ -34,7 +34,7 @@ _PATIENCE_S = 2.0
 """Extra seconds of a step while requested workers have not joined."""
 
 
-class Blocks:
+class BlockPolicy:
     """The data policy of Amatya and others (2017): a worker holds contiguous blocks of the dataset, read from a file.
 
     Slice ``i`` of every mini-batch is taken from block ``i``, so a worker needs only the blocks of its slices. Samples
@@ -174,9 +174,9 @@ def _gather(options: argparse.Namespace, session: holdfast.Session, number: int)
         time.sleep(_PATIENCE_S)
 
 
-def _data(options: argparse.Namespace) -> tuple[Blocks | None, Any]:
+def _data(options: argparse.Namespace) -> tuple[BlockPolicy | None, Any]:
     if options.blocks:
-        blocks = Blocks(options.data, options.samples, options.batch, options.blocks)
+        blocks = BlockPolicy(options.data, options.samples, options.batch, options.blocks)
         return blocks, blocks
     arrays = (np.load(path, mmap_mode="r")[: options.samples].copy() for path in _files(options.data))
     return None, TensorDataset(*map(torch.from_numpy, arrays))
@@ -226,7 +226,9 @@ def _files(folder: Path, prefix: str = "") -> tuple[Path, Path]:
     return folder / f"{prefix}x.npy", folder / f"{prefix}y.npy"
 
 
-def _note(folder: Path, session: holdfast.Session, held: Blocks | None, watch: Stopwatch, whole: nn.Module) -> None:
+def _note(
+    folder: Path, session: holdfast.Session, held: BlockPolicy | None, watch: Stopwatch, whole: nn.Module
+) -> None:
     notes: dict[str, Any] = {"rank": session.rank, **watch.medians(), "buffers_sha256": _digest(whole.named_buffers())}
     if held is not None:
         notes |= {"held": sorted(held.held), "reads": held.reads}

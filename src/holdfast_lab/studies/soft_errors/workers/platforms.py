@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DistributedSampler
 
-from holdfast_lab.studies.soft_errors.setup import Setup
+from holdfast_lab.studies.soft_errors.setup import SoftErrorSetup
 from holdfast_lab.workloads import load_dataset, loss_of, make_model, make_optimizer, make_stage
 
 _CHUNK = 1000
@@ -26,7 +26,7 @@ _CHUNK = 1000
 _MOST_DIMENSIONS = 8
 
 
-class Platform:
+class ModelPlatform:
     """A replica of the model, or a stage of one, with its optimizer and schedule.
 
     Args:
@@ -35,7 +35,7 @@ class Platform:
         module: The part of the model that this process has.
     """
 
-    def __init__(self, setup: Setup, rank: int, module: nn.Module) -> None:
+    def __init__(self, setup: SoftErrorSetup, rank: int, module: nn.Module) -> None:
         self.setup, self.rank = setup, rank
         self.replica, self.stage = divmod(rank, setup.stages)
         self.dtype: torch.dtype = getattr(torch, setup.dtype)
@@ -95,10 +95,10 @@ class Platform:
         return accuracy, loss
 
 
-class Replicated(Platform):
+class ReplicatedPlatform(ModelPlatform):
     """The whole model, under DistributedDataParallel."""
 
-    def __init__(self, setup: Setup, rank: int) -> None:
+    def __init__(self, setup: SoftErrorSetup, rank: int) -> None:
         super().__init__(setup, rank, make_model(setup.network, **options_of(setup)))
         self._wrapped = DistributedDataParallel(self.module)
 
@@ -110,10 +110,10 @@ class Replicated(Platform):
         return loss.detach()
 
 
-class Staged(Platform):
+class StagedPlatform(ModelPlatform):
     """A stage of the model under torch.distributed.pipelining (GPipe), and under DDP if there are several pipelines."""
 
-    def __init__(self, setup: Setup, rank: int) -> None:
+    def __init__(self, setup: SoftErrorSetup, rank: int) -> None:
         stages, replicas = setup.stages, setup.replicas
         made = make_stage(setup.network, stages, rank % stages, **options_of(setup))
         super().__init__(setup, rank, made)
@@ -156,24 +156,24 @@ class Staged(Platform):
         return float(told[0]), float(told[1])
 
 
-def make_platform(setup: Setup, rank: int) -> Platform:
+def make_platform(setup: SoftErrorSetup, rank: int) -> ModelPlatform:
     """Return this process's part of the training; the default process group must exist."""
-    return Staged(setup, rank) if setup.stages > 1 else Replicated(setup, rank)
+    return StagedPlatform(setup, rank) if setup.stages > 1 else ReplicatedPlatform(setup, rank)
 
 
-def _dataset(setup: Setup) -> Any:
+def _dataset(setup: SoftErrorSetup) -> Any:
     data = Path(setup.data) if setup.data else None
     return load_dataset(setup.dataset, data, limit=setup.limit, test_limit=setup.test_limit, size=setup.size)
 
 
-def options_of(setup: Setup) -> dict[str, Any]:
+def options_of(setup: SoftErrorSetup) -> dict[str, Any]:
     """Return the keyword arguments that build the network."""
     dataset = _dataset(setup)
     channels, side, _ = dataset.shape
     return {"num_classes": dataset.num_classes, "image": (channels, side), "seed": setup.training_seed}
 
 
-def _shapes(setup: Setup, stage: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _shapes(setup: SoftErrorSetup, stage: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the input and output of a stage for one microbatch, as tensors without values."""
     options = options_of(setup)
     channels, side = options["image"]

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import ConfigError
-from holdfast.faults.alteration import Alteration, Change, apply, draw
+from holdfast.faults.alteration import Alteration, ValueChange, apply, draw
 from holdfast.faults.names import chosen
 from holdfast.faults.tensors import Tensors, listed
 from holdfast_lab.studies.outcomes import are_finite, digest, layer_errors
-from holdfast_lab.studies.soft_errors.setup import Setup
-from holdfast_lab.studies.soft_errors.workers.platforms import Platform, make_platform
+from holdfast_lab.studies.soft_errors.setup import SoftErrorSetup
+from holdfast_lab.studies.soft_errors.workers.platforms import ModelPlatform, make_platform
 from holdfast_lab.studies.soft_errors.workers.state import read_state, tensors_of, write_state
-from holdfast_lab.studies.warm import Held
+from holdfast_lab.studies.warm import HeldTraining
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class RankProcess:
         file: The file of the state: loaded if it exists, else written.
     """
 
-    def __init__(self, setup: Setup, rank: int, file: Path) -> None:
+    def __init__(self, setup: SoftErrorSetup, rank: int, file: Path) -> None:
         self._setup, self._file = setup, file
         self._platform = make_platform(setup, rank)
         self._undisturbed: list[dict[str, Tensor]] = []
@@ -66,7 +66,7 @@ class RankProcess:
             read_state(self._platform, self._file)
         else:
             write_state(self._platform, self._setup.restart, self._file)
-        self._held = Held(self._platform.module, self._platform.optimizer, self._platform.scheduler)
+        self._held = HeldTraining(self._platform.module, self._platform.optimizer, self._platform.scheduler)
         return [self.go_on([None])[0] | {"layers": layers_of(self._platform), "file": str(self._file)}]
 
     def go_on(self, disturbances: Sequence[Disturbance | None]) -> list[dict[str, Any]]:
@@ -128,18 +128,18 @@ def alter(there: Mapping[str, Tensor], how: Alteration, format: str = "") -> tup
     return listed(values.places, changes), sum(map(_bits, changes))
 
 
-def _bits(change: Change) -> int:
+def _bits(change: ValueChange) -> int:
     """Return the number of flipped bits."""
     return int(np.unpackbits((change.before ^ change.after).view(np.uint8)).sum())
 
 
-def _put_back(tensor: Tensor, altered: Tensor, change: Change) -> None:
+def _put_back(tensor: Tensor, altered: Tensor, change: ValueChange) -> None:
     index = torch.from_numpy(change.index)
     with torch.no_grad():
         tensor.view(-1)[index] = altered.view(-1)[index].to(tensor.dtype)
 
 
-def seen(platform: Platform, losses: Sequence[float]) -> dict[str, Any]:
+def seen(platform: ModelPlatform, losses: Sequence[float]) -> dict[str, Any]:
     """Return the results of a training in this process.
 
     Args:
@@ -168,17 +168,17 @@ def errors_of(states: Sequence[Mapping[str, Tensor]], undisturbed: Sequence[Mapp
     return {"errors_first": first, "errors_last": last}
 
 
-def digest_of(platform: Platform) -> str:
+def digest_of(platform: ModelPlatform) -> str:
     """Return a digest of all tensors that may be altered."""
     return digest(tensors_of(platform, "model") | tensors_of(platform, "optimizer"))
 
 
-def copied(platform: Platform) -> dict[str, Tensor]:
+def copied(platform: ModelPlatform) -> dict[str, Tensor]:
     """Return a copy of the weights and floating-point buffers, by name."""
     begin = len("model/")
     return {path[begin:]: tensor.clone() for path, tensor in tensors_of(platform, "model").items()}
 
 
-def layers_of(platform: Platform) -> list[str]:
+def layers_of(platform: ModelPlatform) -> list[str]:
     """Return the modules that have weights, in model order."""
     return list(dict.fromkeys(name.rpartition(".")[0] for name, _ in platform.module.named_parameters()))

@@ -20,12 +20,14 @@ import torch
 import torch.distributed as dist
 
 from holdfast.errors import InternalError
-from holdfast_lab.studies.soft_errors.setup import SESSION, Setup
+from holdfast_lab.studies.soft_errors.setup import SESSION, SoftErrorSetup
 from holdfast_lab.studies.soft_errors.workers.process import RankProcess
 from holdfast_lab.studies.soft_errors.workers.session import SessionProcess
 
 
-def serve(connection: Connection, setup: Setup, rank: int, folder: Path, store: Path, timeout_s: float) -> None:
+def serve(
+    connection: Connection, setup: SoftErrorSetup, rank: int, folder: Path, store: Path, timeout_s: float
+) -> None:
     """Serve orders until the parent process ends.
 
     Args:

@@ -22,8 +22,8 @@ from holdfast.errors import InternalError, MessageAltered, ReplicasDiffer
 from holdfast.faults.names import chosen
 from holdfast.records.types import Record, Recovered
 from holdfast.session.session import forget_sessions
-from holdfast_lab.studies.soft_errors.setup import MODEL, Setup
-from holdfast_lab.studies.soft_errors.workers.platforms import Platform, options_of
+from holdfast_lab.studies.soft_errors.setup import MODEL, SoftErrorSetup
+from holdfast_lab.studies.soft_errors.workers.platforms import ModelPlatform, options_of
 from holdfast_lab.studies.soft_errors.workers.process import (
     Disturbance,
     alter,
@@ -49,7 +49,7 @@ class SessionProcess:
         file: The file of the state: loaded if it exists, else written.
     """
 
-    def __init__(self, setup: Setup, rank: int, file: Path) -> None:
+    def __init__(self, setup: SoftErrorSetup, rank: int, file: Path) -> None:
         self._setup, self._rank, self._file = setup, rank, file
         self._undisturbed: list[dict[str, Tensor]] = []
 
@@ -59,11 +59,11 @@ class SessionProcess:
         Resume undisturbed and return the results by worker.
         """
         if not self._file.exists():
-            training = Training(self._setup, self._rank, self._setup.training_seed)
+            training = SessionTraining(self._setup, self._rank, self._setup.training_seed)
             for _ in range(self._setup.restart):
                 training.train()
             write_state(training.platform, self._setup.restart, self._file)
-        layers = layers_of(Training(self._setup, self._rank, 0).platform)
+        layers = layers_of(SessionTraining(self._setup, self._rank, 0).platform)
         return [
             answer | {"layers": layers, "file": str(self._file)}
             for answer in self.go_on([None] * self._setup.processes)
@@ -76,7 +76,7 @@ class SessionProcess:
             InternalError: if the session's guard detected the alteration, which voids the trial.
         """
         forget_sessions()  # a session with an unfinished loop would be kept alive
-        training = Training(self._setup, self._rank, self._setup.training_seed + 1)
+        training = SessionTraining(self._setup, self._rank, self._setup.training_seed + 1)
         read_state(training.platform, self._file)
         told = [training.disturb(rank, what) if what else ([], 0) for rank, what in enumerate(disturbances)]
         begun_with = training.of_each(lambda: digest_of(training.platform))
@@ -112,7 +112,7 @@ class _Recoveries:
             self.recovered.append(record)
 
 
-class Training:
+class SessionTraining:
     """A session of virtual workers.
 
     Args:
@@ -121,9 +121,9 @@ class Training:
         seed: The seed of the session.
     """
 
-    def __init__(self, setup: Setup, rank: int, seed: int) -> None:
+    def __init__(self, setup: SoftErrorSetup, rank: int, seed: int) -> None:
         self._setup = setup
-        self.platform = Platform(setup, rank, make_model(setup.network, **options_of(setup)))
+        self.platform = ModelPlatform(setup, rank, make_model(setup.network, **options_of(setup)))
         self._workers = tuple(range(setup.processes))
         self._session = holdfast.Session(
             self.platform.module,

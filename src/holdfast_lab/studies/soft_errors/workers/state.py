@@ -25,10 +25,10 @@ from torch import Tensor
 
 from holdfast.checkpoint.files.kinds import FORMATS, open_foreign
 from holdfast.checkpoint.format import tensor_bytes
-from holdfast_lab.studies.soft_errors.workers.platforms import Platform
+from holdfast_lab.studies.soft_errors.workers.platforms import ModelPlatform
 
 
-def tensors_of(platform: Platform, target: str) -> dict[str, Tensor]:
+def tensors_of(platform: ModelPlatform, target: str) -> dict[str, Tensor]:
     """Return the floating-point tensors of the ``model`` or the ``optimizer`` by path, in file order.
 
     They share memory with the training.
@@ -37,7 +37,7 @@ def tensors_of(platform: Platform, target: str) -> dict[str, Tensor]:
     return {path: found[path] for path in sorted(found, key=_parts) if found[path].is_floating_point()}
 
 
-def write_state(platform: Platform, epoch: int, path: Path) -> None:
+def write_state(platform: ModelPlatform, epoch: int, path: Path) -> None:
     """Write the state to an HDF5 file.
 
     Args:
@@ -65,7 +65,7 @@ def write_state(platform: Platform, epoch: int, path: Path) -> None:
             file.write(tensor_bytes(tensor))
 
 
-def read_state(platform: Platform, path: Path) -> int:
+def read_state(platform: ModelPlatform, path: Path) -> int:
     """Load the state from an HDF5 file of :func:`write_state`, with any alterations made since.
 
     Return the next epoch.
@@ -92,7 +92,7 @@ def _parts(path: str) -> list[str]:
     return path.split("/")
 
 
-def _tensors(platform: Platform) -> dict[str, Tensor]:
+def _tensors(platform: ModelPlatform) -> dict[str, Tensor]:
     model = {f"model/{name}": tensor for name, tensor in platform.module.state_dict().items()}
     names = {parameter: name for name, parameter in platform.module.named_parameters()}
     states: Mapping[Any, Mapping[str, Any]] = platform.optimizer.state
