@@ -34,7 +34,7 @@ from holdfast.comm.allreduce import adding
 from holdfast.engine.loop import TrainingLoop
 from holdfast.models.replicated import ReplicatedModel
 from holdfast.models.runner import Reach
-from holdfast.testing.counting import CountingCommunicator
+from holdfast_lab.counting import CountingCommunicator
 
 VARIANTS = {"protected": "unprotected", "unprotected": "protected", "any order": "protected"}
 """Each variant, and its baseline."""

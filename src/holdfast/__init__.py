@@ -5,10 +5,10 @@ Importing this module starts nothing and does not import torch: each name is loa
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from holdfast import _moved
+from holdfast._lazy import lazy
 
 if TYPE_CHECKING:
     from holdfast.config import Settings
@@ -47,14 +47,7 @@ __all__ = [
 
 
 _moved.install()
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy(__name__, _WHERE, {})
 
 
 def __dir__() -> list[str]:

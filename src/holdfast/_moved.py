@@ -12,7 +12,6 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 MOVED = {
     "holdfast.dist": "holdfast.distributed",
@@ -25,6 +24,7 @@ MOVED = {
     "holdfast.settings": "holdfast.config",
     "holdfast.simulate": "holdfast_lab.simulate",
     "holdfast.study": "holdfast_lab.studies",
+    "holdfast.testing.counting": "holdfast_lab.counting",
     "holdfast.testing.unordered": "holdfast_lab.studies.exact.unordered",
     "holdfast.train.batched": "holdfast_lab.virtual_ddp.training",
     "holdfast.train.session": "holdfast.session.session",
@@ -33,46 +33,6 @@ MOVED = {
     "holdfast.workloads": "holdfast_lab.workloads",
 }
 """Maps an old module name to the new one; the first match counts. Submodules of an old name map to submodules of the new one."""
-
-RENAMED = {
-    "holdfast.checkpoint": {
-        "Checkpoints": "CheckpointStore",
-        "Content": "WritePlan",
-        "Damage": "DamagedBytes",
-        "Loaded": "LoadedCheckpoint",
-        "Piece": "TensorPiece",
-    },
-    "holdfast.comm": {"Mail": "Mailbox", "Mean": "MeanDivisor", "OrderedSum": "OrderedAllReduce", "Span": "SlotSpan"},
-    "holdfast.membership": {"Heard": "Agreement", "Vote": "RosterVote"},
-    "holdfast.recovery": {"View": "ProgressView"},
-    "holdfast_lab.inject.files": {"Target": "InjectionTarget"},
-    "holdfast_lab.simulate": {"Job": "SimulatedJob", "Replayed": "ReplayedRecovery", "Trace": "FailureTrace"},
-    "holdfast_lab.virtual_ddp.training": {
-        "Batched": "VirtualDdp",
-        "Change": "MembershipChange",
-        "Decision": "MembershipDecision",
-        "Snapshot": "VirtualSnapshot",
-    },
-    "holdfast_lab.workloads.data": {"Part": "DatasetPart"},
-    "holdfast_lab.workloads.models": {"Layout": "NetworkLayout"},
-}
-"""Public classes by module: old name, new name. Each module looks its old names up when one is asked for."""
-
-
-def renamed(module: str, name: str) -> str:
-    """Return the name that a public class of a module has now; ``name`` itself if it was not renamed."""
-    return RENAMED.get(module, {}).get(name, name)
-
-
-def renamed_class(module: str, name: str) -> Any:
-    """Return the class that has ``name`` as its old name: the ``__getattr__`` of modules that have no other.
-
-    Raises:
-        AttributeError: no public class of the module had this name.
-    """
-    if (new := renamed(module, name)) == name:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    return getattr(sys.modules[module], new)
 
 
 def new_name(name: str) -> str:

@@ -43,8 +43,7 @@ class Option:
     Args:
         help: Text in ``--help``; "" for a field without an option.
         manual: Text in ``docs/reference/cli.md``, in Markdown; "" to reuse ``help``.
-        usual: Default as the documentation shows it, in Markdown; "" to show that of the field, if it is positive or a
-            word.
+        usual: Default as the documentation shows it, in Markdown; "" to show that of the field, if it is positive or a word.
         group: One of :data:`GROUPS`.
         is_basic: Whether ``--help`` lists the option. ``--help-all`` lists every option.
         flags: Names, as click expects them; empty for ``--`` and the field name without its unit.

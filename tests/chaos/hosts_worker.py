@@ -12,7 +12,7 @@ from holdfast.comm.allreduce import adding
 from holdfast.config import Settings
 from holdfast.errors import PeerFailed
 from holdfast.testing.contract import check_communicator
-from holdfast.testing.counting import CountingCommunicator
+from holdfast_lab.counting import CountingCommunicator
 
 SLICES, LENGTH = 7, 100_003
 SPAN = SlotSpan(0, LENGTH, torch.float32)

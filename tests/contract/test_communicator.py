@@ -12,7 +12,7 @@ from holdfast.comm import VirtualCommunicator
 from holdfast.records.files import read_run
 from holdfast.records.types import WorkerEnded
 from holdfast.testing.contract import check_communicator
-from holdfast.testing.counting import CountingCommunicator
+from holdfast_lab.counting import CountingCommunicator
 
 
 @pytest.mark.parametrize("workers", [3, 4, 7])

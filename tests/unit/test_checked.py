@@ -22,7 +22,7 @@ from holdfast.errors import MessageAltered
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.records.files import read_run
 from holdfast.records.types import CorruptionFound, CorruptionHealed, Finished, Recovered, StepCommitted
-from holdfast.testing.counting import CountingCommunicator
+from holdfast_lab.counting import CountingCommunicator
 
 LENGTH = 4 * checked.TILE + 1003
 PLAIN, CHECKED = SlotSpan(0, LENGTH, torch.float32), SlotSpan(0, LENGTH, torch.float32, checked=True)

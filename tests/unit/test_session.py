@@ -20,7 +20,7 @@ from holdfast.faults.plan import FaultPlan, parse
 from holdfast.records.files import read_run
 from holdfast.records.types import Recovered, StepCommitted
 from holdfast.session.session import at_exit
-from holdfast.testing.counting import CountingCommunicator
+from holdfast_lab.counting import CountingCommunicator
 
 SAMPLES = 50
 

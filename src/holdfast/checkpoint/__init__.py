@@ -22,10 +22,9 @@ Importing this does not load torch: each name is loaded on first use. So no modu
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from holdfast._moved import renamed
+from holdfast._lazy import lazy
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.files.kinds import FORMATS
@@ -93,11 +92,14 @@ __all__ = [
     "write_tensors",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    name = renamed(__name__, name)
-    if name not in _WHERE:
-        raise AttributeError(f"module 'holdfast.checkpoint' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy(
+    __name__,
+    _WHERE,
+    {
+        "Checkpoints": "CheckpointStore",
+        "Content": "WritePlan",
+        "Damage": "DamagedBytes",
+        "Loaded": "LoadedCheckpoint",
+        "Piece": "TensorPiece",
+    },
+)

@@ -1,11 +1,10 @@
 """Converts a training state into named tensors and a JSON skeleton, and back.
 
-A state consists of data only: dicts, lists, tuples, tensors, numbers, strings, None. So nothing needs to be
-unpickled, and every tensor has a readable path: ``model/conv1.weight``,
-``optimizer/state/0/exp_avg``. The skeleton is the structure around the tensors. ``docs/reference/checkpoint-format.md``
-has its grammar. In short: scalars and lists are themselves, and everything else is an
-object with one key, ``{"tensor": path}``, ``{"tied": path}``, ``{"tuple": [...]}``,
-``{"dict": [[key, value], ...]}``, ``{"float": bits}``.
+A state consists of data only: dicts, lists, tuples, tensors, numbers, strings, None. So nothing needs to be unpickled, and
+every tensor has a readable path: ``model/conv1.weight``, ``optimizer/state/0/exp_avg``. The skeleton is the structure around
+the tensors. ``docs/reference/checkpoint-format.md`` has its grammar. In short: scalars and lists are themselves, and everything
+else is an object with one key, ``{"tensor": path}``, ``{"tied": path}``, ``{"tuple": [...]}``, ``{"dict": [[key, value],
+...]}``, ``{"float": bits}``.
 """
 
 from __future__ import annotations

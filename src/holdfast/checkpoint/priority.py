@@ -121,8 +121,7 @@ class RunningCheckpoint:
         step: Number of the step.
         block_bytes: Bytes that saving each block exactly takes, int64 of shape (blocks,); by default, the size of its rows.
         distance: A custom distance instead of that of ``saving``. It receives all rows of the first tensor and the rows that
-            they would be restored to, and returns the distance of each row,
-            numbers ``>= 0`` of shape (blocks,).
+            they would be restored to, and returns the distance of each row, numbers ``>= 0`` of shape (blocks,).
 
     Raises:
         ConfigError: if shapes or sizes do not match.

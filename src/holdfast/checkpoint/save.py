@@ -184,8 +184,7 @@ def write(
         clean: See :class:`PendingCheckpoint`; pass the same set for each checkpoint.
 
     Returns:
-        The checkpoint, still to be committed.
-        The checkpoint, still to be completed.
+        The checkpoint, still to be committed. The checkpoint, still to be completed.
 
     Raises:
         CheckpointError: if the storage rejects it, or the format cannot hold it. Complete checkpoints stay complete.

@@ -1,7 +1,6 @@
 """Reads checkpoint values block by block, verifying each digest in the memory that the tensor keeps.
 
-Several blocks are read in parallel, directly into their tensors: later changes of a file cannot affect
-a tensor.
+Several blocks are read in parallel, directly into their tensors: later changes of a file cannot affect a tensor.
 """
 
 from __future__ import annotations

@@ -8,10 +8,9 @@ order. Names are imported lazily: the launcher uses only :mod:`~holdfast.comm.fa
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from holdfast._moved import renamed
+from holdfast._lazy import lazy
 
 if TYPE_CHECKING:
     from holdfast.comm.allreduce.checksums import checksum
@@ -31,7 +30,7 @@ _NAMES = {
     "subgroup": ("Subgroup",),
     "virtual": ("VirtualCommunicator",),
 }
-_WHERE = {name: module for module, names in _NAMES.items() for name in names}
+_WHERE = {name: f".{module}" for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "SUM",
@@ -48,11 +47,6 @@ __all__ = [
     "share_bytes",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    name = renamed(__name__, name)
-    if name not in _WHERE:
-        raise AttributeError(f"module 'holdfast.comm' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"holdfast.comm.{_WHERE[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy(
+    __name__, _WHERE, {"Mail": "Mailbox", "Mean": "MeanDivisor", "OrderedSum": "OrderedAllReduce", "Span": "SlotSpan"}
+)

@@ -45,13 +45,12 @@ class Fault:
     """One planned failure.
 
     Args:
-        kind: ``kill``: the process ends by SIGKILL; ``oom``: the same, sent from outside, as by the kernel;
-            ``segfault``: by SIGSEGV. ``hang``: the process is stopped (SIGSTOP); ``gil``: a thread holds the GIL;
-            ``spin``: the worker busy-waits; ``deadlock``: it waits for a lock that it holds. ``slow``: the step takes
-            ``seconds`` longer. ``leave``: it receives SIGTERM, as on a preempted node. In ``checkpoint`` it strikes
-            whichever thread writes the manifest. ``nodeloss``: all processes of a node end by SIGKILL at the same time,
-            including its launcher; ``partition``: the network of a node is cut. The node's launcher carries both out.
-            ``flip``: values are altered.
+        kind: ``kill``: the process ends by SIGKILL; ``oom``: the same, sent from outside, as by the kernel; ``segfault``: by
+            SIGSEGV. ``hang``: the process is stopped (SIGSTOP); ``gil``: a thread holds the GIL; ``spin``: the worker
+            busy-waits; ``deadlock``: it waits for a lock that it holds. ``slow``: the step takes ``seconds`` longer. ``leave``:
+            it receives SIGTERM, as on a preempted node. In ``checkpoint`` it strikes whichever thread writes the manifest.
+            ``nodeloss``: all processes of a node end by SIGKILL at the same time, including its launcher; ``partition``: the
+            network of a node is cut. The node's launcher carries both out. ``flip``: values are altered.
         rank: The worker that it strikes; ranks are numbers of the initial job, kept for life. With ``node``: that
             node's first worker, which triggers the fault, or :data:`NOBODY` until that worker is known.
         step: The step, counted from 0.

@@ -195,8 +195,7 @@ def mtbf_schedule(mtbf_s: float, seed: int, workers: Sequence[int]) -> Iterator[
     """Draw a random schedule of failures: exponential intervals, and a victim drawn uniformly among the workers alive.
 
     Args:
-        mtbf_s: Mean time between failures of the *whole job*, seconds, more than 0. It stays the same
-            while the job shrinks.
+        mtbf_s: Mean time between failures of the *whole job*, seconds, more than 0. It stays the same while the job shrinks.
         seed: Same seed, same schedule.
         workers: The ranks of the job; one of them is spared.
 

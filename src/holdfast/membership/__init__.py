@@ -5,9 +5,7 @@ the launcher's :class:`~holdfast.membership.hub.Hub`, :class:`~holdfast.membersh
 :class:`~holdfast.membership.roster.Roster` builds uniform agreement on it, whichever worker fails. No torch.
 """
 
-from typing import Any
-
-from holdfast._moved import renamed_class
+from holdfast._lazy import lazy
 from holdfast.errors import ConfigError
 from holdfast.membership.client import HubStore
 from holdfast.membership.etcd import EtcdStore
@@ -17,9 +15,7 @@ from holdfast.membership.store import LEASE_S, Store
 
 __all__ = ["Agreement", "Hub", "HubStore", "Roster", "RosterVote", "Store", "open_store"]
 
-
-def __getattr__(name: str) -> Any:
-    return renamed_class(__name__, name)
+__getattr__ = lazy(__name__, {}, {"Heard": "Agreement", "Vote": "RosterVote"})
 
 
 def open_store(url: str, token: str, *, lease_s: float = LEASE_S) -> Store:

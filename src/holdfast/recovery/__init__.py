@@ -7,10 +7,9 @@ imported on first use, because the command line only needs the names of strategi
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from holdfast._moved import renamed
+from holdfast._lazy import lazy
 
 if TYPE_CHECKING:
     from holdfast.recovery.forward import Forward
@@ -23,17 +22,17 @@ if TYPE_CHECKING:
     from holdfast.recovery.strategy import ProgressView, Strategy
 
 _WHERE = {
-    "Forward": "forward",
-    "Partial": "partial",
-    "Protocol": "protocol",
-    "Reinit": "reinit",
-    "Restart": "restart",
-    "Rollback": "rollback",
-    "Strategy": "strategy",
-    "ProgressView": "strategy",
-    "make_strategy": "registry",
-    "strategy_class": "registry",
-    "strategy_names": "registry",
+    "Forward": ".forward",
+    "Partial": ".partial",
+    "Protocol": ".protocol",
+    "Reinit": ".reinit",
+    "Restart": ".restart",
+    "Rollback": ".rollback",
+    "Strategy": ".strategy",
+    "ProgressView": ".strategy",
+    "make_strategy": ".registry",
+    "strategy_class": ".registry",
+    "strategy_names": ".registry",
 }
 
 __all__ = [
@@ -50,11 +49,4 @@ __all__ = [
     "strategy_names",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    name = renamed(__name__, name)
-    if name not in _WHERE:
-        raise AttributeError(f"module 'holdfast.recovery' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"holdfast.recovery.{_WHERE[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy(__name__, _WHERE, {"View": "ProgressView"})

@@ -7,8 +7,9 @@ matplotlib nor jinja2: every name is imported on first use, and so are they.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from holdfast._lazy import lazy
 
 if TYPE_CHECKING:
     from holdfast.report.build import build_report
@@ -48,13 +49,7 @@ __all__ = [
     "write_results",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'holdfast.report' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy(__name__, _WHERE, {})
 
 
 def __dir__() -> list[str]:

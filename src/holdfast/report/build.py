@@ -47,11 +47,10 @@ def build_report(
 ) -> dict[str, Any]:
     """Return the content of ``report.json``.
 
-    ``failures`` has one entry per lost worker; workers lost in the same recovery share its times, its
-    redone steps and its lost samples (``recovery`` numbers the recovery). ``step_s`` is the time
-    between the commits of consecutive steps, without the intervals that hold a failure, so it is the
-    pace of undisturbed work. ``train_s`` runs from the first committed step to the last, failures
-    included. A step that was committed again counts once, with its last metrics.
+    ``failures`` has one entry per lost worker; workers lost in the same recovery share its times, its redone steps and its lost
+    samples (``recovery`` numbers the recovery). ``step_s`` is the time between the commits of consecutive steps, without the
+    intervals that hold a failure, so it is the pace of undisturbed work. ``train_s`` runs from the first committed step to the
+    last, failures included. A step that was committed again counts once, with its last metrics.
 
     ``api`` is ``"session"`` or ``"torch.distributed"``, null if training never began. The backend of the latter knows
     neither the samples, the model nor a plan: unknown values are null. A step is then one backward pass of

@@ -1,7 +1,6 @@
 """The style of figures: size, colours, and conversion to inline SVG.
 
-Everything is laid out in inches on a figure of one width, so that letters have the same size in
-every figure of a page.
+Everything is laid out in inches on a figure of one width, so that letters have the same size in every figure of a page.
 """
 
 from __future__ import annotations

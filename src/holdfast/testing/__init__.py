@@ -1,5 +1,1 @@
-"""Helpers for testing your own components.
-
-``contract`` holds the checks that every :class:`~holdfast.comm.base.Communicator` must pass, ``counting`` a
-communicator that counts messages.
-"""
+"""Helpers to test your own components: ``contract`` has the checks that every communicator must pass."""

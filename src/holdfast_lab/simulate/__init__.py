@@ -31,10 +31,9 @@ Importing this package imports nothing else: every name is loaded on first use.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from holdfast._moved import renamed
+from holdfast._lazy import lazy
 
 if TYPE_CHECKING:
     from holdfast_lab.simulate.cluster import Cluster
@@ -60,35 +59,35 @@ if TYPE_CHECKING:
     from holdfast_lab.simulate.traces import FailureTrace, read_trace
 
 _WHERE = {
-    "Bathtub": "distributions",
-    "Cluster": "cluster",
-    "Constant": "distributions",
-    "Costs": "costs",
-    "Distribution": "distributions",
-    "Estimate": "outcome",
-    "Exponential": "distributions",
-    "Failures": "failures",
-    "SimulatedJob": "job",
-    "LogNormal": "distributions",
-    "Optimum": "optimum",
-    "Outages": "failures",
-    "Outcome": "outcome",
-    "PARTS": "outcome",
-    "ReplayedRecovery": "replay",
-    "Scenario": "scenario",
-    "Source": "failures",
-    "Sweep": "outcome",
-    "FailureTrace": "traces",
-    "Weibull": "distributions",
-    "best_interval": "optimum",
-    "daly_expected_s": "formulas",
-    "exact_interval_s": "formulas",
-    "make_distribution": "distributions",
-    "monte_carlo": "many",
-    "read_interruptions": "reading",
-    "read_trace": "traces",
-    "replay": "replay",
-    "simulate": "many",
+    "Bathtub": ".distributions",
+    "Cluster": ".cluster",
+    "Constant": ".distributions",
+    "Costs": ".costs",
+    "Distribution": ".distributions",
+    "Estimate": ".outcome",
+    "Exponential": ".distributions",
+    "Failures": ".failures",
+    "SimulatedJob": ".job",
+    "LogNormal": ".distributions",
+    "Optimum": ".optimum",
+    "Outages": ".failures",
+    "Outcome": ".outcome",
+    "PARTS": ".outcome",
+    "ReplayedRecovery": ".replay",
+    "Scenario": ".scenario",
+    "Source": ".failures",
+    "Sweep": ".outcome",
+    "FailureTrace": ".traces",
+    "Weibull": ".distributions",
+    "best_interval": ".optimum",
+    "daly_expected_s": ".formulas",
+    "exact_interval_s": ".formulas",
+    "make_distribution": ".distributions",
+    "monte_carlo": ".many",
+    "read_interruptions": ".reading",
+    "read_trace": ".traces",
+    "replay": ".replay",
+    "simulate": ".many",
 }
 
 __all__ = [
@@ -123,14 +122,7 @@ __all__ = [
     "simulate",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    name = renamed(__name__, name)
-    if name not in _WHERE:
-        raise AttributeError(f"module 'holdfast_lab.simulate' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"holdfast_lab.simulate.{_WHERE[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy(__name__, _WHERE, {"Job": "SimulatedJob", "Replayed": "ReplayedRecovery", "Trace": "FailureTrace"})
 
 
 def __dir__() -> list[str]:

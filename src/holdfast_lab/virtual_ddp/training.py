@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from holdfast._moved import renamed_class
+from holdfast._lazy import lazy
 from holdfast.config import Settings
 from holdfast.data.ledger import Ledger, SampleCounts
 from holdfast.data.plan import BatchCutter, MiniBatch, PlanCursor, SamplePlan
@@ -75,8 +75,16 @@ from holdfast_lab.virtual_ddp.plan import MembershipChange, MembershipDecision, 
 __all__ = ["STRATEGIES", "MembershipChange", "MembershipDecision", "VirtualDdp", "VirtualSnapshot"]
 
 
-def __getattr__(name: str) -> Any:
-    return renamed_class(__name__, name)
+__getattr__ = lazy(
+    __name__,
+    {},
+    {
+        "Batched": "VirtualDdp",
+        "Change": "MembershipChange",
+        "Decision": "MembershipDecision",
+        "Snapshot": "VirtualSnapshot",
+    },
+)
 
 
 STRATEGIES = ("rollback", "forward", "restart")

@@ -12,9 +12,8 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
-from holdfast._moved import renamed_class
+from holdfast._lazy import lazy
 from holdfast.checkpoint.storage import step_folder
 from holdfast.errors import ConfigError
 from holdfast_lab.inject.files.base import FileValues, InjectionTarget, explained
@@ -23,9 +22,7 @@ from holdfast_lab.inject.locate.hdf5 import locate as locate_hdf5
 
 __all__ = ["InjectionTarget", "copied", "find", "opened"]
 
-
-def __getattr__(name: str) -> Any:
-    return renamed_class(__name__, name)
+__getattr__ = lazy(__name__, {}, {"Target": "InjectionTarget"})
 
 
 _HDF5 = b"\x89HDF\r\n\x1a\n"

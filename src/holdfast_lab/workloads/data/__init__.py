@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import TensorDataset
 
-from holdfast._moved import renamed_class
+from holdfast._lazy import lazy
 from holdfast.errors import ConfigError
 from holdfast_lab.workloads.data.base import DataMissing, Dataset, DatasetPart, Kind, first
 from holdfast_lab.workloads.data.documents import Documents, generated_documents, newsgroups, reuters
@@ -52,9 +52,7 @@ __all__ = [
     "shakespeare",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    return renamed_class(__name__, name)
+__getattr__ = lazy(__name__, {}, {"Part": "DatasetPart"})
 
 
 @dataclass(frozen=True, slots=True)

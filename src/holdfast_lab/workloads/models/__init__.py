@@ -6,9 +6,7 @@ built without the other stages, with the same weights as in the whole network.
 
 from __future__ import annotations
 
-from typing import Any
-
-from holdfast._moved import renamed_class
+from holdfast._lazy import lazy
 from holdfast_lab.workloads.models.blocks import Block, NetworkLayout, build
 from holdfast_lab.workloads.models.catalog import IMAGE_MODELS, MODELS, layout, make_model
 from holdfast_lab.workloads.models.layers import layers_of, loss_of
@@ -29,6 +27,4 @@ __all__ = [
     "stages",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    return renamed_class(__name__, name)
+__getattr__ = lazy(__name__, {}, {"Layout": "NetworkLayout"})

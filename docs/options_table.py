@@ -1,8 +1,7 @@
-"""Write the option tables of the reference page: ``python -m holdfast.cli.reference docs/reference/cli.md``."""
+"""Write the option tables of docs/reference/cli.md from the declared options: `python docs/options_table.py`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 from holdfast.cli.run import OPTIONS
 from holdfast.options import DeclaredOption
 
-_BEGIN = "<!-- options of holdfast run: written by python -m holdfast.cli.reference -->"
+PAGE = Path(__file__).parent / "reference" / "cli.md"
+_BEGIN = "<!-- options of holdfast run: written by docs/options_table.py -->"
 _END = "<!-- end of options -->"
 _INTRO = "`holdfast run --help` lists the most used options, `--help-all` all of them, by group."
 
@@ -41,5 +41,4 @@ def rewritten(page: str) -> str:
 
 
 if __name__ == "__main__":
-    manual = Path(sys.argv[1])
-    manual.write_text(rewritten(manual.read_text()))
+    PAGE.write_text(rewritten(PAGE.read_text()))

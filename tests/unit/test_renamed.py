@@ -1,0 +1,56 @@
+"""Public classes that were renamed answer to their old names, and no two public classes have the same name."""
+
+import ast
+import importlib
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+OLD_NAMES = {
+    "holdfast.checkpoint": {
+        "Checkpoints": "CheckpointStore",
+        "Content": "WritePlan",
+        "Damage": "DamagedBytes",
+        "Loaded": "LoadedCheckpoint",
+        "Piece": "TensorPiece",
+    },
+    "holdfast.comm": {"Mail": "Mailbox", "Mean": "MeanDivisor", "OrderedSum": "OrderedAllReduce", "Span": "SlotSpan"},
+    "holdfast.membership": {"Heard": "Agreement", "Vote": "RosterVote"},
+    "holdfast.recovery": {"View": "ProgressView"},
+    "holdfast_lab.inject.files": {"Target": "InjectionTarget"},
+    "holdfast_lab.simulate": {"Job": "SimulatedJob", "Replayed": "ReplayedRecovery", "Trace": "FailureTrace"},
+    "holdfast_lab.virtual_ddp.training": {
+        "Batched": "VirtualDdp",
+        "Change": "MembershipChange",
+        "Decision": "MembershipDecision",
+        "Snapshot": "VirtualSnapshot",
+    },
+    "holdfast_lab.workloads.data": {"Part": "DatasetPart"},
+    "holdfast_lab.workloads.models": {"Layout": "NetworkLayout"},
+}
+
+
+@pytest.mark.parametrize(("module", "old"), [(module, old) for module in OLD_NAMES for old in OLD_NAMES[module]])
+def test_a_renamed_class_answers_to_its_old_name(module, old):
+    package = importlib.import_module(module)
+
+    assert getattr(package, old) is getattr(package, OLD_NAMES[module][old])
+
+
+def test_a_name_that_never_was_is_refused():
+    with pytest.raises(AttributeError, match=r"module 'holdfast\.membership' has no attribute 'Herd'"):
+        _ = importlib.import_module("holdfast.membership").Herd
+
+
+def test_no_two_public_classes_have_the_same_name():
+    places = defaultdict(list)
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(path.relative_to(SOURCE)))
+
+    assert len(places) > 300
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
