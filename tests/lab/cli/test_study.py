@@ -150,7 +150,7 @@ def test_a_quick_study_of_exactness_sums_the_same_in_all_ways_and_finds_one_poin
     done = study("exact", "--quick", "--out", str(tmp_path), timeout_s=800)
 
     assert done.returncode == 0, done.stderr
-    assert "left out: Sums between hosts" in done.stderr
+    assert "left out: All-reduce between hosts" in done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     assert {row["status"] for row in results["rows"]} == {"measured"}  # weights that differ from the others' are not
     cost = [row for row in results["rows"] if row["part"] == "cost"]
