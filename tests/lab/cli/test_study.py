@@ -150,11 +150,11 @@ def test_a_quick_study_of_exactness_sums_the_same_in_all_ways_and_finds_one_poin
     done = study("exact", "--quick", "--out", str(tmp_path), timeout_s=800)
 
     assert done.returncode == 0, done.stderr
-    assert "left out: Sums between hosts" in done.stderr
+    assert "left out: All-reduce between hosts" in done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     assert {row["status"] for row in results["rows"]} == {"measured"}  # weights that differ from the others' are not
     cost = [row for row in results["rows"] if row["part"] == "cost"]
-    assert len({row["variant"] for row in cost}) == 8
+    assert len({row["variant"] for row in cost}) == 9
     hashes = {row["policy"]: row["sha256"] for row in results["rows"] if row["part"] == "spread"}
     assert {policy for policy, one in hashes.items() if one == hashes["nothing happens"]} == {"nothing happens", "rollback", "restart"}  # fmt: skip
     held = {claim["claim"]: claim["holds"] for claim in results["claims"]}

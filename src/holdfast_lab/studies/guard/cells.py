@@ -1,4 +1,4 @@
-"""The design of the guard study: which bit flips are injected into which trainings, and the clean trainings."""
+"""The design of the guard study: the bit flips injected into training runs, and the clean training runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CRITICAL_PART, KINDS, LONGER, CLEAN, CLEAN_NETWORKS = (
 QUICK = "the critical bit of every kind"
 
 _CRITICAL_TRIALS = 4400
-"""For each of two trainings: nearly half of the flips change the class, and 3,838 flips, all healed, show 99.9 %."""
+"""For each of two training runs: nearly half of the flips change the class, and 3,838 flips, all healed, show 99.9 %."""
 _KIND_TRIALS = 60
 _LONGER_TRIALS = 60
 _QUICK_TRIALS = 20
@@ -38,7 +38,7 @@ class CellGroup:
         name: Unique name.
         cells: The cells.
         trials: Trials of each cell.
-        clean: Whether the trainings run without bit flips.
+        clean: Whether the runs are without bit flips.
     """
 
     name: str
@@ -51,7 +51,7 @@ def parts(seed: int, *, quick: bool, trials: int | None) -> list[CellGroup]:
     """Return the whole design, the most important parts first.
 
     Args:
-        seed: Seed of all trainings.
+        seed: Seed of all training runs.
         quick: Whether to return only a design that takes about a minute.
         trials: Trials of each cell; None: the numbers of the design.
     """
@@ -78,12 +78,10 @@ def _whole(seed: int) -> Iterator[CellGroup]:
     struck = [(setup, target) for setup in small for target in TARGETS]
     struck += [(dataclasses.replace(setup, sums=True), MESSAGE) for setup in small]
     kinds = tuple(_cell(setup, target, bits) for setup, target in struck for bits in STRATA)
-    yield CellGroup(name=KINDS, cells=kinds, trials=_KIND_TRIALS)
-    clean = [
-        GuardSetup(optimizer=o, workers=w, sums=w > 2, epochs=_CLEAN_EPOCHS) for o in ("adam", "sgd") for w in (2, 4)
-    ]
-    yield CellGroup(name=CLEAN, cells=tuple(map(_clean, clean)), trials=_CLEAN_RUNS, clean=True)
-    # Shorter trainings give more trials per hour, and a harmful flip still shows after two epochs.
+    yield Part(name=KINDS, cells=kinds, trials=_KIND_TRIALS)
+    clean = [Setup(optimizer=o, workers=w, sums=w > 2, epochs=_CLEAN_EPOCHS) for o in ("adam", "sgd") for w in (2, 4)]
+    yield Part(name=CLEAN, cells=tuple(map(_clean, clean)), trials=_CLEAN_RUNS, clean=True)
+    # Shorter training runs give more trials per hour, and a harmful flip still shows after two epochs.
     short = [dataclasses.replace(setup, epochs=2) for setup in small]
     yield CellGroup(
         name=CRITICAL_PART, cells=tuple(_cell(s, WEIGHTS, CRITICAL) for s in short), trials=_CRITICAL_TRIALS

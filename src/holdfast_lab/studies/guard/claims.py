@@ -89,7 +89,7 @@ def _alarms(rows: Sequence[Row]) -> Claim:
         return claim
     most = 1e5 * wilson(alarms, steps)[1]
     least = 1e5 * wilson(alarms, steps)[0]
-    told = f"{steps:,} steps in {sum(row['runs'] for row in rows)} trainings"
+    told = f"{steps:,} steps in {sum(row['runs'] for row in rows)} training runs"
     holds = False if alarms else True if steps >= CLEAN_STEPS else None
     ours, unit = 1e5 * alarms / steps, "in 100,000 steps"
     return claim.judged(ours, holds, told, ci=(least, most), unit=unit)

@@ -129,11 +129,11 @@ def _bits(rows: Sequence[Row]) -> Section:
     return points(
         "bits",
         "Effect by bit position, in weights",
-        "All trainings together; bits are numbered from the least significant one, and 30 is the critical one.",
+        "All training runs together; bits are numbered from the least significant one, and 30 is the critical one.",
         [_changed(guard, bit, *counts) for (guard, bit), counts in sorted(found.items(), reverse=True)],
         series=["guard"],
         x=["bit", "bit"],
-        y=["changed_percent", "trainings with changed outcome class, %"],
+        y=["changed_percent", "training runs with changed outcome class, %"],
         interval=["changed_low", "changed_high"],
         limits=[-2, 102],
     )
@@ -160,11 +160,11 @@ def _missed(rows: Sequence[Row]) -> Section:
 def _clean(rows: Sequence[Row]) -> Section:
     return table(
         "clean",
-        "Clean trainings with --guard heal",
+        "Clean training runs with --guard heal",
         "Each from new weights with its own seed.",
         [row | {"alarms_shown": str(row["alarms"])} for row in rows if row["part"] == "clean"],
         by=["training"],
-        columns=[number("runs", "trainings"), number("steps"), text("alarms_shown", "false alarms")],
+        columns=[number("runs", "training runs"), number("steps"), text("alarms_shown", "false alarms")],
     )
 
 

@@ -72,7 +72,7 @@ def weighted(known: Mapping[str, tuple[int, int]]) -> tuple[float, float, float]
 
 
 def bit_rows(settings: Mapping[str, Any], trials: Iterable[Row]) -> list[Row]:
-    """Return for each flipped bit of weights the number of trainings with a changed class, without and with guard."""
+    """Return for each flipped bit of weights the number of runs with a changed class, without and with the guard."""
     by_bit: dict[int, list[Row]] = {}
     for one in trials:
         by_bit.setdefault(one["bit"], []).append(one)
@@ -98,7 +98,7 @@ def missed_rows(trials: Iterable[Row]) -> list[Row]:
 
 
 def clean_row(cell: Cell, runs: Sequence[Row]) -> Row:
-    """Return the number of false alarms in clean trainings."""
+    """Return the number of false alarms in clean training runs."""
     return {
         "part": "clean",
         "status": MEASURED,

@@ -1,4 +1,4 @@
-"""The settings of the guard study: trainings, and the bit flips injected into them."""
+"""The settings of the guard study: training runs, and the bit flips injected into them."""
 
 from __future__ import annotations
 

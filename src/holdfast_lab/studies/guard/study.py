@@ -1,7 +1,7 @@
 """The guard study: share of harmful bit flips detected and healed, detection latency, false alarms, and cost.
 
-Small trainings with virtual workers start many times from the same in-memory state. Each trial injects one bit flip:
-first without the guard, to see whether it changes the outcome class, then the same flip with ``--guard heal``.
+Small training runs with virtual workers start many times from the same in-memory state. Each trial injects one bit
+flip: first without the guard, to see whether it changes the outcome class, then the same flip with ``--guard heal``.
 """
 
 from __future__ import annotations

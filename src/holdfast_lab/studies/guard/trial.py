@@ -1,4 +1,4 @@
-"""Trials of the guard study: one bit flip, without and then with the guard; and long clean trainings."""
+"""Trials of the guard study: one bit flip, without and then with the guard; and long clean training runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GuardWarmStart:
     Args:
         setup: The training.
         case: The bit flips.
-        begin: The state that trainings continue from.
+        begin: The state that training runs continue from.
         undisturbed: The result of the fault-free training.
     """
 
@@ -132,7 +132,7 @@ def _check(ended: GuardResult) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# Clean trainings
+# Clean training runs
 
 
 def prepare_clean(settings: Mapping[str, Any]) -> GuardSetup:

@@ -104,7 +104,7 @@ def _bits(strategy: str, rows: Sequence[Row]) -> Claim:
     if not tries:
         return claim
     same = sum(row["same"] for row in rows)
-    return claim.judged_by_count(same, tries, f"{same:,} of {tries:,} trainings, in {len(rows)} cases")
+    return claim.judged_by_count(same, tries, f"{same:,} of {tries:,} training runs, in {len(rows)} cases")
 
 
 def _small(rows: Sequence[Row]) -> Claim:
