@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from holdfast.comm.fabrics.base import Fabric
 
 BUILT_IN = {
-    "ulfm": "holdfast.comm.fabrics.ulfm:Ulfm",
-    "gloo": "holdfast.comm.fabrics.gloo:Gloo",
-    "virtual": "holdfast.comm.fabrics.virtual:Virtual",
+    "ulfm": "holdfast.comm.fabrics.ulfm:UlfmFabric",
+    "gloo": "holdfast.comm.fabrics.gloo:GlooFabric",
+    "virtual": "holdfast.comm.fabrics.virtual:VirtualFabric",
 }
 """Name: module and class."""
 _FABRICS = Registry("fabric", "holdfast.fabrics", BUILT_IN)
