@@ -36,7 +36,7 @@ def _bytes(*tensors: torch.Tensor) -> int:
 _SENT_BYTES: dict[str, Callable[..., int]] = {
     "alltoall": lambda send, out: _bytes(send),
     "allgather": lambda part, out: _bytes(part),
-    "swap": lambda send, receive, tag=0: _bytes(*(data for _, data in send)),
+    "sendrecv": lambda send, receive, tag=0: _bytes(*(data for _, data in send)),
     "post": lambda rank, data: _bytes(data),
     "maximum": lambda values: 8 * len(values),
     "broadcast": lambda data, root: _bytes(data),
@@ -44,8 +44,8 @@ _SENT_BYTES: dict[str, Callable[..., int]] = {
 }
 """Counted calls: the number of bytes that each sends."""
 
-_PROPERTIES = ("members", "here", "processes", "crowd", "generation", "is_stranded")
-_NOT_COUNTED = ("take", "look", "join", "newcomers", "announce", "wanted_kind", "failed")
+_PROPERTIES = ("members", "local_ranks", "processes", "num_processes", "generation", "is_stranded")
+_NOT_COUNTED = ("take", "check_failures", "join", "newcomers", "announce", "wanted_kind", "failed")
 """Calls that are passed on uncounted: they send nothing, or were counted when they were posted."""
 
 

@@ -271,8 +271,8 @@ _STAGE = """
 import os
 import torch
 from checkpoint_bytes import all_names
-from holdfast.checkpoint import Checkpoints, load, newest_intact, take, write, write_tensors
-from holdfast.checkpoint.writer import Writer
+from holdfast.checkpoint import CheckpointStore, load, newest_intact, take, write, write_tensors
+from holdfast.checkpoint.writer import CheckpointWriter
 from holdfast.errors import CheckpointError
 
 root = sys.argv[1]
@@ -339,7 +339,7 @@ def test_a_full_disk_is_told_by_a_writer_beside_the_loop_and_the_next_checkpoint
     said = on_a_small_disk(
         tmp_path,
         """
-writer = Writer(Checkpoints(root), background=True)
+writer = CheckpointWriter(CheckpointStore(root), background=True)
 writer.begin(20, take(big), {}, "a")
 writer.commit(0)
 writer.wait()

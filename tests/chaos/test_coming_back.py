@@ -264,9 +264,9 @@ def test_negative_control_a_newcomer_without_the_momenta_of_the_others_is_found_
     script.write_text(
         f"import runpy, os, sys\n"
         f"if os.environ['HOLDFAST_RANK'] == '3':\n"
-        f"    from holdfast.state.restorer import Beginning\n"
-        f"    install = Beginning.install\n"
-        f"    Beginning.install = lambda self: (install(self), self._replica.optimizer.state.clear())\n"
+        f"    from holdfast.state.restorer import StateRestorer\n"
+        f"    install = StateRestorer.install\n"
+        f"    StateRestorer.install = lambda self: (install(self), self._replica.optimizer.state.clear())\n"
         f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
         f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
     )

@@ -221,16 +221,16 @@ def test_nothing_is_left_where_what_would_end_it_is_stopped_when_the_launcher_di
 LOSES_ITS_CONNECTION = """
 import socket
 import sys
-from holdfast.engine.executor import Attempts
+from holdfast.engine.executor import StepExecutor
 
-begin = Attempts.begin
+begin = StepExecutor.begin
 
 def lose_the_store(self, batch):
     if batch.step == 3 and self._world.comm.local_ranks == (1,):
         self._world.comm._store._socket.shutdown(socket.SHUT_RDWR)
     return begin(self, batch)
 
-Attempts.begin = lose_the_store
+StepExecutor.begin = lose_the_store
 sys.path.insert(0, {support!r})
 sys.argv = [{script!r}, "mlp", "sgd"]
 exec(compile(open({script!r}).read(), {script!r}, "exec"))

@@ -251,13 +251,13 @@ import itertools
 import sys
 sys.path.insert(0, {support!r})
 from train_pipeline import train
-from holdfast.comm.p2p import Mail
+from holdfast.comm.p2p import Mailbox
 
-def send_so_far(self, to, data, send=Mail.send, count=itertools.count()):
+def send_so_far(self, to, data, send=Mailbox.send, count=itertools.count()):
     if self._comm.local_ranks == (0,) or next(count) < 17:  # then it is in the middle of the way back through a step
         send(self, to, data)
 
-Mail.send = send_so_far
+Mailbox.send = send_so_far
 train(2)
 """
 

@@ -14,7 +14,7 @@ PACKAGE = """
     from holdfast.comm.fabrics.base import Endpoint, Fabric
     from holdfast.comm.virtual import VirtualCommunicator
     from holdfast.recovery.messages import Action, CatchUp, DiscardStep, Event, ProgressKnown
-    from holdfast.recovery import Strategy, View
+    from holdfast.recovery import Strategy, ProgressView
 
 
     class AgainAndAgain(Strategy):
@@ -26,7 +26,7 @@ PACKAGE = """
         def handle(self, event: Event) -> list[Action]:
             if not isinstance(event, ProgressKnown):
                 return []
-            view = View.of(event)
+            view = ProgressView.of(event)
             behind = [CatchUp(view.step - 1)] if view.behind and view.next_sum == 0 else []
             return [*behind, DiscardStep(view.step)]
 

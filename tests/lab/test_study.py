@@ -272,14 +272,14 @@ def test_an_undecided_claim_has_a_look_of_its_own_on_the_page():
 
 STARTED_AND_STOPPED = """
 import signal, sys
-from holdfast_lab.studies.pool import Workers
+from holdfast_lab.studies.pool import WorkerPool
 
 def stop(*_):
     raise KeyboardInterrupt
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, stop)
-    workers = Workers(1, preload=["stops_its_parent"])
+    workers = WorkerPool(1, preload=["stops_its_parent"])
     try:
         workers.rows(str, [1])
     except KeyboardInterrupt:

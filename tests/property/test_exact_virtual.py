@@ -96,7 +96,7 @@ def test_a_sum_in_order_of_arrival_is_found_out(monkeypatch):
 
 
 def test_a_skipped_sample_is_found_out(monkeypatch):
-    monkeypatch.setattr(place, "Batches", SkippingBatches)
+    monkeypatch.setattr(place, "BatchCutter", SkippingBatches)
 
     session, state = train("mlp", "sgd", workers=4)
 

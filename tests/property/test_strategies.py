@@ -269,8 +269,8 @@ def test_in_the_random_runs_workers_do_come_and_leave_in_every_way():
         "is told to leave",
         "there are new settings",
         "dies before it is admitted",
-        "dies in Welcome",
-        "fails in Welcome",
+        "dies in SendState",
+        "fails in SendState",
         "dies in TakeChanges",
         "fails in TakeChanges",
         "ShareProgress(-2)",
@@ -293,7 +293,7 @@ def test_the_random_runs_find_newcomers_that_are_let_in_too_early():
 def test_the_random_runs_do_lose_workers_in_every_phase():
     """The control: without it the runs above could pass because nothing happens in them."""
     world = World(workers=6, deaths=5, steps=5, buckets=3)
-    phases = ["SumBucket", "CloseStep", "ShareProgress", "LoadCheckpoint", "Agree"]
+    phases = ["ReduceBucket", "VoteStep", "ShareProgress", "LoadCheckpoint", "Agree"]
 
     runs = [walk(Rollback(), world, random.Random(seed), death_rate=0.05) for seed in range(30)]
     deaths = [line.split("|")[0] for run in runs for line in run.trace if " dies in " in line]

@@ -129,7 +129,7 @@ def left_over(temporary, launcher, deadline_s):
     ends_s = time.monotonic() + deadline_s
     while (left := processes_in(temporary)) and time.monotonic() < ends_s:
         time.sleep(0.05)
-    sweep = "from holdfast.launch.run_paths import Places; Places.make(None).clear()"
+    sweep = "from holdfast.launch.run_paths import RunPaths; RunPaths.make(None).clear()"
     subprocess.run([sys.executable, "-c", sweep], env=clean_env(TMPDIR=str(temporary)), check=True, timeout=60)
     folders = [*files_in(temporary), *Path("/dev/shm").glob(f"holdfast-{launcher}-*")]
     return [*left, *map(str, folders)]

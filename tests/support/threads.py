@@ -21,7 +21,7 @@ class Threads:
     def barrier(self):
         self.meeting.wall.wait(PATIENCE_S)
 
-    def look(self):
+    def check_failures(self):
         if self.meeting.wall.broken:
             raise PeerFailed("another thread has failed")
 

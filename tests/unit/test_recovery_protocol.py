@@ -499,7 +499,7 @@ def test_no_sum_fails_while_none_is_open():
 def test_an_order_of_a_strategy_is_not_answered_by_a_sum():
     protocol = play(Protocol(Rollback(), 2), BEGIN[:1])
 
-    with pytest.raises(InternalError, match=r"BucketSummed\(\) does not answer an action"):
+    with pytest.raises(InternalError, match=r"BucketReduced\(\) does not answer an action"):
         protocol.handle(BucketReduced())
 
 

@@ -335,13 +335,13 @@ def test_who_has_no_slice_gives_no_term():
 class Liar:
     """The communicator of one of two processes; its barriers return at once."""
 
-    members, here, processes, generation, crowd = (0, 1), (0,), ((0,), (1,)), 3, 2
+    members, local_ranks, processes, generation, num_processes = (0, 1), (0,), ((0,), (1,)), 3, 2
 
     def barrier(self):
         pass
 
-    def look(self):
-        raise PeerFailed("somebody has died, so not every worker has reached phase 1 or 2")
+    def check_failures(self):
+        raise PeerFailed("a worker has died, so not every worker has reached phase 1 or 2")
 
 
 def sum_with_a_liar(other_is_at):
@@ -362,7 +362,7 @@ def sum_once(add):
 def test_a_barrier_that_lies_is_not_believed(other_is_at):
     add, words = sum_with_a_liar(other_is_at)
 
-    with pytest.raises(PeerFailed, match="not everybody"):
+    with pytest.raises(PeerFailed, match="not every worker"):
         sum_once(add)
 
     assert words[0, 2] == other_is_at + 1, "it came as far as the other one, and one further"

@@ -36,10 +36,10 @@ print(folder.path, child.pid, flush=True)
 SWEEP = """
 import sys
 from pathlib import Path
-from holdfast.launch.run_paths import Places
+from holdfast.launch.run_paths import RunPaths
 import tempfile
 tempfile.tempdir = sys.argv[1]
-Places.make(None).clear()
+RunPaths.make(None).clear()
 """
 
 

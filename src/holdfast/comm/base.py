@@ -16,7 +16,7 @@ BROADCAST_BYTES = 16 << 20
 """Bytes of one chunk of a broadcast; chunking bounds the extra memory."""
 
 POST_TAG = 1
-"""Tag of posted messages; a swap uses other tags."""
+"""Tag of posted messages; sendrecv uses other tags."""
 NOBODYS_TAG = (1 << 30) + 1
 """A tag that no message uses."""
 
@@ -103,7 +103,7 @@ class Communicator(Collectives, Protocol):
       :class:`~holdfast.errors.PeerFailed`; the outcome may differ between members.
     - ``agree`` and ``shrink`` are uniform over the survivors, and return only when every survivor has called.
     - One thread makes all calls, one call at a time.
-    - Messages between two processes (``swap``, ``post``) use connections that the first collective of a generation
+    - Messages between two processes (``sendrecv``, ``post``) use connections that the first collective of a generation
       establishes, with all members; such a collective must come first.
     """
 

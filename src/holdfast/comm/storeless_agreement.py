@@ -26,7 +26,7 @@ class StorelessAgreement:
     Args:
         others: All other members.
         post: Starts to send a message to one member.
-        swap: Sends each of them a message, or none, and receives the next one from each; blocks until both are done.
+        sendrecv: Sends each of them a message, or none, and receives the next one from each; blocks until both are done.
         heard: The last outcome that came from the store; it must deliver none from now on.
     """
 
@@ -34,11 +34,11 @@ class StorelessAgreement:
         self,
         others: Sequence[int],
         post: Callable[[int, torch.Tensor], None],
-        swap: Callable[[Messages, Messages], None],
+        sendrecv: Callable[[Messages, Messages], None],
         heard: Agreement,
     ) -> None:
         self._others = others
-        self._swap = swap
+        self._sendrecv = sendrecv
         self._known = heard
         self._has_asked = False
         for rank in others:
@@ -61,7 +61,7 @@ class StorelessAgreement:
     def _listen(self, given: Messages) -> list[Agreement]:
         """Return the next message from each of the other members."""
         taken = [(rank, _message(Agreement())) for rank in self._others]
-        self._swap(given, taken)
+        self._sendrecv(given, taken)
         return [Agreement(int(data[0]), bool(data[1])) for _, data in taken]
 
 

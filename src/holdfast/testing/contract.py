@@ -105,7 +105,7 @@ def _check_swap(comm: Collectives) -> None:
     comm.sendrecv(send, receive)
     for i, (place, taken) in enumerate(receive):
         assert torch.equal(taken, torch.full_like(taken, 10 * place + i)), (
-            "swap must deliver the tensor that was sent to this process"
+            "sendrecv must deliver the tensor that was sent to this process"
         )
     comm.sendrecv([], [])
 

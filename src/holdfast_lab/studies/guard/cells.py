@@ -79,7 +79,9 @@ def _whole(seed: int) -> Iterator[CellGroup]:
     struck += [(dataclasses.replace(setup, sums=True), MESSAGE) for setup in small]
     kinds = tuple(_cell(setup, target, bits) for setup, target in struck for bits in STRATA)
     yield CellGroup(name=KINDS, cells=kinds, trials=_KIND_TRIALS)
-    clean = [GuardSetup(optimizer=o, workers=w, sums=w > 2, epochs=_CLEAN_EPOCHS) for o in ("adam", "sgd") for w in (2, 4)]
+    clean = [
+        GuardSetup(optimizer=o, workers=w, sums=w > 2, epochs=_CLEAN_EPOCHS) for o in ("adam", "sgd") for w in (2, 4)
+    ]
     yield CellGroup(name=CLEAN, cells=tuple(map(_clean, clean)), trials=_CLEAN_RUNS, clean=True)
     # Shorter training runs give more trials per hour, and a harmful flip still shows after two epochs.
     short = [dataclasses.replace(setup, epochs=2) for setup in small]
