@@ -29,19 +29,35 @@ EXPLORED = {
 }
 """Where the tree has its explorations, which hold the broken protocols."""
 
-NAMES: dict[str, str] = {}
-"""Today's name of a class of events, orders or progress, by its new name."""
+NAMES = {
+    "AdoptPlacement": "Settle",
+    "AdoptState": "Install",
+    "ApplyConfig": "MakeChanges",
+    "BucketReduced": "BucketSummed",
+    "DataExhausted": "RanOut",
+    "Done": "ActDone",
+    "FetchConfig": "TakeChanges",
+    "LeftGroup": "Parted",
+    "MoveParts": "Rehome",
+    "PlacementShape": "Shape",
+    "ReduceBucket": "SumBucket",
+    "SendState": "Welcome",
+    "StepVoted": "StepClosed",
+    "VoteStep": "CloseStep",
+}
+"""Name in the record of a class of events, orders, progress or placement, by its new name."""
 FIELDS: dict[str, str] = {}
 """Today's name of a field of the explorer's World or Split, by its new name."""
 
 
 def find(modules, name):
-    """Return what has this name in the first of the modules that there is and that has it."""
+    """Return what has this name, or its new one, in the first of the modules that there is and that has it."""
     for module in modules:
-        try:
-            return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError):
-            continue
+        for called in (name, *(new for new, old in NAMES.items() if old == name)):
+            try:
+                return getattr(importlib.import_module(module), called)
+            except (ImportError, AttributeError):
+                continue
     raise SystemExit(f"{name} is in none of {', '.join(modules)}: adapt {__file__}")
 
 

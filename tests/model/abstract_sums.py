@@ -98,7 +98,7 @@ class Sums(Work):
                 corrupt = worker.corrupt and Lapse.NOBODY_SAYS_CORRUPT not in self._engine.world.lapses
                 flags = (
                     passed_on
-                    | Note.CALM.when(worker.calm)
+                    | Note.PLANNED.when(worker.calm)
                     | Note.LOST.when(self._says_lost(rank))
                     | self._finding.when(corrupt)
                 )

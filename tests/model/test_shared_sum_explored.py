@@ -132,11 +132,11 @@ def test_a_late_writer_is_stopped_and_wakes_after_the_others_have_summed_into_th
 
     stopped, wakes = (
         next(n for n, line in enumerate(found.trace) if words in line)
-        for words in ("is stopped in adding of SumBucket(0, 0)", "wakes and finishes bucket 0")
+        for words in ("is stopped in adding of ReduceBucket(0, 0)", "wakes and finishes bucket 0")
     )
-    assert any("completes B of SumBucket(0, 0)" in line for line in found.trace[stopped:wakes])
+    assert any("completes B of ReduceBucket(0, 0)" in line for line in found.trace[stopped:wakes])
     # Nobody had read before: all read the same wrong numbers, and no comparison of replicas would see it.
-    assert [line.split(" | ")[0].strip() for line in found.trace[wakes + 1 :]] == ["1 completes CloseStep(0)"]
+    assert [line.split(" | ")[0].strip() for line in found.trace[wakes + 1 :]] == ["1 completes VoteStep(0)"]
 
 
 # -- each rule is there for one thing

@@ -175,7 +175,7 @@ def test_survivors_more_than_one_sum_apart_are_not_believed(kind, event):
 @each_kind
 @given(who=ranks, step=st.integers(0, 9), buckets=st.integers(1, 4), min_workers=st.integers(1, 9))
 def test_where_members_change_and_nobody_saw_a_failure_nothing_is_taken_back(kind, who, step, buckets, min_workers):
-    calm = Progress(step * (buckets + 1), computed=False, flags=Note.CALM)
+    calm = Progress(step * (buckets + 1), computed=False, flags=Note.PLANNED)
     orders = kind(min_workers=min_workers).handle(ProgressKnown(dict.fromkeys(who, calm), buckets))
 
     assert orders == ([SaveAndStop()] if len(who) < min_workers else [])
@@ -184,7 +184,7 @@ def test_where_members_change_and_nobody_saw_a_failure_nothing_is_taken_back(kin
 @each_kind
 @given(who=ranks, step=st.integers(0, 9), min_workers=st.integers(1, 9))
 def test_who_saw_a_failure_where_members_change_makes_it_one_for_all(kind, who, step, min_workers):
-    calm = {rank: Progress(step * 3, computed=False, flags=Note.CALM) for rank in who}
+    calm = {rank: Progress(step * 3, computed=False, flags=Note.PLANNED) for rank in who}
     told = calm | {who[0]: Progress(step * 3, computed=False)}
     quiet = {rank: Progress(step * 3, computed=False) for rank in who}
     strategy = kind(min_workers=min_workers)
@@ -271,14 +271,14 @@ def test_in_the_random_runs_workers_do_come_and_leave_in_every_way():
         "dies before it is admitted",
         "dies in SendState",
         "fails in SendState",
-        "dies in TakeChanges",
-        "fails in TakeChanges",
+        "dies in FetchConfig",
+        "fails in FetchConfig",
         "ShareProgress(-2)",
     ):
         assert any(what in line for line in lines), f"never: {what}"
     for newcomer in (5, 6):
         assert any(f"{newcomer}: left" in line for line in at_the_end), f"{newcomer} never came to the end"
-    assert any("0: left, 1: SumBucket" in line for line in lines), "nobody left before the end"
+    assert any("0: left, 1: ReduceBucket" in line for line in lines), "no worker left before the end"
 
 
 def test_the_random_runs_find_newcomers_that_are_let_in_too_early():

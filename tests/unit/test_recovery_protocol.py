@@ -380,7 +380,7 @@ def test_who_missed_that_members_change_is_met_in_its_recovery():
 
 @pytest.mark.parametrize("kind", [Rollback, Forward, Restart])
 def test_where_somebody_left_and_nothing_failed_all_go_on_as_they_are(kind):
-    calm = Progress(3, computed=False, flags=Note.CALM)
+    calm = Progress(3, computed=False, flags=Note.PLANNED)
 
     play(
         Protocol(kind(), 2),

@@ -104,7 +104,7 @@ def test_notes_keep_their_values_and_each_is_voted_or_reported():
         "SAVE": 4,
         "CHANGE": 8,
         "ASK": 16,
-        "CALM": 32,
+        "PLANNED": 32,
         "LOST": 64,
         "CORRUPT": 128,
         "ALTERED": 256,

@@ -204,14 +204,14 @@ class LoopRegroup:
         return (
             self._loop.status.heard
             | Note.SAVE.when(self._loop.status.save_due)
-            | Note.CALM.when(self._loop.recovery.is_calm)
+            | Note.PLANNED.when(self._loop.recovery.is_calm)
             | Note.LOST.when(bool(self._loop.replica.lost(self._loop.world.comm.members)))
             | Note.CORRUPT.when(self._loop.watch.corrupt)
             | Note.ALTERED.when(self._loop.watch.altered)
         )
 
     def _hear(self, flags: Note) -> None:
-        """Adopt the flags of another worker. CHANGE is handled once; CALM, LOST and ALTERED are for the strategy."""
+        """Adopt the flags of another worker. CHANGE is handled once; PLANNED, LOST and ALTERED are for the strategy."""
         self._loop.status.heard |= flags & VOTED
         self._loop.status.save_due |= bool(flags & Note.SAVE)
         self._loop.watch.corrupt |= bool(flags & Note.CORRUPT)

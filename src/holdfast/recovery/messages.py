@@ -33,7 +33,7 @@ class Note(enum.IntFlag):
     """A worker waits to join, or received SIGTERM and leaves while the job continues."""
     ASK = 16
     """The lead knows of change requests for the running job."""
-    CALM = 32
+    PLANNED = 32
     """This worker regroups because the membership changes, and has detected no failure."""
     LOST = 64
     """A part of the model was held by failed workers only."""
@@ -52,7 +52,7 @@ NO_NOTE = Note(0)
 VOTED = Note.STOP | Note.LEAVE | Note.CHANGE | Note.ASK
 """Flags of commit votes about the next step; a worker that missed the vote receives them when progress is shared."""
 
-REPORTED = Note.SAVE | Note.CALM | Note.LOST | Note.CORRUPT | Note.ALTERED
+REPORTED = Note.SAVE | Note.PLANNED | Note.LOST | Note.CORRUPT | Note.ALTERED
 """Flags that a worker adds to its progress about its own state in this recovery; they apply to this recovery only."""
 
 

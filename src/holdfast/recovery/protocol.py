@@ -301,7 +301,7 @@ class Protocol:
         """Return the actions that make the newcomers full members; with too few workers in total, all stop then."""
         assert self._known is not None
         step = self._common_step(newcomers)
-        together = Progress(step * self._sums, computed=False, flags=Note.CALM | Note.LOST.when(self._is_lost()))
+        together = Progress(step * self._sums, computed=False, flags=Note.PLANNED | Note.LOST.when(self._is_lost()))
         known = ProgressKnown(dict.fromkeys(self._known.progress, together), self._num_buckets)
         return SendState(step, newcomers), Agree(flag=True), AdoptState(step), *self._strategy.handle(known)
 

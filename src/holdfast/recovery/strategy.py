@@ -110,7 +110,7 @@ class ProgressView:
             source=min(rank for rank, c in completed.items() if c == top),
             all_computed=all(p.computed for p in event.progress.values()),
             loading=loading,
-            calm=all(p.flags & Note.CALM for p in event.progress.values()),
+            calm=all(p.flags & Note.PLANNED for p in event.progress.values()),
             lost=any(p.flags & Note.LOST for p in event.progress.values()),
             corrupt=any(p.flags & Note.CORRUPT for p in event.progress.values()),
             altered=any(p.flags & Note.ALTERED for p in event.progress.values()),

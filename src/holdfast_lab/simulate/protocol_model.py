@@ -181,7 +181,7 @@ class SimulatedRecovery:
                 return Done()
 
     def _progress_of_all(self, progress: Progress, enough: bool) -> dict[int, Progress]:
-        flags = Note.CALM.when(self._calm) | Note.LOST.when(self.rules.loses_parts and not self._calm)
+        flags = Note.PLANNED.when(self._calm) | Note.LOST.when(self.rules.loses_parts and not self._calm)
         alike = Progress(progress.completed, progress.computed, flags)
         crowd = dict.fromkeys(range(_ENOUGH if enough else _ENOUGH - 1), alike)
         if self.some_behind:

@@ -306,7 +306,7 @@ class VirtualDdp:
 
     def _progress(self, mine: Progress) -> dict[int, Progress]:
         """Return the progress of all members: that of this process, except for newcomers."""
-        flags = Note.CALM.when(self._change is not None)
+        flags = Note.PLANNED.when(self._change is not None)
         known = dict.fromkeys(self.members, dataclasses.replace(mine, flags=flags))
         if self._change:
             newcomer = Progress(JOINING, computed=False, flags=flags)
