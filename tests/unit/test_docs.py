@@ -295,3 +295,13 @@ def test_continuous_integration_runs_the_tests_and_fails_with_them(failing, tmp_
     wanted = ["test", f"test-torch VERSION={TRIED}"]
     assert called == (wanted[:1] if failing == "test" else wanted)
     assert (ended.returncode == 0) == (failing is None)
+
+
+def test_the_glossary_has_one_meaning_for_each_word_in_alphabetical_order_and_each_is_used():
+    page = ROOT / "docs" / "reference" / "glossary.md"
+    words = re.findall(r"^\| \*\*(.+?)\*\* \|", page.read_text(), flags=re.MULTILINE)
+    texts = [path.read_text().lower() for path in own_files() if path != page and path.suffix in (".md", ".py")]
+
+    assert len(words) > 80
+    assert words == sorted(set(words), key=str.lower)
+    assert [word for word in words if not any(word.lower() in text for text in texts)] == []
