@@ -25,6 +25,7 @@ add_module_names = False
 html_theme = "furo"
 html_title = f"Holdfast {version}"
 html_static_path = ["_static"]
+html_css_files = ["holdfast.css"]
 html_copy_source = False
 html_show_sourcelink = False
 
