@@ -33,6 +33,24 @@ OLD_NAMES = {
 }
 
 
+MESSAGES = {
+    "ActDone": "Done",
+    "BucketSummed": "BucketReduced",
+    "CloseStep": "VoteStep",
+    "Install": "AdoptState",
+    "MakeChanges": "ApplyConfig",
+    "Parted": "LeftGroup",
+    "RanOut": "DataExhausted",
+    "Rehome": "MoveParts",
+    "Settle": "AdoptPlacement",
+    "StepClosed": "StepVoted",
+    "SumBucket": "ReduceBucket",
+    "TakeChanges": "FetchConfig",
+    "Welcome": "SendState",
+}
+OLD_NAMES |= {"holdfast.recovery.messages": MESSAGES, "holdfast.events": MESSAGES}
+
+
 @pytest.mark.parametrize(("module", "old"), [(module, old) for module in OLD_NAMES for old in OLD_NAMES[module]])
 def test_a_renamed_class_answers_to_its_old_name(module, old):
     package = importlib.import_module(module)

@@ -24,23 +24,14 @@ if TYPE_CHECKING:  # the torch.distributed backend needs none of these
 
 @dataclass(slots=True)
 class RecoveryContext:
-    """A recovery, or a planned regrouping because the membership changes.
+    """A recovery, or a planned regrouping because the membership changes."""
 
-    Args:
-        before: The members before it.
-        decision: The decision, named as in :class:`~holdfast.records.types.Recovered`.
-        redone_steps: Steps that are recomputed.
-        held_since_s: When a planned regrouping interrupted training, in seconds of the job's clock; 0 after a failure.
-        orders: How often each action was carried out, by name.
-        times_s: Total time of each action in seconds, by name.
-    """
-
-    before: tuple[int, ...]
-    decision: str = "continue"
-    redone_steps: int = 0
-    held_since_s: float = 0.0
-    orders: dict[str, int] = field(default_factory=dict)
-    times_s: dict[str, float] = field(default_factory=dict)
+    before: tuple[int, ...]  # the members before it
+    decision: str = "continue"  # named as in holdfast.records.types.Recovered
+    redone_steps: int = 0  # steps that are recomputed
+    held_since_s: float = 0.0  # job's clock when a planned regrouping interrupted training; 0 after a failure
+    orders: dict[str, int] = field(default_factory=dict)  # how often each action was carried out, by name
+    times_s: dict[str, float] = field(default_factory=dict)  # total time of each action, by name
 
     def count(self, order: Action, took_s: float) -> None:
         """Count an action that was carried out."""
@@ -51,27 +42,16 @@ class RecoveryContext:
 
 @dataclass(slots=True, kw_only=True)
 class RebuildInfo:
-    """Context of a recovery that must survive while the application is rebuilt.
+    """Context of a recovery that must survive while the application is rebuilt."""
 
-    Args:
-        before: The members before the failure.
-        reached: Steps begun before the failure.
-        orders: How often each action was carried out in this recovery.
-        times_s: Total time of each of these actions in seconds.
-        snapshot_s: Time to discard the step in progress, and to take the snapshot if there is one, in seconds.
-        unwound_s: When the snapshot was complete and the old application began to unwind.
-        connected_s: When the new session had connected to the other workers.
-        loaded_s: When the state was loaded.
-    """
-
-    before: tuple[int, ...]
-    reached: int
-    orders: dict[str, int]
-    times_s: dict[str, float]
-    snapshot_s: float
-    unwound_s: float
-    connected_s: float = 0.0
-    loaded_s: float = 0.0
+    before: tuple[int, ...]  # the members before the failure
+    reached: int  # steps begun before the failure
+    orders: dict[str, int]  # how often each action was carried out in this recovery
+    times_s: dict[str, float]  # total time of each of these actions
+    snapshot_s: float  # time to discard the step in progress, and to take the snapshot if there is one
+    unwound_s: float  # when the snapshot was complete and the old application began to unwind
+    connected_s: float = 0.0  # when the new session had connected to the other workers
+    loaded_s: float = 0.0  # when the state was loaded
 
 
 @dataclass(slots=True)
