@@ -150,9 +150,11 @@ class Settings:
     )
     update: str = option(
         "lazy",
-        help="Run the optimizer after the commit vote, or overlap it with the all-reduce.",
-        manual="when the optimizer runs: after the commit vote; or bucket by bucket, each as soon as it is reduced, overlapped with the remaining all-reduces, with an undo copy until the vote. The bits are the same: [architecture.md](../explanation/architecture.md#the-rules-and-why)",
+        help="Overlap the optimizer with the all-reduce, instead of running it after the commit vote.",
+        manual="run the optimizer bucket by bucket, each as soon as it is reduced, overlapped with the remaining all-reduces, with an undo copy until the commit vote. The bits are the same: [architecture.md](../explanation/architecture.md#the-rules-and-why)",
+        usual="off",
         group="Mini-batches and gradient reduction",
+        switch="--overlap-optimizer",
         choices=UPDATES,
     )
     guard: str = option(
@@ -172,9 +174,11 @@ class Settings:
     )
     kinds: str = option(
         "same",
-        help="Refuse workers whose platform computes different bits, or accept any.",
-        manual="where results are bit-identical: refuse a worker whose CPU, thread count or torch computes different bits; or accept any, and report what is no longer guaranteed: [mixed-platforms.md](../how-to/mixed-platforms.md)",
+        help="Accept workers on any platform; by default one that computes different bits is refused.",
+        manual="accept workers on any platform, and report what is no longer guaranteed. By default, where results are bit-identical, a worker whose CPU, thread count or torch computes different bits is refused: [mixed-platforms.md](../how-to/mixed-platforms.md)",
+        usual="off",
         group="Verification and silent data corruption",
+        switch="--no-require-same-platform",
         choices=KINDS,
     )
     certificate: bool = option(

@@ -57,7 +57,7 @@ def test_a_bit_that_flipped_in_one_worker_does_not_come_out_again(tmp_path):
     done = holdfast("verify", tmp_path / "report", "--to", 12)
 
     assert done.returncode == 3, done.stderr
-    assert "the hash chain of steps 0 to 27 is valid\nworker 1 had another state than is written down" in done.stdout
+    assert "the hash chain of steps 0 to 27 is valid\nworker 1 had a state that differs from the records" in done.stdout
     assert "step 9 is not reproduced: its metrics; replayed from the beginning\n" in done.stdout
 
 
@@ -72,7 +72,7 @@ def test_of_a_split_model_too_a_replay_agrees_after_a_kill_and_not_after_a_flip(
     assert_landed(report, 1)
     assert done.returncode == 3, done.stderr
     assert (
-        "the hash chain of steps 0 to 13 is valid\nbefore step 14 workers 2, 3, who hold part 2, had different"
+        "the hash chain of steps 0 to 13 is valid\nbefore step 14 workers 2, 3, which hold part 2, had different"
         in done.stdout
     )
     assert "step 10 is not reproduced: the state before it; replayed from the beginning\n" in done.stdout

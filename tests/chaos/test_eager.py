@@ -1,4 +1,4 @@
-"""``--update eager`` under real kills: what was updated before its step was closed is taken back to the bit."""
+"""``--overlap-optimizer`` under real kills: what was updated before its step was closed is taken back to the bit."""
 
 import pytest
 from exact import SCRIPT, check_nothing_lost, reference_hash
@@ -34,7 +34,7 @@ def test_a_worker_that_dies_between_two_updates_changes_no_bit(tmp_path, fabric,
 
 def test_without_the_undo_the_bits_are_others(tmp_path):
     """The negative control."""
-    job = ("-n", 2, "--slices", 4, "--update", "eager", "--inject", BETWEEN_UPDATES)
+    job = ("-n", 2, "--slices", 4, "--overlap-optimizer", "--inject", BETWEEN_UPDATES)
 
     report = run_report(tmp_path, *job, SCRIPT, "cnn", "adam", "--no-undo")
 

@@ -99,13 +99,16 @@ def test_the_contract_holds_between_hosts_and_every_bit_is_that_of_one_host(host
     assert tuple(sorted(found)) == left, done.stdout + done.stderr
     together = said(one_host(4, WORKER, "contract"))[0]
     of_one_host = {order: (path, state) for order, path, state, _ in together}
-    assert {path for path, _ in of_one_host.values()} == {"SharedSum"}
+    assert {path for path, _ in of_one_host.values()} == {"SharedMemoryReduce"}
     still = left == (2, 3)  # both on the second host: there they share memory
-    ways = {"fold": "SharedSum" if still else "ExchangedSum", "tree": "SharedSum" if still else "HostsSum"}
+    ways = {
+        "fold": "SharedMemoryReduce" if still else "AllToAllReduce",
+        "tree": "SharedMemoryReduce" if still else "HierarchicalReduce",
+    }
     for lines in found.values():
         assert [line[:3] for line in lines] == [[order, ways[order], of_one_host[order][1]] for order in ways]
         assert [line[3] for line in lines] == [
-            "in-place" if way != "ExchangedSum" else "copied" for way in ways.values()
+            "in-place" if way != "AllToAllReduce" else "copied" for way in ways.values()
         ]
     assert of_one_host["fold"] != of_one_host["tree"]
     assert "slower" not in done.stderr, "to be on several hosts is nothing to warn of"
@@ -124,7 +127,9 @@ def test_a_worker_that_dies_anywhere_in_a_sum_leaves_the_others_going_on_with_ri
     found = {rank: lines for rank, lines in said(done).items() if rank not in victims}
     assert len(found) == 3, done.stdout + done.stderr
     for lines in found.values():
-        assert [line[:4] for line in lines] == [["without", str(victim), "HostsSum", "True"] for victim in victims]
+        assert [line[:4] for line in lines] == [
+            ["without", str(victim), "HierarchicalReduce", "True"] for victim in victims
+        ]
     for i in range(len(plan)):
         assert {lines[i][4] for lines in found.values()} == {"failed"}, (
             "nobody's sum is whole without everybody's share"
@@ -135,8 +140,8 @@ def test_each_chunk_crosses_once_from_host_to_host(hosts):
     """Two hosts of two workers: each sends half of the sum of its slices, and half of the result."""
     tree, fold = (said(hosts.run((2, 2), WORKER, "traffic", order, 20)) for order in ("tree", "fold"))
 
-    assert {lines[0][0] for lines in tree.values()} == {"HostsSum"}
-    assert {lines[0][0] for lines in fold.values()} == {"ExchangedSum"}
+    assert {lines[0][0] for lines in tree.values()} == {"HierarchicalReduce"}
+    assert {lines[0][0] for lines in fold.values()} == {"AllToAllReduce"}
     assert set(tree[0][0][2:]) == {"allgather=40", "swap=40"}
     sent = {name: [float(lines[0][1]) for lines in found.values()] for name, found in (("tree", tree), ("fold", fold))}
     assert 1.0 < min(sent["tree"]) <= max(sent["tree"]) < 1.1, f"in vectors a sum and host: {sent}"

@@ -58,12 +58,12 @@ def test_the_contract_holds_between_hosts_and_every_bit_is_that_of_one_host(host
 
     assert sorted(said) == [0, 2], output
     together, _ = run(gloo.launcher([gloo.command(WORKER, "contract")] * 3))
-    of_one_host = {order: state for order, path, state, _ in together[0] if path == "SharedSum"}
+    of_one_host = {order: state for order, path, state, _ in together[0] if path == "SharedMemoryReduce"}
     assert len(set(of_one_host.values())) == 2, "the order shows"
     for lines in said.values():
         assert [line[:3] for line in lines] == [
-            ["fold", "ExchangedSum", of_one_host["fold"]],
-            ["tree", "HostsSum", of_one_host["tree"]],
+            ["fold", "AllToAllReduce", of_one_host["fold"]],
+            ["tree", "HierarchicalReduce", of_one_host["tree"]],
         ]
     assert ended(tmp_path) == {0: 0, 1: -9, 2: 0, 3: -9}
 
@@ -77,7 +77,7 @@ def test_a_worker_that_dies_anywhere_in_a_sum_leaves_the_others_going_on_with_ri
     survivors = {rank: lines for rank, lines in said.items() if rank not in plan}
     assert sorted(survivors) == [0, 2, 5], output
     for lines in survivors.values():
-        assert lines == [["without", str(victim), "HostsSum", "True", "failed"] for victim in plan], output
+        assert lines == [["without", str(victim), "HierarchicalReduce", "True", "failed"] for victim in plan], output
     assert ended(tmp_path) == {rank: -9 if rank in plan else 0 for rank in range(6)}
 
 

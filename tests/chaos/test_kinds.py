@@ -18,13 +18,16 @@ def test_a_job_that_promises_bits_does_not_begin_with_workers_of_two_kinds(tmp_p
     report = run_report(tmp_path, "-n", 3, "--fabric", "gloo", SCRIPT, 1, OTHER, exit_code=2)
 
     assert "worker 1 has CPU capability DEFAULT, the others " in report["error"]["message"]
-    assert "set ATEN_CPU_CAPABILITY=default everywhere, or allow it with --kinds any" in report["error"]["message"]
+    assert (
+        "set ATEN_CPU_CAPABILITY=default everywhere, or allow it with --no-require-same-platform"
+        in report["error"]["message"]
+    )
     assert report["steps"] == 0
 
 
 @pytest.mark.soak  # its parts are in tests/unit/test_kinds.py
 def test_with_kinds_any_it_ends_and_says_what_was_given_up(tmp_path):
-    report = run_report(tmp_path, "-n", 2, "--kinds", "any", SCRIPT, 1, "OMP_NUM_THREADS=2")
+    report = run_report(tmp_path, "-n", 2, "--no-require-same-platform", SCRIPT, 1, "OMP_NUM_THREADS=2")
 
     assert (report["outcome"], report["steps"]) == ("done", STEPS)
     assert report["kinds"]["given_up"] == "not exact: worker 1 has number of threads 2, worker 0 1"

@@ -64,7 +64,7 @@ def check_memory(report):
     ]  # with moments, and steps
     held = report["parts_held"]
     for line in held:
-        for kind, said in (("computes", "parts"), ("mirrors", "mirrors of")):
+        for kind, said in (("computes", "parts"), ("mirrors", "standbys of")):
             size_bytes = line[f"{kind}_bytes"]
             assert size_bytes == sum(adam[part] for part in line[kind])
             if size_bytes:

@@ -45,7 +45,7 @@ def test_a_ddp_job_that_loses_a_rank_ends_well_and_claims_nothing_more(tmp_path)
     assert (failure["rank"], failure["step"], failure["decision"]) == (0, 3, "continue")
     assert failure["lost_samples"] is None
     assert "holdfast: 3 ranks: torch.distributed; all-reduces of DDP continue over the survivors\n" in report["_stderr"]
-    assert "holdfast: lost rank 0; step 3 goes on with ranks 1, 2\n" in report["_stderr"]
+    assert "holdfast: lost rank 0; step 3 continues with ranks 1, 2\n" in report["_stderr"]
     said = report["_stdout"]
     assert "Rank 0 of 3 was killed at step 3; training resumed after " in said
     assert "The two survivors finished.\n" in said

@@ -292,7 +292,7 @@ def sums(*command, workers=4):
 def undisturbed():
     """The digest of each order's sum, where nothing is in the way."""
     said = sums("plain")
-    assert {line[2] for line in said} == {"SharedSum"}
+    assert {line[2] for line in said} == {"SharedMemoryReduce"}
     assert {line[4] for line in said} == {"silently"}
     digests = {order: {line[3] for line in said if line[1] == order} for order in ("fold", "tree")}
     assert [len(found) for found in digests.values()] == [1, 1]
@@ -321,7 +321,7 @@ def undisturbed():
 def test_where_one_lacks_the_memory_all_send_messages_and_the_lowest_says_so(command, undisturbed):
     said = sums(*command)
 
-    assert {line[2] for line in said} == {"ExchangedSum"}
+    assert {line[2] for line in said} == {"AllToAllReduce"}
     assert {(line[1], line[3]) for line in said} == set(undisturbed.items())
     assert {line[4] for line in said if line[0] == "0"} == {"not_every_worker_has_the_memory"}
     assert {line[4] for line in said if line[0] != "0"} == {"silently"}
@@ -331,7 +331,7 @@ def test_where_one_lacks_the_memory_all_send_messages_and_the_lowest_says_so(com
 def test_no_shared_memory_wanted_is_nothing_to_warn_of(undisturbed):
     said = sums("bounded", 0)
 
-    assert {line[2] for line in said} == {"ExchangedSum"}
+    assert {line[2] for line in said} == {"AllToAllReduce"}
     assert {(line[1], line[3]) for line in said} == set(undisturbed.items())
     assert {line[4] for line in said} == {"silently"}
 
@@ -342,7 +342,7 @@ def test_no_shared_memory_wanted_is_nothing_to_warn_of(undisturbed):
 def test_workers_of_several_hosts_all_go_the_same_way_and_nobody_warns(ranks, undisturbed):
     said = sums("elsewhere", *ranks)
 
-    assert {(line[1], line[2]) for line in said} == {("fold", "ExchangedSum"), ("tree", "HostsSum")}
+    assert {(line[1], line[2]) for line in said} == {("fold", "AllToAllReduce"), ("tree", "HierarchicalReduce")}
     assert {(line[1], line[3]) for line in said} == set(undisturbed.items())
     assert {line[4] for line in said} == {"silently"}
 
@@ -353,7 +353,7 @@ def test_workers_of_several_hosts_all_go_the_same_way_and_nobody_warns(ranks, un
 def test_between_hosts_too_all_share_memory_or_nobody_does(limit, undisturbed):
     said = sums("elsewhere", 2, 3, "limited", *limit)
 
-    assert {line[2] for line in said} == {"ExchangedSum"}
+    assert {line[2] for line in said} == {"AllToAllReduce"}
     assert {(line[1], line[3]) for line in said} == set(undisturbed.items())
     warned = [(line[0], line[1]) for line in said if line[4] == "not_every_worker_has_the_memory"]
     assert warned == [("0", "tree")], "in the order fold, hosts send messages anyway"

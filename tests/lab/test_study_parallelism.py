@@ -501,7 +501,7 @@ def script() -> Any:
 def test_slices_read_contiguous_blocks_and_an_epoch_reads_every_sample_once(tmp_path):
     np.save(tmp_path / "x.npy", np.arange(48))
     np.save(tmp_path / "y.npy", np.arange(48))
-    blocks = script().Blocks(tmp_path, samples=48, batch=12, blocks=4)
+    blocks = script().BlockPolicy(tmp_path, samples=48, batch=12, blocks=4)
     blocks.hold(range(4), step=0)
 
     read = [int(blocks[place][0]) for place in range(48)]
@@ -515,7 +515,7 @@ def test_slices_read_contiguous_blocks_and_an_epoch_reads_every_sample_once(tmp_
 def test_only_blocks_that_are_not_here_are_read_and_the_others_go(tmp_path):
     for name in "xy":
         np.save(tmp_path / f"{name}.npy", np.arange(48))
-    blocks = script().Blocks(tmp_path, samples=48, batch=12, blocks=4)
+    blocks = script().BlockPolicy(tmp_path, samples=48, batch=12, blocks=4)
 
     for step, numbers in enumerate([(0, 1), (0, 1), (1, 2)]):
         blocks.hold(numbers, step)

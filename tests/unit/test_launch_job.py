@@ -72,7 +72,16 @@ def test_every_option_is_said_again_but_for_the_secret():
     words = command_line(job(**fields), faults=["kill:rank=0,step=1"]).split()
     words += command_line(Job(script=Path("s"), settings=Settings(mtbf_s=5.0), mtbf_s=2.0)).split()
 
-    assert flags - set(words) == {"--workers", "--rdzv-token", "--json", "--page", "--baseline", "--help-all"}
+    assert flags - set(words) == {
+        "--workers",
+        "--rdzv-token",
+        "--json",
+        "--page",
+        "--baseline",
+        "--help-all",
+        "--update",
+        "--kinds",
+    }
     assert not any("s3cret" in word for word in words)
 
 

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.cli import main
+from holdfast.errors import ConfigError
+
 SOURCE = Path(__file__).parents[2] / "src"
 
 OLD_NAMES = {
@@ -72,3 +75,42 @@ def test_no_two_public_classes_have_the_same_name():
 
     assert len(places) > 300
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ([], "update", "lazy"),
+        (["--overlap-optimizer"], "update", "eager"),
+        (["--update", "eager"], "update", "eager"),
+        (["--update", "lazy"], "update", "lazy"),
+        ([], "kinds", "same"),
+        (["--no-require-same-platform"], "kinds", "any"),
+        (["--kinds", "any"], "kinds", "any"),
+    ],
+)
+def test_a_renamed_option_works_under_its_old_name(monkeypatch, tmp_path, words, name, value):
+    script, jobs = tmp_path / "train.py", []
+    script.write_text("")
+
+    def launch(job, view):
+        jobs.append(job)
+        raise ConfigError("not launched")
+
+    monkeypatch.setattr("holdfast.launch.launcher.launch", launch)
+
+    with pytest.raises(SystemExit):
+        main(["run", *words, str(script)])
+
+    assert getattr(jobs[0].settings, name) == value
+
+
+def test_help_lists_an_option_under_its_new_name_only(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--help-all"])
+
+    said = capsys.readouterr().out
+    assert "--overlap-optimizer" in said
+    assert "--no-require-same-platform" in said
+    assert "--update" not in said
+    assert "--kinds" not in said

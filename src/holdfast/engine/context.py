@@ -80,17 +80,11 @@ class LiveSettings:
 
 @dataclass(slots=True)
 class CommittedState:
-    """The result of the last committed step. Written when a step is committed and when a state is loaded.
+    """The result of the last committed step. Written when a step is committed and when a state is loaded."""
 
-    Args:
-        step: Number of steps committed.
-        metrics: Metrics of the last committed step.
-        link: The newest link of the certificate's hash chain; "" if there is none.
-    """
-
-    step: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    link: str = ""
+    step: int = 0  # number of steps committed
+    metrics: dict[str, float] = field(default_factory=dict)  # metrics of the last committed step
+    link: str = ""  # the newest link of the certificate's hash chain; "" if there is none
 
     def begin_again(self) -> None:
         """Reset to before the first step, for an application that is rebuilt."""

@@ -107,33 +107,19 @@ class LoopStatus:
 
 @dataclass(slots=True, kw_only=True)
 class LoopParts:
-    """The components of a training loop, shared by everything that carries out its actions.
+    """The components of a training loop, shared by everything that carries out its actions."""
 
-    Args:
-        world: The job context, which outlives the loop.
-        replica: The model.
-        status: Results of commit votes that are dropped with the step, or restored with the state.
-        log: Writes records.
-        points: Triggers planned faults.
-        recovery: Logs failures and decisions.
-        watch: The guard against silent data corruption in state or messages.
-        attempts: The step in progress.
-        certificate: The hash chain of committed steps; None if there is none.
-        beginning: Saves and restores the state.
-        requests: Changes to the running job.
-    """
-
-    world: JobContext
-    replica: Trainable
-    status: LoopStatus
-    log: RunLog
-    points: FaultPoints
-    recovery: RecoveryLog
-    watch: SdcGuard
-    attempts: StepExecutor
-    certificate: Certificate | None
-    beginning: StateRestorer
-    requests: LiveConfig
+    world: JobContext  # the job context, which outlives the loop
+    replica: Trainable  # the model
+    status: LoopStatus  # results of commit votes that are dropped with the step, or restored with the state
+    log: RunLog  # writes records
+    points: FaultPoints  # triggers planned faults
+    recovery: RecoveryLog  # logs failures and decisions
+    watch: SdcGuard  # the guard against silent data corruption in state or messages
+    attempts: StepExecutor  # the step in progress
+    certificate: Certificate | None  # the hash chain of committed steps; None if there is none
+    beginning: StateRestorer  # saves and restores the state
+    requests: LiveConfig  # changes to the running job
 
 
 class LoopRegroup:

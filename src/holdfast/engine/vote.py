@@ -26,15 +26,10 @@ from holdfast.recovery.messages import NO_NOTE, Note
 
 @dataclass(frozen=True, slots=True)
 class VoteReduction:
-    """How workers reduce a value by a maximum of integers.
+    """How workers reduce a value by a maximum of integers."""
 
-    Args:
-        sent: Encodes a value as an integer for the maximum.
-        heard: Decodes the maximum.
-    """
-
-    sent: Callable[[Any], int] = operator.pos
-    heard: Callable[[int], Any] = operator.pos
+    sent: Callable[[Any], int] = operator.pos  # encodes a value as an integer for the maximum
+    heard: Callable[[int], Any] = operator.pos  # decodes the maximum
 
 
 def as_largest() -> Any:
@@ -114,15 +109,10 @@ def _reductions(kind: Any) -> tuple[tuple[str, VoteReduction | None], ...]:
 
 @dataclass(slots=True)
 class MinMax(Ballot):
-    """The largest and the smallest of a value across workers, which shows whether they differ.
+    """The largest and the smallest of a value across workers, which shows whether they differ."""
 
-    Args:
-        largest: The largest value at any worker.
-        smallest: The smallest value at any worker.
-    """
-
-    largest: int = as_largest()
-    smallest: int = as_smallest()
+    largest: int = as_largest()  # the largest value at any worker
+    smallest: int = as_smallest()  # the smallest value at any worker
 
     @classmethod
     def of(cls, numbers: Collection[int]) -> Self:

@@ -32,25 +32,17 @@ CHANGES = ("workers", "lr", "batch_size", "strategy", "checkpoint_every")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningJob:
-    """A job that runs on this machine, as commands that send it requests see it.
+    """A job that runs on this machine, as commands that send it requests see it."""
 
-    Args:
-        process: The launcher's process; its PID names the job.
-        slices: Slices per mini-batch; 0 if a checkpoint determines the number.
-        saves: Whether the job has a checkpoint directory.
-        folder: Directory in which the launcher was started; "" if an older launcher did not record it.
-        run_dir: Directory of its files.
-    """
-
-    process: str
+    process: str  # the launcher's process; its PID names the job
     script: str
     fabric: str
-    slices: int
+    slices: int  # slices per mini-batch; 0 if a checkpoint determines the number
     split: str
     min_workers: int
-    saves: bool
-    folder: str = ""
-    run_dir: Path = Path()
+    saves: bool  # whether the job has a checkpoint directory
+    folder: str = ""  # directory in which the launcher was started; "" if an older launcher did not record it
+    run_dir: Path = Path()  # directory of its files
 
     @classmethod
     def of(cls, job: Job) -> Self:

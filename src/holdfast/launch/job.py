@@ -220,25 +220,15 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOutcome:
-    """Outcome of a run.
+    """Outcome of a run."""
 
-    Args:
-        exit_code: 0 done, 1 failed, 2 wrong setting, 4 stopped with its state saved.
-        message: One line that gives the reason, "" if the run is done.
-        traceback: Traceback of the first worker whose script raised, or "".
-        mpirun_says: Output of mpirun, if no worker recorded why the run failed, or "".
-        report: Content of ``report.json``.
-        is_reported: Whether the report was written to the job's report directory.
-        records: Records of all workers and of the launcher, ordered by time.
-    """
-
-    exit_code: int
-    message: str
-    traceback: str
-    mpirun_says: str
-    report: dict[str, Any]
-    is_reported: bool
-    records: tuple[Record, ...]
+    exit_code: int  # 0 done, 1 failed, 2 wrong setting, 4 stopped with its state saved
+    message: str  # one line that gives the reason, "" if the run is done
+    traceback: str  # traceback of the first worker whose script raised, or ""
+    mpirun_says: str  # output of mpirun, if no worker recorded why the run failed, or ""
+    report: dict[str, Any]  # content of ``report.json``
+    is_reported: bool  # whether the report was written to the job's report directory
+    records: tuple[Record, ...]  # records of all workers and of the launcher, ordered by time
 
 
 def check(job: Job) -> None:
@@ -350,10 +340,14 @@ def refuse(message: str) -> NoReturn:
 _SAID_APART = ("workers", "token", "certificate", "resume", "max_respawns", "page")
 """Fields whose options :func:`command_line` writes in a special way, or omits."""
 OPTIONS, _JOB_OPTIONS = (
-    tuple((each.flag, each.name) for each in fields_of(kind) if each.option.help and each.name not in _SAID_APART)
+    tuple(
+        (each.flag, each.name, each.kind is bool)
+        for each in fields_of(kind)
+        if each.option.help and each.name not in _SAID_APART
+    )
     for kind in (Settings, Job)
 )
-"""Option and field name."""
+"""Option, field name, and whether the option has no value."""
 
 
 def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
@@ -372,13 +366,13 @@ def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
     return shlex.join([*words, str(job.script), *job.args])
 
 
-def _said(given: object, options: Sequence[tuple[str, str]], usual: object) -> list[str]:
+def _said(given: object, options: Sequence[tuple[str, str, bool]], usual: object) -> list[str]:
     """Return the options whose values are not the default, each with its value; switches have none."""
     words = []
-    for flag, name in options:
+    for flag, name, is_switch in options:
         value = getattr(given, name)
         if value != getattr(usual, name):
-            words += [flag] if value is True else [flag, _word(value)]
+            words += [flag] if is_switch else [flag, _word(value)]
     return words
 
 

@@ -222,7 +222,7 @@ class Rendezvous:
         return {
             "--nnodes": job.nnodes,
             "-n": settings.workers,
-            **{option: getattr(settings, field) for option, field in OPTIONS if field.startswith(_ALIKE)},
+            **{option: getattr(settings, field) for option, field, _ in OPTIONS if field.startswith(_ALIKE)},
             "--slices": settings.auto_text or settings.slices,
             "--max-restarts": job.max_restarts,
             "--node-timeout": job.node_timeout_s,

@@ -132,7 +132,9 @@ def compare_kinds(world: JobContext) -> None:
     if found is None:
         return
     if _refuses(world):
-        raise ConfigError(f"{found.what}: their bits would differ; {found.advice}, or allow it with --kinds any")
+        raise ConfigError(
+            f"{found.what}: their bits would differ; {found.advice}, or allow it with --no-require-same-platform"
+        )
     _give_up(world, found, aloud=world.is_lead)
 
 
@@ -153,7 +155,7 @@ def compare_with_others(world: JobContext) -> None:
     if not _refuses(world):
         _give_up(world, found)
         return
-    why = f"{found.what}: it may not join, its bits would differ; {found.advice}, or allow it with --kinds any"
+    why = f"{found.what}: it may not join, its bits would differ; {found.advice}, or allow it with --no-require-same-platform"
     world.log.write(WorkerRefused(step=-1, why=why, kind=world.platform.kind))
     _say(world, why)
     raise SystemExit(0)

@@ -440,5 +440,5 @@ DOING = {
 }
 
 if __name__ == "__main__":
-    sys.modules["measure"] = sys.modules["__main__"]  # the framework's file imports Way from here
+    sys.modules["measure"] = sys.modules["__main__"]  # the framework's file imports SaveMethod from here
     main()

@@ -43,7 +43,7 @@ def values(state: Any, whole: bool) -> Iterator[Any]:
 
 def ways() -> dict[str, Any]:
     """Return the formats, and asynchronous saving."""
-    way = importlib.import_module("measure").Way
+    way = importlib.import_module("measure").SaveMethod
     formats = {
         name: way(save=partial(_save, name), load=_load, divided=True, keep=partial(_keep, name)) for name in FORMATS
     }

@@ -79,7 +79,7 @@ def values(state: Row, whole: bool) -> Iterator[Any]:
 
 def ways() -> dict[str, Any]:
     """Return the ways to save, by name; by default Orbax compresses with zstd."""
-    way = importlib.import_module("measure").Way
+    way = importlib.import_module("measure").SaveMethod
     return {
         "orbax": way(save=_save, load=_load, packed=True, keep=_keep),
         "orbax async": way(save=_save_async, load=_load, packed=True, finish=_finish),

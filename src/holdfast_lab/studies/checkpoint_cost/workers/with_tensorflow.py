@@ -88,7 +88,7 @@ def values(state: Row, whole: bool) -> Iterator[Any]:
 
 def ways() -> dict[str, Any]:
     """Return the ways to save, by name."""
-    way = importlib.import_module("measure").Way
+    way = importlib.import_module("measure").SaveMethod
     return {
         "tf checkpoint": way(save=_save_checkpoint, load=_load_checkpoint, keep=_keep_checkpoint),
         "weights.h5": way(save=partial(_save_weights, "checkpoint.weights.h5"), load=partial(_load_weights, "checkpoint.weights.h5")),

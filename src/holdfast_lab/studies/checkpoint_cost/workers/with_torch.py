@@ -81,7 +81,7 @@ def _scatter(state: Row, content: Row) -> None:
 
 def ways() -> dict[str, Any]:
     """Return the ways to save, by name."""
-    way = importlib.import_module("measure").Way
+    way = importlib.import_module("measure").SaveMethod
     return {
         "pt": way(save=_save_pt, load=_load_pt, divided=True),
         "dcp": way(save=_save_dcp, load=_load_dcp),
