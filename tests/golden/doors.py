@@ -13,19 +13,16 @@ PROTOCOL = ["holdfast.recovery.protocol", "holdfast.recovery"]
 PLAN = ["holdfast.faults.plan", "holdfast.faults"]
 EXPLORER = [
     "model.explorer",
-    "holdfast_model.explorer",
-    "holdfast_lab.explorer",
-    "model.explorer",
-    "explorer",
+    "holdfast.testing.explorer",
 ]
 STRATEGIES = ["holdfast.recovery"]
-SHAPE = ["holdfast.recovery.placement", "holdfast.recovery.placement"]
+SHAPE = ["holdfast.recovery.placement", "holdfast.recovery.homes"]
 
 EXPLORED = {
-    "protocol": ["tests/model/test_protocol_explored.py", "tests/model/test_protocol_explored.py"],
-    "split": ["tests/model/test_split_explored.py", "tests/model/test_split_explored.py"],
-    "guard": ["tests/model/test_guard_explored.py", "tests/model/test_guard_explored.py"],
-    "shared_sum": ["tests/model/test_shared_sum_explored.py", "tests/model/test_shared_sum_explored.py"],
+    "protocol": ["tests/model/test_protocol_explored.py", "tests/property/test_protocol_explored.py"],
+    "split": ["tests/model/test_split_explored.py", "tests/property/test_split_explored.py"],
+    "guard": ["tests/model/test_guard_explored.py", "tests/property/test_guard_explored.py"],
+    "shared_sum": ["tests/model/test_shared_sum_explored.py", "tests/property/test_shared_sum_explored.py"],
 }
 """Where the tree has its explorations, which hold the broken protocols."""
 

@@ -5,6 +5,7 @@ worker's computation before its first step. Here a module takes its place that h
 that is replaced by the real one on any other access. The examples, the demo and the benchmarks run without it.
 """
 
+import gc
 import importlib
 import importlib.abc
 import importlib.util
@@ -51,3 +52,4 @@ class _Loaded(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 sys.modules[_NAME] = _NoCompiler(_NAME)
 sys.meta_path.insert(0, _Loaded())
+gc.set_threshold(20_000, 20, 20)  # importing torch makes a million objects and no garbage
