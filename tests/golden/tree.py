@@ -42,7 +42,7 @@ class Tree:
     def env(self, tmp=None):
         """The environment of its processes: nothing of other jobs, one thread, no colour, lines of one width."""
         env = {k: v for k, v in os.environ.items() if not k.startswith(("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_"))}
-        src = str(self.path / "src")
+        src = f"{self.path / 'src'}:{self.path / 'tests'}"  # where tests/model is the model checker
         fixed = {"PYTHONPATH": src, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
         return env | fixed | {"PYTHONDONTWRITEBYTECODE": "1"} | ({"TMPDIR": str(tmp)} if tmp else {})
 

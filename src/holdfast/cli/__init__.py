@@ -87,9 +87,14 @@ def _complain(error: HoldfastError, *, debug: bool) -> NoReturn:
     else:
         # some messages quote the content of a file, which may be anything
         print("\n".join(map(clean, f"error: {error}".split("\n"))), file=sys.stderr)
-    if isinstance(error, ConfigError | CheckpointMissing):
-        sys.exit(2)
-    sys.exit(3 if isinstance(error, CheckpointCorrupt) else 1)
+    sys.exit(exit_code_of(type(error)))
+
+
+def exit_code_of(kind: type[HoldfastError]) -> int:
+    """Return the exit code of a command that ends with an error of this class."""
+    if issubclass(kind, ConfigError | CheckpointMissing):
+        return 2
+    return 3 if issubclass(kind, CheckpointCorrupt) else 1
 
 
 def _all_options(error: Exception) -> str:

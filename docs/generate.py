@@ -1,0 +1,104 @@
+"""Write the generated parts of the reference pages from the code: `python docs/generate.py`.
+
+A generated part is between `<!-- generated: NAME -->` and `<!-- end of NAME -->`. A test compares the pages with the code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from holdfast import errors
+from holdfast.cli import exit_code_of
+from holdfast.cli.run import OPTIONS
+from holdfast.config import Settings
+from holdfast.options import DeclaredOption, fields_of, variable
+from holdfast.records.encoding import RECORDS
+
+OF_THE_LAUNCHER = ("ranks", "rank", "store", "run_dir", "origin_s")
+"""Settings that only the launcher gives to its workers."""
+REFERENCE = Path(__file__).parent / "reference"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines = [line.replace("|  |", "| |") for line in lines]
+    return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *lines])
+
+
+def options() -> str:
+    """Return one table for each group of the options of `holdfast run`, each under its heading."""
+    intro = "`holdfast run --help` lists the most used options, `--help-all` all of them, by group."
+    groups = groupby(OPTIONS, key=lambda each: each.option.group)
+    return "\n\n".join([intro, *(f"### {group}\n\n{_of_group(list(members))}" for group, members in groups)])
+
+
+def _of_group(members: Sequence[DeclaredOption]) -> str:
+    rows = [(_flags(each), each.manual, each.usual) for each in members]
+    return table(("option", "meaning", "default"), rows)
+
+
+def _flags(declared: DeclaredOption) -> str:
+    names = [name for flag in sorted(declared.flags, key=len) for name in flag.split("/")]
+    value = "" if declared.kind is bool else f" {declared.metavar}"
+    return ", ".join([*(f"`{name}`" for name in names[:-1]), f"`{names[-1]}{value}`"])
+
+
+def settings() -> str:
+    """Return a row for each setting that a user may give: its option, its variable, its default."""
+    flags = {each.name: f"`{each.flag}`" for each in fields_of(Settings) if each.option.help}
+    rows = []
+    for field in dataclasses.fields(Settings):
+        if field.name not in OF_THE_LAUNCHER:
+            default = f"`{field.default}`" if field.default != "" else "none"
+            rows.append((f"`{field.name}`", flags.get(field.name, "none"), f"`{variable(field.name)}`", default))
+    return table(("setting", "option", "variable", "default"), rows)
+
+
+def records() -> str:
+    """Return a row for each record: its fields, with the default of those that have one."""
+    rows = []
+    for name, kind in sorted(RECORDS.items()):
+        fields = [field for field in dataclasses.fields(kind) if field.name not in ("t_s", "rank", "step")]
+        said = [f"`{f.name}{'' if f.default is dataclasses.MISSING else f' = {f.default!r}'}`" for f in fields]
+        rows.append((f"`{name}`", ", ".join(said)))
+    return table(("record", "fields"), rows)
+
+
+def exit_codes() -> str:
+    """Return a row for each error of `holdfast.errors`: the exit code of a command that it ends."""
+    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.HoldfastError)]
+    rows = [(f"`{kind.__name__}`", str(exit_code_of(kind)), _first_sentence(kind)) for kind in kinds]
+    return table(("error", "code", "meaning"), sorted(rows, key=lambda row: (row[1], row[0])))
+
+
+def _first_sentence(kind: type) -> str:
+    words = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
+    return re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", words.replace("``", "`"))
+
+
+GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
+    "options of holdfast run": ("cli.md", options),
+    "settings": ("configuration.md", settings),
+    "fields of records": ("records.md", records),
+    "exit codes of errors": ("exit-codes.md", exit_codes),
+}
+"""Name of a generated part: its page, and what writes it."""
+
+
+def rewritten(page: str, name: str) -> str:
+    """Return a page with a generated part as the code has it now; ValueError if a marker is missing."""
+    begin, end = f"<!-- generated: {name} -->", f"<!-- end of {name} -->"
+    before, behind = page[: page.index(begin)], page[page.index(end) :]
+    return f"{before}{begin}\n\n{GENERATED[name][1]()}\n\n{behind}"
+
+
+if __name__ == "__main__":
+    for name, (page, _) in GENERATED.items():
+        path = REFERENCE / page
+        path.write_text(rewritten(path.read_text(), name))
