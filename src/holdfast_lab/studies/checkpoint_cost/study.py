@@ -47,7 +47,7 @@ _TRAINING = ("torch", "tensorflow")
 _TRAINING_STEPS = 40
 
 CHAINER = (
-    "chainer: recorded result, no longer run; Chainer 7.8.1 in November 2026, docs/papers/studies.md. VGG-16 with "
+    "chainer: recorded result, no longer run; Chainer 7.8.1 in November 2026, docs/papers/checkpoint-cost.md. VGG-16 with "
     "momentum: saved in 0.57 s as HDF5 and in 1.04 s as npz, loaded in 0.14 s and 0.77 s. Compressing took "
     f"{COMPRESSING}. A resumed run had the bits of the undisturbed one if everything was restored, but not from a "
     "single save call, which leaves out random numbers. After a save killed half-way over an older one, npz left "

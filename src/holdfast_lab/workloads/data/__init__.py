@@ -1,6 +1,6 @@
 """Datasets by name: read from their published files, shipped with scikit-learn, or generated.
 
-See docs/papers/studies.md for the list.
+See docs/papers/data.md for the list.
 
 Nothing is downloaded, unpickled or written.
 """
