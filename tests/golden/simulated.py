@@ -19,16 +19,17 @@ def record(tree, work):
     words |= {f"plan-{name}": ("plan", *given, "--repetitions", 4, "--no-map") for name, given in PLANS.items()}
     words["plan-map"] = ("plan", "--workers", 512, "--mtbf-node", "264d", "--repetitions", 2)
     done = tree.each([(*command, "--out", folder / name) for name, command in words.items()])
-    return {name: _read(folder / name, one) for name, one in zip(words, done, strict=True)}
+    return {name: _read(folder / name, one, tree) for name, one in zip(words, done, strict=True)}
 
 
-def _read(folder, done):
+def _read(folder, done, tree):
     if done.code:
         return {"exit": done.code, "said": done.err}
-    written = (folder / "results.json").read_bytes()
+    # Its command has the paths of this folder and of the tree.
+    written = (folder / "results.json").read_text().replace(str(folder), "OUT").replace(str(tree.path), "TREE")
     rows = json.loads(written)["rows"]
     return {
-        "sha256": hashlib.sha256(written).hexdigest(),
+        "sha256": hashlib.sha256(written.encode()).hexdigest(),
         "goodput": {row["name"]: row["goodput"] for row in rows},
         "printed": hashlib.sha256(done.out.replace(str(folder), "OUT").encode()).hexdigest(),
         "page": (folder / "index.html").is_file(),
