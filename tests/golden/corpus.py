@@ -87,8 +87,12 @@ def _digest(value):
 
 
 def _plain(info):
-    """Leave out what says when: ``job`` numbers a job by the clock."""
-    return (f"{name}={_without_job(value)}" for name, value in info.items() if name not in ("written_s", "versions"))
+    """Leave out what says when: ``job`` numbers a job by the clock, and ``token`` a start of it."""
+    return (
+        f"{name}={_without_job(value)}"
+        for name, value in info.items()
+        if name not in ("written_s", "versions", "token")
+    )
 
 
 def _without_job(value):
