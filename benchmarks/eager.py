@@ -91,8 +91,8 @@ class Training:
         samples = self._job.samples * len(self.comm.members)
         dataset = self._job.data(samples * 4, None)
         for step in self._session.steps(dataset, samples, epochs=1_000_000, shuffle=False):
-            if not self._copies and self.eager is not None:
-                for copy in self.eager._copies:
+            if not self._copies and self.overlapped is not None:
+                for copy in self.overlapped._copies:
                     copy.take = copy.forget  # type: ignore[method-assign]
             for x, y in step:
                 step.backward(loss_of(self._model, x, y))
@@ -101,8 +101,8 @@ class Training:
     @property
     def eager(self) -> OverlappedOptimizer | None:
         """The overlapped optimizer, if any."""
-        replica: Any = self._session._replica
-        found: OverlappedOptimizer | None = replica.eager
+        replica: Any = self._session._trainable
+        found: OverlappedOptimizer | None = replica.overlapped
         return found
 
 
@@ -118,7 +118,7 @@ def work(options: argparse.Namespace) -> None:
     trainings = {variant: Training(variant, name, comm, options) for variant, comm in comms.items()}
     running = {variant: training.steps for variant, training in trainings.items()}
     blocks = take_turns(options, running, comms, WARM_UP_STEPS)
-    eager = trainings["eager"].eager
+    eager = trainings["eager"].overlapped
     assert eager is not None
     spent = eager.spent
     per_step = {

@@ -90,7 +90,7 @@ def train(variant: str, name: str, comm: Communicator, **settings: Any) -> Itera
     model = make_model(name)
     session = holdfast.Session(model, make_optimizer(name, model), comm=comm, **settings)
     if variant == "unprotected":
-        session._replica.__class__ = Forgetful
+        session._trainable.__class__ = Forgetful
     dataset = job.data(job.samples * len(comm.members) * 4, None)
     steps = session.steps(dataset, job.samples * len(comm.members), epochs=1_000_000, shuffle=False)
     for step in steps:

@@ -190,7 +190,7 @@ def kill_once(strategy: str, fabric: str, workers: int, fault: dict[str, Any]) -
         script = Path(__file__).with_name("digits_cnn.py")
         outcome = launch(HoldfastJob(script=script, settings=settings))
     if outcome.exit_code:
-        raise RuntimeError(f"holdfast ended with {outcome.exit_code}: {outcome.message}\n{outcome.mpirun_says}")
+        raise RuntimeError(f"holdfast ended with {outcome.exit_code}: {outcome.message}\n{outcome.mpirun_output}")
     return holdfast_times(fault, outcome.records)
 
 

@@ -45,9 +45,9 @@ def replay(series: Series, stragglers: StragglerDetector) -> Iterator[tuple[int,
         for step in range(min(map(len, series.values()))):
             for rank, beacon in beacons.items():
                 beacon.mark("forward", step)
-                beacon.say_computed(series[rank][step])
+                beacon.publish_computed(series[rank][step])
             positions = {rank: p for rank, path in paths.items() if (p := Beacon.read(path)) is not None}
-            yield step, stragglers.look(positions), stragglers.scores(positions)
+            yield step, stragglers.poll(positions), stragglers.scores(positions)
 
 
 def main() -> None:

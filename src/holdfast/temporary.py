@@ -56,7 +56,7 @@ class TemporaryFolder:
             raise
         return folder
 
-    def is_gone(self) -> bool:
+    def was_removed(self) -> bool:
         """Return whether the folder was removed or replaced by another one."""
         if is_missing(self.path):
             return True
@@ -66,7 +66,7 @@ class TemporaryFolder:
 
     def remove(self) -> None:
         """Remove the folder and release the lock; a forked child only closes its own copy of the lock."""
-        if os.getpid() == self._owner and not self.is_gone():
+        if os.getpid() == self._owner and not self.was_removed():
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self.lock)
 

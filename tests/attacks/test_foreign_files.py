@@ -22,7 +22,7 @@ import safetensors.numpy
 import torch
 
 from holdfast.checkpoint.files import checks
-from holdfast.checkpoint.files.kinds import open_foreign
+from holdfast.checkpoint.files.kinds import open_imported
 from holdfast.errors import CheckpointCorrupt, CheckpointError
 
 HUGE = 1 << 45
@@ -40,7 +40,7 @@ class Harm:
 
 def refusal(path, kind=CheckpointError):
     """Read everything in a file, which must be refused; return the line that says so."""
-    with pytest.raises(kind) as caught, open_foreign(path) as source:
+    with pytest.raises(kind) as caught, open_imported(path) as source:
         source.load()
     text = str(caught.value)
     assert "\n" not in text
@@ -50,7 +50,7 @@ def refusal(path, kind=CheckpointError):
 
 
 def is_readable(path):
-    with open_foreign(path) as source:
+    with open_imported(path) as source:
         return source.load() is not None
 
 
@@ -319,7 +319,7 @@ def test_a_header_of_safetensors_that_lies_is_refused(tmp_path, header, data_byt
 def test_a_header_of_safetensors_that_tells_the_truth_is_read(tmp_path):
     header = {"w": tensor_line(), "v": tensor_line(start=8, end=16), "__metadata__": {"step": "7"}}
 
-    with open_foreign(write_safetensors(tmp_path / "a.safetensors", header, bytes(16))) as source:
+    with open_imported(write_safetensors(tmp_path / "a.safetensors", header, bytes(16))) as source:
         assert (source.step, source.tensors.keys()) == (7, {"v", "w"})
 
 
@@ -436,7 +436,7 @@ def test_a_soft_link_that_leads_nowhere_is_refused(h5):
 
 
 def test_a_soft_link_to_a_data_set_of_the_same_file_is_a_tied_tensor(h5):
-    with open_foreign(h5(lambda file: file.__setitem__("a/b", h5py.SoftLink("/w")))) as source:
+    with open_imported(h5(lambda file: file.__setitem__("a/b", h5py.SoftLink("/w")))) as source:
         state = source.load()
 
     assert source.ties == {"w": "a/b"}
@@ -529,7 +529,7 @@ def test_an_attribute_that_lies_about_the_dtype_changes_nothing(h5):
         file["x"] = np.arange(4, dtype=np.uint16)
         file["x"].attrs["torch_dtype"] = "float64"
 
-    with open_foreign(h5(fill)) as source:
+    with open_imported(h5(fill)) as source:
         assert source.read("x").tolist() == [0, 1, 2, 3]
 
 

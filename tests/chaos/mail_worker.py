@@ -56,7 +56,7 @@ def fail(mail, victim):
     mail.begin()
     me, before, after = comm.local_ranks[0], *ring()
     if me == victim:
-        ShmOutbox._say = lambda *_: die()
+        ShmOutbox._append = lambda *_: die()
         mail._comm.post = lambda *_: die()
     mail.send(after, full(POISON))  # some of these are never received
     try:
@@ -123,15 +123,15 @@ def state_of(pid):
 
 def be_stopped(mail):
     """Stop before the word that tells of a message; once woken, send everybody as much as there was memory for."""
-    say = ShmOutbox._say
+    say = ShmOutbox._append
 
     def stop(*args):
-        ShmOutbox._say = say
+        ShmOutbox._append = say
         appear("stopping")
         os.kill(os.getpid(), signal.SIGSTOP)
         say(*args)
 
-    ShmOutbox._say = stop
+    ShmOutbox._append = stop
     for _ in range(20):
         for to in (0, 2):
             mail.send(to, full(POISON))

@@ -266,7 +266,7 @@ def test_negative_control_a_newcomer_without_the_momenta_of_the_others_is_found_
         f"if os.environ['HOLDFAST_RANK'] == '3':\n"
         f"    from holdfast.state.restorer import StateRestorer\n"
         f"    install = StateRestorer.install\n"
-        f"    StateRestorer.install = lambda self: (install(self), self._replica.optimizer.state.clear())\n"
+        f"    StateRestorer.install = lambda self: (install(self), self._trainable.optimizer.state.clear())\n"
         f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
         f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
     )

@@ -40,7 +40,7 @@ def test_a_new_worker_of_another_kind_is_refused_and_the_others_end_with_the_und
     report = run_report(
         tmp_path, "-n", 3, "--fabric", "gloo", "--respawn", "--inject", "kill:rank=1,step=1", SCRIPT, 3, OTHER, "--wait"
     )
-    undisturbed = train(fabric="virtual", workers=3)._world.loops.finished[0]
+    undisturbed = train(fabric="virtual", workers=3)._job.loops.finished[0]
 
     assert exit_codes(report) == {0: 0, 1: -9, 2: 0, 3: 0}  # and nobody was started in the place of worker 3
     assert (report["outcome"], report["steps"], report["joined"]) == ("done", STEPS, [])

@@ -363,7 +363,7 @@ def test_a_job_that_mpirun_cannot_start_fails_with_what_mpirun_said(tmp_path, mo
     outcome = launch(job)
 
     assert (outcome.exit_code, outcome.message) == (1, "the workers did not start")
-    assert outcome.mpirun_says == "no slots for you"
+    assert outcome.mpirun_output == "no slots for you"
 
 
 def test_without_the_watcher_the_end_of_a_worker_is_not_seen(shell, tmp_path):

@@ -226,8 +226,8 @@ from holdfast.engine.executor import StepExecutor
 begin = StepExecutor.begin
 
 def lose_the_store(self, batch):
-    if batch.step == 3 and self._world.comm.local_ranks == (1,):
-        self._world.comm._store._socket.shutdown(socket.SHUT_RDWR)
+    if batch.step == 3 and self._job.comm.local_ranks == (1,):
+        self._job.comm._store._socket.shutdown(socket.SHUT_RDWR)
     return begin(self, batch)
 
 StepExecutor.begin = lose_the_store

@@ -159,7 +159,7 @@ def test_who_dies_while_it_sends_its_copy_comes_back_as_it_was_sent_whole_before
     (restored,) = report["restored"]
     assert (restored["part"], restored["step"], restored["source"]) == (2, 8, "backup")
     assert restored["stale_steps"]["blocks_of_age"] == {"4": restored["blocks"]}
-    virtual = train(4, workers=4, fabric="virtual", **lazily)._replica.sha256s((0,))[0][1]
+    virtual = train(4, workers=4, fabric="virtual", **lazily)._trainable.sha256s((0,))[0][1]
     assert report["replicas"]["identical"] is True
     assert report["replicas"]["state_sha256"] == virtual != undisturbed(4)
 

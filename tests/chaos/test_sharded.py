@@ -60,7 +60,7 @@ def check_memory(report):
     module = make_model("cnn")
     numel = {name: parameter.numel() for name, parameter in module.named_parameters()}
     adam = [
-        sum(4 * (3 * numel[name] + 1) for name in names) for names in Sharded(module).cut(4)
+        sum(4 * (3 * numel[name] + 1) for name in names) for names in Sharded(module).shard_names(4)
     ]  # with moments, and steps
     held = report["parts_held"]
     for line in held:
@@ -177,12 +177,12 @@ def test_negative_control_a_shard_that_comes_without_its_momenta_is_found_out(tm
     broken.write_text(
         f"import runpy, sys\n"
         f"from holdfast.models import resident_parts as holdings\n"
-        f"take = holdings.take_part\n"
+        f"take = holdings.receive_part\n"
         f"def forget(comm, giver):\n"
         f"    state = take(comm, giver)\n"
         f"    state['optimizer']['state'] = {{}}\n"
         f"    return state\n"
-        f"holdings.take_part = forget\n"
+        f"holdings.receive_part = forget\n"
         f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
         f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
     )
@@ -215,7 +215,7 @@ def test_newcomers_take_the_places_of_the_dead(tmp_path):
         f"from holdfast.session.step import Step\n"
         f"backward = Step.backward\n"
         f"def wait(self, loss):\n"
-        f"    world, ends_s = session._sessions[0]._world, time.monotonic() + {LIMIT_S}\n"
+        f"    world, ends_s = session._sessions[0]._job, time.monotonic() + {LIMIT_S}\n"
         f"    while self.number == 7 and len(world.comm.newcomers(world.loop)) < 2 and time.monotonic() < ends_s:\n"
         f"        time.sleep(0.05)\n"
         f"    return backward(self, loss)\n"
@@ -310,7 +310,7 @@ def test_who_writes_a_parameter_that_is_lent_dies_and_harms_nobody_else(tmp_path
         f"def write(self, loss):\n"
         f"    if self.number == 4 and os.environ['HOLDFAST_RANK'] == '2':\n"
         f"        with torch.no_grad():\n"
-        f"            session._sessions[0]._replica._parameters['0.weight'].add_(1.0)\n"
+        f"            session._sessions[0]._trainable._parameters['0.weight'].add_(1.0)\n"
         f"    return backward(self, loss)\n"
         f"Step.backward = write\n"
         f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"

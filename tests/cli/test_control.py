@@ -13,7 +13,7 @@ from jobs import holdfast
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
-from holdfast.launch.control import ControlRequest, RunningJob, advice, announce, append, ask, check, find
+from holdfast.launch.control import ControlRequest, RunningJob, advice, announce, append, check, find, request_changes
 from holdfast.launch.job import Job
 from holdfast.launch.processes import Process
 
@@ -158,7 +158,7 @@ def test_a_job_that_has_ended_meanwhile_is_named(temp):
     (running.run_dir / "job.json").unlink()
     running.run_dir.rmdir()
 
-    assert refusal(ask, running, lr=0.1) == f"job {os.getpid()} (train.py) has ended in the meantime"
+    assert refusal(request_changes, running, lr=0.1) == f"job {os.getpid()} (train.py) has ended in the meantime"
 
 
 # -- what may be asked
@@ -175,7 +175,7 @@ GOOD = [{"workers": 1}, {"workers": 1024}, {"lr": 0}, {"lr": 0.1}, {"batch_size"
 def test_what_is_allowed_is_passed_on_as_it_is(temp, changes):
     there = started(temp)
 
-    ask(there, **changes)
+    request_changes(there, **changes)
 
     assert ControlRequest(there.run_dir, pytest.fail).new() == [changes]
 

@@ -74,8 +74,8 @@ def test_all_slices_at_once_end_where_slice_by_slice_does(settings):
     # float64 has 53 bits: some 20 steps and sums of 32 terms leave a dozen of them wrong at most.
     assert apart(weights, exact) < 2**-40
     assert batched.step == session.step
-    assert batched.account() == session._world.loops.totals
-    assert batched.members == session._world.comm.members == (2, 4, 5)
+    assert batched.account() == session._job.loops.totals
+    assert batched.members == session._job.comm.members == (2, 4, 5)
 
 
 def test_what_forward_loses_is_what_the_dead_had_not_given_yet():

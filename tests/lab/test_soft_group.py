@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.files.kinds import open_foreign
+from holdfast.checkpoint.files.kinds import open_imported
 from holdfast.faults.alteration import Alteration
 from holdfast_lab.inject.files import InjectionTarget
 from holdfast_lab.inject.inject import inject
@@ -115,7 +115,7 @@ def test_stages_of_a_pipeline_have_their_own_layers_and_one_is_altered_alone():
         group.begin()
         struck = group.ask([None, Disturbance(how=BITS)])
         calm = group.ask([None, None])
-        with open_foreign(Path(group.undisturbed[0]["file"])) as file:
+        with open_imported(Path(group.undisturbed[0]["file"])) as file:
             num_batches = int(file.read("model/conv2.1.num_batches_tracked"))
 
     convolutions = ["conv1.0", "conv1.1", "conv2.0", "conv2.1"]

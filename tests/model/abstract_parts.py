@@ -28,10 +28,10 @@ from holdfast.recovery.placement import (
     PartTransfer,
     Placement,
     PlacementShape,
-    first_homes,
-    gifts,
-    new_homes,
+    initial_placement,
+    next_placement,
     restorations,
+    transfers,
 )
 from model.abstract_members import Lapse
 from model.abstract_memory import ranks
@@ -172,16 +172,16 @@ class Registry:
 
     def first(self, members: int) -> int:
         """Return the homes among ``members`` when a checkpoint is loaded."""
-        return self._number_of(first_homes(self._split.shape, [*ranks(members)]))
+        return self._number_of(initial_placement(self._split.shape, [*ranks(members)]))
 
     def after(self, number: int, members: int) -> int:
         """Return the homes among ``members`` that come after those of this number."""
-        return self._number_of(new_homes(self._split.shape, self._homes[number], [*ranks(members)]))
+        return self._number_of(next_placement(self._split.shape, self._homes[number], [*ranks(members)]))
 
     def gifts(self, giving: Giving, members: int) -> tuple[PartTransfer, ...]:
         """Return what is given; who restores a part gives it also to itself."""
         change = self._homes[giving.before], self._homes[giving.after], [*ranks(members)]
-        found = [*gifts(*change)]
+        found = [*transfers(*change)]
         for this in restorations(*change) if giving.restores else ():
             each = Lapse.EACH_RESTORES in self._lapses
             takers = self._homes[giving.after].holders(this.part)

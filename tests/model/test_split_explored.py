@@ -207,7 +207,7 @@ class SettlesBeforeAgreeing(Protocol):
 class WithoutRehoming(Protocol):
     """The homes stay as they were."""
 
-    def _with_new_homes(self, orders: tuple[Action, ...]) -> tuple[Action, ...]:
+    def _with_placement(self, orders: tuple[Action, ...]) -> tuple[Action, ...]:
         return orders
 
 

@@ -34,7 +34,7 @@ def test_any_number_of_workers_gives_the_bits_of_the_reference(model, optimizer,
     session, state = train(model, optimizer, workers=workers)
 
     assert state == reference_hash(model, optimizer)
-    account = session._world.loops.totals
+    account = session._job.loops.totals
     assert (account.planned, account.committed, account.lost, account.repeated) == (406, 406, 0, 0)
 
 
@@ -50,8 +50,8 @@ def test_any_deaths_give_the_bits_of_the_undisturbed_run(seed, case, strategy):
 
     assume(len(comm.members) < 4)  # a fault at a checkpoint strikes only who writes one
     assert state == reference_hash(*case), faults.to_specs()
-    assert session._world.loops.totals.repeated == 0
-    assert session._world.loops.totals.committed == 406
+    assert session._job.loops.totals.repeated == 0
+    assert session._job.loops.totals.committed == 406
 
 
 def test_the_only_one_whom_a_sum_reached_may_die_too():
@@ -101,7 +101,7 @@ def test_a_skipped_sample_is_found_out(monkeypatch):
     session, state = train("mlp", "sgd", workers=4)
 
     assert state != reference_hash("mlp", "sgd")
-    assert session._world.loops.totals.lost == 1
+    assert session._job.loops.totals.lost == 1
 
 
 def test_a_random_number_drawn_twice_is_found_out(monkeypatch):

@@ -325,10 +325,10 @@ def at_barrier(number, before=None, after=None):
 
     plain = functools.partial(type(comm).barrier, comm)
     comm.barrier = lambda: pass_barrier(plain)
-    SharedMemoryReduce._meet = lambda add: pass_barrier(lambda: MEET(add))
+    SharedMemoryReduce._barrier = lambda add: pass_barrier(lambda: MEET(add))
 
 
-MEET = SharedMemoryReduce._meet
+MEET = SharedMemoryReduce._barrier
 
 
 def die_at_barrier(number):
@@ -657,7 +657,7 @@ def mixed(*kills):
     before = tried(all_reduce)
     session, state = train_session("cnn", "sgd")
     note("mixed", state=state, before=before, first=tried(all_reduce), again=tried(all_reduce), works=tried(works))
-    assert session._world.step == reference.STEPS
+    assert session._job.step == reference.STEPS
 
 
 @play

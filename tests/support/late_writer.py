@@ -50,7 +50,7 @@ def work():
         wait_before_reading()
     session, state = train("cnn", "sgd")
     write(f"state-{rank}", state)
-    write(f"members-{rank}", ",".join(map(str, session._world.comm.members)))
+    write(f"members-{rank}", ",".join(map(str, session._job.comm.members)))
     sys.stdout.flush()
     os._exit(0)
 
@@ -75,7 +75,7 @@ def stop_while_adding():
     from holdfast.comm.allreduce.shm import SharedMemoryReduce
     from holdfast.engine.injection import FaultPoints
 
-    meet, was_stopped = SharedMemoryReduce._meet, []
+    meet, was_stopped = SharedMemoryReduce._barrier, []
 
     def reach(points, step, position):
         if (step, position) == (STOPPED_IN, BUCKET):
@@ -90,7 +90,7 @@ def stop_while_adding():
         meet(add)
 
     FaultPoints.reach_in_sum = reach
-    SharedMemoryReduce._meet = meet_no_more
+    SharedMemoryReduce._barrier = meet_no_more
 
 
 def wait_before_reading():
@@ -101,9 +101,9 @@ def wait_before_reading():
 
     def apply_late(run, step):
         if step == WOKEN_IN:
-            assert VICTIM not in run._world.comm.members
+            assert VICTIM not in run._job.comm.members
             pid = int((FOLDER / "stopped").read_text().split()[0])
-            if run._world.comm.local_ranks[0] == run._world.comm.members[0]:
+            if run._job.comm.local_ranks[0] == run._job.comm.members[0]:
                 assert not (FOLDER / "written").exists()
                 assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", "it was stopped"
                 os.kill(pid, signal.SIGCONT)

@@ -58,7 +58,7 @@ def wait_for_newcomer(session):
     """Wait for a newcomer; the other workers wait for this worker meanwhile."""
     ends_s = time.monotonic() + LIMIT_S
     with session.busy():
-        while not session._world.comm.newcomers(session._world.loop):
+        while not session._job.comm.newcomers(session._job.loop):
             if time.monotonic() > ends_s:
                 raise TimeoutError("no newcomer came")
             time.sleep(0.01)
@@ -67,7 +67,7 @@ def wait_for_newcomer(session):
 @functools.cache
 def undisturbed(count):
     """The hash of an undisturbed run with one worker."""
-    return train(count, workers=1, fabric="virtual")._replica.sha256s((0,))[0][1]
+    return train(count, workers=1, fabric="virtual")._trainable.sha256s((0,))[0][1]
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def main():
     if options.leak:
         leaked.append(model)
     if options.forget and len(models) == 2:
-        application.world.rebuilds.snapshot.state["replica"]["optimizer"]["state"] = {}
+        application.job.rebuilds.snapshot.state["replica"]["optimizer"]["state"] = {}
     session = holdfast.Session(model, optimizer, seed=reference.SEED, slices=reference.SLICES, bucket_bytes=4096)
     session.register(bomb=Bomb(session))
     die("build", session.rank)

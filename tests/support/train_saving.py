@@ -135,7 +135,7 @@ class Training:
     @property
     def sha256(self):
         """Hash of the model and the optimizer at the end."""
-        return self.session._world.loops.finished[0].state_sha256
+        return self.session._job.loops.finished[0].state_sha256
 
 
 @functools.cache
@@ -172,14 +172,14 @@ class Deeds:
         self.deeds = [deed.split(":") for deed in deeds]
 
     def at_point(self, name):
-        step = self.training.session._world.keeper.step
+        step = self.training.session._job.checkpoints.step
         for what, when, who in self.deeds:
             if what.endswith(f"@{name}") and int(when) == step and who in (str(self.training.session.rank), "all"):
                 self.do(what.partition("@")[0])
 
     def in_recovery(self):
         """From now on, carry out deeds that are due when the survivors are about to continue."""
-        session, shrink = self.training.session, self.training.session._world.comm.shrink
+        session, shrink = self.training.session, self.training.session._job.comm.shrink
 
         def shrink_after_deeds(**changes):
             for what, when, who in self.deeds:
@@ -187,7 +187,7 @@ class Deeds:
                     self.do(what.partition("@")[0])
             return shrink(**changes)
 
-        session._world.comm.shrink = shrink_after_deeds
+        session._job.comm.shrink = shrink_after_deeds
 
     def in_step(self, step):
         """Carry out the deeds that are due in the step, each once."""
@@ -199,7 +199,7 @@ class Deeds:
 
     def do(self, what, step=None):
         if what in ("block", "limit"):
-            self.training.session._world.keeper._writer.wait()  # an earlier save must complete
+            self.training.session._job.checkpoints._writer.wait()  # an earlier save must complete
         place = Path(self.training.session._settings.checkpoint_dir)
         match what:
             case "die":
@@ -248,7 +248,7 @@ class Deeds:
 
     @property
     def world(self):
-        return self.training.session._world
+        return self.training.session._job
 
     def wait_until(self, ready):
         """Wait for an external event; the other workers wait for this worker meanwhile."""

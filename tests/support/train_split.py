@@ -57,7 +57,7 @@ def wait_for(path):
 
 def note(session, step, folder):
     """Save the parts held here, as they are before the step."""
-    for part, held in session._replica.holdings.held.items():
+    for part, held in session._trainable.resident.held.items():
         torch.save(held.state_dict(), folder / f"part-{part}-step-{step.number}-{step.attempt}.pt")
 
 

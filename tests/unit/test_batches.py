@@ -19,7 +19,7 @@ PLAN = SamplePlan(
     shuffle=True,
     drop_last=False,
     slices=4,
-    world=(0, 1, 2, 3),
+    members=(0, 1, 2, 3),
     split="slices",
     batch="global",
 )

@@ -105,7 +105,7 @@ def test_links_begin_anew_where_the_state_that_is_loaded_has_none(tmp_path, quie
     assert set(links(read_run(tmp_path / "first")).values()) == {""}
     assert (run.first, run.begins_anew, run.check()) == (8, True, [])
     assert links(second)[8] != links(quiet)[8]
-    assert compare_runs(CertifiedSteps(quiet, "a"), run).parting is None, "steps are compared by what they were"
+    assert compare_runs(CertifiedSteps(quiet, "a"), run).divergence is None, "steps are compared by what they were"
 
 
 def test_healing_goes_back_in_the_links_too(tmp_path):
@@ -192,7 +192,7 @@ def test_an_average_that_the_session_keeps_is_hashed_with_what_it_is_of(tmp_path
         of_split(tmp_path / str(decay), kind, average=average)
         runs.append(CertifiedSteps(read_run(tmp_path / str(decay)), str(decay)))
 
-    parting = compare_runs(*runs).parting
+    parting = compare_runs(*runs).divergence
 
     assert (parting.what, parting.metrics) == (("state",), {}), "the weights are the same"
     assert all("average/" in name for name in parting.tensors), "and each has its own name"
@@ -249,13 +249,13 @@ def test_a_bit_that_flips_in_a_part_is_seen_where_the_part_is_hashed_though_noth
     for name, flip in {"quiet": "", "flipped": plan("flip:rank=3,step=3,target=weights,at=2.2.weight,bits=0")}.items():
         runs.append(CertifiedSteps(of_split(tmp_path / name, "pipeline", guard="off", faults=flip), name))
 
-    parting = compare_runs(*runs).parting
+    parting = compare_runs(*runs).divergence
 
     assert (parting.step, parting.what, parting.metrics) == (6, ("state",), {}), "each fourth step is of stage 2"
     assert (parting.same_until, parting.tensors, parting.tensors_step) == (2, ("2.2.weight",), 7)
     assert "part 2: " in parting.where
     assert parting.workers == (), "of the first run all were right"
-    assert compare_runs(*reversed(runs)).parting.workers == (3,)
+    assert compare_runs(*reversed(runs)).divergence.workers == (3,)
     assert runs[1].check() == [], "that is how it was"
     assert runs[1].check_workers()[0].what == (
         "before step 7 workers 2, 3, which hold part 2, had different values in 2.2.weight"
@@ -278,7 +278,7 @@ def test_of_a_part_that_the_lead_does_not_hold_its_number_is_said_and_who_differ
         ]
         runs.append(CertifiedSteps(told, "it"))
 
-    parting = compare_runs(*runs).parting
+    parting = compare_runs(*runs).divergence
 
     assert (parting.step, parting.where, parting.same_until) == (6, "part 2", 0)
     assert (parting.tensors, parting.workers) == (("2.2.weight",), (3,))
@@ -431,7 +431,7 @@ def forged(records, step, **fields):
 def test_links_that_were_made_anew_from_altered_samples_differs_from_what_is_done_again(quiet):
     made = CertifiedSteps(forged(quiet, 5, ids="0" * 32), "forged")
 
-    parting = compare_runs(made, CertifiedSteps(quiet, "again")).parting
+    parting = compare_runs(made, CertifiedSteps(quiet, "again")).divergence
 
     assert (parting.step, parting.what) == (5, ("samples",))
     assert made.check() == [], "by themselves they hold"
@@ -540,7 +540,7 @@ def test_any_bit_that_flips_in_a_weight_is_found_and_the_step_named_within_a_rot
         train(model, "adam", workers=2, run_dir=str(tmp_path / name), **how)
         runs.append(CertifiedSteps(read_run(tmp_path / name), name))
 
-    parting = compare_runs(*runs).parting
+    parting = compare_runs(*runs).divergence
 
     assert parting is not None or runs[1].check_workers()
     assert parting is None or step <= parting.step <= step + 4

@@ -12,7 +12,7 @@ from holdfast.checkpoint import FORMATS, load, open_storage, read_manifest, step
 from holdfast.checkpoint.compare import compare
 from holdfast.checkpoint.convert import convert
 from holdfast.checkpoint.files.base import TensorInfo, TensorSource
-from holdfast.checkpoint.files.kinds import open_foreign
+from holdfast.checkpoint.files.kinds import open_imported
 from holdfast.checkpoint.format import DTYPES
 from holdfast.checkpoint.listing import attempts, examine, prune
 from holdfast.checkpoint.source import saved_source, tensor_digest
@@ -55,7 +55,7 @@ def test_a_file_of_torch_is_read_with_all_that_is_in_it(tmp_path):
     state = {"model": {"a": tied, "b": tied}, "view": WHOLE.t(), "lr": 0.1, "shape": torch.Size([2, 3]), "step": 70}
     torch.save(state, tmp_path / "a.pt")
 
-    with open_foreign(tmp_path / "a.pt") as source:
+    with open_imported(tmp_path / "a.pt") as source:
         assert source.tensors.keys() == {"model/a", "model/b", "view"}
         assert source.ties == {"model/b": "model/a"}
         assert source.step == 70
@@ -68,7 +68,7 @@ def test_a_file_of_torch_is_read_with_all_that_is_in_it(tmp_path):
 def test_a_bare_tensor_is_a_state(tmp_path):
     torch.save(WHOLE, tmp_path / "a.pth")
 
-    with open_foreign(tmp_path / "a.pth") as source:
+    with open_imported(tmp_path / "a.pth") as source:
         (path,) = source.tensors
         assert torch.equal(source.read(path), WHOLE)
 
@@ -78,7 +78,7 @@ def test_every_dtype_of_safetensors_is_read_to_the_bit(tmp_path, name):
     tensor = torch.randint(0, 255, (4, 16), dtype=torch.uint8).view(DTYPES[name]) if name != "bool" else WHOLE > 7
     safetensors.torch.save_file({"w": tensor}, tmp_path / "a.safetensors")
 
-    with open_foreign(tmp_path / "a.safetensors") as source:
+    with open_imported(tmp_path / "a.safetensors") as source:
         assert source.tensors["w"] == TensorInfo(tensor.dtype, tuple(tensor.shape))
         assert bits(source.read("w")) == bits(tensor)
 
@@ -99,7 +99,7 @@ ARRAYS = {
 def test_arrays_of_numpy_are_read(tmp_path, save):
     save(tmp_path / "a.npz", **ARRAYS)
 
-    with open_foreign(tmp_path / "a.npz") as source:
+    with open_imported(tmp_path / "a.npz") as source:
         state = source.load()
 
     for name, array in ARRAYS.items():
@@ -116,7 +116,7 @@ def test_data_sets_of_hdf5_are_read(tmp_path, options):
         for name, array in ARRAYS.items():
             file.create_dataset(f"layers/{name}", data=array, **(options if array.ndim and array.size else {}))
 
-    with open_foreign(tmp_path / "a.weights.h5") as source:
+    with open_imported(tmp_path / "a.weights.h5") as source:
         state = source.load()["layers"]
 
     for name, array in ARRAYS.items():
@@ -129,7 +129,7 @@ def test_names_become_nested_dicts_unless_one_is_both_a_tensor_and_a_dict(tmp_pa
     safetensors.torch.save_file({"a/b": WHOLE, "c": WHOLE + 1}, tmp_path / "a.safetensors")
     safetensors.torch.save_file({"a/b": WHOLE, "a": WHOLE + 1}, tmp_path / "b.safetensors")
 
-    with open_foreign(tmp_path / "a.safetensors") as a, open_foreign(tmp_path / "b.safetensors") as b:
+    with open_imported(tmp_path / "a.safetensors") as a, open_imported(tmp_path / "b.safetensors") as b:
         assert a.load().keys() == {"a", "c"}
         assert a.load()["a"].keys() == {"b"}
         assert b.load().keys() == {"a", "a/b"}
@@ -141,7 +141,7 @@ def test_what_a_checkpoint_cannot_hold_is_refused_by_its_path(tmp_path, state):
 
     with (
         pytest.raises(CheckpointError, match=r"a\.pt (cannot be read: a |asks to run)"),
-        open_foreign(tmp_path / "a.pt"),
+        open_imported(tmp_path / "a.pt"),
     ):
         pass
 
@@ -150,7 +150,7 @@ def test_what_a_checkpoint_cannot_hold_is_refused_by_its_path(tmp_path, state):
 def test_a_file_that_is_no_file_of_a_known_kind_is_wrong_usage(tmp_path, name, text):
     (tmp_path / "a.txt").write_text("")
 
-    with pytest.raises(ConfigError, match=text), open_foreign(tmp_path / name):
+    with pytest.raises(ConfigError, match=text), open_imported(tmp_path / name):
         pass
 
 
@@ -320,7 +320,7 @@ def test_a_checkpoint_is_the_same_in_every_format(tmp_path, format, back):
 def test_a_file_of_another_program_becomes_a_checkpoint(tmp_path):
     safetensors.torch.save_file({"model/w": WHOLE}, tmp_path / "a.safetensors", metadata={"step": "12"})
 
-    with open_foreign(tmp_path / "a.safetensors") as source:
+    with open_imported(tmp_path / "a.safetensors") as source:
         saved = convert(source, open_storage(tmp_path / "b"), "npz")
 
     assert saved.step == 12

@@ -35,7 +35,7 @@ PART = 2
 def world(root, comm=None, token=77):
     settings = Settings(strategy="partial", mirror_every=4, checkpoint_dir=str(root))
     return SimpleNamespace(
-        settings=settings, keeper=SimpleNamespace(token=token), loop=0, comm=comm or VirtualCommunicator(2)
+        settings=settings, checkpoints=SimpleNamespace(token=token), loop=0, comm=comm or VirtualCommunicator(2)
     )
 
 
@@ -130,7 +130,7 @@ def test_a_disk_that_is_slow_holds_nobody_and_misses_some(tmp_path, monkeypatch,
     copies.expect([PART])
     go_on(copies, 0, 9)  # returns with the gate shut
     assert asked.wait(PATIENCE_S)
-    writer = copies._places[PART].writer
+    writer = copies._slots[PART].writer
     assert writer.step == 0
 
     gate.set()
@@ -179,7 +179,7 @@ def test_what_is_damaged_is_named_and_passed_over(copies, tmp_path, said):
 @pytest.mark.parametrize("other", [{"token": 78}, {"loop": 1}])
 def test_what_is_not_of_this_beginning_of_the_job_is_never_read_and_makes_room(tmp_path, said, other):
     theirs = world(tmp_path)
-    theirs.keeper.token, theirs.loop = other.get("token", 77), other.get("loop", 0)
+    theirs.checkpoints.token, theirs.loop = other.get("token", 77), other.get("loop", 0)
     old = StandbyFiles(theirs, said.append)
     old.expect([PART])
     go_on(old, 20, 26)
@@ -223,8 +223,8 @@ def train(run_dir, *faults, dead_at=None, each=lambda step, held: None, look=lam
     adam = lambda p: torch.optim.Adam(p, lr=1e-2)  # noqa: E731
     session = holdfast.Session(model, adam, faults=plan, run_dir=str(run_dir), **settings)
     for step in session.steps(dataset(), BATCH):
-        each(step, session._replica.holdings.held)
-        look(session._replica.backups)
+        each(step, session._trainable.resident.held)
+        look(session._trainable.backups)
         step.compute()
     return [record for record in read_run(run_dir) if isinstance(record, PartRestored)]
 
@@ -322,7 +322,7 @@ def test_what_copies_take_is_told_with_an_optimizer_that_is_kept(tmp_path):
     def look(backups):
         leaves = [
             leaf
-            for held in backups._holdings.held.values()
+            for held in backups._resident.held.values()
             for leaf in flatten(held.optimizer.state_dict())[0].values()
         ]
         optimizers[policy] = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -78,7 +78,7 @@ def test_buckets_one_by_one_have_the_bits_of_the_whole_step(kind):
     session, bits = train_branches(kind, update="eager")
 
     assert bits == undisturbed(kind)
-    assert session._replica.eager.spent.buckets == 8 * len(session._replica.buckets)
+    assert session._trainable.overlapped.spent.buckets == 8 * len(session._trainable.buckets)
 
 
 @pytest.mark.parametrize(("kind", "strategy"), [("momentum", "restart"), ("adam", "rollback")])
@@ -89,9 +89,9 @@ def test_whenever_somebody_dies_the_bits_are_those_of_the_default(kind, strategy
 
     session, bits = train_branches(kind, update="eager", strategy=strategy, faults=faults)
 
-    assert len(session._replica.buckets) == 5
+    assert len(session._trainable.buckets) == 5
     assert bits == undisturbed(kind)
-    assert session._replica.eager.spent.undone == {"allreduce,bucket=1": 2 * 2, "allreduce,bucket=4": 2 * 5}.get(
+    assert session._trainable.overlapped.spent.undone == {"allreduce,bucket=1": 2 * 2, "allreduce,bucket=4": 2 * 5}.get(
         phase, 0
     )
 
@@ -102,7 +102,7 @@ def test_forward_keeps_the_updates_of_what_was_summed():
     session, bits = train_branches("momentum", update="eager", **faults)
 
     assert bits == train_branches("momentum", update="lazy", **faults)[1]
-    assert session._replica.eager.spent.undone == 0
+    assert session._trainable.overlapped.spent.undone == 0
 
 
 def test_workers_with_weights_of_their_own_have_the_same_bits_too():
@@ -112,7 +112,7 @@ def test_workers_with_weights_of_their_own_have_the_same_bits_too():
 
     other, expected = train_branches("momentum", update="lazy", guard="warn", faults=faults)
     assert bits == expected
-    sha256s = [s._replica.sha256s((0, 1, 2)) for s in (session, other)]
+    sha256s = [s._trainable.sha256s((0, 1, 2)) for s in (session, other)]
     assert sha256s[0] == sha256s[1]
     assert sha256s[0][0] != sha256s[0][1], "the flip did not strike"
 
@@ -186,7 +186,7 @@ def test_updates_beside_the_sums_are_done_before_replicas_are_compared(monkeypat
     running, of_step = [], RotatingDigest.of_step
 
     def look(digest, *words):
-        running.append(len(session._replica.eager._running))
+        running.append(len(session._trainable.overlapped._running))
         return of_step(digest, *words)
 
     monkeypatch.setattr(RotatingDigest, "of_step", look)
@@ -194,7 +194,7 @@ def test_updates_beside_the_sums_are_done_before_replicas_are_compared(monkeypat
     optimizer = reference.make_optimizer("adam", model)
     faults = plan("kill:rank=1,step=3,phase=allreduce,bucket=0")
     session = holdfast.Session(model, optimizer, workers=4, update="eager", seed=7, bucket_bytes=4096, faults=faults)
-    session._replica.update_eagerly(SystemClock(), OverlapCost(), beside=True)
+    session._trainable.overlap_optimizer(SystemClock(), OverlapCost(), beside=True)
     for step in session.steps(TensorDataset(*reference.data()), reference.BATCH, reference.EPOCHS):
         for x, y in step:
             step.backward(F.cross_entropy(model(x), y))
@@ -202,7 +202,7 @@ def test_updates_beside_the_sums_are_done_before_replicas_are_compared(monkeypat
     assert state_sha256(model, optimizer) == reference.train("cnn", "adam")
     assert running
     assert not any(running)
-    assert session._replica.eager.spent.undone == 1
+    assert session._trainable.overlapped.spent.undone == 1
 
 
 def test_an_optimizer_that_raises_beside_the_sums_is_heard_of():
@@ -260,7 +260,7 @@ def test_the_report_says_what_undo_took(tmp_path):
     (said,) = json.loads(json.dumps(report["eager"]))
     assert report["update"] == "eager"
     assert (said["rank"], said["steps"], said["buckets"], said["undone"]) == (0, 8, 8 * 5 + 2, 2)
-    assert said["copy_bytes"] == session._replica.eager.size_bytes > 0
+    assert said["copy_bytes"] == session._trainable.overlapped.size_bytes > 0
     assert said["copy_s"] > 0
     assert said["update_s"] > 0
     assert said["undo_s"] > 0

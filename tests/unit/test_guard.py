@@ -377,8 +377,8 @@ def forget_all(monkeypatch, at, trusted):
 
     def applied(watch, keep):
         real(watch, keep)
-        if watch._world.step == at:
-            watch.newcomers_came(keep)
+        if watch._job.step == at:
+            watch.newcomers_joined(keep)
             watch._trusted = trusted
 
     monkeypatch.setattr(SdcGuard, "applied", applied)

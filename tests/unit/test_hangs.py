@@ -37,7 +37,7 @@ class Job:
 
     def look(self):
         positions = {rank: self.position(rank) for rank in self.places}
-        for stuck in self.hangs.look(positions, self.now_s):
+        for stuck in self.hangs.poll(positions, self.now_s):
             assert stuck.rank not in self.given_up, "each is named once"
             self.given_up[stuck.rank] = stuck
         self.pulse += 1
@@ -374,7 +374,7 @@ def test_whoever_is_kept_waiting_on_another_node_counts_too():
     job.pass_time(TIMEOUT_S + 2)
     assert not job.hangs.keep_us_waiting
 
-    (stuck,) = job.hangs.look({0: job.position(0)}, job.now_s + 1, elsewhere=True)
+    (stuck,) = job.hangs.poll({0: job.position(0)}, job.now_s + 1, elsewhere=True)
 
     assert stuck.rank == 0
 
@@ -447,4 +447,4 @@ def test_a_start_of_the_job_knows_nothing_of_the_one_before_but_how_long_things_
 
 
 def test_it_looks_ten_times_within_the_timeout():
-    assert HangDetector(30.0).look_every_s == 3.0
+    assert HangDetector(30.0).poll_every_s == 3.0

@@ -12,10 +12,10 @@ from holdfast.recovery.placement import (
     Placement,
     PlacementShape,
     Restoration,
-    first_homes,
-    gifts,
-    new_homes,
+    initial_placement,
+    next_placement,
     restorations,
+    transfers,
 )
 
 shapes = st.builds(
@@ -35,9 +35,9 @@ def histories(draw):
 
 
 def homes_after(shape: PlacementShape, history: Sequence[Sequence[int]]) -> Placement:
-    homes = first_homes(shape, history[0])
+    homes = initial_placement(shape, history[0])
     for members in history[1:]:
-        homes = new_homes(shape, homes, members)
+        homes = next_placement(shape, homes, members)
     return homes
 
 
@@ -82,16 +82,16 @@ def test_nothing_changes_where_nobody_came_or_died(given_history):
     shape, history = given_history
     homes = homes_after(shape, history)
 
-    assert new_homes(shape, homes, history[-1]) == homes
-    assert gifts(homes, homes, history[-1]) == ()
+    assert next_placement(shape, homes, history[-1]) == homes
+    assert transfers(homes, homes, history[-1]) == ()
 
 
 @given(shapes, groups)
 def test_a_job_that_begins_has_homes_that_are_those_of_its_members_and_stay(shape, members):
-    homes = first_homes(shape, members)
+    homes = initial_placement(shape, members)
 
-    assert homes == first_homes(shape, tuple(members))
-    assert new_homes(shape, homes, members) == homes
+    assert homes == initial_placement(shape, tuple(members))
+    assert next_placement(shape, homes, members) == homes
 
 
 # -- what is given
@@ -102,9 +102,9 @@ def test_what_was_given_and_what_was_held_is_what_is_to_be_held(given_history):
     shape, history = given_history
     before = homes_after(shape, history[:-1] or history)
     members = history[-1]
-    after = new_homes(shape, before, members)
+    after = next_placement(shape, before, members)
 
-    given_parts = gifts(before, after, members)
+    given_parts = transfers(before, after, members)
 
     assert len(set(given_parts)) == len(given_parts)
     for gift in given_parts:
@@ -121,9 +121,9 @@ def test_what_was_given_and_what_was_held_is_what_is_to_be_held(given_history):
 @given(shapes, groups, st.data())
 def test_a_death_has_only_parts_given_that_the_dead_held(shape, members, data):
     survivors = sorted(data.draw(st.sets(st.sampled_from(members), min_size=1)))
-    before = first_homes(shape, members)
+    before = initial_placement(shape, members)
 
-    given_parts = gifts(before, new_homes(shape, before, survivors), survivors)
+    given_parts = transfers(before, next_placement(shape, before, survivors), survivors)
 
     for gift in given_parts:
         assert not set(before.holders(gift.part)) <= set(survivors)
@@ -141,12 +141,12 @@ def test_parts_that_nobody_alive_holds_are_lost_and_not_given(given_history):
     lost = before.lost(members)
 
     assert lost == tuple(p for p in range(shape.parts) if not any(rank in members for rank in before.holders(p)))
-    assert {gift.part for gift in gifts(before, new_homes(shape, before, members), members)}.isdisjoint(lost)
+    assert {gift.part for gift in transfers(before, next_placement(shape, before, members), members)}.isdisjoint(lost)
 
 
 @given(shapes.filter(lambda shape: not shape.lazy), groups)
 def test_no_part_is_lost_to_fewer_deaths_than_there_are_copies(shape, members):
-    homes = first_homes(shape, members)
+    homes = initial_placement(shape, members)
     copies = shape.copies_of(len(members))
 
     for part in range(shape.parts):
@@ -166,29 +166,29 @@ def test_homes_survive_a_message(given_history):
 
 def test_who_holds_the_part_and_computes_nothing_takes_over_and_only_the_mirror_is_given():
     shape = PlacementShape(parts=2, chains=1, copies=2)
-    before = first_homes(shape, [0, 1, 2])
+    before = initial_placement(shape, [0, 1, 2])
     assert before == homes_with(((0, 1),), ((2,), (2,)))
 
-    after = new_homes(shape, before, [1, 2])
+    after = next_placement(shape, before, [1, 2])
 
     assert after == homes_with(((2, 1),), ((1,), (2,)))
-    assert gifts(before, after, [1, 2]) == (PartTransfer(0, 2, 1),)
+    assert transfers(before, after, [1, 2]) == (PartTransfer(0, 2, 1),)
 
 
 def test_of_those_who_compute_nothing_the_one_that_holds_the_part_takes_over():
     shape = PlacementShape(parts=2, chains=1, copies=2)
-    before = first_homes(shape, [0, 1, 2, 3])
+    before = initial_placement(shape, [0, 1, 2, 3])
     assert before == homes_with(((0, 1),), ((2,), (3,)))
 
-    assert new_homes(shape, before, [0, 2, 3]).chains == ((0, 3),)
+    assert next_placement(shape, before, [0, 2, 3]).chains == ((0, 3),)
 
 
 def test_who_computes_nothing_takes_over_before_who_holds_the_part_and_computes_another():
     shape = PlacementShape(parts=2, chains=1, copies=2)
-    before = new_homes(shape, first_homes(shape, [0, 1]), [0, 1, 5])
+    before = next_placement(shape, initial_placement(shape, [0, 1]), [0, 1, 5])
     assert before == homes_with(((0, 1),), ((1,), (0,)))
 
-    after = new_homes(shape, before, [0, 5])
+    after = next_placement(shape, before, [0, 5])
 
     assert after.chains == ((0, 5),)
 
@@ -196,37 +196,37 @@ def test_who_computes_nothing_takes_over_before_who_holds_the_part_and_computes_
 def test_the_chain_that_lost_most_is_given_up():
     shape = PlacementShape(parts=2, chains=2, copies=1)
 
-    after = new_homes(shape, first_homes(shape, [0, 1, 2, 3]), [1, 2, 3])
+    after = next_placement(shape, initial_placement(shape, [0, 1, 2, 3]), [1, 2, 3])
 
     assert after.chains == ((2, 3),)
 
 
 def test_workers_that_are_left_of_a_chain_take_the_places_in_the_others():
     shape = PlacementShape(parts=2, chains=2, copies=1)
-    before = first_homes(shape, [0, 1, 2, 3])
+    before = initial_placement(shape, [0, 1, 2, 3])
     assert before.chains == ((0, 1), (2, 3))
 
-    after = new_homes(shape, before, [1, 2])
+    after = next_placement(shape, before, [1, 2])
 
     assert after.chains == ((2, 1),)
-    assert gifts(before, after, [1, 2]) == ()
+    assert transfers(before, after, [1, 2]) == ()
 
 
 def test_those_who_have_a_part_take_turns_to_give_it():
     shape = PlacementShape(parts=1, chains=1, copies=4)
-    before = first_homes(shape, [0, 1])
+    before = initial_placement(shape, [0, 1])
 
-    after = new_homes(shape, before, [0, 1, 2, 3])
+    after = next_placement(shape, before, [0, 1, 2, 3])
 
-    assert gifts(before, after, [0, 1, 2, 3]) == (PartTransfer(0, 0, 2), PartTransfer(0, 1, 3))
+    assert transfers(before, after, [0, 1, 2, 3]) == (PartTransfer(0, 0, 2), PartTransfer(0, 1, 3))
 
 
 def test_newcomers_relieve_who_computes_several_parts_and_then_make_a_chain():
     shape = PlacementShape(parts=2, chains=2, copies=1)
-    alone = first_homes(shape, [0])
+    alone = initial_placement(shape, [0])
 
-    two = new_homes(shape, alone, [0, 5])
-    four = new_homes(shape, two, [0, 5, 6, 7])
+    two = next_placement(shape, alone, [0, 5])
+    four = next_placement(shape, two, [0, 5, 6, 7])
 
     assert [sorted(chain) for chain in two.chains] == [[0, 5]]
     assert four.chains == (*two.chains, (6, 7))
@@ -234,26 +234,26 @@ def test_newcomers_relieve_who_computes_several_parts_and_then_make_a_chain():
 
 def test_a_backup_takes_over_what_it_has_and_restores_it():
     shape = PlacementShape(parts=2, chains=1, copies=2, lazy=True)
-    before = first_homes(shape, [0, 1, 2])
+    before = initial_placement(shape, [0, 1, 2])
     assert (before.chains, before.backups) == (((0, 1),), ((2,), (2,)))
 
-    after = new_homes(shape, before, [1, 2])
+    after = next_placement(shape, before, [1, 2])
 
     assert (after.chains, after.backups) == (((2, 1),), ((1,), (2,)))
     assert restorations(before, after, [1, 2]) == (Restoration(0, 2, ()),)
-    assert gifts(before, after, [1, 2]) == ()
+    assert transfers(before, after, [1, 2]) == ()
 
 
 def test_who_has_been_a_backup_for_longest_restores_and_without_one_who_takes_over():
     shape = PlacementShape(parts=1, chains=1, copies=3, lazy=True)
-    three = new_homes(shape, first_homes(shape, [1, 2]), [0, 1, 2])
+    three = next_placement(shape, initial_placement(shape, [1, 2]), [0, 1, 2])
     assert three.backups == ((2, 0),)
 
-    after = new_homes(shape, three, [0, 2])
+    after = next_placement(shape, three, [0, 2])
 
     assert restorations(three, after, [0, 2])[0].restorer == 2
-    alone = first_homes(PlacementShape(parts=2, chains=1, copies=1), [0, 1])
-    assert restorations(alone, new_homes(PlacementShape(parts=2, chains=1, copies=1), alone, [0]), [0]) == (
+    alone = initial_placement(PlacementShape(parts=2, chains=1, copies=1), [0, 1])
+    assert restorations(alone, next_placement(PlacementShape(parts=2, chains=1, copies=1), alone, [0]), [0]) == (
         Restoration(1, 0, ()),
     )
 
@@ -261,9 +261,12 @@ def test_who_has_been_a_backup_for_longest_restores_and_without_one_who_takes_ov
 @given(histories())
 def test_every_part_that_is_lost_is_restored_by_one_of_the_living_and_comes_to_all_who_are_to_hold_it(given_history):
     shape, history = given_history
-    before, members = homes_after(shape, history[:-1]) if len(history) > 1 else first_homes(shape, [99]), history[-1]
+    before, members = (
+        homes_after(shape, history[:-1]) if len(history) > 1 else initial_placement(shape, [99]),
+        history[-1],
+    )
 
-    after = new_homes(shape, before, members)
+    after = next_placement(shape, before, members)
 
     found = restorations(before, after, members)
     assert tuple(restoration.part for restoration in found) == before.lost(members)
@@ -276,7 +279,7 @@ def test_every_part_that_is_lost_is_restored_by_one_of_the_living_and_comes_to_a
 
 
 def test_with_fewer_workers_than_parts_each_computes_neighbours():
-    homes = first_homes(PlacementShape(parts=4, chains=1, copies=1), [3, 8])
+    homes = initial_placement(PlacementShape(parts=4, chains=1, copies=1), [3, 8])
 
     assert homes.chains == ((3, 3, 8, 8),)
     assert homes.held_by([3]) == (0, 1)

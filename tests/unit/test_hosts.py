@@ -63,7 +63,7 @@ def make_job(tmp_path, agent):
 def meet(job, tmp_path):
     hosts = MpiHosts(job, RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None))
     try:
-        hosts.meet()
+        hosts.connect()
     finally:
         hosts.close()
 
@@ -172,13 +172,13 @@ def test_who_is_left_is_found_out_and_what_still_runs_there_is_ended(make_job, t
     hosts = MpiHosts(
         make_job('test ! -e "$0.down" && sh -c "$*"'), RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
     )
-    hosts.meet()
+    hosts.connect()
     (tmp_path / "agent.down").touch()
     sleepers = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
     first, second, later = (Process.of(sleeper.pid) for sleeper in sleepers)
     earlier = Process(later.pid, later.started - 1)
     try:
-        lost = hosts.look_again([WatchedWorker(first, second, "far"), WatchedWorker(earlier, earlier, "far")])
+        lost = hosts.poll([WatchedWorker(first, second, "far"), WatchedWorker(earlier, earlier, "far")])
 
         assert lost == {AWAY: "could not be reached: exit code 1"}
         assert hosts.left == (Host(FAR, 1),)
@@ -198,7 +198,7 @@ def test_what_takes_too_long_on_a_host_is_ended_with_all_that_it_started(tmp_pat
     script.write_text(f'#!/bin/sh\nsleep 60 & echo $! > "{tmp_path}/child"; wait\n')
     script.chmod(0o755)
 
-    answers = RemoteAgent([str(script)]).ask({FAR: "true"}, 1.0)
+    answers = RemoteAgent([str(script)]).request({FAR: "true"}, 1.0)
 
     assert answers[FAR].exit_code is None
     child = int((tmp_path / "child").read_text())

@@ -113,7 +113,7 @@ def test_a_run_without_any_intact_checkpoint_says_that_it_starts_at_the_beginnin
 def go_on_with(edit, where, elsewhere, step=9):
     """Edit the state of a checkpoint, save it elsewhere, and train from there; return the hash at the end."""
     loaded = load(where, step)
-    initial = Training().session._replica.state_dict()
+    initial = Training().session._trainable.state_dict()
     state, info, step = edit(loaded.state, loaded.info, initial) or (loaded.state, loaded.info, step)
     write_tensors(elsewhere, step, state, info).commit(0)
     return Training(checkpoint_dir=str(elsewhere), resume=True).run().sha256

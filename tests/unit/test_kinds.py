@@ -15,7 +15,7 @@ from holdfast.engine.context import LiveSettings, PlatformState
 from holdfast.records.types import RunStarted, WorkerRefused
 from holdfast.report import build_report
 from holdfast.state.platform import FIELDS, between, difference, number_of, promises_bits
-from holdfast.state.platform_check import compare_with_others, kind_of_worker
+from holdfast.state.platform_check import compare_with_others, platform_of_worker
 
 AVX512 = {"capability": "AVX512", "cpu": "A 1", "torch": "2.0", "threads": "1", "kernels": "77"}
 AVX2 = AVX512 | {"capability": "AVX2", "kernels": "88"}
@@ -67,46 +67,46 @@ def test_what_differs_is_named_with_what_to_set(kinds, what, advice):
 def test_what_an_older_version_did_not_write_down_is_no_difference():
     now = AVX512 | {"numpy": "2.4.0", "python": "3.11"}
 
-    assert between(now, AVX512, who="worker 0 has", others="the others") is None
-    assert between(now, AVX2, who="worker 0 has", others="the others") is not None
+    assert between(now, AVX512, worker="worker 0 has", others="the others") is None
+    assert between(now, AVX2, worker="worker 0 has", others="the others") is not None
 
 
 def test_a_kind_has_the_versions_with_which_samples_are_drawn(monkeypatch):
     monkeypatch.setattr(numpy, "__version__", "1.0")
 
-    assert kind_of_worker()["numpy"] == "1.0"
-    assert kind_of_worker()["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert platform_of_worker()["numpy"] == "1.0"
+    assert platform_of_worker()["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def test_a_kind_tells_threads_and_flags_of_this_process():
-    before, threads = kind_of_worker(), torch.get_num_threads()
+    before, threads = platform_of_worker(), torch.get_num_threads()
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(threads + 1)
     torch.use_deterministic_algorithms(not is_deterministic)
     try:
-        after = kind_of_worker()
+        after = platform_of_worker()
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(is_deterministic)
 
     assert {name for name in FIELDS if before[name] != after[name]} >= {"threads", "flags"}
-    assert before == kind_of_worker()
+    assert before == platform_of_worker()
     assert before.keys() == FIELDS.keys()
 
 
 @pytest.mark.parametrize(("place", "told"), [("mkldnn", "matmul bf16/none"), ("cuda", "matmul none/tf32")])
 def test_a_kind_tells_the_precision_of_each_backend_where_a_script_sets_that(place, told):
     matmul = getattr(torch.backends, place).matmul
-    before, precision = kind_of_worker(), matmul.fp32_precision
+    before, precision = platform_of_worker(), matmul.fp32_precision
     matmul.fp32_precision = "bf16" if place == "mkldnn" else "tf32"
     try:
-        after = kind_of_worker()
+        after = platform_of_worker()
     finally:
         matmul.fp32_precision = precision
 
     assert told in after["flags"].split(", ")
     assert "matmul highest" in before["flags"].split(", ")
-    assert before == kind_of_worker()
+    assert before == platform_of_worker()
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def newcomer(**settings):
     """A world whose members are of another kind than this worker; and what it wrote down."""
     written = []
     world = SimpleNamespace(
-        comm=SimpleNamespace(local_ranks=(4,), wanted_kind=lambda: '{"capability": "AVX512", "threads": "1"}'),
+        comm=SimpleNamespace(local_ranks=(4,), wanted_platform=lambda: '{"capability": "AVX512", "threads": "1"}'),
         platform=PlatformState({"capability": "AVX2", "threads": "1"}),
         settings=Settings(**settings),
         live=LiveSettings.of(Settings(**settings)),
@@ -197,10 +197,10 @@ def test_going_on_from_a_checkpoint_of_another_kind_is_said_and_written_down(tmp
     train(checkpoint_every=2, **given)
     assert capsys.readouterr().err == ""
 
-    monkeypatch.setattr("holdfast.session.session.kind_of_worker", lambda: AVX2)
+    monkeypatch.setattr("holdfast.session.session.platform_of_worker", lambda: AVX2)
     session = train(resume=True, **given)
 
-    assert session._world.platform.given_up.startswith(
+    assert session._job.platform.given_up.startswith(
         "not exact: worker 0 has CPU capability AVX2, the writer of the checkpoint "
     )
-    assert capsys.readouterr().err.count(session._world.platform.given_up) == 1
+    assert capsys.readouterr().err.count(session._job.platform.given_up) == 1

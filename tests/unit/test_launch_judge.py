@@ -53,52 +53,52 @@ def judge():
     judge = JobState("train.py", stall_timeout_s=60.0)
     judge.begin((0, 1, 2))
     for rank in range(3):
-        judge.hear(started(rank))
+        judge.apply(started(rank))
     return judge
 
 
 def test_a_job_goes_on_while_somebody_lives(judge):
-    judge.hear(ended(1, -9))
+    judge.apply(ended(1, -9))
 
     assert judge.verdict(1.0, running=True) is None
     assert judge.living() == (0, 2)
 
 
 def test_a_job_is_done_when_all_that_are_not_dead_have_finished_and_ended(judge):
-    judge.hear(ended(1, -9))
+    judge.apply(ended(1, -9))
     for rank in (0, 2):
-        judge.hear(finished(rank))
+        judge.apply(finished(rank))
     assert judge.verdict(1.0, running=True) is None
 
     for rank in (0, 2):
-        judge.hear(ended(rank, 0))
+        judge.apply(ended(rank, 0))
 
     assert judge.verdict(1.0, running=True) == JobCompleted(finished(0))
 
 
 def test_mpirun_being_gone_does_not_make_a_job_fail_that_finished(judge):
     for rank in (0, 1, 2):
-        judge.hear(finished(rank))
-        judge.hear(ended(rank, 0))
+        judge.apply(finished(rank))
+        judge.apply(ended(rank, 0))
 
     assert judge.verdict(1.0, running=False) == JobCompleted(finished(0))
 
 
 def test_the_first_exception_ends_the_job(judge):
-    judge.hear(failed(2, t_s=6.0))
-    judge.hear(failed(1, t_s=5.0))
+    judge.apply(failed(2, t_s=6.0))
+    judge.apply(failed(1, t_s=5.0))
 
     assert judge.verdict(1.0, running=True) == JobBroken("rank 1, step 4: boom 1", 1, "T")
 
 
 def test_a_wrong_setting_keeps_its_exit_code_and_names_no_rank(judge):
-    judge.hear(failed(1, exit_code=2))
+    judge.apply(failed(1, exit_code=2))
 
     assert judge.verdict(1.0, running=True) == JobBroken("boom 1", 2, "T")
 
 
 def test_an_exit_code_without_an_exception_ends_the_job(judge):
-    judge.hear(ended(1, 3))
+    judge.apply(ended(1, 3))
 
     verdict = judge.verdict(1.0, running=True)
 
@@ -106,7 +106,7 @@ def test_an_exit_code_without_an_exception_ends_the_job(judge):
 
 
 def test_leaving_training_early_ends_the_job(judge):
-    judge.hear(ended(1, 0))
+    judge.apply(ended(1, 0))
 
     verdict = judge.verdict(1.0, running=True)
 
@@ -116,7 +116,7 @@ def test_leaving_training_early_ends_the_job(judge):
 def test_a_script_that_never_trains_is_told_so():
     judge = JobState("train.py")
     judge.begin((0, 1))
-    judge.hear(ended(0, 0, step=-1))
+    judge.apply(ended(0, 0, step=-1))
 
     verdict = judge.verdict(1.0, running=True)
 
@@ -126,18 +126,18 @@ def test_a_script_that_never_trains_is_told_so():
 
 def test_giving_up_is_not_an_exception(judge):
     for rank in (0, 1, 2):
-        judge.hear(finished(rank, "gave-up"))
-        judge.hear(failed(rank))
-        judge.hear(ended(rank, 1))
+        judge.apply(finished(rank, "gave-up"))
+        judge.apply(failed(rank))
+        judge.apply(ended(rank, 1))
 
     assert judge.verdict(1.0, running=False) == JobCompleted(finished(0, "gave-up"))
 
 
 def test_a_job_whose_workers_all_died_is_lost_and_starts_again_without_those_that_were_killed(judge):
-    judge.hear(killed(0))
-    judge.hear(ended(0, -9))
-    judge.hear(ended(1, -11))
-    judge.hear(ended(2, -9))
+    judge.apply(killed(0))
+    judge.apply(ended(0, -9))
+    judge.apply(ended(1, -11))
+    judge.apply(ended(2, -9))
 
     verdict = judge.verdict(1.0, running=True)
 
@@ -146,7 +146,7 @@ def test_a_job_whose_workers_all_died_is_lost_and_starts_again_without_those_tha
 
 
 def test_a_worker_that_survivors_missed_does_not_start_again(judge):
-    judge.hear(recovered(0, lost=(1,)))
+    judge.apply(recovered(0, lost=(1,)))
 
     assert judge.verdict(1.0, running=False) == JobLost("mpirun ended before the workers did")
     assert judge.ranks_left() == (0, 2)
@@ -154,11 +154,11 @@ def test_a_worker_that_survivors_missed_does_not_start_again(judge):
 
 def test_when_nobody_is_left_a_replacement_gets_a_new_number(judge):
     for rank in range(3):
-        judge.hear(ended(rank, -9))
+        judge.apply(ended(rank, -9))
     assert judge.ranks_left() == (3,)
 
     judge.begin((3,))
-    judge.hear(ended(3, -9))
+    judge.apply(ended(3, -9))
 
     assert judge.ranks_left() == (4,)
 
@@ -166,7 +166,7 @@ def test_when_nobody_is_left_a_replacement_gets_a_new_number(judge):
 def test_deaths_that_the_launcher_caused_are_not_counted(judge):
     judge.close()
     for rank in range(3):
-        judge.hear(ended(rank, -9))
+        judge.apply(ended(rank, -9))
 
     assert judge.ranks_left() == (0, 1, 2)
 
@@ -180,11 +180,11 @@ def test_workers_that_never_started_are_not_started_again():
 
 def test_three_deaths_at_the_same_slice_blame_its_samples(judge):
     for rank in (0, 1):
-        judge.hear(ended(rank, -9), at())
+        judge.apply(ended(rank, -9), at())
     assert judge.verdict(1.0, running=True) is None
 
     judge.begin((2,))  # across a restart
-    judge.hear(ended(2, -9), at("backward"))
+    judge.apply(ended(2, -9), at("backward"))
 
     verdict = judge.verdict(1.0, running=True)
     assert isinstance(verdict, JobBroken)
@@ -196,24 +196,24 @@ def test_three_deaths_at_the_same_slice_blame_its_samples(judge):
 
 @pytest.mark.parametrize("other", [at(step=5), at(slice_=1), at("recovery"), at("allreduce"), None])
 def test_deaths_elsewhere_blame_nobody(judge, other):
-    judge.hear(ended(0, -9), at())
-    judge.hear(ended(1, -9), other)
-    judge.hear(ended(2, -9), at())
+    judge.apply(ended(0, -9), at())
+    judge.apply(ended(1, -9), other)
+    judge.apply(ended(2, -9), at())
 
     assert isinstance(judge.verdict(1.0, running=True), JobLost)
 
 
 def test_injected_deaths_blame_nobody(judge):
     for rank in range(3):
-        judge.hear(killed(rank))
-        judge.hear(ended(rank, -9), at())
+        judge.apply(killed(rank))
+        judge.apply(ended(rank, -9), at())
 
     assert isinstance(judge.verdict(1.0, running=True), JobLost)
 
 
 def test_workers_that_all_wait_without_a_sign_of_life_are_lost(judge):
-    judge.watch({rank: at("allreduce") for rank in range(3)}, 10.0)
-    judge.watch({rank: at("allreduce") for rank in range(3)}, 60.0)
+    judge.observe({rank: at("allreduce") for rank in range(3)}, 10.0)
+    judge.observe({rank: at("allreduce") for rank in range(3)}, 60.0)
 
     assert judge.verdict(69.0, running=True) is None
     assert isinstance(judge.verdict(70.0, running=True), JobLost)
@@ -221,9 +221,9 @@ def test_workers_that_all_wait_without_a_sign_of_life_are_lost(judge):
 
 def test_stages_that_all_wait_for_each_others_messages_on_their_way_forward_and_back_are_lost(judge):
     waiting = {0: at("backward", waits=True), 1: at("forward", waits=True), 2: at("forward", waits=True)}
-    judge.watch(waiting | {2: at("forward")}, 10.0)
-    judge.watch(waiting, 30.0)
-    judge.watch(waiting, 85.0)
+    judge.observe(waiting | {2: at("forward")}, 10.0)
+    judge.observe(waiting, 30.0)
+    judge.observe(waiting, 85.0)
 
     assert judge.verdict(85.0, running=True) is None, "one of them has waited for 55 s only"
     assert isinstance(judge.verdict(90.0, running=True), JobLost)
@@ -231,20 +231,20 @@ def test_stages_that_all_wait_for_each_others_messages_on_their_way_forward_and_
 
 @pytest.mark.parametrize("busy", [at("forward"), at("allreduce", beats=2), at("backward", beats=2, waits=True)])
 def test_one_worker_that_computes_or_moves_is_enough_to_wait(judge, busy):
-    judge.watch({rank: at("allreduce") for rank in range(3)}, 10.0)
-    judge.watch({0: busy}, 60.0)
+    judge.observe({rank: at("allreduce") for rank in range(3)}, 10.0)
+    judge.observe({0: busy}, 60.0)
 
     assert judge.verdict(80.0, running=True) is None
 
 
 def test_those_who_waited_for_one_that_was_stuck_have_as_long_again_to_go_on_without_it(judge):
     waiting = {rank: at("allreduce") for rank in (1, 2)}
-    judge.watch(waiting | {0: at("checkpoint")}, 10.0)
-    judge.hear(ended(0, -9))
+    judge.observe(waiting | {0: at("checkpoint")}, 10.0)
+    judge.apply(ended(0, -9))
 
-    judge.watch(waiting, 70.5)
+    judge.observe(waiting, 70.5)
     assert judge.verdict(71.0, running=True) is None
-    judge.watch(waiting, 130.0)
+    judge.observe(waiting, 130.0)
     assert isinstance(judge.verdict(131.0, running=True), JobLost)
 
 
@@ -255,7 +255,7 @@ def in_vain(count):
 
 def test_recoveries_of_which_nothing_comes_lose_the_job(judge):
     for count in range(1, VAIN_RECOVERIES + 1):
-        judge.watch({rank: in_vain(count if rank == 2 else 0) for rank in range(3)}, 10.0 * count)
+        judge.observe({rank: in_vain(count if rank == 2 else 0) for rank in range(3)}, 10.0 * count)
     assert judge.verdict(69.0, running=True) is None
 
     verdict = judge.verdict(71.0, running=True)
@@ -269,14 +269,14 @@ def test_recoveries_of_which_nothing_comes_lose_the_job(judge):
 
 @pytest.mark.parametrize("changed", ["few", "progress", "dead"])
 def test_a_recovery_that_may_yet_succeed_loses_nothing(judge, changed):
-    judge.watch({2: in_vain(VAIN_RECOVERIES - 1)}, 10.0)
+    judge.observe({2: in_vain(VAIN_RECOVERIES - 1)}, 10.0)
     if changed != "few":
-        judge.watch({2: in_vain(VAIN_RECOVERIES)}, 20.0)
+        judge.observe({2: in_vain(VAIN_RECOVERIES)}, 20.0)
     if changed == "progress":  # a step was applied, or a member was lost, and then it begins again
-        judge.watch({2: in_vain(0)}, 40.0)
-        judge.watch({2: in_vain(VAIN_RECOVERIES)}, 50.0)
+        judge.observe({2: in_vain(0)}, 40.0)
+        judge.observe({2: in_vain(VAIN_RECOVERIES)}, 50.0)
     if changed == "dead":
-        judge.hear(ended(2, -9))
+        judge.apply(ended(2, -9))
 
     assert judge.verdict(90.0, running=True) is None
 
@@ -284,13 +284,13 @@ def test_a_recovery_that_may_yet_succeed_loses_nothing(judge, changed):
 def test_a_virtual_job_is_judged_by_its_one_process():
     judge = JobState("train.py", virtual=True)
     judge.begin((0, 1, 2))
-    judge.hear(started(0))
-    judge.hear(recovered(1, lost=(0,)))
-    judge.hear(finished(1))
+    judge.apply(started(0))
+    judge.apply(recovered(1, lost=(0,)))
+    judge.apply(finished(1))
     assert judge.verdict(1.0, running=True) is None
     assert judge.workers_alive() == (1, 2)
 
-    judge.hear(ended(0, 0))
+    judge.apply(ended(0, 0))
 
     assert judge.verdict(1.0, running=True) == JobCompleted(finished(1))
 
@@ -298,8 +298,8 @@ def test_a_virtual_job_is_judged_by_its_one_process():
 def test_a_virtual_job_that_dies_loses_no_worker():
     judge = JobState("train.py", virtual=True)
     judge.begin((0, 1, 2))
-    judge.hear(killed(1))
-    judge.hear(ended(0, -9))
+    judge.apply(killed(1))
+    judge.apply(ended(0, -9))
 
     assert isinstance(judge.verdict(1.0, running=False), JobLost)
     assert judge.ranks_left() == (0, 2)
@@ -324,7 +324,7 @@ def test_a_newcomer_counts_once_the_others_have_let_it_in(judge):
     judge.wait_for(3)
     assert (judge.waiting, judge.living(), judge.highest) == ({3}, (0, 1, 2), 3)
 
-    judge.hear(grown(0, (3,), (0, 1, 2, 3)))
+    judge.apply(grown(0, (3,), (0, 1, 2, 3)))
 
     assert (judge.waiting, judge.living(), judge.workers_alive()) == (set(), (0, 1, 2, 3), (0, 1, 2, 3))
 
@@ -332,7 +332,7 @@ def test_a_newcomer_counts_once_the_others_have_let_it_in(judge):
 @pytest.mark.parametrize("end", [ended(3, -9), ended(3, 1), ended(3, 0), failed(3)])
 def test_what_befalls_a_newcomer_that_waits_is_no_fault_of_the_job(judge, end):
     judge.wait_for(3)
-    judge.hear(end)
+    judge.apply(end)
 
     assert judge.verdict(1.0, running=True) is None
     assert judge.waiting == ({3} if isinstance(end, ScriptFailed) else set())
@@ -341,23 +341,23 @@ def test_what_befalls_a_newcomer_that_waits_is_no_fault_of_the_job(judge, end):
 @pytest.mark.parametrize("alive", [(0, 1), (1, 2)])
 def test_a_newcomer_whose_end_is_heard_before_its_admission_is_not_waited_for(judge, alive):
     judge.wait_for(3)
-    judge.hear(ended(3, -9))
-    judge.hear(grown(0, (3,), (0, 1, 2, 3)))
+    judge.apply(ended(3, -9))
+    judge.apply(grown(0, (3,), (0, 1, 2, 3)))
     assert judge.living() == (0, 1, 2)
 
     for rank in (0, 1, 2):
-        judge.hear(finished(rank) if rank in alive else ended(rank, -9))
+        judge.apply(finished(rank) if rank in alive else ended(rank, -9))
     for rank in alive:
-        judge.hear(ended(rank, 0))
+        judge.apply(ended(rank, 0))
 
     assert judge.verdict(1.0, running=True) == JobCompleted(finished(alive[0]))
 
 
 def test_a_newcomer_that_was_let_in_must_not_leave_training_early(judge):
     judge.wait_for(3)
-    judge.hear(started(3))
-    judge.hear(grown(0, (3,), (0, 1, 2, 3)))
-    judge.hear(ended(3, 0))
+    judge.apply(started(3))
+    judge.apply(grown(0, (3,), (0, 1, 2, 3)))
+    judge.apply(ended(3, 0))
 
     assert isinstance(judge.verdict(1.0, running=True), JobBroken)
 
@@ -365,25 +365,25 @@ def test_a_newcomer_that_was_let_in_must_not_leave_training_early(judge):
 def test_a_newcomer_that_still_waits_when_the_others_are_done_does_not_keep_the_job(judge):
     judge.wait_for(3)
     for rank in range(3):
-        judge.hear(finished(rank))
-        judge.hear(ended(rank, 0))
+        judge.apply(finished(rank))
+        judge.apply(ended(rank, 0))
 
     assert judge.verdict(1.0, running=True) == JobCompleted(finished(0))
 
 
 def test_a_worker_that_leaves_in_order_is_no_failure(judge):
-    judge.hear(left(1))
-    judge.hear(ended(1, 0))
+    judge.apply(left(1))
+    judge.apply(ended(1, 0))
 
     assert judge.verdict(1.0, running=True) is None
     assert judge.living() == (0, 2)
 
 
 def test_a_worker_that_left_is_not_started_again(judge):
-    judge.hear(left(1))
-    judge.hear(ended(1, 0))
+    judge.apply(left(1))
+    judge.apply(ended(1, 0))
     for rank in (0, 2):
-        judge.hear(ended(rank, -11))
+        judge.apply(ended(rank, -11))
 
     assert isinstance(judge.verdict(1.0, running=True), JobLost)
     assert judge.ranks_left() == (0, 2)
@@ -392,13 +392,13 @@ def test_a_worker_that_left_is_not_started_again(judge):
 def test_a_job_that_replaces_the_dead_starts_again_with_as_many_as_it_had_each_with_a_number_of_its_own(judge):
     judge.wait_for(3)
     for rank in (0, 1, 2):
-        judge.hear(ended(rank, -9))
+        judge.apply(ended(rank, -9))
     assert judge.ranks_left(3) == (4, 5, 6)
 
     judge.begin((4, 5, 6))
-    judge.hear(ended(5, -9))
+    judge.apply(ended(5, -9))
     for rank in (4, 6):
-        judge.hear(ended(rank, -11))
+        judge.apply(ended(rank, -11))
 
     assert judge.ranks_left(3) == (4, 6, 7)
     assert judge.ranks_left() == (4, 6)
@@ -408,34 +408,34 @@ def test_the_workers_of_a_lost_node_are_not_waited_for(judge):
     judge.lose([1, 2])
     assert (judge.living(), judge.workers_alive(), judge.ranks_left()) == ((0,), (0,), (0,))
 
-    judge.hear(finished(0))
-    judge.hear(ended(0, 0))
+    judge.apply(finished(0))
+    judge.apply(ended(0, 0))
 
     assert judge.verdict(1.0, running=True) == JobCompleted(finished(0))
 
 
 @pytest.mark.parametrize("late", [failed(1, t_s=6.0), ended(1, 1, t_s=6.0), ended(1, 0, t_s=6.0)])
 def test_what_a_worker_says_after_it_was_given_up_does_not_end_the_job(judge, late):
-    judge.hear(recovered(0, lost=(1,)))
-    judge.hear(late)
+    judge.apply(recovered(0, lost=(1,)))
+    judge.apply(late)
 
     assert judge.verdict(7.0, running=True) is None
 
 
 def test_an_exception_from_before_the_others_went_on_ends_the_job(judge):
-    judge.hear(recovered(0, lost=(1,)))
-    judge.hear(failed(1, t_s=4.9))
-    judge.hear(ended(1, 1, t_s=6.0))
+    judge.apply(recovered(0, lost=(1,)))
+    judge.apply(failed(1, t_s=4.9))
+    judge.apply(ended(1, 1, t_s=6.0))
 
     assert judge.verdict(7.0, running=True) == JobBroken("rank 1, step 4: boom 1", 1, "T")
 
 
 def test_who_left_does_not_speak_for_those_that_were_lost_after(judge):
-    judge.hear(finished(1))  # of an earlier loop
-    judge.hear(left(1))
-    judge.hear(ended(1, 0))
+    judge.apply(finished(1))  # of an earlier loop
+    judge.apply(left(1))
+    judge.apply(ended(1, 0))
     for rank in (0, 2):
-        judge.hear(ended(rank, -9))
+        judge.apply(ended(rank, -9))
 
     assert isinstance(judge.verdict(1.0, running=True), JobLost)
 
@@ -449,7 +449,7 @@ def beginning():
 
 
 def test_a_death_before_all_are_connected_loses_the_start_where_a_fabric_connects_all_or_none(beginning):
-    beginning.hear(ended(1, -9))
+    beginning.apply(ended(1, -9))
 
     assert beginning.verdict(1.0, running=True) == JobLost(
         "rank 1 was killed by SIGKILL before all workers were connected"
@@ -459,7 +459,7 @@ def test_a_death_before_all_are_connected_loses_the_start_where_a_fabric_connect
 
 def test_a_death_once_the_survivors_are_connected_is_one_to_recover_from(beginning):
     beginning.connect([1, 2])
-    beginning.hear(ended(1, -9))
+    beginning.apply(ended(1, -9))
 
     assert beginning.verdict(1.0, running=True) is None
 
@@ -467,14 +467,14 @@ def test_a_death_once_the_survivors_are_connected_is_one_to_recover_from(beginni
 def test_other_fabrics_begin_without_a_worker_that_died():
     judge = JobState("train.py")
     judge.begin((0, 1, 2))
-    judge.hear(ended(1, -9))
+    judge.apply(ended(1, -9))
 
     assert judge.verdict(1.0, running=True) is None
 
 
 def test_an_exception_before_all_are_connected_is_a_bug_of_the_script(beginning):
-    beginning.hear(failed(1))
-    beginning.hear(ended(1, 1))
+    beginning.apply(failed(1))
+    beginning.apply(ended(1, 1))
 
     assert isinstance(beginning.verdict(1.0, running=True), JobBroken)
 

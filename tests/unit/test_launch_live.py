@@ -33,7 +33,7 @@ def recovered(rank=0, step=5, generation=1, **said):
 
 def told(*records):
     story = EventFormatter()
-    return [line for record in (START, *records) if (line := story.tell(record)) is not None][1:]
+    return [line for record in (START, *records) if (line := story.format(record)) is not None][1:]
 
 
 def test_survivors_of_a_death_compute_the_step_again():
@@ -95,7 +95,7 @@ def test_who_is_lost_while_another_leaves_is_lost():
 
 
 def test_before_training_under_torch_distributed_there_is_no_step_to_speak_of():
-    assert EventFormatter().tell(recovered(lost=(1,), decision="continue")) == "lost rank 1; ranks 0, 2 continue"
+    assert EventFormatter().format(recovered(lost=(1,), decision="continue")) == "lost rank 1; ranks 0, 2 continue"
 
 
 def test_forward_goes_on_with_the_step():
@@ -176,7 +176,7 @@ def test_names_of_figures_reach_the_terminal_as_text():
 def test_what_the_launcher_says_is_text_and_what_a_script_prints_keeps_its_colours(capsys):
     view = PlainView()
 
-    view.say(f"saved in {EVIL}")
+    view.print_line(f"saved in {EVIL}")
     view.output(0, "\x1b[31mred\x1b[0m")
 
     said = capsys.readouterr()

@@ -241,7 +241,7 @@ def test_a_terminal_shows_how_far_the_run_is(monkeypatch):
     view = make_view(screen)
 
     view.show(RunStatus(step=30, planned=120, alive={0: 11, 2: 12}, metrics={"loss": 0.5}))
-    view.say("lost rank 1")
+    view.print_line("lost rank 1")
     view.output(2, "[bold] is no markup")
     view.close()
 
@@ -271,10 +271,10 @@ def recovered(rank):
 def test_what_every_survivor_writes_is_told_once_a_start():
     story = EventFormatter()
 
-    assert story.tell(recovered(0)) == "lost rank 1; step 3 is computed again with ranks 0, 2"
-    assert story.tell(recovered(2)) is None
-    story.tell(JobRestarted(t_s=2.0, rank=-1, step=3, restart=1, workers=(0, 2), reason="why"))
-    assert story.tell(recovered(2)) is not None
+    assert story.format(recovered(0)) == "lost rank 1; step 3 is computed again with ranks 0, 2"
+    assert story.format(recovered(2)) is None
+    story.format(JobRestarted(t_s=2.0, rank=-1, step=3, restart=1, workers=(0, 2), reason="why"))
+    assert story.format(recovered(2)) is not None
 
 
 def ddp_started(rank):
@@ -296,17 +296,17 @@ def goes_on(step):
 def test_torch_distributed_is_told_with_its_first_step_and_without_a_plan():
     story = EventFormatter()
 
-    assert [story.tell(ddp_started(rank)) for rank in range(3)] == [None] * 3
-    assert story.tell(committed(0)) == "3 ranks: torch.distributed; all-reduces of DDP continue over the survivors"
-    assert story.tell(committed(1)) is None
-    assert story.tell(goes_on(2)) == "lost rank 1; step 2 continues with ranks 0, 2"
+    assert [story.format(ddp_started(rank)) for rank in range(3)] == [None] * 3
+    assert story.format(committed(0)) == "3 ranks: torch.distributed; all-reduces of DDP continue over the survivors"
+    assert story.format(committed(1)) is None
+    assert story.format(goes_on(2)) == "lost rank 1; step 2 continues with ranks 0, 2"
 
 
 def test_no_step_goes_on_where_there_is_none():
     story = EventFormatter()
 
-    assert story.tell(goes_on(0)) == "lost rank 1; ranks 0, 2 continue"
-    assert [story.tell(record) for record in (ddp_started(0), ddp_started(2))] == [None, None]
+    assert story.format(goes_on(0)) == "lost rank 1; ranks 0, 2 continue"
+    assert [story.format(record) for record in (ddp_started(0), ddp_started(2))] == [None, None]
 
 
 @pytest.fixture
@@ -314,9 +314,9 @@ def ddp_launcher():
     """A launcher that has heard that the script speaks to torch.distributed, and was asked to stop."""
     job = Job(script=Path("train.py"), settings=Settings(fabric="ulfm", workers=3))
     with Launcher(dataclasses.replace(job, grace_s=0.0), Said()) as launcher:
-        launcher._judge.begin((0, 1, 2))
-        launcher._news.hear(ddp_started(0))
-        launcher._stopping.ask()
+        launcher._state.begin((0, 1, 2))
+        launcher._bus.poll(ddp_started(0))
+        launcher._stopping.request()
         yield launcher
 
 
@@ -326,7 +326,7 @@ def test_what_follows_a_step_of_the_tear_down_that_raises_is_done_all_the_same(m
     job = Job(script=Path("train.py"), settings=Settings(fabric="ulfm", workers=1))
 
     launcher = Launcher(job, view).__enter__()
-    memory_dir = launcher._places.memory_dir
+    memory_dir = launcher._paths.memory_dir
     launcher._attempt = SimpleNamespace(end=full_disk)
     assert signal.getsignal(signal.SIGTERM) != before
     assert list(tmp_path.iterdir())
@@ -367,7 +367,7 @@ class Said(RunView):
     def close(self):
         self.is_closed = True
 
-    def say(self, line):
+    def print_line(self, line):
         self.lines.append(line)
 
 
@@ -381,7 +381,7 @@ class Deaf:
 
 
 def test_torch_distributed_is_not_said_to_save_when_it_is_stopped(ddp_launcher):
-    ddp_launcher._stopping.answer(Deaf())
+    ddp_launcher._stopping.advance(Deaf())
 
     assert ddp_launcher._view.lines == ["stopping: the ranks receive SIGTERM, within 0 s (Ctrl-C to stop immediately)"]
     assert ddp_launcher._stopping.timed_out() == JobBroken("stopped on request, but the ranks did not end within 0 s")
@@ -408,10 +408,10 @@ def test_an_injected_death_is_told_as_the_fault_only():
     fault = FaultFired(t_s=1.0, rank=1, step=3, fault=0, kind="kill", phase="forward")
     death = WorkerEnded(t_s=1.0, rank=1, step=3, exit_code=-9, pid=1)
 
-    assert story.tell(fault) == "kill of rank 1 at step 3, forward"
-    assert story.tell(death) is None
-    assert EventFormatter().tell(death) == "rank 1 died at step 3: killed by SIGKILL"
-    assert EventFormatter().tell(SEEN) is None
+    assert story.format(fault) == "kill of rank 1 at step 3, forward"
+    assert story.format(death) is None
+    assert EventFormatter().format(death) == "rank 1 died at step 3: killed by SIGKILL"
+    assert EventFormatter().format(SEEN) is None
 
 
 # -- stopping
@@ -434,8 +434,8 @@ def stopping(tmp_path):
     run = SimpleNamespace(
         job=SimpleNamespace(grace_s=10.0, nnodes=1, node_timeout_s=4.0),
         clock=SimpleNamespace(now_s=lambda: 5.0),
-        view=SimpleNamespace(say=lambda line: None),
-        places=SimpleNamespace(run_dir=tmp_path),
+        view=SimpleNamespace(print_line=lambda line: None),
+        paths=SimpleNamespace(run_dir=tmp_path),
         others=None,
         nodes=None,
     )
@@ -444,11 +444,11 @@ def stopping(tmp_path):
 
 def test_who_is_still_being_started_is_told_to_stop_as_soon_as_it_is_there_and_nobody_twice(stopping):
     workers = Waiting(0)
-    stopping.ask()
-    stopping.answer(workers)
+    stopping.request()
+    stopping.advance(workers)
     workers.there |= {1, 2}
-    stopping.answer(workers)
-    stopping.answer(workers)
+    stopping.advance(workers)
+    stopping.advance(workers)
 
     assert workers.told == [(rank, signal.SIGTERM) for rank in (0, 1, 2)]
 
@@ -462,13 +462,13 @@ def test_a_launcher_that_lost_the_store_stops_the_whole_job_only_where_no_other_
     workers = Waiting(0, 1, 2)
     workers.is_running = lambda: True
     if is_asked:
-        stopping.ask()
-        stopping.answer(workers)
+        stopping.request()
+        stopping.advance(workers)
 
     assert stopping.without_store(workers, "it is gone") is None
 
     assert workers.told == [(rank, signal.SIGTERM) for rank in (0, 1, 2) if told]
-    assert stop_path(stopping._run.places.run_dir).exists() == told
+    assert stop_path(stopping._run.paths.run_dir).exists() == told
 
 
 @pytest.mark.parametrize(
@@ -481,9 +481,9 @@ def test_a_launcher_that_lost_the_store_stops_the_whole_job_only_where_no_other_
     ],
 )
 def test_the_second_ctrl_c_of_a_person_stops_at_once_whoever_else_has_asked(stopping, numbers, at_once):
-    stopping.ask()  # another launcher was stopped
+    stopping.request()  # another launcher was stopped
     for number in numbers:
         stopping._on_signal(number, None)
 
-    assert stopping.is_asked
+    assert stopping.is_requested
     assert (stopping.timed_out() is not None) is at_once

@@ -150,7 +150,7 @@ KILLS = FaultPlan(
 
 def end_of(model, features, **more):
     session, state = train(model, "adam", features=features, workers=4, **more)
-    return (state, int(session._world.loops.finished[-1].metrics["ema"])) if "ema" in features else state
+    return (state, int(session._job.loops.finished[-1].metrics["ema"])) if "ema" in features else state
 
 
 SKIPPED = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

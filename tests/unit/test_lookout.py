@@ -23,7 +23,7 @@ def looked_for(stragglers, there, newcomers, settings):
     noted, told, births = [], [], WorkerPopulation(newcomers, 9)
     judge = SimpleNamespace(workers_alive=lambda: there)
     lookout = HealthMonitor(
-        SimpleNamespace(job=job, judge=judge, births=births),
+        SimpleNamespace(job=job, state=judge, population=births),
         SimpleNamespace(note=lambda record: noted.append((record.rank, record.policy))),
     )
     attempt = SimpleNamespace(send=lambda rank, number: told.append((rank, number)))
@@ -34,7 +34,7 @@ def looked_for(stragglers, there, newcomers, settings):
             )
             for rank in range(5)
         }
-        lookout._look_for_stragglers(attempt, positions, float(step))
+        lookout._check_stragglers(attempt, positions, float(step))
     return noted, told, births.due(99.0)
 
 

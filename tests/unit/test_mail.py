@@ -97,13 +97,13 @@ def test_the_word_that_tells_of_a_message_is_written_when_all_of_it_is_there(mon
     box.begin(1)
     inbox.begin(1)
     seen = []
-    say = ShmOutbox._say
+    say = ShmOutbox._append
 
     def look_before(self, to, words):
         seen.append((inbox.has_next(), box._parts[0].segment.bytes[:20].view(torch.float32).tolist()))
         say(self, to, words)
 
-    monkeypatch.setattr(ShmOutbox, "_say", look_before)
+    monkeypatch.setattr(ShmOutbox, "_append", look_before)
 
     box.put([OTHER], torch.ones(5))
 
@@ -276,7 +276,7 @@ def test_nobody_overtakes_who_still_reads_the_maximum_before():
         add.open()
         path = add._path
         if comm.local_ranks == (0,):
-            meet = type(path)._meet.__get__(path)
+            meet = type(path)._barrier.__get__(path)
 
             def meet_late():
                 meet()
@@ -285,7 +285,7 @@ def test_nobody_overtakes_who_still_reads_the_maximum_before():
                     assert time.monotonic() < ends_s, "the other one never came to its next meeting"
                     time.sleep(0.001)
 
-            path._meet = meet_late
+            path._barrier = meet_late
         return [add.maximum([n]) for n in range(rounds)]
 
     for found in side_by_side((0, 1), work).values():

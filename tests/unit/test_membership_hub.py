@@ -186,12 +186,12 @@ def test_strangers_are_counted_once_a_minute(caplog):
     seldom = RateLimitedLog(60.0, clock)
     for second in range(150):
         clock.now_s = 100.0 + second
-        seldom.say(f"stranger {second}")
-        seldom.look()
+        seldom.write(f"stranger {second}")
+        seldom.flush()
     for second in (150, 200, 1000):
         clock.now_s = 100.0 + second
-        seldom.look()
-    seldom.say("much later")
+        seldom.flush()
+    seldom.write("much later")
 
     assert caplog.messages == [
         "hub: stranger 0",

@@ -86,7 +86,7 @@ def test_each_node_starts_its_own_workers_and_knows_all(meet):
     starts = [launcher.begin(0) for launcher in meet(2)]
 
     assert [start.own for start in starts] == [(0, 1), (2, 3)]
-    assert {start.ranks for start in starts} == {start.living for start in starts} == {(0, 1, 2, 3)}
+    assert {start.ranks for start in starts} == {start.alive for start in starts} == {(0, 1, 2, 3)}
 
 
 def test_what_one_tells_all_others_hear_once_in_order_with_the_place_of_a_death(meet):
@@ -94,16 +94,16 @@ def test_what_one_tells_all_others_hear_once_in_order_with_the_place_of_a_death(
     position = BeaconPosition(beats=1, step=4, slice=2, phase="forward", pid=7, samples=(3, 5))
     death = WorkerEnded(t_s=9.0, rank=0, step=4, exit_code=-9, pid=7)
 
-    first.tell([(committed(step), None) for step in range(3)])
-    first.tell([(death, position)])
+    first.publish([(committed(step), None) for step in range(3)])
+    first.publish([(death, position)])
 
     for other in (second, third):
         told = []
-        until(lambda told=told, other=other: told.extend(other.hear()) or len(told) == 4)
+        until(lambda told=told, other=other: told.extend(other.receive()) or len(told) == 4)
         assert [entry.record for entry in told] == [committed(0), committed(1), committed(2), death]
         assert [entry.position for entry in told] == [None, None, None, position]
-        assert other.hear() == []
-    assert first.hear() == []
+        assert other.receive() == []
+    assert first.receive() == []
 
 
 def test_records_do_not_pile_up_in_the_store(meet, monkeypatch):
@@ -112,8 +112,8 @@ def test_records_do_not_pile_up_in_the_store(meet, monkeypatch):
     told = []
 
     for step in range(30):
-        first.tell([(committed(step), None)])
-        until(lambda: told.extend(second.hear()) or (told[-1:] and told[-1].record.step == step))  # noqa: B023
+        first.publish([(committed(step), None)])
+        until(lambda: told.extend(second.receive()) or (told[-1:] and told[-1].record.step == step))  # noqa: B023
 
     assert [entry.record.step for entry in told] == list(range(30))
     assert len(first.store.under("told/")) == 4
@@ -124,8 +124,8 @@ def test_many_records_at_once_go_in_pieces_that_a_store_takes(meet, monkeypatch)
     first, second = meet(2)
     told = []
 
-    first.tell([(committed(step, t_s=float(step)), None) for step in range(20)])
-    until(lambda: told.extend(second.hear()) or len(told) == 20)
+    first.publish([(committed(step, t_s=float(step)), None) for step in range(20)])
+    until(lambda: told.extend(second.receive()) or len(told) == 20)
 
     assert [entry.record.step for entry in told] == list(range(20))
     assert len(first.store.under("told/")) > 5
@@ -135,14 +135,14 @@ def test_a_silent_node_is_lost_with_its_workers_and_one_that_says_goodbye_is_not
     first, second, third = meet(3, workers=1)
     for launcher in (first, second, third):
         launcher.begin(0)
-    assert first.look() == nodes.NodeChanges()
+    assert first.poll() == nodes.NodeChanges()
 
     fall_silent(second)
     third.ended(2)
     third.close()
 
     changes = nodes.NodeChanges()
-    until(lambda: changes.lost.update(first.look().lost) or changes.lost)
+    until(lambda: changes.lost.update(first.poll().lost) or changes.lost)
     assert changes.lost == {1: (1,)}
     assert set(first.store.under("gone/0/")) == {"1", "2"}
     assert first._members.get("dead/1") == "node 1 is lost"
@@ -156,10 +156,10 @@ def test_whoever_finds_a_silent_node_second_loses_its_workers_like_the_first(mee
         launcher.begin(0)
     fall_silent(second)
 
-    until(lambda: first.look().lost)
+    until(lambda: first.poll().lost)
     until(lambda: third.store.get("gone/0/1"))
 
-    assert until(lambda: third.look().lost) == {1: (1,)}
+    assert until(lambda: third.poll().lost) == {1: (1,)}
     assert third.given_up == {1}
 
 
@@ -167,23 +167,23 @@ def test_who_comes_back_to_a_lost_node_brings_newcomers_and_knows_who_is_there(m
     first, second = meet(2)
     for launcher in (first, second):
         launcher.begin(0)
-    first.tell([(committed(0), None)])
-    second.tell([(committed(1), None)])
+    first.publish([(committed(0), None)])
+    second.publish([(committed(1), None)])
     fall_silent(second)
-    until(lambda: first.look().lost)
+    until(lambda: first.poll().lost)
 
     back = NodeGroup(make_job(1))
     meet.ends.callback(back.close)
     start = back.begin(back.number)
 
     assert back.is_late
-    assert (start.own, start.ranks, start.living) == ((), (0, 1, 2, 3), (0, 1))
-    assert [told.record.step for told in back.hear()] == [1, 0], "what its predecessor told, and the others"
+    assert (start.own, start.ranks, start.alive) == ((), (0, 1, 2, 3), (0, 1))
+    assert [told.record.step for told in back.receive()] == [1, 0], "what its predecessor told, and the others"
     assert back.free_number(4) == 4
-    assert until(lambda: first.look().newcomers) == (4,)
-    back.tell([(committed(2), None)])
+    assert until(lambda: first.poll().newcomers) == (4,)
+    back.publish([(committed(2), None)])
     heard = []
-    until(lambda: heard.extend(first.hear()) or len(heard) == 2)
+    until(lambda: heard.extend(first.receive()) or len(heard) == 2)
     assert [told.record.step for told in heard] == [1, 2]
 
 
@@ -195,9 +195,9 @@ def test_newcomers_of_two_nodes_at_once_are_known_each_at_its_home(meet):
     third.free_number(11)
     until(lambda: {rank for seated in first.there().values() for rank in seated.ranks} >= {10, 11})
 
-    assert sorted(first.look().newcomers) == [10, 11]
+    assert sorted(first.poll().newcomers) == [10, 11]
 
-    assert (first.homes_of([10]), first.homes_of([11])) == ((1,), (2,))
+    assert (first.ranks_of([10]), first.ranks_of([11])) == ((1,), (2,))
 
 
 def test_a_node_has_one_launcher(meet, make_job):
@@ -238,14 +238,14 @@ def test_workers_of_the_last_start_are_no_newcomers_of_this_one(meet):
     for launcher in (first, second):
         launcher.begin(0)
     assert second.free_number(4) == 4
-    until(lambda: first.look().newcomers == (4,))
+    until(lambda: first.poll().newcomers == (4,))
 
     assert first.agree_on_restart(1, (0, 1, 2)) == second.agree_on_restart(1, (0, 1, 2)) == (0, 1, 2)
     first.begin(1)
-    assert first.look().newcomers == (), "the second still names 3 and 4, who are no more"
+    assert first.poll().newcomers == (), "the second still names 3 and 4, who are no more"
     second.begin(1)
     assert second.free_number(5) == 5
-    assert until(lambda: first.look().newcomers) == (5,)
+    assert until(lambda: first.poll().newcomers) == (5,)
 
 
 def test_nobody_starts_again_before_a_lost_node_has_surely_ended_its_workers(meet):
@@ -253,7 +253,7 @@ def test_nobody_starts_again_before_a_lost_node_has_surely_ended_its_workers(mee
     for launcher in (first, second):
         launcher.begin(0)
     fall_silent(second)
-    until(lambda: first.look().lost)
+    until(lambda: first.poll().lost)
 
     since_s = time.monotonic()
     first.agree_on_restart(1, (0, 1))
@@ -267,43 +267,43 @@ def test_what_is_said_holds_for_this_start_only_and_can_be_taken_back(meet):
     for launcher in launchers:
         launcher.begin(0)
 
-    second.say("waits", true=True)
-    until(lambda: first.any_says("waits"))
-    assert not first.all_say("waits")
-    third.say("waits", true=True)
-    until(lambda: first.all_say("waits"))
-    assert first.all_say("waits", first.homes_of([4]))
-    second.say("waits", true=False)
-    until(lambda: not first.all_say("waits"))
+    second.post("waits", true=True)
+    until(lambda: first.any_posted("waits"))
+    assert not first.all_posted("waits")
+    third.post("waits", true=True)
+    until(lambda: first.all_posted("waits"))
+    assert first.all_posted("waits", first.ranks_of([4]))
+    second.post("waits", true=False)
+    until(lambda: not first.all_posted("waits"))
     first.agree_on_restart(1, range(6))
     first.begin(1)
-    assert not first.any_says("waits")
+    assert not first.any_posted("waits")
 
 
 def test_all_launchers_hear_the_same_changes_in_the_same_order(meet):
     first, second = meet(2)
 
-    first.ask({"lr": 0.1})
-    second.ask({"lr": 0.2})
-    second.ask({"batch_size": 8})
+    first.request({"lr": 0.1})
+    second.request({"lr": 0.2})
+    second.request({"batch_size": 8})
 
     wanted = [{"lr": 0.1}, {"lr": 0.2}, {"batch_size": 8}]
     for launcher in (first, second):
         heard = []
-        until(lambda heard=heard, launcher=launcher: heard.extend(launcher.asked()) or len(heard) == 3)
+        until(lambda heard=heard, launcher=launcher: heard.extend(launcher.requests()) or len(heard) == 3)
         assert heard == wanted
 
 
-def test_a_worker_of_another_node_is_told_to_leave_once(meet):
+def test_a_worker_of_another_node_is_is_leaving_once(meet):
     first, second = meet(2)
     for launcher in (first, second):
         launcher.begin(0)
 
     first.ask_to_leave(3)
 
-    assert until(second.told_to_leave) == (3,)
+    assert until(second.is_leaving) == (3,)
     assert until(lambda: second.store.get("leave/3") is None)
-    assert second.told_to_leave() == ()
+    assert second.is_leaving() == ()
 
 
 # -- what goes wrong when they meet

@@ -204,7 +204,7 @@ def check_bits(
     expected = nn.Sequential(*modules).state_dict()
     got = model.module.state_dict()
     check_same(got, expected)
-    held = session._replica.holdings.held
+    held = session._trainable.resident.held
     for part, plain in enumerate(optimizers):
         mine, its = held[part].optimizer.state_dict(), plain.state_dict()
         assert mine["param_groups"] == its["param_groups"]
@@ -261,7 +261,7 @@ def test_all_stages_take_a_step_that_is_scaled_or_none_does(tmp_path, monkeypatc
 
     check_bits(model, session, stages, largest_norm=largest_norm, scaler=plain)
     assert mine.state_dict() == plain.state_dict()
-    steps = {int(s["step"]) for o in session._replica.holdings.held.values() for s in o.optimizer.state.values()}
+    steps = {int(s["step"]) for o in session._trainable.resident.held.values() for s in o.optimizer.state.values()}
     assert len(steps) == 1
     assert 1 <= steps.pop() < STEPS - 1, "some overflow"
 
@@ -318,7 +318,7 @@ def plain_figures(modules, batch_size):
 @pytest.mark.parametrize("workers", [1, 4, 7])
 def test_an_evaluation_gives_the_figures_of_the_whole_model_and_leaves_no_trace(workers):
     model, session = begin(workers=workers, average=make_average)
-    held, losses = session._replica.holdings.held, []
+    held, losses = session._trainable.resident.held, []
 
     for step in session.steps(dataset(), BATCH, EPOCHS):
         found = step.evaluate(dataset(), 2)
@@ -383,7 +383,7 @@ def test_a_stage_that_is_restored_as_it_was_goes_on_with_the_learning_rate_of_th
 
     assert [r.ages for r in read_run(tmp_path) if isinstance(r, PartRestored)] == [(2,)]
     _, optimizers = plainly(STAGES["awkward"], OPTIMIZERS["adam"], *SCHEDULERS[scheduler])
-    held = session._replica.holdings.held
+    held = session._trainable.resident.held
     assert len({optimizer.param_groups[0]["lr"] for optimizer in optimizers}) == 1
     for part, plain in enumerate(optimizers):
         assert held[part].optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
@@ -413,8 +413,8 @@ def test_what_a_stage_draws_when_it_is_made_is_its_own_and_disturbs_nobody():
     _, session = begin([make], workers=1)
     session.steps(dataset(), BATCH)
     np.random.seed(3)
-    session._replica._build(0)
-    session._replica._build(0)
+    session._trainable._build(0)
+    session._trainable._build(0)
 
     assert len(set(drawn)) == 1, "by the job's seed and the stage"
     assert np.random.rand() == np.random.RandomState(3).rand(), "and the script's generators go on as before"
@@ -454,7 +454,7 @@ def test_a_death_in_any_phase_of_any_stage_or_mirror_changes_no_bit_and_loads_no
 
 def test_a_death_at_a_slice_strikes_when_those_before_it_were_handed_over(monkeypatch):
     happened = []
-    reach, give = PlannedFaults.reach, StageExecutor._give
+    reach, give = PlannedFaults.reach, StageExecutor._send
 
     def note_phase(self, phase, step, rank, bucket=None):
         if (phase, step, rank) == ("handover", 2, 1):
@@ -467,7 +467,7 @@ def test_a_death_at_a_slice_strikes_when_those_before_it_were_handed_over(monkey
         give(self, batch, number, part, *more, back=back)
 
     monkeypatch.setattr(PlannedFaults, "reach", note_phase)
-    monkeypatch.setattr(StageExecutor, "_give", note_message)
+    monkeypatch.setattr(StageExecutor, "_send", note_message)
     _, session = begin(workers=3, faults=faults("kill:rank=1,step=2,phase=handover,slice=1"))
 
     train(session)
@@ -562,11 +562,11 @@ def test_what_is_to_be_saved_while_homes_are_among_the_dead_is_saved_by_all_when
 
     def apply_as_one_who_is_behind(self, step):
         if step == 3:
-            self._recovery.now = RecoveryContext(before=self._world.comm.members)
+            self._recovery.now = RecoveryContext(before=self._job.comm.members)
         apply(self, step)
 
     def note(self):
-        saved.append((self._world.step, self._world.keeper.is_outdated(self._world.step, -2)))
+        saved.append((self._job.step, self._job.checkpoints.is_outdated(self._job.step, -2)))
         save(self)
 
     monkeypatch.setattr(run.TrainingLoop, "_apply", apply_as_one_who_is_behind)

@@ -17,8 +17,8 @@ from holdfast.doctor.findings import ScriptFindings, blame
 from holdfast.doctor.layers import usual_subjects
 from holdfast.doctor.report import checks_of, is_exact, lines_of
 from holdfast.doctor.script import ScriptInspected, ScriptInspector
-from holdfast.doctor.subprocesses import ask
-from holdfast.doctor.target import DoctorTarget, is_at_odd_place
+from holdfast.doctor.subprocesses import inspect
+from holdfast.doctor.target import DoctorTarget, is_misaligned
 from holdfast.errors import ConfigError
 from holdfast.session.reinit_context import application
 
@@ -99,7 +99,7 @@ def test_samples_that_differ_when_they_are_fetched_again_are_told_from_the_model
 def test_samples_at_an_odd_place_in_memory_matter_where_a_layer_computes_otherwise_from_there():
     layer = Findings("0 (Linear)", memory=["output"])
     facts = {"machine": FACTS}
-    wrong = ScriptFindings(layers=[layer], odd_places=["the samples"]).as_json()
+    wrong = ScriptFindings(layers=[layer], misaligned=["the samples"]).as_json()
 
     found = checks_of(facts | {"seen": wrong}, {"seen": ScriptFindings().as_json()})
 
@@ -125,8 +125,8 @@ def test_weights_and_samples_that_are_others_in_another_process_are_told():
 def test_a_tensor_of_torch_is_at_no_odd_place_and_a_part_of_one_is():
     whole = torch.zeros(9)
 
-    assert not is_at_odd_place(whole)
-    assert is_at_odd_place(whole[1:])
+    assert not is_misaligned(whole)
+    assert is_misaligned(whole[1:])
 
 
 def test_what_is_in_no_layer_is_in_the_loop(tmp_path):
@@ -160,10 +160,10 @@ def test_doctor_says_why_a_script_cannot_be_looked_at(tmp_path):
 
 def test_a_script_that_is_not_there_and_a_model_that_is_split_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"there is no script 'no\.py'"):
-        ask(Path("no.py"), (), workers=4, timeout_s=60)
+        inspect(Path("no.py"), (), workers=4, timeout_s=60)
     split = Session(Sharded(nn.Linear(2, 2)), lambda p: torch.optim.SGD(p, lr=0.1), workers=2)
     with pytest.raises(ConfigError, match="this one is split"):
-        next(ScriptInspector(tmp_path / "s.pt")(split._replica, None, None, None))
+        next(ScriptInspector(tmp_path / "s.pt")(split._trainable, None, None, None))
 
 
 # -- layers by themselves

@@ -78,7 +78,7 @@ def test_a_second_beacon_of_a_process_takes_the_place_of_the_first(tmp_path):
 def test_samples_that_do_not_fit_are_left_out(tmp_path):
     beacon = Beacon(tmp_path / "beacon")
     beacon.mark("forward", 0, 0, list(range(Beacon.MAX_SAMPLES + 5)))
-    beacon.say_waits(True)
+    beacon.publish_waits(True)
 
     position = Beacon.read(tmp_path / "beacon")
 
@@ -92,7 +92,7 @@ def test_a_worker_is_busy_until_the_outermost_of_what_takes_long_is_over(tmp_pat
     beacon.mark("forward", 0)
     said = []
     for busy in (True, True, False, False):
-        beacon.say_busy(busy=busy)
+        beacon.publish_busy(busy=busy)
         said.append(Beacon.read(tmp_path / "beacon").busy)
 
     assert said == [True, True, True, False]
@@ -103,7 +103,7 @@ def test_what_a_worker_takes_to_compute_is_the_median_over_its_last_steps(tmp_pa
     beacon.mark("forward", 0)
     said = []
     for seconds in [1.0] * 10 + [60.0] + [1.0] * 4 + [2.0] * 8:  # one step held an evaluation; then it is slower
-        beacon.say_computed(seconds)
+        beacon.publish_computed(seconds)
         said.append(Beacon.read(tmp_path / "beacon").compute_s)
 
     assert said[:21] == [1.0] * 21
@@ -112,16 +112,16 @@ def test_what_a_worker_takes_to_compute_is_the_median_over_its_last_steps(tmp_pa
 
 def test_no_beacon_takes_all_that_a_beacon_is_told_and_keeps_none_of_it(tmp_path):
     def told(kind):
-        return {name: inspect.signature(way) for name, way in vars(kind).items() if re.match(r"say_|mark$", name)}
+        return {name: inspect.signature(way) for name, way in vars(kind).items() if re.match(r"publish_|mark$", name)}
 
     beacon = NoBeacon()
 
     said = [
         beacon.mark("forward", 0, 1, [2]),
-        beacon.say_busy(busy=True),
-        beacon.say_waits(True),
-        beacon.say_recovered(in_vain=True),
-        beacon.say_computed(1.0),
+        beacon.publish_busy(busy=True),
+        beacon.publish_waits(True),
+        beacon.publish_recovered(in_vain=True),
+        beacon.publish_computed(1.0),
     ]
 
     assert told(NoBeacon) == told(Beacon)
@@ -134,14 +134,14 @@ def test_waiting_is_said_once_however_deep():
     waiting, said = WaitContext(), []
     with waiting:
         pass
-    waiting.tell(said.append)
+    waiting.on_wait(said.append)
     with waiting, waiting:
         assert said == [True]
     assert said == [True, False]
     with pytest.raises(ValueError, match="lost"), waiting:
         raise ValueError("lost")
     assert said == [True, False, True, False]
-    waiting.tell(None)
+    waiting.on_wait(None)
     with waiting:
         pass
     assert len(said) == 4
@@ -221,7 +221,7 @@ def test_recoveries_in_vain_are_counted_until_members_change_or_a_step_is_applie
         if said in PHASES:
             beacon.mark(said, 4)
         else:
-            beacon.say_recovered(in_vain=said == "same")
+            beacon.publish_recovered(in_vain=said == "same")
             beacon.mark("recovery", 4)
         counted.append(Beacon.read(tmp_path / "beacon").in_vain)
 

@@ -53,8 +53,8 @@ class Script:
                     step.backward(F.cross_entropy(model(a), b))
                 if step.number == self.stop_at:
                     step.stop()
-        self.account = session._world.loops.totals
-        return session.step, session._world.loops.finished[0].state_sha256
+        self.account = session._job.loops.totals
+        return session.step, session._job.loops.finished[0].state_sha256
 
     def run(self):
         torch.manual_seed(7)
@@ -194,7 +194,7 @@ def test_a_main_that_swallows_what_unwinds_it_is_told_so():
 
     with pytest.raises(ScriptError, match="main caught holdfast's Unwind"):
         holdfast.reinit(main)
-    assert application.world is None
+    assert application.job is None
 
 
 def test_under_another_strategy_main_is_called_once():

@@ -50,14 +50,14 @@ def test_a_change_counts_from_the_next_step_on_and_stays_in_later_loops(tmp_path
 
     assert changes(tmp_path / "run") == [(2, "batch_size", 15)]
     assert done.session.step == 5 + 8  # of 60 samples: 10, 10, 15, 15, 10, and then twice 15, 15, 15, 15
-    assert done.session._world.loops.finished[0].committed == 180
+    assert done.session._job.loops.finished[0].committed == 180
 
 
 def test_a_new_learning_rate_is_what_the_scheduler_goes_on_from(tmp_path):
     done = train(tmp_path / "run", {3: {"lr": 0.5}})
 
     assert changes(tmp_path / "run") == [(4, "lr", 0.5)]
-    (rate,) = {group["lr"] for group in done.session._replica.optimizer.param_groups}
+    (rate,) = {group["lr"] for group in done.session._trainable.optimizer.param_groups}
     assert rate == pytest.approx(0.5 / (1 + 0.3 * STEPS))
 
 
@@ -120,7 +120,7 @@ def test_lines_that_ask_for_nothing_that_can_be_are_left_out_with_a_line_each_an
     done = train(run_dir, {8: {"lr": 0.3}}, write, workers=2)
 
     assert changes(run_dir) == [(3, "lr", 0.2), (9, "lr", 0.3)]
-    assert done.session._world.live.taken == len(BAD_LINES) + 2
+    assert done.session._job.live.applied == len(BAD_LINES) + 2
     said = capsys.readouterr().err.splitlines()
     numbers = [int(line.split()[2]) for line in said if "of requests.jsonl is skipped: " in line]
     assert numbers == list(range(1, 1 + len(BAD_LINES)))
@@ -179,7 +179,7 @@ def test_another_job_goes_on_with_the_size_of_the_mini_batch_and_takes_its_own_c
 
     assert resumed.sha256 == undisturbed.sha256
     assert changes(tmp_path / "two") == [(13, "strategy", "rollback")]
-    assert resumed.session._world.live.strategy == "rollback"
+    assert resumed.session._job.live.strategy == "rollback"
 
 
 def test_a_new_interval_between_checkpoints_takes_the_place_of_the_automatic_one(tmp_path):

@@ -53,7 +53,7 @@ def weights(model):
 
 
 def account(session):
-    total = session._world.loops.totals
+    total = session._job.loops.totals
     return total.planned, total.committed, total.lost, total.repeated
 
 
@@ -582,7 +582,7 @@ def train_running(how, **arguments):
     model = Running(how)
     session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
     train(model, session)
-    return model, session._world.loops.finished[0].state_sha256
+    return model, session._job.loops.finished[0].state_sha256
 
 
 @pytest.mark.parametrize("how", ["in place", "reassigned", "transient"])

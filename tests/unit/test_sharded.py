@@ -103,7 +103,7 @@ def state_by_name(model, optimizers):
 
 
 def optimizers_of(session):
-    return [part.optimizer for part in session._replica.holdings.held.values()]
+    return [part.optimizer for part in session._trainable.resident.held.values()]
 
 
 def both(name, optimizer="adam", scheduler=None, shards=0, faults="", scaler=lambda: None, **settings):
@@ -310,7 +310,7 @@ def test_a_cut_has_every_name_once_in_order_and_no_shard_is_empty_or_much_too_la
     sizes, shards = case
     model = nn.ParameterDict({f"p{i:02}": nn.Parameter(torch.empty(size)) for i, size in enumerate(sizes)})
 
-    groups = holdfast.Sharded(model).cut(shards)
+    groups = holdfast.Sharded(model).shard_names(shards)
 
     assert [name for group in groups for name in group] == list(dict(model.named_parameters()))
     assert len(groups) == shards

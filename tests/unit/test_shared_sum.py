@@ -348,7 +348,7 @@ def sum_with_a_liar(other_is_at):
     """The sum of process 0, while the line of process 1 says how far it is."""
     words = np.zeros((2, 8), dtype=np.int64)
     words[:, :2] = [[11, 3], [22, 3]]
-    words[1, 2:5] = (other_is_at, SPAN.length, shared._kind(SPAN.dtype, "fold"))
+    words[1, 2:5] = (other_is_at, SPAN.length, shared._memory_kind(SPAN.dtype, "fold"))
     memory = torch.zeros(SPAN.end, dtype=torch.uint8)
     terms = [[term(0).view(torch.uint8)], [torch.zeros(4 * SPAN.length, dtype=torch.uint8)]]
     return SharedMemoryReduce(Liar(), HostMemory(terms, memory, memory, words, (11, 22))), words
@@ -378,7 +378,7 @@ def test_words_of_somebody_else_are_found_out(column):
 
 
 def test_unchecked_the_liar_gives_a_wrong_sum(monkeypatch):
-    monkeypatch.setattr(SharedMemoryReduce, "_meet", lambda self: self._comm.barrier())
+    monkeypatch.setattr(SharedMemoryReduce, "_barrier", lambda self: self._comm.barrier())
     add, _ = sum_with_a_liar(other_is_at=0)
 
     assert not torch.equal(sum_once(add), summed([0, 1])), "the second term was not there yet"

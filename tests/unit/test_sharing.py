@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from holdfast.comm.allreduce.adding import groups
 from holdfast.config import Settings
-from holdfast.data.assignment import choose_slices, homes, share_out
+from holdfast.data.assignment import assign_slices, choose_slices, even_ranges
 from holdfast.errors import ConfigError
 from holdfast.options import losses_of
 
@@ -40,7 +40,7 @@ jobs = st.tuples(
 
 
 def at_home_of(slices, seats, alive):
-    return {rank: home for rank, home in enumerate(homes(slices, seats)) if rank in alive}
+    return {rank: home for rank, home in enumerate(even_ranges(slices, seats)) if rank in alive}
 
 
 @settings(max_examples=60, deadline=None)
@@ -50,7 +50,7 @@ def test_nobody_could_finish_earlier(job, aligned):
     at_home = at_home_of(slices, seats, alive)
     ranks = list(at_home)
 
-    holders = share_out(slices, at_home, speeds, aligned=aligned)
+    holders = assign_slices(slices, at_home, speeds, aligned=aligned)
 
     assert len(holders) == slices
     assert holders == sorted(holders), "runs, in the order of the ranks"
@@ -67,7 +67,7 @@ def test_as_few_slices_move_as_that_allows_or_one_more(job):
     at_home = at_home_of(slices, seats, alive)
     ranks = list(at_home)
 
-    holders = share_out(slices, at_home, speeds)
+    holders = assign_slices(slices, at_home, speeds)
 
     latest = ends_at([holders.count(rank) for rank in ranks], ranks, speeds)
     fair = [counts for counts in all_counts(slices, len(ranks)) if ends_at(counts, ranks, speeds) <= latest]
@@ -79,7 +79,7 @@ def test_as_few_slices_move_as_that_allows_or_one_more(job):
 
 def test_survivors_stay_at_home_and_share_what_the_dead_had():
     def after(lost, **options):
-        return share_out(16, at_home_of(16, 4, {0, 1, 2, 3} - {lost}), {}, **options)
+        return assign_slices(16, at_home_of(16, 4, {0, 1, 2, 3} - {lost}), {}, **options)
 
     assert after(None) == runs([4, 4, 4, 4], range(4))
     assert after(1) == runs([6, 6, 4], (0, 2, 3))
@@ -97,8 +97,8 @@ def test_in_a_tree_runs_end_where_large_groups_do():
     at_home = at_home_of(32, 4, range(4))
     speeds = [dict(enumerate(some)) for some in itertools.product((1.0, 0.8, 0.5), repeat=4)]
 
-    aligned = [rows(share_out(32, at_home, some, aligned=True)) for some in speeds]
-    nearest = [rows(share_out(32, at_home, some)) for some in speeds]
+    aligned = [rows(assign_slices(32, at_home, some, aligned=True)) for some in speeds]
+    nearest = [rows(assign_slices(32, at_home, some)) for some in speeds]
 
     assert max(aligned) <= 4 < max(nearest)
     assert sum(aligned) < 0.95 * sum(nearest)
@@ -120,7 +120,7 @@ def test_the_chosen_number_keeps_what_it_promises(workers, losses):
     for lost in range(borne + 1):
         for dead in itertools.islice(itertools.combinations(range(workers), lost), 40):
             alive = set(range(workers)) - set(dead)
-            holders = share_out(choice.slices, at_home_of(choice.slices, workers, alive), {})
+            holders = assign_slices(choice.slices, at_home_of(choice.slices, workers, alive), {})
             busiest = max(holders.count(rank) for rank in alive) * 1024 / choice.slices
             assert busiest / (1024 / len(alive)) <= choice.longer + 1e-9
 

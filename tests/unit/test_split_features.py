@@ -93,7 +93,7 @@ class Training:
         data = TensorDataset(*reference.data())
         if isinstance(step, holdfast.session.step.StagedStep):
             step.evaluate(data, 16)
-            modules = [held.model for held in self.session._replica.holdings.held.values()]
+            modules = [held.model for held in self.session._trainable.resident.held.values()]
         else:
             with torch.no_grad():
                 self.module.eval()(data.tensors[0])
@@ -122,7 +122,7 @@ class Training:
             if "evaluate" in self.features and step.number % 3 == 0:
                 self.evaluate(step)
             self.compute(step)
-        return self.session._replica._sha256s, None if self.ema is None else reference.ema_hash(self.ema)
+        return self.session._trainable._sha256s, None if self.ema is None else reference.ema_hash(self.ema)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the scaler leaves the first steps out

@@ -26,7 +26,7 @@ def look_until(end_s, signs, starting=None, **also):
     found = []
     for now_s in range(int(end_s) + 1):
         seen = {rank: sign(now_s) if callable(sign) else sign for rank, sign in signs.items()}
-        finding = starting.look(seen, float(now_s), **also)
+        finding = starting.poll(seen, float(now_s), **also)
         found += [(now_s, "stuck", stuck.rank, stuck.reason) for stuck in finding.stuck]
         found += [(now_s, "lost", finding.lost)] if finding.lost else []
         found += [(now_s, "warning", finding.warning)] if finding.warning else []
@@ -74,8 +74,8 @@ def test_a_worker_of_another_node_may_be_the_one_that_waits():
     here, there = StartupMonitor(LIMIT_S, "train.py"), StartupMonitor(LIMIT_S, "train.py")
     found = []
     for now_s in range(60):
-        here.look({0: StartupStatus("start", pulse=now_s, beats=2, waits=True)}, now_s)
-        finding = there.look({1: prepares(now_s)}, now_s, elsewhere=here.keeps_waiting)
+        here.poll({0: StartupStatus("start", pulse=now_s, beats=2, waits=True)}, now_s)
+        finding = there.poll({1: prepares(now_s)}, now_s, elsewhere=here.keeps_waiting)
         found += [(now_s, stuck.rank) for stuck in finding.stuck] + (
             [(now_s, finding.warning)] if finding.warning else []
         )
@@ -96,8 +96,8 @@ def test_a_standstill_of_the_whole_machine_counts_for_nothing():
     starting = StartupMonitor(LIMIT_S, "train.py")
     look_until(5, {0: WAITS, 1: prepares}, starting)
 
-    assert not starting.look({0: WAITS, 1: prepares(5)}, 305.0).stuck
-    assert not starting.look({0: WAITS, 1: prepares(6)}, 306.0).stuck
+    assert not starting.poll({0: WAITS, 1: prepares(5)}, 305.0).stuck
+    assert not starting.poll({0: WAITS, 1: prepares(6)}, 306.0).stuck
 
 
 def test_the_limit_follows_what_the_slowest_arrival_took():

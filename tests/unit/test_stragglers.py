@@ -41,9 +41,9 @@ class Workers:
         for rank, beacon in enumerate(self.beacons):
             beacon.mark("forward", step)
             taken_s = self.means[rank] * slow.get(rank, 1.0) * self.rng.lognormvariate(0.0, self.noise)
-            beacon.say_computed(taken_s)
+            beacon.publish_computed(taken_s)
         seen = {rank: Beacon.read(path) for rank, path in enumerate(self.paths)}
-        self.found += [(step, rank, score) for rank, score in self.stragglers.look(seen).items()]
+        self.found += [(step, rank, score) for rank, score in self.stragglers.poll(seen).items()]
         return seen
 
 
@@ -111,13 +111,13 @@ def test_a_score_compares_with_the_median_of_the_others():
 
 def test_one_worker_alone_has_no_score():
     assert StragglerDetector(2.0).scores(positions(1, r0=1.0)) == {}
-    assert StragglerDetector(2.0).look({}) == {}
+    assert StragglerDetector(2.0).poll({}) == {}
 
 
 def look_through(stragglers, steps, **taken_s):
     found = {}
     for step in steps:
-        found |= stragglers.look(positions(step, **taken_s))
+        found |= stragglers.poll(positions(step, **taken_s))
     return found
 
 

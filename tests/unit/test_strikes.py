@@ -9,7 +9,7 @@ from holdfast.errors import ConfigError
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.faults.process import ask_launcher
 from holdfast.launch.job import Job, check_plan
-from holdfast.launch.node_faults import check_strikes
+from holdfast.launch.node_faults import check_node_faults
 from holdfast.records.paths import strike_path
 
 CUT = "partition:node=1,step=2"
@@ -31,26 +31,26 @@ def make_job(tmp_path):
 @pytest.mark.parametrize("node", [0, 1])
 def test_where_all_nodes_are_one_machine_there_is_no_network_to_cut(make_job, url, node):
     with pytest.raises(ConfigError) as refused:
-        check_strikes(make_job(CUT, rdzv=url, node=node))
+        check_node_faults(make_job(CUT, rdzv=url, node=node))
 
     assert str(refused.value) == (
         f"--inject {CUT}: the rendezvous {url} is on this machine's loopback interface: there is no network to disable"
     )
-    check_strikes(make_job("nodeloss:node=1,step=2", "kill:rank=1,step=2", rdzv=url, node=node))
+    check_node_faults(make_job("nodeloss:node=1,step=2", "kill:rank=1,step=2", rdzv=url, node=node))
 
 
 def test_a_network_that_nobody_knows_cannot_be_cut(make_job):
     with pytest.raises(ConfigError, match=r"the network that leads to nowhere.invalid:29400 \(--rdzv\) is unknown: "):
-        check_strikes(make_job(CUT, rdzv="holdfast://nowhere.invalid:29400"))
+        check_node_faults(make_job(CUT, rdzv="holdfast://nowhere.invalid:29400"))
 
 
 def test_who_cuts_needs_the_command_for_it_and_the_others_do_not(make_job, monkeypatch, tmp_path):
     monkeypatch.setattr("holdfast.launch.node_faults._own_addresses", lambda job, fault: ["10.1.2.3"])
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    check_strikes(make_job(CUT, node=0))
+    check_node_faults(make_job(CUT, node=0))
     with pytest.raises(ConfigError, match=r"needs the command ip \(of iproute2\), which is not on PATH"):
-        check_strikes(make_job(CUT, node=1))
+        check_node_faults(make_job(CUT, node=1))
 
 
 @pytest.mark.parametrize("fabric", ["ulfm", "virtual", "gloo"])

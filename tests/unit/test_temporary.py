@@ -149,11 +149,11 @@ def test_a_folder_whose_marker_does_not_prove_that_it_is_ours_stays(tmp_path, ch
 def test_a_folder_that_was_removed_or_replaced_is_gone(tmp_path):
     folder = TemporaryFolder.make("holdfast-", tmp_path)
 
-    assert not folder.is_gone()
+    assert not folder.was_removed()
     folder.path.rename(tmp_path / "elsewhere")
-    assert folder.is_gone()
+    assert folder.was_removed()
     folder.path.mkdir()
-    assert folder.is_gone()
+    assert folder.was_removed()
     folder.remove()
 
     assert folder.path.is_dir(), "it is not ours"

@@ -7,7 +7,7 @@ import pytest
 from holdfast.comm.allreduce.shm import MAX_INTEGERS
 from holdfast.engine.vote import CommitVote, GuardVote, MinMax
 from holdfast.errors import InternalError
-from holdfast.integrity.hash_chain import NOTHING, said_of_part
+from holdfast.integrity.hash_chain import NOTHING, fold_part
 from holdfast.recovery.messages import REPORTED, VOTED, Note
 
 SILENT = GuardVote(altered=None, replicas=None, ranges=None, odd=None)
@@ -62,7 +62,7 @@ def test_all_hear_the_largest_the_smallest_and_what_any_says():
 
 @pytest.mark.parametrize("numbers", [[], [0], [3, 8, 5]])
 def test_a_part_is_said_as_links_are_made_of_it_and_who_does_not_hold_it_changes_nothing(numbers):
-    assert tuple(MinMax.of(numbers).pack()) == said_of_part(numbers)
+    assert tuple(MinMax.of(numbers).pack()) == fold_part(numbers)
     assert said(MinMax.of(numbers), MinMax.of([])) == MinMax.of(numbers)
 
 

@@ -12,7 +12,7 @@ from holdfast.comm.c10d import C10dCommunicator
 from holdfast.errors import CheckpointError, PeerFailed
 from holdfast.membership import Hub, open_store
 from holdfast.state import transfer as welcome
-from holdfast.state.transfer import give_state, take_state
+from holdfast.state.transfer import receive_state, send_state
 
 LIMIT_S = 60
 
@@ -90,8 +90,8 @@ def check_equal(got, given):
 @pytest.mark.parametrize("piece_bytes", [8 << 20, 1 << 16])
 def test_newcomers_get_every_bit_from_however_many_givers(monkeypatch, givers, newcomers, piece_bytes):
     monkeypatch.setattr(welcome, "PIECE_BYTES", piece_bytes)
-    give = lambda comm: give_state(comm, newcomers, state(), {"step": 7, "from": comm.local_ranks[0]})  # noqa: E731
-    take = lambda comm: take_state(comm, newcomers)  # noqa: E731
+    give = lambda comm: send_state(comm, newcomers, state(), {"step": 7, "from": comm.local_ranks[0]})  # noqa: E731
+    take = lambda comm: receive_state(comm, newcomers)  # noqa: E731
 
     came = meet({rank: take if rank in newcomers else give for rank in sorted({*givers, *newcomers})})
 
@@ -104,7 +104,7 @@ def test_newcomers_get_every_bit_from_however_many_givers(monkeypatch, givers, n
 
 @pytest.mark.parametrize("given", [{}, {"a": 1}, {"a": torch.empty(0)}, {"a": torch.ones(3)}])
 def test_a_state_may_be_small(given):
-    came = meet({0: lambda comm: give_state(comm, [1], given, {}), 1: lambda comm: take_state(comm, [1])})
+    came = meet({0: lambda comm: send_state(comm, [1], given, {}), 1: lambda comm: receive_state(comm, [1])})
 
     check_equal(came[1][0], given)
 
@@ -112,7 +112,7 @@ def test_a_state_may_be_small(given):
 def test_what_was_given_is_a_copy():
     mine = state()
 
-    came = meet({0: lambda comm: give_state(comm, [1], mine, {}), 1: lambda comm: take_state(comm, [1])})
+    came = meet({0: lambda comm: send_state(comm, [1], mine, {}), 1: lambda comm: receive_state(comm, [1])})
     mine["model"]["weight"].zero_()
 
     check_equal(came[1][0], state())
@@ -131,7 +131,7 @@ class BadWire(C10dCommunicator):
 
 
 def test_damage_on_the_way_is_found_and_its_giver_named():
-    parts = {0: lambda comm: give_state(comm, [1], state(), {}), 1: lambda comm: take_state(comm, [1])}
+    parts = {0: lambda comm: send_state(comm, [1], state(), {}), 1: lambda comm: receive_state(comm, [1])}
 
     came = meet(parts, BadWire)
 
@@ -144,7 +144,9 @@ def test_a_death_meanwhile_fails_everybody_and_nobody_waits(dies):
     def part(rank):
         if rank == dies:
             return die
-        deed = (lambda comm: take_state(comm, [2])) if rank == 2 else (lambda comm: give_state(comm, [2], state(), {}))
+        deed = (
+            (lambda comm: receive_state(comm, [2])) if rank == 2 else (lambda comm: send_state(comm, [2], state(), {}))
+        )
         return lambda comm: (comm.barrier(), deed(comm))
 
     came = meet({rank: part(rank) for rank in range(3)})

@@ -19,7 +19,7 @@ _EARLY_BYTES = 1 << 20
 """Writeback of blocks of at least this size starts immediately; flushing smaller ones page by page would be slower."""
 
 
-def pour(
+def write_blocks(
     folder: Path, layout: FileLayout, boxes: Sequence[WriteBox]
 ) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
     """Write the values to their places in the layout and digest them, several blocks in parallel."""

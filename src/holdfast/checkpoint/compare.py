@@ -156,7 +156,7 @@ def compare_tensors(diff: TensorDiff, a: torch.Tensor, b: torch.Tensor) -> Tenso
         nans = [nans[0] + _num_nans(x), nans[1] + _num_nans(y)]
         if not odd.any():
             continue
-        x, y = _taken(x, odd), _taken(y, odd)
+        x, y = _selected(x, odd), _selected(y, odd)
         error, scale = _errors(x, y)
         differ += x.numel()
         if error.numel():
@@ -180,7 +180,7 @@ def _chunks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, to
         yield a[start : start + _CHUNK], b[start : start + _CHUNK]
 
 
-def _taken(x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def _selected(x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Return the selected values. They are selected as integers: torch 2.9 cannot index unsigned integers and float8."""
     return x[wanted] if x.element_size() == 16 else x.view(_SAME_WIDTH[x.element_size()])[wanted].view(x.dtype)
 

@@ -184,7 +184,7 @@ class RunningCheckpoint:
         """
         self._check_step(step)
         self._check_rows(rows)
-        share = self._share_gone(rows[0], step)
+        share = self._distance_covered(rows[0], step)
         scores = self._scores(rows, step, share)
         room = (self._credit + self._income) // self._price
         while True:
@@ -284,7 +284,7 @@ class RunningCheckpoint:
             distances.append(euclidean(row, expected))
         return torch.cat(distances)
 
-    def _share_gone(self, rows: Tensor, step: int) -> float:
+    def _distance_covered(self, rows: Tensor, step: int) -> float:
         """Return the least-squares fraction of their lines along which the blocks have moved, from 0 to 1.
 
         It is 0 if all lines have length 0, and the same with any number of threads. Blocks with NaN are left out.

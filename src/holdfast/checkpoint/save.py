@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.checkpoint.block_writer import pour
+from holdfast.checkpoint.block_writer import write_blocks
 from holdfast.checkpoint.files.kinds import FORMATS
 from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest, check_info, dump, is_data_folder, parse, versions
 from holdfast.checkpoint.parts import merge
@@ -215,7 +215,7 @@ def write(
         with explained(f"write the checkpoint of step {step} to", path):
             stem, boxes = f"part-{part:05d}", content.boxes
             layout = FORMATS[format].lay_out(path, stem, {box.key: box.tensor for box in boxes})
-            files, tensors = pour(path, layout, boxes)
+            files, tensors = write_blocks(path, layout, boxes)
         described = Manifest(
             step=step,
             generation=0,

@@ -61,11 +61,11 @@ def take(state: Any, part: int = 0, parts: int = 1, *, distinct: bool = False) -
             f"a distinct part of a state must be a dict, got {type(state).__name__}; name its values by their keys"
         )
     leaves, skeleton = flatten(state)
-    boxes = tuple(_share_out(leaves, 0, 1) if distinct else _share_out(leaves, part, parts))
+    boxes = tuple(_assign_leaves(leaves, 0, 1) if distinct else _assign_leaves(leaves, part, parts))
     return WritePlan(boxes=boxes, skeleton=skeleton if distinct or part == 0 else None, part=part, parts=parts)
 
 
-def _share_out(leaves: Mapping[str, Leaf], part: int, parts: int) -> list[WriteBox]:
+def _assign_leaves(leaves: Mapping[str, Leaf], part: int, parts: int) -> list[WriteBox]:
     """Return what one of ``parts`` writers writes; every writer computes the same cuts.
 
     The replicated tensors are treated as one long sequence of bytes, which is cut between rows. Shards are written

@@ -125,7 +125,7 @@ def show(
     Example: holdfast ckpt show runs/a --step 20
     """
     with progress(f"opening {path}") as now, opened(path, step, now) as source:
-        facts = _facts(source, now)
+        facts = _tensor_facts(source, now)
     if as_json:
         print_json(facts)
         return 0
@@ -144,7 +144,7 @@ def show(
     return 0
 
 
-def _facts(source: TensorSource, now: Any) -> dict[str, Any]:
+def _tensor_facts(source: TensorSource, now: Any) -> dict[str, Any]:
     from holdfast.checkpoint.source import tensor_digest
 
     manifest = source.manifest

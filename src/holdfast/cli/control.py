@@ -28,7 +28,7 @@ def scale(
 
     Example: holdfast scale 6
     """
-    return _ask(job, workers=workers)
+    return _request(job, workers=workers)
 
 
 def set_(
@@ -46,15 +46,15 @@ def set_(
     Example: holdfast set --lr 0.01
     """
     given = {"lr": lr, "batch_size": batch_size, "strategy": strategy, "checkpoint_every": checkpoint_every}
-    return _ask(job, **{name: value for name, value in given.items() if value is not None})
+    return _request(job, **{name: value for name, value in given.items() if value is not None})
 
 
-def _ask(pid: int | None, **changes: Any) -> int:
-    from holdfast.launch.control import advice, ask, check_values, find
+def _request(pid: int | None, **changes: Any) -> int:
+    from holdfast.launch.control import advice, check_values, find, request_changes
 
     check_values(changes)
     job = find(pid)
-    ask(job, **changes)
+    request_changes(job, **changes)
     print(
         f"requested of job {job.pid} ({job.script}): {', '.join(f'{name}={value}' for name, value in changes.items())}"
     )

@@ -50,25 +50,25 @@ def diff_runs(
     if compared is None:
         a, b = (f"steps {run.first} to {run.last}" for run in runs)
         raise ConfigError(f"the runs have no step in common: {first} has {a}, {second} {b}")
-    spot = None if compared.parting is None else _look_into_checkpoints(runs, compared.parting)
+    spot = None if compared.divergence is None else _compare_checkpoints(runs, compared.divergence)
     findings = [run.check() or run.check_workers() for run in runs]
     if as_json:
         print_json(_as_dict(compared, settings, spot, findings))
     else:
         _show(compared, runs, settings, spot, findings)
-    if compared.parting is not None:
+    if compared.divergence is not None:
         return 1
     return _WRONG if any(findings) else 0
 
 
-def _look_into_checkpoints(runs: Sequence[CertifiedSteps], parting: Divergence) -> tuple[int, ValueDifference] | None:
+def _compare_checkpoints(runs: Sequence[CertifiedSteps], divergence: Divergence) -> tuple[int, ValueDifference] | None:
     """Return the first different value in the first common checkpoints after the divergence, and their step."""
     from holdfast.checkpoint.compare import first_difference
     from holdfast.cli.places import opened
     from holdfast.errors import CheckpointError, ConfigError
 
     places = [_checkpoints(run) for run in runs]
-    for step in sorted(step for step in places[0] if step in places[1] and step >= parting.step):
+    for step in sorted(step for step in places[0] if step in places[1] and step >= divergence.step):
         try:
             with progress(f"comparing step {step}"), opened(places[0][step]) as a, opened(places[1][step]) as b:
                 spot = first_difference(a, b, _MODEL)
@@ -103,14 +103,14 @@ def _show(
     for letter, run, found in zip("AB", runs, findings, strict=True):
         for finding in (*found, *run.twice()[:1]):
             say(f"{letter}  {finding.what}", "bold red")
-    if compared.parting is None:
+    if compared.divergence is None:
         doubt = "according to these records: " if any(findings) else ""
         say(f"{doubt}{_same(compared, runs)}", "" if doubt else "green")
         return
-    parting = compared.parting
-    is_first = parting.step <= compared.first
-    say("different from the first step on" if is_first else f"identical to step {parting.step - 1}")
-    for line in _lines(parting):
+    divergence = compared.divergence
+    is_first = divergence.step <= compared.first
+    say("different from the first step on" if is_first else f"identical to step {divergence.step - 1}")
+    for line in _lines(divergence):
         say(line, "bold red" if line.startswith("they diverge") else "")
     if spot is not None:
         step, value = spot
@@ -158,13 +158,13 @@ def _as_dict(
     spot: tuple[int, ValueDifference] | None,
     findings: Sequence[Sequence[CertificateFinding]],
 ) -> dict[str, Any]:
-    parting = compared.parting
+    divergence = compared.divergence
     return {
-        "same": parting is None and not any(findings),
+        "same": divergence is None and not any(findings),
         "findings": [[dataclasses.asdict(finding) for finding in found] for found in findings],
         "first_step": compared.first,
-        "same_to": compared.last if parting is None else parting.step - 1,
+        "same_to": compared.last if divergence is None else divergence.step - 1,
         "different_settings": {name: list(values) for name, values in settings.items()},
-        "parting": None if parting is None else dataclasses.asdict(parting),
+        "parting": None if divergence is None else dataclasses.asdict(divergence),
         "value": None if spot is None else {"step": spot[0], **dataclasses.asdict(spot[1])},
     }

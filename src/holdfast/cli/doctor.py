@@ -47,11 +47,11 @@ def doctor(
     """
     from holdfast.cli.tables import say
     from holdfast.doctor.report import checks_of, is_exact, lines_of
-    from holdfast.doctor.subprocesses import ask
+    from holdfast.doctor.subprocesses import inspect
 
     try:
         with sigterm_as_interrupt():
-            said = ask(script, args or (), workers=workers, timeout_s=timeout)
+            said = inspect(script, args or (), workers=workers, timeout_s=timeout)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return _STOPPED

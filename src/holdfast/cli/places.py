@@ -52,7 +52,7 @@ def opened(
         ConfigError: if it does not exist, or a step is given for a single checkpoint or file.
         CheckpointError: if it cannot be read.
     """
-    from holdfast.checkpoint.files.kinds import KINDS, open_foreign
+    from holdfast.checkpoint.files.kinds import KINDS, open_imported
     from holdfast.checkpoint.source import saved_source
     from holdfast.checkpoint.storage import is_remote
 
@@ -61,7 +61,7 @@ def opened(
     if _is_foreign(text):
         if step is not None:
             raise ConfigError(f"--step selects one of several checkpoints, and {text} is one file; leave it out")
-        with open_foreign(text) as source:
+        with open_imported(text) as source:
             yield source
         return
     storage, named = find(text)

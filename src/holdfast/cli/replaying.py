@@ -98,7 +98,7 @@ def _copy_checkpoint(url: str, step: int, folder: Path) -> None:
 
 def find_start(run: CertifiedSteps, report: Mapping[str, Any], wanted: int) -> tuple[int, str]:
     """Return the step to start from, at most ``wanted``, and where the state before it is, "" for the beginning."""
-    for step, url in sorted(_places(run, report, wanted).items(), reverse=True):
+    for step, url in sorted(_checkpoint_folders(run, report, wanted).items(), reverse=True):
         if _is_intact(url, step, run):
             return step, url
     if run.first == 0:
@@ -109,7 +109,7 @@ def find_start(run: CertifiedSteps, report: Mapping[str, Any], wanted: int) -> t
     )
 
 
-def _places(run: CertifiedSteps, report: Mapping[str, Any], wanted: int) -> dict[int, str]:
+def _checkpoint_folders(run: CertifiedSteps, report: Mapping[str, Any], wanted: int) -> dict[int, str]:
     """Return where the run saved the states before steps up to ``wanted``."""
     from holdfast.checkpoint import CheckpointStore
     from holdfast.records.types import CheckpointSaved
@@ -185,7 +185,7 @@ def _sha256(path: Path) -> str:
 def why_not(report: Mapping[str, Any], start: int, stop: int) -> str:
     """Return why these steps cannot be replayed on one process, or ""."""
     disturbed = report["failures"] or report["left"] or report["joined"]
-    if not _says_what_was_run(report.get("job")):
+    if not _is_reproducible(report.get("job")):
         return "its report does not describe the job: it was written by an older version, or altered"
     if report["lost"]:
         return "forward continued without samples that were lost, so its bits depend on the time of failures"
@@ -201,7 +201,7 @@ def why_not(report: Mapping[str, Any], start: int, stop: int) -> str:
     return ""
 
 
-def _says_what_was_run(job: Any) -> bool:
+def _is_reproducible(job: Any) -> bool:
     kinds = {"path": str, "sha256": str, "threads": str, "args": list, "settings": dict}
     if not (isinstance(job, dict) and all(isinstance(job.get(name), kind) for name, kind in kinds.items())):
         return False
@@ -214,7 +214,7 @@ def other_kind(run: CertifiedSteps, again: CertifiedSteps) -> str:
 
     if not run.started.kind:
         return ""
-    odd = between(again.started.kind, run.started.kind, who="this machine has", others="the run")
+    odd = between(again.started.kind, run.started.kind, worker="this machine has", others="the run")
     return "" if odd is None else odd.what
 
 

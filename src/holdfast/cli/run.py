@@ -255,8 +255,8 @@ def _show(outcome: JobOutcome, report_dir: Path | None, *, as_json: bool) -> Non
     worth_it = report["steps"] or (is_distributed(report) and report["outcome"] == "done")
     lines = summary_lines(report, report_dir) if worth_it else []
     print(*lines, sep="\n", end="\n" if lines else "", file=sys.stderr if as_json else sys.stdout)
-    if outcome.mpirun_says:
-        print(outcome.mpirun_says, file=sys.stderr)
+    if outcome.mpirun_output:
+        print(outcome.mpirun_output, file=sys.stderr)
     if outcome.message:
         word = "holdfast" if outcome.exit_code == 4 else "error"
         print(f"{word}: {outcome.message}", file=sys.stderr)

@@ -123,11 +123,11 @@ def _replay(
     if odd := other_kind(run, again):
         warn(f"bits may differ for this reason alone: {odd}")
     compared = compare_runs(run, again, until=last)
-    if compared is None or (compared.parting is None and compared.last < last):
+    if compared is None or (compared.divergence is None and compared.last < last):
         done = f"only steps {again.first} to {again.last} were"
         raise ConfigError(f"steps {begin} to {last} should have been replayed, but {done}")
     at_end = bool(run.finished) and run.finished[0].step == last + 1
-    return {"first": begin, "last": last, "checkpoint": url, "at_end": at_end, "parting": compared.parting}
+    return {"first": begin, "last": last, "checkpoint": url, "at_end": at_end, "parting": compared.divergence}
 
 
 # -- output
@@ -151,12 +151,12 @@ def _show_findings(found: Sequence[CertificateFinding]) -> None:
 
 def _show_replay(replay: dict[str, Any]) -> None:
     source = f"from the checkpoint before step {replay['first']}" if replay["checkpoint"] else "from the beginning"
-    parting: Divergence | None = replay["parting"]
-    if parting is None:
+    divergence: Divergence | None = replay["parting"]
+    if divergence is None:
         end = ", and the final state" if replay["at_end"] else ""
         say(f"verified steps {replay['first']} to {replay['last']}{end}, replayed {source}", "green")
         return
-    for line in _lines(parting, source):
+    for line in _lines(divergence, source):
         say(line, "bold red" if not line.startswith(" ") else "")
 
 

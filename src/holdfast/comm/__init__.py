@@ -15,7 +15,7 @@ from holdfast._lazy import lazy
 if TYPE_CHECKING:
     from holdfast.comm.allreduce.checksums import checksum
     from holdfast.comm.allreduce.ordered import SUM, MeanDivisor, OrderedAllReduce, SlotSpan
-    from holdfast.comm.base import Communicator, MessageCommunicator, share_bytes
+    from holdfast.comm.base import Communicator, MessageCommunicator, broadcast_bytes
     from holdfast.comm.connecting import connect
     from holdfast.comm.p2p import Mailbox
     from holdfast.comm.subgroup import Subgroup
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "allreduce.checksums": ("checksum",),
     "allreduce.ordered": ("SUM", "MeanDivisor", "OrderedAllReduce", "SlotSpan"),
-    "base": ("Communicator", "MessageCommunicator", "share_bytes"),
+    "base": ("Communicator", "MessageCommunicator", "broadcast_bytes"),
     "connecting": ("connect",),
     "p2p": ("Mailbox",),
     "subgroup": ("Subgroup",),
@@ -42,9 +42,9 @@ __all__ = [
     "SlotSpan",
     "Subgroup",
     "VirtualCommunicator",
+    "broadcast_bytes",
     "checksum",
     "connect",
-    "share_bytes",
 ]
 
 __getattr__ = lazy(

@@ -164,7 +164,7 @@ class Communicator(Collectives, Protocol):
         """
 
     @property
-    def is_stranded(self) -> bool:
+    def has_lost_store(self) -> bool:
         """Whether the store is lost: after a failure no agreement is possible, so training cannot continue past one."""
 
     def join(self, loop: int) -> bool:
@@ -174,9 +174,9 @@ class Communicator(Collectives, Protocol):
         """Return the workers known to this process that wait to join a training loop; takes next to no time."""
 
     def announce(self, loop: int, kind: str) -> None:
-        """On the lowest member: publish the running training loop, and the value that :meth:`wanted_kind` returns."""
+        """On the lowest member: publish the running training loop, and the value that :meth:`wanted_platform` returns."""
 
-    def wanted_kind(self) -> str:
+    def wanted_platform(self) -> str:
         """Return, on a worker that has not joined yet, the platform of the members; wait until it is published."""
 
     def failed(self) -> tuple[int, ...]:
@@ -236,7 +236,7 @@ class MessageCommunicator(Communicator, Protocol):
 class FixedMembership:
     """Membership methods of a communicator that no worker can join later, and whose agreements need no store."""
 
-    is_stranded = False
+    has_lost_store = False
 
     def join(self, loop: int) -> bool:
         """Raise ``InternalError``: all workers are members from the start."""
@@ -249,7 +249,7 @@ class FixedMembership:
     def announce(self, loop: int, kind: str) -> None:
         """Do nothing: no worker joins later."""
 
-    def wanted_kind(self) -> str:
+    def wanted_platform(self) -> str:
         """Return an empty string: no worker joins later."""
         return ""
 
@@ -297,7 +297,7 @@ class SingleRankCommunicator(Communicator, Protocol):
 
     def _allgather(self, part: torch.Tensor, out: torch.Tensor) -> None: ...
 
-    def _place(self, rank: int) -> int:
+    def _index(self, rank: int) -> int:
         return self.members.index(rank)
 
     def _check_thread(self) -> None:
@@ -305,7 +305,7 @@ class SingleRankCommunicator(Communicator, Protocol):
             raise InternalError(f"{self._owned} was called from another thread than the one that owns it")
 
 
-def share_bytes(comm: Communicator, mine: bytes, root: int) -> bytes:
+def broadcast_bytes(comm: Communicator, mine: bytes, root: int) -> bytes:
     """Return on every process the bytes of the process that runs ``root``; a collective."""
     is_root = root in comm.local_ranks
     (length,) = comm.maximum([len(mine) if is_root else 0])

@@ -52,18 +52,20 @@ class C10dCommunicator(SingleRankCommunicator):
     Args:
         store: The membership store.
         rank: This worker.
-        world: The workers that the job starts with; None for a worker that joins later, see :meth:`join`.
+        first_members: The workers that the job starts with; None for a worker that joins later, see :meth:`join`.
         timeout_s: A member that is alive but cannot be connected to within this time counts as failed.
     """
 
-    def __init__(self, store: Store, rank: int, world: Sequence[int] | None, *, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, store: Store, rank: int, first_members: Sequence[int] | None, *, timeout_s: float = 60.0
+    ) -> None:
         self._store = store
-        self._roster = Roster(store, rank, world)
+        self._roster = Roster(store, rank, first_members)
         self._be(rank)
         self._timeout_s = timeout_s
         self._group: Any = None
         self._sending: PendingSends | None = None
-        self._alone: StorelessAgreement | None = None
+        self._storeless_agreement: StorelessAgreement | None = None
         self._broken = ""
         self._waiting: tuple[int, ...] = ()
         self._looked_at = -1
@@ -95,7 +97,7 @@ class C10dCommunicator(SingleRankCommunicator):
 
     def sendrecv(self, send: Placed, receive: Placed, tag: int = 0) -> None:
         """Exchange CPU tensors with some processes; see :meth:`Communicator.sendrecv`."""
-        me = self._place(self._me)
+        me = self._index(self._me)
         own = ([data for place, data in side if place == me] for side in (receive, send))
         for taken, given in zip(*own, strict=True):
             taken.copy_(given)  # Gloo cannot send to its own rank
@@ -119,11 +121,11 @@ class C10dCommunicator(SingleRankCommunicator):
 
     def take(self, rank: int, data: torch.Tensor) -> None:
         """Receive a posted message; see :meth:`Communicator.take`."""
-        place = self._place(rank)
+        place = self._index(rank)
         self._run(lambda group: ThreadedWork(group.recv([as_bytes(data)], place, POST_TAG).wait, keep=data))
 
     def _post(self, rank: int, data: torch.Tensor, tag: int) -> None:
-        place = self._place(rank)
+        place = self._index(rank)
 
         def begin(group: Any) -> None:
             if self._sending is None:
@@ -174,7 +176,7 @@ class C10dCommunicator(SingleRankCommunicator):
         self._roster.check()
         if not self._store.lost:
             return
-        self._go_alone()
+        self._storeless()
         now_s = time.monotonic()
         if now_s - self._looked_s > _NEW_WAIT_S:
             self._waits_since_s = now_s
@@ -196,20 +198,20 @@ class C10dCommunicator(SingleRankCommunicator):
                 return self._roster.agree(flag)
         except StoreLost:
             try:
-                return self._go_alone().agree(self._roster.act, flag)
+                return self._storeless().agree(self._roster.act, flag)
             except PeerFailed:
                 return False
 
-    def _go_alone(self) -> StorelessAgreement:
+    def _storeless(self) -> StorelessAgreement:
         """Return this generation's storeless agreement; the first call tells the other members of the loss."""
-        if self._alone is None:
+        if self._storeless_agreement is None:
             others = [rank for rank in self.members if rank != self._me]
             post = functools.partial(self._post, tag=_ALONE_TAG)
-            self._alone = StorelessAgreement(others, post, self._swap_alone, self._roster.heard)
-        return self._alone
+            self._storeless_agreement = StorelessAgreement(others, post, self._sendrecv_storeless, self._roster.heard)
+        return self._storeless_agreement
 
-    def _swap_alone(self, given: Messages, taken: Messages) -> None:
-        send, receive = ([(self._place(rank), data) for rank, data in side] for side in (given, taken))
+    def _sendrecv_storeless(self, given: Messages, taken: Messages) -> None:
+        send, receive = ([(self._index(rank), data) for rank, data in side] for side in (given, taken))
         self.sendrecv(send, receive, _ALONE_TAG)
 
     def revoke(self) -> None:
@@ -243,14 +245,14 @@ class C10dCommunicator(SingleRankCommunicator):
             self._store.put("loop", str(loop))
             self._store.put("kind", kind)
 
-    def wanted_kind(self) -> str:
-        """Return the members' platform; see :meth:`Communicator.wanted_kind`. ``StoreLost`` if the store is lost."""
+    def wanted_platform(self) -> str:
+        """Return the members' platform; see :meth:`Communicator.wanted_platform`. ``StoreLost`` if the store is lost."""
         with waiting:
             return self._store.wait(lambda: self._store.get("kind")) or ""
 
     @property
-    def is_stranded(self) -> bool:
-        """Whether the store is lost; see :attr:`Communicator.is_stranded`."""
+    def has_lost_store(self) -> bool:
+        """Whether the store is lost; see :attr:`Communicator.has_lost_store`."""
         return bool(self._store.lost)
 
     def join(self, loop: int) -> bool:
@@ -291,18 +293,18 @@ class C10dCommunicator(SingleRankCommunicator):
     def _connect(self) -> Any:
         """Create the process group of this generation, together with all members."""
         prefix = f"g/{self.generation}/c10d/cpu/"
-        self._meet(f"{prefix}here/")
-        meeting = AddressExchange(self._store, prefix, self._timeout_s)
-        place, size, address = self._place(self._me), len(self.members), self._store.own_address
-        making = ThreadedWork(lambda: make_gloo(meeting, place, size, address, self._timeout_s))
+        self._await_members(f"{prefix}here/")
+        exchange = AddressExchange(self._store, prefix, self._timeout_s)
+        place, size, address = self._index(self._me), len(self.members), self._store.own_address
+        making = ThreadedWork(lambda: make_gloo(exchange, place, size, address, self._timeout_s))
         try:
             self._group = wait(making, self._roster.check)
         except PeerFailed:
-            meeting.give_up()
+            exchange.give_up()
             raise
         return self._group
 
-    def _meet(self, prefix: str) -> None:
+    def _await_members(self, prefix: str) -> None:
         """Block until all members have arrived, however late."""
         self._store.put(f"{prefix}{self._me}", "")
 
@@ -317,7 +319,7 @@ class C10dCommunicator(SingleRankCommunicator):
         if self._sending is not None:
             self._sending.end()
             self._sending = None
-        self._alone = None
+        self._storeless_agreement = None
         group, self._group = self._group, None
         if group is not None:
             bury(group)

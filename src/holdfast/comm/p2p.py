@@ -49,7 +49,7 @@ class Mailbox:
         self._shared_bytes = shared_bytes
         self._generation = -1
         self._attempt = 0
-        self._outbox = ShmOutbox(self._may_take)
+        self._outbox = ShmOutbox(self._may_share)
         self._opened = OpenSegments()
         self._inboxes: dict[int, ShmInbox] = {}
         self._readers: frozenset[int] = frozenset()
@@ -87,7 +87,7 @@ class Mailbox:
             raise ScriptError(f"a message may have at most {MAX_DIMS} dimensions, got the shape {shape}: flatten some")
         for rank in ranks:
             if rank in self._comm.local_ranks:
-                self._kept[self._who(me), rank].append(data.cpu().clone())
+                self._kept[self._local_rank(me), rank].append(data.cpu().clone())
         readers = [rank for rank in ranks if rank in self._readers]
         if readers and not self._outbox.put(readers, data):
             readers = []
@@ -108,7 +108,7 @@ class Mailbox:
         """
         self._check(source)
         if source in self._comm.local_ranks:
-            return self._take_kept(source, self._who(me))
+            return self._take_kept(source, self._local_rank(me))
         inbox = self._inboxes.get(source)
         if inbox is None:
             return self._take(source)
@@ -126,7 +126,7 @@ class Mailbox:
         if rank not in self._comm.members:
             raise InternalError(f"worker {rank} is not a member, expected one of {self._comm.members}")
 
-    def _who(self, me: int | None) -> int:
+    def _local_rank(self, me: int | None) -> int:
         here = self._comm.local_ranks
         if me is None and len(here) > 1:
             raise InternalError(f"this process runs the workers {here}: pass the sender or receiver as `me`")
@@ -193,6 +193,6 @@ class Mailbox:
                 return self._outbox.renew()
         return _NO_TABLE
 
-    def _may_take(self, held: int, more: int) -> bool:
+    def _may_share(self, held: int, more: int) -> bool:
         is_bounded = self._shared_bytes > 0
         return not (is_bounded and held + more > self._shared_bytes) and self._comm.num_processes * more <= free_bytes()

@@ -56,8 +56,8 @@ class ShmOutbox:
     Methods raise ``OSError`` if there is no memory even for a table.
     """
 
-    def __init__(self, may_take: Callable[[int, int], bool]) -> None:
-        self._may_take = may_take
+    def __init__(self, may_share: Callable[[int, int], bool]) -> None:
+        self._may_share = may_share
         self._parts: list[_Part] = []
         self._tables: list[SharedSegment] = []
         self._table = self._line = self._attempt = 0
@@ -79,7 +79,7 @@ class ShmOutbox:
         part = self._find_room(size)
         if part is None:
             for rank in to:
-                self._say(rank, [ELSEWHERE])
+                self._append(rank, [ELSEWHERE])
             return False
         start = part.used
         part.used += aligned(size)
@@ -87,10 +87,10 @@ class ShmOutbox:
         memory[start : start + size].view(data.dtype).view(data.shape).copy_(data)
         shape = list(data.shape)
         for rank in to:
-            self._say(rank, [part.segment.fd, memory.numel(), start, DTYPES.index(data.dtype), len(shape), *shape])
+            self._append(rank, [part.segment.fd, memory.numel(), start, DTYPES.index(data.dtype), len(shape), *shape])
         return True
 
-    def _say(self, to: int, words: list[int]) -> None:
+    def _append(self, to: int, words: list[int]) -> None:
         if self._line == _LINES - 1:
             if self._table + 1 == len(self._tables):
                 self._tables.append(SharedSegment(TABLE_BYTES))
@@ -111,7 +111,7 @@ class ShmOutbox:
                 return part
         held = sum(part.segment.bytes.numel() for part in self._parts)
         wanted = aligned(max(size, held, _LEAST_BYTES))
-        if not self._may_take(held, wanted):
+        if not self._may_share(held, wanted):
             return None
         try:
             self._parts.append(_Part(SharedSegment(wanted)))

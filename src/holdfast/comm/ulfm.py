@@ -126,11 +126,11 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
     def post(self, rank: int, data: torch.Tensor) -> None:
         """Start a send; see :meth:`Communicator.post`."""
         self._clear_away()
-        self._posted.append(self._start(self._comm.Isend, data, self._place(rank), POST_TAG))
+        self._posted.append(self._start(self._comm.Isend, data, self._index(rank), POST_TAG))
 
     def take(self, rank: int, data: torch.Tensor) -> None:
         """Receive a posted message; see :meth:`Communicator.take`."""
-        self._exchange([(self._comm.Irecv, [(self._place(rank), data)])], POST_TAG)
+        self._exchange([(self._comm.Irecv, [(self._index(rank), data)])], POST_TAG)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each integer; see :meth:`Communicator.maximum`."""
@@ -257,11 +257,11 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
 
     def start_send(self, data: torch.Tensor, rank: int, tag: int) -> Message:
         """Start a send; see :meth:`MessageCommunicator.start_send`."""
-        return self._start(self._comm.Issend, data, self._place(rank), tag)
+        return self._start(self._comm.Issend, data, self._index(rank), tag)
 
     def start_receive(self, data: torch.Tensor, rank: int | None, tag: int) -> Message:
         """Start a receive; see :meth:`MessageCommunicator.start_receive`."""
-        return self._start(self._comm.Irecv, data, self._mpi.ANY_SOURCE if rank is None else self._place(rank), tag)
+        return self._start(self._comm.Irecv, data, self._mpi.ANY_SOURCE if rank is None else self._index(rank), tag)
 
     def _start(self, call: Callable[..., MPI.Request], data: torch.Tensor, place: int, tag: int) -> Message:
         self._check_thread()

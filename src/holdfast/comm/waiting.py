@@ -37,21 +37,21 @@ class WaitContext:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._tell: Callable[[bool], None] | None = None
+        self._callback: Callable[[bool], None] | None = None
 
-    def tell(self, hear: Callable[[bool], None] | None) -> None:
+    def on_wait(self, callback: Callable[[bool], None] | None) -> None:
         """From now on call ``hear(True)`` when waiting begins and ``hear(False)`` when it ends; None removes it."""
-        self._tell = hear
+        self._callback = callback
 
     def __enter__(self) -> None:
         self._depth += 1
-        if self._tell is not None and self._depth == 1:
-            self._tell(True)
+        if self._callback is not None and self._depth == 1:
+            self._callback(True)
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
-        if self._tell is not None and self._depth == 0:
-            self._tell(False)
+        if self._callback is not None and self._depth == 0:
+            self._callback(False)
 
 
 waiting = WaitContext()

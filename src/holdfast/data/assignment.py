@@ -13,14 +13,14 @@ Home = tuple[int, int]
 """The range of a worker's slices while no worker is missing: the first, and the one after the last."""
 
 
-def homes(slices: int, seats: int) -> list[Home]:
+def even_ranges(slices: int, seats: int) -> list[Home]:
     """Return the range of slices of each seat, as even as possible."""
     cuts = [-(-seat * slices // seats) for seat in range(seats + 1)]
     return list(itertools.pairwise(cuts))
 
 
-def share_out(
-    slices: int, at_home: Mapping[int, Home], speeds: Mapping[int, float], *, aligned: bool = False
+def assign_slices(
+    slices: int, preferred: Mapping[int, Home], speeds: Mapping[int, float], *, aligned: bool = False
 ) -> list[int]:
     """Return the rank that computes each slice: in contiguous ranges, such that the last worker finishes as early as possible.
 
@@ -29,11 +29,11 @@ def share_out(
 
     Args:
         slices: Number of slices, all taking the same time.
-        at_home: For each worker, in the order of the ranges, the range of its usual slices; ascending, too.
+        preferred: For each worker, in the order of the ranges, the range of its usual slices; ascending, too.
         speeds: Relative speeds of workers; the default is 1.
         aligned: The reduction is a tree over slice numbers.
     """
-    ranks = list(at_home)
+    ranks = list(preferred)
     least, most = _bounds(slices, ranks, speeds)
     others_least, others_most = sum(least.values()), sum(most.values())
     ends: list[int] = []
@@ -42,7 +42,7 @@ def share_out(
         start = ends[-1] if ends else 0
         low = max(start + least[rank], slices - others_most)
         high = min(start + most[rank], slices - others_least)
-        free = (at_home[rank][1], slices if following is None else at_home[following][0])
+        free = (preferred[rank][1], slices if following is None else preferred[following][0])
 
         ends.append(min(range(low, high + 1), key=functools.partial(_cost, free, aligned)))
     starts = [0, *ends]

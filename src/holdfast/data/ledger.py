@@ -46,7 +46,7 @@ class Ledger:
     def commit(self, epoch: int, ids: Ids) -> None:
         """Count ``ids`` as committed in ``epoch``; lost samples must not be among them."""
         if epoch != self._epoch:
-            self._closed = self._closed.plus(self._judge(self._plan.epoch_samples))
+            self._closed = self._closed.plus(self._count_until(self._plan.epoch_samples))
             self._times[:] = 0
             self._epoch = epoch
         np.add.at(self._times, ids, _ONCE)
@@ -54,9 +54,9 @@ class Ledger:
     def account(self, cursor: PlanCursor) -> SampleCounts:
         """Return the account of all samples before ``cursor``."""
         ended = cursor.epoch > self._epoch
-        return self._closed.plus(self._judge(self._plan.epoch_samples if ended else cursor.offset))
+        return self._closed.plus(self._count_until(self._plan.epoch_samples if ended else cursor.offset))
 
-    def _judge(self, until: int) -> SampleCounts:
+    def _count_until(self, until: int) -> SampleCounts:
         planned = self._plan.order(self._epoch)[:until]
         times = self._times[planned]
         return SampleCounts(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.data.assignment import homes, share_out
+from holdfast.data.assignment import assign_slices, even_ranges
 from holdfast.data.seeds import order_of
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -60,11 +60,11 @@ class SamplePlan:
     shuffle: bool  # otherwise samples come in the order of the dataset
     drop_last: bool  # leave out the short mini-batch at the end of an epoch
     slices: int  # slices of a mini-batch, fixed for the job
-    world: tuple[int, ...]  # the initial workers of the job, without spares
+    members: tuple[int, ...]  # the initial workers of the job, without spares
     split: str  # `"slices"` or `"even"`, see `Settings`
     batch: str  # `"global"` or `"local"`
     in_tree: bool = False  # slices are reduced in a tree, so ranges that end at large groups are better
-    workers: int = -1  # number of live workers that share the work; -1: as many as in `world`
+    workers: int = -1  # number of live workers that share the work; -1: as many as `members`
     # relative speeds of workers, by rank; the default is 1
     speeds: Mapping[int, float] = field(default_factory=dict)
     # the script's value, if `batch_size` was changed since: the length of an epoch does not change
@@ -73,7 +73,7 @@ class SamplePlan:
     @property
     def seats(self) -> int:
         """The number of workers that share the work while none is missing."""
-        return len(self.world) if self.workers < 0 else self.workers
+        return len(self.members) if self.workers < 0 else self.workers
 
     @property
     def start(self) -> PlanCursor:
@@ -144,24 +144,24 @@ class BatchCutter:
         plan = self._plan
         active = list(members[: plan.seats])
         seats = self._seats(active)
-        if len(active) < len(plan.world) and plan.batch == "local":
+        if len(active) < len(plan.members) and plan.batch == "local":
             owners = [
                 seats[seat]
-                for seat, (start, stop) in enumerate(homes(plan.slices, len(seats)))
+                for seat, (start, stop) in enumerate(even_ranges(plan.slices, len(seats)))
                 for _ in range(start, stop)
             ]
             return [rank for rank in owners if rank >= 0] or active, []
-        if plan.split == "even" and (len(active) != len(plan.world) or plan.speeds):
+        if plan.split == "even" and (len(active) != len(plan.members) or plan.speeds):
             return active, [plan.speeds.get(rank, 1.0) for rank in active] if plan.speeds else []
-        at_home = dict(zip(seats, homes(plan.slices, len(seats)), strict=True))
-        at_home = {rank: home for rank, home in at_home.items() if rank >= 0}
-        at_home |= {rank: (plan.slices, plan.slices) for rank in active if rank not in at_home}
-        return share_out(plan.slices, at_home, plan.speeds, aligned=plan.in_tree), []
+        preferred = dict(zip(seats, even_ranges(plan.slices, len(seats)), strict=True))
+        preferred = {rank: ranges for rank, ranges in preferred.items() if rank >= 0}
+        preferred |= {rank: (plan.slices, plan.slices) for rank in active if rank not in preferred}
+        return assign_slices(plan.slices, preferred, plan.speeds, aligned=plan.in_tree), []
 
     def _seats(self, active: Sequence[int]) -> list[int]:
         """Return the rank in each seat of the initial workers, -1 for an empty seat."""
-        others = iter([rank for rank in active if rank not in self._plan.world])
-        return [rank if rank in active else next(others, -1) for rank in self._plan.world]
+        others = iter([rank for rank in active if rank not in self._plan.members])
+        return [rank if rank in active else next(others, -1) for rank in self._plan.members]
 
     def _order_of(self, epoch: int) -> Ids:
         if epoch != self._epoch:

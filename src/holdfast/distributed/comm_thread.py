@@ -29,7 +29,7 @@ from holdfast.distributed.work import PendingWork
 from holdfast.engine import exits
 from holdfast.engine.regroup import pass_gate, regroup
 from holdfast.errors import HoldfastError, PeerFailed, RanksLost, ScriptError
-from holdfast.records.beacon import say_connecting
+from holdfast.records.beacon import publish_connecting
 
 _LOOK_EVERY_S = 0.05
 """Interval at which an idle thread checks whether peers have seen a failure: they cannot continue without this rank."""
@@ -164,17 +164,17 @@ class CommThread:
         self._left = False
         self._current: Collective | None = None
         self._history: list[tuple[frozenset[int], dict[int, int]]] = []
-        self.witness: GroupRecorder
+        self.recorder: GroupRecorder
         self.world: MessageCommunicator
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="holdfast-dist", daemon=True).start()
-        threading.Thread(target=self._watch, name="holdfast-dist-watch", daemon=True).start()
+        threading.Thread(target=self._complete_futures, name="holdfast-dist-watch", daemon=True).start()
         self._call(self._connect)
 
     def _connect(self) -> None:
-        say_connecting()
+        publish_connecting()
         self.world = UlfmCommunicator()
-        self.witness = GroupRecorder(self.world.local_ranks[0], len(self.world.members))
+        self.recorder = GroupRecorder(self.world.local_ranks[0], len(self.world.members))
 
     # -- called by other threads
 
@@ -182,7 +182,7 @@ class CommThread:
         """Return a new group, which takes part in recoveries from now on."""
         # A tag separates messages of another group of all ranks from those of the world.
         comm = self.world if key == WORLD else Subgroup(self.world, ranks, key)
-        shared_bytes = self.witness.settings.shared_bytes
+        shared_bytes = self.recorder.settings.shared_bytes
         group = GroupMembers(key, ranks, comm, GroupReducer(comm, shared_bytes), GroupReducer(comm, shared_bytes))
 
         def add() -> None:
@@ -208,7 +208,7 @@ class CommThread:
         self._inbox.put(job)
         return job.work
 
-    def _watch(self) -> None:
+    def _complete_futures(self) -> None:
         """Complete futures, whose callbacks may wait for later collectives; give up a collective that times out."""
         while True:
             try:
@@ -259,7 +259,7 @@ class CommThread:
                     order.error = _error_of(order.do)  # raised again in the thread that queued it
                     order.done.set()
                 case None:
-                    self._look()
+                    self._poll()
 
     def _next(self) -> Collective | P2PTransfer | _Order | None:
         """Return the next task; None periodically."""
@@ -270,7 +270,7 @@ class CommThread:
         except queue.Empty:
             return None
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Poll messages in flight, and check for failures that other ranks have seen."""
         if not hasattr(self, "world"):
             return
@@ -387,7 +387,7 @@ class CommThread:
     def _recover(self, *, told: bool = False) -> Mapping[int, int]:
         """Recover with the survivors; return for every group how many collectives any survivor has completed."""
         before = self.world.members
-        self.witness.failure_seen()
+        self.recorder.failure_seen()
         table = regroup(self.world, self._share_progress, told=told)
         transfers, self._transfers = self._transfers, []
         for transfer in transfers:
@@ -396,7 +396,7 @@ class CommThread:
             transfer.work.fail(self._lost(transfer))
         lost = tuple(rank for rank in before if rank not in self.world.members)
         completed = self._settle(table, lost)
-        self.witness.recovered(lost, self.world.members, self.world.generation)
+        self.recorder.recovered(lost, self.world.members, self.world.generation)
         return completed
 
     def _share_progress(self) -> list[tuple[int, int, int]]:
@@ -424,7 +424,7 @@ class CommThread:
 
     def _pass_gate(self) -> None:
         pass_gate(self.world, lambda: self._recover(told=True))
-        self.witness.finished()
+        self.recorder.finished()
 
 
 def _error_of(act: Callable[[], object]) -> Exception | None:
@@ -444,7 +444,7 @@ def get_engine(*, debug: bool = False) -> CommThread:
     global _engine
     if _engine is None:
         _engine = CommThread(debug=debug)
-        if not _engine.witness.is_watched:  # otherwise the watcher knows how the script ended, and lets it exit
+        if not _engine.recorder.is_watched:  # otherwise the watcher knows how the script ended, and lets it exit
             exits.end_job_on_errors(leave)
     return _engine
 

@@ -19,7 +19,7 @@ from holdfast.distributed.comm_thread import WORLD, P2PTransfer, get_engine
 from holdfast.distributed.group_base import Tensors, nothing
 from holdfast.distributed.moves import MoveCollectives
 from holdfast.distributed.reductions import ReduceCollectives
-from holdfast.distributed.tensors import bytes_of, give, one
+from holdfast.distributed.tensors import bytes_of, one, overwrite
 from holdfast.distributed.work import PendingWork
 from holdfast.errors import ConfigError
 from holdfast.torch_private import check_version
@@ -116,6 +116,6 @@ class HoldfastGroup(ReduceCollectives, MoveCollectives):
                 return world.start_receive(data, peer, number)
             return world.start_send(data, peer, number)
 
-        finish = nothing if sends else functools.partial(give, tensor, data)
+        finish = nothing if sends else functools.partial(overwrite, tensor, data)
         work = PendingWork([tensor], what, self._timeout_s, lambda _: None)  # it delays no collective
         return self._engine.submit(P2PTransfer(members, what, begin, finish, work))

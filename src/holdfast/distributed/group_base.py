@@ -29,7 +29,7 @@ class GroupBase(ProcessGroup):
         super().__init__(rank, len(members.ranks))  # type: ignore[call-arg]
         self._engine = engine
         self._members = members
-        self._place = rank
+        self._index = rank
         self._timeout_s = timeout_s
         self._name = ""
         self._description = ""
@@ -54,7 +54,7 @@ class GroupBase(ProcessGroup):
 
     def rank(self) -> int:
         """Return this rank in the group."""
-        return self._place
+        return self._index
 
     getRank = rank  # noqa: N815 - torch calls it so
 
@@ -130,7 +130,7 @@ class GroupBase(ProcessGroup):
         rows[:] = list(out)
         self._members.comm.barrier()
 
-    def _asker(self) -> CallSite:
+    def _call_site(self) -> CallSite:
         """Return which part of torch or of the script calls this collective."""
         frame = sys._getframe(1)
         while frame.f_globals.get("__package__") == __package__ and frame.f_back is not None:

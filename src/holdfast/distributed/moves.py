@@ -14,7 +14,7 @@ from torch.distributed import Work
 from holdfast.comm.allreduce.ordered import SlotSpan
 from holdfast.comm.allreduce.shm import ALIGN
 from holdfast.distributed.group_base import GroupBase, Tensors, nothing
-from holdfast.distributed.tensors import bytes_of, give, one, plain, split
+from holdfast.distributed.tensors import bytes_of, one, overwrite, plain, split
 
 
 class MoveCollectives(GroupBase):
@@ -23,7 +23,7 @@ class MoveCollectives(GroupBase):
     def broadcast(self, tensors: Tensors, options: Any) -> Work:
         """Send the root's tensor to every rank."""
         tensor, members, root = one(tensors, "broadcast"), self._members, options.rootRank
-        by_ddp = self._asker().is_ddp_outside
+        by_ddp = self._call_site().is_ddp_outside
         span = SlotSpan(0, tensor.numel() * tensor.element_size(), torch.uint8)
 
         def exchange() -> None:
@@ -36,7 +36,7 @@ class MoveCollectives(GroupBase):
                 members.comm.barrier()
                 return
             sums = members.adder.up_to(span, "fold")
-            if members.ranks[self._place] == source:
+            if members.ranks[self._index] == source:
                 span.of(sums.room(0)).copy_(bytes_of(tensor))
             sums(span, {0: source}, order="fold")
             if not sums.in_place:
@@ -44,7 +44,7 @@ class MoveCollectives(GroupBase):
 
         def finish() -> None:
             if span.length:
-                give(tensor, members.adder.result(span))
+                overwrite(tensor, members.adder.result(span))
 
         return self._submit("broadcast", [tensor], exchange, finish, like=tensor, root=root, recovers=by_ddp)
 
@@ -64,7 +64,7 @@ class MoveCollectives(GroupBase):
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, options: Any) -> Work:
         """Gather the tensors of all ranks on the root."""
         part, root = one(inputs, "gather"), options.rootRank
-        outs = list(one(outputs, "gather")) if self._place == root else None
+        outs = list(one(outputs, "gather")) if self._index == root else None
         if outs is not None:
             self._check_list(outs, part, "gather")
         return self._gather(outs, part, "gather", outs or [], root)
@@ -78,7 +78,7 @@ class MoveCollectives(GroupBase):
         root: int | None = None,
     ) -> Work:
         members = self._members
-        by_ddp = self._asker().is_ddp_outside
+        by_ddp = self._call_site().is_ddp_outside
         given: dict[int, torch.Tensor] = {}
 
         def exchange() -> None:
@@ -101,14 +101,14 @@ class MoveCollectives(GroupBase):
             if by_ddp:  # DDP compares the ranks' values: failed ranks count as agreeing with this one
                 rows = [given.get(rank, plain(part)) for rank in members.ranks]
             for out, row in zip(outs, rows, strict=True):
-                give(out, row)
+                overwrite(out, row)
 
         return self._submit(what, result, exchange, finish, like=part, root=root, recovers=by_ddp)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], options: Any) -> Work:
         """Send each rank one of the root's tensors."""
         out, root = one(outputs, "scatter"), options.rootRank
-        parts = list(one(inputs, "scatter")) if self._place == root else None
+        parts = list(one(inputs, "scatter")) if self._index == root else None
         if parts is not None:
             self._check_list(parts, out, "scatter")
         members = self._members
@@ -126,7 +126,7 @@ class MoveCollectives(GroupBase):
             self._exchange_rows(send, rows)
 
         def finish() -> None:
-            give(out, rows[source[0]])
+            overwrite(out, rows[source[0]])
 
         return self._submit("scatter", [out], exchange, finish, like=out, root=root)
 
@@ -170,7 +170,7 @@ class MoveCollectives(GroupBase):
 
         def finish() -> None:
             for out, row in zip(outs, received, strict=True):
-                give(out, row[: out.numel() * out.element_size()])
+                overwrite(out, row[: out.numel() * out.element_size()])
 
         return self._submit(what, result, exchange, finish)
 

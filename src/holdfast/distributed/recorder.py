@@ -105,8 +105,8 @@ class GroupRecorder:
         count = len(self._alive)
         how = {"order": "fold", "split": "slices", "batch": "local", "rescale": "survivors"}
         unknown = dict.fromkeys(("seed", "steps_planned", "samples_planned", "num_buckets", "parameters"), 0)
-        told: dict[str, Any] = how | unknown
-        self._log.write(RunStarted(step=0, fabric="ulfm", strategy="forward", workers=count, slices=count, **told))
+        details: dict[str, Any] = how | unknown
+        self._log.write(RunStarted(step=0, fabric="ulfm", strategy="forward", workers=count, slices=count, **details))
 
     def finished(self) -> None:
         """Record the end of the job: no other rank needs this one any more."""
@@ -116,8 +116,8 @@ class GroupRecorder:
         self._commit()
         unknown = dict.fromkeys(("planned", "committed", "lost", "repeated"), 0)
         unsaid = dict.fromkeys(("sha256", "state_sha256", "checkpoint"), "")
-        told: dict[str, Any] = unknown | unsaid
-        self._log.write(Finished(step=self._step + 1, outcome="done", metrics={}, **told))
+        details: dict[str, Any] = unknown | unsaid
+        self._log.write(Finished(step=self._step + 1, outcome="done", metrics={}, **details))
 
     # -- faults
 
@@ -142,5 +142,5 @@ class GroupRecorder:
 
 def _has_session() -> bool:
     """Return whether a session writes the records of this process."""
-    handover = sys.modules.get("holdfast.session.reinit_context")
-    return handover is not None and handover.application.makes_sessions
+    reinit_context = sys.modules.get("holdfast.session.reinit_context")
+    return reinit_context is not None and reinit_context.application.makes_sessions

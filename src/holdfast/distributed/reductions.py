@@ -16,7 +16,7 @@ from holdfast.comm.allreduce.ordered import SlotSpan
 from holdfast.distributed.call_site import CallSite
 from holdfast.distributed.comm_thread import CommThread, GroupMembers
 from holdfast.distributed.group_base import GroupBase, Tensors, nothing
-from holdfast.distributed.tensors import ORDER_OF, factor_of, give, kind_of, name_of, of_its_own, one, plain
+from holdfast.distributed.tensors import ORDER_OF, factor_of, kind_of, name_of, of_its_own, one, overwrite, plain
 
 
 class ReduceCollectives(GroupBase):
@@ -46,12 +46,12 @@ class ReduceCollectives(GroupBase):
         what = f"{what}({name_of(op)})"
         members, flat = self._members, plain(tensor)
         span, adder = SlotSpan(0, flat.numel(), flat.dtype), members.adder
-        asker = self._asker()
-        in_ddp = asker.is_backward
-        step = self._engine.witness.begin_sum(asker.task) if in_ddp and asker.task >= 0 else None
-        lends = asker.is_reducer and root is None and kind is ReduceOp.SUM and flat.dtype.is_floating_point
-        if lends:
-            span, adder = self._behind_the_last(span, asker), members.lender
+        call_site = self._call_site()
+        in_ddp = call_site.is_backward
+        step = self._engine.recorder.begin_sum(call_site.task) if in_ddp and call_site.task >= 0 else None
+        zero_copy = call_site.is_reducer and root is None and kind is ReduceOp.SUM and flat.dtype.is_floating_point
+        if zero_copy:
+            span, adder = self._behind_the_last(span, call_site), members.lender
         result = [tensor]
 
         def exchange() -> None:
@@ -67,20 +67,20 @@ class ReduceCollectives(GroupBase):
             else:
                 term.copy_(flat)
             owners = {rank: rank for rank in members.alive}
-            midway = nothing if step is None else lambda: self._engine.witness.reach_in_sum(*step)
+            midway = nothing if step is None else lambda: self._engine.recorder.reach_in_sum(*step)
             sums(span, owners, order=ORDER_OF[kind], mean=self._mean(kind, span, in_ddp=in_ddp), midway=midway)
             if not sums.in_place:
                 members.comm.barrier()
 
         def finish() -> None:
-            if lends and span.length:
+            if zero_copy and span.length:
                 result[0] = of_its_own(adder.result(span)).view(tensor.shape)
-            elif span.length and (root is None or root == self._place):
-                give(tensor, adder.result(span))
+            elif span.length and (root is None or root == self._index):
+                overwrite(tensor, adder.result(span))
 
         def deliver() -> None:
             if result[0] is not tensor:
-                give(tensor, result[0])
+                overwrite(tensor, result[0])
 
         return self._submit(what, result, exchange, finish, deliver=deliver, like=tensor, root=root, recovers=in_ddp)
 
@@ -119,7 +119,7 @@ class ReduceCollectives(GroupBase):
         kind = kind_of(op, out)
         self._check_count(parts, what)
         if len(parts) == self.size():
-            self._check_like(parts[self._place], out, what)
+            self._check_like(parts[self._index], out, what)
         length = max(part.numel() for part in parts)
         rows: list[torch.Tensor] = []
 
@@ -135,7 +135,7 @@ class ReduceCollectives(GroupBase):
         def finish() -> None:
             result = torch.empty(out.numel(), dtype=out.dtype)
             ORDERS[ORDER_OF[kind]]([(n, row[: out.numel()]) for n, row in enumerate(rows)], result)
-            give(out, result.div_(len(rows)) if kind is ReduceOp.AVG else result)
+            overwrite(out, result.div_(len(rows)) if kind is ReduceOp.AVG else result)
 
         return self._submit(what, [out], exchange, finish, like=out)
 

@@ -99,7 +99,7 @@ def of_its_own(flat: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(flat.view(torch.uint8).numpy()).view(flat.dtype)
 
 
-def give(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+def overwrite(tensor: torch.Tensor, flat: torch.Tensor) -> None:
     """Overwrite ``tensor`` with the elements, or bytes, of ``flat``."""
     if not flat.numel():
         return

@@ -27,9 +27,9 @@ def main() -> None:
     else:
         said = {"layers": _look_at_layers(briefly=briefly)}
     if not briefly:
-        from holdfast.doctor.machine import machine_facts
+        from holdfast.doctor.machine import machine_info
 
-        said["machine"] = machine_facts(environment)
+        said["machine"] = machine_info(environment)
     made = Path(folder, f"{how}.new")
     made.write_text(json.dumps(said))
     made.rename(made.with_suffix(".json"))

@@ -49,7 +49,7 @@ def examine(subject: DoctorTarget, threads: Sequence[int], *, briefly: bool = Fa
         with threads_set(count):
             if different := differing(first, results_of(subject)):
                 found.threads[count] = different
-    found.memory = differing(first, results_of(subject, prepare=at_odd_place))
+    found.memory = differing(first, results_of(subject, prepare=misaligned))
     found.together = _together(subject, first)
     found.complaint = complaint_about(lambda: results_of(subject))
     return found
@@ -72,7 +72,7 @@ def threads_set(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def at_odd_place(value: torch.Tensor) -> torch.Tensor:
+def misaligned(value: torch.Tensor) -> torch.Tensor:
     """Return a copy, with its autograd history, that begins one element after an aligned address."""
     room = torch.empty(value.numel() + 1, dtype=value.dtype, device=value.device)
     placed = room[1:].view(value.shape).detach()

@@ -50,7 +50,7 @@ class ScriptFindings:
         samples: Samples of the slice.
         layers: Findings about each layer, by its path in the model, in the order of their first computation.
         step: Findings about the loss and all gradients together.
-        odd_places: Misaligned tensors: samples, weights.
+        misaligned: Misaligned tensors: samples, weights.
         dataset_again: Whether samples differ when they are fetched again.
         draws: Global random generators that are used, by ``dataset`` and ``model``.
         weights: Digest of the initial weights.
@@ -61,7 +61,7 @@ class ScriptFindings:
     samples: int = 0
     layers: list[Findings] = field(default_factory=list)
     step: Findings = field(default_factory=lambda: Findings("the whole step"))
-    odd_places: list[str] = field(default_factory=list)
+    misaligned: list[str] = field(default_factory=list)
     dataset_again: bool = False
     draws: dict[str, list[str]] = field(default_factory=dict)
     weights: str = ""

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.state.platform_check import kind_of_worker
+from holdfast.state.platform_check import platform_of_worker
 
 _PREFIXES = ("MKL_", "ONEDNN_", "DNNL_", "OMP_", "KMP_", "ATEN_", "CUBLAS_", "NVIDIA_TF32")
 """Prefixes of variables that numerical libraries read."""
 _ASK_S = 20.0
 
 
-def machine_facts(environment: Mapping[str, str]) -> dict[str, Any]:
+def machine_info(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return, as plain data: the platform of a worker, versions, variables, GPUs, fabrics, shared memory, limits.
 
     Args:
@@ -32,7 +32,7 @@ def machine_facts(environment: Mapping[str, str]) -> dict[str, Any]:
     """
     memory = Path("/dev/shm")  # noqa: S108 - only its size is read
     return {
-        "kind": kind_of_worker(),
+        "kind": platform_of_worker(),
         "cpus": len(os.sched_getaffinity(0)),
         "versions": {
             "python": platform.python_version(),

@@ -157,7 +157,7 @@ def _script(seen: ScriptFindings, other: ScriptFindings) -> list[CheckResult]:
     what = f"{seen.parameters:,} parameters in {len(seen.layers)} layers; a slice of {seen.samples} samples"
     return [
         CheckResult("model", OK, what),
-        *_beginning(seen, other),
+        *_initial_state(seen, other),
         _step_again(seen),
         *([] if seen.step.again else [_step_elsewhere(seen, other), _step_threads(seen)]),
         _alignment(seen, other),
@@ -167,7 +167,7 @@ def _script(seen: ScriptFindings, other: ScriptFindings) -> list[CheckResult]:
     ]
 
 
-def _beginning(seen: ScriptFindings, other: ScriptFindings) -> list[CheckResult]:
+def _initial_state(seen: ScriptFindings, other: ScriptFindings) -> list[CheckResult]:
     samples = seen.samples_digest == other.samples_digest
     lines = [CheckResult("weights", OK, "initialized equally in another process")]
     if seen.weights != other.weights:
@@ -210,7 +210,7 @@ def _step_elsewhere(seen: ScriptFindings, other: ScriptFindings) -> CheckResult:
 
 def _alignment(seen: ScriptFindings, other: ScriptFindings) -> CheckResult:
     """Return whether layers that compute different bits from misaligned tensors are given such tensors."""
-    odd = sorted({*seen.odd_places, *other.odd_places})
+    odd = sorted({*seen.misaligned, *other.misaligned})
     usual = _circumstances(seen.layers)[1]
     if not odd or usual.verdict == OK:
         return usual

@@ -20,7 +20,7 @@ from holdfast.data.samples import fetch
 from holdfast.data.seeds import generator_states, seed_slice
 from holdfast.doctor.checks import differing, examine, thread_counts, threads_set
 from holdfast.doctor.findings import ScriptFindings
-from holdfast.doctor.target import DoctorTarget, digests_of, is_at_odd_place, put_back
+from holdfast.doctor.target import DoctorTarget, digests_of, is_misaligned, put_back
 from holdfast.errors import ConfigError
 from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import model_tensors
@@ -63,13 +63,13 @@ class ScriptInspector:
             raise ConfigError(
                 "holdfast doctor checks replicated models, and this one is split: pass the whole model to a Session, without Pipeline or Sharded"
             )
-        batch = BatchCutter(plan).mini_batch(0, PlanCursor(epoch=plan.first_epoch, offset=0), plan.world)
+        batch = BatchCutter(plan).mini_batch(0, PlanCursor(epoch=plan.first_epoch, offset=0), plan.members)
         assert batch is not None, "a plan has a first step"
         self._model, self._plan, self._dataset, self._collate = whole.model, plan, dataset, collate
         self._number = min(batch.owners)
         self._buffers = {name: value.clone() for name, value in whole.model.named_buffers()}
         self.seen.parameters, self.seen.samples = body.numel, len(batch.slices[self._number])
-        self._meet_other_process(batch)
+        self._use_same_start(batch)
         try:
             yield from self._ways(batch)
             self._examine_layers()
@@ -153,7 +153,7 @@ class ScriptInspector:
 
     # -- samples and weights, the same in the other process
 
-    def _meet_other_process(self, batch: MiniBatch) -> None:
+    def _use_same_start(self, batch: MiniBatch) -> None:
         """Fetch the samples, twice; make both processes use the samples and weights of one of them."""
         seen, seed = self.seen, self._plan.seed
         fetched = []
@@ -167,7 +167,7 @@ class ScriptInspector:
         seen.samples_digest = digests[0]
         tensors = dict(model_tensors(self._model))
         placed = {"the samples": _tensors(fetched).values(), "the weights": tensors.values()}
-        seen.odd_places = [what for what, values in placed.items() if any(map(is_at_odd_place, values))]
+        seen.misaligned = [what for what, values in placed.items() if any(map(is_misaligned, values))]
         seen.weights = "".join(digests_of(tensors).values())
         self._inputs = fetched[0]
         if self._briefly:

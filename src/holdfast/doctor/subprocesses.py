@@ -19,7 +19,7 @@ _HOWS = ("full", "brief")
 _POLL_S = 0.05
 
 
-def ask(script: Path | None, args: Sequence[str], *, workers: int, timeout_s: float) -> dict[str, Any]:
+def inspect(script: Path | None, args: Sequence[str], *, workers: int, timeout_s: float) -> dict[str, Any]:
     """Return the findings of the full and the brief process.
 
     Args:

@@ -114,7 +114,7 @@ def noise_like(number: int, value: torch.Tensor) -> torch.Tensor:
     return real.to(device=value.device, dtype=value.dtype)
 
 
-def is_at_odd_place(value: torch.Tensor) -> bool:
+def is_misaligned(value: torch.Tensor) -> bool:
     """Return whether a tensor is not aligned as torch aligns new tensors, so that kernels may take another path."""
     return value.numel() > 0 and value.data_ptr() % _ALIGNED_BYTES > 0
 

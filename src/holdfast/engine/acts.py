@@ -55,27 +55,27 @@ class StrategyActions:
         """
         match order:
             case HandOver(step=step, bucket=bucket, source=source):
-                self._loop.attempts.hand_over(bucket, source)
+                self._loop.executor.send_bucket(bucket, source)
                 return HandedOver(step, bucket)
             case LoadCheckpoint():
                 return CheckpointLoaded(self._load())
             case DiscardStep():
                 self.discard()
             case SendState(step=step, newcomers=newcomers):
-                self._welcome(step, newcomers)
+                self._send_state(step, newcomers)
             case AdoptState():
-                self._loop.beginning.install()
-                self._loop.beginning.keep_on_joining()
+                self._loop.restorer.install()
+                self._loop.restorer.keep_on_joining()
             case MoveParts(restores=restores):
                 self._rehome(restores=restores)
             case AdoptPlacement():
-                self._loop.replica.settle()
+                self._loop.trainable.settle()
             case FetchConfig():
                 self._loop.recovery.end()
-                self._loop.requests.take()
+                self._loop.live_config.fetch()
             case ApplyConfig():
-                self._loop.requests.make()
-                self._loop.status.heard &= ~Note.ASK
+                self._loop.live_config.apply()
+                self._loop.status.flags &= ~Note.ASK
             case Reinitialise():
                 raise self._unwound()
             case SaveAndStop():
@@ -88,30 +88,30 @@ class StrategyActions:
 
     def discard(self) -> None:
         """Discard the step in progress, if there is one."""
-        is_computing = self._loop.attempts.batch is not None
-        self._loop.recovery.take_back(was_computing=is_computing)
-        self._loop.watch.taken_back()
+        is_computing = self._loop.executor.batch is not None
+        self._loop.recovery.discard_step(was_computing=is_computing)
+        self._loop.guard.discarded()
         if is_computing:
-            self._loop.replica.discard_step()
+            self._loop.trainable.discard_step()
             self._forget_stop()  # a stop that a committed step voted for leaves no step in progress
-        self._loop.attempts.batch = None
+        self._loop.executor.batch = None
 
     def _forget_stop(self) -> None:
         """Forget the script's request to stop: the script makes it again when it recomputes the step."""
-        self._loop.world.told.notes &= ~Note.STOP
-        self._loop.status.heard &= ~Note.STOP
+        self._loop.job.pending.notes &= ~Note.STOP
+        self._loop.status.flags &= ~Note.STOP
 
     # -- members and parts
 
-    def _welcome(self, step: int, newcomers: tuple[int, ...]) -> None:
+    def _send_state(self, step: int, newcomers: tuple[int, ...]) -> None:
         self._loop.points.reach("rejoin", step)
         self._loop.recovery.expect(newcomers)
-        self._loop.beginning.welcome(newcomers)
+        self._loop.restorer.transfer_state(newcomers)
 
     def _rehome(self, *, restores: bool) -> None:
         self._loop.points.reach("rehome")
         try:
-            self._loop.replica.rehome(restores=restores)
+            self._loop.trainable.rehome(restores=restores)
         except StateLost as lost:
             self._begin_job_again(lost)
 
@@ -125,40 +125,40 @@ class StrategyActions:
             self._begin_job_again(lost)
 
     def _load_newest(self) -> int:
-        world, status = self._loop.world, self._loop.status
+        job, status = self._loop.job, self._loop.status
         reached = self._reached()
         self.discard()
         self._forget_stop()
         status.save_due = False
-        lost = self._loop.replica.lost(world.comm.members)
-        went_back = self._loop.beginning.load(trained=status.announced or self._is_newcomer)
-        if lost and world.is_lead:
+        lost = self._loop.trainable.lost(job.comm.members)
+        went_back = self._loop.restorer.load(trained=status.announced or self._is_newcomer)
+        if lost and job.is_lead:
             what = f"{'parts' if len(lost) > 1 else 'part'} {', '.join(map(str, lost))} of the model"
-            self._loop.log.warn(f"no surviving worker holds {what}: all workers roll back to step {world.step}")
-        self._loop.recovery.decide("heal" if went_back else "load", reached - world.step if status.announced else 0)
-        if world.rebuilds.snapshot is not None:
-            status.heard |= Note(world.rebuilds.snapshot.info["heard"])
-        if self._loop.recovery.now is not None and world.rebuilds.current is not None:
-            world.rebuilds.current.loaded_s = world.clock.now_s()
-            self._loop.recovery.decide("reinit", world.rebuilds.current.reached - world.step)
-        return world.step
+            self._loop.log.warn(f"no surviving worker holds {what}: all workers roll back to step {job.step}")
+        self._loop.recovery.decide("heal" if went_back else "load", reached - job.step if status.announced else 0)
+        if job.rebuilds.snapshot is not None:
+            status.flags |= Note(job.rebuilds.snapshot.info["heard"])
+        if self._loop.recovery.now is not None and job.rebuilds.current is not None:
+            job.rebuilds.current.loaded_s = job.clock.now_s()
+            self._loop.recovery.decide("reinit", job.rebuilds.current.reached - job.step)
+        return job.step
 
     def _reached(self) -> int:
         """Return the number of steps that this worker has begun."""
-        return self._loop.world.step + int(self._loop.attempts.batch is not None)
+        return self._loop.job.step + int(self._loop.executor.batch is not None)
 
     def _unwound(self) -> Unwind:
         """Save the context for the next application; return the exception that makes ``holdfast.reinit`` build it."""
-        began_s, reached = self._loop.world.clock.now_s(), self._reached()
+        began_s, reached = self._loop.job.clock.now_s(), self._reached()
         self.discard()
         self._loop.log.write_last_step()
-        self._loop.beginning.take_snapshot(self._loop.status.heard)
-        hand_over(self._loop.world, self._loop.recovery.rebuilding(reached=reached, began_s=began_s))
+        self._loop.restorer.take_snapshot(self._loop.status.flags)
+        hand_over(self._loop.job, self._loop.recovery.rebuilding(reached=reached, began_s=began_s))
         return Unwind()
 
     def _begin_job_again(self, lost: StateLost) -> NoReturn:
         """Let the launcher restart the job, as it does when all workers have died."""
-        if not self._loop.world.settings.run_dir or isinstance(self._loop.world.comm, VirtualCommunicator):
+        if not self._loop.job.settings.run_dir or isinstance(self._loop.job.comm, VirtualCommunicator):
             raise lost
         self._loop.log.warn(str(lost))
         kill_self()
@@ -168,4 +168,4 @@ class StrategyActions:
     def _save_and_stop(self) -> None:
         self._loop.status.outcome = "gave-up"
         self._loop.recovery.decide("stop")
-        self._loop.beginning.save()
+        self._loop.restorer.save()

@@ -62,15 +62,15 @@ class LiveSettings:
         strategy: The recovery strategy.
         checkpoint_every: Steps between checkpoints.
         checkpoint_auto: The checkpoint interval is chosen from measured costs and failure rates.
-        taken: Number of change requests applied so far.
-        cut: Changes to how mini-batches are divided, see :meth:`holdfast.data.position.DataPosition.change`.
+        applied: Number of change requests applied so far.
+        slicing: Changes to how mini-batches are divided, see :meth:`holdfast.data.position.DataPosition.change`.
     """
 
     strategy: str
     checkpoint_every: int = 0
     checkpoint_auto: bool = False
-    taken: int = 0
-    cut: dict[str, Any] = field(default_factory=dict)
+    applied: int = 0
+    slicing: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -160,11 +160,11 @@ class PlatformState:
     """The platform of this worker. Written by :mod:`holdfast.state.platform_check`.
 
     Args:
-        kind: Properties of the platform that decide result bits, see :mod:`holdfast.state.platform`.
+        properties: Properties of the platform that decide result bits, see :mod:`holdfast.state.platform`.
         given_up: Why bit-exactness no longer holds across platforms, as known to this worker; "" if it holds.
     """
 
-    kind: dict[str, str] = field(default_factory=dict)
+    properties: dict[str, str] = field(default_factory=dict)
     given_up: str = ""
 
 
@@ -181,12 +181,12 @@ class JobContext:
         log: Writes records.
         beacon: Publishes this worker's phase and progress.
         faults: Injects planned faults.
-        keeper: Checkpoint schedule, writers and retention.
+        checkpoints: Checkpoint schedule, writers and retention.
         first_members: The workers that the job was started with.
         committed: The result of the last committed step.
         loops: Progress across training loops.
         live: Settings that can change while the job runs.
-        told: Signals and requests that only this worker knows of.
+        pending: Signals and requests that only this worker knows of.
         rebuilds: Rebuilds of the application.
         platform: The platform of this worker.
         spent: Time spent on updating buckets before the commit vote. Written by :mod:`holdfast.models.overlap`.
@@ -200,12 +200,12 @@ class JobContext:
     log: Logger
     beacon: Beacon | NoBeacon
     faults: Injector
-    keeper: CheckpointManager
+    checkpoints: CheckpointManager
     first_members: tuple[int, ...]
     committed: CommittedState
     loops: LoopState
     live: LiveSettings
-    told: PendingRequests = field(default_factory=PendingRequests)
+    pending: PendingRequests = field(default_factory=PendingRequests)
     rebuilds: RebuildState = field(default_factory=RebuildState)
     platform: PlatformState = field(default_factory=PlatformState)
     spent: OverlapCost = field(default_factory=OverlapCost)
@@ -228,4 +228,4 @@ class JobContext:
 
     def announce(self) -> None:
         """Publish the current loop and the required platform for workers that join later."""
-        self.comm.announce(self.loop, json.dumps(self.platform.kind))
+        self.comm.announce(self.loop, json.dumps(self.platform.properties))

@@ -18,9 +18,9 @@ class StepExecutor:
     """Begins the step in progress, once for each attempt, and holds its state.
 
     Args:
-        world: The job context.
-        replica: The model that computes.
-        place: The position in the data, which decides the seeds.
+        job: The job context.
+        trainable: The model that computes.
+        position: The position in the data, which decides the seeds.
         log: Records what the runner measures.
         points: Marks the phase of this worker and triggers planned faults.
         total: The gradient all-reduce.
@@ -29,21 +29,21 @@ class StepExecutor:
 
     def __init__(
         self,
-        world: JobContext,
-        replica: Trainable,
-        place: DataPosition,
+        job: JobContext,
+        trainable: Trainable,
+        position: DataPosition,
         log: RunLog,
         points: FaultPoints,
         total: OrderedAllReduce,
         source: DataSource,
     ) -> None:
-        self._world = world
-        self._replica = replica
+        self._job = job
+        self._trainable = trainable
         self._points = points
         self._sum = total
-        self._loading = SliceLoader(source, lambda batch: place.ahead(batch, world.comm.members), self._slices)
-        context = StepContext(world, place, log, total, source, self._loading, points.enter, points.reach_in_sum)
-        self._runner = replica.runner(context)
+        self._loading = SliceLoader(source, lambda batch: position.ahead(batch, job.comm.members), self._slices)
+        context = StepContext(job, position, log, total, source, self._loading, points.enter, points.reach_in_sum)
+        self._runner = trainable.runner(context)
         self.batch: MiniBatch | None = None
         """The mini-batch of the step in progress."""
         self._count = (-1, 0)
@@ -62,16 +62,18 @@ class StepExecutor:
         self.batch = batch
         number, times = self._count
         self._count = (batch.step, times + 1 if number == batch.step else 0)
-        self._points.alter_state(self._replica, batch.step)
-        self._replica.begin_step(self._points.enter)  # before anything that can fail: a rollback returns to this point
-        if not self._replica.num_buckets:
+        self._points.alter_state(self._trainable, batch.step)
+        self._trainable.begin_step(
+            self._points.enter
+        )  # before anything that can fail: a rollback returns to this point
+        if not self._trainable.num_buckets:
             self._sum.open()  # without buckets, no all-reduce before the commit vote would open it
         self._points.enter("forward")
         self._runner.between_slices(batch)
         return self._runner.step(batch, self._slices(batch), self._count[1])
 
     def _slices(self, batch: MiniBatch) -> list[int]:
-        return self._replica.slices(batch, self._world.comm.local_ranks)
+        return self._trainable.slices(batch, self._job.comm.local_ranks)
 
     def close(self) -> None:
         """Stop the prefetching of inputs."""
@@ -98,10 +100,10 @@ class StepExecutor:
         """
         self._runner.sum_bucket(self.in_progress(), bucket)
 
-    def hand_over(self, bucket: int, source: int) -> None:
+    def send_bucket(self, bucket: int, source: int) -> None:
         """Send a reduced bucket, and the list of slices it contains, from ``source`` to the workers that lack it.
 
         Raises:
             PeerFailed: if the transfer did not complete here.
         """
-        self._runner.hand_over(self.in_progress(), bucket, source)
+        self._runner.send_bucket(self.in_progress(), bucket, source)

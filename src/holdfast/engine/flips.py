@@ -17,7 +17,7 @@ from holdfast.faults.names import chosen
 from holdfast.faults.process import Due, Injector
 
 NOT_WATCHED = ExitStack()
-"""Returned by :func:`watch` if no flip is due."""
+"""Returned by :func:`flip_outputs` if no flip is due."""
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -35,7 +35,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     }
 
 
-def watch(model: nn.Module, flips: Sequence[Due], faults: Injector, prefix: str = "") -> ExitStack:
+def flip_outputs(model: nn.Module, flips: Sequence[Due], faults: Injector, prefix: str = "") -> ExitStack:
     """Flip bits in the outputs of modules during the next forward pass. Closing the returned stack removes the hooks.
 
     Each flip strikes one module, drawn from the modules that it names, or else from those without submodules.

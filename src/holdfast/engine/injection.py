@@ -25,12 +25,12 @@ class FaultPoints:
     """The interface through which planned faults enter the training loop, which reports its phases here.
 
     Args:
-        world: The job context with the fault plan; without planned faults nothing happens.
+        job: The job context with the fault plan; without planned faults nothing happens.
         log: Marks the phases that a beacon can show.
     """
 
-    def __init__(self, world: JobContext, log: RunLog) -> None:
-        self._world = world
+    def __init__(self, job: JobContext, log: RunLog) -> None:
+        self._job = job
         self._log = log
 
     def enter(self, phase: str, bucket: int | None = None) -> None:
@@ -46,20 +46,20 @@ class FaultPoints:
 
     def reach(self, phase: str, step: int | None = None, bucket: int | None = None) -> None:
         """Trigger a fault that is due in a phase of ``step`` (default: the next one), at every rank of this process."""
-        for rank in self._world.comm.local_ranks:
-            self._world.faults.reach(phase, self._world.step if step is None else step, rank, bucket)
+        for rank in self._job.comm.local_ranks:
+            self._job.faults.reach(phase, self._job.step if step is None else step, rank, bucket)
 
     def reach_in_sum(self, step: int, position: int) -> None:
         """Trigger a fault that is due in the all-reduce at a position of the step."""
         self.reach("allreduce", step, position - 1 if position else None)
 
-    def alter_state(self, replica: Trainable, step: int) -> None:
+    def alter_state(self, trainable: Trainable, step: int) -> None:
         """Flip bits in this worker's own state before the step; other workers are not affected."""
-        here, faults = self._world.comm.local_ranks, self._world.faults
+        here, faults = self._job.comm.local_ranks, self._job.faults
         for rank in here:
             for target in ("weights", "optimizer"):
                 for due in faults.flips(target, step, rank):
-                    faults.carry_out(due, replica.tensors_of(target, rank, here))
+                    faults.carry_out(due, trainable.tensors_of(target, rank, here))
 
 
 def make_faults(settings: Settings, comm: Communicator, committed: CommittedState, log: Logger) -> Injector:
@@ -78,7 +78,7 @@ def make_faults(settings: Settings, comm: Communicator, committed: CommittedStat
             return
         log.write(FaultFired(rank=fault.rank, fault=number, kind=fault.kind, phase=fault.phase))
 
-    def tell(number: int, fault: Fault, listed: Sequence[Mapping[str, Any]], count: int) -> None:
+    def report(number: int, fault: Fault, listed: Sequence[Mapping[str, Any]], count: int) -> None:
         assert fault.flip is not None
         log.write(
             ValuesAltered(rank=fault.rank, fault=number, target=fault.flip.target, count=count, values=tuple(listed))
@@ -89,20 +89,20 @@ def make_faults(settings: Settings, comm: Communicator, committed: CommittedStat
         comm.fail(fault.rank, entered=fault.phase == "allreduce")
 
     if not isinstance(comm, VirtualCommunicator):
-        return PlannedFaults(plan, strike, announce, tell)
+        return PlannedFaults(plan, strike, announce, report)
     if other := [fault for fault in plan.faults if fault.kind not in ("kill", FLIP)]:
         raise ConfigError(
             f"--inject {other[0].to_spec()}: with --fabric virtual all workers share one process, so a fault must be kill or flip; use another fabric for the rest"
         )
-    return PlannedFaults(plan, fail, announce, tell)
+    return PlannedFaults(plan, fail, announce, report)
 
 
-def check_faults(planned: str, replica: Trainable, end: int) -> None:
+def check_faults(planned: str, trainable: Trainable, end: int) -> None:
     """Check that planned faults lie inside the run, and resolve the tensors that they alter.
 
     Args:
         planned: The plan as JSON.
-        replica: The model that is trained.
+        trainable: The model that is trained.
         end: Steps of the whole run.
 
     Raises:
@@ -112,37 +112,37 @@ def check_faults(planned: str, replica: Trainable, end: int) -> None:
         try:
             if fault.step >= end:
                 raise ConfigError(f"step must be between 0 and {end - 1} (the run has {end} steps), got {fault.step}")
-            _check_place(fault, replica)
+            _check_phase(fault, trainable)
         except ConfigError as error:
             raise ConfigError(f"--inject {fault.to_spec()}: {error}") from error
 
 
-def _check_place(fault: Fault, replica: Trainable) -> None:
+def _check_phase(fault: Fault, trainable: Trainable) -> None:
     if fault.flip is None:
-        if fault.phase in SPLIT_PHASES and replica.is_replicated:
+        if fault.phase in SPLIT_PHASES and trainable.is_replicated:
             raise ConfigError(
                 f"the phases {', '.join(SPLIT_PHASES)} exist only for a Pipeline or Sharded model, and this model is replicated"
             )
-        if fault.slice is not None and not replica.has_stages:
+        if fault.slice is not None and not trainable.has_stages:
             raise ConfigError(
                 "slice selects a hand-over between two stages of a Pipeline, and this model is not a Pipeline: leave slice out"
             )
-        if fault.phase == "mirror" and not replica.sends_copies:
+        if fault.phase == "mirror" and not trainable.sends_copies:
             raise ConfigError(
                 "phase=mirror needs --strategy partial and --mirror-every above 1; otherwise a standby works in phase=allreduce"
             )
         return
-    if fault.flip.target == "handover" and not replica.has_stages:
+    if fault.flip.target == "handover" and not trainable.has_stages:
         raise ConfigError(
             "target handover is the activation that a stage of a Pipeline sends to the next, and this model has no stages"
         )
-    named = replica.named(fault.flip.target)
+    named = trainable.named(fault.flip.target)
     if named is not None:
         chosen(named, fault.flip.at)
 
 
-def reach_point(world: JobContext, name: str) -> None:
+def reach_point(job: JobContext, name: str) -> None:
     """Trigger a fault that is due at a crash point; see :mod:`holdfast.faults.points`."""
     # Only the lead completes a checkpoint, but any worker may complete a standby copy of a part, at any time.
-    if name == "checkpoint.manifest" and world.is_lead and world.keeper.is_completing:
-        world.faults.reach("checkpoint", world.keeper.step or 0, world.comm.members[0])
+    if name == "checkpoint.manifest" and job.is_lead and job.checkpoints.is_completing:
+        job.faults.reach("checkpoint", job.checkpoints.step or 0, job.comm.members[0])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.comm import share_bytes
+from holdfast.comm import broadcast_bytes
 from holdfast.data.position import DataPosition
 from holdfast.engine.context import JobContext
 from holdfast.errors import ConfigError
@@ -32,21 +32,21 @@ class LiveConfig:
     """Checks for change requests and applies them.
 
     Args:
-        world: The job context.
-        replica: Receives a new learning rate.
-        place: Receives a new mini-batch size, and each worker's share of it.
+        job: The job context.
+        trainable: Receives a new learning rate.
+        position: Receives a new mini-batch size, and each worker's share of it.
         set_strategy: Receives a new strategy.
     """
 
     def __init__(
-        self, world: JobContext, replica: Trainable, place: DataPosition, set_strategy: Callable[[Strategy], None]
+        self, job: JobContext, trainable: Trainable, position: DataPosition, set_strategy: Callable[[Strategy], None]
     ) -> None:
-        self._world = world
-        self._replica = replica
-        self._place = place
+        self._job = job
+        self._trainable = trainable
+        self._position = position
         self._set_strategy = set_strategy
-        self._live = world.live
-        run_dir = world.settings.run_dir
+        self._live = job.live
+        run_dir = job.settings.run_dir
         self._path = requests_path(Path(run_dir)) if run_dir else None
         self._seen_bytes = 0
         self._lines: list[str] = []
@@ -55,36 +55,36 @@ class LiveConfig:
     def are_due(self) -> bool:
         """Return whether there is a line that was not applied yet; costs one ``stat`` of the file."""
         self._read()
-        return len(self._lines) > self._live.taken
+        return len(self._lines) > self._live.applied
 
-    def take(self) -> None:
-        """Fetch new requests, all workers at the same time, and keep them for :meth:`make`.
+    def fetch(self) -> None:
+        """Fetch new requests, all workers at the same time, and keep them for :meth:`apply`.
 
         Raises:
             PeerFailed: if a worker died.
         """
-        comm = self._world.comm
+        comm = self._job.comm
         me = comm.local_ranks[0]
-        best, least = comm.maximum([len(self._lines) * _MOST_RANKS - me, -self._live.taken])
+        best, least = comm.maximum([len(self._lines) * _MOST_RANKS - me, -self._live.applied])
         count = -(-best // _MOST_RANKS)
-        text = share_bytes(comm, json.dumps(self._lines[-least:count]).encode(), count * _MOST_RANKS - best)
+        text = broadcast_bytes(comm, json.dumps(self._lines[-least:count]).encode(), count * _MOST_RANKS - best)
         self._given = list(enumerate(json.loads(text), start=-least))
 
-    def make(self) -> None:
-        """Apply the requests that :meth:`take` fetched."""
+    def apply(self) -> None:
+        """Apply the requests that :meth:`fetch` fetched."""
         given, self._given = self._given, None
         for number, line in given or ():
-            if number >= self._live.taken:
-                self._live.taken = number + 1
+            if number >= self._live.applied:
+                self._live.applied = number + 1
                 self._make(number, line)
 
     def state(self) -> dict[str, Any]:
         """Return all changes made so far, as plain JSON."""
         live = self._live
         return {
-            "job": self._world.settings.origin_s,
-            "taken": live.taken,
-            "place": dict(live.cut),
+            "job": self._job.settings.origin_s,
+            "taken": live.applied,
+            "place": dict(live.slicing),
             "strategy": live.strategy,
             "checkpoint_every": live.checkpoint_every,
             "checkpoint_auto": live.checkpoint_auto,
@@ -93,11 +93,11 @@ class LiveConfig:
     def go_on_from(self, state: Mapping[str, Any]) -> None:
         """Adopt a state returned by :meth:`state`. If it is another job's, only the mini-batch size is used."""
         live = self._live
-        if state["job"] != self._world.settings.origin_s:
-            self._cut({k: value for k, value in state["place"].items() if k == "batch_size"})
+        if state["job"] != self._job.settings.origin_s:
+            self._change_slicing({k: value for k, value in state["place"].items() if k == "batch_size"})
             return
-        live.taken = state["taken"]
-        self._cut(dict(state["place"]))
+        live.applied = state["taken"]
+        self._change_slicing(dict(state["place"]))
         if state["strategy"] != live.strategy:
             self._strategy(state["strategy"])
         how_often = (state["checkpoint_every"], state["checkpoint_auto"])
@@ -120,51 +120,51 @@ class LiveConfig:
         try:
             request = _checked(request_in(line))
         except ConfigError as error:
-            if self._world.is_lead:
+            if self._job.is_lead:
                 sys.stderr.write(f"holdfast: line {number + 1} of {requests_path(Path()).name} is skipped: {error}\n")
             return
         for name, value in request.items():
             if name == "strategy" and (why := self._why_not(value)):
-                if self._world.is_lead:
+                if self._job.is_lead:
                     sys.stderr.write(f"holdfast: --strategy {value} {why}; the strategy is unchanged\n")
                 continue
             _CHANGES[name](self, value)
-            self._world.log.write(SettingChanged(name=name, value=json.dumps(value)))
+            self._job.log.write(SettingChanged(name=name, value=json.dumps(value)))
 
     def _why_not(self, strategy: str) -> str:
         """Return why the job cannot switch to a strategy, "" if it can."""
-        if self._replica.kind in strategy_class(strategy).refused:
+        if self._trainable.kind in strategy_class(strategy).refused:
             return "does not support a model that is split"
-        if self._world.settings.mirror_every > 1:
+        if self._job.settings.mirror_every > 1:
             return "cannot be combined with --mirror-every above 1, which only partial can recover from"
         return ""
 
     def _lr(self, value: float) -> None:
-        self._replica.set_learning_rate(value)
+        self._trainable.set_learning_rate(value)
 
-    def _cut(self, cut: dict[str, Any]) -> None:
-        self._live.cut = cut
-        self._place.change(cut)
+    def _change_slicing(self, cut: dict[str, Any]) -> None:
+        self._live.slicing = cut
+        self._position.change(cut)
 
     def _strategy(self, name: str) -> None:
         self._live.strategy = name
-        self._set_strategy(make_strategy(name, min_workers=self._world.settings.min_workers))
+        self._set_strategy(make_strategy(name, min_workers=self._job.settings.min_workers))
 
     def _checkpoint_every(self, value: int) -> None:
         self._set_interval(value, automatic=False)
 
     def _set_interval(self, steps: int, automatic: bool) -> None:
         self._live.checkpoint_every, self._live.checkpoint_auto = steps, automatic
-        self._world.keeper.set_interval(steps, automatic=automatic)
+        self._job.checkpoints.set_interval(steps, automatic=automatic)
 
 
 _CHANGES: dict[str, Callable[[LiveConfig, Any], None]] = {
     "lr": LiveConfig._lr,
-    "batch_size": lambda self, value: self._cut(self._live.cut | {"batch_size": value}),
+    "batch_size": lambda self, value: self._change_slicing(self._live.slicing | {"batch_size": value}),
     "strategy": LiveConfig._strategy,
     "checkpoint_every": LiveConfig._checkpoint_every,
-    "workers": lambda self, value: self._cut(self._live.cut | {"workers": value}),
-    "speeds": lambda self, value: self._cut(self._live.cut | {"speeds": dict(value)}),
+    "workers": lambda self, value: self._change_slicing(self._live.slicing | {"workers": value}),
+    "speeds": lambda self, value: self._change_slicing(self._live.slicing | {"speeds": dict(value)}),
 }
 
 

@@ -60,76 +60,76 @@ from holdfast.recovery.messages import (
 from holdfast.recovery.protocol import ProtocolState
 from holdfast.session.step import Step
 from holdfast.state.restorer import StateRestorer
-from holdfast.state.store_loss import launcher_is_gone, turn
+from holdfast.state.store_loss import launcher_died, turn
 
 
 class TrainingLoop:
     """One call of ``session.steps``.
 
     Args:
-        world: The job context, which outlives the loop.
-        replica: The model and its optimizer.
+        job: The job context, which outlives the loop.
+        trainable: The model and its optimizer.
         plan: Which samples belong to which step.
         source: Where inputs come from.
         is_newcomer: This worker joined a job that was already running.
     """
 
     def __init__(
-        self, world: JobContext, replica: Trainable, plan: SamplePlan, source: DataSource, *, is_newcomer: bool = False
+        self, job: JobContext, trainable: Trainable, plan: SamplePlan, source: DataSource, *, is_newcomer: bool = False
     ) -> None:
-        self._world = world
-        self._replica = replica
-        strategy = make_strategy(world.live.strategy, min_workers=world.settings.min_workers)
-        self._protocol = Protocol(strategy, replica.num_buckets, split=not replica.is_replicated)
-        self._log = RunLog(world)
-        self._points = FaultPoints(world, self._log)
-        replica.begin_loop(world, self._log)
-        self._fingerprint = replica.fingerprint(world.comm, world.settings)
-        self._watch = SdcGuard(world, replica.whole, self._fingerprint, self._log)
+        self._job = job
+        self._trainable = trainable
+        strategy = make_strategy(job.live.strategy, min_workers=job.settings.min_workers)
+        self._protocol = Protocol(strategy, trainable.num_buckets, split=not trainable.is_replicated)
+        self._log = RunLog(job)
+        self._points = FaultPoints(job, self._log)
+        trainable.begin_loop(job, self._log)
+        self._fingerprint = trainable.fingerprint(job.comm, job.settings)
+        self._guard = SdcGuard(job, trainable.whole, self._fingerprint, self._log)
         self._sum = self._get_sum()
-        self._place = DataPosition(plan, world.live.cut)
-        self._requests = LiveConfig(world, replica, self._place, self._protocol.set_strategy)
-        self._beginning = StateRestorer(world, replica, self._place, self._log, self._requests, self._watch)
-        self._attempts = StepExecutor(world, replica, self._place, self._log, self._points, self._sum, source)
+        self._position = DataPosition(plan, job.live.slicing)
+        self._live_config = LiveConfig(job, trainable, self._position, self._protocol.set_strategy)
+        self._restorer = StateRestorer(job, trainable, self._position, self._log, self._live_config, self._guard)
+        self._executor = StepExecutor(job, trainable, self._position, self._log, self._points, self._sum, source)
         self._certificate = self._begin_certificate()
-        self._status = LoopStatus(announced=world.rebuilds.current is not None)
-        self._recovery = RecoveryLog(world, self._log)
+        self._status = LoopStatus(announced=job.rebuilds.current is not None)
+        self._recovery = RecoveryLog(job, self._log)
         parts = LoopParts(
-            world=world,
-            replica=replica,
+            job=job,
+            trainable=trainable,
             status=self._status,
             log=self._log,
             points=self._points,
             recovery=self._recovery,
-            watch=self._watch,
-            attempts=self._attempts,
+            guard=self._guard,
+            executor=self._executor,
             certificate=self._certificate,
-            beginning=self._beginning,
-            requests=self._requests,
+            restorer=self._restorer,
+            live_config=self._live_config,
         )
         self._regroup, self._acts = LoopRegroup(parts), StrategyActions(parts, is_newcomer=is_newcomer)
         self._is_newcomer = is_newcomer
 
     def _begin_certificate(self) -> Certificate | None:
         """Return the hash chain of this loop; None if no certificate was requested."""
-        world = self._world
-        if not world.settings.certificate:
+        job = self._job
+        if not job.settings.certificate:
             return None
-        world.committed.link = world.committed.link or GENESIS
-        return Certificate(world, self._replica.figures, self._fingerprint)
+        job.committed.link = job.committed.link or GENESIS
+        return Certificate(job, self._trainable.figures, self._fingerprint)
 
     def _get_sum(self) -> OrderedAllReduce:
         """Return the all-reduce, which keeps its memory in the job context from one training loop to the next."""
-        world, replica = self._world, self._replica
-        if world.loops.sum is None:
-            world.loops.sum = OrderedAllReduce(
-                world.comm,
-                world.settings.order,
-                replica.size_bytes,
-                device=replica.device,
-                shared_bytes=world.settings.shared_bytes,
+        job, trainable = self._job, self._trainable
+        if job.loops.sum is None:
+            job.loops.sum = OrderedAllReduce(
+                job.comm,
+                job.settings.order,
+                trainable.size_bytes,
+                device=trainable.device,
+                shared_bytes=job.settings.shared_bytes,
             )
-        return world.loops.sum
+        return job.loops.sum
 
     # -- the loop
 
@@ -138,21 +138,21 @@ class TrainingLoop:
         try:
             yield from self._drive()
         finally:
-            self._attempts.close()
+            self._executor.close()
 
     def _drive(self) -> Iterator[Step]:
         event: Event = Admitted() if self._is_newcomer else Started()
         if not self._is_newcomer:
-            self._world.announce()
+            self._job.announce()
         while True:
             for order in self._protocol.handle(event):
                 match order:
                     case Publish(step=step):
                         self._publish(step)
-                    case ComputeStep() if self._status.heard & Note.CHANGE:
-                        self._recovery.meet()
+                    case ComputeStep() if self._status.flags & Note.CHANGE:
+                        self._recovery.begin_planned()
                         event = MembersChange()
-                    case ComputeStep() if self._status.heard & Note.ASK:
+                    case ComputeStep() if self._status.flags & Note.ASK:
                         event = ChangesWait()
                     case ComputeStep(step=step):
                         event = yield from self._compute(step)
@@ -170,23 +170,23 @@ class TrainingLoop:
             return self._answer(error)
         if attempt is None:
             return DataExhausted()
-        begun_s = self._world.clock.now_s()
+        begun_s = self._job.clock.now_s()
         yield attempt
         attempt.check_computed()
         if attempt.slices:
-            self._world.beacon.say_computed((self._world.clock.now_s() - begun_s) / len(attempt.slices))
-        self._watch.note_computed(self._attempts.in_progress())
+            self._job.beacon.publish_computed((self._job.clock.now_s() - begun_s) / len(attempt.slices))
+        self._guard.note_computed(self._executor.in_progress())
         try:
-            self._attempts.finish(attempt)
+            self._executor.finish(attempt)
         except (PeerFailed, StoreLost) as error:
             return self._answer(error)
         return Computed()
 
     def _carry_out(self, order: Action) -> Event:
-        recovery, begun_s = self._recovery.now, 0.0 if self._recovery.now is None else self._world.clock.now_s()
+        recovery, begun_s = self._recovery.now, 0.0 if self._recovery.now is None else self._job.clock.now_s()
         event = self._answered(order)
         if recovery is not None:
-            recovery.count(order, self._world.clock.now_s() - begun_s)
+            recovery.count(order, self._job.clock.now_s() - begun_s)
         return event
 
     def _answered(self, order: Action) -> Event:
@@ -198,7 +198,7 @@ class TrainingLoop:
     def _answer(self, error: PeerFailed | StoreLost) -> Event:
         """Return the event that reports a failure to the protocol."""
         if isinstance(error, StoreLost):
-            self._stop_alone(error)
+            self._stop_without_store(error)
         self._recovery.see_failure()
         return PeerLost()
 
@@ -206,7 +206,7 @@ class TrainingLoop:
         match order:
             case ReduceBucket(bucket=bucket):
                 self._recovery.end()
-                self._attempts.sum_bucket(bucket)
+                self._executor.sum_bucket(bucket)
                 return BucketReduced()
             case VoteStep(step=step):
                 return StepVoted() if self._close(step) else CorruptionSeen()
@@ -221,24 +221,24 @@ class TrainingLoop:
     # -- a step
 
     def _next_batch(self, step: int) -> MiniBatch | None:
-        if step != self._world.step:
-            raise InternalError(f"the protocol ordered step {step}, but step {self._world.step} is next")
+        if step != self._job.step:
+            raise InternalError(f"the protocol ordered step {step}, but step {self._job.step} is next")
         self._announce()
         self._recovery.end()
-        if self._world.keeper.is_outdated(step, self._world.comm.generation):
-            self._beginning.save()
-        batch = self._place.next_batch(step, self._world.comm.members)
-        if batch is not None and not self._beginning.belongs_to_later_loop:
-            if 0 <= self._world.settings.stop_after < step:
-                self._status.heard |= Note.LEAVE
-            if not (self._status.heard or self._status.outcome == "gave-up"):
+        if self._job.checkpoints.is_outdated(step, self._job.comm.generation):
+            self._restorer.save()
+        batch = self._position.next_batch(step, self._job.comm.members)
+        if batch is not None and not self._restorer.belongs_to_later_loop:
+            if 0 <= self._job.settings.stop_after < step:
+                self._status.flags |= Note.LEAVE
+            if not (self._status.flags or self._status.outcome == "gave-up"):
                 return batch
             if (
-                self._status.heard == Note.LEAVE and self._status.outcome == "done"
+                self._status.flags == Note.LEAVE and self._status.outcome == "done"
             ):  # if the script asked to stop as well, the outcome is "done"
                 self._status.outcome = "stopped"
             if self._status.outcome == "stopped":
-                self._beginning.save()
+                self._restorer.save()
         self._log.mark("gate")
         return None
 
@@ -246,125 +246,125 @@ class TrainingLoop:
         """Return the next attempt, None if there is no next step."""
         batch = self._next_batch(step)
         if batch is not None:
-            attempt = self._attempts.begin(batch)
+            attempt = self._executor.begin(batch)
             self._fingerprint.take(step)
             if self._certificate is not None:
                 self._certificate.begin(step)
             return attempt
-        if not self._beginning.belongs_to_later_loop:
-            self._replica.finish()
+        if not self._restorer.belongs_to_later_loop:
+            self._trainable.finish()
         return None
 
     def _close(self, step: int) -> bool:
         """Hold the commit vote on the step; return whether it is committed, False if the guard found corruption."""
         self._recovery.end()
         self._log.mark("allreduce")
-        self._points.reach_in_sum(step, self._replica.num_buckets)
+        self._points.reach_in_sum(step, self._trainable.num_buckets)
         mine = self._vote(step)
         said = mine.unpack(self._sum.maximum(mine.pack()))
         if said.step.differs:
             raise InternalError(f"workers voted on different steps, {said.step.smallest} and {said.step.largest}")
-        if self._watch.read(step, said.guard):
-            self._recovery.see_corruption(redone_steps=int(not self._watch.corrupt))  # a retry repeats the other votes
+        if self._guard.read(step, said.guard):
+            self._recovery.see_corruption(redone_steps=int(not self._guard.corrupt))  # a retry repeats the other votes
             return False
         if self._certificate is not None:
             self._certificate.read(step, said.parts)
-        self._status.heard |= said.notes
+        self._status.flags |= said.notes
         self._status.save_due = bool(said.save)
         return True
 
     def _vote(self, step: int) -> CommitVote:
         """Return this worker's vote on the step, which it is ready to commit."""
-        world, asked, parts = (
-            self._world,
-            self._world.told.notes,
-            self._world.told.leaves,
+        job, asked, parts = (
+            self._job,
+            self._job.pending.notes,
+            self._job.pending.leaves,
         )  # read once: a signal may arrive meanwhile
         return CommitVote(
-            guard=self._watch.fill(step, is_last=self._place.is_last(self._attempts.in_progress())),
+            guard=self._guard.fill(step, is_last=self._position.is_last(self._executor.in_progress())),
             parts=self._fingerprint.parts,
             step=MinMax(step, step),
             stop=bool(asked & Note.STOP),
             leave=bool(asked & Note.LEAVE),
-            change=bool(parts or world.comm.newcomers(world.loop)),
+            change=bool(parts or job.comm.newcomers(job.loop)),
             stays=not parts,
-            has_store=not world.comm.is_stranded,
-            ask=world.is_lead and self._requests.are_due(),
+            has_store=not job.comm.has_lost_store,
+            ask=job.is_lead and self._live_config.are_due(),
             save=self._wants_to_save(),
         )
 
     def _wants_to_save(self) -> bool | None:
         """Return whether the lead wants a checkpoint after this step; None if that does not depend on its clock."""
-        keeper = self._world.keeper
-        if keeper.adaptive is None:
+        checkpoints = self._job.checkpoints
+        if checkpoints.adaptive is None:
             return None
-        is_due = keeper.is_due_now()  # evaluated at every worker: any of them may become the lead
-        return self._world.is_lead and is_due
+        is_due = checkpoints.is_due_now()  # evaluated at every worker: any of them may become the lead
+        return self._job.is_lead and is_due
 
     def _apply(self, step: int) -> None:
-        world, batch, replica = self._world, self._attempts.in_progress(), self._replica
+        job, batch, trainable = self._job, self._executor.in_progress(), self._trainable
         self._points.enter("optimizer")
-        lost = replica.missing_slices(batch)
-        workers = replica.computing(batch, lost)
+        lost = trainable.missing_slices(batch)
+        workers = trainable.computing(batch, lost)
         link = None if self._certificate is None else self._certificate.commit(batch, lost)
-        world.committed.metrics = replica.apply(batch, self._attempts.names)
-        samples = self._place.commit(batch, lost)
-        self._attempts.batch, world.committed.step, world.rebuilds.snapshot = None, step + 1, None
+        job.committed.metrics = trainable.apply(batch, self._executor.names)
+        samples = self._position.commit(batch, lost)
+        self._executor.batch, job.committed.step, job.rebuilds.snapshot = None, step + 1, None
         self._log.committed(batch, samples, len(workers), lost, link)
-        self._beginning.keep_after_step()
-        if world.keeper.is_due(world.step) or self._status.save_due:
-            if not replica.is_replicated and self._recovery.now is not None:
-                world.keeper.put_off(world.step)  # some parts are placed on failed workers: save after they have moved
+        self._restorer.keep_after_step()
+        if job.checkpoints.is_due(job.step) or self._status.save_due:
+            if not trainable.is_replicated and self._recovery.now is not None:
+                job.checkpoints.put_off(job.step)  # some parts are placed on failed workers: save after they have moved
             else:
-                self._beginning.save()
+                self._restorer.save()
 
     # -- the beginning, checkpoints
 
     def _announce(self) -> None:
         if not self._status.announced:
             self._status.announced = True
-            self._log.started(self._place.plan, self._replica.num_buckets, self._replica.numel)
+            self._log.started(self._position.plan, self._trainable.num_buckets, self._trainable.numel)
 
-    def _publish(self, stable_step: int) -> None:
-        world, keeper = self._world, self._world.keeper
+    def _publish(self, durable_step: int) -> None:
+        job, checkpoints = self._job, self._job.checkpoints
         self._status.save_due = False
-        keeper.publish(stable_step, world.comm.generation, is_lead=world.is_lead)
+        checkpoints.publish(durable_step, job.comm.generation, is_lead=job.is_lead)
         at_gate = self._protocol.state is ProtocolState.LAST_GATE
-        if at_gate and keeper.step is not None:
+        if at_gate and checkpoints.step is not None:
             self._log.mark("checkpoint")  # no worker leaves before its checkpoint is written, which may take long
-        outcomes = keeper.finish() if at_gate else keeper.poll()
+        outcomes = checkpoints.finish() if at_gate else checkpoints.poll()
         for outcome in outcomes:
             self._log.saved(outcome)
-        if at_gate and self._status.outcome != "done" and world.is_lead and not self._beginning.belongs_to_later_loop:
+        if at_gate and self._status.outcome != "done" and job.is_lead and not self._restorer.belongs_to_later_loop:
             self._check_saved(outcomes)
 
     def _check_saved(self, outcomes: list[WriteResult]) -> None:
         """Make sure that training does not stop before the state it stops with has been saved."""
-        step = self._world.step
+        step = self._job.step
         if any(outcome.saved is not None and outcome.step == step for outcome in outcomes):
             return
         errors = [str(outcome.error) for outcome in outcomes if outcome.step == step and outcome.error is not None]
         why = errors[0] if errors else "no worker wrote it"
         raise CheckpointError(f"training stops before step {step}, but its state could not be saved: {why}")
 
-    def _stop_alone(self, lost: StoreLost) -> NoReturn:
+    def _stop_without_store(self, lost: StoreLost) -> NoReturn:
         """Save the state before the step in progress, unless it is saved, and stop: the membership store is lost.
 
         If the launcher is alive, other workers may still reach the store and continue. Then only this worker ends.
         """
-        world, run_dir = self._world, self._world.settings.run_dir
+        job, run_dir = self._job, self._job.settings.run_dir
         has_begun = self._status.announced and self._protocol.progress.completed >= 0
-        if has_begun and not launcher_is_gone(run_dir):
+        if has_begun and not launcher_died(run_dir):
             self._log.warn(f"{lost}; without agreements this worker cannot continue, so it kills itself")
             kill_self()
-        if not has_begun or not self._replica.is_replicated:  # a single worker does not hold the whole state
+        if not has_begun or not self._trainable.is_replicated:  # a single worker does not hold the whole state
             raise lost
         self._acts.discard()
         with turn(run_dir):
-            outcomes = self._beginning.save_alone()
+            outcomes = self._restorer.save_without_store()
         for outcome in outcomes:
             self._log.saved(outcome)
-        if not (world.keeper.has(world.step) or self._beginning.belongs_to_later_loop):
+        if not (job.checkpoints.has(job.step) or self._restorer.belongs_to_later_loop):
             raise lost
         self._recovery.forget()
         self._status.outcome = "stopped"
@@ -374,29 +374,29 @@ class TrainingLoop:
     # -- the end
 
     def _leave(self) -> None:
-        world, replica = self._world, self._replica
-        replica.leave()
+        job, trainable = self._job, self._trainable
+        trainable.leave()
         if self._status.outcome == "left":
             self._log.write(Left())
-            self._log.warn(f"left the job before step {world.step} because it received SIGTERM")
+            self._log.warn(f"left the job before step {job.step} because it received SIGTERM")
             raise SystemExit(0)
         self._recovery.end()
-        if (summary := replica.summary()) is not None:
+        if (summary := trainable.summary()) is not None:
             self._log.write(summary)
         if self._certificate is not None:
-            self._log.hashed(world.step, world.committed.link, self._certificate.hash_end())
-        self._log.finished(self._status.outcome, replica.sha256s(world.comm.local_ranks), self.account())
+            self._log.hashed(job.step, job.committed.link, self._certificate.hash_end())
+        self._log.finished(self._status.outcome, trainable.sha256s(job.comm.local_ranks), self.account())
         self._log.mark("script")
-        world.told.notes &= ~Note.STOP
+        job.pending.notes &= ~Note.STOP
         if self._status.outcome == "gave-up":
-            alive, least = len(world.comm.members), world.settings.min_workers
+            alive, least = len(job.comm.members), job.settings.min_workers
             raise TooFewWorkers(
-                f"{alive} of at least {least} workers are alive; the state before step {world.step} is in {world.keeper.url}"
+                f"{alive} of at least {least} workers are alive; the state before step {job.step} is in {job.checkpoints.url}"
             )
         if self._status.outcome == "stopped":
-            self._log.say(f"stopped on request; the state before step {world.step} is in {world.keeper.url}")
+            self._log.print_line(f"stopped on request; the state before step {job.step} is in {job.checkpoints.url}")
             raise SystemExit(4)
 
     def account(self) -> SampleCounts:
         """Return the account of all samples, including earlier loops."""
-        return self._world.loops.totals.plus(self._place.account())
+        return self._job.loops.totals.plus(self._position.account())

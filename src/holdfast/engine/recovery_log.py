@@ -12,48 +12,48 @@ class RecoveryLog:
     """Opens a recovery when a failure is detected or the membership changes, and closes it when training resumes.
 
     Args:
-        world: The job context. If the application is being rebuilt, the recovery that the previous one began continues.
+        job: The job context. If the application is being rebuilt, the recovery that the previous one began continues.
         log: Writes the record.
     """
 
-    def __init__(self, world: JobContext, log: RunLog) -> None:
-        self._world = world
+    def __init__(self, job: JobContext, log: RunLog) -> None:
+        self._job = job
         self._log = log
         self.now: RecoveryContext | None = None
         """The recovery in progress."""
-        if (before := world.rebuilds.current) is not None:
+        if (before := job.rebuilds.current) is not None:
             self.now = RecoveryContext(before.before, "reinit", orders=before.orders, times_s=before.times_s)
 
     @property
-    def is_calm(self) -> bool:
+    def is_planned(self) -> bool:
         """Whether this regrouping is planned: the membership changes and no worker has detected a failure."""
         return self.now is not None and self.now.decision == "grow"
 
-    def meet(self) -> None:
+    def begin_planned(self) -> None:
         """Note a planned regrouping: the membership changes and nothing failed."""
         if self.now is None:
-            self.now = RecoveryContext(self._world.comm.members, "grow", held_since_s=self._world.clock.now_s())
+            self.now = RecoveryContext(self._job.comm.members, "grow", held_since_s=self._job.clock.now_s())
             self._log.mark("recovery")
 
     def expect(self, newcomers: Sequence[int]) -> None:
         """Note the newcomers. A newcomer does so too, as the other workers may die before they write it."""
-        if self.now is None or self._world.comm.local_ranks[0] in newcomers:
-            self.now = RecoveryContext(tuple(rank for rank in self._world.comm.members if rank not in newcomers))
+        if self.now is None or self._job.comm.local_ranks[0] in newcomers:
+            self.now = RecoveryContext(tuple(rank for rank in self._job.comm.members if rank not in newcomers))
         self.now.decision = "grow"
 
     def see_corruption(self, *, redone_steps: int) -> None:
         """Note that the guard found corruption: all workers regroup and recompute ``redone_steps`` steps, if known."""
         if self.now is None:
-            self.now = RecoveryContext(self._world.comm.members, "heal", redone_steps)
+            self.now = RecoveryContext(self._job.comm.members, "heal", redone_steps)
             self._log.mark("recovery")
 
     def see_failure(self) -> None:
         """Note that a worker died."""
         if self.now is None:
-            self.now = RecoveryContext(before=self._world.comm.members)
+            self.now = RecoveryContext(before=self._job.comm.members)
             self._log.failure_seen()
             self._log.mark("recovery")
-        elif self.is_calm:
+        elif self.is_planned:
             self.now.decision = "continue"
             self._log.failure_seen()
 
@@ -64,7 +64,7 @@ class RecoveryLog:
             if redone_steps is not None:
                 self.now.redone_steps = redone_steps
 
-    def take_back(self, *, was_computing: bool) -> None:
+    def discard_step(self, *, was_computing: bool) -> None:
         """Note that the step in progress is recomputed, unless another decision was made."""
         if self.now is not None and self.now.decision == "continue":
             self.decide("redo", int(was_computing))
@@ -76,7 +76,7 @@ class RecoveryLog:
             reached: Steps that this worker had begun.
             began_s: When it began to discard the step in progress. That is complete, and so is the snapshot.
         """
-        recovery, now_s = self.now or RecoveryContext(self._world.comm.members), self._world.clock.now_s()
+        recovery, now_s = self.now or RecoveryContext(self._job.comm.members), self._job.clock.now_s()
         return RebuildInfo(
             before=recovery.before,
             reached=reached,
@@ -92,13 +92,13 @@ class RecoveryLog:
 
     def end(self) -> None:
         """Write the record of the recovery: training resumes."""
-        world, recovery, self.now = self._world, self.now, None
+        job, recovery, self.now = self._job, self.now, None
         if recovery is not None:
-            lost = any(rank not in world.comm.members for rank in recovery.before)
+            lost = any(rank not in job.comm.members for rank in recovery.before)
             if recovery.decision not in ("grow", "heal") or (recovery.decision == "heal" and lost):
-                world.keeper.note_failure()
-            held_s = world.clock.now_s() - recovery.held_since_s if recovery.held_since_s else 0.0
+                job.checkpoints.note_failure()
+            held_s = job.clock.now_s() - recovery.held_since_s if recovery.held_since_s else 0.0
             self._log.recovered(recovery, held_s)
-        if world.rebuilds.current is not None:
-            self._log.reinitialised(world.rebuilds.current)
-            world.rebuilds.current = None
+        if job.rebuilds.current is not None:
+            self._log.reinitialised(job.rebuilds.current)
+            job.rebuilds.current = None

@@ -93,13 +93,13 @@ class LoopStatus:
     """Results of commit votes that this loop has not acted on yet, and how the loop will end.
 
     Args:
-        heard: Flags from commit votes; a worker that missed a vote receives them when progress is shared.
+        flags: Flags from commit votes; a worker that missed a vote receives them when progress is shared.
         save_due: A checkpoint was requested; set from a step's commit vote until the step is durable.
         outcome: ``"done"``, ``"stopped"`` (on request), ``"gave-up"`` (too few workers) or ``"left"`` (after SIGTERM).
         announced: The loop's first step was begun, and the start was recorded.
     """
 
-    heard: Note = NO_NOTE
+    flags: Note = NO_NOTE
     save_due: bool = False
     outcome: str = "done"
     announced: bool = False
@@ -109,17 +109,17 @@ class LoopStatus:
 class LoopParts:
     """The components of a training loop, shared by everything that carries out its actions."""
 
-    world: JobContext  # the job context, which outlives the loop
-    replica: Trainable  # the model
+    job: JobContext  # the job context, which outlives the loop
+    trainable: Trainable  # the model
     status: LoopStatus  # results of commit votes that are dropped with the step, or restored with the state
     log: RunLog  # writes records
     points: FaultPoints  # triggers planned faults
     recovery: RecoveryLog  # logs failures and decisions
-    watch: SdcGuard  # the guard against silent data corruption in state or messages
-    attempts: StepExecutor  # the step in progress
+    guard: SdcGuard  # the guard against silent data corruption in state or messages
+    executor: StepExecutor  # the step in progress
     certificate: Certificate | None  # the hash chain of committed steps; None if there is none
-    beginning: StateRestorer  # saves and restores the state
-    requests: LiveConfig  # changes to the running job
+    restorer: StateRestorer  # saves and restores the state
+    live_config: LiveConfig  # changes to the running job
 
 
 class LoopRegroup:
@@ -137,67 +137,67 @@ class LoopRegroup:
         """
         match order:
             case Revoke():
-                self._loop.world.comm.revoke()
+                self._loop.job.comm.revoke()
                 return Revoked()
             case Agree(flag=flag):
                 return Agreed(self._agree(flag))
             case Shrink():
                 return Shrunk() if self._shrink() else LeftGroup()
             case ShareProgress(progress=progress):
-                return self._share(progress)
+                return self._share_progress(progress)
 
     def _agree(self, flag: bool) -> bool:
         self._loop.log.mark("recovery" if self._loop.recovery.now else "gate")
-        value = self._loop.world.comm.agree(flag)
+        value = self._loop.job.comm.agree(flag)
         if flag and not value:
             self._loop.recovery.see_failure()
         return value
 
     def _shrink(self) -> bool:
         """Return whether this worker is a member of the new communicator; it is not if it asked to leave."""
-        world, status = self._loop.world, self._loop.status
-        changes, status.heard = status.heard & Note.CHANGE, status.heard & ~Note.CHANGE
-        parts = bool(changes) and world.told.leaves
+        job, status = self._loop.job, self._loop.status
+        changes, status.flags = status.flags & Note.CHANGE, status.flags & ~Note.CHANGE
+        parts = bool(changes) and job.pending.leaves
         if parts:
             self._finish_checkpoints()
-        before = world.comm.members
-        if not world.comm.shrink(admits=world.loop if changes else -1, leaves=parts):
+        before = job.comm.members
+        if not job.comm.shrink(admits=job.loop if changes else -1, leaves=parts):
             status.outcome = "left"
             return False
-        world.announce()
-        world.beacon.say_recovered(in_vain=world.comm.members == before)
-        world.keeper.note_alive(world.comm.members)
+        job.announce()
+        job.beacon.publish_recovered(in_vain=job.comm.members == before)
+        job.checkpoints.note_alive(job.comm.members)
         self._loop.points.reach("recovery")
         return True
 
     def _finish_checkpoints(self) -> None:
         """Before this worker leaves, finish the checkpoint writes that others rely on; drop those they will redo."""
-        self._loop.world.keeper.drop()
-        for outcome in self._loop.world.keeper.finish():
+        self._loop.job.checkpoints.drop()
+        for outcome in self._loop.job.checkpoints.finish():
             self._loop.log.saved(outcome)
 
-    def _share(self, mine: Progress) -> ProgressKnown:
-        heard = 0 if self._loop.certificate is None else self._loop.certificate.heard
+    def _share_progress(self, mine: Progress) -> ProgressKnown:
+        heard = 0 if self._loop.certificate is None else self._loop.certificate.received
         flagged = dataclasses.replace(mine, flags=self._flags(), heard=heard)
-        known = self._loop.world.comm.share_progress(flagged)
-        if self._loop.certificate is not None and self._loop.attempts.batch is not None:
-            self._loop.certificate.learn(self._loop.world.step, known, self._loop.replica.num_buckets)
+        known = self._loop.job.comm.share_progress(flagged)
+        if self._loop.certificate is not None and self._loop.executor.batch is not None:
+            self._loop.certificate.learn(self._loop.job.step, known, self._loop.trainable.num_buckets)
         for other in known.values():
-            self._hear(other.flags)
-        return ProgressKnown(known, self._loop.replica.num_buckets)
+            self._adopt_flags(other.flags)
+        return ProgressKnown(known, self._loop.trainable.num_buckets)
 
     def _flags(self) -> Note:
         return (
-            self._loop.status.heard
+            self._loop.status.flags
             | Note.SAVE.when(self._loop.status.save_due)
-            | Note.PLANNED.when(self._loop.recovery.is_calm)
-            | Note.LOST.when(bool(self._loop.replica.lost(self._loop.world.comm.members)))
-            | Note.CORRUPT.when(self._loop.watch.corrupt)
-            | Note.ALTERED.when(self._loop.watch.altered)
+            | Note.PLANNED.when(self._loop.recovery.is_planned)
+            | Note.LOST.when(bool(self._loop.trainable.lost(self._loop.job.comm.members)))
+            | Note.CORRUPT.when(self._loop.guard.corrupt)
+            | Note.ALTERED.when(self._loop.guard.altered)
         )
 
-    def _hear(self, flags: Note) -> None:
+    def _adopt_flags(self, flags: Note) -> None:
         """Adopt the flags of another worker. CHANGE is handled once; PLANNED, LOST and ALTERED are for the strategy."""
-        self._loop.status.heard |= flags & VOTED
+        self._loop.status.flags |= flags & VOTED
         self._loop.status.save_due |= bool(flags & Note.SAVE)
-        self._loop.watch.corrupt |= bool(flags & Note.CORRUPT)
+        self._loop.guard.corrupt |= bool(flags & Note.CORRUPT)

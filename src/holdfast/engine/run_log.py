@@ -42,45 +42,45 @@ class RunLog:
     """Makes the records of a training loop and passes them to the job's logger.
 
     Args:
-        world: The job context that the records describe.
+        job: The job context that the records describe.
     """
 
-    def __init__(self, world: JobContext) -> None:
-        self._world = world
+    def __init__(self, job: JobContext) -> None:
+        self._job = job
         self._phase = "start"
         self._last_step: list[Record] = []
 
     def mark(self, phase: str) -> None:
         """Mark the phase that this worker is in."""
         self._phase = phase
-        self._world.beacon.mark(phase, self._world.step)
+        self._job.beacon.mark(phase, self._job.step)
 
     def write(self, record: Record) -> None:
         """Write a record with this worker's stamps."""
-        self._world.log.write(record)
+        self._job.log.write(record)
 
     def started(self, plan: SamplePlan, num_buckets: int, parameters: int) -> None:
         """Training begins or resumes."""
-        world, settings = self._world, self._world.settings
+        job, settings = self._job, self._job.settings
         self.write(
             RunStarted(
                 fabric=chosen(settings.fabric),
-                strategy=world.live.strategy,
+                strategy=job.live.strategy,
                 seed=plan.seed,
-                workers=len(world.comm.members),
+                workers=len(job.comm.members),
                 slices=plan.slices,
                 order=settings.order,
                 split=plan.split,
                 batch=plan.batch,
                 rescale=settings.rescale,
                 update=settings.update,
-                steps_planned=world.loops.first_step + plan.num_steps,
+                steps_planned=job.loops.first_step + plan.num_steps,
                 samples_planned=plan.epochs * plan.epoch_samples,
                 num_buckets=num_buckets,
                 parameters=parameters,
-                link=world.committed.link,
-                kind=world.platform.kind,
-                given_up=world.platform.given_up,
+                link=job.committed.link,
+                kind=job.platform.properties,
+                given_up=job.platform.given_up,
             )
         )
 
@@ -103,16 +103,16 @@ class RunLog:
             lost: By slice, the buckets that lack it.
             link: The link of the hash chain, if there is a certificate.
         """
-        world = self._world
-        place: dict[str, Any] = {"rank": min(world.comm.local_ranks), "step": batch.step, "epoch": batch.epoch}
+        job = self._job
+        place: dict[str, Any] = {"rank": min(job.comm.local_ranks), "step": batch.step, "epoch": batch.epoch}
         committed = StepCommitted(
-            **place, samples=samples, workers=workers, metrics=world.committed.metrics, **_certified(link)
+            **place, samples=samples, workers=workers, metrics=job.committed.metrics, **_certified(link)
         )
         losses = [
             SamplesLost(**place, ids=tuple(int(i) for i in batch.slices[number]), buckets=buckets)
             for number, buckets in lost.items()
         ]
-        self._last_step = [world.log.stamped(record) for record in (committed, *losses)]
+        self._last_step = [job.log.stamped(record) for record in (committed, *losses)]
         if link is not None and link.whole:
             self._whole_hashed(batch.step, link)
         self.write_last_step()
@@ -122,10 +122,8 @@ class RunLog:
         if all(hashed.parts for hashed in link.tensors):
             self.hashed(step, link.before, link.tensors)
             return
-        self._last_step += [
-            self._world.log.stamped(_state_hashed(hashed, step, link.before)) for hashed in link.tensors
-        ]
-        if not self._world.is_lead:
+        self._last_step += [self._job.log.stamped(_state_hashed(hashed, step, link.before)) for hashed in link.tensors]
+        if not self._job.is_lead:
             none = [dataclasses.replace(hashed, tensors={}) for hashed in link.tensors]
             self.hashed(step, link.before, none)
 
@@ -136,7 +134,7 @@ class RunLog:
 
     def write_last_step(self) -> None:
         """Write the record of the last step if this worker has become the lead since."""
-        if self._world.is_lead:
+        if self._job.is_lead:
             for record in self._last_step:
                 self.write(record)
             self._last_step = []
@@ -153,16 +151,16 @@ class RunLog:
 
     def failure_seen(self) -> None:
         """A collective failed, in the phase that was marked last."""
-        dead, here = self._world.comm.failed(), self._world.comm.local_ranks
+        dead, here = self._job.comm.failed(), self._job.comm.local_ranks
         self.write(FailureSeen(rank=next((rank for rank in here if rank not in dead), here[0]), phase=self._phase))
 
     def recovered(self, recovery: RecoveryContext, held_s: float) -> None:
         """The survivors resume, with newcomers if there are any; ``held_s`` is how long the newcomers delayed them."""
-        world, members, before = self._world, self._world.comm.members, recovery.before
+        job, members, before = self._job, self._job.comm.members, recovery.before
         lost = tuple(r for r in before if r not in members)
         joined = tuple(r for r in members if before and r not in before)
         self.write_last_step()  # the lead that should have written it may have just died
-        for rank in world.comm.local_ranks:
+        for rank in job.comm.local_ranks:
             self.write(
                 Recovered(
                     rank=rank,
@@ -170,25 +168,25 @@ class RunLog:
                     survivors=members,
                     decision=recovery.decision,
                     redone_steps=recovery.redone_steps,
-                    generation=world.comm.generation,
+                    generation=job.comm.generation,
                     joined=joined,
                     held_s=held_s,
                     orders=dict(recovery.orders),
                     times_s=dict(recovery.times_s),
                 )
             )
-        self.say(f"lost {list(lost)} at step {world.step}; {len(members)} workers resume ({recovery.decision})")
+        self.print_line(f"lost {list(lost)} at step {job.step}; {len(members)} workers resume ({recovery.decision})")
 
     def reinitialised(self, rebuilding: RebuildInfo) -> None:
         """The application was rebuilt and resumes."""
-        world = self._world
-        for rank in world.comm.local_ranks:
+        job = self._job
+        for rank in job.comm.local_ranks:
             self.write(
                 Reinitialised(
                     rank=rank,
-                    generation=world.comm.generation,
-                    source="checkpoint" if world.rebuilds.snapshot is None else world.settings.reinit_from,
-                    form="replaced" if len(world.comm.members) >= world.settings.workers else "survivors",
+                    generation=job.comm.generation,
+                    source="checkpoint" if job.rebuilds.snapshot is None else job.settings.reinit_from,
+                    form="replaced" if len(job.comm.members) >= job.settings.workers else "survivors",
                     snapshot_s=rebuilding.snapshot_s,
                     rebuild_s=rebuilding.connected_s - rebuilding.unwound_s,
                     load_s=rebuilding.loaded_s - rebuilding.connected_s,
@@ -197,11 +195,11 @@ class RunLog:
 
     def corruption_found(self, what: str, where: Sequence[str], ranks: Sequence[int]) -> None:
         """The guard found corruption; the arguments are those of :class:`CorruptionFound`."""
-        world = self._world
-        policy = world.settings.guard
+        job = self._job
+        policy = job.settings.guard
         self.write(CorruptionFound(what=what, where=tuple(where), ranks=tuple(ranks), policy=policy))
         whose = f" (worker {', '.join(map(str, ranks))})" if ranks else ""
-        self.warn(f"corruption found in step {world.step}: {_WRONG[what]}{whose} in {_some(where)}")
+        self.warn(f"corruption found in step {job.step}: {_WRONG[what]}{whose} in {_some(where)}")
 
     def corruption_healed(
         self, ranks: Sequence[int], found_at: int, step: int, source: str, *, is_training: bool
@@ -219,7 +217,7 @@ class RunLog:
 
     def saved(self, outcome: WriteResult) -> None:
         """A checkpoint was committed, or could not be written."""
-        world, kept = self._world, outcome.saved
+        job, kept = self._job, outcome.saved
         if outcome.error is not None:
             what = "is not complete" if kept is None else "is complete, but an error followed"
             self.warn(f"the checkpoint of step {outcome.step} {what}: {outcome.error}")
@@ -227,12 +225,12 @@ class RunLog:
             return
         self.write(
             CheckpointSaved(
-                rank=world.comm.members[0],
+                rank=job.comm.members[0],
                 step=kept.step,
                 path=kept.path,
                 size_bytes=kept.size_bytes,
                 seconds=outcome.held_s,
-                interval_s=world.keeper.interval_s(),
+                interval_s=job.checkpoints.interval_s(),
             )
         )
 
@@ -244,9 +242,9 @@ class RunLog:
             sha256s: For each rank of this process, the hash of its model, and the hash including the optimizer state.
             account: The account of the samples.
         """
-        world = self._world
-        world.loops.finished = [
-            world.log.write(
+        job = self._job
+        job.loops.finished = [
+            job.log.write(
                 Finished(
                     rank=rank,
                     outcome=outcome,
@@ -256,24 +254,24 @@ class RunLog:
                     committed=account.committed,
                     lost=account.lost,
                     repeated=account.repeated,
-                    metrics=world.committed.metrics,
-                    checkpoint="" if outcome == "done" else str(world.keeper.url),
-                    link=world.committed.link,
+                    metrics=job.committed.metrics,
+                    checkpoint="" if outcome == "done" else str(job.checkpoints.url),
+                    link=job.committed.link,
                 )
             )
-            for rank in world.comm.local_ranks
+            for rank in job.comm.local_ranks
         ]
 
     # -- messages to the user
 
     def warn(self, text: str) -> None:
         """Report a problem that does not end training."""
-        sys.stderr.write(f"holdfast: worker {self._world.comm.local_ranks[0]}: {text}\n")
+        sys.stderr.write(f"holdfast: worker {self._job.comm.local_ranks[0]}: {text}\n")
         sys.stderr.flush()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Report progress to the user; under the launcher, the records do that."""
-        if self._world.is_lead and not self._world.settings.run_dir:
+        if self._job.is_lead and not self._job.settings.run_dir:
             sys.stderr.write(f"holdfast: {text}\n")
             sys.stderr.flush()
 

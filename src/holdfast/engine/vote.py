@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from holdfast.errors import InternalError
-from holdfast.integrity.hash_chain import said_of_part
+from holdfast.integrity.hash_chain import fold_part
 from holdfast.recovery.messages import NO_NOTE, Note
 
 
@@ -117,7 +117,7 @@ class MinMax(Ballot):
     @classmethod
     def of(cls, numbers: Collection[int]) -> Self:
         """Return the spread of numbers from 0 to 2**62 - 1; of none, the neutral element of the reduction."""
-        high, low = said_of_part(numbers)
+        high, low = fold_part(numbers)
         return cls(high, ~low)
 
     @property

@@ -24,12 +24,12 @@ from holdfast.recovery.messages import Progress
 class Certificate:
     """Computes the links of one training loop from the fingerprints and ``figures`` of its steps."""
 
-    def __init__(self, world: JobContext, figures: Callable[[], list[float]], fingerprint: Fingerprint) -> None:
-        self._world = world
+    def __init__(self, job: JobContext, figures: Callable[[], list[float]], fingerprint: Fingerprint) -> None:
+        self._job = job
         self._figures = figures
         self._fingerprint = fingerprint
         self._known = (-1, "")
-        self._heard = 0
+        self._received = 0
 
     def begin(self, step: int) -> None:
         """Record the fingerprint that was taken at the start of an attempt at ``step``."""
@@ -41,37 +41,37 @@ class Certificate:
     def read(self, step: int, parts: Sequence[MinMax]) -> None:
         """Read the reduced digests of the hashed parts from the vote that commits ``step``; a replicated model has none."""
         if parts:
-            self._hear(step, digest_of_parts([number for part in parts for number in part.pack()]))
+            self._receive(step, digest_of_parts([number for part in parts for number in part.pack()]))
 
     @property
-    def heard(self) -> int:
+    def received(self) -> int:
         """The digest from the last commit vote that this worker completed; 0 if the vote carries none."""
-        return self._heard
+        return self._received
 
     def learn(self, step: int, known: Mapping[int, Progress], num_buckets: int) -> None:
         """Adopt the digest of the vote on ``step`` from the progress of a worker that completed that vote."""
         for other in known.values():
             if self._fingerprint.parts and other.completed // (num_buckets + 1) > step:
-                self._hear(step, other.heard)
+                self._receive(step, other.heard)
 
-    def _hear(self, step: int, heard: int) -> None:
-        self._heard, self._known = heard, (step, f"{heard:016x}")
+    def _receive(self, step: int, received: int) -> None:
+        self._received, self._known = received, (step, f"{received:016x}")
 
     # -- commit
 
     def commit(self, batch: MiniBatch, lost: Collection[int]) -> ChainLink:
         """Append the link of the step in progress after its all-reduces; slices in ``lost`` are missing from it, in whole or in part."""
-        world = self._world
+        job = self._job
         known, state = self._known
         if known != batch.step:
             raise InternalError(f"step {batch.step} is committed, but the known state digest is of step {known}")
         committed = [number for number in sorted(batch.owners) if number not in lost]
         ids = digest_of_ids((number, batch.slices[number].astype("<i8").tobytes()) for number in committed)
         figures = digest_of_figures(self._figures())
-        before, world.committed.link = (
-            world.committed.link,
+        before, job.committed.link = (
+            job.committed.link,
             link_of(
-                world.committed.link,
+                job.committed.link,
                 step=batch.step,
                 epoch=batch.epoch,
                 samples=batch.samples_of(committed),
@@ -83,7 +83,7 @@ class Certificate:
         whole = batch.step % WHOLE_EVERY == 0
         return ChainLink(
             before=before,
-            link=world.committed.link,
+            link=job.committed.link,
             ids=ids,
             figures=figures,
             state=state,
@@ -93,7 +93,7 @@ class Certificate:
         )
 
     def _where(self, step: int) -> str:
-        if not self._world.is_lead:
+        if not self._job.is_lead:
             return ""
         return self._fingerprint.where(step)
 

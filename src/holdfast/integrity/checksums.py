@@ -19,11 +19,11 @@ _MOST_TIMES_REDONE = 3
 class MessageChecks:
     """Puts the findings of this worker into the commit vote, and decides on the outcome."""
 
-    def __init__(self, world: JobContext, log: RunLog) -> None:
-        self._world = world
+    def __init__(self, job: JobContext, log: RunLog) -> None:
+        self._job = job
         self._log = log
-        self._policy = world.settings.guard
-        self._is_on = world.settings.guard_sums
+        self._policy = job.settings.guard
+        self._is_on = job.settings.guard_sums
         self.altered = False
         """Whether the step in progress must be discarded."""
         self._found_at = -1
@@ -31,7 +31,7 @@ class MessageChecks:
 
     def found(self) -> bool | None:
         """Return whether this worker received an altered message in the step in progress; None if checksums are off."""
-        return bool(self._world.altered) if self._is_on else None
+        return bool(self._job.altered) if self._is_on else None
 
     def read(self, step: int, *, altered: bool) -> bool:
         """Read the vote's result for ``step``; return whether the step is not committed and all workers redo it.
@@ -53,20 +53,20 @@ class MessageChecks:
         self._found_at, self.altered = step, True
         return True
 
-    def taken_back(self) -> None:
+    def discarded(self) -> None:
         """Clear the findings of the step in progress, which is discarded for any reason."""
         self._write_down()
         self.altered = False
 
     def applied(self) -> None:
         """Record the healing of a corruption once its step has been applied to the weights."""
-        if 0 <= self._found_at < self._world.step:
-            if self._world.is_lead:
+        if 0 <= self._found_at < self._job.step:
+            if self._job.is_lead:
                 self._log.corruption_healed((), self._found_at, self._found_at, "step", is_training=False)
             self._found_at = -1
 
     def _write_down(self) -> None:
-        found = self._world.altered
+        found = self._job.altered
         if found:
             self._log.corruption_found("message", list(found), sorted({*found.values()} - {NO_WORKER}))
             found.clear()

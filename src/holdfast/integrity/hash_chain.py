@@ -70,7 +70,7 @@ def number_of_tensors(tensors: Mapping[str, str]) -> int:
     return int(digest_of_tensors(tensors), 16) >> 2
 
 
-def said_of_part(numbers: Collection[int]) -> tuple[int, int]:
+def fold_part(numbers: Collection[int]) -> tuple[int, int]:
     """Return the commit vote's two maxima for one part of a pipeline or sharded model, which show whether its owners differ.
 
     The numbers are the part's digests, one per owner, from 0 to 2**62 - 1; empty at a worker that holds nothing of it.
@@ -81,7 +81,7 @@ def said_of_part(numbers: Collection[int]) -> tuple[int, int]:
 
 
 def digest_of_parts(said: Sequence[int]) -> int:
-    """Return the digest of the state of a pipeline or sharded model, from 0 to 2**62 - 1, from :func:`said_of_part` of each part."""
+    """Return the digest of the state of a pipeline or sharded model, from 0 to 2**62 - 1, from :func:`fold_part` of each part."""
     return int(_sha256(struct.pack(f"<{len(said)}q", *said))[:16], 16) >> 2
 
 

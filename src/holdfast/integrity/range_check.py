@@ -26,15 +26,15 @@ class RangeCheck:
     Reduced gradients are the same on all workers, so each worker checks another window of them.
     """
 
-    def __init__(self, world: JobContext, part: ModelPart, digest: RotatingDigest, log: RunLog) -> None:
-        self._world = world
+    def __init__(self, job: JobContext, part: ModelPart, digest: RotatingDigest, log: RunLog) -> None:
+        self._job = job
         self._part = part
         self._digest = digest
         self._log = log
         self._ranges = Ranges()
         self._finding: RangeFinding | None = None
         self._times_back = 0
-        self._gone_back_for: tuple[int, RangeFinding | None] = (-1, None)
+        self._rolled_back_for: tuple[int, RangeFinding | None] = (-1, None)
         self.is_training = False
         """Whether the finding that caused a rollback recurred with the same bits."""
         total = sum(layout.gradients_end * layout.dtype.itemsize for layout in part.buckets.layouts)
@@ -45,7 +45,7 @@ class RangeCheck:
             for start in range(0, layout.gradients_end, room // layout.dtype.itemsize)
         ]
 
-    def look(self, step: int) -> int:
+    def check(self, step: int) -> int:
         """Return this worker's vote on a step.
 
         A finding that recurs with the same bits when its step is redone does not count, nor does any finding after
@@ -55,9 +55,9 @@ class RangeCheck:
         self._finding = next((finding for finding in self._findings(step) if finding is not None), None)
         if self._finding is None:
             return _NOTHING
-        if self._gone_back_for == (step, self._finding) or self._times_back >= _MOST_TIMES_BACK:
+        if self._rolled_back_for == (step, self._finding) or self._times_back >= _MOST_TIMES_BACK:
             return _IS_TRAINING
-        return _FIRST + self._world.comm.local_ranks[0]
+        return _FIRST + self._job.comm.local_ranks[0]
 
     def read(self, said: int) -> bool:
         """Read the largest vote; return whether it is a finding."""
@@ -66,16 +66,16 @@ class RangeCheck:
             self._ranges.accept()
         if said < _FIRST:
             return False
-        if said - _FIRST in self._world.comm.local_ranks and self._finding is not None:
+        if said - _FIRST in self._job.comm.local_ranks and self._finding is not None:
             self._log.corruption_found("range", (self._finding.where,), ())
-        if self._world.settings.guard == "warn":
+        if self._job.settings.guard == "warn":
             self._ranges.accept()  # warn once
         return True
 
-    def went_back(self, found_at: int) -> None:
+    def rolled_back(self, found_at: int) -> None:
         """Record that all workers rolled back because of a finding in step ``found_at``."""
         self._times_back += self._finding is not None
-        self._gone_back_for = (found_at, self._finding)
+        self._rolled_back_for = (found_at, self._finding)
         self._finding, self.is_training = None, False
 
     def passed(self) -> None:
@@ -92,11 +92,11 @@ class RangeCheck:
                 kinds.add(piece.key or "weights")
                 yield self._ranges.look_at(piece.key or "weights", piece.path, tensor)
         if self._windows and not self._part.scales_loss:  # a gradient scaler provokes overflows and skips such steps
-            yield self._look_at_gradients(step)
+            yield self._check_gradients(step)
         self._ranges.count_step(kinds)
 
-    def _look_at_gradients(self, step: int) -> RangeFinding | None:
-        comm = self._world.comm
+    def _check_gradients(self, step: int) -> RangeFinding | None:
+        comm = self._job.comm
         turn = step * len(comm.members) + comm.members.index(comm.local_ranks[0])
         bucket, start, stop = self._windows[turn % len(self._windows)]
         found = self._ranges.look_at("gradients", f"bucket {bucket}", self._part.gradients.sums[bucket][start:stop])

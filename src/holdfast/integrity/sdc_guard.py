@@ -49,18 +49,18 @@ class HealSnapshot:
 class SdcGuard:
     """Compares replicas under the policy :attr:`Settings.guard`; ``whole`` is None for pipeline and sharded models."""
 
-    def __init__(self, world: JobContext, whole: ModelPart | None, fingerprint: Fingerprint, log: RunLog) -> None:
-        self._world = world
+    def __init__(self, job: JobContext, whole: ModelPart | None, fingerprint: Fingerprint, log: RunLog) -> None:
+        self._job = job
         self._whole = whole
         self._fingerprint = fingerprint
         self._log = log
-        self._policy = world.settings.guard
+        self._policy = job.settings.guard
         self._heals = self._policy == "heal"
         self._ranging: RangeCheck | None = None
         self._digest = fingerprint.digest
         if self._whole is not None and self._digest is not None and self._policy in ("warn", "heal"):
-            self._ranging = RangeCheck(world, self._whole, self._digest, log)
-        self._checking = MessageChecks(world, log)
+            self._ranging = RangeCheck(job, self._whole, self._digest, log)
+        self._checking = MessageChecks(job, log)
         self._warned: set[tuple[str, ...]] = set()
         self.corrupt = False
         """Whether corruption was found, on any worker, and this worker has not rolled back yet."""
@@ -72,7 +72,7 @@ class SdcGuard:
         self._computed = RecomputeCheck()
         self._found_at = -1
         self._differed_at = -1
-        self._went_back_to = -1
+        self._rolled_back_to = -1
         self._source = ""
         self._times_back = 0
         self._verdict: tuple[int, ...] | None = None
@@ -100,7 +100,7 @@ class SdcGuard:
         return GuardVote(
             altered=self._checking.found(),
             replicas=self._fingerprint.replicas,
-            ranges=None if self._ranging is None else self._ranging.look(step),
+            ranges=None if self._ranging is None else self._ranging.check(step),
             odd=None if self._ranging is None else MinMax(max(self._odd, default=-1), min(self._odd, default=_UNSET)),
         )
 
@@ -142,7 +142,7 @@ class SdcGuard:
         self._times_back += 1
         if step == self._differed_at or self._times_back > _MOST_TIMES_BACK:
             raise ReplicasDiffer(
-                f"the replicas differ before step {step}, again after a rollback to step {self._went_back_to}: this is not a soft "
+                f"the replicas differ before step {step}, again after a rollback to step {self._rolled_back_to}: this is not a soft "
                 "error; look for a worker that computes different results than the others"
             )
         self._differed_at = step
@@ -158,7 +158,7 @@ class SdcGuard:
             new = [where for where in found if self._heals or where not in self._warned]
             if self._fingerprint.is_of_all and self._warned:
                 new = []
-            if new and self._world.is_lead:
+            if new and self._job.is_lead:
                 ranks = sorted({rank for where in new for rank in found[where]})
                 self._log.corruption_found("replicas", [name for where in new for name in where], ranks)
             self._warned |= set() if self._heals else set(found)
@@ -170,8 +170,8 @@ class SdcGuard:
         """
         if not mine:
             return {}
-        members = self._world.comm.members
-        told = self._world.comm.maximum([numbers.get(rank, -1) for numbers in mine.values() for rank in members])
+        members = self._job.comm.members
+        told = self._job.comm.maximum([numbers.get(rank, -1) for numbers in mine.values() for rank in members])
         found = {}
         for i, half in enumerate(mine):
             numbers = dict(zip(members, told[i * len(members) :], strict=False))
@@ -188,11 +188,11 @@ class SdcGuard:
         if self._heals:
             self._begin_again(keep)
             self._verified = self._candidate
-            self._trusted = self._world.step
+            self._trusted = self._job.step
             self._computed.forget()
         self.corrupt = False
 
-    def newcomers_came(self, keep: Keep) -> None:
+    def newcomers_joined(self, keep: Keep) -> None:
         """Restart the rotation after newcomers adopted the state: they have no snapshots, so there is no common one."""
         if self._heals:
             self._begin_again(keep)
@@ -204,9 +204,9 @@ class SdcGuard:
         self._candidate = keep(room)
         self._passed, self._version = 0, self._digest.version
 
-    def taken_back(self) -> None:
+    def discarded(self) -> None:
         """Discard the findings of the step in progress."""
-        self._checking.taken_back()
+        self._checking.discarded()
 
     def applied(self, keep: Keep) -> None:
         """Update snapshots and counters after a step has been applied to the weights."""
@@ -214,7 +214,7 @@ class SdcGuard:
         if not self._heals:
             return
         assert self._digest is not None
-        step = self._world.step
+        step = self._job.step
         if 0 <= self._found_at < step and self._source:
             self._report_healed()
         rotation = max(_SHORTEST_ROTATION, self._digest.rotation)
@@ -235,22 +235,22 @@ class SdcGuard:
 
     def _report_healed(self) -> None:
         is_training = self._ranging is not None and self._ranging.is_training
-        if self._world.is_lead:
+        if self._job.is_lead:
             self._log.corruption_healed(
-                self._verdict or (), self._found_at, self._went_back_to, self._source, is_training=is_training
+                self._verdict or (), self._found_at, self._rolled_back_to, self._source, is_training=is_training
             )
         self._source, self._verdict = "", None
         self._odd.clear()
 
     # -- rollback
 
-    def share(self) -> HealSnapshot | None:
+    def share_state(self) -> HealSnapshot | None:
         """Agree with all other workers on the rollback target, as each worker that loads must; None if there is no rollback."""
         if not self._heals:
             return None
         kept = -1 if self._verified is None else self._verified.step
         mine = (self._found_at if self.corrupt else -1, kept, ~kept, self._trusted)
-        found_at, high, low, trusted = self._world.comm.maximum(mine)
+        found_at, high, low, trusted = self._job.comm.maximum(mine)
         if found_at < 0:
             return None
         self.corrupt, self._found_at = True, found_at
@@ -258,16 +258,16 @@ class SdcGuard:
             return HealSnapshot(self._verified, high)
         return HealSnapshot(None, trusted)
 
-    def went_back(self, way: HealSnapshot, keep: Keep, source: str) -> None:
+    def rolled_back(self, way: HealSnapshot, keep: Keep, source: str) -> None:
         """Record that all workers have rolled back and replay from here."""
         assert self._digest is not None
-        step = self._world.step
-        self._went_back_to, self._source = step, source
+        step = self._job.step
+        self._rolled_back_to, self._source = step, source
         self._verdict = None
         self._odd.clear()
         self._computed.go_back(step)
         if self._ranging is not None:
-            self._ranging.went_back(self._found_at)
+            self._ranging.rolled_back(self._found_at)
         if way.kept is None:
             self._begin_again(keep)
             self._verified, self._trusted = self._candidate, step

@@ -42,7 +42,7 @@ class JobAttempt:
         job: The job to run.
         settings: Settings of this start: ``workers``, ``ranks``, ``resume`` and ``faults`` may differ from the job's.
         ranks: Ranks that this start begins with.
-        places: Directories of the run.
+        paths: Directories of the run.
         all_stop: Whether all workers of the job stop when this launcher dies, or only its own.
         hosts: Hosts that mpirun uses; None for this machine only.
     """
@@ -52,20 +52,20 @@ class JobAttempt:
         job: Job,
         settings: Settings,
         ranks: Sequence[int],
-        places: RunPaths,
+        paths: RunPaths,
         *,
         all_stop: bool = True,
         hosts: MpiHosts | None = None,
     ) -> None:
-        self._run_dir = run_dir = places.run_dir
+        self._run_dir = run_dir = paths.run_dir
         self._hosts = hosts
         self.processes = tuple(ranks[:1] if job.is_virtual else ranks)
         for rank in ranks:
             for stale in (beacon_path(run_dir, rank), pair_path(run_dir, rank)):
                 stale.unlink(missing_ok=True)
-        self._log = places.log_dir / "mpirun.log"
-        self._locks = places.locks
-        self._env = _environment(settings, places, job.grace_s)
+        self._log = paths.log_dir / "mpirun.log"
+        self._locks = paths.locks
+        self._env = _environment(settings, paths, job.grace_s)
         self._env[ALL_STOP] = str(int(all_stop))
         if hosts is not None:
             self._env[LAUNCHER_NODE] = f"{this_node()} {time.time() - time.monotonic() + settings.origin_s}"
@@ -209,10 +209,10 @@ def _living(started: subprocess.Popen[bytes]) -> list[Process]:
 class AttemptFiles:
     """Output and records that the workers of a run have written since the last call, over all starts of the job."""
 
-    def __init__(self, places: RunPaths) -> None:
-        self._run_dir = places.run_dir
-        self._log_dir = places.log_dir
-        self._far = places.is_shared
+    def __init__(self, paths: RunPaths) -> None:
+        self._run_dir = paths.run_dir
+        self._log_dir = paths.log_dir
+        self._far = paths.is_shared
         self._records: dict[str, RecordTail] = {}
         self._warned: set[Path] = set()
         self._logs: dict[int, LineTail] = {}
@@ -261,19 +261,19 @@ def _command(job: Job, num_workers: int, hosts: Sequence[str] | None) -> list[st
 _ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 
-def _environment(settings: Settings, places: RunPaths, grace_s: float) -> dict[str, str]:
+def _environment(settings: Settings, paths: RunPaths, grace_s: float) -> dict[str, str]:
     theirs = {f"HOLDFAST_{field.name.upper()}" for field in dataclasses.fields(Settings)}
     env = {name: value for name, value in os.environ.items() if name not in theirs and not name.startswith(_NESTED)}
     env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; a count derived from the workers would change bits
     env.setdefault("MASTER_PORT", str(_free_port()))
     if not any(name in env for name in _ALLOCATOR):
         env |= _ALLOCATOR
-    if places.memory_dir is not None:
+    if paths.memory_dir is not None:
         for name in _MEMORY_VARIABLES:
-            env.setdefault(name, str(places.memory_dir))
-    if not places.is_shared:  # files of one machine do not belong in a shared directory
-        env[_SESSION_VARIABLE] = str(places.run_dir)
-    ours = {LOG_DIR: str(places.log_dir), LAUNCHER: str(Process.of(os.getpid())), GRACE_S: f"{grace_s:g}"}
+            env.setdefault(name, str(paths.memory_dir))
+    if not paths.is_shared:  # files of one machine do not belong in a shared directory
+        env[_SESSION_VARIABLE] = str(paths.run_dir)
+    ours = {LOG_DIR: str(paths.log_dir), LAUNCHER: str(Process.of(os.getpid())), GRACE_S: f"{grace_s:g}"}
     return env | settings.to_env() | ours
 
 

@@ -123,7 +123,7 @@ def _read(about: Path) -> RunningJob | None:
         return None
 
 
-def ask(job: RunningJob, **changes: Any) -> None:
+def request_changes(job: RunningJob, **changes: Any) -> None:
     """Request some of :data:`CHANGES`; raise a ConfigError if a value is not allowed or the job has ended."""
     check(changes, job)
     try:

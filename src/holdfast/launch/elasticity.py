@@ -19,43 +19,43 @@ class ElasticWorkers:
 
     def __init__(self, run: RunState) -> None:
         self._run = run
-        self._asked = ControlRequest(run.places.run_dir, run.view.say)
-        self._running = announce(run.places.run_dir, run.job)
+        self._requested = ControlRequest(run.paths.run_dir, run.view.print_line)
+        self._running = announce(run.paths.run_dir, run.job)
 
     def begin(self, start: JobStart) -> None:
         """Prepare for a start of the job. If it began without this node, offer the node's workers as newcomers."""
         run = self._run
-        run.births.begin_again(max(run.judge.highest, *start.ranks) + 1)
+        run.population.begin_again(max(run.state.highest, *start.ranks) + 1)
         if run.nodes is not None and run.nodes.is_late:
             run.nodes.is_late = False
-            run.births.ask(run.job.settings.workers + run.job.settings.spares, run.clock.now_s())
-            run.view.say(f"node {run.job.node_rank} is back: its workers join as newcomers")
+            run.population.ask(run.job.settings.workers + run.job.settings.spares, run.clock.now_s())
+            run.view.print_line(f"node {run.job.node_rank} is back: its workers join as newcomers")
 
     def start_newcomers(self, attempt: JobAttempt) -> None:
         """Start the newcomers that are due."""
         run = self._run
-        for due in run.births.due(run.clock.now_s()):
+        for due in run.population.due(run.clock.now_s()):
             try:
                 rank = due if run.nodes is None else run.nodes.free_number(due)
             except StoreLost:  # detected at the next check
                 return
             run.files.follow([rank], [rank])
-            run.judge.wait_for(rank)
+            run.state.wait_for(rank)
             attempt.add(rank)
 
     def answer_requests(self, attempt: JobAttempt) -> None:
         """Apply requests that were made on this node or on another."""
         nodes, job = self._run.nodes, self._run.job
         if nodes is None or job.nnodes == 1:
-            for changes in self._asked.new():
+            for changes in self._requested.new():
                 self._change(attempt, changes)
             return
         with contextlib.suppress(StoreLost):  # detected at the next check
-            for changes in self._asked.new():
-                nodes.ask(changes | {"node": job.node_rank})
-            for changes in nodes.asked():
+            for changes in self._requested.new():
+                nodes.request(changes | {"node": job.node_rank})
+            for changes in nodes.requests():
                 self._change(attempt, changes)
-            for rank in nodes.told_to_leave():
+            for rank in nodes.is_leaving():
                 attempt.send(rank, signal.SIGTERM)
 
     def _change(self, attempt: JobAttempt, changes: dict[str, Any]) -> None:
@@ -64,18 +64,18 @@ class ElasticWorkers:
         try:
             check(changes, self._running)
         except ConfigError as error:
-            self._run.view.say(f"request rejected: {error!s:.300}")
+            self._run.view.print_line(f"request rejected: {error!s:.300}")
             return
         if "workers" in changes and node == here:
             self._scale(attempt, changes["workers"])
-        append(requests_path(self._run.places.run_dir), changes)
+        append(requests_path(self._run.paths.run_dir), changes)
 
     def _scale(self, attempt: JobAttempt, wanted: int) -> None:
         """Start missing workers on this node, or send SIGTERM to surplus workers, highest ranks first."""
         run = self._run
-        there = {*run.judge.living(), *run.judge.waiting}
+        there = {*run.state.living(), *run.state.waiting}
         wanted += run.job.nnodes * run.job.settings.spares
-        for rank in run.births.scale(sorted(there), wanted, run.clock.now_s()):
+        for rank in run.population.scale(sorted(there), wanted, run.clock.now_s()):
             if rank in attempt.processes:
                 attempt.send(rank, signal.SIGTERM)
             elif run.nodes is not None:

@@ -7,9 +7,9 @@ from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState
 from holdfast.records.types import CheckpointSaved, ScriptFailed
 
 
-def explain(job: Job, verdict: Verdict, judge: JobState) -> tuple[int, str, str]:
+def explain(job: Job, verdict: Verdict, state: JobState) -> tuple[int, str, str]:
     """Return exit code, message and traceback, as in :class:`~holdfast.launch.job.JobOutcome`."""
-    workers = len(judge.workers_alive()) or 1
+    workers = len(state.workers_alive()) or 1
     match verdict:
         case JobCompleted(finished=finished) if finished.outcome == "done":
             return 0, "", ""
@@ -20,7 +20,7 @@ def explain(job: Job, verdict: Verdict, judge: JobState) -> tuple[int, str, str]
         case JobBroken(exit_code=2):
             return 2, verdict.message, verdict.traceback
         case JobBroken():
-            return verdict.exit_code, f"{verdict.message}{_saved(job, judge.saved, workers)}", verdict.traceback
+            return verdict.exit_code, f"{verdict.message}{_saved(job, state.saved, workers)}", verdict.traceback
     raise AssertionError(verdict)
 
 

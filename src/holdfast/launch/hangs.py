@@ -52,9 +52,9 @@ class HangDetector:
 
     timeout_s: float
     _pulses: dict[int, _Sight] = field(default_factory=dict)
-    _places: dict[int, _Sight] = field(default_factory=dict)
+    _workers: dict[int, _Sight] = field(default_factory=dict)
     _longest_silence_s: float = 0.0
-    _longest_stretch_s: float = 0.0
+    _longest_segment_s: float = 0.0
     _looked_s: float | None = None
     _given_up: set[int] = field(default_factory=set)
     keep_us_waiting: bool = field(default=False, init=False)
@@ -63,16 +63,16 @@ class HangDetector:
     def begin(self) -> None:
         """Reset for a start of the job."""
         self._pulses.clear()
-        self._places.clear()
+        self._workers.clear()
         self._given_up.clear()
         self._looked_s = None
 
     @property
-    def look_every_s(self) -> float:
+    def poll_every_s(self) -> float:
         """Interval between checks, in seconds."""
         return self.timeout_s / 10
 
-    def look(
+    def poll(
         self, positions: Mapping[int, BeaconPosition], now_s: float, *, elsewhere: bool = False
     ) -> list[StuckWorker]:
         """Return the workers of this node to kill, among those that have published a position; each is reported once.
@@ -83,16 +83,16 @@ class HangDetector:
             return []
         if self._looked_s is not None and now_s - self._looked_s > max(self.timeout_s / 2, _LOOKS_WITHIN_S):
             self._pulses.clear()  # this launcher was suspended, and perhaps the whole machine
-            self._places.clear()
+            self._workers.clear()
         self._looked_s = now_s
         watched = {rank: position for rank, position in positions.items() if rank not in self._given_up}
-        stretches = {rank: self._stretch_s(rank, position, now_s) for rank, position in watched.items()}
+        stretches = {rank: self._segment_s(rank, position, now_s) for rank, position in watched.items()}
         silent = [stuck for rank, p in watched.items() if (stuck := self._check_pulse(rank, p, now_s)) is not None]
         longest_s = self._longest_wait_s(watched, stretches)
-        self.keep_us_waiting = longest_s > max(self.timeout_s, _TIMES * self._longest_stretch_s)
+        self.keep_us_waiting = longest_s > max(self.timeout_s, _TIMES * self._longest_segment_s)
         if elsewhere:
             longest_s = math.inf
-        found = silent or [s for r, p in watched.items() if (s := self._check_place(r, p, stretches[r], longest_s))]
+        found = silent or [s for r, p in watched.items() if (s := self._check_worker(r, p, stretches[r], longest_s))]
         self._given_up.update(stuck.rank for stuck in found)
         return found
 
@@ -111,20 +111,20 @@ class HangDetector:
         why = "its process is stopped, or something in it holds the GIL"
         return StuckWorker(rank, silent_s, f"no heartbeat for {silent_s:.1f} s: {why}")
 
-    def _stretch_s(self, rank: int, position: BeaconPosition, now_s: float) -> float:
+    def _segment_s(self, rank: int, position: BeaconPosition, now_s: float) -> float:
         """Return for how long a worker has made no progress, or has waited."""
-        seen = self._places.setdefault(rank, _Sight(position, now_s))
+        seen = self._workers.setdefault(rank, _Sight(position, now_s))
         before, stretch_s = seen.position, now_s - seen.since_s
         if (before.beats, before.waits, before.busy) == (position.beats, position.waits, position.busy):
             return stretch_s
         if before.phase in _IN_STEP and before.applied and not (before.waits or before.busy):
-            self._longest_stretch_s = max(self._longest_stretch_s, stretch_s)
-        self._places[rank] = _Sight(position, now_s)
+            self._longest_segment_s = max(self._longest_segment_s, stretch_s)
+        self._workers[rank] = _Sight(position, now_s)
         return 0.0
 
     def _limit_s(self, position: BeaconPosition) -> float:
         times = max(_PHASE_TIMES[position.phase], 1.0 if position.applied else _NEW_TIMES)
-        return times * max(self.timeout_s, _TIMES * self._longest_stretch_s)
+        return times * max(self.timeout_s, _TIMES * self._longest_segment_s)
 
     @staticmethod
     def _longest_wait_s(positions: Mapping[int, BeaconPosition], stretches: Mapping[int, float]) -> float:
@@ -132,7 +132,7 @@ class HangDetector:
         waits = (stretches[r] for r, p in positions.items() if p.waits and p.phase in _PHASE_TIMES)
         return max(waits, default=0.0)
 
-    def _check_place(
+    def _check_worker(
         self, rank: int, position: BeaconPosition, stretch_s: float, longest_wait_s: float
     ) -> StuckWorker | None:
         if position.phase not in _PHASE_TIMES or position.waits or position.busy:
@@ -142,6 +142,6 @@ class HangDetector:
             return None
         why = (
             f"no progress for {stretch_s:.1f} s in {position.phase} of step {position.step}, while other workers wait for it; the "
-            f"longest so far took {self._longest_stretch_s:.1f} s. If this is expected, use: with session.busy()"
+            f"longest so far took {self._longest_segment_s:.1f} s. If this is expected, use: with session.busy()"
         )
         return StuckWorker(rank, stretch_s, why)

@@ -25,17 +25,17 @@ _TELL_WITHIN_S = 10.0
 
 
 class HealthMonitor:
-    """Monitors the workers of this node, and reports to ``news``, the record bus."""
+    """Monitors the workers of this node, and reports to ``bus``, the record bus."""
 
-    def __init__(self, run: RunState, news: RecordBus) -> None:
+    def __init__(self, run: RunState, bus: RecordBus) -> None:
         self._run = run
-        self._news = news
+        self._bus = bus
         self._hangs = HangDetector(0.0 if run.job.is_virtual else run.job.settings.hang_timeout_s)
         self._stragglers = StragglerDetector(run.job.straggler_factor)
         self._starting = StartupMonitor(
             0.0 if run.job.is_virtual else run.job.settings.start_timeout_s, run.job.script.name
         )
-        self._look_at_s = 0.0
+        self._poll_at_s = 0.0
         self._ended: dict[int, float] = {}
 
     def begin(self) -> None:
@@ -47,37 +47,37 @@ class HealthMonitor:
 
     def is_due(self) -> bool:
         """Return whether the next check is due."""
-        return self._run.clock.now_s() >= self._look_at_s
+        return self._run.clock.now_s() >= self._poll_at_s
 
-    def look(self, attempt: JobAttempt) -> None:
+    def poll(self, attempt: JobAttempt) -> None:
         """Check all workers, and act on the findings."""
         now_s = self._run.clock.now_s()
-        self._look_at_s = now_s + min(_LOOK_S, self._hangs.look_every_s or _LOOK_S)
-        living = [rank for rank in self._run.judge.living() if rank in attempt.processes]
-        watched = {*living, *self._run.judge.waiting} & set(attempt.processes)
+        self._poll_at_s = now_s + min(_LOOK_S, self._hangs.poll_every_s or _LOOK_S)
+        living = [rank for rank in self._run.state.living() if rank in attempt.processes]
+        watched = {*living, *self._run.state.waiting} & set(attempt.processes)
         self._note_untold_ends(attempt, watched, now_s)
         positions = {rank: p for rank in watched if (p := attempt.position(rank)) is not None}
-        self._run.judge.watch(positions, now_s)
-        self._look_at_start(attempt, watched, positions, now_s)
+        self._run.state.observe(positions, now_s)
+        self._check_startup(attempt, watched, positions, now_s)
         self._end_stuck(attempt, positions, now_s)
-        self._say_how_it_goes(living, now_s)
-        self._look_for_stragglers(attempt, positions, now_s)
-        self._news.show(attempt.pids(living))
+        self._print_progress(living, now_s)
+        self._check_stragglers(attempt, positions, now_s)
+        self._bus.show(attempt.pids(living))
 
     def all_stall(self, attempt: JobAttempt, nodes: NodeGroup) -> bool:
         """Return whether the workers of all nodes wait for each other; the job state knows only those of this node."""
-        living = set(self._run.judge.living())
+        living = set(self._run.state.living())
         remote = living.difference(attempt.processes)
-        if not remote or not nodes.all_say("stalls", nodes.homes_of(sorted(remote))):
+        if not remote or not nodes.all_posted("stalls", nodes.ranks_of(sorted(remote))):
             return False
-        return self._run.judge.stand_still(living - remote, self._run.clock.now_s())
+        return self._run.state.stand_still(living - remote, self._run.clock.now_s())
 
-    def _say_how_it_goes(self, living: Sequence[int], now_s: float) -> None:
+    def _print_progress(self, living: Sequence[int], now_s: float) -> None:
         """Publish to the other launchers what decides, for all workers together, whether some are hung."""
         if (others := self._run.others) is not None:
             with contextlib.suppress(StoreLost):  # detected at the next check
-                others.say("waits", true=self._hangs.keep_us_waiting)
-                others.say("stalls", true=self._run.judge.stand_still(living, now_s))
+                others.post("waits", true=self._hangs.keep_us_waiting)
+                others.post("stalls", true=self._run.state.stand_still(living, now_s))
 
     def _note_untold_ends(self, attempt: JobAttempt, watched: Set[int], now_s: float) -> None:
         """Record the end of workers whose watcher did not: it was killed, is stopped, or could not write."""
@@ -90,36 +90,36 @@ class HealthMonitor:
             else:
                 is_over = rank in before  # a record of the watcher would have been read since
             if is_over:
-                exit_code = 0 if self._run.judge.has_finished(rank) else -signal.SIGKILL
-                self._news.note_end(attempt.untold_end(rank, exit_code), attempt)
+                exit_code = 0 if self._run.state.has_finished(rank) else -signal.SIGKILL
+                self._bus.note_end(attempt.untold_end(rank, exit_code), attempt)
 
-    def _look_at_start(
+    def _check_startup(
         self, attempt: JobAttempt, watched: Set[int], positions: Mapping[int, BeaconPosition], now_s: float
     ) -> None:
         """Give up workers that keep the job from beginning."""
-        nodes, others, judge = self._run.nodes, self._run.others, self._run.judge
+        nodes, others, state = self._run.nodes, self._run.others, self._run.state
         found = StartupFinding()
         all_train = all(rank in positions and positions[rank].phase not in _BEFORE_TRAINING for rank in watched)
-        if not (judge.has_begun and all_train):
+        if not (state.has_begun and all_train):
             signs = {rank: attempt.sign(rank, positions.get(rank)) for rank in watched}
-            elsewhere = nodes is not None and nodes.any_says("starts")
-            found = self._starting.look(signs, now_s, has_begun=judge.has_begun, elsewhere=elsewhere)
+            elsewhere = nodes is not None and nodes.any_posted("starts")
+            found = self._starting.poll(signs, now_s, has_begun=state.has_begun, elsewhere=elsewhere)
         if others is not None:
             with contextlib.suppress(StoreLost):  # detected at the next check
-                others.say("starts", true=self._starting.keeps_waiting and not judge.has_begun)
+                others.post("starts", true=self._starting.keeps_waiting and not state.has_begun)
         if found.warning:
-            self._run.view.say(found.warning)
+            self._run.view.print_line(found.warning)
         for stuck in found.stuck:
             self._note_fenced(stuck, -1)
         unknown = [stuck for stuck in found.stuck if not attempt.fence(stuck.rank)]  # over Gloo there is none
         if found.lost or unknown:
             why = found.lost or f"rank {unknown[0].rank} {unknown[0].reason}"
-            judge.give_up("mpirun is stopped" if attempt.is_mpirun_stopped() else why)
+            state.give_up("mpirun is stopped" if attempt.is_mpirun_stopped() else why)
 
     def _end_stuck(self, attempt: JobAttempt, positions: Mapping[int, BeaconPosition], now_s: float) -> None:
         nodes = self._run.nodes
-        elsewhere = nodes is not None and nodes.any_says("waits")
-        for stuck in self._hangs.look(positions, now_s, elsewhere=elsewhere):
+        elsewhere = nodes is not None and nodes.any_posted("waits")
+        for stuck in self._hangs.poll(positions, now_s, elsewhere=elsewhere):
             pair = attempt.pair(stuck.rank)
             if pair is not None:
                 pair.watcher.send(signal.SIGCONT)  # a stopped watcher could not record the end of its worker
@@ -129,25 +129,25 @@ class HealthMonitor:
             pair.worker.send(signal.SIGKILL)
 
     def _note_fenced(self, stuck: StuckWorker, step: int) -> None:
-        self._news.note(WorkerFenced(rank=stuck.rank, step=step, silent_s=stuck.silent_s, reason=stuck.reason))
+        self._bus.note(WorkerFenced(rank=stuck.rank, step=step, silent_s=stuck.silent_s, reason=stuck.reason))
 
-    def _look_for_stragglers(self, attempt: JobAttempt, positions: Mapping[int, BeaconPosition], now_s: float) -> None:
+    def _check_stragglers(self, attempt: JobAttempt, positions: Mapping[int, BeaconPosition], now_s: float) -> None:
         policy = self._run.job.stragglers
         if policy == "ignore" or self._run.job.is_virtual:
             return
-        found = self._stragglers.look(positions)
+        found = self._stragglers.poll(positions)
         can_go = policy == "replace" and self._can_replace()
         goes = self._stragglers.next_to_go(positions, now_s) if can_go else None
         for rank in sorted({*found, *([] if goes is None else [goes])}):
             score, step = self._stragglers.scores(positions)[rank], positions[rank].step
             done = "warn" if policy == "replace" and rank != goes else policy
-            self._news.note(StragglerSeen(rank=rank, step=step, score=score, policy=done))
+            self._bus.note(StragglerSeen(rank=rank, step=step, score=score, policy=done))
         if goes is not None:  # it leaves in order, so that none of its work is lost
             attempt.send(goes, signal.SIGTERM)
-            self._run.births.died(goes, now_s)
+            self._run.population.died(goes, now_s)
         if policy == "rebalance" and (speeds := self._stragglers.new_speeds(positions, now_s)) is not None:
-            append(requests_path(self._run.places.run_dir), {"speeds": speeds})
+            append(requests_path(self._run.paths.run_dir), {"speeds": speeds})
 
     def _can_replace(self) -> bool:
         """Return whether a replacement is available: a spare, or a newcomer that may be started."""
-        return self._run.births.limit > 0 or len(self._run.judge.workers_alive()) > self._run.job.workers
+        return self._run.population.limit > 0 or len(self._run.state.workers_alive()) > self._run.job.workers

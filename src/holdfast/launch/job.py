@@ -225,7 +225,7 @@ class JobOutcome:
     exit_code: int  # 0 done, 1 failed, 2 wrong setting, 4 stopped with its state saved
     message: str  # one line that gives the reason, "" if the run is done
     traceback: str  # traceback of the first worker whose script raised, or ""
-    mpirun_says: str  # output of mpirun, if no worker recorded why the run failed, or ""
+    mpirun_output: str  # output of mpirun, if no worker recorded why the run failed, or ""
     report: dict[str, Any]  # content of ``report.json``
     is_reported: bool  # whether the report was written to the job's report directory
     records: tuple[Record, ...]  # records of all workers and of the launcher, ordered by time
@@ -353,20 +353,20 @@ OPTIONS, _JOB_OPTIONS = (
 def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
     """Return the command that runs the job, with every non-default setting except the rendezvous token."""
     settings = job.settings
-    words = ["holdfast", "run", "-n", str(settings.workers), *_said(settings, OPTIONS, Settings(fabric="ulfm"))]
+    words = ["holdfast", "run", "-n", str(settings.workers), *_output_tail(settings, OPTIONS, Settings(fabric="ulfm"))]
     words += ["--checkpoint-every", "auto"] if settings.checkpoint_auto else []
     words += ["--slices", settings.auto_text] if settings.auto_text else []
     words += [] if settings.certificate else ["--no-certificate"]
     words += ["--resume"] if settings.resume else []
     words += ["--respawn"] if job.max_respawns else []
     words += ["--max-respawns", str(job.max_respawns)] if job.max_respawns not in (0, MAX_RESPAWNS) else []
-    words += _said(job, _JOB_OPTIONS, Job(script=job.script, settings=settings))
+    words += _output_tail(job, _JOB_OPTIONS, Job(script=job.script, settings=settings))
     for fault in faults:
         words += ["--inject", fault]
     return shlex.join([*words, str(job.script), *job.args])
 
 
-def _said(given: object, options: Sequence[tuple[str, str, bool]], usual: object) -> list[str]:
+def _output_tail(given: object, options: Sequence[tuple[str, str, bool]], usual: object) -> list[str]:
     """Return the options whose values are not the default, each with its value; switches have none."""
     words = []
     for flag, name, is_switch in options:

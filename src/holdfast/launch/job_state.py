@@ -172,7 +172,7 @@ class JobState:
         """Record that the launcher kills the remaining workers: later deaths are its own."""
         self._closed = True
 
-    def hear(self, record: Record, position: BeaconPosition | None = None) -> None:
+    def apply(self, record: Record, position: BeaconPosition | None = None) -> None:
         """Take one record; ``position`` is the last position of a worker that has ended."""
         match record:
             case StepCommitted():
@@ -184,9 +184,9 @@ class JobState:
                 if record.kind in ENDS:
                     self.killed.add(record.rank)
         if not self._closed:
-            self._hear_of_start(record, position)
+            self._apply_start(record, position)
 
-    def _hear_of_start(self, record: Record, position: BeaconPosition | None) -> None:
+    def _apply_start(self, record: Record, position: BeaconPosition | None) -> None:
         start = self._start
         if record.rank in start.waiting:  # its end may be read before the records of the workers that admitted it
             start.waiting[record.rank].append((record, position))
@@ -219,7 +219,7 @@ class JobState:
             start.processes = tuple(sorted({*start.processes, *ranks}))
         for rank in ranks:
             for record, position in start.waiting.pop(rank, ()):
-                self._hear_of_start(record, position)
+                self._apply_start(record, position)
 
     def _note_death(self, death: WorkerEnded, position: BeaconPosition | None) -> None:
         if position is None or position.phase not in _COMPUTING:
@@ -275,7 +275,7 @@ class JobState:
             return None
         return JobLost(f"rank {died[0].rank} was {cause_of_death(died[0].exit_code)} before all workers were connected")
 
-    def watch(self, positions: Mapping[int, BeaconPosition], now_s: float) -> None:
+    def observe(self, positions: Mapping[int, BeaconPosition], now_s: float) -> None:
         """Record the positions of the workers, to detect when they make no progress."""
         for rank, position in positions.items():
             waits = position.waits or position.phase in _WAITING  # pipeline stages wait in forward and backward, too

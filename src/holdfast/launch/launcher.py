@@ -19,10 +19,10 @@ from holdfast.launch.job import Job, JobOutcome, check
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
 from holdfast.launch.live import RunView
 from holdfast.launch.mpi_hosts import MpiHosts, check_hosts, shared_folder
-from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_strikes
+from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_node_faults
 from holdfast.launch.nodes import JobStart, NodeGroup
 from holdfast.launch.population import WorkerPopulation
-from holdfast.launch.provenance import job_facts
+from holdfast.launch.provenance import job_provenance
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.rendezvous import check_nodes
 from holdfast.launch.run_paths import RunPaths
@@ -46,7 +46,7 @@ def launch(job: Job, view: RunView | None = None) -> JobOutcome:
     check_nodes(job)
     check(job)
     check_hosts(job)
-    check_strikes(job)
+    check_node_faults(job)
     with Launcher(job, view or RunView()) as launcher:
         return launcher.run()
 
@@ -56,9 +56,9 @@ class Launcher:
 
     def __init__(self, job: Job, view: RunView) -> None:
         self._job = job
-        self._facts = job_facts(job)
+        self._provenance = job_provenance(job)
         self._view = view
-        self._judge = JobState(
+        self._state = JobState(
             job.script.name,
             virtual=job.is_virtual,
             all_connect=job.fabric.has_parent_process,
@@ -84,33 +84,33 @@ class Launcher:
             undo.callback(self._nodes.close)
         self._origin_s = time.monotonic() if self._nodes is None else self._nodes.origin_s()
         report_logs = None if job.report_dir is None else job.report_dir / "logs"
-        self._places = RunPaths.make(job.log_dir or report_logs, shared_folder(job))
-        undo.callback(self._places.clear)
+        self._paths = RunPaths.make(job.log_dir or report_logs, shared_folder(job))
+        undo.callback(self._paths.clear)
         if job.hosts:
-            self._hosts = MpiHosts(job, self._places)
+            self._hosts = MpiHosts(job, self._paths)
             undo.callback(self._hosts.close)
-        self._files = AttemptFiles(self._places)
+        self._files = AttemptFiles(self._paths)
         undo.callback(self._files.close)
         undo.callback(self._view.close)
         self._run = run = RunState(
             job=job,
             view=self._view,
-            judge=self._judge,
-            births=WorkerPopulation(job.max_respawns, 0),
+            state=self._state,
+            population=WorkerPopulation(job.max_respawns, 0),
             nodes=self._nodes,
-            places=self._places,
+            paths=self._paths,
             files=self._files,
             clock=SystemClock(self._origin_s),
         )
-        self._news = RecordBus(run)
-        self._lookout = HealthMonitor(run, self._news)
-        self._crew = ElasticWorkers(run)
-        self._killer = RandomKiller(run, self._news, len(self._plan.faults))
-        self._stopping = StopProcedure(run, self._news)
+        self._bus = RecordBus(run)
+        self._health = HealthMonitor(run, self._bus)
+        self._elastic = ElasticWorkers(run)
+        self._killer = RandomKiller(run, self._bus, len(self._plan.faults))
+        self._stopping = StopProcedure(run, self._bus)
         undo.callback(self._stopping.close)
-        self._stopping.take_signals()
-        self._strikes = NodeFaults(run, self._news, self._plan)
-        undo.callback(self._strikes.close)
+        self._stopping.install_handlers()
+        self._node_faults = NodeFaults(run, self._bus, self._plan)
+        undo.callback(self._node_faults.close)
         undo.callback(self._end_attempt)
 
     def __exit__(self, *_: object) -> None:
@@ -124,7 +124,7 @@ class Launcher:
         """Start the job, and restart it as often as necessary and allowed; return how it ended."""
         ranks = self._job.ranks
         if self._hosts is not None:
-            self._hosts.meet()
+            self._hosts.connect()
         while True:
             try:
                 verdict: Verdict | None = self._run_once(ranks)
@@ -141,48 +141,48 @@ class Launcher:
     def _run_once(self, ranks: tuple[int, ...]) -> Verdict:
         start = self._begin(ranks)
         own = start.own
-        self._judge.begin(start.living)
-        self._lookout.begin()
-        self._crew.begin(start)
+        self._state.begin(start.alive)
+        self._health.begin()
+        self._elastic.begin(start)
         self._files.follow(own, own[:1] if self._job.is_virtual else own)
         job, settings, all_stop = self._watched_job(), self._settings(start), self._decides_for_all()
-        self._attempt = attempt = JobAttempt(job, settings, own, self._places, all_stop=all_stop, hosts=self._hosts)
+        self._attempt = attempt = JobAttempt(job, settings, own, self._paths, all_stop=all_stop, hosts=self._hosts)
         verdict = None
         while verdict is None:
             running = self._is_running(attempt)  # before reading: a process that has ended has written all records
-            self._news.read(attempt)
-            self._judge.connect(rank for rank in self._judge.unconnected() if attempt.is_connected(rank))
+            self._bus.read(attempt)
+            self._state.connect(rank for rank in self._state.unconnected() if attempt.is_connected(rank))
             verdict = self._lost_folder()
             if verdict is None:
                 self._act(attempt)
                 verdict = (
                     self._stopping.timed_out()
-                    or self._others_say(attempt)
-                    or self._judge.verdict(self._run.clock.now_s(), running=running, crash=attempt.crash())
+                    or self._other_nodes_report(attempt)
+                    or self._state.verdict(self._run.clock.now_s(), running=running, crash=attempt.crash())
                 )
             if verdict is None and not self._killer.kill(attempt):
                 time.sleep(POLL_S if self._hosts is None else _FAR_POLL_S)
-        self._judge.close()
+        self._state.close()
         if isinstance(verdict, JobCompleted):
             attempt.wait(_LINGER_S)
         attempt.end()
-        self._news.read(attempt, last=True)
-        return verdict if self._hosts is None else self._look_at_hosts(self._hosts, attempt, verdict)
+        self._bus.read(attempt, last=True)
+        return verdict if self._hosts is None else self._check_hosts(self._hosts, attempt, verdict)
 
     def _act(self, attempt: JobAttempt) -> None:
         """Act on requests, faults and findings while the job runs."""
-        self._stopping.answer(attempt)
-        self._strikes.strike(attempt)
-        if self._lookout.is_due():
+        self._stopping.advance(attempt)
+        self._node_faults.strike(attempt)
+        if self._health.is_due():
             attempt.shut_ports()
-            self._lookout.look(attempt)
-            self._crew.answer_requests(attempt)
-        if not self._stopping.is_asked:
-            self._crew.start_newcomers(attempt)
+            self._health.poll(attempt)
+            self._elastic.answer_requests(attempt)
+        if not self._stopping.is_requested:
+            self._elastic.start_newcomers(attempt)
 
     def _lost_folder(self) -> Verdict | None:
         """Return the verdict if a directory of this run was removed: its workers can no longer be monitored."""
-        path = self._places.lost()
+        path = self._paths.lost()
         return (
             None
             if path is None
@@ -212,9 +212,9 @@ class Launcher:
 
     def _is_running(self, attempt: JobAttempt) -> bool:
         """Return whether a process may still run, here or on another node."""
-        return attempt.is_running() or not set(self._judge.living()).issubset(attempt.processes)
+        return attempt.is_running() or not set(self._state.living()).issubset(attempt.processes)
 
-    def _others_say(self, attempt: JobAttempt) -> Verdict | None:
+    def _other_nodes_report(self, attempt: JobAttempt) -> Verdict | None:
         """Return the verdict that follows from the other launchers or the store."""
         nodes = self._nodes
         if nodes is None:
@@ -223,13 +223,13 @@ class Launcher:
             return self._stopping.without_store(attempt, why)
         if self._job.nnodes > 1 and nodes.is_restarted():
             return JobLost("the job was lost, as another launcher reported")
-        if self._lookout.all_stall(attempt, nodes):
-            return self._judge.stalled()
+        if self._health.all_stall(attempt, nodes):
+            return self._state.stalled()
         if nodes.is_stopping():
-            self._stopping.ask()
+            self._stopping.request()
         if self._job.nnodes == 1 or attempt.is_running():
             return None
-        if self._stopping.is_asked and not nodes.is_stopping() and self._judge.living():
+        if self._stopping.is_requested and not nodes.is_stopping() and self._state.living():
             return NodeDeparted()
         return None
 
@@ -238,8 +238,8 @@ class Launcher:
     def _settings(self, start: JobStart) -> Settings:
         given, ranks, store = self._job.settings, start.ranks, start.store
         again = self._restarts > 0
-        goes_on = again and self._has_begun() and (bool(given.checkpoint_dir) or self._judge.saved is not None)
-        plan = self._plan.without(self._judge.fired & set(range(len(self._plan.faults))))
+        goes_on = again and self._has_begun() and (bool(given.checkpoint_dir) or self._state.saved is not None)
+        plan = self._plan.without(self._state.fired & set(range(len(self._plan.faults))))
         if start.own:
             plan = plan.of_node(self._job.node_rank, min(start.own))
         return dataclasses.replace(
@@ -253,12 +253,12 @@ class Launcher:
             resume=given.resume or goes_on,
             mtbf_s=self._mtbf_s(),
             faults=plan.to_json() if plan.faults else "",
-            run_dir=str(self._places.run_dir),
+            run_dir=str(self._paths.run_dir),
             origin_s=self._origin_s,
         )
 
     def _began(self) -> list[RunStarted]:
-        return [record for record in read_run(self._places.run_dir) if isinstance(record, RunStarted)]
+        return [record for record in read_run(self._paths.run_dir) if isinstance(record, RunStarted)]
 
     def _has_begun(self) -> bool:
         """Return whether training has begun: checkpoints are then of this job, or of the one that it resumes."""
@@ -284,22 +284,22 @@ class Launcher:
         """Return the ranks of the next start, the same on all launchers."""
         if self._hosts is not None:  # mpirun ends all workers when it loses a host: exit codes are not informative
             wanted = min(self._hosts.slots, len(self._job.ranks))
-            return self._judge.ranks_left(wanted)[:wanted]
-        ranks = self._judge.ranks_left(len(self._job.ranks) if self._job.max_respawns else 1)
+            return self._state.ranks_left(wanted)[:wanted]
+        ranks = self._state.ranks_left(len(self._job.ranks) if self._job.max_respawns else 1)
         if self._nodes is not None and not self._nodes.store_lost and self._restarts < self._job.max_restarts:
             ranks = self._nodes.agree_on_restart(self._restarts + 1, ranks)
         return ranks
 
-    def _look_at_hosts(self, hosts: MpiHosts, attempt: JobAttempt, verdict: Verdict) -> Verdict:
+    def _check_hosts(self, hosts: MpiHosts, attempt: JobAttempt, verdict: Verdict) -> Verdict:
         """Find out which hosts are left if the job is lost, or failed while it began; return the resulting verdict."""
         if not (isinstance(verdict, JobLost) or (isinstance(verdict, JobBroken) and verdict.unexplained)):
             return verdict
         pairs = {rank: pair for rank in attempt.processes if (pair := attempt.pair(rank)) is not None}
-        lost = hosts.look_again(pairs.values())
+        lost = hosts.poll(pairs.values())
         if not lost:
-            is_unbegun = not pairs and _NO_DAEMON in self._mpirun_says()
+            is_unbegun = not pairs and _NO_DAEMON in self._mpirun_output()
             return JobLost("no worker began: one of mpirun's daemons failed to report back") if is_unbegun else verdict
-        self._judge.lose(rank for rank, pair in pairs.items() if hosts.name_of(pair.node) in lost)
+        self._state.lose(rank for rank, pair in pairs.items() if hosts.name_of(pair.node) in lost)
         if hosts.left:
             self._job = dataclasses.replace(self._job, hosts=hosts.left)
         why = "; ".join(f"host {name} is lost: it {why}" for name, why in lost.items())
@@ -307,13 +307,13 @@ class Launcher:
 
     def _restart(self, lost: JobLost, ranks: tuple[int, ...]) -> Verdict | None:
         """Prepare a restart on ``ranks``; return the verdict if it is not allowed."""
-        stopping, distributed = self._stopping.is_asked, self._news.is_distributed
+        stopping, distributed = self._stopping.is_requested, self._bus.is_distributed
         refused = why_not_again(self._job, lost, self._restarts, len(ranks), stopping=stopping, distributed=distributed)
         if refused is not None:
             return refused
         self._restarts += 1
-        self._news.note(
-            JobRestarted(step=self._judge.last_step, restart=self._restarts, workers=ranks, reason=lost.reason)
+        self._bus.note(
+            JobRestarted(step=self._state.last_step, restart=self._restarts, workers=ranks, reason=lost.reason)
         )
         return None
 
@@ -322,12 +322,17 @@ class Launcher:
     def _finish(self, verdict: Verdict) -> JobOutcome:
         from holdfast.launch.results import write_results
 
-        if isinstance(verdict, JobBroken) and not self._news.is_explained:
-            self._news.note(unsaid(verdict))
-        exit_code, message, traceback = explain(self._job, verdict, self._judge)
-        records = read_run(self._places.run_dir)
+        if isinstance(verdict, JobBroken) and not self._bus.is_explained:
+            self._bus.note(unsaid(verdict))
+        exit_code, message, traceback = explain(self._job, verdict, self._state)
+        records = read_run(self._paths.run_dir)
         report, unwritten = write_results(
-            self._job, records, self._plan, fired=self._judge.fired, wall_s=self._run.clock.now_s(), facts=self._facts
+            self._job,
+            records,
+            self._plan,
+            fired=self._state.fired,
+            wall_s=self._run.clock.now_s(),
+            facts=self._provenance,
         )
         if unwritten:
             exit_code = exit_code or 1
@@ -336,14 +341,14 @@ class Launcher:
             exit_code=exit_code,
             message=message,
             traceback=traceback,
-            mpirun_says=self._mpirun_says() if isinstance(verdict, JobBroken) and verdict.unexplained else "",
+            mpirun_output=self._mpirun_output() if isinstance(verdict, JobBroken) and verdict.unexplained else "",
             report=report,
             is_reported=self._job.report_dir is not None and not unwritten,
             records=tuple(records),
         )
 
-    def _mpirun_says(self) -> str:
+    def _mpirun_output(self) -> str:
         try:
-            return (self._places.log_dir / "mpirun.log").read_text(errors="replace").strip()
+            return (self._paths.log_dir / "mpirun.log").read_text(errors="replace").strip()
         except OSError:
             return ""

@@ -50,7 +50,7 @@ class RunView:
     def output(self, rank: int, line: str) -> None:
         """Display a line that worker ``rank`` printed."""
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Display an event."""
 
     def show(self, status: RunStatus) -> None:
@@ -70,7 +70,7 @@ class PlainView(RunView):
         """Print the line with the worker's rank."""
         print(f"[{rank}] {line}", file=self._output, flush=True)
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print the line on stderr."""
         print(f"holdfast: {clean(line)}", file=sys.stderr, flush=True)  # noqa: T201 - this is what it is for
 
@@ -97,7 +97,7 @@ class LiveView(RunView):
         else:
             print(f"[{rank}] {line}", file=self._output, flush=True)
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print the line above the bar and keep it visible."""
         from rich.text import Text
 
@@ -141,13 +141,13 @@ class EventFormatter:
     """Turns records into lines of text; an event that every survivor records is reported once."""
 
     def __init__(self) -> None:
-        self._told: set[tuple[object, ...]] = set()
+        self._printed: set[tuple[object, ...]] = set()
         self._restarts = 0
         self._started: RunStarted | None = None
         self._injected: set[int] = set()
         self._left: set[int] = set()
 
-    def tell(self, record: Record) -> str | None:
+    def format(self, record: Record) -> str | None:
         """Return the line for ``record``, None if it has none or the event was reported before."""
         if isinstance(record, JobRestarted):
             self._restarts, self._started = record.restart, None
@@ -158,9 +158,9 @@ class EventFormatter:
         if isinstance(record, Left):
             self._left.add(record.rank)
         key, line = self._line(record)
-        if line is None or (self._restarts, *key) in self._told:
+        if line is None or (self._restarts, *key) in self._printed:
             return None
-        self._told.add((self._restarts, *key))
+        self._printed.add((self._restarts, *key))
         return line
 
     def _line(self, record: Record) -> tuple[tuple[object, ...], str | None]:

@@ -31,7 +31,7 @@ class CommandResult:
     """Output and exit code of a command on another host; the code is None if the command did not end in time."""
 
     exit_code: int | None
-    said: str
+    output: str
 
 
 class RemoteAgent:
@@ -42,13 +42,13 @@ class RemoteAgent:
         self._here = frozenset(here)
         self._running: list[subprocess.Popen[bytes]] = []
 
-    def ask(self, commands: Mapping[str, str], timeout_s: float) -> dict[str, CommandResult]:
+    def request(self, commands: Mapping[str, str], timeout_s: float) -> dict[str, CommandResult]:
         """Run a ``sh`` command on each host, concurrently and within ``timeout_s``; return the answers by host."""
         ends_s = time.monotonic() + timeout_s
         started = {host: self._start(host, command, subprocess.PIPE) for host, command in commands.items()}
         return {host: _answer(process, ends_s) for host, process in started.items()}
 
-    def tell(self, host: str, command: str) -> None:
+    def send(self, host: str, command: str) -> None:
         """Run a command on a host without waiting for it."""
         self._running = [process for process in self._running if process.poll() is None]
         self._running.append(self._start(host, command, subprocess.DEVNULL))
@@ -105,7 +105,7 @@ class RemoteProcess(Process):
 
     def send(self, number: signal.Signals) -> bool:
         """Send a signal, which takes a while and may not arrive."""
-        self.agent.tell(self.host, kill_command(self, number))
+        self.agent.send(self.host, kill_command(self, number))
         return True
 
 
@@ -166,13 +166,13 @@ def shared_folder(job: Job) -> Path | None:
 class MpiHosts:
     """The remaining hosts of a job, and how to reach them. All must share the directories of the run."""
 
-    def __init__(self, job: Job, places: RunPaths) -> None:
+    def __init__(self, job: Job, paths: RunPaths) -> None:
         self.left = job.hosts
         self._job = job
         self._agent = RemoteAgent(_agent_words(job), [host.name for host in job.hosts if _is_here(host.name)])
         self._needs = (
-            (f"test -d {shlex.quote(str(places.run_dir))}", f"does not see {places.run_dir.parent}: it must be shared"),
-            (f"test -d {shlex.quote(str(places.log_dir))}", f"does not see {places.log_dir}: it must be shared"),
+            (f"test -d {shlex.quote(str(paths.run_dir))}", f"does not see {paths.run_dir.parent}: it must be shared"),
+            (f"test -d {shlex.quote(str(paths.log_dir))}", f"does not see {paths.log_dir}: it must be shared"),
             (f"cd {shlex.quote(os.getcwd())}", f"has no directory {os.getcwd()}, where the job was started"),
             (f"test -r {shlex.quote(str(job.script))}", f"has no script {job.script} in {os.getcwd()}"),
             (f"test -x {shlex.quote(sys.executable)}", f"has no {sys.executable}; install the same environment there"),
@@ -181,9 +181,9 @@ class MpiHosts:
 
     # -- checks
 
-    def meet(self) -> None:
+    def connect(self) -> None:
         """Raise a ConfigError that names each host that cannot take part, and the reason."""
-        answers, missing = self._look({})
+        answers, missing = self._check({})
         if missing:
             refuse("; ".join(f"host {name} {why}" for name, why in missing.items()))
         for name, answer in answers.items():
@@ -192,17 +192,17 @@ class MpiHosts:
                 refuse(f"hosts {self._names[node]} and {name} are the same machine, {node}; name it once, HOST:WORKERS")
             self._names[node] = name
 
-    def look_again(self, pairs: Iterable[WatchedWorker]) -> dict[str, str]:
+    def poll(self, pairs: Iterable[WatchedWorker]) -> dict[str, str]:
         """After mpirun has ended, kill remaining processes and check the hosts; return the lost ones with reasons."""
-        _, missing = self._look(self._kills(pairs))
+        _, missing = self._check(self._kills(pairs))
         self.left = tuple(host for host in self.left if host.name not in missing)
         return missing
 
-    def _look(self, ends: Mapping[str, Sequence[str]]) -> tuple[dict[str, CommandResult], dict[str, str]]:
+    def _check(self, ends: Mapping[str, Sequence[str]]) -> tuple[dict[str, CommandResult], dict[str, str]]:
         checks = [f"{need} || exit {_FIRST_CODE + number}" for number, (need, _) in enumerate(self._needs)]
         look = "; ".join([*checks, f"echo {_MARK} $(uname -n)"])
         commands = {host.name: "; ".join([*ends.get(host.name, ()), look]) for host in self.left}
-        answers = self._agent.ask(commands, self._job.node_timeout_s)
+        answers = self._agent.request(commands, self._job.node_timeout_s)
         return answers, {name: why for name, answer in answers.items() if (why := self._why_not(answer))}
 
     def _why_not(self, answer: CommandResult) -> str:
@@ -213,7 +213,7 @@ class MpiHosts:
         if 0 <= number < len(self._needs):
             return self._needs[number][1]
         if answer.exit_code or _node(answer) == "":
-            said = answer.said.strip().splitlines()
+            said = answer.output.strip().splitlines()
             return f"could not be reached: {said[-1] if said else f'exit code {answer.exit_code}'}"
         return ""
 
@@ -261,7 +261,7 @@ class MpiHosts:
         here = [pair for pair in pairs if pair.node == this_node()]
         if any(process.poll() is None for process in processes):
             kills = self._kills(pair for pair in pairs if pair not in here)
-            self._agent.ask({name: "; ".join(words) for name, words in kills.items()}, _END_S)
+            self._agent.request({name: "; ".join(words) for name, words in kills.items()}, _END_S)
         end(processes, here)
 
     def _kills(self, pairs: Iterable[WatchedWorker]) -> dict[str, list[str]]:
@@ -291,5 +291,5 @@ def _is_here(name: str) -> bool:
 
 def _node(answer: CommandResult) -> str:
     """Return the node name that a host reported, or ""."""
-    lines = answer.said.splitlines()
+    lines = answer.output.splitlines()
     return next((line.split()[1] for line in lines if line.startswith(f"{_MARK} ")), "")

@@ -51,28 +51,28 @@ class KillSchedule:
 class RandomKiller:
     """Kills random workers from the first committed step on (``--mtbf``); numbered after the planned faults."""
 
-    def __init__(self, run: RunState, news: RecordBus, planned: int) -> None:
+    def __init__(self, run: RunState, bus: RecordBus, planned: int) -> None:
         self._run = run
-        self._news = news
+        self._bus = bus
         self._planned = planned
         self._kills: KillSchedule | None = None
 
     def kill(self, attempt: JobAttempt) -> bool:
         """Kill the worker that is due; return whether one was killed."""
         run, now_s = self._run, self._run.clock.now_s()
-        if self._kills is None and run.job.mtbf_s and self._news.has_committed:
+        if self._kills is None and run.job.mtbf_s and self._bus.has_committed:
             schedule = mtbf_schedule(run.job.mtbf_s, run.job.settings.seed, range(run.job.workers))
             self._kills = KillSchedule(schedule, now_s)
         victim = None if self._kills is None else self._kills.due(now_s)
-        if victim is None or victim not in run.judge.living():
+        if victim is None or victim not in run.state.living():
             return False
         position = attempt.position(victim)
         pair = attempt.pair(victim)
         if position is None or position.phase in UNCONNECTED or pair is None or not pair.worker.is_alive():
             return False
-        number = self._planned + sum(fault >= self._planned for fault in run.judge.fired)
+        number = self._planned + sum(fault >= self._planned for fault in run.state.fired)
         step, phase = position.step, position.phase
-        self._news.note(FaultFired(rank=victim, step=step, fault=number, kind="kill", phase=phase))
+        self._bus.note(FaultFired(rank=victim, step=step, fault=number, kind="kill", phase=phase))
         pair.worker.send(signal.SIGKILL)
         return True
 
@@ -85,19 +85,19 @@ _HEAL_S = 30.0
 class NodeFaults:
     """Injects the planned faults of this node, when its workers request them."""
 
-    def __init__(self, run: RunState, news: RecordBus, plan: FaultPlan) -> None:
+    def __init__(self, run: RunState, bus: RecordBus, plan: FaultPlan) -> None:
         self._run = run
-        self._news = news
+        self._bus = bus
         self._planned = {n: fault for n, fault in enumerate(plan.faults) if fault.node == run.job.node_rank}
         self._cuts: list[subprocess.Popen[bytes]] = []
 
     def strike(self, attempt: JobAttempt) -> None:
         """Inject the faults that workers have requested."""
-        self._look_for_healed()
+        self._check_healed()
         for number, fault in self._planned.items():
-            request = strike_path(self._run.places.run_dir, number)
+            request = strike_path(self._run.paths.run_dir, number)
             if request.exists():
-                self._tell(attempt, number, fault, int(request.read_text()))
+                self._announce(attempt, number, fault, int(request.read_text()))
                 if fault.kind == "nodeloss":
                     end_at_once(spared=[process.pid for process in self._cuts])
                 self._cut(fault)
@@ -113,14 +113,14 @@ class NodeFaults:
                 process.wait(_HEAL_S)
             except subprocess.TimeoutExpired:
                 node = self._run.job.node_rank
-                self._run.view.say(f"the network of node {node} could not be restored in {_HEAL_S:g} s")
+                self._run.view.print_line(f"the network of node {node} could not be restored in {_HEAL_S:g} s")
 
-    def _tell(self, attempt: JobAttempt, number: int, fault: Fault, step: int) -> None:
+    def _announce(self, attempt: JobAttempt, number: int, fault: Fault, step: int) -> None:
         first, node = min(attempt.processes), self._run.job.node_rank
-        own = tuple(rank for rank in self._run.judge.living() if rank in attempt.processes)
+        own = tuple(rank for rank in self._run.state.living() if rank in attempt.processes)
         fired = FaultFired(rank=first, step=step, fault=number, kind=fault.kind, phase=fault.phase)
-        self._news.note(dataclasses.replace(fired, node=node, workers=own))
-        self._news.read(attempt)
+        self._bus.note(dataclasses.replace(fired, node=node, workers=own))
+        self._bus.read(attempt)
         time.sleep(_HEARD_S)
 
     def _cut(self, fault: Fault) -> None:
@@ -134,18 +134,18 @@ class NodeFaults:
         if process.stdout.readline() == b"cut\n":
             self._cuts.append(process)
         else:
-            self._run.view.say(f"{fault.to_spec()} was not injected: the network could not be disabled")
+            self._run.view.print_line(f"{fault.to_spec()} was not injected: the network could not be disabled")
 
-    def _look_for_healed(self) -> None:
+    def _check_healed(self) -> None:
         for process in [process for process in self._cuts if process.poll() is not None]:
             self._cuts.remove(process)
-            self._run.view.say(f"the network of node {self._run.job.node_rank} is restored")
+            self._run.view.print_line(f"the network of node {self._run.job.node_rank} is restored")
 
 
 # -- checks before training
 
 
-def check_strikes(job: Job) -> None:
+def check_node_faults(job: Job) -> None:
     """Raise a ConfigError, before training, if a fault of this node cannot be injected."""
     plan = FaultPlan.from_json(job.settings.faults) if job.settings.faults else FaultPlan()
     for fault in plan.faults:

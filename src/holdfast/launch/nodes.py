@@ -54,7 +54,7 @@ class JobStart:
     store: str
     ranks: tuple[int, ...]
     own: tuple[int, ...]
-    living: tuple[int, ...]
+    alive: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -81,15 +81,15 @@ class NodeGroup(Rendezvous):
     def __init__(self, job: Job) -> None:
         self._members: Store | None = None
         super().__init__(job)
-        self._asked = 0
+        self._requests = 0
         self._own: tuple[int, ...] = ()
-        self._said: set[str] = set()
+        self._posted: set[str] = set()
         self._lost_s: float | None = None
         self.given_up: set[int] = set()
         try:
             self._others = {node: _Node(seat) for node, seat in self.seats.items() if node != self._me}
             self.number = max(int(number) for number in self.store.under("start/")) if self.is_late else 0
-            self._telling = RecordReplication(self.store, self._me)
+            self._replication = RecordReplication(self.store, self._me)
         except BaseException:
             self.close()
             raise
@@ -112,22 +112,22 @@ class NodeGroup(Rendezvous):
         if self._members is not None:
             self._members.close()
         self._members = self.open_members(number)
-        homes = self._homes(number)
+        placement = self._nodes_of_workers(number)
         self.number = number
-        self._own = () if self.is_late else tuple(rank for rank, node in homes.items() if node == self._me)
+        self._own = () if self.is_late else tuple(rank for rank, node in placement.items() if node == self._me)
         for node, other in self._others.items():
-            other.ranks = tuple(rank for rank, home in homes.items() if home == node)
+            other.ranks = tuple(rank for rank, home in placement.items() if home == node)
         self.hold_seat(self._own, self.number)
         self.store.delete(f"says/{self._me}/")
-        self._said.clear()
+        self._posted.clear()
         self.given_up.clear()
-        living = set(homes)
+        living = set(placement)
         if self.is_late:
             living.update(rank for seated in self.there().values() for rank in self._ranks(seated))
             living.difference_update(int(rank) for rank in self.store.under(f"gone/{number}/"))
-        return JobStart(self.url(number), tuple(homes), self._own, tuple(sorted(living)))
+        return JobStart(self.url(number), tuple(placement), self._own, tuple(sorted(living)))
 
-    def _homes(self, number: int) -> dict[int, int]:
+    def _nodes_of_workers(self, number: int) -> dict[int, int]:
         """Return the node of each worker that a start begins with."""
         if number == 0:
             return {rank: self._job.home(rank) for rank in self._job.ranks}
@@ -142,12 +142,12 @@ class NodeGroup(Rendezvous):
             fence_s = self._lost_s + FENCE_LEASES * self._job.node_timeout_s - time.monotonic()
             self.store.wait(lambda: self.store.get(f"start/{number}"), max(0.0, fence_s))
         there = self.there()
-        homes = {rank: node for node, known in sorted(there.items()) for rank in known.ranks if rank in ranks}
-        for rank in sorted(set(ranks) - homes.keys()):  # a new worker is placed on the node with the fewest workers
-            counts = {node: list(homes.values()).count(node) for node in sorted(there)}
-            homes[rank] = min(counts, key=lambda node: counts[node])
-        self.store.create(f"start/{number}", json.dumps(dict(sorted(homes.items()))))
-        return tuple(self._homes(number))
+        placement = {rank: node for node, known in sorted(there.items()) for rank in known.ranks if rank in ranks}
+        for rank in sorted(set(ranks) - placement.keys()):  # a new worker is placed on the node with the fewest workers
+            counts = {node: list(placement.values()).count(node) for node in sorted(there)}
+            placement[rank] = min(counts, key=lambda node: counts[node])
+        self.store.create(f"start/{number}", json.dumps(dict(sorted(placement.items()))))
+        return tuple(self._nodes_of_workers(number))
 
     def is_restarted(self) -> bool:
         """Return whether a launcher has decided to restart the job."""
@@ -174,16 +174,16 @@ class NodeGroup(Rendezvous):
 
     # -- record replication
 
-    def tell(self, records: Sequence[tuple[Record, BeaconPosition | None]]) -> None:
+    def publish(self, records: Sequence[tuple[Record, BeaconPosition | None]]) -> None:
         """Publish the records of this node's workers, with the last positions of workers that have ended."""
         if self._job.nnodes > 1:
-            self._telling.tell(self.number, records)
+            self._replication.publish(self.number, records)
 
-    def hear(self) -> list[RemoteRecord]:
+    def receive(self) -> list[RemoteRecord]:
         """Return the records that the other launchers published since the last call."""
-        return self._telling.hear(self._others)
+        return self._replication.receive(self._others)
 
-    def look(self) -> NodeChanges:
+    def poll(self) -> NodeChanges:
         """Return the changes of the other nodes since the last call, after notifying the workers of failed ranks."""
         there, changes = self.there(), NodeChanges()
         for node, known in self._others.items():
@@ -228,28 +228,28 @@ class NodeGroup(Rendezvous):
 
     # -- conditions of all nodes
 
-    def say(self, what: str, *, true: bool) -> None:
+    def post(self, what: str, *, true: bool) -> None:
         """Publish whether a condition holds for this node."""
-        if self._job.nnodes == 1 or true == (what in self._said):
+        if self._job.nnodes == 1 or true == (what in self._posted):
             return
         key = f"says/{self._me}/{what}"
         if true:
-            self._said.add(what)
+            self._posted.add(what)
             self.store.put(key, str(self.number))
         else:
-            self._said.discard(what)
+            self._posted.discard(what)
             self.store.delete(key)
 
-    def all_say(self, what: str, nodes: Sequence[int] | None = None) -> bool:
+    def all_posted(self, what: str, nodes: Sequence[int] | None = None) -> bool:
         """Return whether a condition holds for ``nodes``, or for all other nodes that are not lost."""
         wanted = [node for node, known in self._others.items() if not known.is_lost] if nodes is None else nodes
         return all(self.store.get(f"says/{node}/{what}") == str(self.number) for node in wanted)
 
-    def any_says(self, what: str) -> bool:
+    def any_posted(self, what: str) -> bool:
         """Return whether a condition holds for any other node that is not lost."""
-        return any(self.all_say(what, [node]) for node, known in self._others.items() if not known.is_lost)
+        return any(self.all_posted(what, [node]) for node, known in self._others.items() if not known.is_lost)
 
-    def homes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
+    def ranks_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the other nodes that have these workers."""
         return tuple(node for node, known in self._others.items() if not set(ranks).isdisjoint(known.ranks))
 
@@ -264,17 +264,17 @@ class NodeGroup(Rendezvous):
 
     # -- changes to the running job
 
-    def ask(self, changes: Mapping[str, Any]) -> None:
+    def request(self, changes: Mapping[str, Any]) -> None:
         """Request changes; all launchers see them in the same order."""
-        number, text = self._asked, json.dumps(changes)
+        number, text = self._requests, json.dumps(changes)
         while not self.store.create(f"asked/{number}", text):
             number += 1
 
-    def asked(self) -> list[dict[str, Any]]:
+    def requests(self) -> list[dict[str, Any]]:
         """Return the changes requested since the last call, on any node."""
         new = []
-        while (text := self.store.get(f"asked/{self._asked}")) is not None:
-            self._asked += 1
+        while (text := self.store.get(f"asked/{self._requests}")) is not None:
+            self._requests += 1
             new.append(json.loads(text))
         return new
 
@@ -282,7 +282,7 @@ class NodeGroup(Rendezvous):
         """Make the launcher of a worker ask it to leave."""
         self.store.put(f"leave/{rank}", str(self._me))
 
-    def told_to_leave(self) -> tuple[int, ...]:
+    def is_leaving(self) -> tuple[int, ...]:
         """Return the workers of this node that are asked to leave; each is returned once."""
         told = tuple(rank for rank in self._own if self.store.get(f"leave/{rank}") is not None)
         for rank in told:
@@ -314,23 +314,23 @@ class RecordReplication:
         for key, text in store.under("told/").items():
             teller, number = int(key.partition("/")[0]), json.loads(text)["number"]
             self._next[teller] = min(self._next.get(teller, number), number)
-        self._old = list(self._hear_of(node))
-        self._told = self._next[node] - 1
+        self._old = list(self._receive_from(node))
+        self._published = self._next[node] - 1
 
-    def tell(self, start: int, records: Sequence[tuple[Record, BeaconPosition | None]]) -> None:
+    def publish(self, start: int, records: Sequence[tuple[Record, BeaconPosition | None]]) -> None:
         """Publish the records of this node's workers, with the last positions of workers that have ended."""
         for batch in _batches(records):
-            self._told += 1
-            text = json.dumps({"number": self._told, "start": start, "records": batch})
-            self._store.put(f"told/{self._node}/{self._told % _SLOTS}", text)
+            self._published += 1
+            text = json.dumps({"number": self._published, "start": start, "records": batch})
+            self._store.put(f"told/{self._node}/{self._published % _SLOTS}", text)
 
-    def hear(self, nodes: Iterable[int]) -> list[RemoteRecord]:
+    def receive(self, nodes: Iterable[int]) -> list[RemoteRecord]:
         """Return the records that these nodes published since the last call, ordered by time."""
         heard, self._old = self._old, []
-        heard += [told for node in nodes for told in self._hear_of(node)]
+        heard += [told for node in nodes for told in self._receive_from(node)]
         return sorted(heard, key=lambda told: (told.start, told.record.t_s))
 
-    def _hear_of(self, node: int) -> Iterator[RemoteRecord]:
+    def _receive_from(self, node: int) -> Iterator[RemoteRecord]:
         self._next.setdefault(node, 1)
         while (text := self._store.get(f"told/{node}/{self._next[node] % _SLOTS}")) is not None:
             said = json.loads(text)

@@ -24,7 +24,7 @@ _NOT_THE_JOB = ("token", "store", "rank", "ranks", "run_dir", "origin_s", "fault
 _LIBRARIES = ("holdfast", "torch", "numpy")
 
 
-def job_facts(job: Job) -> dict[str, Any]:
+def job_provenance(job: Job) -> dict[str, Any]:
     """Return the ``job`` entry of ``report.json``: the script and its arguments, the settings, the versions."""
     settings = dataclasses.asdict(job.settings)
     return {
@@ -63,7 +63,7 @@ _MOST = 1000
 
 
 def note(facts: Mapping[str, Any]) -> None:
-    """Note that a job with these :func:`job_facts` was run here; else ``holdfast verify`` needs ``--trust`` or ``--script``."""
+    """Note that a job with these :func:`job_provenance` was run here; else ``holdfast verify`` needs ``--trust`` or ``--script``."""
     with suppress(OSError, RuntimeError):  # no home directory, or it is not writable
         folder = _folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -42,10 +42,10 @@ class RunState:
 
     job: Job
     view: RunView
-    judge: JobState
-    births: WorkerPopulation
+    state: JobState
+    population: WorkerPopulation
     nodes: NodeGroup | None
-    places: RunPaths
+    paths: RunPaths
     files: AttemptFiles
     clock: Clock
 
@@ -62,7 +62,7 @@ class RecordBus:
     def __init__(self, run: RunState) -> None:
         self._run = run
         self._story = EventFormatter()
-        self._recorder = FileRecorder(records_path(run.places.run_dir, "launcher"))
+        self._recorder = FileRecorder(records_path(run.paths.run_dir, "launcher"))
         self._log = Logger(run.clock, lambda: (-1, -1), self._recorder)
         self._status = RunStatus(alive={}, metrics={})
         self._noted: list[tuple[Record, BeaconPosition | None]] = []
@@ -89,17 +89,17 @@ class RecordBus:
         own, self._noted = self._noted, []
         for record in self._run.files.records():
             own.append((record, position := self._end_of(record, attempt)))
-            self.hear(record, position)
+            self.poll(record, position)
         for warning in self._run.files.warnings():
-            self._run.view.say(warning)
+            self._run.view.print_line(warning)
         self._exchange(own)
         for rank, line in output:
             if not self._is_kept_for_later(rank, line):
                 self._run.view.output(rank, line)
 
-    def hear(self, record: Record, position: BeaconPosition | None = None) -> None:
+    def poll(self, record: Record, position: BeaconPosition | None = None) -> None:
         """Take one record; ``position`` is the last position of a worker that has ended."""
-        self._run.judge.hear(record, position)
+        self._run.state.apply(record, position)
         match record:
             case RunStarted():
                 self._status = dataclasses.replace(self._status, planned=record.steps_planned)
@@ -110,13 +110,13 @@ class RecordBus:
                 self._status = dataclasses.replace(self._status, step=record.step + 1, metrics=record.metrics)
             case ScriptFailed():
                 self._tracebacks[record.rank] = record.traceback or record.message
-        if (line := self._story.tell(record)) is not None:
-            self._run.view.say(line)
+        if (line := self._story.format(record)) is not None:
+            self._run.view.print_line(line)
 
     def note(self, record: Record) -> None:
         """Write a record of the launcher itself; records about workers are published to the other launchers."""
         record = self._log.write(record)
-        self.hear(record)
+        self.poll(record)
         if isinstance(record, FaultFired | WorkerFenced | StragglerSeen):
             self._noted.append((record, None))
 
@@ -124,7 +124,7 @@ class RecordBus:
         """Write how a worker ended, instead of its watcher, and handle it."""
         ended = self._log.write(ended)
         position = self._end_of(ended, attempt)
-        self.hear(ended, position)
+        self.poll(ended, position)
         self._noted.append((ended, position))
 
     def show(self, alive: Mapping[int, int]) -> None:
@@ -134,10 +134,10 @@ class RecordBus:
 
     def _end_of(self, record: Record, attempt: JobAttempt) -> BeaconPosition | None:
         """Handle the end of a worker of this node; return its last position."""
-        if not isinstance(record, WorkerEnded) or self._run.judge.has_ended(record.rank):
+        if not isinstance(record, WorkerEnded) or self._run.state.has_ended(record.rank):
             return None
         if record.exit_code:
-            self._run.births.died(record.rank, self._run.clock.now_s())
+            self._run.population.died(record.rank, self._run.clock.now_s())
         nodes = self._run.nodes
         if nodes is not None and not nodes.store_lost:
             with contextlib.suppress(StoreLost):  # detected at the next check
@@ -150,23 +150,23 @@ class RecordBus:
         """Publish new records to the other launchers, and read theirs."""
         if (others := self._run.others) is not None:
             with contextlib.suppress(StoreLost):  # detected at the next check
-                others.tell(own)
-                self._hear_others(others)
+                others.publish(own)
+                self._poll_nodes(others)
 
-    def _hear_others(self, others: NodeGroup) -> None:
-        judge = self._run.judge
-        changes = others.look()
+    def _poll_nodes(self, others: NodeGroup) -> None:
+        state = self._run.state
+        changes = others.poll()
         for rank in changes.newcomers:
-            judge.wait_for(rank)
-        for told in others.hear():
+            state.wait_for(rank)
+        for told in others.receive():
             self._recorder.write(told.record)
             if told.start == others.number and told.record.rank not in others.given_up:
-                self.hear(told.record, told.position)
-        judge.lose(changes.parted)
+                self.poll(told.record, told.position)
+        state.lose(changes.parted)
         for node, ranks in changes.lost.items():
-            judge.lose(ranks)
+            state.lose(ranks)
             what = f", with {', '.join(f'rank {rank}' for rank in ranks)}" if ranks else ""
-            self._run.view.say(f"node {node} is lost{what}")
+            self._run.view.print_line(f"node {node} is lost{what}")
 
     def _is_kept_for_later(self, rank: int, line: str) -> bool:
         """Return whether the line belongs to a traceback: only one traceback is displayed, at the end."""

@@ -70,7 +70,7 @@ class Rendezvous:
             self._store = self._open(self._run, "launchers")
             self._check_alike()
             self._take_seat()
-            self.seats = self._meet()
+            self.seats = self._await_nodes()
             """Seats of all nodes when the job began."""
             self.is_late = self.seats[self._me] != self._seat
             """Whether the job had begun before this launcher arrived."""
@@ -258,7 +258,7 @@ class Rendezvous:
                 holder = self.read(f"seat/{self._me}/{there.seat}")
                 refuse(f"node {self._me} has a launcher already, {holder}: give each node its own --node-rank")
 
-    def _meet(self) -> dict[int, int]:
+    def _await_nodes(self) -> dict[int, int]:
         """Wait until all launchers are present, or the job has begun; return the seats that it began with."""
 
         def ready() -> str | None:

@@ -28,7 +28,7 @@ def write_results(
     """Return the report, and why it could not be written: "" if it was, or if the job has no report directory.
 
     Writes the report, the records, the faults (``fired`` are the numbers of those injected) and the page. ``facts`` is
-    the result of :func:`~holdfast.launch.provenance.job_facts` when the job was started.
+    the result of :func:`~holdfast.launch.provenance.job_provenance` when the job was started.
     """
     from holdfast.report import build_report, write_page, write_report
 

@@ -75,7 +75,7 @@ class RunPaths:
 
     def lost(self) -> Path | None:
         """Return the run directory if it was removed while the job runs, else None; MPI has its memory open already."""
-        if self.own and self.own[0].is_gone():
+        if self.own and self.own[0].was_removed():
             return self.own[0].path
         return self.run_dir if self.is_shared and is_missing(self.run_dir) else None
 

@@ -94,7 +94,7 @@ class StartupMonitor:
         """Current limit for a worker to arrive, in seconds; 0: none."""
         return self.timeout_s and max(self.timeout_s, _TIMES * self._slowest_s)
 
-    def look(
+    def poll(
         self, signs: Mapping[int, StartupStatus], now_s: float, *, has_begun: bool = False, elsewhere: bool = False
     ) -> StartupFinding:
         """Check the observations of all live workers of this node; each worker is given up once.

@@ -23,22 +23,22 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class StopProcedure:
     """Makes the workers save or leave on request, and decides when their time is over."""
 
-    def __init__(self, run: RunState, news: RecordBus) -> None:
+    def __init__(self, run: RunState, bus: RecordBus) -> None:
         self._run = run
-        self._news = news
-        self.is_asked = False
+        self._bus = bus
+        self.is_requested = False
         """Whether the job, or this node's part in it, was asked to stop."""
         self._signals = 0
         self._at_once = False
         self._by_s: float | None = None
-        self._told = False
+        self._notified = False
         self._reached: set[int] = set()
         self._lost_store_by_s: float | None = None
         self._handlers: dict[signal.Signals, Any] = {}
 
     # -- requests
 
-    def take_signals(self) -> None:
+    def install_handlers(self) -> None:
         """Treat signals to this process as requests to stop, until :meth:`close`."""
         if threading.current_thread() is threading.main_thread():
             # nohup ignores SIGHUP
@@ -50,22 +50,22 @@ class StopProcedure:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Request that the job stops; a second request is no more urgent."""
-        self.is_asked = True
+        self.is_requested = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._at_once |= self._signals > 0 and number == signal.SIGINT  # schedulers repeat SIGTERM, users Ctrl-C
         self._signals += 1
-        self.is_asked = True
+        self.is_requested = True
 
     # -- answers
 
-    def answer(self, attempt: JobAttempt) -> None:
+    def advance(self, attempt: JobAttempt) -> None:
         """Notify the workers, once it is known whether the whole job stops, or this node alone."""
-        if self._told:
+        if self._notified:
             self._reach(attempt)
-        if not self.is_asked or self._told:
+        if not self.is_requested or self._notified:
             return
         grace_s, now_s = self._run.job.grace_s, self._run.clock.now_s()
         if self._by_s is None:
@@ -73,13 +73,13 @@ class StopProcedure:
         all_stop = self._all_are_to_stop()
         if not all_stop and now_s < self._by_s - grace_s + min(_TOGETHER_S, grace_s / 4):
             return  # the other launchers may be asked to stop at the same time
-        self._told = True
+        self._notified = True
         what = "the workers finish their step and save" if all_stop else "the workers of this node leave the job"
-        if self._news.is_distributed:
+        if self._bus.is_distributed:
             what = "the ranks receive SIGTERM"
-        self._run.view.say(f"stopping: {what}, within {grace_s:g} s (Ctrl-C to stop immediately)")
+        self._run.view.print_line(f"stopping: {what}, within {grace_s:g} s (Ctrl-C to stop immediately)")
         if all_stop:
-            stop_path(self._run.places.run_dir).touch()
+            stop_path(self._run.paths.run_dir).touch()
         self._reach(attempt)
 
     def timed_out(self) -> Verdict | None:
@@ -87,7 +87,7 @@ class StopProcedure:
         if self._at_once:
             return JobBroken("stopped immediately on a second request; nothing was saved")
         if self._by_s is not None and self._run.clock.now_s() > self._by_s:
-            what = "ranks did not end" if self._news.is_distributed else "workers did not save"
+            what = "ranks did not end" if self._bus.is_distributed else "workers did not save"
             return JobBroken(f"stopped on request, but the {what} within {self._run.job.grace_s:g} s")
         return None
 
@@ -97,8 +97,8 @@ class StopProcedure:
         if others is None:
             return self._is_needed()
         with contextlib.suppress(StoreLost):  # detected at the next check
-            others.say("stops", true=True)
-            if not others.is_stopping() and (others.is_host or others.all_say("stops")):
+            others.post("stops", true=True)
+            if not others.is_stopping() and (others.is_host or others.all_posted("stops")):
                 others.ask_all_to_stop()
         return others.is_stopping()
 
@@ -125,18 +125,18 @@ class StopProcedure:
         if self._lost_store_by_s is None:
             grace_s, what = run.job.grace_s, "the workers finish their step and save"
             if self._is_needed():
-                stop_path(run.places.run_dir).touch()
+                stop_path(run.paths.run_dir).touch()
                 self._reach(attempt)
             else:
                 what += " if no node reaches the store, and are killed otherwise"
             if run.job.nnodes > 1:
                 grace_s = min(grace_s, (FENCE_LEASES - 1) * run.job.node_timeout_s)
-            run.view.say(f"stopping: {why}; {what}, within {grace_s:g} s")
+            run.view.print_line(f"stopping: {why}; {what}, within {grace_s:g} s")
             self._lost_store_by_s = run.clock.now_s() + grace_s
         if attempt.is_running() and run.clock.now_s() < self._lost_store_by_s:
             return None
-        self._news.read(attempt)
-        verdict = run.judge.verdict(run.clock.now_s(), running=False)
+        self._bus.read(attempt)
+        verdict = run.state.verdict(run.clock.now_s(), running=False)
         return verdict if isinstance(verdict, JobCompleted) else self.cut_off(why)
 
     def cut_off(self, why: str) -> JobBroken:

@@ -45,7 +45,7 @@ class StragglerDetector:
             if (others := [s for other, s in taken.items() if other != rank])
         }
 
-    def look(self, positions: Mapping[int, BeaconPosition]) -> dict[int, float]:
+    def poll(self, positions: Mapping[int, BeaconPosition]) -> dict[int, float]:
         """Return the new stragglers, with their scores.
 
         A reported worker must recover half of its excess before it can be reported again.

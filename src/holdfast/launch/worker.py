@@ -44,7 +44,7 @@ from holdfast.launch.processes import (
 from holdfast.records.beacon import Beacon, show_life
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
-from holdfast.records.paths import beacon_path, gone_path, records_path, stop_path
+from holdfast.records.paths import beacon_path, launcher_lost_path, records_path, stop_path
 from holdfast.records.types import ScriptFailed, WorkerEnded
 
 if TYPE_CHECKING:
@@ -92,20 +92,20 @@ def main() -> NoReturn:
         die_with_parent(signal.SIGKILL, watcher)
         _wake_without_launcher(watcher)
         run_script(Path(sys.argv[1]), sys.argv[2:])
-    watch(pid, mpirun)
+    watch_launcher(pid, mpirun)
 
 
 # -- the watcher
 
 
-def watch(pid: int, mpirun: Process | None) -> NoReturn:
+def watch_launcher(pid: int, mpirun: Process | None) -> NoReturn:
     """Wait for the worker ``pid``, record how it ended, and end so that the other workers are notified."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the worker, which saves; the watcher outlives it
     exit_code: int | None = None
     try:
-        settings, rank = _who()
-        tell = _prepare_to_tell(settings, rank, pid)
+        settings, rank = _worker_name()
+        tell = _make_notifier(settings, rank, pid)
         exit_code = _wait(pid, mpirun, settings, rank)
         if exit_code is not None:
             tell(exit_code)
@@ -123,7 +123,7 @@ def watch(pid: int, mpirun: Process | None) -> NoReturn:
     raise AssertionError
 
 
-def _who() -> tuple[Settings, int]:
+def _worker_name() -> tuple[Settings, int]:
     try:
         settings = Settings.from_env()
     except ConfigError:  # reported by the worker
@@ -181,7 +181,7 @@ def _wait(pid: int, mpirun: Process | None, settings: Settings, rank: int) -> in
     if ended == {"launcher"}:
         handles.pop("launcher", None)
         _wake_watchers(settings)
-        _tell_to_stop(pid, settings)
+        _request_stop(pid, settings)
         ended = _wait_for_stop(handles, settings, rank)
     if "worker" not in ended:
         os.kill(pid, signal.SIGKILL)
@@ -211,12 +211,12 @@ def _publish(path: Path) -> None:
     os.close(file)
 
 
-def _tell_to_stop(pid: int, settings: Settings) -> None:
+def _request_stop(pid: int, settings: Settings) -> None:
     """Ask the worker ``pid``, whose launcher is gone, to save and stop: with all workers, or to leave the job."""
     run_dir = Path(settings.run_dir)
     if os.environ.get(ALL_STOP) == "1" and settings.run_dir and run_dir.is_dir():
         stop_path(run_dir).touch()
-        gone_path(run_dir).touch()
+        launcher_lost_path(run_dir).touch()
     os.kill(pid, signal.SIGTERM)
 
 
@@ -259,7 +259,7 @@ def _end_mpirun(mpirun: Process) -> None:
         os._exit(0)
 
 
-def _prepare_to_tell(settings: Settings, rank: int, pid: int) -> Callable[[int], None]:
+def _make_notifier(settings: Settings, rank: int, pid: int) -> Callable[[int], None]:
     """Return a function that records how the worker ended; the file is opened now, as the others wait for us then."""
     if not settings.run_dir:
         return lambda exit_code: None
@@ -307,7 +307,7 @@ def run_script(script: Path, args: list[str]) -> NoReturn:
     """Run ``script`` as if it had been started directly, and end the process as the script ended."""
     exit_code = 0
     try:
-        settings, rank = _who()
+        settings, rank = _worker_name()
         _remember_notice(settings)
         _have_children_end_with_us()
         _redirect_output(rank)
@@ -428,7 +428,7 @@ def _check_trained() -> None:
 
 def _report_failure(error: BaseException, script: Path) -> int:
     failed = describe(error, script)
-    settings, rank = _who()
+    settings, rank = _worker_name()
     if settings.run_dir:
         _log_beside(settings, rank, str(rank)).write(failed)
     sys.stdout.flush()

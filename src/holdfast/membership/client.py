@@ -34,7 +34,7 @@ class HubStore(Store):
     def __init__(self, address: str, token: str, job: str = "") -> None:
         self._address = address
         self._sending = threading.Lock()
-        self._asked = 0
+        self._request_number = 0
         self._answers: dict[int, bool] = {}
         self._refused = ""
         self._keep_time(LEASE_S)
@@ -64,17 +64,17 @@ class HubStore(Store):
     def put(self, key: str, value: str, *, leased: bool = False) -> None:
         """See :meth:`Store.put`."""
         check_size(key, value)
-        self._ask("put", key=key, value=value, leased=leased)
+        self._request("put", key=key, value=value, leased=leased)
 
     def create(self, key: str, value: str) -> bool:
         """See :meth:`Store.create`."""
         check_size(key, value)
-        return self._ask("create", key=key, value=value)
+        return self._request("create", key=key, value=value)
 
     def delete(self, key: str) -> None:
         """See :meth:`Store.delete`."""
         check_size(key, "")
-        self._ask("delete", key=key)
+        self._request("delete", key=key)
 
     def close(self) -> None:
         """See :meth:`Store.close`."""
@@ -86,10 +86,10 @@ class HubStore(Store):
 
     # -- requests
 
-    def _ask(self, op: str, **fields: Any) -> bool:
+    def _request(self, op: str, **fields: Any) -> bool:
         with self._sending:
-            self._asked += 1
-            number = self._asked
+            self._request_number += 1
+            number = self._request_number
             self._send({"id": number, "op": op, **fields})
         return self._await(number)
 
@@ -142,7 +142,7 @@ class HubStore(Store):
             if not (data := self._socket.recv(_MAX_READ)):
                 self._lose("it closed the connection")
             for line in lines.feed(data):
-                self._hear(line)
+                self._receive(line)
 
     def _beat(self) -> None:
         """Send a heartbeat; the answer is that of the hub."""
@@ -158,7 +158,7 @@ class HubStore(Store):
                 self._sending.release()
             self._beaten_s, self._beat_is_answered = now_s, False
 
-    def _hear(self, line: bytes) -> None:
+    def _receive(self, line: bytes) -> None:
         if not line:
             self._silence.broken(self._beaten_s)  # not the current time: the hub counts from when it got the heartbeat
             self._beat_is_answered = True

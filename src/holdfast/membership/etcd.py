@@ -111,7 +111,9 @@ class EtcdStore(Store):
     def put(self, key: str, value: str, *, leased: bool = False) -> None:
         """See :meth:`Store.put`."""
         check_size(key, value)
-        answer = self._ask("kv/put", lambda: self._pair(key, value) | ({"lease": self._take_lease()} if leased else {}))
+        answer = self._request(
+            "kv/put", lambda: self._pair(key, value) | ({"lease": self._take_lease()} if leased else {})
+        )
         self._catch_up(answer["header"]["revision"])
 
     def create(self, key: str, value: str) -> bool:
@@ -123,7 +125,7 @@ class EtcdStore(Store):
             "success": [{"request_put": pair}],
             "failure": [{"request_range": {"key": pair["key"]}}],
         }
-        answer = self._ask("kv/txn", lambda: body)
+        answer = self._request("kv/txn", lambda: body)
         if answer.get("succeeded"):
             self._catch_up(answer["header"]["revision"])
             return True
@@ -135,7 +137,7 @@ class EtcdStore(Store):
         """See :meth:`Store.delete`."""
         check_size(key, "")
         path = self._prefix + key
-        answer = self._ask("kv/deleterange", lambda: under(path) if key.endswith("/") else {"key": encode(path)})
+        answer = self._request("kv/deleterange", lambda: under(path) if key.endswith("/") else {"key": encode(path)})
         if "deleted" in answer:
             self._catch_up(answer["header"]["revision"])
 
@@ -155,13 +157,13 @@ class EtcdStore(Store):
         tag = f"{self._me}.{next(self._numbers)}"
         return {"key": encode(self._prefix + key), "value": encode(f"{tag} {value}")}
 
-    def _ask(self, path: str, body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def _request(self, path: str, body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Send a request until a member answers; if an answer is lost, the request may be executed twice."""
         silence = self._new_silence()
         while not self._lost:
             try:
                 with self._asking:
-                    return self._line.ask(path, body())
+                    return self._line.request(path, body())
             except EtcdUnavailable as error:
                 if silence.is_too_long():
                     self._lose(error)
@@ -178,7 +180,7 @@ class EtcdStore(Store):
 
     def _take_lease(self) -> str:
         if not self._lease:
-            self._lease = self._line.ask("lease/grant", {"TTL": math.ceil(self._lease_s)})["ID"]
+            self._lease = self._line.request("lease/grant", {"TTL": math.ceil(self._lease_s)})["ID"]
         return self._lease
 
     def _new_silence(self) -> SilenceTimer:
@@ -210,18 +212,18 @@ class EtcdStore(Store):
                 nap_s, why = _NAP_S, str(error)
             if silence.is_too_long():
                 self._lose(why)
-            self._watch_the_same_member()
+            self._rewatch()
         self._beat_line.drop()
 
     def _show_life(self) -> None:
         """Renew the lease, and check that the member is connected to the majority."""
         if lease := self._lease:
-            kept = self._beat_line.ask("lease/keepalive", {"ID": lease})
+            kept = self._beat_line.request("lease/keepalive", {"ID": lease})
             if "TTL" not in kept.get("result", {}) and self._lease == lease:
                 self._lease = ""  # it has expired
-        self._beat_line.ask("kv/range", {"key": encode(self._prefix), "count_only": True})
+        self._beat_line.request("kv/range", {"key": encode(self._prefix), "count_only": True})
 
-    def _watch_the_same_member(self) -> None:
+    def _rewatch(self) -> None:
         """Move the watch to the member that answers requests: another one may hang, or be cut off from the majority."""
         if self._watched_member != self._cluster.member:
             for each in sockets_of(self._watched):
@@ -234,7 +236,7 @@ class EtcdStore(Store):
         request: dict[str, Any] = under(self._prefix) | {"limit": _PAGE}
         items: dict[str, str] = {}
         while True:
-            page = line.ask("kv/range", request)
+            page = line.request("kv/range", request)
             request.setdefault("revision", page["header"]["revision"])
             for pair in page.get("kvs", ()):
                 items[self._key(pair)] = _value(pair)

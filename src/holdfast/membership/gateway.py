@@ -109,7 +109,7 @@ class EtcdConnection:
         self._connection: http.client.HTTPConnection | None = None
         self._member = cluster.member
 
-    def ask(self, path: str, body: object) -> dict[str, Any]:
+    def request(self, path: str, body: object) -> dict[str, Any]:
         """Send a request once; if it is not answered (:class:`EtcdUnavailable`), the next goes to the next member."""
         if self._connection is None or self._member != self._cluster.member:
             self.drop()

@@ -45,14 +45,14 @@ class RateLimitedLog:
         self._count = 0
         self._last = ""
 
-    def say(self, what: str) -> None:
+    def write(self, what: str) -> None:
         """Log a line, now or later."""
         if not self._count and self._clock() >= self._again_s:
             self._log(what)
         else:
             self._count, self._last = self._count + 1, what
 
-    def look(self, *, last: bool = False) -> None:
+    def flush(self, *, last: bool = False) -> None:
         """Log pending lines, if it is time to, or for the last time."""
         if self._count and (last or self._clock() >= self._again_s):
             self._log(f"{self._count} similar messages, the last: {self._last}")
@@ -144,7 +144,7 @@ class Hub:
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(self._note_error)
         try:
-            self._server = self._loop.run_until_complete(asyncio.start_server(self._meet, host, port))
+            self._server = self._loop.run_until_complete(asyncio.start_server(self._await_same_job, host, port))
         except OSError as error:
             self._loop.close()
             raise ConfigError(
@@ -178,7 +178,7 @@ class Hub:
                 with contextlib.suppress(RuntimeError):  # close() has stopped the loop again
                     self._loop.run_until_complete(ending)
             self._loop.close()
-            self._seldom.look(last=True)
+            self._seldom.flush(last=True)
 
     async def _cut_off_all(self) -> None:
         for listening in self._server.sockets:
@@ -197,7 +197,7 @@ class Hub:
 
     # -- one client
 
-    def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _await_same_job(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = self._loop.create_task(self._serve(reader, writer))
         self._serving.add(task)
         self._connections.add(writer)
@@ -215,7 +215,7 @@ class Hub:
         try:
             if (hello := await self._first(incoming, writer)) is None:
                 return
-            if (client := self._welcome(parse(hello), writer, peer)) is None:
+            if (client := self._admit(parse(hello), writer, peer)) is None:
                 return
             incoming.lines.limit_bytes = MAX_LINE_BYTES
             await self._tell_all(client, writer)
@@ -226,7 +226,7 @@ class Hub:
         except (OSError, TimeoutError) as error:  # the client is gone, or never sent the token
             logger.debug("hub: %s is gone: %r", peer, error)
         except Exception as error:  # the hub must survive whatever a client sends
-            self._seldom.say(f"{peer} sent an invalid message and was disconnected: {str(error)[:200]!r}")
+            self._seldom.write(f"{peer} sent an invalid message and was disconnected: {str(error)[:200]!r}")
             if client is not None:
                 client.send(dump({"refused": f"an invalid message: {str(error)[:200]}"}))
         finally:
@@ -238,7 +238,7 @@ class Hub:
         """Return the first line of a connection, None if there is none."""
         if len(self._strangers) >= _MAX_STRANGERS:  # a client that knows the token sends it immediately
             oldest = next(iter(self._strangers))
-            self._seldom.say(
+            self._seldom.write(
                 f"{oldest.get_extra_info('peername')} was disconnected: {_MAX_STRANGERS} newer connections have not sent the token either"
             )
             del self._strangers[oldest]
@@ -250,12 +250,12 @@ class Hub:
         finally:
             self._strangers.pop(writer, None)
 
-    def _welcome(self, hello: dict[str, Any], writer: asyncio.StreamWriter, peer: object) -> _Client | None:
+    def _admit(self, hello: dict[str, Any], writer: asyncio.StreamWriter, peer: object) -> _Client | None:
         token, job = hello.get("token"), hello.get("job")
         known = type(token) is str and hmac.compare_digest(token.encode(), self._token.encode())
         if not known or hello.get("hello") != HELLO or type(job) is not str:
             why = "a wrong token" if hello.get("hello") == HELLO else "an unknown greeting"
-            self._seldom.say(f"{peer} was refused: {why}")
+            self._seldom.write(f"{peer} was refused: {why}")
             writer.write(dump({"refused": why}))
             return None
         return _Client(writer, self._jobs.setdefault(job, _Job()), self._lease_s)
@@ -299,7 +299,7 @@ class Hub:
 
     def _end_leases(self) -> None:
         self._loop.call_later(self._lease_s / _LOOKS, self._end_leases)
-        self._seldom.look()
+        self._seldom.flush()
         for job in self._jobs.values():
             silent = {owner for owner in set(job.leases.values()) if owner.silence.is_too_long()}
             for key in [key for key, owner in job.leases.items() if owner in silent]:
@@ -308,4 +308,4 @@ class Hub:
 
     def _note_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log in one line what asyncio would print with a traceback."""
-        self._seldom.say(f"{context.get('message')}: {context.get('exception')!r}")
+        self._seldom.write(f"{context.get('message')}: {context.get('exception')!r}")

@@ -55,10 +55,10 @@ class Roster:
     Args:
         store: The store.
         rank: Rank of this member.
-        world: Ranks that the job starts with, the same for all; None for a newcomer before :meth:`join`.
+        first_members: Ranks that the job starts with, the same for all; None for a newcomer before :meth:`join`.
     """
 
-    def __init__(self, store: Store, rank: int, world: Sequence[int] | None) -> None:
+    def __init__(self, store: Store, rank: int, first_members: Sequence[int] | None) -> None:
         self.store = store
         self.rank = rank
         self.generation = 0
@@ -68,8 +68,8 @@ class Roster:
         """Number of the last act of this generation that this member took part in, including acts without a
         decision."""
         self._seen = -1
-        if world is not None:
-            store.create("g/0/members", json.dumps(sorted(world)))
+        if first_members is not None:
+            store.create("g/0/members", json.dumps(sorted(first_members)))
             self._enter(0)
 
     def agree(self, flag: bool) -> bool:

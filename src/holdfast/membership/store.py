@@ -159,12 +159,12 @@ os.register_at_fork(after_in_child=_after_fork)
 class SilenceTimer:
     """Time without a message, excluding time in which this process was suspended: ``limit_s`` is too long.
 
-    It must be checked every ``look_s`` at least; a longer gap counts as a suspension.
+    It must be checked every ``poll_s`` at least; a longer gap counts as a suspension.
     """
 
-    def __init__(self, limit_s: float, look_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limit_s: float, poll_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit_s = limit_s
-        self._look_s = look_s
+        self._poll_s = poll_s
         self._clock = clock
         self._since_s = self._looked_s = clock()
 
@@ -175,7 +175,7 @@ class SilenceTimer:
     def is_too_long(self) -> bool:
         """Return whether the silence is too long; time without checks, as while the process was stopped, is excluded."""
         now_s = self._clock()
-        held_up_s = max(0.0, now_s - self._looked_s - 2 * self._look_s)
+        held_up_s = max(0.0, now_s - self._looked_s - 2 * self._poll_s)
         self._since_s = min(self._since_s + held_up_s, now_s)
         self._looked_s = now_s
         return now_s - self._since_s > self.limit_s

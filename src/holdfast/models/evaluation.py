@@ -19,7 +19,7 @@ from holdfast.errors import ScriptError
 from holdfast.models.loss import loss_of
 from holdfast.models.resident_parts import ResidentParts
 from holdfast.session.models import Pipeline
-from holdfast.state.transfer import as_message, of_message, tell
+from holdfast.state.transfer import as_message, broadcast, of_message
 
 _AHEAD = 4
 """Micro-batches in flight per stage: then every stage is busy at least four fifths of the time."""
@@ -31,9 +31,9 @@ class Evaluation:
     """One evaluation, in which all workers take part."""
 
     model: Pipeline
-    holdings: ResidentParts
+    parts: ResidentParts
     comm: Communicator
-    mail: Mailbox
+    mailbox: Mailbox
     sizes: Sequence[int]  # samples of each micro-batch
     load: Callable[[int], Sequence[Any]]  # returns the inputs of a micro-batch, checked
     # called with micro-batch and stage before it is computed, to seed the generators
@@ -42,8 +42,8 @@ class Evaluation:
 
     def figures(self) -> Figures:
         """Return the means over all samples: the same bits on every worker, for any number of workers."""
-        modules = {part: self._module(part) for part in self.holdings.held}
-        at_once = _AHEAD * len(self.holdings.now.chains) * self.holdings.now.parts
+        modules = {part: self._module(part) for part in self.parts.held}
+        at_once = _AHEAD * len(self.parts.now.chains) * self.parts.now.parts
         totals: Figures = {}
         with self._evaluating(modules.values()):
             for first in range(0, len(self.sizes), at_once):
@@ -53,11 +53,11 @@ class Evaluation:
                     for name, value in found[number].items():
                         totals[name] = totals.get(name, 0.0) + value * self.sizes[number]
                 self.comm.barrier()  # all messages have been read, so their memory may be reused
-                self.mail.begin()
+                self.mailbox.begin()
         return {name: total / sum(self.sizes) for name, total in totals.items()}
 
     def _module(self, part: int) -> nn.Module:
-        held = self.holdings.held[part]
+        held = self.parts.held[part]
         if not self.averaged:
             return held.model
         if held.average is None:
@@ -82,17 +82,17 @@ class Evaluation:
             self._rewind()
 
     def _rewind(self) -> None:
-        for held in self.holdings.held.values():
+        for held in self.parts.held.values():
             held.buckets.buffers.rewind()
 
     def _chain(self, number: int) -> tuple[int, ...]:
-        chains = self.holdings.now.chains
+        chains = self.parts.now.chains
         return chains[number % len(chains)]
 
     def _compute(self, numbers: range, modules: dict[int, nn.Module]) -> dict[int, Figures]:
         """Return the metrics of the micro-batches whose last stage is computed on this worker."""
         found: dict[int, Figures] = {}
-        last = self.holdings.now.parts - 1
+        last = self.parts.now.parts - 1
         kept: dict[int, torch.Tensor] = {}  # between two stages on this worker
         for number in numbers:
             chain = self._chain(number)
@@ -100,7 +100,7 @@ class Evaluation:
                 inputs = self.load(number) if part in (0, last) else ()
                 given = inputs[0] if part == 0 else self._take(chain, number, part, kept)
                 self.begin(number, part)
-                self.holdings.held[part].own.enter(chain[part])
+                self.parts.held[part].own.enter(chain[part])
                 output = modules[part](given)
                 if part == last:
                     loss, more = loss_of(self.model.loss, output, inputs[1:])
@@ -108,16 +108,18 @@ class Evaluation:
                 elif chain[part + 1] in self.comm.local_ranks:
                     kept[number] = output
                 else:
-                    self.mail.send(chain[part + 1], output.contiguous())
+                    self.mailbox.send(chain[part + 1], output.contiguous())
         return found
 
     def _take(self, chain: tuple[int, ...], number: int, part: int, kept: dict[int, torch.Tensor]) -> torch.Tensor:
         giver = chain[part - 1]
-        return kept.pop(number) if giver in self.comm.local_ranks else self.mail.receive(giver)
+        return kept.pop(number) if giver in self.comm.local_ranks else self.mailbox.receive(giver)
 
     def _share(self, numbers: range, mine: dict[int, Figures]) -> dict[int, Figures]:
         """Return the metrics of all these micro-batches, sent by the workers of the last stages."""
         found = dict(mine)
         for teller in dict.fromkeys(self._chain(number)[-1] for number in numbers):
-            found |= dict(of_message(tell(self.mail, self.comm, teller, lambda: as_message(list(mine.items())))))
+            found |= dict(
+                of_message(broadcast(self.mailbox, self.comm, teller, lambda: as_message(list(mine.items()))))
+            )
         return found

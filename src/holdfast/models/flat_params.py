@@ -18,12 +18,12 @@ BLOCK_BYTES = 64
 def in_row(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """Move parameters of one dtype into one flat tensor, and return it."""
     row = torch.zeros(sum(map(_padded_numel, parameters)), dtype=parameters[0].dtype)
-    for parameter, place in places(parameters, row):
+    for parameter, place in views(parameters, row):
         parameter.data = place.copy_(parameter.detach())
     return row
 
 
-def places(parameters: Sequence[nn.Parameter], row: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+def views(parameters: Sequence[nn.Parameter], row: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """Yield parameters, each with the view of its shape at its offset in ``row``."""
     at = 0
     for parameter in parameters:
@@ -74,7 +74,7 @@ class FlatParams:
         if name not in self._of_optimizer:
             self._of_optimizer[name] = torch.zeros_like(self._row)
         row = self._of_optimizer[name]
-        for parameter, place in places(self._parameters, row):
+        for parameter, place in views(self._parameters, row):
             kept = self._part.optimizer.state.get(parameter, {})
             if self._is_alike(kept.get(name), parameter) and kept[name].data_ptr() != place.data_ptr():
                 kept[name] = place.copy_(kept[name])

@@ -170,7 +170,7 @@ class BucketLayout:
         for i, name in enumerate(_slots(metrics)):
             figures[2 * i] = metrics[name] * samples
             figures[2 * i + 1] = samples
-        self.buffers.give(figures[2 * MAX_METRICS :])
+        self.buffers.write_to(figures[2 * MAX_METRICS :])
 
     def read_metrics(self, result: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
         """Return the means of the metrics over the samples of the step, from the result of the last bucket.
@@ -194,16 +194,16 @@ class BucketLayout:
         sums: list[float] = result[start : start + 2 * MAX_METRICS].tolist()
         return sums
 
-    def give_gradients(self, results: Sequence[torch.Tensor], *, private: bool) -> None:
+    def set_gradients(self, results: Sequence[torch.Tensor], *, private: bool) -> None:
         """Set every parameter's ``.grad`` to its mean gradient in the results of all buckets.
 
         If ``private``, use copies that may be modified, for instance by clipping: other workers read the results.
         """
         for i, (_, result) in enumerate(zip(self.layouts, results, strict=True)):
-            self.give_gradients_of(i, result, private=private)
+            self.set_gradients_of(i, result, private=private)
 
-    def give_gradients_of(self, i: int, result: torch.Tensor, *, private: bool) -> None:
-        """Do so for the parameters of bucket ``i`` with its ``result``; see :meth:`give_gradients`."""
+    def set_gradients_of(self, i: int, result: torch.Tensor, *, private: bool) -> None:
+        """Do so for the parameters of bucket ``i`` with its ``result``; see :meth:`set_gradients`."""
         bucket = self.layouts[i]
         if not bucket.places:
             return
@@ -225,9 +225,9 @@ class BucketLayout:
             self._given[i] = (flat.data_ptr(), _views(self.layouts[i], flat))
         return self._given[i][1]
 
-    def take_buffers(self, result: torch.Tensor, num_slices: int) -> None:
+    def set_buffers(self, result: torch.Tensor, num_slices: int) -> None:
         """Set the model's buffers to their mean over the slices in ``result``, the result of the last bucket."""
-        self.buffers.take(result[self.layouts[-1].figures_at + 2 * MAX_METRICS :], num_slices)
+        self.buffers.set_mean(result[self.layouts[-1].figures_at + 2 * MAX_METRICS :], num_slices)
 
     def name_at(self, bucket: int, index: int) -> str:
         """Return the name of the parameter whose gradient lies at an index of a bucket."""
@@ -270,7 +270,7 @@ class StepBuffers:
         self._buffer_of = torch.repeat_interleave(torch.tensor(self._sizes, dtype=torch.int64))
         self.numel = sum(self._sizes) + len(buffers)
 
-    def beginning(self) -> list[tuple[str, torch.Tensor]]:
+    def initial(self) -> list[tuple[str, torch.Tensor]]:
         """Return the buffers by name, with their saved values from the beginning of the current step."""
         return list(zip(self._paths, self._start, strict=True))
 
@@ -289,7 +289,7 @@ class StepBuffers:
         for (module, name, _), start in zip(self._places, self._start, strict=True):
             buffers_of(module)[name] = start.clone()
 
-    def give(self, figures: torch.Tensor) -> None:
+    def write_to(self, figures: torch.Tensor) -> None:
         """Write a slice's buffers, followed by the number of changed elements of each.
 
         Raises:
@@ -315,7 +315,7 @@ class StepBuffers:
         )
         torch.cat([value.detach().flatten().to(into.device) for value in values], out=into)
 
-    def take(self, figures: torch.Tensor, num_slices: int) -> None:
+    def set_mean(self, figures: torch.Tensor, num_slices: int) -> None:
         """Set the buffers from the sum over ``num_slices`` slices."""
         if not self._places:
             return

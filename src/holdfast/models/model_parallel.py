@@ -23,8 +23,8 @@ from holdfast.models.standby import DeltaStandbys
 from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import clone, model_sha256
 from holdfast.records.types import PartsHeld
-from holdfast.recovery.placement import Placement, PlacementShape, first_homes
-from holdfast.state.transfer import take_lowest
+from holdfast.recovery.placement import Placement, PlacementShape, initial_placement
+from holdfast.state.transfer import adopt_lowest
 
 
 class ModelParallel(HashedParts, Trainable):
@@ -35,8 +35,8 @@ class ModelParallel(HashedParts, Trainable):
         self._scaler = scaler
         self.parts = shape.parts
         self.sends_copies = shape.lazy
-        self.holdings = ResidentParts(shape, build, drop)
-        self._world: JobContext | None = None
+        self.resident = ResidentParts(shape, build, drop)
+        self._job: JobContext | None = None
         self._log: RunLog | None = None
         self._sha256s = ("", "")
         self._whole = torch.nn.Module()
@@ -44,14 +44,14 @@ class ModelParallel(HashedParts, Trainable):
 
     # -- a loop
 
-    def begin_loop(self, world: JobContext, log: RunLog) -> None:
-        super().begin_loop(world, log)
-        if world.settings.guard == "heal":
+    def begin_loop(self, job: JobContext, log: RunLog) -> None:
+        super().begin_loop(job, log)
+        if job.settings.guard == "heal":
             raise ConfigError(
                 "guard heal needs a replicated model, not a Pipeline or Sharded, held in parts: use stop or warn"
             )
-        self._world, self._log = world, log
-        self.backups = DeltaStandbys(self.holdings, self._row_of, world, log.warn)
+        self._job, self._log = job, log
+        self.backups = DeltaStandbys(self.resident, self._row_of, job, log.warn)
 
     @abstractmethod
     def _row_of(self, part: int) -> torch.Tensor:
@@ -59,8 +59,8 @@ class ModelParallel(HashedParts, Trainable):
 
     @property
     def _comm(self) -> Communicator:
-        assert self._world is not None, "the model is not connected"
-        return self._world.comm
+        assert self._job is not None, "the model is not connected"
+        return self._job.comm
 
     def leave(self) -> None:
         if self.backups is not None:
@@ -68,15 +68,15 @@ class ModelParallel(HashedParts, Trainable):
 
     def summary(self) -> PartsHeld:
         """Return what this worker holds of the model in its memory."""
-        homes, here = self.holdings.now, self._comm.local_ranks
-        computes = sorted({part for _, part in homes.computed_by(here)})
-        mirrors = sorted(set(self.holdings.held) - set(computes))
+        placement, here = self.resident.now, self._comm.local_ranks
+        computes = sorted({part for _, part in placement.computed_by(here)})
+        mirrors = sorted(set(self.resident.held) - set(computes))
         return PartsHeld(
             computes=tuple(computes),
             mirrors=tuple(mirrors),
-            backups=tuple(part for part, ranks in enumerate(homes.backups) if not set(ranks).isdisjoint(here)),
-            computes_bytes=self.holdings.bytes_of(computes),
-            mirrors_bytes=self.holdings.bytes_of(mirrors),
+            backups=tuple(part for part, ranks in enumerate(placement.backups) if not set(ranks).isdisjoint(here)),
+            computes_bytes=self.resident.bytes_of(computes),
+            mirrors_bytes=self.resident.bytes_of(mirrors),
             copies_bytes=0 if self.backups is None else self.backups.bytes_held(),
         )
 
@@ -89,13 +89,13 @@ class ModelParallel(HashedParts, Trainable):
 
     def enter(self, rank: int) -> None:
         """Prepare for computation by a local rank: with its own parts, and others from their lowest local holder."""
-        for part, held in self.holdings.held.items():
+        for part, held in self.resident.held.items():
             if held.own.differ:
                 holders = self._holders(part, self._comm.local_ranks)
                 held.own.enter(rank if rank in holders else min(holders))
 
     def rest(self, here: Sequence[int]) -> None:
-        for part, held in self.holdings.held.items():
+        for part, held in self.resident.held.items():
             if held.own.differ:
                 held.own.rest(self._holders(part, here))
 
@@ -105,82 +105,82 @@ class ModelParallel(HashedParts, Trainable):
                 f"{target} cannot be altered with all workers in one process and mirror_every > 1: leave it out"
             )
         found: dict[str, torch.Tensor] = {}
-        for part in self.holdings.now.held_by((rank,)):
-            tensors = self.holdings.held[part].tensors_of(target, rank, self._holders(part, here))
+        for part in self.resident.now.held_by((rank,)):
+            tensors = self.resident.held[part].tensors_of(target, rank, self._holders(part, here))
             found |= {f"{self.prefix(part)}{name}": tensor for name, tensor in tensors.items()}
         return found
 
     def _holders(self, part: int, here: Sequence[int]) -> tuple[int, ...]:
-        holders = self.holdings.now.holders(part)
+        holders = self.resident.now.holders(part)
         return tuple(rank for rank in here if rank in holders)
 
     def set_learning_rate(self, value: float) -> None:
-        for part in self.holdings.held.values():
+        for part in self.resident.held.values():
             part.set_learning_rate(value)
 
     # -- placement
 
     def lost(self, members: Sequence[int]) -> tuple[int, ...]:
-        return self.holdings.lost(members)
+        return self.resident.lost(members)
 
     def rehome(self, *, restores: bool) -> None:
         restore = None
         if restores:
-            assert self._world is not None
+            assert self._job is not None
             assert self._log is not None
-            restorer = PartRestorer(self._world, self.holdings, self.backups, self.at_beginning, self._log)
+            restorer = PartRestorer(self._job, self.resident, self.backups, self.initial_part, self._log)
             restore = restorer.restore
-        self.holdings.rehome(self._comm, restore)
+        self.resident.move_parts(self._comm, restore)
 
-    def at_beginning(self, part: int) -> dict[str, Any] | None:
+    def initial_part(self, part: int) -> dict[str, Any] | None:
         """Return the initial state of a part; None if it can no longer be built."""
         return None
 
-    def exchange_backups(self, mail: Mailbox) -> None:
+    def exchange_backups(self, mailbox: Mailbox) -> None:
         """See :meth:`DeltaStandbys.exchange`; does nothing if parts have hot standbys."""
         if self.sends_copies and self.backups is not None:
-            assert self._world is not None
-            self.backups.exchange(self._comm, mail, self._world.step)
+            assert self._job is not None
+            self.backups.exchange(self._comm, mailbox, self._job.step)
 
     def settle(self) -> None:
-        self.holdings.settle(self._comm.local_ranks)
+        self.resident.adopt_placement(self._comm.local_ranks)
 
     def make_equal(self, comm: Communicator) -> None:
         """Make the initial parts equal on all their holders, and the shared state equal to that of the lowest rank."""
-        self.holdings.begin(comm.members, comm.local_ranks, None)
-        self.holdings.make_equal(comm)
-        state = take_lowest(comm, self.shared_state())
+        self.resident.begin(comm.members, comm.local_ranks, None)
+        self.resident.make_equal(comm)
+        state = adopt_lowest(comm, self.shared_state())
         if state is not None:
             self.load_shared_state(state)
 
-    def homes(self) -> Any:
-        return self.holdings.now.to_json()
+    def placement(self) -> Any:
+        return self.resident.now.to_json()
 
-    def take_homes(self, homes: Any) -> None:
-        self.holdings.homes = Placement.from_json(homes)
+    def adopt_placement(self, placement: Any) -> None:
+        self.resident.placement = Placement.from_json(placement)
 
     # -- the complete state
 
     def wanted(self, members: Sequence[int]) -> Wanted | None:
         """Return what this worker needs of a checkpoint: the parts that it holds initially, and the shared state."""
-        held = first_homes(self.holdings.shape, members).held_by(self._comm.local_ranks)
+        held = initial_placement(self.resident.shape, members).held_by(self._comm.local_ranks)
         return all_but("replica/parts", *(f"replica/parts/{part}" for part in held))
 
     def writers(self, comm: Communicator) -> tuple[tuple[int, ...], ...]:
         """Return the processes that write a checkpoint: the lead, and the lowest holder of each part."""
-        ranks = [comm.members[0], *self.holdings.lowest_holders(comm.members)]
+        ranks = [comm.members[0], *self.resident.lowest_holders(comm.members)]
         found = [next(process for process in comm.processes if rank in process) for rank in ranks]
         return tuple(dict.fromkeys(found))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this worker saves: the parts of which it is the lowest holder; the lead adds the shared state."""
-        assert self._world is not None
+        assert self._job is not None
         comm = self._comm
         mine = [
-            part for part, rank in enumerate(self.holdings.lowest_holders(comm.members)) if rank in comm.local_ranks
+            part for part, rank in enumerate(self.resident.lowest_holders(comm.members)) if rank in comm.local_ranks
         ]
-        parts = {"parts": self.holdings.states(mine)}
-        return parts | self.shared_state() if self._world.is_lead else parts
+        parts = {"parts": self.resident.states(mine)}
+        return parts | self.shared_state() if self._job.is_lead else parts
 
     def shared_state(self) -> dict[str, Any]:
         return {name: thing.state_dict() for name, thing in self._shared().items()}
@@ -204,11 +204,11 @@ class ModelParallel(HashedParts, Trainable):
         self.load_shared_state(state)
         if "parts" in state:
             saved = {int(part): of_part for part, of_part in state["parts"].items()}
-            self.holdings.begin(self._comm.members, self._comm.local_ranks, saved)
+            self.resident.begin(self._comm.members, self._comm.local_ranks, saved)
 
     def sha256s(self, here: Sequence[int]) -> dict[int, tuple[str, str]]:
         """Return by worker the sha256 of the complete model, and that over those of all parts and optimizer states."""
-        if not any(held.own.differ for held in self.holdings.held.values()):
+        if not any(held.own.differ for held in self.resident.held.values()):
             return dict.fromkeys(here, self._sha256s)
         found = {}
         for rank in here:

@@ -29,7 +29,7 @@ from holdfast.models.gradients import BucketLayout
 from holdfast.models.optimizers import UPDATING_EACH_ALONE, may_write_gradients, updates_each_alone
 
 
-def check_eager(optimizer: torch.optim.Optimizer, *, scaler: Any, clip_grad_norm: float | None) -> None:
+def check_overlap(optimizer: torch.optim.Optimizer, *, scaler: Any, clip_grad_norm: float | None) -> None:
     """Check that no part of the update needs the all-reduces of all buckets."""
     needs = ""
     if scaler is not None:
@@ -173,7 +173,7 @@ class OverlappedOptimizer:
     def _update(self, bucket: int, result: torch.Tensor) -> None:
         """Run an optimizer step with the gradients of this bucket only: it skips parameters without a gradient."""
         began_s = self._clock.now_s()
-        self._buckets.give_gradients_of(bucket, result, private=may_write_gradients(self._optimizer))
+        self._buckets.set_gradients_of(bucket, result, private=may_write_gradients(self._optimizer))
         self._copies[bucket].take()
         copied_s = self._clock.now_s()
         self._optimizer.step()

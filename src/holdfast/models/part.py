@@ -140,7 +140,7 @@ class ModelPart:
 
         Pass them as ``known`` if they were not all-reduced with these gradients.
         """
-        self.gradients.take_buffers()
+        self.gradients.set_buffers()
         metrics = self.gradients.metrics(names) if known is None else dict(known)
         self._update()
         self._drop_step()
@@ -149,7 +149,7 @@ class ModelPart:
         return metrics
 
     def _update(self) -> None:
-        self.gradients.give(private=self._may_write())
+        self.gradients.set_gradients(private=self._may_write())
         self._optimize()
 
     def _may_write(self) -> bool:
@@ -183,14 +183,14 @@ class ModelPart:
 
     def norm(self) -> float:
         """Return the norm of the mean gradient in the all-reduce results."""
-        self.gradients.give(private=False)
+        self.gradients.set_gradients(private=False)
         norm = float(nn.utils.get_total_norm(self._gradients()))
         self._drop_gradients()
         return norm
 
     def overflows(self) -> bool:
         """Return whether a mean gradient in the all-reduce results is not finite."""
-        self.gradients.give(private=False)
+        self.gradients.set_gradients(private=False)
         found = any(not bool(gradient.isfinite().all()) for gradient in self._gradients())
         self._drop_gradients()
         return found
@@ -232,7 +232,7 @@ class ModelPart:
     def beside(self) -> list[tuple[str, torch.Tensor]]:
         """Return the state besides weights and optimizer by name, as it is when a step begins, not copied."""
         average = () if self.average is None else model_tensors(self.average)
-        return [*self.buckets.buffers.beginning(), *((f"average/{name}", tensor) for name, tensor in average)]
+        return [*self.buckets.buffers.initial(), *((f"average/{name}", tensor) for name, tensor in average)]
 
     def state_sha256(self) -> str:
         """Return the sha256 of the model, the average of its weights, and its optimizer state."""

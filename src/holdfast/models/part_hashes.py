@@ -25,7 +25,7 @@ _Looked = TypeVar("_Looked")
 class HashedParts:
     """A model in parts, as the fingerprint sees it."""
 
-    holdings: ResidentParts
+    resident: ResidentParts
 
     def prefix(self, part: int) -> str:
         """Return the prefix of a part's tensor names in the complete model."""
@@ -37,7 +37,7 @@ class HashedParts:
 
     def remember_buffers(self) -> None:
         """Between steps, take the current buffers as those of the next step's beginning."""
-        for held in self.holdings.held.values():
+        for held in self.resident.held.values():
             held.buckets.buffers.begin_step()
 
 
@@ -48,11 +48,11 @@ class PartFingerprint(Fingerprint):
     replicated model. Buffers that all workers have count as one more part.
     """
 
-    def __init__(self, body: HashedParts, comm: Communicator, settings: Settings) -> None:
+    def __init__(self, model: HashedParts, comm: Communicator, settings: Settings) -> None:
         super().__init__(comm, settings)
-        self._body = body
-        self._split = body.holdings.shape.parts
-        self._parts = self._split + bool(body.common_buffers())
+        self._model = model
+        self._split = model.resident.shape.parts
+        self._parts = self._split + bool(model.common_buffers())
         self._digests: WeakKeyDictionary[ModelPart, RotatingDigest] = WeakKeyDictionary()
 
     def _windows(self, step: int) -> Mapping[int, StateDigests]:
@@ -72,7 +72,7 @@ class PartFingerprint(Fingerprint):
         """See :meth:`Fingerprint.everything`; equal states of local ranks are returned once."""
         found: list[HashedState] = []
         for part in range(self._parts):
-            prefix = self._body.prefix(part) if part < self._split else ""
+            prefix = self._model.prefix(part) if part < self._split else ""
             known: list[dict[str, str]] = []
             for rank, tensors in self._look(part, hash_tensors).items():
                 if tensors not in known:
@@ -87,7 +87,7 @@ class PartFingerprint(Fingerprint):
         return next((name + where for where in self._look(part, lambda digest: digest.where(number)).values()), "")
 
     def remember_buffers(self) -> None:
-        self._body.remember_buffers()
+        self._model.remember_buffers()
 
     def compare_all(self) -> None:
         """Do nothing: in the last step, too, one window of one part is compared."""
@@ -106,14 +106,14 @@ class PartFingerprint(Fingerprint):
         """Return by local holder of a part the result of ``look`` for that worker's state."""
         here = self._comm.local_ranks
         if part == self._split:
-            buffers = self._body.common_buffers() if self._is_certified else ()
+            buffers = self._model.common_buffers() if self._is_certified else ()
             return dict.fromkeys(here, look(RotatingDigest(nn.Module(), buffers=buffers)))
-        held = self._body.holdings.held.get(part)
+        held = self._model.resident.held.get(part)
         if held is None:
             return {}
         digest = self._digests.get(held)
         if digest is None:
             buffers = held.beside() if self._is_certified else ()
             digest = self._digests[held] = RotatingDigest(held.model, held.optimizer, buffers=buffers)
-        holders = self._body.holdings.now.holders(part)
+        holders = self._model.resident.now.holders(part)
         return held.own.of_each([rank for rank in here if rank in holders], lambda: look(digest))

@@ -27,16 +27,16 @@ class PartRestorer:
 
     def __init__(
         self,
-        world: JobContext,
-        holdings: ResidentParts,
+        job: JobContext,
+        resident: ResidentParts,
         backups: DeltaStandbys | None,
-        at_beginning: Callable[[int], dict[str, Any] | None],
+        initial_part: Callable[[int], dict[str, Any] | None],
         log: RunLog,
     ) -> None:
-        self._world = world
-        self._holdings = holdings
+        self._job = job
+        self._resident = resident
         self._backups = backups
-        self._beginning = at_beginning
+        self._initial_part = initial_part
         self._log = log
 
     def restore(self, part: int) -> dict[str, Any]:
@@ -45,20 +45,20 @@ class PartRestorer:
         Raises:
             StateLost: if neither exists.
         """
-        found = self._in_memory(part) or self._on_disk(part) or self._at_beginning(part)
+        found = self._in_memory(part) or self._on_disk(part) or self._initial_state(part)
         if found is None:
             raise StateLost(
                 f"part {part} of the model is lost with its holders, without a checkpoint: the job must start over"
             )
         source, restored = found
-        if self._world.settings.mirror_optimizer == "reset":
+        if self._job.settings.mirror_optimizer == "reset":
             restored.state["optimizer"]["state"] = {}
         self._go_on_with_schedule(restored.state)
-        self._tell(part, source, restored)
+        self._record(part, source, restored)
         return restored.state
 
-    def _tell(self, part: int, source: str, restored: RestoredPart) -> None:
-        ages, policy = restored.ages, self._world.settings.mirror_optimizer
+    def _record(self, part: int, source: str, restored: RestoredPart) -> None:
+        ages, policy = restored.ages, self._job.settings.mirror_optimizer
         known, counts = ages.unique(return_counts=True)
         self._log.write(
             PartRestored(
@@ -77,31 +77,31 @@ class PartRestorer:
 
     def _in_memory(self, part: int) -> _Found | None:
         backups = self._backups
-        restored = None if backups is None else backups.restore(part, self._world.step, self._world.comm.local_ranks)
+        restored = None if backups is None else backups.restore(part, self._job.step, self._job.comm.local_ranks)
         return None if restored is None else ("backup", restored)
 
     def _on_disk(self, part: int) -> _Found | None:
         """Return the copy that a standby wrote, or that in the newest checkpoint if it is not older."""
-        backups, step = self._backups, self._world.step
+        backups, step = self._backups, self._job.step
         restored = None if backups is None else backups.restore_written(part, step)
         if restored is None:
             return self._in_checkpoint(part)
         oldest = math.ceil(step - float(restored.ages.double().mean()))
-        is_there = self._world.keeper.has(oldest)  # checking a checkpoint reads all of it
+        is_there = self._job.checkpoints.has(oldest)  # checking a checkpoint reads all of it
         return (self._in_checkpoint(part, oldest) if is_there else None) or ("copy", restored)
 
     def _in_checkpoint(self, part: int, oldest: int = 0) -> _Found | None:
         """Return the part from the newest intact checkpoint of this loop, if that is of step ``oldest`` or later."""
-        keeper = self._world.keeper
-        step = keeper.newest(self._warn, keep=False)
-        if step < oldest or keeper.info(step)["loop"] != self._world.loop:
+        checkpoints = self._job.checkpoints
+        step = checkpoints.newest(self._warn, keep=False)
+        if step < oldest or checkpoints.info(step)["loop"] != self._job.loop:
             return None
-        loaded = keeper.load(step, all_but("replica/parts", f"replica/parts/{part}"))
-        return "checkpoint", self._of_one_age(loaded.state["replica"]["parts"][str(part)], self._world.step - step)
+        loaded = checkpoints.load(step, all_but("replica/parts", f"replica/parts/{part}"))
+        return "checkpoint", self._of_one_age(loaded.state["replica"]["parts"][str(part)], self._job.step - step)
 
-    def _at_beginning(self, part: int) -> _Found | None:
-        state = self._beginning(part)
-        return None if state is None else ("beginning", self._of_one_age(clone(state), self._world.step))
+    def _initial_state(self, part: int) -> _Found | None:
+        state = self._initial_part(part)
+        return None if state is None else ("beginning", self._of_one_age(clone(state), self._job.step))
 
     @staticmethod
     def _of_one_age(state: dict[str, Any], age: int) -> RestoredPart:
@@ -110,7 +110,7 @@ class PartRestorer:
 
     def _go_on_with_schedule(self, state: dict[str, Any]) -> None:
         """Give the part the learning rate of the other parts: only its tensors are older than theirs."""
-        other = next(iter(self._holdings.held.values()), None)
+        other = next(iter(self._resident.held.values()), None)
         if other is None:
             return
         if "scheduler" in state:

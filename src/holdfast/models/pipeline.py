@@ -32,7 +32,7 @@ from holdfast.recovery.registry import strategy_class
 from holdfast.recovery.strategy import PIPELINE
 from holdfast.session.models import Pipeline
 from holdfast.session.step import StagedStep, Step
-from holdfast.state.transfer import give_part, take_part
+from holdfast.state.transfer import receive_part, send_part
 
 _BESIDE = -2
 """First number of evaluated micro-batches, descending: slices have numbers from 0 on, code outside them has -1."""
@@ -48,12 +48,12 @@ class PipelineModel(ModelParallel):
     device = torch.device("cpu")
 
     def __init__(
-        self, model: Pipeline, makers: PartFactories, scaler: Any, clip_grad_norm: float | None, settings: Settings
+        self, model: Pipeline, factories: PartFactories, scaler: Any, clip_grad_norm: float | None, settings: Settings
     ) -> None:
         strategy_class(settings.strategy).check(self.kind)
         model.check_devices()
         self.given = model
-        self._makers = makers
+        self._factories = factories
         self._clip_grad_norm = clip_grad_norm
         self._settings = settings
         self._rows: dict[int, torch.Tensor] = {}
@@ -72,7 +72,7 @@ class PipelineModel(ModelParallel):
             )
         if self.sends_copies:  # delta standbys need flattened parameters
             self._rows[part] = in_row(list(module.parameters()))
-        stage = self._makers.part(
+        stage = self._factories.part(
             ScaledStage, "stage", module, clip_grad_norm=self._clip_grad_norm, checked=self._settings.guard_sums
         )
         stage.scaling = self._scaling
@@ -86,19 +86,19 @@ class PipelineModel(ModelParallel):
 
     def _sha256s_now(self) -> tuple[str, str]:
         """See :meth:`ModelParallel._sha256s_now`; a holder of a part uses its own."""
-        of_parts = "".join(sha256 for _, sha256 in sorted(self.holdings.sha256s().items()))
+        of_parts = "".join(sha256 for _, sha256 in sorted(self.resident.sha256s().items()))
         return model_sha256(self._whole), hashlib.sha256(of_parts.encode()).hexdigest()
 
-    def at_beginning(self, part: int) -> dict[str, Any] | None:
+    def initial_part(self, part: int) -> dict[str, Any] | None:
         return self._build(part).state_dict()
 
     def _row_of(self, part: int) -> torch.Tensor:
         return self._rows[part]
 
-    def begin_loop(self, world: JobContext, log: RunLog) -> None:
-        super().begin_loop(world, log)
+    def begin_loop(self, job: JobContext, log: RunLog) -> None:
+        super().begin_loop(job, log)
         self.stages = StageExecutor(
-            self.given, self.holdings, world.comm, self._settings, world.faults, world.altered, self._scaling
+            self.given, self.resident, job.comm, self._settings, job.faults, job.altered, self._scaling
         )
 
     def runner(self, context: StepContext) -> Runner:
@@ -127,31 +127,31 @@ class PipelineModel(ModelParallel):
             )
 
     def _count(self, comm: Communicator) -> None:
-        held = self.holdings.held
+        held = self.resident.held
         self.numel = sum(comm.maximum([held[n].numel if n in held else 0 for n in range(self.given.parts)]))
 
-    def homes(self) -> Any:
+    def placement(self) -> Any:
         """Return the placement of the parts, and the size of the complete model, as plain JSON."""
-        return [self.numel, super().homes()]
+        return [self.numel, super().placement()]
 
-    def take_homes(self, homes: Any) -> None:
-        self.numel, of_parts = homes
-        super().take_homes(of_parts)
+    def adopt_placement(self, placement: Any) -> None:
+        self.numel, of_parts = placement
+        super().adopt_placement(of_parts)
 
     # -- a step
 
     def slices(self, batch: MiniBatch, here: Sequence[int]) -> list[int]:
         """Return the slices of which workers ``here`` compute some stage."""
-        homes = self.holdings.now
-        return [n for n in sorted(batch.owners) if set(chain_of(homes, batch, n)) & set(here)]
+        placement = self.resident.now
+        return [n for n in sorted(batch.owners) if set(chain_of(placement, batch, n)) & set(here)]
 
     def begin_step(self, reach: Reach) -> None:
         """See :meth:`Trainable.begin_step`; messages between stages belong to the forward pass."""
-        for part in self.holdings.held.values():
+        for part in self.resident.held.values():
             part.begin()
         self._remember_registered()
         self.stages.begin()
-        self.exchange_backups(self.stages.mail)
+        self.exchange_backups(self.stages.mailbox)
 
     def finish_step(self, batch: MiniBatch, reach: Reach) -> None:
         """All-reduce the gradients; see :meth:`StageExecutor.sum`."""
@@ -162,7 +162,7 @@ class PipelineModel(ModelParallel):
             self.stages.share_norms()
 
     def discard_step(self) -> None:
-        for part in self.holdings.held.values():
+        for part in self.resident.held.values():
             part.discard()
         self._take_back_registered()
 
@@ -170,7 +170,7 @@ class PipelineModel(ModelParallel):
         return in_order(self._metrics)
 
     def apply(self, batch: MiniBatch, names: Sequence[str]) -> dict[str, float]:
-        for part in self.holdings.held.values():
+        for part in self.resident.held.values():
             part.apply(batch, (), self._metrics)
         if self._scaling is not None:
             self._scaling.update(self.device)
@@ -178,26 +178,26 @@ class PipelineModel(ModelParallel):
 
     def computing(self, batch: MiniBatch, lost: Collection[int]) -> set[int]:
         """Return the workers that compute a stage of some slice; no slice is ever lost."""
-        homes = self.holdings.now
-        return {rank for number in batch.owners for rank in chain_of(homes, batch, number)}
+        placement = self.resident.now
+        return {rank for number in batch.owners for rank in chain_of(placement, batch, number)}
 
     def finish(self) -> None:
-        comm, homes = self._comm, self.holdings.now
-        own = self.holdings.sha256s()
+        comm, placement = self._comm, self.resident.now
+        own = self.resident.sha256s()
         parts, sha256s = [], []
         for part in range(self.given.parts):
-            giver = homes.holders(part)[0]
-            takers = [rank for rank in comm.members if rank not in homes.holders(part)]
+            giver = placement.holders(part)[0]
+            takers = [rank for rank in comm.members if rank not in placement.holders(part)]
             if giver in comm.local_ranks:
-                state: dict[str, Any] = {"part": self.holdings.held[part].model_state(), "sha256": own[part]}
+                state: dict[str, Any] = {"part": self.resident.held[part].model_state(), "sha256": own[part]}
                 for taker in takers:
                     if taker not in comm.local_ranks:
-                        give_part(comm, taker, state)
-            if part in self.holdings.held:
-                parts.append(self.holdings.held[part])
+                        send_part(comm, taker, state)
+            if part in self.resident.held:
+                parts.append(self.resident.held[part])
                 sha256s.append(own[part])
             else:
-                state = take_part(comm, giver)
+                state = receive_part(comm, giver)
                 made = self._build(part)
                 made.load_model_state(state["part"])
                 parts.append(made)
@@ -217,7 +217,7 @@ class StageRunner(Runner):
 
     @property
     def _seed(self) -> int:
-        return self._context.place.plan.seed
+        return self._context.position.plan.seed
 
     def step(self, batch: MiniBatch, slices: list[int], attempt: int) -> Step:
         return StagedStep(self, batch, slices, attempt)
@@ -226,7 +226,7 @@ class StageRunner(Runner):
         """Run the forward and backward passes of this worker's stages."""
 
         def fetch(number: int) -> Any:
-            self._world.beacon.mark("forward", batch.step, number, batch.slices[number])
+            self._job.beacon.mark("forward", batch.step, number, batch.slices[number])
             return self._context.loading(self._seed, batch, number)
 
         self._pipelined.stages.compute(batch, self._seed, fetch, self._context.reach)
@@ -253,9 +253,9 @@ class StageRunner(Runner):
 
         evaluation = Evaluation(
             model=self._pipelined.given,
-            holdings=self._pipelined.holdings,
-            comm=self._world.comm,
-            mail=self._pipelined.stages.mail,
+            parts=self._pipelined.resident,
+            comm=self._job.comm,
+            mailbox=self._pipelined.stages.mailbox,
             sizes=list(map(len, parts)),
             load=lambda number: checked(source.load(seed, batch.step, _BESIDE - number, parts[number])),
             begin=begin,

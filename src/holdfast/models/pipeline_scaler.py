@@ -55,7 +55,7 @@ class ScaledStage(ModelPart):
         """Return the unscaled norm of the mean gradient in the all-reduce results."""
         if self.scaling is None:
             return super().norm()
-        self.gradients.give(private=True)
+        self.gradients.set_gradients(private=True)
         self.scaling.unscale(self._gradients())
         norm = float(nn.utils.get_total_norm(self._gradients()))
         self._drop_gradients()

@@ -23,7 +23,7 @@ from holdfast.models.training_state import model_sha256
 from holdfast.models.whole_hashes import WholeFingerprint
 from holdfast.records.types import UpdatedEagerly
 from holdfast.recovery.strategy import REPLICATED
-from holdfast.state.transfer import take_lowest
+from holdfast.state.transfer import adopt_lowest
 
 
 class ReplicatedModel(ModelPart, Trainable):
@@ -31,7 +31,7 @@ class ReplicatedModel(ModelPart, Trainable):
 
     kind = REPLICATED
     parts = 0
-    eager: OverlappedOptimizer | None = None
+    overlapped: OverlappedOptimizer | None = None
     """Updates buckets before the commit vote."""
 
     # -- capabilities
@@ -47,25 +47,25 @@ class ReplicatedModel(ModelPart, Trainable):
 
     # -- a loop
 
-    def begin_loop(self, world: JobContext, log: RunLog) -> None:
+    def begin_loop(self, job: JobContext, log: RunLog) -> None:
         """From the first loop on, overlap the optimizer if configured."""
-        super().begin_loop(world, log)
-        if world.settings.update == "eager":
-            self.update_eagerly(world.clock, world.spent, beside=not isinstance(world.comm, VirtualCommunicator))
+        super().begin_loop(job, log)
+        if job.settings.update == "eager":
+            self.overlap_optimizer(job.clock, job.spent, beside=not isinstance(job.comm, VirtualCommunicator))
 
-    def update_eagerly(self, clock: Clock, spent: OverlapCost, *, beside: bool) -> None:
+    def overlap_optimizer(self, clock: Clock, spent: OverlapCost, *, beside: bool) -> None:
         """From now on, update the parameters of a bucket as soon as it is all-reduced; see :class:`OverlappedOptimizer`."""
-        if self.eager is None:
-            self.eager = OverlappedOptimizer(self.buckets, self.optimizer, clock, spent, beside=beside)
+        if self.overlapped is None:
+            self.overlapped = OverlappedOptimizer(self.buckets, self.optimizer, clock, spent, beside=beside)
 
     def runner(self, context: StepContext) -> Runner:
         return SliceRunner(context, self, self)
 
     def summary(self) -> UpdatedEagerly | None:
         """Return the cost of the overlapped optimizer, if it is used."""
-        if self.eager is None:
+        if self.overlapped is None:
             return None
-        spent: dict[str, Any] = dataclasses.asdict(self.eager.spent) | {"copy_bytes": self.eager.size_bytes}
+        spent: dict[str, Any] = dataclasses.asdict(self.overlapped.spent) | {"copy_bytes": self.overlapped.size_bytes}
         return UpdatedEagerly(**spent)
 
     # -- a step
@@ -76,29 +76,29 @@ class ReplicatedModel(ModelPart, Trainable):
         self._remember_registered()
 
     def discard_step(self) -> None:
-        if self.eager is not None:
-            self.eager.undo()
+        if self.overlapped is not None:
+            self.overlapped.undo()
         self.discard()
         self._take_back_registered()
 
     def add_sum(self, result: torch.Tensor, slices: Sequence[int]) -> None:
         """Keep the result of the next bucket, which includes ``slices``, and update its parameters if overlapped."""
         super().add_sum(result, slices)
-        if (eager := self._early) is not None:
-            eager.update(len(self.gradients.sums) - 1, result)
+        if (overlapped := self._early) is not None:
+            overlapped.update(len(self.gradients.sums) - 1, result)
 
     @property
     def _early(self) -> OverlappedOptimizer | None:
         """The overlapped optimizer; None if it is off, or local ranks have diverged."""
-        return None if self.own.differ else self.eager
+        return None if self.own.differ else self.overlapped
 
     def wait_updated(self) -> None:
-        if self.eager is not None:
-            self.eager.wait()
+        if self.overlapped is not None:
+            self.overlapped.wait()
 
     def _update(self) -> None:
-        if (eager := self._early) is not None:
-            eager.keep()
+        if (overlapped := self._early) is not None:
+            overlapped.keep()
         else:
             super()._update()
 
@@ -109,7 +109,7 @@ class ReplicatedModel(ModelPart, Trainable):
         return self.state_dict()
 
     def make_equal(self, comm: Communicator) -> None:
-        state = take_lowest(comm, self.state_dict())
+        state = adopt_lowest(comm, self.state_dict())
         if state is not None:
             self.load_state_dict(state, keeps=True)
 

@@ -16,12 +16,12 @@ from holdfast.recovery.placement import (
     Placement,
     PlacementShape,
     Restoration,
-    first_homes,
-    gifts,
-    new_homes,
+    initial_placement,
+    next_placement,
     restorations,
+    transfers,
 )
-from holdfast.state.transfer import give_part, take_part
+from holdfast.state.transfer import receive_part, send_part
 
 Build = Callable[[int], ModelPart]
 Restore = Callable[[int], dict[str, Any]]
@@ -38,7 +38,7 @@ class ResidentParts:
         self.shape = shape
         self._build = build
         self._drop = drop
-        self.homes: Placement | None = None
+        self.placement: Placement | None = None
         self.held: dict[int, ModelPart] = {}
         self._next: Placement | None = None
         self._staged: dict[int, dict[str, Any]] = {}
@@ -46,18 +46,18 @@ class ResidentParts:
     @property
     def now(self) -> Placement:
         """The current placement."""
-        assert self.homes is not None, "the parts have no placement yet"
-        return self.homes
+        assert self.placement is not None, "the parts have no placement yet"
+        return self.placement
 
     def lost(self, members: Sequence[int]) -> tuple[int, ...]:
         """Return the parts without a holder among ``members``; none before there is a placement."""
-        return () if self.homes is None else self.homes.lost(members)
+        return () if self.placement is None else self.placement.lost(members)
 
     def begin(self, members: Sequence[int], here: Sequence[int], saved: Mapping[int, Mapping[str, Any]] | None) -> None:
         """Adopt the initial placement for these members, with initial states or those in ``saved``, by part."""
         self._staged, self._next = {}, None
-        self.homes = first_homes(self.shape, members)
-        held = self.homes.held_by(here)
+        self.placement = initial_placement(self.shape, members)
+        held = self.placement.held_by(here)
         for part in set(self.held) - set(held):
             self._forget(part)
         for part in held:
@@ -76,18 +76,18 @@ class ResidentParts:
                 if state is not None:
                     self.held[part].load_state_dict(state, keeps=True)
 
-    def rehome(self, comm: Communicator, restore: Restore | None = None) -> int:
-        """Give all parts holders among the survivors; received states are staged until :meth:`settle`.
+    def move_parts(self, comm: Communicator, restore: Restore | None = None) -> int:
+        """Give all parts holders among the survivors; received states are staged until :meth:`adopt_placement`.
 
         Parts without a holder are allowed only with ``restore``. Returns the number of parts transferred or restored.
         """
         self._staged = {}
-        self._next = new_homes(self.shape, self.now, comm.members)
-        moved = gifts(self.now, self._next, comm.members)
-        for gift in moved:
-            state = self._transfer(comm, gift.part, gift.giver, gift.taker)
+        self._next = next_placement(self.shape, self.now, comm.members)
+        moved = transfers(self.now, self._next, comm.members)
+        for transfer in moved:
+            state = self._transfer(comm, transfer.part, transfer.giver, transfer.taker)
             if state is not None:
-                self._staged[gift.part] = state
+                self._staged[transfer.part] = state
         lost = restorations(self.now, self._next, comm.members)
         for restoration in lost:
             self._restore(comm, restoration, restore)
@@ -99,34 +99,36 @@ class ResidentParts:
             raise InternalError(f"part {this.part} of the model has no surviving holder, and cannot be restored")
         if this.restorer in comm.local_ranks:
             state = restore(this.part)
-            if {this.restorer, *this.takers} & set(comm.local_ranks) & set(self._next_homes.holders(this.part)):
+            if {this.restorer, *this.takers} & set(comm.local_ranks) & set(self._next_placement.holders(this.part)):
                 self._staged[this.part] = state
             for taker in this.takers:
                 if taker not in comm.local_ranks:
-                    give_part(comm, taker, state)
+                    send_part(comm, taker, state)
         elif set(this.takers) & set(comm.local_ranks):
-            self._staged[this.part] = take_part(comm, this.restorer)
+            self._staged[this.part] = receive_part(comm, this.restorer)
 
     @property
-    def _next_homes(self) -> Placement:
+    def _next_placement(self) -> Placement:
         assert self._next is not None, "there is no new placement"
         return self._next
 
-    def settle(self, here: Sequence[int]) -> None:
+    def adopt_placement(self, here: Sequence[int]) -> None:
         """Adopt the new placement, which every worker has."""
-        self.homes, self._next = self._next_homes, None
+        self.placement, self._next = self._next_placement, None
         for part, state in self._staged.items():
             self.held[part] = self._build(part)
             self.held[part].load_state_dict(state, keeps=True)
         self._staged = {}
-        for part in set(self.held) - set(self.homes.held_by(here)):
+        for part in set(self.held) - set(self.placement.held_by(here)):
             self._forget(part)
         self.held = dict(sorted(self.held.items()))
 
     def lowest_holders(self, members: Sequence[int]) -> tuple[int, ...]:
         """Return the writer of each part: its lowest holder in ``members``, because a holder may just have failed."""
-        homes = self.now
-        return tuple(next(rank for rank in homes.holders(part) if rank in members) for part in range(homes.parts))
+        placement = self.now
+        return tuple(
+            next(rank for rank in placement.holders(part) if rank in members) for part in range(placement.parts)
+        )
 
     def states(self, parts: Sequence[int]) -> dict[str, Any]:
         """Return the states of some resident parts, by number as a string, not copied."""
@@ -146,9 +148,9 @@ class ResidentParts:
         if giver in comm.local_ranks and taker in comm.local_ranks:
             return None  # one process runs both, and has the part
         if giver in comm.local_ranks:
-            give_part(comm, taker, self.held[part].state_dict())
+            send_part(comm, taker, self.held[part].state_dict())
         elif taker in comm.local_ranks:
-            return take_part(comm, giver)
+            return receive_part(comm, giver)
         return None
 
     def _forget(self, part: int) -> None:

@@ -25,8 +25,8 @@ Reach = Callable[[str, int | None], None]
 class StepContext:
     """The training loop's context of a step."""
 
-    world: JobContext
-    place: DataPosition
+    job: JobContext
+    position: DataPosition
     log: RunLog
     total: OrderedAllReduce  # the all-reduce over all workers
     source: DataSource
@@ -41,7 +41,7 @@ class Runner(ABC):
 
     def __init__(self, context: StepContext, rest: Callable[[Sequence[int]], None]) -> None:
         self._context = context
-        self._world = context.world
+        self._job = context.job
         self._rest = rest
         self.names: dict[str, None] = {}
         """Names of the metrics that the script logs."""
@@ -59,7 +59,7 @@ class Runner(ABC):
         """All-reduce the gradients of a bucket over all workers; there are :attr:`Trainable.num_buckets` of them."""
         raise InternalError(f"bucket {bucket} of step {batch.step} is not all-reduced over all workers")
 
-    def hand_over(self, batch: MiniBatch, bucket: int, source: int) -> None:
+    def send_bucket(self, batch: MiniBatch, bucket: int, source: int) -> None:
         """Send the result of a bucket, and the slices included in it, from ``source`` to the workers that lack it."""
         raise InternalError(
             f"bucket {bucket} of step {batch.step} is not all-reduced over all workers: worker {source} has no result"
@@ -67,9 +67,9 @@ class Runner(ABC):
 
     def between_slices(self, batch: MiniBatch) -> None:
         """Make random numbers that the script draws outside the slices independent of the slices computed here."""
-        self._rest(self._world.comm.local_ranks)
-        seed_slice(self._context.place.plan.seed, batch.step, -1)
+        self._rest(self._job.comm.local_ranks)
+        seed_slice(self._context.position.plan.seed, batch.step, -1)
 
     def ask_to_stop(self) -> None:
         """Request that training ends with this step."""
-        self._world.told.notes |= Note.STOP
+        self._job.pending.notes |= Note.STOP

@@ -23,7 +23,7 @@ from holdfast.engine.context import JobContext
 from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointError, StateLost
 from holdfast.models.factories import PartFactories
-from holdfast.models.flat_params import in_row, places
+from holdfast.models.flat_params import in_row, views
 from holdfast.models.model_parallel import ModelParallel, shape_of
 from holdfast.models.optimizers import may_write_gradients
 from holdfast.models.part import ModelPart
@@ -32,7 +32,7 @@ from holdfast.models.slice_runner import SliceRunner
 from holdfast.recovery.registry import strategy_class
 from holdfast.recovery.strategy import SHARDED
 from holdfast.session.models import Sharded, check_on_cpu
-from holdfast.state.transfer import tell
+from holdfast.state.transfer import broadcast
 
 
 @dataclass(slots=True)
@@ -52,27 +52,27 @@ class ShardedModel(ModelParallel):
     kind = SHARDED
 
     def __init__(
-        self, model: Sharded, makers: PartFactories, scaler: Any, clip_grad_norm: float | None, settings: Settings
+        self, model: Sharded, factories: PartFactories, scaler: Any, clip_grad_norm: float | None, settings: Settings
     ) -> None:
         strategy_class(settings.strategy).check(self.kind)
         check_on_cpu(model.module, "a Sharded model")
         self._given = model
         self._model = model.module
         self._parameters = dict(model.module.named_parameters())
-        self._shards = [_Shard(names, []) for names in model.cut(model.shards or settings.workers)]
-        self._makers = makers
+        self._shards = [_Shard(names, []) for names in model.shard_names(model.shards or settings.workers)]
+        self._factories = factories
         self._settings = settings
         self._given_away = False
         super().__init__(shape_of(len(self._shards), 1, settings), self._build, self._drop, scaler)
-        self.flow = _Flow(self, makers.schedule, scaler, clip_grad_norm, settings)
+        self.flow = _Flow(self, factories.schedule, scaler, clip_grad_norm, settings)
         self.num_buckets = self.flow.num_buckets
         self.size_bytes = self.flow.size_bytes
         self.device = self.flow.device
         self.numel = self.flow.numel
 
-    def begin_loop(self, world: JobContext, log: RunLog) -> None:
-        super().begin_loop(world, log)
-        self._mail = Mailbox(world.comm, shared_bytes=self._settings.shared_bytes)
+    def begin_loop(self, job: JobContext, log: RunLog) -> None:
+        super().begin_loop(job, log)
+        self._mailbox = Mailbox(job.comm, shared_bytes=self._settings.shared_bytes)
 
     @property
     def summed(self) -> ModelPart:
@@ -95,7 +95,7 @@ class ShardedModel(ModelParallel):
                 in_row([p for p in mine if p.dtype == dtype]) for dtype in dict.fromkeys(p.dtype for p in mine)
             ]
         tree = _tree({name: self._parameters[name] for name in shard.names})
-        return self._makers.part(ModelPart, "shard", tree, clip_grad_norm=None, checked=False)
+        return self._factories.part(ModelPart, "shard", tree, clip_grad_norm=None, checked=False)
 
     def _drop(self, part: int) -> None:
         self._shards[part].rows = []
@@ -122,30 +122,30 @@ class ShardedModel(ModelParallel):
         self._remember_registered()
         self.flow.begin()  # before any failure can occur: a discarded step is rewound to here
         self._given_away = True
-        self._mail.begin()
-        self.exchange_backups(self._mail)
+        self._mailbox.begin()
+        self.exchange_backups(self._mailbox)
         self._borrow()
 
     def _borrow(self) -> None:
-        comm, homes = self._comm, self.holdings.now
-        givers = [homes.holders(part)[0] for part in range(homes.parts)]
+        comm, placement = self._comm, self.resident.now
+        givers = [placement.holders(part)[0] for part in range(placement.parts)]
         for part, shard in enumerate(self._shards):  # send everything before waiting for anything
             if givers[part] in comm.local_ranks:
-                others = [rank for rank in comm.members if rank not in (*homes.holders(part), *comm.local_ranks)]
+                others = [rank for rank in comm.members if rank not in (*placement.holders(part), *comm.local_ranks)]
                 for row in shard.rows:
-                    self._mail.send(others, row)
+                    self._mailbox.send(others, row)
         for part, shard in enumerate(self._shards):
-            if part not in self.holdings.held:
+            if part not in self.resident.held:
                 parameters = [self._parameters[name] for name in shard.names]
                 for dtype in dict.fromkeys(p.dtype for p in parameters):
-                    row = self._mail.receive(givers[part])
-                    for parameter, place in places([p for p in parameters if p.dtype == dtype], row):
+                    row = self._mailbox.receive(givers[part])
+                    for parameter, place in views([p for p in parameters if p.dtype == dtype], row):
                         parameter.data = place
 
     def _take_back_loans(self) -> None:
         """Release borrowed parameters; they keep their shape, and take no memory."""
         for part, shard in enumerate(self._shards):
-            if part not in self.holdings.held:
+            if part not in self.resident.held:
                 for name in shard.names:
                     parameter = self._parameters[name]
                     parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
@@ -157,7 +157,7 @@ class ShardedModel(ModelParallel):
 
     def common_buffers(self) -> list[tuple[str, torch.Tensor]]:
         """See :meth:`ModelParallel.common_buffers`: the buffers of the complete model."""
-        return self.flow.buckets.buffers.beginning()
+        return self.flow.buckets.buffers.initial()
 
     def remember_buffers(self) -> None:
         super().remember_buffers()
@@ -171,36 +171,39 @@ class ShardedModel(ModelParallel):
 
     def finish(self) -> None:
         """Give every worker its own copy of all parameters."""
-        self._mail.begin()
+        self._mailbox.begin()
         self._borrow()
         for part, shard in enumerate(self._shards):
-            if part not in self.holdings.held:
+            if part not in self.resident.held:
                 for name in shard.names:
                     self._parameters[name].data = self._parameters[name].data.clone()
         self._note_sha256s(self._model, self._gather_sha256s())
-        if self._makers.average is not None:
+        if self._factories.average is not None:
             self._given.averaged = self._gather_averages()
 
     def _gather_averages(self) -> nn.Module:
-        comm, homes = self._comm, self.holdings.now
+        comm, placement = self._comm, self.resident.now
         whole = copy.deepcopy(self._model)
         averaged = dict(whole.named_parameters())
         for part, shard in enumerate(self._shards):
-            giver = homes.holders(part)[0]
-            held = self.holdings.held.get(part)
+            giver = placement.holders(part)[0]
+            held = self.resident.held.get(part)
             own = {} if held is None or held.average is None else dict(held.average.module.named_parameters())
             for name in shard.names:
-                averaged[name].data.copy_(tell(self._mail, comm, giver, functools.partial(own.__getitem__, name)))
+                averaged[name].data.copy_(
+                    broadcast(self._mailbox, comm, giver, functools.partial(own.__getitem__, name))
+                )
         return whole
 
     def _gather_sha256s(self) -> list[str]:
-        comm, homes, own = self._comm, self.holdings.now, self.holdings.sha256s()
+        comm, placement, own = self._comm, self.resident.now, self.resident.sha256s()
 
         def say(part: int) -> torch.Tensor:
             return torch.frombuffer(bytearray(own[part].encode()), dtype=torch.uint8)
 
         told = (
-            tell(self._mail, comm, homes.holders(part)[0], functools.partial(say, part)) for part in range(homes.parts)
+            broadcast(self._mailbox, comm, placement.holders(part)[0], functools.partial(say, part))
+            for part in range(placement.parts)
         )
         return [message.numpy().tobytes().decode() for message in told]
 
@@ -219,9 +222,9 @@ class ShardedModel(ModelParallel):
         for name, buffer in self._model.named_buffers():
             buffer.copy_(state["buffers"][name])
 
-    def take_homes(self, homes: Any) -> None:
+    def adopt_placement(self, placement: Any) -> None:
         """On a newcomer, set the placement of the shards; the parameters in memory are no longer the trained ones."""
-        super().take_homes(homes)
+        super().adopt_placement(placement)
         self._given_away = True
 
 
@@ -245,7 +248,7 @@ class _Flow(ModelPart):
 
     @property
     def _held(self) -> list[ModelPart]:
-        return list(self._shards.holdings.held.values())
+        return list(self._shards.resident.held.values())
 
     def _may_write(self) -> bool:
         is_written = self._scaler is not None or self._clip_grad_norm is not None
@@ -269,7 +272,7 @@ class _OfShards(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Run the optimizers of this worker's shards."""
-        for part in self._shards.holdings.held.values():
+        for part in self._shards.resident.held.values():
             for _ in part.own.each():
                 part.optimizer.step()
 

@@ -168,7 +168,7 @@ class SliceBatching:
             raise CannotSplitError("the model's input does not have one row per sample")
         if any(map(_has_hooks, self._part.buckets.parameters)):
             raise CannotSplitError("a parameter has a hook")
-        with _Watch(self._layers, sum(sizes)) as watch, _script():
+        with _Watch(self._layers, sum(sizes)) as recorder, _script():
             outputs = forward(torch.cat([slice_.inputs[0] for slice_ in slices]))
         if not isinstance(outputs, torch.Tensor) or len(outputs) != sum(sizes):
             raise CannotSplitError("the model's output does not have one row per sample")
@@ -180,13 +180,15 @@ class SliceBatching:
             slice_.figures = {name: figure_of(figure) for name, figure in {"loss": value, **more}.items()}
         self._check_ways(totals)
         with _script():
-            gradients = torch.autograd.grad(totals, [watch.edges[layer] for layer in self._layers], allow_unused=True)
+            gradients = torch.autograd.grad(
+                totals, [recorder.edges[layer] for layer in self._layers], allow_unused=True
+            )
         if any(gradient is None for gradient in gradients):
             raise CannotSplitError("the output of a layer does not enter the loss, or is modified in place")
         places = [dict(self._part.buckets.by_parameter(slice_.terms)) for slice_ in slices]
         with torch.no_grad(), _script():
             for layer, gradient in zip(self._layers, gradients, strict=True):
-                given = watch.given[layer].split(sizes)
+                given = recorder.given[layer].split(sizes)
                 for part, back, into in zip(given, gradient.split(sizes), places, strict=True):
                     GRADIENTS[type(layer)](layer, part, back, into)
         for slice_, into in zip(slices, places, strict=True):

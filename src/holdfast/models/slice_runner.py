@@ -11,7 +11,7 @@ import torch
 
 from holdfast.data.plan import MiniBatch
 from holdfast.data.seeds import seed_slice
-from holdfast.engine.flips import NOT_WATCHED, watch
+from holdfast.engine.flips import NOT_WATCHED, flip_outputs
 from holdfast.errors import ScriptError
 from holdfast.models.loss import Forward, Loss, checked
 from holdfast.models.part import ModelPart
@@ -30,8 +30,8 @@ class SliceRunner(Runner):
         self._enter = trainable.enter
         self._part = part
         self._room = context.total.room
-        self._reducer = BucketReducer(context.total, part, context.world.faults, context.world.altered)
-        self._at_once = SliceBatching(part, context.world.clock)
+        self._reducer = BucketReducer(context.total, part, context.job.faults, context.job.altered)
+        self._at_once = SliceBatching(part, context.job.clock)
         self._loaded: dict[int, Any] = {}
         self._watched = NOT_WATCHED
 
@@ -43,23 +43,23 @@ class SliceRunner(Runner):
 
     def begin_slice(self, batch: MiniBatch, number: int) -> Any:
         """Prepare everything for the slice and return its inputs."""
-        ids, owner, faults = batch.slices[number], batch.owners[number], self._world.faults
-        self._world.beacon.mark("forward", batch.step, number, ids)
+        ids, owner, faults = batch.slices[number], batch.owners[number], self._job.faults
+        self._job.beacon.mark("forward", batch.step, number, ids)
         self._enter(owner)
         self._part.gradients.begin_slice(self._room)
-        self._watched = watch(self._part.model, faults.flips("activations", batch.step, owner), faults)
+        self._watched = flip_outputs(self._part.model, faults.flips("activations", batch.step, owner), faults)
         return self._inputs(batch, number)
 
     def _inputs(self, batch: MiniBatch, number: int) -> Any:
-        seed = self._context.place.plan.seed
+        seed = self._context.position.plan.seed
         if number not in self._loaded:
             return self._context.loading(seed, batch, number)
         seed_slice(seed, batch.step, number)
         return self._loaded.pop(number)
 
     def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None:
-        ids, owner, faults = batch.slices[number], batch.owners[number], self._world.faults
-        self._world.beacon.mark("backward", batch.step, number, ids)
+        ids, owner, faults = batch.slices[number], batch.owners[number], self._job.faults
+        self._job.beacon.mark("backward", batch.step, number, ids)
         is_due = faults.waits_for("backward", batch.step, owner)
         midway = functools.partial(faults.reach, "backward", batch.step, owner) if is_due else None
         self._part.backward(loss, len(ids), midway)
@@ -79,8 +79,8 @@ class SliceRunner(Runner):
                 f" {', '.join(metrics)}, the previous one {', '.join(self.names)}"
             )
         self.names = dict.fromkeys(metrics)
-        for due in self._world.faults.flips("gradients", batch.step, batch.owners[number]):
-            self._world.faults.carry_out(due, gradients.of_slice(number))
+        for due in self._job.faults.flips("gradients", batch.step, batch.owners[number]):
+            self._job.faults.carry_out(due, gradients.of_slice(number))
 
     # -- slice batching
 
@@ -118,7 +118,7 @@ class SliceRunner(Runner):
 
     def _may_go_at_once(self, batch: MiniBatch, numbers: Sequence[int]) -> bool:
         """Return whether no planned fault affects a single slice."""
-        faults, owners = self._world.faults, {batch.owners[number] for number in numbers}
+        faults, owners = self._job.faults, {batch.owners[number] for number in numbers}
         strikes = any(
             faults.waits_for("backward", batch.step, rank) or faults.flips("activations", batch.step, rank)
             for rank in owners
@@ -129,7 +129,7 @@ class SliceRunner(Runner):
         """Return slices with their inputs, which are kept for computing them one by one."""
         gradients = self._part.gradients
         self._loaded = {number: checked(self._inputs(batch, number)) for number in numbers}
-        self._world.beacon.mark("forward", batch.step, numbers[0], batch.slices[numbers[0]])
+        self._job.beacon.mark("forward", batch.step, numbers[0], batch.slices[numbers[0]])
         gradients.begin_slice(self._room)
         first = len(gradients.terms)
         rows = [gradients.row(first + i, self._room) for i in range(len(numbers))]
@@ -141,20 +141,20 @@ class SliceRunner(Runner):
     # -- all-reduces
 
     def sum_bucket(self, batch: MiniBatch, bucket: int) -> None:
-        members = self._world.comm.members
+        members = self._job.comm.members
         self._context.log.mark("allreduce")
         self._reducer.sum(
             batch,
             bucket,
             {number: rank for number, rank in batch.owners.items() if rank in members},
-            givers=dict.fromkeys(self._world.comm.local_ranks, bucket),
+            givers=dict.fromkeys(self._job.comm.local_ranks, bucket),
             name=f"bucket {bucket}",
-            rescale=self._world.settings.rescale,
+            rescale=self._job.settings.rescale,
             midway=lambda: self._context.reach_in_sum(batch.step, bucket),
         )
 
-    def hand_over(self, batch: MiniBatch, bucket: int, source: int) -> None:
-        comm, gradients = self._world.comm, self._part.gradients
+    def send_bucket(self, batch: MiniBatch, bucket: int, source: int) -> None:
+        comm, gradients = self._job.comm, self._part.gradients
         layout = self._part.buckets.layouts[bucket]
         has_it = len(gradients.sums) > bucket
         inside = torch.zeros(len(batch.slices), dtype=torch.uint8)

@@ -22,7 +22,7 @@ from holdfast.comm.allreduce.checksums import note_altered
 from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
 from holdfast.data.seeds import seed_slice
-from holdfast.engine.flips import watch
+from holdfast.engine.flips import flip_outputs
 from holdfast.errors import ScriptError
 from holdfast.faults.process import Injector
 from holdfast.models.gradients import SliceGradients
@@ -33,7 +33,7 @@ from holdfast.models.resident_parts import ResidentParts
 from holdfast.models.runner import Reach
 from holdfast.recovery.placement import Placement
 from holdfast.session.models import Pipeline
-from holdfast.state.transfer import as_message, of_message, tell
+from holdfast.state.transfer import as_message, broadcast, of_message
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class StageExecutor:
     def __init__(
         self,
         model: Pipeline,
-        holdings: ResidentParts,
+        resident: ResidentParts,
         comm: Communicator,
         settings: Settings,
         faults: Injector,
@@ -68,42 +68,42 @@ class StageExecutor:
         scaling: PipelineScaler | None,
     ) -> None:
         self._model = model
-        self._holdings = holdings
+        self._resident = resident
         self._comm = comm
         self._settings = settings
         self._faults = faults
         self._altered = altered
         self._scaling = scaling
-        self.mail = Mailbox(comm, shared_bytes=settings.shared_bytes)
+        self.mailbox = Mailbox(comm, shared_bytes=settings.shared_bytes)
         self._sums: dict[int, tuple[tuple[int, ...], OrderedAllReduce]] = {}
         self._work = _Work()
 
     def begin(self) -> None:
         """Begin an attempt; called by all members."""
         self._work = _Work()
-        self._sums = {part: known for part, known in self._sums.items() if part in self._holdings.held}
-        self.mail.begin()
+        self._sums = {part: known for part, known in self._sums.items() if part in self._resident.held}
+        self.mailbox.begin()
 
     def compute(self, batch: MiniBatch, seed: int, fetch: Callable[[int], Any], reach: Reach) -> None:
         """Run the micro-batches of this worker's pipeline replicas through its stages."""
         reach("handover", None)
-        for number, part in self._places(batch, back=False):
+        for number, part in self._my_work(batch, back=False):
             reach("handover", number)
             self._forward(batch, seed, number, part, fetch)
         reach("backward", None)
-        for number, part in self._places(batch, back=True):
+        for number, part in self._my_work(batch, back=True):
             self._backward(batch, number, part)
 
     def sum(self, batch: MiniBatch, reach: Reach) -> None:
         """All-reduce the gradients of every stage among its holders, the last stage first."""
-        homes = self._holdings.now
+        placement = self._resident.now
         count = 0
         sums = dict.fromkeys(self._comm.local_ranks, 0)  # all-reduces of each local rank so far
-        for part in reversed(self._holdings.held):
-            stage = self._holdings.held[part]
+        for part in reversed(self._resident.held):
+            stage = self._resident.held[part]
             reducer = BucketReducer(self._sum_of(part), stage, self._faults, self._altered)
-            owners = {number: chain_of(homes, batch, number)[part] for number in sorted(batch.owners)}
-            givers = [rank for rank in homes.holders(part) if rank in sums]
+            owners = {number: chain_of(placement, batch, number)[part] for number in sorted(batch.owners)}
+            givers = [rank for rank in placement.holders(part) if rank in sums]
             for bucket in range(stage.num_buckets):
                 reducer.sum(
                     batch,
@@ -122,24 +122,24 @@ class StageExecutor:
 
         This comes before the commit vote: then every worker that may ever apply the step has them.
         """
-        last = self._holdings.now.parts - 1
-        teller = chain_of(self._holdings.now, batch, min(batch.owners))[last]
+        last = self._resident.now.parts - 1
+        teller = chain_of(self._resident.now, batch, min(batch.owners))[last]
 
         def figures() -> torch.Tensor:
-            return as_message(self._holdings.held[last].gradients.metrics(self._work.figures))
+            return as_message(self._resident.held[last].gradients.metrics(self._work.figures))
 
-        return dict(of_message(tell(self.mail, self._comm, teller, figures)))
+        return dict(of_message(broadcast(self.mailbox, self._comm, teller, figures)))
 
     def share_overflow(self) -> None:
         """If the loss is scaled, tell every worker whether some stage's gradient overflows: then all skip the step."""
         if self._scaling is not None and self._scaling.is_enabled:
-            mine = any(stage.overflows() for stage in self._holdings.held.values())
+            mine = any(stage.overflows() for stage in self._resident.held.values())
             self._scaling.skips = bool(self._comm.maximum((int(mine),))[0])
 
     def share_norms(self) -> None:
         """Give every stage the norm of the complete gradient: the norm of the norms of the stages."""
-        held = self._holdings.held
-        mine = [held[part].norm() if part in held else 0.0 for part in range(self._holdings.now.parts)]
+        held = self._resident.held
+        mine = [held[part].norm() if part in held else 0.0 for part in range(self._resident.now.parts)]
         # Bit patterns of non-negative floats are ordered like their values, and NaN comes last.
         bits = self._comm.maximum(torch.tensor(mine, dtype=torch.float64).abs().view(torch.int64).tolist())
         norm = torch.linalg.vector_norm(torch.tensor(bits).view(torch.float64))
@@ -148,18 +148,18 @@ class StageExecutor:
 
     # -- one micro-batch in one stage
 
-    def _places(self, batch: MiniBatch, *, back: bool) -> Iterator[tuple[int, int]]:
+    def _my_work(self, batch: MiniBatch, *, back: bool) -> Iterator[tuple[int, int]]:
         """Yield the (slice, stage) pairs that this worker computes, in order."""
-        homes, here = self._holdings.now, self._comm.local_ranks
-        stages = range(homes.parts)
+        placement, here = self._resident.now, self._comm.local_ranks
+        stages = range(placement.parts)
         for number in sorted(batch.owners):
-            chain = chain_of(homes, batch, number)
+            chain = chain_of(placement, batch, number)
             for part in reversed(stages) if back else stages:
                 if chain[part] in here:
                     yield number, part
 
     def _forward(self, batch: MiniBatch, seed: int, number: int, part: int, fetch: Callable[[int], Any]) -> None:
-        stage, last = self._holdings.held[part], part == self._holdings.now.parts - 1
+        stage, last = self._resident.held[part], part == self._resident.now.parts - 1
         targets: Sequence[Any] = ()
         given = None
         if part == 0 or last:
@@ -167,12 +167,12 @@ class StageExecutor:
         if part == 0:
             inputs = first
         else:
-            given = inputs = self._take(batch, number, part - 1, part, back=False).requires_grad_()
+            given = inputs = self._receive(batch, number, part - 1, part, back=False).requires_grad_()
         stage.buckets.buffers.lend()
         seed_slice(seed, batch.step, number, part)
-        rank = chain_of(self._holdings.now, batch, number)[part]
+        rank = chain_of(self._resident.now, batch, number)[part]
         stage.own.enter(rank)
-        with watch(stage.model, self._faults.flips("activations", batch.step, rank), self._faults, f"{part}."):
+        with flip_outputs(stage.model, self._faults.flips("activations", batch.step, rank), self._faults, f"{part}."):
             output = stage.model(inputs)
         _check_output(output, part)
         samples = len(batch.slices[number])
@@ -181,7 +181,7 @@ class StageExecutor:
             loss, metrics = self._loss(output, targets)
             output = loss * samples
         else:
-            self._give(batch, number, part, part + 1, output.detach(), back=False)
+            self._send(batch, number, part, part + 1, output.detach(), back=False)
         terms = stage.gradients.next_terms(self._sum_of(part).room)
         stage.buckets.put_figures(terms.flat[-1], metrics, samples)
         stage.gradients.terms[number] = terms
@@ -199,21 +199,21 @@ class StageExecutor:
         return loss, metrics
 
     def _backward(self, batch: MiniBatch, number: int, part: int) -> None:
-        stage, passed = self._holdings.held[part], self._work.passed.pop((number, part))
-        rank = chain_of(self._holdings.now, batch, number)[part]
+        stage, passed = self._resident.held[part], self._work.passed.pop((number, part))
+        rank = chain_of(self._resident.now, batch, number)[part]
         stage.own.enter(rank)
         stage.buckets.clear()
         stage.buckets.aim(passed.terms)
-        if part == self._holdings.now.parts - 1:
+        if part == self._resident.now.parts - 1:
             (passed.output if self._scaling is None else self._scaling.scale(passed.output)).backward()
         else:
-            passed.output.backward(self._take(batch, number, part + 1, part, back=True))
+            passed.output.backward(self._receive(batch, number, part + 1, part, back=True))
         if passed.given is not None:
             if passed.given.grad is None:
                 raise ScriptError(
                     f"in a Pipeline the output of stage {part} ignores its input: stage {part - 1} gets no gradient"
                 )
-            self._give(batch, number, part, part - 1, passed.given.grad, back=True)
+            self._send(batch, number, part, part - 1, passed.given.grad, back=True)
         stage.buckets.collect(passed.terms)
         for due in self._faults.flips("gradients", batch.step, rank):
             named = stage.buckets.named(passed.terms).items()
@@ -228,8 +228,8 @@ class StageExecutor:
 
     # -- between stages
 
-    def _give(self, batch: MiniBatch, number: int, part: int, to: int, data: torch.Tensor, *, back: bool) -> None:
-        chain = chain_of(self._holdings.now, batch, number)
+    def _send(self, batch: MiniBatch, number: int, part: int, to: int, data: torch.Tensor, *, back: bool) -> None:
+        chain = chain_of(self._resident.now, batch, number)
         messages = [data]
         if self._settings.guard_sums:
             messages.append(torch.tensor([checksum(data)]))
@@ -239,14 +239,14 @@ class StageExecutor:
             self._work.handed[number, to, back] = messages
         else:
             for message in messages:
-                self.mail.send(chain[to], message.contiguous())
+                self.mailbox.send(chain[to], message.contiguous())
 
-    def _take(self, batch: MiniBatch, number: int, source: int, part: int, *, back: bool) -> torch.Tensor:
-        giver = chain_of(self._holdings.now, batch, number)[source]
+    def _receive(self, batch: MiniBatch, number: int, source: int, part: int, *, back: bool) -> torch.Tensor:
+        giver = chain_of(self._resident.now, batch, number)[source]
         if giver in self._comm.local_ranks:
             messages = self._work.handed.pop((number, part, back))
         else:
-            messages = [self.mail.receive(giver) for _ in range(1 + self._settings.guard_sums)]
+            messages = [self.mailbox.receive(giver) for _ in range(1 + self._settings.guard_sums)]
         if self._settings.guard_sums and checksum(messages[0]) != int(messages[1]):
             note_altered(self._altered, f"the message from stage {source} to stage {part}", {number: giver}, number)
         return messages[0]
@@ -255,10 +255,10 @@ class StageExecutor:
 
     def _sum_of(self, part: int) -> OrderedAllReduce:
         """Return the all-reduce for the gradients of a stage, among its current holders."""
-        holders = self._holdings.now.holders(part)
+        holders = self._resident.now.holders(part)
         known = self._sums.get(part)
         if known is None or known[0] != holders:
-            size_bytes = self._holdings.held[part].buckets.size_bytes
+            size_bytes = self._resident.held[part].buckets.size_bytes
             made = OrderedAllReduce(
                 Subgroup(self._comm, holders),
                 self._settings.order,
@@ -266,13 +266,13 @@ class StageExecutor:
                 shared_bytes=self._settings.shared_bytes,
             )
             known = self._sums[part] = (holders, made)
-            self._holdings.held[part].forget_room()
+            self._resident.held[part].forget_room()
         return known[1]
 
 
-def chain_of(homes: Placement, batch: MiniBatch, number: int) -> tuple[int, ...]:
+def chain_of(placement: Placement, batch: MiniBatch, number: int) -> tuple[int, ...]:
     """Return the pipeline replica that computes a slice: replicas have contiguous runs of slices."""
-    return homes.chains[number * len(homes.chains) // len(batch.slices)]
+    return placement.chains[number * len(placement.chains) // len(batch.slices)]
 
 
 def _check_output(output: Any, part: int) -> None:

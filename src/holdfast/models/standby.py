@@ -73,14 +73,14 @@ class DeltaStandbys:
 
     def __init__(
         self,
-        holdings: ResidentParts,
+        resident: ResidentParts,
         row_of: Callable[[int], torch.Tensor],
-        world: JobContext,
+        job: JobContext,
         warn: Callable[[str], None],
     ) -> None:
-        settings = world.settings
-        self._world = world
-        self._holdings = holdings
+        settings = job.settings
+        self._job = job
+        self._resident = resident
         self._row_of = row_of
         self._optimizer = settings.mirror_optimizer
         self._saving = PriorityPolicy(
@@ -92,53 +92,53 @@ class DeltaStandbys:
             codec=settings.mirror_codec,
             seed=settings.seed,
         )
-        self._written = StandbyFiles(world, warn)
+        self._written = StandbyFiles(job, warn)
         self._own: dict[int, tuple[FlatParams, RunningCheckpoint, int]] = {}
         self._copies: dict[int, _Copy] = {}
         self._saved_with: Any = None
 
-    def exchange(self, comm: Communicator, mail: Mailbox, step: int) -> None:
+    def exchange(self, comm: Communicator, mailbox: Mailbox, step: int) -> None:
         """Save the parts as due before ``step``; called by all, between :meth:`Mailbox.begin` and the step's messages."""
         self._written.publish(step)
-        homes = self._holdings.now
-        is_first = self._saved_with is not homes
+        placement = self._resident.now
+        is_first = self._saved_with is not placement
         if not (is_first or step % self._saving.period == 0 or self._optimizer == "kept"):
             return
         comm.check_failures()  # a failed worker sends no save, which virtual workers must imitate
         if is_first:
             self._forget(comm.local_ranks)
             self._written.expect(
-                [part for part, ranks in enumerate(homes.backups) if ranks and ranks[0] in comm.local_ranks]
+                [part for part, ranks in enumerate(placement.backups) if ranks and ranks[0] in comm.local_ranks]
             )
-        for part, backups in enumerate(homes.backups):  # send everything before waiting for anything
-            giver = homes.holders(part)[0]
+        for part, backups in enumerate(placement.backups):  # send everything before waiting for anything
+            giver = placement.holders(part)[0]
             if backups and giver in comm.local_ranks:
                 header, *rest = self._save(part, step)
-                mail.send(backups, header, me=giver)
-                self._world.faults.reach("mirror", step, giver)
+                mailbox.send(backups, header, me=giver)
+                self._job.faults.reach("mirror", step, giver)
                 for message in rest:
-                    mail.send(backups, message, me=giver)
+                    mailbox.send(backups, message, me=giver)
         comm.check_failures()  # a virtual worker may have failed just now, with everything that it sent
-        for part, backups in enumerate(homes.backups):
+        for part, backups in enumerate(placement.backups):
             mine = [rank for rank in backups if rank in comm.local_ranks]
-            giver = homes.holders(part)[0]
+            giver = placement.holders(part)[0]
             if mine:
-                self._receive(part, mine, lambda giver=giver, me=mine[0]: mail.receive(giver, me=me))  # type: ignore[misc]
-        self._saved_with = homes
+                self._receive(part, mine, lambda giver=giver, me=mine[0]: mailbox.receive(giver, me=me))  # type: ignore[misc]
+        self._saved_with = placement
         for part, copy in self._copies.items():
             self._written.write(part, step, copy.state_dict)
 
     def _forget(self, here: Sequence[int]) -> None:
         """Discard copies of the previous placement; a remaining standby keeps its copy until a new one comes."""
         self._own = {}
-        keeps = {part for part, ranks in enumerate(self._holdings.now.backups) if not set(ranks).isdisjoint(here)}
+        keeps = {part for part, ranks in enumerate(self._resident.now.backups) if not set(ranks).isdisjoint(here)}
         self._copies = {part: copy for part, copy in self._copies.items() if part in keeps}
 
     # -- on a holder of a part
 
     def _save(self, part: int, step: int) -> list[torch.Tensor]:
         """Save a part, or the blocks that are due (possibly none), and return the messages."""
-        held = self._holdings.held[part]
+        held = self._resident.held[part]
         rows = self._own[part][0] if part in self._own else FlatParams(held, self._row_of(part))
         now = (rows.of_parameters(), *(rows.of_optimizer() if self._optimizer == "saved" else ()))
         state = held.state_dict()

@@ -37,30 +37,30 @@ class _Place:
 class StandbyFiles:
     """Writes the copies of this worker's standbys, and reads those of others; does neither without a checkpoint-dir."""
 
-    def __init__(self, world: JobContext, warn: Callable[[str], None]) -> None:
-        self._world = world
+    def __init__(self, job: JobContext, warn: Callable[[str], None]) -> None:
+        self._job = job
         self._warn = warn
-        self._places: dict[int, _Place] = {}
+        self._slots: dict[int, _Place] = {}
 
     @property
     def _mark(self) -> dict[str, Any]:
         """Identifies the copies of this loop of this start of the job; stored with them."""
-        return {"token": f"{self._world.keeper.token:x}", "loop": self._world.loop}
+        return {"token": f"{self._job.checkpoints.token:x}", "loop": self._job.loop}
 
     # -- writing
 
     def expect(self, parts: Collection[int]) -> None:
         """From now on write copies of these parts, each as soon as possible, and of no others."""
-        for part in self._places.keys() - set(parts):
-            self._places.pop(part).writer.close()
-        for part in parts if self._world.settings.checkpoint_dir else ():
-            if part in self._places:
-                self._places[part].due = 0
+        for part in self._slots.keys() - set(parts):
+            self._slots.pop(part).writer.close()
+        for part in parts if self._job.settings.checkpoint_dir else ():
+            if part in self._slots:
+                self._slots[part].due = 0
             else:
-                self._places[part] = self._begin(self._checkpoints(part))
+                self._slots[part] = self._begin(self._checkpoints(part))
 
     def _begin(self, checkpoints: CheckpointStore) -> _Place:
-        background = not isinstance(self._world.comm, VirtualCommunicator)
+        background = not isinstance(self._job.comm, VirtualCommunicator)
         return _Place(
             CheckpointWriter(checkpoints, background=background, after_commit=lambda: self._prune(checkpoints))
         )
@@ -70,12 +70,12 @@ class StandbyFiles:
 
         ``state`` returns the copy as of before ``step``. It may change after this returns.
         """
-        place = self._places.get(part)
+        place = self._slots.get(part)
         if place is None or step < place.due or place.writer.step is not None:
             return
-        every = self._world.settings.mirror_every
+        every = self._job.settings.mirror_every
         place.due = (step // every + 1) * every
-        token = f"{self._world.keeper.token:x}-{self._world.comm.generation}"
+        token = f"{self._job.checkpoints.token:x}-{self._job.comm.generation}"
         try:
             place.writer.begin(step, take(state()), {"part": part, **self._mark}, token)
         except CheckpointError as error:  # out of memory
@@ -83,21 +83,21 @@ class StandbyFiles:
 
     def publish(self, step: int) -> None:
         """Commit copies that were begun before ``step`` once they are written, and report failures."""
-        for part, place in self._places.items():
+        for part, place in self._slots.items():
             begun = place.writer.step
             if begun is not None and begun < step:
-                place.writer.commit(self._world.comm.generation)
+                place.writer.commit(self._job.comm.generation)
             for outcome in place.writer.poll():
-                self._heard(part, place, outcome)
+                self._on_outcome(part, place, outcome)
 
     def close(self) -> None:
         """Stop writing: training has ended."""
         ends_s = time.monotonic() + _LAST_WRITE_S
-        for place in self._places.values():
+        for place in self._slots.values():
             place.writer.close(max(0.0, ends_s - time.monotonic()))
-        self._places = {}
+        self._slots = {}
 
-    def _heard(self, part: int, place: _Place, outcome: WriteResult) -> None:
+    def _on_outcome(self, part: int, place: _Place, outcome: WriteResult) -> None:
         if outcome.error is not None:
             self._failed(part, place, outcome.step, outcome.error)
         elif outcome.saved is not None:
@@ -130,7 +130,7 @@ class StandbyFiles:
 
     def newest(self, part: int) -> LoadedCheckpoint | None:
         """Return the newest intact copy of a part that this start of the job wrote; None if there is none."""
-        if not self._world.settings.checkpoint_dir:
+        if not self._job.settings.checkpoint_dir:
             return None
         try:
             return self._newest(part, self._checkpoints(part))
@@ -150,7 +150,7 @@ class StandbyFiles:
         return None
 
     def _checkpoints(self, part: int) -> CheckpointStore:
-        settings = self._world.settings
+        settings = self._job.settings
         return CheckpointStore(f"{settings.checkpoint_dir.rstrip('/')}/copies/part-{part}", settings.checkpoint_format)
 
     def _is_ours(self, checkpoints: CheckpointStore, step: int) -> bool:

@@ -105,10 +105,10 @@ class StepGradients:
         """Return all metrics of the step, after all all-reduces; see :meth:`BucketLayout.read_figures`."""
         return self._buckets.read_figures(self.sums[-1])
 
-    def take_buffers(self) -> None:
+    def set_buffers(self) -> None:
         """Set the model's buffers to their mean over the slices of the last all-reduce."""
-        self._buckets.take_buffers(self.sums[-1], max(1, len(self.summed_slices[-1])))
+        self._buckets.set_buffers(self.sums[-1], max(1, len(self.summed_slices[-1])))
 
-    def give(self, *, private: bool) -> None:
-        """Set every parameter's ``.grad`` to the mean; see :meth:`BucketLayout.give_gradients`."""
-        self._buckets.give_gradients(self.sums, private=private)
+    def set_gradients(self, *, private: bool) -> None:
+        """Set every parameter's ``.grad`` to the mean; see :meth:`BucketLayout.set_gradients`."""
+        self._buckets.set_gradients(self.sums, private=private)

@@ -74,9 +74,9 @@ class Trainable(ABC):
 
     # -- a loop
 
-    def begin_loop(self, world: JobContext, log: RunLog) -> None:
+    def begin_loop(self, job: JobContext, log: RunLog) -> None:
         """Set up communication, after checking strategy and guard for this model. Called first in each loop."""
-        strategy_class(world.settings.strategy).check(self.kind)
+        strategy_class(job.settings.strategy).check(self.kind)
 
     @abstractmethod
     def runner(self, context: StepContext) -> Runner:
@@ -216,9 +216,9 @@ class Trainable(ABC):
     def settle(self) -> None:
         """Adopt the new placement, which all workers have."""
 
-    def homes(self) -> Any:
+    def placement(self) -> Any:
         """Return the placement of the parts as plain JSON; None if there are no parts."""
         return None
 
-    def take_homes(self, homes: Any) -> None:
-        """On a newcomer that holds nothing yet, adopt what :meth:`homes` returned."""
+    def adopt_placement(self, placement: Any) -> None:
+        """On a newcomer that holds nothing yet, adopt what :meth:`placement` returned."""

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.models.factories import PartFactories
-from holdfast.models.overlap import check_eager
+from holdfast.models.overlap import check_overlap
 from holdfast.models.pipeline import PipelineModel
 from holdfast.models.replicated import ReplicatedModel
 from holdfast.models.sharded import ShardedModel
@@ -46,7 +46,7 @@ def make_trainable(
                 f"average must be a torch.optim.swa_utils.AveragedModel of the model, got {type(average).__name__}"
             )
         if settings.update == "eager":
-            check_eager(optimizer, scaler=scaler, clip_grad_norm=clip_grad_norm)
+            check_overlap(optimizer, scaler=scaler, clip_grad_norm=clip_grad_norm)
         return ReplicatedModel(
             model,
             optimizer,

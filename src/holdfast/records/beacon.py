@@ -105,7 +105,7 @@ class Beacon:
         self._beats += 1
         if phase == "optimizer":
             self._applied += 1
-            self.say_recovered(in_vain=False)
+            self.publish_recovered(in_vain=False)
         count = min(len(samples), self.MAX_SAMPLES)
         if count:
             struct.pack_into(f"<{count}q", self._map, self._HEAD.size, *samples[:count])
@@ -117,21 +117,21 @@ class Beacon:
         self._pulses += 1
         struct.pack_into("<q", self._map, self._TAIL_AT, self._pulses)
 
-    def say_busy(self, *, busy: bool) -> None:
+    def publish_busy(self, *, busy: bool) -> None:
         """Announce the start or the end of an operation that may take long; such operations may nest."""
         self._busy += 1 if busy else -1
         struct.pack_into("<q", self._map, self._TAIL_AT + 8, self._busy)
 
-    def say_waits(self, waits: bool) -> None:
+    def publish_waits(self, waits: bool) -> None:
         """Publish whether this worker waits for other workers."""
         struct.pack_into("<q", self._map, self._TAIL_AT + 16, waits)
 
-    def say_recovered(self, *, in_vain: bool) -> None:
+    def publish_recovered(self, *, in_vain: bool) -> None:
         """Publish that a recovery ended, and whether the members are the same as before."""
         self._in_vain = self._in_vain + 1 if in_vain else 0
         struct.pack_into("<q", self._map, self._TAIL_AT + 32, self._in_vain)
 
-    def say_computed(self, seconds: float) -> None:
+    def publish_computed(self, seconds: float) -> None:
         """Publish how long computing a slice took, as the mean over the slices of a step."""
         self._computed_s.append(seconds)
         struct.pack_into("<d", self._map, self._TAIL_AT + 24, median(self._computed_s))
@@ -202,7 +202,7 @@ def show_life(path: Path, pulse_every_s: float) -> None:
         Pulse(beacon, pulse_every_s)
 
 
-def say_connecting() -> None:
+def publish_connecting() -> None:
     """Mark in the beacon, if there is one, that this process waits in the rendezvous."""
     for beacon in _of_process.values():
         beacon.mark("connect", -1)
@@ -219,16 +219,16 @@ def connected_beacon(run_dir: Path, rank: int) -> Beacon:
 class NoBeacon:
     """Publishes nothing."""
 
-    def say_busy(self, *, busy: bool) -> None:
+    def publish_busy(self, *, busy: bool) -> None:
         """Do nothing."""
 
-    def say_waits(self, waits: bool) -> None:
+    def publish_waits(self, waits: bool) -> None:
         """Do nothing."""
 
-    def say_recovered(self, *, in_vain: bool) -> None:
+    def publish_recovered(self, *, in_vain: bool) -> None:
         """Do nothing."""
 
-    def say_computed(self, seconds: float) -> None:
+    def publish_computed(self, seconds: float) -> None:
         """Do nothing."""
 
     def mark(self, phase: str, step: int, slice_: int = -1, samples: Any = ()) -> None:

@@ -20,7 +20,7 @@ def stop_path(run_dir: Path) -> Path:
     return run_dir / "stop"
 
 
-def gone_path(run_dir: Path) -> Path:
+def launcher_lost_path(run_dir: Path) -> Path:
     """Return the file that exists once the launcher has died, which stops the whole job."""
     return run_dir / "gone"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from holdfast.recovery.messages import Action, ContinueStep, Event, HandOver, ProgressKnown
-from holdfast.recovery.rollback import take_back
+from holdfast.recovery.rollback import discard_step
 from holdfast.recovery.strategy import PIPELINE, SHARDED, ProgressView, Strategy
 
 
@@ -45,10 +45,10 @@ class Forward(Strategy):
     def _go_on(self, view: ProgressView) -> list[Action]:
         # All survivors must hold gradients of the same assignment of slices. If one still has to catch up, or has
         # not computed its gradients, the step has not begun: the survivors compute it from its start.
-        goes_back = view.loading or view.corrupt or view.altered or view.calm
+        goes_back = view.loading or view.corrupt or view.altered or view.is_planned
         cannot_go_on = goes_back or not view.all_computed or (view.behind and view.next_sum == 0)
         if cannot_go_on or view.alive < self.min_workers:
-            return take_back(view, self.min_workers)
+            return discard_step(view, self.min_workers)
         orders: list[Action] = []
         if view.behind:
             orders.append(HandOver(view.step, view.next_sum - 1, view.source))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from holdfast.recovery.messages import Action, Event, ProgressKnown
-from holdfast.recovery.rollback import take_back
+from holdfast.recovery.rollback import discard_step
 from holdfast.recovery.strategy import REPLICATED, ProgressView, Strategy
 
 
@@ -37,6 +37,6 @@ class Partial(Strategy):
         """Roll the step in progress back, as rollback does; lost parts are restored when the new placement is made."""
         match event:
             case ProgressKnown():
-                return take_back(replace(ProgressView.of(event), lost=False), self.min_workers)
+                return discard_step(replace(ProgressView.of(event), lost=False), self.min_workers)
             case _:
                 return []

@@ -118,7 +118,7 @@ class Restoration:
     takers: tuple[int, ...]
 
 
-def first_homes(shape: PlacementShape, members: Sequence[int]) -> Placement:
+def initial_placement(shape: PlacementShape, members: Sequence[int]) -> Placement:
     """Return the placement of a job that starts, or loads a checkpoint; a function of the members alone.
 
     Args:
@@ -130,10 +130,10 @@ def first_homes(shape: PlacementShape, members: Sequence[int]) -> Placement:
         chains: list[list[int]] = [[members[part * len(members) // parts] for part in range(parts)]]
     else:
         chains = [list(members[c * parts : (c + 1) * parts]) for c in range(count)]
-    return _with_copies(shape, members, chains, [()] * parts)
+    return _with_standbys(shape, members, chains, [()] * parts)
 
 
-def new_homes(shape: PlacementShape, homes: Placement, members: Sequence[int]) -> Placement:
+def next_placement(shape: PlacementShape, placement: Placement, members: Sequence[int]) -> Placement:
     """Return the placement for the surviving ``members`` that moves little data.
 
     A failed worker is replaced, in this order of preference, by an idle holder of the part, by an idle worker, by a
@@ -143,23 +143,23 @@ def new_homes(shape: PlacementShape, homes: Placement, members: Sequence[int]) -
 
     Args:
         shape: The shape of the job.
-        homes: The previous placement.
+        placement: The previous placement.
         members: The workers that are alive, ascending, including newcomers.
     """
     alive = set(members)
-    kept = sorted(homes.chains, key=lambda chain: -sum(rank in alive for rank in chain))[
+    kept = sorted(placement.chains, key=lambda chain: -sum(rank in alive for rank in chain))[
         : shape.chains_of(len(members))
     ]
-    kept = [chain for chain in homes.chains if chain in kept]
+    kept = [chain for chain in placement.chains if chain in kept]
     vacant = (-1,) * shape.parts
     chains = [[rank if rank in alive else -1 for rank in chain] for chain in kept]
     chains += [list(vacant) for _ in range(shape.chains_of(len(members)) - len(chains))]
-    holders = [tuple(rank for rank in homes.holders(part) if rank in alive) for part in range(shape.parts)]
-    backups = [tuple(rank for rank in ranks if rank in alive) for ranks in homes.backups]
+    holders = [tuple(rank for rank in placement.holders(part) if rank in alive) for part in range(shape.parts)]
+    backups = [tuple(rank for rank in ranks if rank in alive) for ranks in placement.backups]
     for chain, part in _empty(chains):
-        chain[part] = _who_takes(chains, members, holders[part] or backups[part])
+        chain[part] = _next_holder(chains, members, holders[part] or backups[part])
     _relieve(chains, members, holders)
-    return _with_copies(shape, members, chains, backups if shape.lazy else holders)
+    return _with_standbys(shape, members, chains, backups if shape.lazy else holders)
 
 
 def restorations(before: Placement, after: Placement, members: Collection[int]) -> tuple[Restoration, ...]:
@@ -177,7 +177,7 @@ def restorations(before: Placement, after: Placement, members: Collection[int]) 
     return tuple(found)
 
 
-def gifts(before: Placement, after: Placement, members: Collection[int]) -> tuple[PartTransfer, ...]:
+def transfers(before: Placement, after: Placement, members: Collection[int]) -> tuple[PartTransfer, ...]:
     """Return the transfers that lead to ``after``, without parts that no survivor holds.
 
     Args:
@@ -200,7 +200,7 @@ def _empty(chains: list[list[int]]) -> Iterator[tuple[list[int], int]]:
                 yield chain, part
 
 
-def _who_takes(chains: list[list[int]], members: Sequence[int], having: Collection[int]) -> int:
+def _next_holder(chains: list[list[int]], members: Sequence[int], having: Collection[int]) -> int:
     """Return the worker that will compute, at a vacant position, the part that the workers of ``having`` have.
 
     With several replicas there is a worker for every position, so no worker takes the same part twice.
@@ -222,7 +222,7 @@ def _relieve(chains: list[list[int]], members: Sequence[int], holders: Sequence[
                 places.remove(rank)
 
 
-def _with_copies(
+def _with_standbys(
     shape: PlacementShape, members: Sequence[int], chains: list[list[int]], having: Sequence[Sequence[int]]
 ) -> Placement:
     """Return the placement with these replicas, and with hot or delta standbys up to the number of copies.

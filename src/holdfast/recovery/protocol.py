@@ -291,13 +291,13 @@ class Protocol:
     def _decide(self) -> list[Action]:
         assert self._known is not None
         newcomers = tuple(sorted(r for r, p in self._known.progress.items() if p.completed == JOINING))
-        orders = self._welcome(newcomers) if newcomers else tuple(self._strategy.handle(self._known))
-        self._orders = self._with_new_homes(orders) if self._split else orders
+        orders = self._admit(newcomers) if newcomers else tuple(self._strategy.handle(self._known))
+        self._orders = self._with_placement(orders) if self._split else orders
         self._known = None
         self._state = ProtocolState.ACT
         return self._next_order()
 
-    def _welcome(self, newcomers: tuple[int, ...]) -> tuple[Action, ...]:
+    def _admit(self, newcomers: tuple[int, ...]) -> tuple[Action, ...]:
         """Return the actions that make the newcomers full members; with too few workers in total, all stop then."""
         assert self._known is not None
         step = self._common_step(newcomers)
@@ -309,7 +309,7 @@ class Protocol:
         assert self._known is not None
         return any(p.flags & Note.LOST for p in self._known.progress.values())
 
-    def _with_new_homes(self, orders: tuple[Action, ...]) -> tuple[Action, ...]:
+    def _with_placement(self, orders: tuple[Action, ...]) -> tuple[Action, ...]:
         """Return the actions, extended by those that place each part of the model.
 
         Loading includes a placement. Stopping needs none if every part that must be saved has a holder.

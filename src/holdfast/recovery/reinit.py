@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from holdfast.recovery.messages import Action, CatchUp, Event, LoadCheckpoint, ProgressKnown, Reinitialise
-from holdfast.recovery.rollback import take_back
+from holdfast.recovery.rollback import discard_step
 from holdfast.recovery.strategy import ProgressView, Strategy
 
 
@@ -35,8 +35,8 @@ class Reinit(Strategy):
                 view = ProgressView.of(event)
                 # A worker that is loading has a new application already, or has not begun. A snapshot of a corrupt
                 # state would be useless. A step that is only to be retried needs no new application.
-                if view.loading or view.corrupt or view.altered or view.calm or view.alive < self.min_workers:
-                    return take_back(view, self.min_workers)
+                if view.loading or view.corrupt or view.altered or view.is_planned or view.alive < self.min_workers:
+                    return discard_step(view, self.min_workers)
                 closed_by_some = view.behind and view.next_sum == 0
                 catch_up: list[Action] = [CatchUp(view.step - 1)] if closed_by_some else []
                 return [*catch_up, Reinitialise(), LoadCheckpoint()]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from holdfast.recovery.messages import Action, CatchUp, Event, LoadCheckpoint, ProgressKnown
-from holdfast.recovery.rollback import take_back
+from holdfast.recovery.rollback import discard_step
 from holdfast.recovery.strategy import ProgressView, Strategy
 
 
@@ -28,8 +28,8 @@ class Restart(Strategy):
         match event:
             case ProgressKnown():
                 view = ProgressView.of(event)
-                if view.calm or view.altered or view.alive < self.min_workers:
-                    return take_back(view, self.min_workers)
+                if view.is_planned or view.altered or view.alive < self.min_workers:
+                    return discard_step(view, self.min_workers)
                 closed_by_some = view.behind and view.next_sum == 0 and not view.loading
                 catch_up: list[Action] = [CatchUp(view.step - 1)] if closed_by_some else []
                 return [*catch_up, LoadCheckpoint()]

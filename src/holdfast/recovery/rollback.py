@@ -28,12 +28,12 @@ class Rollback(Strategy):
         """Roll back the step in progress, after survivors that are behind have applied a committed step."""
         match event:
             case ProgressKnown():
-                return take_back(ProgressView.of(event), self.min_workers)
+                return discard_step(ProgressView.of(event), self.min_workers)
             case _:
                 return []
 
 
-def take_back(view: ProgressView, min_workers: int) -> list[Action]:
+def discard_step(view: ProgressView, min_workers: int) -> list[Action]:
     """Return to the start of the step in progress, if it was begun; stop there with fewer than ``min_workers``.
 
     If a part of the model is lost, or a worker's state is corrupt, the only way back is a saved state.
@@ -41,7 +41,7 @@ def take_back(view: ProgressView, min_workers: int) -> list[Action]:
     orders: list[Action] = []
     if view.loading or view.lost or view.corrupt:
         orders.append(LoadCheckpoint())
-    elif not view.calm:
+    elif not view.is_planned:
         if view.behind and view.next_sum == 0:
             orders.append(CatchUp(view.step - 1))
         orders.append(DiscardStep(view.step))

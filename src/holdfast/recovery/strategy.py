@@ -69,7 +69,7 @@ class ProgressView:
         source: The lowest rank that has completed ``top`` collectives.
         all_computed: Every survivor has its gradients of the step in progress.
         loading: Some survivor is loading a checkpoint, so all must.
-        calm: All are between the same two steps because the membership changes; no worker has detected a failure.
+        is_planned: All are between the same two steps because the membership changes; no worker has detected a failure.
         lost: Some part of the model has no surviving holder.
         corrupt: Some worker's state was found to be corrupt.
         altered: A message of the step in progress was corrupted, so that its reduced buckets are unusable.
@@ -83,7 +83,7 @@ class ProgressView:
     source: int
     all_computed: bool
     loading: bool
-    calm: bool
+    is_planned: bool
     lost: bool
     corrupt: bool
     altered: bool
@@ -110,7 +110,7 @@ class ProgressView:
             source=min(rank for rank, c in completed.items() if c == top),
             all_computed=all(p.computed for p in event.progress.values()),
             loading=loading,
-            calm=all(p.flags & Note.PLANNED for p in event.progress.values()),
+            is_planned=all(p.flags & Note.PLANNED for p in event.progress.values()),
             lost=any(p.flags & Note.LOST for p in event.progress.values()),
             corrupt=any(p.flags & Note.CORRUPT for p in event.progress.values()),
             altered=any(p.flags & Note.ALTERED for p in event.progress.values()),

@@ -25,7 +25,7 @@ from holdfast.records.types import (
 from holdfast.report.formatting import DISTRIBUTED
 from holdfast.report.history import History
 from holdfast.report.lives import JobLife, LostWorker
-from holdfast.report.platforms import workers_kinds
+from holdfast.report.platforms import workers_platforms
 
 SCHEMA = 1
 """Version of ``report.json``: existing keys keep their names and meanings, new keys may be added."""
@@ -104,7 +104,7 @@ def build_report(
         "lost": None if history.is_distributed else _lost(history),
         "replicas": _replicas(history, finished),
         "certificate": _certificate(history),
-        "kinds": workers_kinds(history),
+        "kinds": workers_platforms(history),
         "metrics": _metrics(history, finished),
         "checkpoints": None if history.is_distributed else len(history.of(CheckpointSaved)),
         "checkpoint": None if history.is_distributed else next((r.checkpoint for r in ends if r.checkpoint), ""),
@@ -118,18 +118,18 @@ def _happenings(history: History) -> dict[str, Any]:
     """Return events at workers and at their parts, each kind a list ordered by time; the guard's findings last."""
     return {
         "failures": [_failure(failure, history) for failure in history.failures],
-        "joined": [_told(joining, "rank", "step", "t_s", "held_s") for joining in history.joined],
+        "joined": [_rounded(joining, "rank", "step", "t_s", "held_s") for joining in history.joined],
         "reinitialised": [_reinitialised(said) for said in history.reinitialised],
         "restored": [_restored(record) for record in history.restored],
-        "parts_held": [_told(record, *_HELD) for record in history.parts_held],
-        "eager": [_told(record, *_EAGER) for record in history.updated_eagerly],
-        "left": [_told(record, "rank", "step", "t_s") for record in history.of(Left)],
+        "parts_held": [_rounded(record, *_HELD) for record in history.parts_held],
+        "eager": [_rounded(record, *_EAGER) for record in history.updated_eagerly],
+        "left": [_rounded(record, "rank", "step", "t_s") for record in history.of(Left)],
         "stragglers": [
-            _told(record, "rank", "step", "t_s") | {"score": round(record.score, 2), "policy": record.policy}
+            _rounded(record, "rank", "step", "t_s") | {"score": round(record.score, 2), "policy": record.policy}
             for record in history.of(StragglerSeen)
         ],
         "changed": [
-            _told(record, "step", "t_s", "name") | {"value": json.loads(record.value)} for record in history.changes
+            _rounded(record, "step", "t_s", "name") | {"value": json.loads(record.value)} for record in history.changes
         ],
         "flips": [_flip(record) for record in history.of(ValuesAltered)],
         "guard": _guard(history),
@@ -172,11 +172,11 @@ def _configuration(history: History, seed: int) -> dict[str, Any]:
 
 def _failure(failure: LostWorker, history: History) -> dict[str, Any]:
     return {
-        **_told(failure, "rank", "kind"),
+        **_rounded(failure, "rank", "kind"),
         "step": failure.step if failure.step >= 0 else None,
-        **_told(failure, "phase", "injected", "t_s", "detect_s", "recover_s", "decision", "redone_steps"),
+        **_rounded(failure, "phase", "injected", "t_s", "detect_s", "recover_s", "decision", "redone_steps"),
         "lost_samples": None if history.is_distributed else failure.lost_samples,
-        **_told(failure, "recovery", "silent_s", "why"),
+        **_rounded(failure, "recovery", "silent_s", "why"),
         "orders": dict(failure.orders),
         "times_s": {name: _seconds(value) for name, value in failure.times_s.items()},
     }
@@ -186,9 +186,9 @@ def _reinitialised(said: Sequence[Reinitialised]) -> dict[str, Any]:
     """Return the times of the slowest worker, for each phase."""
     slowest = {name: max(getattr(one, name) for one in said) for name in ("snapshot_s", "rebuild_s", "load_s")}
     return {
-        **_told(said[0], "step", "t_s"),
+        **_rounded(said[0], "step", "t_s"),
         "workers": len(said),
-        **_told(said[0], "form", "source"),
+        **_rounded(said[0], "form", "source"),
         **{name: _seconds(value) for name, value in slowest.items()},
     }
 
@@ -197,7 +197,7 @@ def _restored(record: PartRestored) -> dict[str, Any]:
     blocks = sum(record.blocks)
     total = sum(age * count for age, count in zip(record.ages, record.blocks, strict=True))
     return {
-        **_told(record, "part", "step", "t_s"),
+        **_rounded(record, "part", "step", "t_s"),
         "by": record.rank,
         "source": record.source,
         "blocks": blocks,
@@ -214,9 +214,9 @@ def _restored(record: PartRestored) -> dict[str, Any]:
 def _guard(history: History) -> dict[str, Any]:
     """Return the guard's findings, their outcomes, and the number of steps recomputed because of them."""
     return {
-        "found": [_told(r, "step", "t_s", "what", "where", "ranks", "policy") for r in history.of(CorruptionFound)],
+        "found": [_rounded(r, "step", "t_s", "what", "where", "ranks", "policy") for r in history.of(CorruptionFound)],
         "healed": [
-            _told(r, "found_at", "t_s", "ranks", "went_back_to", "source", "is_training")
+            _rounded(r, "found_at", "t_s", "ranks", "went_back_to", "source", "is_training")
             for r in history.of(CorruptionHealed)
         ],
         "steps_redone": history.healed_steps,
@@ -224,7 +224,7 @@ def _guard(history: History) -> dict[str, Any]:
 
 
 def _flip(record: ValuesAltered) -> dict[str, Any]:
-    told = _told(record, "fault", "rank", "step", "target", "count", "t_s")
+    told = _rounded(record, "fault", "rank", "step", "target", "count", "t_s")
     return told | {"values": [dict(value) for value in record.values]}
 
 
@@ -232,7 +232,7 @@ def _samples(history: History, finished: Mapping[int, Finished]) -> dict[str, in
     if history.is_distributed:
         return dict.fromkeys(("planned", "committed", "lost", "repeated"))
     for record in finished.values():
-        return _told(record, "planned", "committed", "lost", "repeated")
+        return _rounded(record, "planned", "committed", "lost", "repeated")
     starts = history.of(RunStarted)
     return {
         "planned": starts[0].samples_planned if starts else None,
@@ -286,7 +286,7 @@ def _script_failures(life: JobLife) -> list[ScriptFailed]:
 
 def _error(life: JobLife) -> dict[str, Any] | None:
     for record in _script_failures(life):
-        return _told(record, "rank", "step", "exit_code", "message")
+        return _rounded(record, "rank", "step", "exit_code", "message")
     return None
 
 
@@ -305,7 +305,7 @@ def _quantile(times: Sequence[float], share: float) -> float | None:
     return _seconds(times[low] * (1 - part) + times[high] * part)
 
 
-def _told(one: object, *names: str) -> dict[str, Any]:
+def _rounded(one: object, *names: str) -> dict[str, Any]:
     """Return some fields in the form of the report: seconds are rounded, tuples are lists."""
     return {name: _plain(name, getattr(one, name)) for name in names}
 

@@ -15,9 +15,9 @@ from holdfast.integrity.hash_chain import (
     digest_of_parts,
     digest_of_tensors,
     fits,
+    fold_part,
     link_of,
     number_of_tensors,
-    said_of_part,
 )
 from holdfast.records.types import Finished, JobRestarted, Record, Recovered, RunStarted, StateHashed, StepCommitted
 from holdfast.recovery.decisions import decision_of
@@ -120,7 +120,7 @@ class CertifiedSteps:
 
     def check(self) -> list[CertificateFinding]:
         """Return where lines were altered, dropped or repeated, in the order of steps; empty if all links hold."""
-        found = [*self._repeated(), *self._broken(), *self._cut_off(), *self._other_wholes()]
+        found = [*self._repeated(), *self._broken(), *self._missing_end(), *self._other_wholes()]
         return sorted(found, key=lambda finding: finding.step)
 
     def _repeated(self) -> Iterator[CertificateFinding]:
@@ -150,7 +150,7 @@ class CertifiedSteps:
                 if not fits(line.figures, line.metrics):
                     yield CertificateFinding(step=step, what=f"step {step}: its metrics differ from the certified ones")
 
-    def _cut_off(self) -> Iterator[CertificateFinding]:
+    def _missing_end(self) -> Iterator[CertificateFinding]:
         end = max((record.step for record in self.finished), default=self.last + 1) - 1
         if end > self.last:
             steps = f"step {end}" if end == self.last + 1 else f"steps {self.last + 1} to {end}"
@@ -175,7 +175,7 @@ class CertifiedSteps:
         ):
             return ""
         numbers = (number_of_tensors(records[-1].tensors) for records in of_parts.values())
-        said = [said for number in numbers for said in said_of_part([number])]
+        said = [said for number in numbers for said in fold_part([number])]
         return f"{digest_of_parts(said):016x}"
 
     def twice(self) -> list[CertificateFinding]:

@@ -46,12 +46,12 @@ class RunComparison:
     Args:
         first: The first step that both have.
         last: The last step that both have.
-        parting: Their divergence, None if they are equal.
+        divergence: Their divergence, None if they are equal.
     """
 
     first: int
     last: int
-    parting: Divergence | None
+    divergence: Divergence | None
 
 
 def compare_runs(one: CertifiedSteps, other: CertifiedSteps, *, until: int | None = None) -> RunComparison | None:
@@ -70,9 +70,9 @@ def compare_runs(one: CertifiedSteps, other: CertifiedSteps, *, until: int | Non
         return None
     for step in common:
         if what := differing(one.steps[step], other.steps[step]):
-            parting = _describe(one, other, step, tuple(what))
-            return RunComparison(first=common[0], last=common[-1], parting=parting)
-    return RunComparison(first=common[0], last=common[-1], parting=_at_the_end(one, other, common[-1]))
+            divergence = _describe(one, other, step, tuple(what))
+            return RunComparison(first=common[0], last=common[-1], divergence=divergence)
+    return RunComparison(first=common[0], last=common[-1], divergence=_at_the_end(one, other, common[-1]))
 
 
 def _describe(one: CertifiedSteps, other: CertifiedSteps, step: int, what: tuple[str, ...]) -> Divergence:
@@ -149,11 +149,11 @@ def different_settings(
         runs: The two runs.
         reports: The report of each.
     """
-    a, b = (_deciding(run.started, report.get("job") or {}) for run, report in zip(runs, reports, strict=True))
+    a, b = (_deciding_settings(run.started, report.get("job") or {}) for run, report in zip(runs, reports, strict=True))
     return {name: (a[name], b[name]) for name in a if name in b and a[name] != b[name]}
 
 
-def _deciding(started: RunStarted, job: Mapping[str, Any]) -> dict[str, Any]:
+def _deciding_settings(started: RunStarted, job: Mapping[str, Any]) -> dict[str, Any]:
     strategy = "without loss" if strategy_class(started.strategy).exact else started.strategy
     known = {name: getattr(started, name) for name in _DECIDE} | {"strategy": strategy} | dict(started.kind)
     said = {"script": job["sha256"], "arguments": job["args"], **job["versions"]} if job else {}

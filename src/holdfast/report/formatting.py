@@ -96,7 +96,7 @@ def worker(report: Mapping[str, Any]) -> str:
 
 def headline(report: Mapping[str, Any]) -> str:
     """Return one or two sentences that summarise the run and its end."""
-    parts = (_what_happened(report), _who_came_and_went(report), _how_it_ended(report), _samples(report))
+    parts = (_what_happened(report), _joined_and_left(report), _how_it_ended(report), _samples(report))
     return " ".join(part for part in parts if part)
 
 
@@ -204,7 +204,7 @@ def slowness(score: float, policy: str) -> str:
     return f"it takes {score:.1f} times as long as the other workers{done}"
 
 
-def everybody(report: Mapping[str, Any]) -> int:
+def total_workers(report: Mapping[str, Any]) -> int:
     """Return the total number of workers, including spares and newcomers."""
     workers = report["workers"]
     return int(workers["started"]) + int(workers.get("spares", 0)) + len(report.get("joined", ()))
@@ -249,7 +249,7 @@ def _what_was_done(failures: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     ), ""
 
 
-def _who_came_and_went(report: Mapping[str, Any]) -> str:
+def _joined_and_left(report: Mapping[str, Any]) -> str:
     joined, left, one = report.get("joined", ()), report.get("left", ()), worker(report)
     said = []
     if len(joined) == 1:
@@ -296,13 +296,13 @@ def _how_it_ended(report: Mapping[str, Any]) -> str:
         case "failed":
             error = report.get("error")
             return f"The run failed after {steps}{': ' + error['message'] if error else ''}."
-    return _who_finished(report)
+    return _finished(report)
 
 
-def _who_finished(report: Mapping[str, Any]) -> str:
+def _finished(report: Mapping[str, Any]) -> str:
     """Return which workers finished, and whether with the same bits, if that is known."""
     came_and_went = report.get("joined") or report.get("left")
-    finished, there = report["workers"]["finished"], everybody(report)
+    finished, there = report["workers"]["finished"], total_workers(report)
     few = _SMALL[finished] if finished < len(_SMALL) else str(finished)
     if not is_distributed(report) and not report["replicas"]["identical"]:
         return "The replicas that finished do not hold the same bits."

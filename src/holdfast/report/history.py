@@ -54,7 +54,7 @@ class History:
     def __init__(self, records: Sequence[Record], started: Sequence[int] = ()) -> None:
         self.records = sorted(records, key=lambda r: r.t_s)
         self.started = tuple(started) or tuple(sorted({r.rank for r in records if isinstance(r, RunStarted)}))
-        self.lives = list(self._cut())
+        self.lives = list(self._split())
         self.commits = self.of(StepCommitted)
         self.is_distributed = any(is_distributed(start) for start in self.of(RunStarted))
         self.timed = list(self._timed())
@@ -169,7 +169,7 @@ class History:
             return failure
         return dataclasses.replace(failure, phase="", step=failure.step if self.commits else -1)
 
-    def _cut(self) -> Iterator[JobLife]:
+    def _split(self) -> Iterator[JobLife]:
         workers, part = self.started, list[Record]()
         number = 0
         for record in self.records:

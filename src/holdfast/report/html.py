@@ -100,7 +100,7 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         note = "all other workers" if len(held) == 1 else f"the longest of {len(held)}"
         tiles.append((words.seconds(max(held)), "waiting for newcomers", note))
     if words.is_distributed(report):
-        tiles.append(_who_finished(report))
+        tiles.append(_finished(report))
     else:
         note = f"{words.number(samples['lost'])} lost, {words.number(samples['repeated'])} repeated"
         tiles.append((words.number(samples["committed"]), "samples in the weights", note))
@@ -144,8 +144,8 @@ def _slowest(failures: Sequence[Mapping[str, Any]], key: str, what: str) -> tupl
     return words.seconds(max(known, default=None)), what, note
 
 
-def _who_finished(report: Mapping[str, Any]) -> tuple[str, str, str]:
+def _finished(report: Mapping[str, Any]) -> tuple[str, str, str]:
     workers, one = report["workers"], words.worker(report)
     ranks = workers["ranks_finished"]
     note = f"{one if len(ranks) == 1 else f'{one}s'} {words.listing(ranks)}" if 0 < len(ranks) <= _FEW else ""
-    return f"{workers['finished']} of {words.everybody(report)}", f"{one}s finished", note
+    return f"{workers['finished']} of {words.total_workers(report)}", f"{one}s finished", note

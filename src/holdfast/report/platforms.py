@@ -8,7 +8,7 @@ from holdfast.records.types import RunStarted, WorkerRefused
 from holdfast.report.history import History
 
 
-def workers_kinds(history: History) -> dict[str, Any] | None:
+def workers_platforms(history: History) -> dict[str, Any] | None:
     """Return the platforms, their workers, what differing ones gave up, and refused workers; None if not recorded.
 
     ``given_up`` is "" for a single platform, or an inexact strategy. The last platform of a worker counts.

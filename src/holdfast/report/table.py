@@ -9,7 +9,6 @@ from typing import Any
 from holdfast.report.formatting import (
     clean,
     count,
-    everybody,
     happenings,
     headline,
     is_distributed,
@@ -17,6 +16,7 @@ from holdfast.report.formatting import (
     number,
     seconds,
     size,
+    total_workers,
     worker,
 )
 
@@ -34,8 +34,8 @@ def summary_lines(report: Mapping[str, Any], directory: Path | None = None) -> l
     lines += [f"did not strike: {spec}" for spec in report.get("faults_not_fired", ())]
     lines.append(_iteration_cost(report.get("iteration_cost")))
     lines += [_parts_held(held) for held in report.get("parts_held", ())]
-    lines.append(_eager(report.get("eager", ())))
-    lines += [_samples(report), _replicas(report), _kinds(report.get("kinds"))]
+    lines.append(_overlap_cost(report.get("eager", ())))
+    lines += [_samples(report), _replicas(report), _platforms(report.get("kinds"))]
     if directory is not None:
         lines.append(f"report   {directory / 'report.json'}   (as a page: holdfast report {directory})")
     return [clean(line) for line in lines if line]
@@ -48,7 +48,7 @@ def _pace(report: Mapping[str, Any]) -> str:
     )
     if is_distributed(report) and not report["steps"]:
         pace = f"over after {seconds(report['wall_s'])}"
-    text = f"{pace}, {workers['finished']} of {count(everybody(report), worker(report))} finished"
+    text = f"{pace}, {workers['finished']} of {count(total_workers(report), worker(report))} finished"
     metrics = ", ".join(f"{name} {number(value)}" for name, value in report["metrics"].items())
     return f"{text}; {metrics}" if metrics else text
 
@@ -94,7 +94,7 @@ def _parts_held(held: Mapping[str, Any]) -> str:
     return f"worker {held['rank']} held {listing(said) or 'nothing'} of the model"
 
 
-def _eager(workers: Sequence[Mapping[str, Any]]) -> str:
+def _overlap_cost(workers: Sequence[Mapping[str, Any]]) -> str:
     """Return the cost of updating buckets before the commit vote, at the worker where it was highest."""
     if not workers:
         return ""
@@ -117,7 +117,7 @@ def _samples(report: Mapping[str, Any]) -> str:
     return f"samples  {number(samples['committed'])} of {number(samples['planned'])} committed{since}, {listing(rest)}"
 
 
-def _kinds(kinds: Mapping[str, Any] | None) -> str:
+def _platforms(kinds: Mapping[str, Any] | None) -> str:
     return f"kinds    {kinds['given_up']}" if kinds and kinds["given_up"] else ""
 
 

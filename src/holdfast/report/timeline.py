@@ -111,7 +111,7 @@ def _shown_from_s(history: History, end_s: float) -> float:
 def draw_legend(axes: Axes, left_in: float, history: History) -> None:
     """Write the legend above the lanes, for the marks that occur."""
     marks = [("▬ training", style.WORK), ("▬ starting", style.FAINT)]
-    if any(stretch.waits_s for stretch in stretches(history, history.records[-1].t_s)):
+    if any(segment.waits_s for segment in stretches(history, history.records[-1].t_s)):
         marks.append(("▭ waiting as a spare", style.WORK))
     if history.failures:
         marks += [("✕ lost", style.DEATH), ("▮ until the next step is committed", style.SEEN)]
@@ -179,16 +179,16 @@ def _name(history: History, rank: int) -> str:
 
 
 def _draw_work(axes: Axes, history: History, lanes: dict[int, int], end_s: float) -> None:
-    for stretch in stretches(history, end_s):
-        if stretch.rank in lanes:
-            works_s = stretch.from_s + stretch.waits_s
+    for segment in stretches(history, end_s):
+        if segment.rank in lanes:
+            works_s = segment.from_s + segment.waits_s
             axes.barh(
-                lanes[stretch.rank], stretch.to_s - works_s, left=works_s, height=_BAR,
+                lanes[segment.rank], segment.to_s - works_s, left=works_s, height=_BAR,
                 color=style.WORK_LIGHT, linewidth=0, zorder=2,
             )  # fmt: skip
-            if stretch.waits_s:
+            if segment.waits_s:
                 axes.barh(
-                    lanes[stretch.rank], stretch.waits_s, left=stretch.from_s, height=_BAR,
+                    lanes[segment.rank], segment.waits_s, left=segment.from_s, height=_BAR,
                     color="none", edgecolor=style.WORK_LIGHT, linewidth=1, zorder=2,
                 )  # fmt: skip
 

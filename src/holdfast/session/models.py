@@ -100,7 +100,7 @@ class Sharded:
         """A copy of the model with averaged weights, once training has ended, if the session keeps an average."""
         self.shards = shards
 
-    def cut(self, shards: int) -> list[list[str]]:
+    def shard_names(self, shards: int) -> list[list[str]]:
         """Return the parameter names of each of ``shards`` shards: neighbours, of balanced size, at least one each."""
         named = list(self.module.named_parameters())
         if shards > len(named):

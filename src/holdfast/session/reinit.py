@@ -58,11 +58,11 @@ def reinit(main: Callable[[], T]) -> T:
             gc.collect()  # models and optimizers refer to each other
             set_generator_states(generators)
     finally:
-        application.is_built_by_reinit, application.world = False, None
+        application.is_built_by_reinit, application.job = False, None
 
 
 def _check_let_through() -> None:
-    if application.world is not None:
+    if application.job is not None:
         raise ScriptError(
             "main caught holdfast's Unwind and returned as if training had ended: let BaseException propagate, as"
             " `except Exception` does"

@@ -21,7 +21,7 @@ class Application:
     is_built_by_reinit: bool = False  # `holdfast.reinit` has called `main`
     makes_sessions: bool = False  # the application has created a session, which writes the records of this process
     has_session: bool = False  # it has created a session that can be rebuilt
-    world: JobContext | None = None  # of the application that was torn down, until the next session takes it
+    job: JobContext | None = None  # of the application that was torn down, until the next session takes it
     # replaces training, for tools that only inspect it: is called with the model, the plan, the dataset and the collate
     # function, and yields steps
     looks: Callable[[Any, SamplePlan, Any, Any], Iterator[Step]] | None = None
@@ -30,23 +30,23 @@ class Application:
 application = Application()
 
 
-def hand_over(world: JobContext, rebuilding: RebuildInfo) -> None:
-    """Keep ``world`` for the session that is built next, which starts again with the first loop."""
-    world.beacon.say_busy(busy=True)  # for as long as the script's own code takes
-    world.rebuilds.count += 1
-    world.rebuilds.current = rebuilding
-    world.committed.begin_again()
-    world.loops.begin_again()
-    application.world = world
+def hand_over(job: JobContext, rebuilding: RebuildInfo) -> None:
+    """Keep ``job`` for the session that is built next, which starts again with the first loop."""
+    job.beacon.publish_busy(busy=True)  # for as long as the script's own code takes
+    job.rebuilds.count += 1
+    job.rebuilds.current = rebuilding
+    job.committed.begin_again()
+    job.loops.begin_again()
+    application.job = job
 
 
 def take_over() -> JobContext | None:
     """Return the job context of the previous application, if there was one."""
-    world, application.world = application.world, None
-    if world is not None and world.rebuilds.current is not None:
-        world.beacon.say_busy(busy=False)
-        world.rebuilds.current.connected_s = world.clock.now_s()
-    return world
+    job, application.job = application.job, None
+    if job is not None and job.rebuilds.current is not None:
+        job.beacon.publish_busy(busy=False)
+        job.rebuilds.current.connected_s = job.clock.now_s()
+    return job
 
 
 def note_session(settings: Settings, *, is_replicated: bool) -> None:

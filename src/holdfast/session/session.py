@@ -30,7 +30,7 @@ from holdfast.faults import points
 from holdfast.models.loss import check_name
 from holdfast.models.part import Stateful
 from holdfast.models.trainables import make_trainable
-from holdfast.records.beacon import NoBeacon, connected_beacon, say_connecting
+from holdfast.records.beacon import NoBeacon, connected_beacon, publish_connecting
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path, stop_path
@@ -39,7 +39,7 @@ from holdfast.session.models import Pipeline, Sharded
 from holdfast.session.reinit_context import application, note_session, take_over
 from holdfast.session.step import Step
 from holdfast.state.manager import CheckpointManager
-from holdfast.state.platform_check import compare_with_others, kind_of_worker
+from holdfast.state.platform_check import compare_with_others, platform_of_worker
 from holdfast.torch_private import check_version
 
 _sessions: list[Session] = []
@@ -99,7 +99,7 @@ class Session:
         if schedule not in ("step", "epoch"):
             raise ConfigError(f"schedule must be 'step' or 'epoch', got {schedule!r}")
         self._settings = Settings.from_env(**settings)
-        self._replica = make_trainable(
+        self._trainable = make_trainable(
             model,
             optimizer,
             self._settings,
@@ -110,10 +110,10 @@ class Session:
             clip_grad_norm=clip_grad_norm,
         )
         application.makes_sessions = True
-        note_session(self._settings, is_replicated=self._replica.is_replicated)
+        note_session(self._settings, is_replicated=self._trainable.is_replicated)
         self._total_steps = total_steps
         self._given_comm = comm
-        self._world: JobContext | None = None
+        self._job: JobContext | None = None
         self._training = False
 
     def register(self, **things: Stateful) -> None:
@@ -128,7 +128,7 @@ class Session:
         for name, thing in things.items():
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise ConfigError(f"{name} must have state_dict and load_state_dict, got {type(thing).__name__}")
-            self._replica.registered[name] = thing
+            self._trainable.registered[name] = thing
 
     def steps(
         self,
@@ -165,7 +165,7 @@ class Session:
         """
         _check_arguments(dataset, batch_size, epochs, num_workers=num_workers, prefetch_factor=prefetch_factor)
         self.check_finished()
-        if not self._replica.is_replicated and self._world is not None and self._world.loop > 0:
+        if not self._trainable.is_replicated and self._job is not None and self._job.loop > 0:
             raise ScriptError(
                 "a Pipeline or Sharded model is trained in one call of session.steps, after which every worker has the"
                 " complete model: request all epochs in one call"
@@ -174,42 +174,42 @@ class Session:
             raise ConfigError(
                 f"slices must be at most {MOST_WORKERS}, or batch_size if that is more, got {self._settings.slices}"
             )
-        world = self._connect()
-        world.loops.slices = world.loops.slices or self._choose_slices(world, batch_size)
-        plan = self._plan(world, len(dataset), batch_size, epochs, shuffle=shuffle, drop_last=drop_last)
+        job = self._connect()
+        job.loops.slices = job.loops.slices or self._choose_slices(job, batch_size)
+        plan = self._plan(job, len(dataset), batch_size, epochs, shuffle=shuffle, drop_last=drop_last)
         if not plan.epoch_samples:
             raise ConfigError(
                 f"drop_last leaves no batch: batch_size must be at most len(dataset) ({len(dataset)}), got {batch_size}"
             )
         if application.looks is not None:
-            return application.looks(self._replica, plan, dataset, collate)
+            return application.looks(self._trainable, plan, dataset, collate)
         if self._settings.faults:
-            check_faults(self._settings.faults, self._replica, self._total_steps or world.step + plan.num_steps)
-        return self._train(world, plan, DataSource(dataset, collate, num_workers, prefetch_factor))
+            check_faults(self._settings.faults, self._trainable, self._total_steps or job.step + plan.num_steps)
+        return self._train(job, plan, DataSource(dataset, collate, num_workers, prefetch_factor))
 
-    def _train(self, world: JobContext, plan: SamplePlan, source: DataSource) -> Iterator[Step]:
-        if world.loops.loaded is not None and world.loop < world.loops.loaded.info["loop"]:
-            world.loops.end(plan.epochs)
+    def _train(self, job: JobContext, plan: SamplePlan, source: DataSource) -> Iterator[Step]:
+        if job.loops.loaded is not None and job.loop < job.loops.loaded.info["loop"]:
+            job.loops.end(plan.epochs)
             return
-        world.platform.kind = kind_of_worker()
-        is_newcomer = not world.comm.members
+        job.platform.properties = platform_of_worker()
+        is_newcomer = not job.comm.members
         if is_newcomer:
-            compare_with_others(world)
-        if is_newcomer and not world.comm.join(world.loop):
-            world.loops.end(plan.epochs)
+            compare_with_others(job)
+        if is_newcomer and not job.comm.join(job.loop):
+            job.loops.end(plan.epochs)
             return
         self._training = True
         _sessions.append(self)
-        world.loops.first_step = world.step
-        run = TrainingLoop(world, self._replica, plan, source, is_newcomer=is_newcomer)
-        with notice.answered(lambda: self._ask_to_leave(world)):
+        job.loops.first_step = job.step
+        run = TrainingLoop(job, self._trainable, plan, source, is_newcomer=is_newcomer)
+        with notice.answered(lambda: self._on_sigterm(job)):
             try:
                 yield from run.drive()
             except SystemExit:  # this worker has left, or all have stopped: training ends here
                 self._close_loop()
                 raise
-        world.loops.totals = run.account()
-        world.loops.end(plan.epochs)
+        job.loops.totals = run.account()
+        job.loops.end(plan.epochs)
         self._close_loop()
 
     def _close_loop(self) -> None:
@@ -224,15 +224,15 @@ class Session:
             ScriptError: during training; use ``step.log`` there.
             ConfigError: if a name cannot be encoded.
         """
-        if self._training or self._world is None:
+        if self._training or self._job is None:
             raise ScriptError("session.log is for after training; inside the loop over the slices use step.log")
         for name in metrics:
             check_name(name)
-        world = self._world
+        job = self._job
         values = {name: float(value) for name, value in metrics.items()}
-        world.loops.finished = [
-            world.log.write(dataclasses.replace(record, t_s=world.clock.now_s(), metrics={**record.metrics, **values}))
-            for record in world.loops.finished
+        job.loops.finished = [
+            job.log.write(dataclasses.replace(record, t_s=job.clock.now_s(), metrics={**record.metrics, **values}))
+            for record in job.loops.finished
         ]
 
     @contextlib.contextmanager
@@ -242,11 +242,11 @@ class Session:
         For work on one worker while the others wait for it, such as an evaluation by the lead alone.
         """
         beacon = self._connect().beacon
-        beacon.say_busy(busy=True)
+        beacon.publish_busy(busy=True)
         try:
             yield
         finally:
-            beacon.say_busy(busy=False)
+            beacon.publish_busy(busy=False)
 
     @property
     def rank(self) -> int:
@@ -266,12 +266,12 @@ class Session:
     @property
     def step(self) -> int:
         """Number of committed steps."""
-        return 0 if self._world is None else self._world.step
+        return 0 if self._job is None else self._job.step
 
     @property
     def metrics(self) -> dict[str, float]:
         """Means over the samples of the last committed step, the same on every worker that logged them."""
-        return {} if self._world is None else dict(self._world.committed.metrics)
+        return {} if self._job is None else dict(self._job.committed.metrics)
 
     def check_finished(self) -> None:
         """Check that no loop was left before its end.
@@ -285,13 +285,13 @@ class Session:
     # -- setup
 
     def _connect(self) -> JobContext:
-        if self._world is not None:
-            return self._world
-        self._world = take_over()
-        if self._world is not None:
-            return self._world
+        if self._job is not None:
+            return self._job
+        self._job = take_over()
+        if self._job is not None:
+            return self._job
         settings = self._settings
-        say_connecting()
+        publish_connecting()
         comm = self._given_comm or connect(
             settings.fabric,
             settings.workers + settings.spares,
@@ -306,76 +306,76 @@ class Session:
         log = Logger(clock, lambda: (comm.local_ranks[0], committed.step))
         if settings.run_dir:
             log.subscribe(FileRecorder(records_path(run_dir, str(rank))))
-        self._world = world = JobContext(
+        self._job = job = JobContext(
             settings=settings,
             comm=comm,
             clock=clock,
             log=log,
             beacon=connected_beacon(run_dir, rank) if settings.run_dir else NoBeacon(),
             faults=make_faults(settings, comm, committed, log),
-            keeper=CheckpointManager(settings, background=not isinstance(comm, VirtualCommunicator)),
+            checkpoints=CheckpointManager(settings, background=not isinstance(comm, VirtualCommunicator)),
             first_members=comm.members or tuple(int(rank) for rank in settings.ranks.split(",")),
             committed=committed,
             loops=LoopState(settings.slices),
             live=LiveSettings.of(settings),
         )
         real = not isinstance(comm, VirtualCommunicator)
-        if real and self._replica.device.type != "cpu":
+        if real and self._trainable.device.type != "cpu":
             raise ConfigError(
                 "workers all-reduce tensors in CPU memory, but the model is on another device: move it to 'cpu'"
             )
         if real and not settings.run_dir:
             exits.end_job_on_errors(at_exit)
         if real:
-            waiting.tell(world.beacon.say_waits)
-        if world.comm.members and world.is_lead:
+            waiting.on_wait(job.beacon.publish_waits)
+        if job.comm.members and job.is_lead:
             check_version()
         if settings.faults:
-            points.arm(lambda name: reach_point(world, name))
-        return world
+            points.arm(lambda name: reach_point(job, name))
+        return job
 
-    def _choose_slices(self, world: JobContext, batch_size: int) -> int:
+    def _choose_slices(self, job: JobContext, batch_size: int) -> int:
         """Return the number of slices unless a checkpoint fixes it: one per worker, or enough for some losses."""
         settings = self._settings
-        workers = len(world.first_members) - settings.spares
+        workers = len(job.first_members) - settings.spares
         if settings.auto_slices < 0:
             return workers
         choice = choose_slices(workers, settings.auto_slices, batch_size)
-        if world.comm.members and world.is_lead and not settings.resume:
+        if job.comm.members and job.is_lead and not settings.resume:
             sys.stderr.write(f"holdfast: {choice.line}\n")
             sys.stderr.flush()
         return choice.slices
 
     def _plan(
-        self, world: JobContext, num_samples: int, batch_size: int, epochs: int, *, shuffle: bool, drop_last: bool
+        self, job: JobContext, num_samples: int, batch_size: int, epochs: int, *, shuffle: bool, drop_last: bool
     ) -> SamplePlan:
         settings = self._settings
         return SamplePlan(
             num_samples=num_samples,
             batch_size=batch_size,
-            first_epoch=world.loops.epoch,
+            first_epoch=job.loops.epoch,
             epochs=epochs,
             seed=settings.seed,
             shuffle=shuffle,
             drop_last=drop_last,
-            slices=world.loops.slices,
-            world=world.first_members[: len(world.first_members) - settings.spares],
+            slices=job.loops.slices,
+            members=job.first_members[: len(job.first_members) - settings.spares],
             split=settings.split,
             batch=settings.batch,
             in_tree=settings.order == "tree",
         )
 
-    def _ask_to_leave(self, world: JobContext) -> None:
+    def _on_sigterm(self, job: JobContext) -> None:
         """Handle SIGTERM: all workers stop if the launcher requests it or there is none; else only this one leaves."""
-        settings = world.settings
+        settings = job.settings
         if (
             settings.run_dir
-            and not isinstance(world.comm, VirtualCommunicator)
+            and not isinstance(job.comm, VirtualCommunicator)
             and not stop_path(Path(settings.run_dir)).exists()
         ):
-            world.told.leaves = True
+            job.pending.leaves = True
         else:
-            world.told.notes |= Note.LEAVE
+            job.pending.notes |= Note.LEAVE
 
 
 def at_exit() -> None:

@@ -122,7 +122,7 @@ class CheckpointManager:
         """Return what a newcomer must know, as plain JSON."""
         return {"token": self._token, "url": self.url, "begun": self._begun[0]}
 
-    def take_over(self, state: dict[str, Any]) -> None:
+    def adopt(self, state: dict[str, Any]) -> None:
         """Adopt the survivors' :meth:`state`, as a newcomer."""
         if state["url"] != self.url:
             self._open(state["url"])
@@ -244,7 +244,7 @@ class CheckpointManager:
         """Abandon the checkpoint that is not committed yet."""
         self._writer.abandon()
 
-    def take_back(self, newest: int) -> None:
+    def remove_after(self, newest: int) -> None:
         """Remove the checkpoints of steps after ``newest``, because they contain corrupt state.
 
         Raises:

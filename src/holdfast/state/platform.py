@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from holdfast.recovery.registry import strategy_class
 
-Kind = Mapping[str, str]
+Platform = Mapping[str, str]
 _CAPABILITIES = ("default", "avx2", "avx512")
 """Values of ``ATEN_CPU_CAPABILITY``, in ascending order."""
 
@@ -45,9 +45,9 @@ def promises_bits(strategy: str, split: str, batch: str) -> bool:
     return strategy_class(strategy).exact and split == "slices" and batch == "global"
 
 
-def number_of(kind: Kind) -> int:
+def number_of(platform: Platform) -> int:
     """Return a 62-bit digest of a platform, by which many workers compare theirs in one reduction."""
-    text = json.dumps(dict(sorted(kind.items()))).encode()
+    text = json.dumps(dict(sorted(platform.items()))).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
 
 
@@ -59,41 +59,41 @@ class PlatformDifference:
     advice: str  # what to do
 
 
-def difference(kinds: Mapping[int, Kind]) -> PlatformDifference | None:
+def difference(platforms: Mapping[int, Platform]) -> PlatformDifference | None:
     """Return how the platform of a minority of the workers differs from the most common one; None if all are the same.
 
     If there are several other platforms, that of the lowest worker is reported.
     """
-    usual = _most(kinds)
-    odd = next((kinds[rank] for rank in sorted(kinds) if kinds[rank] != usual), None)
+    usual = _most(platforms)
+    odd = next((platforms[rank] for rank in sorted(platforms) if platforms[rank] != usual), None)
     if odd is None:
         return None
-    alike, others = ([rank for rank in sorted(kinds) if kinds[rank] == kind] for kind in (odd, usual))
+    alike, others = ([rank for rank in sorted(platforms) if platforms[rank] == kind] for kind in (odd, usual))
     return between(
         odd,
         usual,
-        who=f"worker {alike[0]} has" if len(alike) == 1 else f"workers {', '.join(map(str, alike))} have",
-        others=f"worker {others[0]}" if len(kinds) == 2 else "the others",
+        worker=f"worker {alike[0]} has" if len(alike) == 1 else f"workers {', '.join(map(str, alike))} have",
+        others=f"worker {others[0]}" if len(platforms) == 2 else "the others",
     )
 
 
-def between(mine: Kind, theirs: Kind, *, who: str, others: str) -> PlatformDifference | None:
+def between(mine: Platform, theirs: Platform, *, worker: str, others: str) -> PlatformDifference | None:
     """Return how ``mine`` differs from ``theirs``, or None. Properties that an older version did not record are ignored.
 
-    ``who`` and ``others`` name the owners in the message, as in ``"worker 3 has"`` and ``"the others"``.
+    ``worker`` and ``others`` name the owners in the message, as in ``"worker 3 has"`` and ``"the others"``.
     """
     known = [name for name in FIELDS if name in mine and name in theirs]
     name = next((name for name in known if mine[name] != theirs[name]), None)
     if name is None:
         return None
     values = mine[name] or "none", theirs[name] or "none"
-    return PlatformDifference(f"{who} {FIELDS[name].words} {values[0]}, {others} {values[1]}", _advice(name, values))
+    return PlatformDifference(f"{worker} {FIELDS[name].words} {values[0]}, {others} {values[1]}", _advice(name, values))
 
 
-def _most(kinds: Mapping[int, Kind]) -> Kind:
+def _most(platforms: Mapping[int, Platform]) -> Platform:
     """Return the most common platform; on a tie, that of the lowest worker."""
-    ranks = sorted(kinds)
-    return max((kinds[rank] for rank in ranks), key=lambda kind: sum(kinds[rank] == kind for rank in ranks))
+    ranks = sorted(platforms)
+    return max((platforms[rank] for rank in ranks), key=lambda kind: sum(platforms[rank] == kind for rank in ranks))
 
 
 def _advice(name: str, values: tuple[str, str]) -> str:

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 import xxhash
 
 from holdfast.checkpoint.format import tensor_bytes
-from holdfast.comm import share_bytes
+from holdfast.comm import broadcast_bytes
 from holdfast.errors import ConfigError
 from holdfast.records.types import WorkerRefused
-from holdfast.state.platform import Kind, PlatformDifference, between, difference, number_of, promises_bits
+from holdfast.state.platform import Platform, PlatformDifference, between, difference, number_of, promises_bits
 
 if TYPE_CHECKING:
     from holdfast.engine.context import JobContext
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _LETTERS = 12
 
 
-def kind_of_worker() -> dict[str, str]:
+def platform_of_worker() -> dict[str, str]:
     """Return this worker's platform under torch's current settings; see :data:`holdfast.state.platform.FIELDS`."""
     flags = ", ".join(f"{name} {value}" for name, value in _flags().items())
     return {
@@ -113,83 +113,85 @@ def _adam_step(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 # -- handling differences
 
 
-def compare_kinds(world: JobContext) -> None:
+def compare_platforms(job: JobContext) -> None:
     """Check, together with all members, that all run on the same platform, or report that exactness is lost.
 
     Raises:
         ConfigError: at all members, if platforms differ and the job promises exact results.
     """
-    comm = world.comm
+    comm = job.comm
     if len(comm.processes) == 1:
         return
-    number = number_of(world.platform.kind)
+    number = number_of(job.platform.properties)
     high, low = comm.maximum((number, ~number))
     if high == ~low:
         return
-    mine = json.dumps(world.platform.kind).encode()
-    kinds: dict[int, Kind] = {rank: json.loads(share_bytes(comm, mine, rank)) for rank in comm.members}
-    found = difference(kinds)
+    mine = json.dumps(job.platform.properties).encode()
+    platforms: dict[int, Platform] = {rank: json.loads(broadcast_bytes(comm, mine, rank)) for rank in comm.members}
+    found = difference(platforms)
     if found is None:
         return
-    if _refuses(world):
+    if _refuses(job):
         raise ConfigError(
             f"{found.what}: their bits would differ; {found.advice}, or allow it with --no-require-same-platform"
         )
-    _give_up(world, found, aloud=world.is_lead)
+    _give_up(job, found, aloud=job.is_lead)
 
 
-def compare_with_others(world: JobContext) -> None:
+def compare_with_others(job: JobContext) -> None:
     """Check, as a newcomer that has not joined yet, that this worker is on the survivors' platform.
 
     Raises:
         SystemExit: with code 0, if it is not and the job promises exact results: a replacement here would have the same platform.
         StoreLost: if the membership store is lost.
     """
-    me = world.comm.local_ranks[0]
-    theirs = json.loads(world.comm.wanted_kind() or "null")
+    me = job.comm.local_ranks[0]
+    theirs = json.loads(job.comm.wanted_platform() or "null")
     found = (
-        None if theirs is None else between(world.platform.kind, theirs, who=f"worker {me} has", others="the others")
+        None
+        if theirs is None
+        else between(job.platform.properties, theirs, worker=f"worker {me} has", others="the others")
     )
     if found is None:
         return
-    if not _refuses(world):
-        _give_up(world, found)
+    if not _refuses(job):
+        _give_up(job, found)
         return
     why = f"{found.what}: it may not join, its bits would differ; {found.advice}, or allow it with --no-require-same-platform"
-    world.log.write(WorkerRefused(step=-1, why=why, kind=world.platform.kind))
-    _say(world, why)
+    job.log.write(WorkerRefused(step=-1, why=why, kind=job.platform.properties))
+    _warn(job, why)
     raise SystemExit(0)
 
 
-def _refuses(world: JobContext) -> bool:
-    return world.settings.kinds == "same" and _promises(world)
+def _refuses(job: JobContext) -> bool:
+    return job.settings.kinds == "same" and _promises(job)
 
 
-def _promises(world: JobContext) -> bool:
-    return promises_bits(world.live.strategy, world.settings.split, world.settings.batch)
+def _promises(job: JobContext) -> bool:
+    return promises_bits(job.live.strategy, job.settings.split, job.settings.batch)
 
 
-def compare_with_checkpoint(world: JobContext, theirs: Kind) -> None:
+def compare_with_checkpoint(job: JobContext, theirs: Platform) -> None:
     """Warn if the checkpoint to resume from was written on another platform; it is never refused."""
-    me = world.comm.local_ranks[0]
+    me = job.comm.local_ranks[0]
     found = (
-        between(world.platform.kind, theirs, who=f"worker {me} has", others="the writer of the checkpoint")
+        between(job.platform.properties, theirs, worker=f"worker {me} has", others="the writer of the checkpoint")
         if theirs
         else None
     )
     if found is not None:
-        _give_up(world, found, aloud=world.is_lead)
+        _give_up(job, found, aloud=job.is_lead)
 
 
-def _give_up(world: JobContext, found: PlatformDifference, *, aloud: bool = True) -> None:
+def _give_up(job: JobContext, found: PlatformDifference, *, aloud: bool = True) -> None:
     """Warn once that platforms differ; if exact results were promised, record it as well."""
-    promised = _promises(world)
+    promised = _promises(job)
     text = f"not exact: {found.what}" if promised else f"{found.what}: their bits differ"
-    if aloud and text != world.platform.given_up:
-        _say(world, text)
-    world.platform.given_up = text if promised else ""
+    if aloud and text != job.platform.given_up:
+        _warn(job, text)
+    job.platform.given_up = text if promised else ""
 
 
-def _say(world: JobContext, text: str) -> None:
+def _warn(world: JobContext, text: str) -> None:
     sys.stderr.write(f"holdfast: worker {world.comm.local_ranks[0]}: {text}\n")
     sys.stderr.flush()

@@ -12,19 +12,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.records.paths import gone_path
+from holdfast.records.paths import launcher_lost_path
 
 _TOLD_WITHIN_S = 5.0
 _LOOK_S = 0.01
 
 
-def launcher_is_gone(run_dir: str) -> bool:
+def launcher_died(run_dir: str) -> bool:
     """Return whether the watcher process reports the launcher gone; it notices slightly later than a worker loses the store.
 
     The store may be lost to this worker alone, while other workers continue.
     """
     ends_s = time.monotonic() + _TOLD_WITHIN_S
-    while run_dir and not gone_path(Path(run_dir)).exists():
+    while run_dir and not launcher_lost_path(Path(run_dir)).exists():
         if time.monotonic() > ends_s:
             return False
         time.sleep(_LOOK_S)
@@ -34,6 +34,6 @@ def launcher_is_gone(run_dir: str) -> bool:
 @contextlib.contextmanager
 def turn(run_dir: str) -> Iterator[None]:
     """Hold an exclusive lock; a worker that dies releases it."""
-    with gone_path(Path(run_dir)).open("ab") as file:
+    with launcher_lost_path(Path(run_dir)).open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from holdfast.checkpoint.format import DTYPES, flatten, tensor_bytes, unflatten
-from holdfast.comm import Communicator, Mailbox, share_bytes
+from holdfast.comm import Communicator, Mailbox, broadcast_bytes
 from holdfast.errors import CheckpointError, PeerFailed
 
 PIECE_BYTES = 8 << 20
@@ -25,25 +25,25 @@ _SMALL_BYTES = 64 << 10
 DIGEST_BYTES = 8
 
 
-def give_state(comm: Communicator, newcomers: Sequence[int], state: Any, info: dict[str, Any]) -> None:
-    """Take part in sending ``state``, equal at all members except ``newcomers``, which call :func:`take_state`.
+def send_state(comm: Communicator, newcomers: Sequence[int], state: Any, info: dict[str, Any]) -> None:
+    """Take part in sending ``state``, equal at all members except ``newcomers``, which call :func:`receive_state`.
 
     The state must be one that can be saved in a checkpoint. ``info`` is plain JSON; that of the lowest sender is sent.
     """
     said, packed = pack_state(state)
-    _share_header(comm, newcomers, json.dumps(said | {"info": info}).encode())
+    _broadcast_header(comm, newcomers, json.dumps(said | {"info": info}).encode())
     givers = _givers(comm, newcomers)
     mine = packed.pieces[givers.index(comm.local_ranks[0]) :: len(givers)]
     comm.sendrecv([(comm.processes.index((rank,)), piece) for piece in _sealed(mine) for rank in newcomers], [])
 
 
-def take_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, dict[str, Any]]:
-    """Receive and return the state and the info that :func:`give_state` sends.
+def receive_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, dict[str, Any]]:
+    """Receive and return the state and the info that :func:`send_state` sends.
 
     Raises:
         CheckpointError: if the received bytes do not match their digests.
     """
-    header = json.loads(_share_header(comm, newcomers, b""))
+    header = json.loads(_broadcast_header(comm, newcomers, b""))
     tensors, packed = room_for(header)
     givers = _givers(comm, newcomers)
     theirs = {giver: packed.pieces[number :: len(givers)] for number, giver in enumerate(givers)}
@@ -55,8 +55,8 @@ def take_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, dict[
     return unflatten(tensors, header["skeleton"]), header["info"]
 
 
-def give_part(comm: Communicator, taker: int, state: Mapping[str, Any]) -> None:
-    """Send a state to ``taker`` alone, which calls :func:`take_part`."""
+def send_part(comm: Communicator, taker: int, state: Mapping[str, Any]) -> None:
+    """Send a state to ``taker`` alone, which calls :func:`receive_part`."""
     said, packed = pack_state(dict(state))
     header = as_message(said)
     to = comm.processes.index((taker,))
@@ -64,7 +64,7 @@ def give_part(comm: Communicator, taker: int, state: Mapping[str, Any]) -> None:
     comm.sendrecv([(to, data) for data in (header, *_sealed(packed.pieces))], [])
 
 
-def take_part(comm: Communicator, giver: int) -> dict[str, Any]:
+def receive_part(comm: Communicator, giver: int) -> dict[str, Any]:
     """Receive and return the state that ``giver`` sends.
 
     Raises:
@@ -85,7 +85,7 @@ def take_part(comm: Communicator, giver: int) -> dict[str, Any]:
     return state
 
 
-def take_lowest(comm: Communicator, state: dict[str, Any]) -> dict[str, Any] | None:
+def adopt_lowest(comm: Communicator, state: dict[str, Any]) -> dict[str, Any] | None:
     """Return the lowest member's state, if the members' states differ; None if all are equal, and at the lowest member.
 
     A collective of all workers that have a state. Entries that cannot be saved in a checkpoint stay the worker's own.
@@ -105,9 +105,9 @@ def take_lowest(comm: Communicator, state: dict[str, Any]) -> dict[str, Any] | N
         return None
     lowest, *others = comm.members
     if lowest in comm.local_ranks:
-        give_state(comm, others, given, {})
+        send_state(comm, others, given, {})
         return None
-    taken, _ = take_state(comm, others)
+    taken, _ = receive_state(comm, others)
     return {**state, **taken}
 
 
@@ -169,12 +169,12 @@ def of_message(message: torch.Tensor) -> Any:
     return json.loads(message.numpy().tobytes())
 
 
-def tell(mail: Mailbox, comm: Communicator, teller: int, say: Callable[[], torch.Tensor]) -> torch.Tensor:
+def broadcast(mailbox: Mailbox, comm: Communicator, teller: int, say: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Broadcast a message from ``teller`` and return it; only ``teller`` calls ``say`` to create it."""
     if teller not in comm.local_ranks:
-        return mail.receive(teller)
+        return mailbox.receive(teller)
     told = say()
-    mail.send([rank for rank in comm.members if rank not in comm.local_ranks], told)
+    mailbox.send([rank for rank in comm.members if rank not in comm.local_ranks], told)
     return told
 
 
@@ -203,9 +203,9 @@ def _givers(comm: Communicator, newcomers: Sequence[int]) -> list[int]:
     return [rank for rank in comm.members if rank not in newcomers]
 
 
-def _share_header(comm: Communicator, newcomers: Sequence[int], header: bytes) -> bytes:
+def _broadcast_header(comm: Communicator, newcomers: Sequence[int], header: bytes) -> bytes:
     """Return the header of the lowest sender."""
-    shared = share_bytes(comm, header, _givers(comm, newcomers)[0])
+    shared = broadcast_bytes(comm, header, _givers(comm, newcomers)[0])
     if not shared:
         raise PeerFailed("no surviving worker has the state")
     return shared

@@ -53,7 +53,7 @@ def check_collectives(comm: Communicator) -> None:
     assert comm.failed() == ()
     for dtype in DTYPES:
         _check_exchange(comm, dtype)
-    _check_swap(comm)
+    _check_sendrecv(comm)
     lowest, highest = min(comm.local_ranks), max(comm.local_ranks)
     assert comm.maximum([lowest, -highest, 1 << 62, -(1 << 62)]) == [
         max(ranks[0] for ranks in comm.processes),
@@ -96,7 +96,7 @@ def _check_exchange(comm: Collectives, dtype: torch.dtype) -> None:
     assert torch.equal(gathered, torch.arange(1, count + 1, dtype=dtype)[:, None].expand(count, 3))
 
 
-def _check_swap(comm: Collectives) -> None:
+def _check_sendrecv(comm: Collectives) -> None:
     """Send two tensors of different sizes to the next process, and one to the one after it: order must be kept."""
     count, me = len(comm.processes), comm.processes.index(comm.local_ranks)
     steps = ((1, 3), (1, 2), (2, 1))
@@ -135,7 +135,7 @@ def check_subgroups(comm: Communicator) -> None:
         assert group.members == ranks
         for dtype in DTYPES:
             _check_exchange(group, dtype)
-        _check_swap(group)
+        _check_sendrecv(group)
         assert group.maximum([min(group.local_ranks), 7]) == [max(some[0] for some in group.processes), 7]
         group.barrier()
         for shared_bytes in (-1, 0):
@@ -157,15 +157,15 @@ def _check_maxima(comm: Collectives, add: OrderedAllReduce) -> None:
 def check_mail(comm: Communicator) -> None:
     """Check that messages inside a step arrive unchanged, through shared memory and over the communicator."""
     for shared_bytes in (-1, 0, 1 << 20):  # the last one is too small for all messages
-        mail = Mailbox(comm, shared_bytes=shared_bytes)
+        mailbox = Mailbox(comm, shared_bytes=shared_bytes)
         for attempt in range(3):
-            mail.begin()
+            mailbox.begin()
             for me in comm.local_ranks:
                 for to in comm.members:
-                    _send_some(mail, me, to, attempt)
+                    _send_some(mailbox, me, to, attempt)
             for me in comm.local_ranks:
                 for source in comm.members:
-                    _receive_some(mail, me, source, attempt)
+                    _receive_some(mailbox, me, source, attempt)
             comm.barrier()  # like a commit vote, before any process begins the next step
 
 
@@ -180,15 +180,15 @@ def _letters(source: int, to: int, attempt: int) -> list[torch.Tensor]:
     ]
 
 
-def _send_some(mail: Mailbox, me: int, to: int, attempt: int) -> None:
+def _send_some(mailbox: Mailbox, me: int, to: int, attempt: int) -> None:
     for letter in _letters(me, to, attempt):
-        mail.send(to, letter, me=me)
+        mailbox.send(to, letter, me=me)
         letter.zero_()  # it has been copied
 
 
-def _receive_some(mail: Mailbox, me: int, source: int, attempt: int) -> None:
+def _receive_some(mailbox: Mailbox, me: int, source: int, attempt: int) -> None:
     for expected in _letters(source, me, attempt):
-        letter = mail.receive(source, me=me)
+        letter = mailbox.receive(source, me=me)
         assert letter.dtype == expected.dtype, "a message must keep its dtype"
         assert letter.shape == expected.shape, "a message must keep its shape"
         assert torch.equal(letter, expected), "messages must arrive complete and in order"

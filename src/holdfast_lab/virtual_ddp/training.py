@@ -218,7 +218,7 @@ class VirtualDdp:
             shuffle=shuffle,
             drop_last=drop_last,
             slices=settings.slices or settings.workers,
-            world=self.members[: settings.workers],
+            members=self.members[: settings.workers],
             split=settings.split,
             batch=settings.batch,
         )
@@ -337,7 +337,7 @@ class VirtualDdp:
             dataclasses.replace(
                 plan,
                 slices=1,
-                world=(0,),
+                members=(0,),
                 batch="global",
                 batch_size=size,
                 given_batch_size=plan.batch_size,

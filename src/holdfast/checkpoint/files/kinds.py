@@ -35,7 +35,7 @@ KINDS = tuple(READERS)
 
 
 @contextmanager
-def open_foreign(path: str | Path) -> Iterator[TensorSource]:
+def open_imported(path: str | Path) -> Iterator[TensorSource]:
     """Open a file that another program wrote; the source can be read until it is closed.
 
     Args:

@@ -57,18 +57,18 @@ class RemoteStorage:
     def names(self, folder: str) -> list[str]:
         """See :meth:`Storage.names`."""
         try:
-            return sorted(self._ask("list", folder, self._objects.children, folder))
+            return sorted(self._call("list", folder, self._objects.children, folder))
         except _NotThere:
             return []
 
     def read(self, path: str) -> bytes | None:
         """See :meth:`Storage.read`."""
         with suppress(_NotThere):  # a size request cannot tell a missing bucket from a missing object; get() can
-            size = self._ask("read", path, self._objects.size, path)
+            size = self._call("read", path, self._objects.size, path)
             if size > MAX_BYTES:
                 raise CheckpointCorrupt(f"{path} has {size} bytes, at most {MAX_BYTES} are allowed")
         try:
-            return self._ask("read", path, self._objects.get, path)
+            return self._call("read", path, self._objects.get, path)
         except _NotThere:
             return None
 
@@ -76,13 +76,13 @@ class RemoteStorage:
     def reader(self, path: str) -> Iterator[RemoteReader]:
         """See :meth:`Storage.reader`."""
         try:
-            size = self._ask("read", path, self._objects.size, path)
+            size = self._call("read", path, self._objects.size, path)
             yield RemoteReader(lambda start, end: self._read_range(path, start, end), size)
         except _NotThere as error:
             raise CheckpointCorrupt(f"{path.rpartition('/')[2]} cannot be read: it is not there") from error
 
     def _read_range(self, path: str, start: int, end: int) -> Any:
-        return self._ask("read", path, self._objects.get_range, path, start, end, size_bytes=end - start)
+        return self._call("read", path, self._objects.get_range, path, start, end, size_bytes=end - start)
 
     def prepare(self, folder: str) -> Path:
         """See :meth:`Storage.prepare`; returns a temporary directory of this thread, which writes one part at a time.
@@ -109,8 +109,8 @@ class RemoteStorage:
 
     def _upload(self, local: Path, path: str) -> None:
         size_bytes = local.stat().st_size
-        self._ask("write", path, self._objects.upload, local, path, size_bytes=size_bytes)
-        found = self._ask("read", path, self._objects.size, path)
+        self._call("write", path, self._objects.upload, local, path, size_bytes=size_bytes)
+        found = self._call("read", path, self._objects.size, path)
         if found != size_bytes:
             raise CheckpointError(
                 f"cannot write {self.url}/{path}: {size_bytes} bytes were sent, {found} are there; check that storage"
@@ -119,7 +119,7 @@ class RemoteStorage:
     def put(self, path: str, data: bytes) -> None:
         """See :meth:`Storage.put`."""
         self._give_up_staging(path)
-        self._ask("write", path, self._objects.put, path, data, size_bytes=len(data))
+        self._call("write", path, self._objects.put, path, data, size_bytes=len(data))
         if self.read(path) != data:
             raise CheckpointError(
                 f"the storage says that {self.url}/{path} was written, but it was not; choose another one"
@@ -129,7 +129,7 @@ class RemoteStorage:
         """See :meth:`Storage.remove`."""
         self._give_up_staging(path)
         try:
-            self._ask("remove", path, self._objects.remove, path)
+            self._call("remove", path, self._objects.remove, path)
         except _NotThere:
             return
 
@@ -149,7 +149,7 @@ class RemoteStorage:
         found: tuple[str, StagingDirectory | None] = getattr(self._mine, "staging", ("", None))
         return found
 
-    def _ask(self, doing: str, path: str, do: Callable[..., _Result], *args: Any, size_bytes: int = 0) -> _Result:
+    def _call(self, doing: str, path: str, do: Callable[..., _Result], *args: Any, size_bytes: int = 0) -> _Result:
         """Return the result of a method of the objects.
 
         Raises:

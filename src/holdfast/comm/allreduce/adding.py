@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.comm.allreduce.checksums import Altered, ChecksummedVector, nobody_listens
+from holdfast.comm.allreduce.checksums import Altered, ChecksummedVector, ignore_corruption
 
 Terms = Sequence[tuple[int, torch.Tensor]]
 """Slice number and term, ascending by slice."""
@@ -67,7 +67,7 @@ class TiledSum:
         ]
 
     @torch.no_grad()
-    def __call__(self, mean: MeanDivisor | None = None, altered: Altered = nobody_listens) -> None:
+    def __call__(self, mean: MeanDivisor | None = None, altered: Altered = ignore_corruption) -> None:
         """Add, and divide by ``mean``; call ``altered`` for each tile of a term that does not match its checksum."""
         for tile in self._tiles:
             for number, term in tile.checked:

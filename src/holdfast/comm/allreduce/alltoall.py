@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.comm.allreduce.adding import MeanDivisor, TiledSum, addable
-from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, nobody_listens, num_tiles
+from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, ignore_corruption, num_tiles
 from holdfast.comm.allreduce.shm import LEFT_OUT, Slots, SlotSpan, aligned
 from holdfast.comm.base import Collectives
 
@@ -61,7 +61,7 @@ class AllToAllReduce:
         order: str,
         mean: MeanDivisor | None,
         midway: Midway,
-        altered: Altered = nobody_listens,
+        altered: Altered = ignore_corruption,
     ) -> torch.Tensor:
         """Return the reduced vector; see :class:`~holdfast.comm.allreduce.ordered.OrderedAllReduce`."""
         buffers = self._get_buffers(span, slots, order)

@@ -34,7 +34,7 @@ Midway = Callable[[], None]
 """Called when all processes can read the terms of this process, and its share of the result is not finished."""
 
 
-def nobody_listens(number: int) -> None:
+def ignore_corruption(number: int) -> None:
     """Do nothing."""
 
 

@@ -29,7 +29,7 @@ from itertools import pairwise
 import torch
 
 from holdfast.comm.allreduce.adding import MeanDivisor, TiledSum, groups
-from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, nobody_listens, num_tiles
+from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, ignore_corruption, num_tiles
 from holdfast.comm.allreduce.shm import HostMemory, Slots, SlotSpan
 from holdfast.comm.base import Collectives
 from holdfast.errors import PeerFailed, ScriptError
@@ -87,12 +87,12 @@ class HierarchicalReduce:
         order: str,
         mean: MeanDivisor | None,
         midway: Midway,
-        altered: Altered = nobody_listens,
+        altered: Altered = ignore_corruption,
     ) -> torch.Tensor:
         """Return the reduced vector; see :class:`~holdfast.comm.allreduce.ordered.OrderedAllReduce`."""
         assert order == ORDER_BETWEEN_HOSTS, order
         plan = self._get_plan(span, slots)
-        self._meet(span)  # A: all terms are there
+        self._gather_phases(span)  # A: all terms are there
         midway()
         for addition in plan.own:
             addition(altered=altered)
@@ -102,14 +102,14 @@ class HierarchicalReduce:
         self._comm.sendrecv(plan.give_results, plan.take_results)
         if not all(part.is_intact() for part in plan.taken):
             altered(SUM)
-        self._meet(span)  # B: all shares are there, on all hosts
+        self._gather_phases(span)  # B: all shares are there, on all hosts
         return self.result(span)
 
     def result(self, span: SlotSpan) -> torch.Tensor:
         """Return the last result; it is complete once *any* worker, on any host, has completed the all-reduce."""
         return span.of(self._memory.given)
 
-    def _meet(self, span: SlotSpan) -> None:
+    def _gather_phases(self, span: SlotSpan) -> None:
         """All-gather the phase words, and check that all processes are in the same phase."""
         self._words[:, 2] += 1
         self._words[self._me, 3] = span.length
@@ -143,10 +143,10 @@ class HierarchicalReduce:
             if piece.workers[host] == self._me and piece.finisher == host:
                 self._finish(plan, span, piece, terms, of_host)
             elif piece.workers[host] == self._me:
-                self._hand_in(plan, span, piece, terms, of_host[host])
+                self._reduce_host(plan, span, piece, terms, of_host[host])
         return plan
 
-    def _hand_in(self, plan: _Plan, span: SlotSpan, piece: ReducePiece, terms: _Terms, mine: list[_Group]) -> None:
+    def _reduce_host(self, plan: _Plan, span: SlotSpan, piece: ReducePiece, terms: _Terms, mine: list[_Group]) -> None:
         """Add the groups of this host, send the sums to the worker that finishes the piece, and receive the result."""
         peer, part = piece.workers[piece.finisher], piece.part
         if mine:

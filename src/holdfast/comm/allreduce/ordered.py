@@ -15,7 +15,7 @@ import torch
 
 from holdfast.comm.allreduce.adding import MeanDivisor
 from holdfast.comm.allreduce.alltoall import AllToAllReduce
-from holdfast.comm.allreduce.checksums import SUM, Altered, Midway, nobody_listens
+from holdfast.comm.allreduce.checksums import SUM, Altered, Midway, ignore_corruption
 from holdfast.comm.allreduce.hierarchical import ORDER_BETWEEN_HOSTS, HierarchicalReduce
 from holdfast.comm.allreduce.shm import ALIGN, LEFT_OUT, MemoryExchange, SharedMemoryReduce, Slots, SlotSpan, sum_alone
 from holdfast.comm.base import Collectives
@@ -85,7 +85,7 @@ class OrderedAllReduce:
         order: str = "",
         mean: MeanDivisor | None = None,
         midway: Midway = lambda: None,
-        altered: Altered = nobody_listens,
+        altered: Altered = ignore_corruption,
     ) -> torch.Tensor:
         """Return the all-reduce of one span, the same bits on every process.
 

@@ -35,7 +35,7 @@ from holdfast.comm.allreduce.checksums import (
     Altered,
     ChecksummedVector,
     Midway,
-    nobody_listens,
+    ignore_corruption,
     num_tiles,
     tile_of,
 )
@@ -122,7 +122,7 @@ _ORDERS = list(ORDERS)
 
 
 @functools.cache
-def _kind(dtype: torch.dtype, order: str) -> int:
+def _memory_kind(dtype: torch.dtype, order: str) -> int:
     return DTYPES.index(dtype) * len(_ORDERS) + _ORDERS.index(order)
 
 
@@ -179,26 +179,26 @@ class SharedMemoryReduce:
         order: str,
         mean: MeanDivisor | None,
         midway: Midway,
-        altered: Altered = nobody_listens,
+        altered: Altered = ignore_corruption,
     ) -> torch.Tensor:
         """Return the reduced vector, without a copy; see :class:`~holdfast.comm.allreduce.ordered.OrderedAllReduce`."""
         addition = self._addition(span, slots, order)
         self.check_same(span, order)  # A: all terms are there
         midway()
         addition(mean, altered)
-        self._meet()  # B: all shares are there
+        self._barrier()  # B: all shares are there
         return self.result(span)
 
     def check_same(self, span: SlotSpan, order: str) -> None:
         """A barrier; raises ``ScriptError`` unless all processes all-reduce vectors of one length, type and order."""
         if self._words is None:
-            self._meet()
+            self._barrier()
             return
-        self._words[self._me, 3:5] = (span.length, _kind(span.dtype, order))
-        self._meet()
+        self._words[self._me, 3:5] = (span.length, _memory_kind(span.dtype, order))
+        self._barrier()
         lengths, kinds = self._words[:, 3].tolist(), self._words[:, 4].tolist()
         if len(set(lengths)) > 1 or len(set(kinds)) > 1:
-            self._meet()  # no process may overwrite its words before all have read these
+            self._barrier()  # no process may overwrite its words before all have read these
         if len(set(lengths)) > 1:
             raise ScriptError(f"the workers all-reduce vectors of different lengths, in rank order {lengths}")
         if len(set(kinds)) > 1:
@@ -217,7 +217,7 @@ class SharedMemoryReduce:
         start = _INTEGERS_AT + self._maxima % 2 * MAX_INTEGERS
         places = slice(start, start + len(values))
         self._words[self._me, places] = values
-        self._meet()
+        self._barrier()
         largest: list[int] = self._words[:, places].max(0).tolist()
         return largest
 
@@ -240,7 +240,7 @@ class SharedMemoryReduce:
             known = self._additions[span, order] = (slots, TiledSum(vectors, out, mine.start, order))
         return known[1]
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         """Barrier: wait until all processes have reached this phase, and verify their incarnations and generation."""
         self._phase += 1
         if self._words is None:
@@ -303,7 +303,7 @@ class MemoryExchange:
         self._head_bytes = len(comm.processes) * _WORDS * 8
         self._incarnation = int.from_bytes(os.urandom(7), "little")
         self._made = self._make_result() if self.me == 0 else None
-        self.told = self._tell(is_maker=self.me == 0)
+        self.told = self._publish(is_maker=self.me == 0)
 
     @property
     def hosts(self) -> tuple[int, ...]:
@@ -316,17 +316,17 @@ class MemoryExchange:
         """Whether all members share memory."""
         return not any(self.hosts)
 
-    def _tell_results(self) -> None:
+    def _publish_results(self) -> None:
         """Let the first process of each host create a result, and publish it."""
         is_maker = self.me == self.hosts.index(self.hosts[self.me])
         if is_maker and self._made is None:
             self._made = self._make_result()
-        self.told = self._tell(is_maker=is_maker)
+        self.told = self._publish(is_maker=is_maker)
 
     def open(self) -> HostMemory | str:
         """Return the memory of this worker's host, or the reason why not every process has all of it."""
         if not self.is_one_host:
-            self._tell_results()
+            self._publish_results()
         memory = self._open() if all(row.ready for row in self.told) else None
         self._opened.forget_others()
         if self.comm.maximum([int(memory is None)])[0] or memory is None:
@@ -343,7 +343,7 @@ class MemoryExchange:
         made.bytes[: _WORDS * 8].view(torch.int64)[-1] = _MAGIC
         return made
 
-    def _tell(self, *, is_maker: bool) -> list[MemoryOffer]:
+    def _publish(self, *, is_maker: bool) -> list[MemoryOffer]:
         ready = self._mine is not None and (self._made is not None or not is_maker)
         fds = [segment.fd for segment in self._mine or ()]
         result = -1 if self._made is None else self._made.fd

@@ -25,7 +25,7 @@ def sum_unordered(session: Session, add: Callable[[torch.Tensor], None]) -> None
     Raises:
         ConfigError: if the session's model is split.
     """
-    world, replica = session._connect(), session._replica
+    world, replica = session._connect(), session._trainable
     if not replica.is_replicated:
         raise ConfigError("an unordered all-reduce needs a replicated model, got a session whose model is split")
     world.loops.sum = _UnorderedSum(world.comm, replica.size_bytes, add)

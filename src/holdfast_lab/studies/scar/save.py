@@ -62,7 +62,7 @@ class _Training:
         layers = [nn.Linear(*widths) for widths in itertools.pairwise(_WIDTHS)]
         self._model = nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))[:-1]
         named = dict(self._model.named_parameters())
-        shards = [[named[name] for name in names] for names in Sharded(self._model).cut(_SHARDS)]
+        shards = [[named[name] for name in names] for names in Sharded(self._model).shard_names(_SHARDS)]
         held = max(shards, key=_numel)
         self.parameters = _numel(held)
         self.rows = _gathered(held)

@@ -133,7 +133,7 @@ class SessionTraining:
             guard=GUARD,
             seed=seed,
         )
-        self._replica: Any = self._session._replica  # no public interface gives each virtual worker's state
+        self._replica: Any = self._session._trainable  # no public interface gives each virtual worker's state
         self._records = _Recoveries()
         self._session._connect().log.subscribe(self._records)  # nor the records of a session without a run directory
 

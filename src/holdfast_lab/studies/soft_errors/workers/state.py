@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.checkpoint.files.kinds import FORMATS, open_foreign
+from holdfast.checkpoint.files.kinds import FORMATS, open_imported
 from holdfast.checkpoint.format import tensor_bytes
 from holdfast_lab.studies.soft_errors.workers.platforms import ModelPlatform
 
@@ -70,7 +70,7 @@ def read_state(platform: ModelPlatform, path: Path) -> int:
 
     Return the next epoch.
     """
-    with open_foreign(path) as source:
+    with open_imported(path) as source:
         found = {name: source.read(name) for name in source.tensors}
     rest = json.loads(bytes(found.pop("rest").tolist()))
     torch.set_rng_state(found.pop("rng"))
