@@ -19,7 +19,7 @@ BENCHMARKS := sum step_time split protection slices eager guard certificate batc
 TORCH_TESTS := tests/contract/test_communicator.py tests/contract/test_torch_backend.py \
 	tests/chaos/test_ddp.py::test_every_kind_of_reducer_goes_on tests/chaos/test_exact_gloo.py::test_killed_workers_change_no_bit \
 	tests/chaos/test_exact_ulfm.py::test_killed_workers_change_no_bit tests/property/test_exact_virtual.py \
-	tests/unit/test_at_once.py tests/unit/test_checkpoint_foreign.py tests/unit/test_kinds.py tests/unit/test_torch_private.py
+	tests/unit/test_slice_batching.py tests/unit/test_checkpoint_importers.py tests/unit/test_platform.py tests/unit/test_torch_private.py
 
 # One environment a framework: what each needs does not go together.
 STUDY_PEERS := tensorflow orbax

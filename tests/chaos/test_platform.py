@@ -25,7 +25,7 @@ def test_a_job_that_promises_bits_does_not_begin_with_workers_of_two_kinds(tmp_p
     assert report["steps"] == 0
 
 
-@pytest.mark.soak  # its parts are in tests/unit/test_kinds.py
+@pytest.mark.soak  # its parts are in tests/unit/test_platform.py
 def test_with_kinds_any_it_ends_and_says_what_was_given_up(tmp_path):
     report = run_report(tmp_path, "-n", 2, "--no-require-same-platform", SCRIPT, 1, "OMP_NUM_THREADS=2")
 

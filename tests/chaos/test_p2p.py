@@ -13,7 +13,7 @@ from holdfast.records.types import WorkerEnded
 
 pytestmark = pytest.mark.chaos
 
-WORKER = Path(__file__).with_name("mail_worker.py")
+WORKER = Path(__file__).with_name("p2p_worker.py")
 
 
 def run(tmp_path, fabric, workers, scene):

@@ -1,4 +1,4 @@
-"""One worker of test_mail.py: ``mail_worker.py ulfm|gloo killed|outside|stopped FOLDER``; ``stopped`` over gloo only."""
+"""One worker of test_p2p.py: ``p2p_worker.py ulfm|gloo killed|outside|stopped FOLDER``; ``stopped`` over gloo only."""
 
 import os
 import signal
