@@ -20,6 +20,7 @@ class DataPosition:
 
     def __init__(self, plan: SamplePlan, changes: Mapping[str, Any]) -> None:
         self._given = plan
+        self._is_ended = False
         self.change(changes)
         self._begin_again()
 
@@ -41,7 +42,7 @@ class DataPosition:
 
     def next_batch(self, step: int, members: Sequence[int]) -> MiniBatch | None:
         """Return the mini-batch of ``step`` for ``members``; None at the end of the plan."""
-        return self._batches.mini_batch(step, self._cursor, members)
+        return None if self._is_ended else self._batches.mini_batch(step, self._cursor, members)
 
     def ahead(self, batch: MiniBatch, members: Sequence[int]) -> Iterator[MiniBatch]:
         """Yield the mini-batches after ``batch`` for ``members``, provided that these do not change."""
@@ -50,6 +51,10 @@ class DataPosition:
         while following is not None:
             yield following
             following = batches.mini_batch(following.step + 1, following.after, members)
+
+    def end(self) -> None:
+        """Leave out the rest of the plan: the last committed mini-batch was the last one."""
+        self._is_ended = True
 
     def is_last(self, batch: MiniBatch) -> bool:
         """Return whether ``batch`` is the last one of the plan."""

@@ -5,6 +5,7 @@ All other actions that the protocol orders are carried out by ``regroup`` and ``
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Generator, Iterator
 from typing import NoReturn
 
@@ -63,8 +64,17 @@ from holdfast.state.restorer import StateRestorer
 from holdfast.state.store_loss import launcher_died, turn
 
 
+class Pause(enum.Enum):
+    """Where a loop that the script owns gets control, besides computing a step."""
+
+    BEFORE_STEP = enum.auto()
+    """No step is in progress: the last one is applied, or was discarded and will be computed again."""
+    BEFORE_UPDATE = enum.auto()
+    """The step is committed, and the optimizer runs next: parameters have their mean gradients."""
+
+
 class TrainingLoop:
-    """One call of ``session.steps``.
+    """One call of ``session.steps``, or one pass over a prepared loader.
 
     Args:
         job: The job context, which outlives the loop.
@@ -72,12 +82,22 @@ class TrainingLoop:
         plan: Which samples belong to which step.
         source: Where inputs come from.
         is_newcomer: This worker joined a job that was already running.
+        pauses: Yield each :class:`Pause`, too.
     """
 
     def __init__(
-        self, job: JobContext, trainable: Trainable, plan: SamplePlan, source: DataSource, *, is_newcomer: bool = False
+        self,
+        job: JobContext,
+        trainable: Trainable,
+        plan: SamplePlan,
+        source: DataSource,
+        *,
+        is_newcomer: bool = False,
+        pauses: bool = False,
     ) -> None:
         self._job = job
+        self._pauses = pauses
+        self._is_applied = False
         self._trainable = trainable
         strategy = make_strategy(job.live.strategy, min_workers=job.settings.min_workers)
         self._protocol = Protocol(strategy, trainable.num_buckets, split=not trainable.is_replicated)
@@ -133,19 +153,21 @@ class TrainingLoop:
 
     # -- the loop
 
-    def drive(self) -> Iterator[Step]:
-        """Yield steps to the script until the protocol lets this worker leave."""
+    def drive(self) -> Iterator[Step | Pause]:
+        """Yield steps to the script, and pauses if requested, until the protocol lets this worker leave."""
         try:
             yield from self._drive()
         finally:
             self._executor.close()
 
-    def _drive(self) -> Iterator[Step]:
+    def _drive(self) -> Iterator[Step | Pause]:
         event: Event = Admitted() if self._is_newcomer else Started()
         if not self._is_newcomer:
             self._job.announce()
         while True:
             for order in self._protocol.handle(event):
+                if self._pauses:
+                    yield from self._pause(order)
                 match order:
                     case Publish(step=step):
                         self._publish(step)
@@ -161,6 +183,23 @@ class TrainingLoop:
                         return
                     case _:
                         event = self._carry_out(order)
+
+    def _pause(self, order: Action) -> Iterator[Pause]:
+        """Yield the pause before an action, if there is one, and complete what waits for the script until then."""
+        match order:
+            case ComputeStep():
+                yield Pause.BEFORE_STEP
+                if self._is_applied:  # the script may have stepped a scheduler meanwhile
+                    self._is_applied = False
+                    self._keep_applied()
+            case ApplyStep():
+                assert self._trainable.whole is not None
+                self._trainable.whole.show_gradients()
+                yield Pause.BEFORE_UPDATE
+
+    def end_here(self) -> None:
+        """Make the last committed step the last one of this loop; every worker must do so after the same step."""
+        self._position.end()
 
     def _compute(self, step: int) -> Generator[Step, None, Event]:
         """Let the script compute a step. In a model that is split, workers need each other to begin and to finish."""
@@ -311,6 +350,14 @@ class TrainingLoop:
         samples = self._position.commit(batch, lost)
         self._executor.batch, job.committed.step, job.rebuilds.snapshot = None, step + 1, None
         self._log.committed(batch, samples, len(workers), lost, link)
+        if self._pauses:
+            self._is_applied = True
+        else:
+            self._keep_applied()
+
+    def _keep_applied(self) -> None:
+        """Keep the state after a step in memory or in a checkpoint, if that is due."""
+        job, trainable = self._job, self._trainable
         self._restorer.keep_after_step()
         if job.checkpoints.is_due(job.step) or self._status.save_due:
             if not trainable.is_replicated and self._recovery.now is not None:

@@ -35,7 +35,7 @@ class ModelPart:
 
     Args:
         scheduler: Stepped after the optimizer, once per step or once per epoch.
-        schedule: ``"step"`` or ``"epoch"``.
+        schedule: ``"step"``, ``"epoch"``, or ``"script"``: then the script steps the scheduler and updates the average.
         scaler: A ``torch.amp.GradScaler``; unscales after the all-reduce.
         clip_grad_norm: Maximum norm of the mean gradient.
         average: An average of the weights; updated after each step.
@@ -81,6 +81,8 @@ class ModelPart:
         """The gradients of the step in progress."""
         self.norm_of_all: torch.Tensor | None = None
         """Norm of the gradient of the whole model, if this is a part of it."""
+        self.updater: Callable[[], None] | None = None
+        """Runs the optimizer on the gradients that :meth:`show_gradients` has set, in a loop that the script owns."""
 
     # -- a step
 
@@ -148,7 +150,14 @@ class ModelPart:
         self._update_average()
         return metrics
 
+    def show_gradients(self) -> None:
+        """Set every parameter's ``.grad`` to a copy of its mean gradient, which the script may modify."""
+        self.gradients.set_gradients(private=True)
+
     def _update(self) -> None:
+        if self.updater is not None:
+            self.updater()
+            return
         self.gradients.set_gradients(private=self._may_write())
         self._optimize()
 
@@ -201,7 +210,7 @@ class ModelPart:
 
     def _step_scheduler(self, batch: MiniBatch, metrics: dict[str, float]) -> None:
         epoch_ended = batch.after.epoch != batch.epoch
-        if self._scheduler is None or (self._schedule == "epoch" and not epoch_ended):
+        if self._scheduler is None or self._schedule == "script" or (self._schedule == "epoch" and not epoch_ended):
             return
         if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             if "loss" in metrics:  # not if strategy forward lost every slice of the step
@@ -210,7 +219,7 @@ class ModelPart:
             self._scheduler.step()
 
     def _update_average(self) -> None:
-        if self.average is not None:
+        if self.average is not None and self._schedule != "script":
             self.average.update_parameters(self.model)
 
     def set_learning_rate(self, value: float) -> None:

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel
@@ -24,7 +25,7 @@ from holdfast.data.samples import check_dataset
 from holdfast.engine import exits
 from holdfast.engine.context import CommittedState, JobContext, LiveSettings, LoopState
 from holdfast.engine.injection import check_faults, make_faults, reach_point
-from holdfast.engine.loop import TrainingLoop
+from holdfast.engine.loop import Pause, TrainingLoop
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.faults import points
 from holdfast.models.loss import check_name
@@ -41,6 +42,17 @@ from holdfast.session.step import Step
 from holdfast.state.manager import CheckpointManager
 from holdfast.state.platform_check import compare_with_others, platform_of_worker
 from holdfast.torch_private import check_version
+
+
+@dataclass(slots=True)
+class OpenedLoop:
+    """What one training loop needs, and the loop itself once it has begun."""
+
+    job: JobContext
+    plan: SamplePlan
+    source: DataSource
+    run: TrainingLoop | None = None
+
 
 _sessions: list[Session] = []
 """Sessions with an open loop: one that was left early must be found at exit even if the script has dropped it."""
@@ -163,6 +175,33 @@ class Session:
             TooFewWorkers: if fewer than ``min_workers`` survived; the state is saved.
             SystemExit: with code 4, after SIGTERM; the state is saved.
         """
+        loop = self._open(
+            dataset,
+            batch_size,
+            epochs,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            collate=collate,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+        )
+        if application.looks is not None:
+            return application.looks(self._trainable, loop.plan, loop.source.dataset, loop.source.collate)
+        return cast("Iterator[Step]", self._train(loop))
+
+    def _open(
+        self,
+        dataset: Any,
+        batch_size: int,
+        epochs: int,
+        *,
+        shuffle: bool,
+        drop_last: bool,
+        collate: Callable[[list[Any]], Any] | None,
+        num_workers: int,
+        prefetch_factor: int,
+    ) -> OpenedLoop:
+        """Check the arguments of :meth:`steps`, connect to the other workers, and return what a training loop needs."""
         _check_arguments(dataset, batch_size, epochs, num_workers=num_workers, prefetch_factor=prefetch_factor)
         self.check_finished()
         if not self._trainable.is_replicated and self._job is not None and self._job.loop > 0:
@@ -181,13 +220,12 @@ class Session:
             raise ConfigError(
                 f"drop_last leaves no batch: batch_size must be at most len(dataset) ({len(dataset)}), got {batch_size}"
             )
-        if application.looks is not None:
-            return application.looks(self._trainable, plan, dataset, collate)
-        if self._settings.faults:
+        if self._settings.faults and application.looks is None:
             check_faults(self._settings.faults, self._trainable, self._total_steps or job.step + plan.num_steps)
-        return self._train(job, plan, DataSource(dataset, collate, num_workers, prefetch_factor))
+        return OpenedLoop(job, plan, DataSource(dataset, collate, num_workers, prefetch_factor))
 
-    def _train(self, job: JobContext, plan: SamplePlan, source: DataSource) -> Iterator[Step]:
+    def _train(self, loop: OpenedLoop, *, pauses: bool = False) -> Iterator[Step | Pause]:
+        job, plan = loop.job, loop.plan
         if job.loops.loaded is not None and job.loop < job.loops.loaded.info["loop"]:
             job.loops.end(plan.epochs)
             return
@@ -201,7 +239,7 @@ class Session:
         self._training = True
         _sessions.append(self)
         job.loops.first_step = job.step
-        run = TrainingLoop(job, self._trainable, plan, source, is_newcomer=is_newcomer)
+        run = loop.run = TrainingLoop(job, self._trainable, plan, loop.source, is_newcomer=is_newcomer, pauses=pauses)
         with notice.answered(lambda: self._on_sigterm(job)):
             try:
                 yield from run.drive()

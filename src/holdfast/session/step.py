@@ -96,18 +96,31 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """Yield the inputs of each slice of this worker: a tuple for a dataset of tuples."""
         while self._pending:
-            number = self._pending[0]
-            self._metrics = {}
-            self._current = -1
-            inputs = self._work.begin_slice(self._batch, number)
-            self._current = number
-            yield inputs
-            if "loss" not in self._metrics:
-                raise ScriptError(f"slice {number} of step {self.number} ended without step.backward(loss)")
-            self._work.end_slice(self._batch, number, self._metrics)
-            self._pending.pop(0)
-            self._current = -1
+            yield self.begin_slice()
+            self.end_slice()
         self._work.between_slices(self._batch)
+
+    def begin_slice(self) -> Any:
+        """Return the inputs of the next slice of this worker; for loops that do not iterate over the step."""
+        self._metrics = {}
+        self._current = -1
+        inputs = self._work.begin_slice(self._batch, self._pending[0])
+        self._current = self._pending[0]
+        return inputs
+
+    def end_slice(self) -> bool:
+        """Keep the gradients and metrics of the slice; return whether it was this worker's last one.
+
+        Raises:
+            ScriptError: if the slice has no loss.
+        """
+        number = self._pending[0]
+        if "loss" not in self._metrics:
+            raise ScriptError(f"slice {number} of step {self.number} ended without step.backward(loss)")
+        self._work.end_slice(self._batch, number, self._metrics)
+        self._pending.pop(0)
+        self._current = -1
+        return not self._pending
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients of the slice that was yielded last, and log the loss.
