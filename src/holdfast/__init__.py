@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from holdfast.config import Settings
     from holdfast.errors import ConfigError, HoldfastError, ScriptError
     from holdfast.session.models import Pipeline, Sharded
+    from holdfast.session.prepared import prepare
     from holdfast.session.reinit import reinit
     from holdfast.session.session import Session
     from holdfast.session.step import Step
@@ -29,6 +30,7 @@ _WHERE = {
     "Settings": "holdfast.config",
     "Sharded": "holdfast.session.models",
     "Step": "holdfast.session.step",
+    "prepare": "holdfast.session.prepared",
     "reinit": "holdfast.session.reinit",
 }
 
@@ -42,6 +44,7 @@ __all__ = [
     "Sharded",
     "Step",
     "__version__",
+    "prepare",
     "reinit",
 ]
 

@@ -269,8 +269,8 @@ def test_all_stages_take_a_step_that_is_scaled_or_none_does(tmp_path, monkeypatc
         stage.scaling.skips = not all(gradient.isfinite().all() for gradient in stage._gradients())
         optimize(stage)
 
-    optimize = ScaledStage._optimize
-    monkeypatch.setattr(ScaledStage, "_optimize", by_itself)
+    optimize = ScaledStage.optimize
+    monkeypatch.setattr(ScaledStage, "optimize", by_itself)
     model, session = begin(stages, largest_norm=largest_norm, scaler=make_scaler())
     train(session)
     with pytest.raises(AssertionError):

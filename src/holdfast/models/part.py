@@ -159,13 +159,14 @@ class ModelPart:
             self.updater()
             return
         self.gradients.set_gradients(private=self._may_write())
-        self._optimize()
+        self.optimize()
 
     def _may_write(self) -> bool:
         """Return whether clipping, unscaling or the optimizer may modify the gradients, which others may still read."""
         return self._scaler is not None or self._clip_grad_norm is not None or may_write_gradients(self.optimizer)
 
-    def _optimize(self) -> None:
+    def optimize(self) -> None:
+        """Run the optimizer on the gradients of the parameters, clipped and unscaled as configured."""
         if self._scaler is not None and not self.gradients.terms:
             # It initialises its state when it scales, and a worker without a slice has not scaled anything.
             self._scaler.scale(torch.zeros((), device=self.device))

@@ -64,9 +64,9 @@ class ScaledStage(ModelPart):
     def _may_write(self) -> bool:
         return self.scaling is not None or super()._may_write()
 
-    def _optimize(self) -> None:
+    def optimize(self) -> None:
         if self.scaling is not None:
             if self.scaling.skips:
                 return
             self.scaling.unscale(self._gradients())
-        super()._optimize()
+        super().optimize()

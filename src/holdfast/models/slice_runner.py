@@ -70,6 +70,15 @@ class SliceRunner(Runner):
         self._watched.close()
         self._end(batch, number, metrics)
 
+    def begin_uncounted(self, batch: MiniBatch) -> Any:
+        """Prepare for a slice that belongs to another worker and return its inputs; its gradients are not kept."""
+        self.end_uncounted()
+        return self._inputs(batch, min(batch.owners))
+
+    def end_uncounted(self) -> None:
+        self._part.buckets.clear()
+        self._part.buckets.buffers.rewind()
+
     def _end(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
         """Check the metrics of a slice, and carry out planned flips in its gradients."""
         gradients = self._part.gradients

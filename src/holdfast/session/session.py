@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import RandomSampler
 
 from holdfast import notice
 from holdfast.clock import SystemClock
@@ -29,13 +30,14 @@ from holdfast.engine.loop import Pause, TrainingLoop
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.faults import points
 from holdfast.models.loss import check_name
-from holdfast.models.part import Stateful
+from holdfast.models.part import ModelPart, Stateful
 from holdfast.models.trainables import make_trainable
 from holdfast.records.beacon import NoBeacon, connected_beacon, publish_connecting
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path, stop_path
 from holdfast.recovery.messages import Note
+from holdfast.session import gradient_hook
 from holdfast.session.models import Pipeline, Sharded
 from holdfast.session.reinit_context import application, note_session, take_over
 from holdfast.session.step import Step
@@ -79,7 +81,8 @@ class Session:
             model: a function that returns one for the parameters of a part.
         scheduler: A learning-rate scheduler; the session steps it after the optimizer. For a Pipeline or Sharded model:
             a function that returns one for an optimizer.
-        schedule: Whether the scheduler is stepped every ``"step"`` or every ``"epoch"``.
+        schedule: Whether the scheduler is stepped every ``"step"`` or every ``"epoch"``. With ``"script"`` neither it nor
+            the average is: the script does that, see :func:`holdfast.prepare`.
         scaler: A ``torch.amp.GradScaler``. A Pipeline or Sharded model uses one for all parts, which skip together.
         average: A ``torch.optim.swa_utils.AveragedModel`` of the model; the session updates it after each optimizer
             step. For a Pipeline or Sharded model: a function that returns one for the module of a part; the complete
@@ -108,8 +111,8 @@ class Session:
         comm: Communicator | None = None,
         **settings: Any,
     ) -> None:
-        if schedule not in ("step", "epoch"):
-            raise ConfigError(f"schedule must be 'step' or 'epoch', got {schedule!r}")
+        if schedule not in ("step", "epoch", "script"):
+            raise ConfigError(f"schedule must be 'step', 'epoch' or 'script', got {schedule!r}")
         self._settings = Settings.from_env(**settings)
         self._trainable = make_trainable(
             model,
@@ -127,6 +130,8 @@ class Session:
         self._given_comm = comm
         self._job: JobContext | None = None
         self._training = False
+        self.ends_loop: Callable[[], None] | None = None
+        """Ends a prepared loop that the script has left."""
 
     def register(self, **things: Stateful) -> None:
         """Save the state of ``things`` with the model: in checkpoints, and restored when a step is retried.
@@ -311,6 +316,45 @@ class Session:
         """Means over the samples of the last committed step, the same on every worker that logged them."""
         return {} if self._job is None else dict(self._job.committed.metrics)
 
+    # -- for loops that the script owns, see `holdfast.session.prepared`
+
+    def part_of_script(self) -> ModelPart:
+        """Return the model with its optimizer, which the script's loop steps.
+
+        Raises:
+            ConfigError: if a setting needs the session to run the optimizer.
+        """
+        if self._settings.update == "eager":
+            raise ConfigError(
+                "--overlap-optimizer cannot be used with holdfast.prepare, where the loop itself runs the optimizer; leave"
+                " it out"
+            )
+        assert self._trainable.whole is not None
+        return self._trainable.whole
+
+    def open_loop(self, loader: Any) -> OpenedLoop:
+        """Connect to the other workers, and return one pass over a loader; for the errors see :meth:`steps`."""
+        if application.looks is not None:
+            raise ConfigError("holdfast doctor cannot inspect a loop of holdfast.prepare; it inspects session.steps")
+        return self._open(
+            loader.dataset,
+            loader.batch_size,
+            1,
+            shuffle=isinstance(loader.sampler, RandomSampler),
+            drop_last=loader.drop_last,
+            collate=loader.collate_fn,
+            num_workers=loader.num_workers,
+            prefetch_factor=loader.prefetch_factor or 2,
+        )
+
+    def drive(self, loop: OpenedLoop) -> Iterator[Step | Pause]:
+        """Yield the steps of a pass, and its pauses."""
+        return self._train(loop, pauses=True)
+
+    def note_busy(self, *, busy: bool) -> None:
+        """Tell the health monitor that the script's own work begins or ends; see :meth:`busy`."""
+        self._connect().beacon.publish_busy(busy=busy)
+
     def check_finished(self) -> None:
         """Check that no loop was left before its end.
 
@@ -419,12 +463,15 @@ class Session:
 def at_exit() -> None:
     """When the script has ended, check that no session was left in the middle of training."""
     for session in _sessions:
+        if session.ends_loop is not None:
+            session.ends_loop()
         session.check_finished()
 
 
 def forget_sessions() -> None:
     """Forget the sessions of an application that was torn down: their loops are open, and will not be continued."""
     _sessions.clear()
+    gradient_hook.forget()
 
 
 def _check_arguments(dataset: Any, batch_size: int, epochs: int, *, num_workers: int, prefetch_factor: int) -> None:

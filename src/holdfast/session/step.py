@@ -27,6 +27,8 @@ class _SliceWork(_StepWork, Protocol):
     def begin_slice(self, batch: MiniBatch, number: int) -> Any: ...
     def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None: ...
     def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None: ...
+    def begin_uncounted(self, batch: MiniBatch) -> Any: ...
+    def end_uncounted(self) -> None: ...
     def between_slices(self, batch: MiniBatch) -> None: ...
     def at_once(
         self, batch: MiniBatch, numbers: Sequence[int], forward: Forward, loss: Loss
@@ -89,6 +91,11 @@ class Step:
         return tuple(self._mine)
 
     @property
+    def is_at_last_slice(self) -> bool:
+        """Whether no slice of this worker follows the current one."""
+        return len(self._pending) <= 1
+
+    @property
     def attempt(self) -> int:
         """Number of earlier consecutive attempts at this step, 0 for the first attempt."""
         return self._attempt
@@ -98,6 +105,10 @@ class Step:
         while self._pending:
             yield self.begin_slice()
             self.end_slice()
+        self.end()
+
+    def end(self) -> None:
+        """Mark the end of this worker's slices; random numbers that the script draws from here on are equal everywhere."""
         self._work.between_slices(self._batch)
 
     def begin_slice(self) -> Any:
@@ -121,6 +132,25 @@ class Step:
         self._pending.pop(0)
         self._current = -1
         return not self._pending
+
+    def begin_uncounted(self) -> Any:
+        """Return the inputs of another worker's slice, for a script that must see one in every step; nothing of it is kept."""
+        return self._work.begin_uncounted(self._batch)
+
+    def end_uncounted(self) -> None:
+        """Drop everything that the uncounted slice computed."""
+        self._work.end_uncounted()
+
+    def add_loss(self, root: torch.Tensor, value: torch.Tensor) -> None:
+        """Compute the gradients of ``root``, and add ``value`` to the logged loss of the slice.
+
+        Args:
+            root: What to differentiate: the loss, scaled if the script uses a ``GradScaler``.
+            value: The loss, the mean over the slice, detached.
+        """
+        before = self._metrics.get("loss")
+        self._metrics["loss"] = value if before is None else before + value
+        self._work.backward(root, self._batch, self._current)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients of the slice that was yielded last, and log the loss.
@@ -155,8 +185,12 @@ class Step:
         self._check_in_slice("log")
         for name, value in metrics.items():
             check_name(name)
-            if name != "loss":
-                self._metrics[name] = figure_of(value)
+            self.keep_metric(name, figure_of(value))
+
+    def keep_metric(self, name: str, value: torch.Tensor | float) -> None:
+        """Keep a metric of the slice, except the loss, which the session knows."""
+        if name != "loss":
+            self._metrics[name] = value
 
     def compute(self, forward: Forward, loss: Loss) -> None:
         """Compute all slices of this worker: the loop over the step in one call, and faster where slices are small.

@@ -1,0 +1,509 @@
+"""``holdfast.prepare``: sessions for training loops that the script owns.
+
+The loop stays as it is. The loader yields this worker's slices of a mini-batch, one per iteration. ``loss.backward()``
+keeps their gradients; that of the last slice also all-reduces them and holds the commit vote. After it, parameters have
+the mean gradients of the mini-batch, and the loop clips, unscales and steps as in one process. If a worker fails
+before the vote, ``optimizer.step()`` does nothing and the loader yields the slices of the same step again.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.optim.swa_utils import AveragedModel
+
+from holdfast.engine.loop import Pause
+from holdfast.errors import ConfigError, InternalError, ScriptError
+from holdfast.models.loss import check_name, figure_of
+from holdfast.models.part import ModelPart, Stateful
+from holdfast.session import gradient_hook
+from holdfast.session.prepared_objects import (
+    OptimizerGroup,
+    PreparedAverage,
+    PreparedOptimizer,
+    PreparedScaler,
+    PreparedScheduler,
+)
+from holdfast.session.session import OpenedLoop, Session
+from holdfast.session.step import Step
+
+
+class Phase(enum.Enum):
+    """Where the script is in its loop."""
+
+    OUTSIDE = enum.auto()
+    """Not in a loop over a prepared loader."""
+    SLICE = enum.auto()
+    """A slice was yielded, and its gradients are not complete."""
+    WAITING = enum.auto()
+    """The slice is complete. More slices follow, or the step is computed again."""
+    DECIDED = enum.auto()
+    """The step is committed; parameters have their mean gradients."""
+    APPLIED = enum.auto()
+    """The optimizer has run on them."""
+
+
+class PreparedLoop:
+    """One loop of the script at a time, over a prepared loader. Drives the session, and knows where the script is.
+
+    Args:
+        session: The session.
+        part: The model with its optimizer.
+        optimizers: The script's optimizers; with several, all run once the last of them is stepped.
+        accumulate: Factor for losses that the script divides because it accumulates gradients.
+    """
+
+    def __init__(
+        self, session: Session, part: ModelPart, optimizers: Sequence[optim.Optimizer], accumulate: int
+    ) -> None:
+        self.session = session
+        self.scaler: Any = None
+        self.phase = Phase.OUTSIDE
+        self.step: Step | None = None
+        self.is_open = False
+        self._is_left = False
+        self._part = part
+        self._optimizers = optimizers
+        self._accumulate = accumulate
+        self._opened: OpenedLoop | None = None
+        self._driver: Iterator[Step | Pause] = iter(())
+        self._is_counted = True
+        self._captured: dict[int, list[tuple[nn.Parameter, torch.Tensor]]] = {}
+        self._versions: dict[int, int] = {}
+
+    # -- the loop over the loader
+
+    def iterate(self, loader: Any) -> Iterator[Any]:
+        """Yield this worker's slices of all mini-batches of one pass over ``loader``."""
+        self._open(loader)
+        try:
+            while self._next_step():
+                yield from self._slices()
+            self._close()
+        except GeneratorExit:  # the script has left the loop, and may evaluate for a long time before it ends it
+            self._is_left = self.phase is Phase.APPLIED
+            if self._is_left:
+                self.session.note_busy(busy=True)
+            raise
+
+    def _open(self, loader: Any) -> None:
+        self.finish()
+        self._opened = self.session.open_loop(loader)
+        self._driver = self.session.drive(self._opened)
+        self.is_open = True
+        gradient_hook.install(self)
+
+    def steps(self, loader: Any) -> Iterator[Step]:
+        """Yield each step of one pass over ``loader`` once, for a framework that calls :meth:`compute` and :meth:`apply`."""
+        self._open(loader)
+        while self._next_step():
+            assert self.step is not None
+            yield self.step
+            if self.phase is not Phase.APPLIED:
+                raise ScriptError(f"step {self.number} ended without an optimizer step")
+        self._close()
+
+    def compute(self, loss_of: Callable[[Any], torch.Tensor]) -> float:
+        """Compute the step, again after each failure, until it is committed and parameters have their mean gradients.
+
+        Args:
+            loss_of: Receives the inputs of a slice, returns the mean loss over it, a scalar. It is called once a slice and
+                attempt, with the random generators seeded for that slice.
+
+        Returns:
+            The mean loss over the mini-batch, equal on all workers.
+        """
+        while self.phase is not Phase.DECIDED:
+            if self.step is None and not self._next_step():
+                raise InternalError("a step that has to be computed again was not begun")
+            for inputs in self._inputs_of_step():
+                self.backward(loss_of(inputs))
+        return self._part.gradients.metrics(())["loss"]
+
+    def _next_step(self) -> bool:
+        """Begin the next step, or the same one again; return False at the end of the pass."""
+        self.step = None
+        for item in self._driver:
+            if isinstance(item, Step):
+                self.step = item
+                return True
+            if item is Pause.BEFORE_UPDATE:
+                raise InternalError("a step was committed that this worker has not computed")
+        return False
+
+    def _slices(self) -> Iterator[Any]:
+        for inputs in self._inputs_of_step():
+            yield inputs
+            self._check_iteration()
+
+    def _inputs_of_step(self) -> Iterator[Any]:
+        """Yield the inputs of this worker's slices of an attempt, as long as it may succeed."""
+        assert self.step is not None
+        self._is_counted = bool(self.step.slices)
+        self.phase = Phase.WAITING
+        while self.step is not None and self.phase is Phase.WAITING:
+            inputs = self.step.begin_slice() if self._is_counted else self.step.begin_uncounted()
+            self._captured.clear()
+            self.phase = Phase.SLICE
+            yield inputs
+
+    def _check_iteration(self) -> None:
+        """Check that the script did with the slice what every slice needs."""
+        if self.phase is Phase.SLICE:
+            missing = "loss.backward()" if len(self._optimizers) == 1 else "optimizer.step() of every optimizer"
+            raise ScriptError(f"a slice of step {self.number} ended without {missing}")
+        if self.phase is Phase.DECIDED:
+            raise ScriptError(
+                f"step {self.number} ended without optimizer.step(); call it after each loss.backward(), because it does"
+                " nothing until the last slice of the step, or call it where `loader.last` is true"
+            )
+
+    def finish(self) -> None:
+        """End a loop that the script has left with ``break`` after a committed step; does nothing if none is open.
+
+        Raises:
+            ScriptError: if the script left it in the middle of a step.
+        """
+        if not self.is_open:
+            return
+        if self._is_left:
+            self.session.note_busy(busy=False)
+            self._is_left = False
+        if self.phase is not Phase.APPLIED:
+            raise ScriptError(
+                f"the loop over the prepared loader was left in step {self.number}; leave it after optimizer.step(), at"
+                " the same step on every worker"
+            )
+        assert self._opened is not None
+        assert self._opened.run is not None
+        self._opened.run.end_here()
+        if self._next_step():
+            raise InternalError(f"step {self.number} was begun after the loop had ended")
+        self._close()
+
+    def _close(self) -> None:
+        self.is_open, self.step, self.phase = False, None, Phase.OUTSIDE
+        gradient_hook.remove(self)
+
+    # -- gradients
+
+    def backward(self, root: torch.Tensor) -> None:
+        """Compute the gradients of a loss; after the last slice of the step, all-reduce them and vote.
+
+        Args:
+            root: A scalar: the mean over the slice, scaled if the script uses a ``GradScaler``.
+
+        Raises:
+            ScriptError: if it is not a scalar, or the slice is complete.
+        """
+        if self.phase is not Phase.SLICE:
+            raise ScriptError(
+                f"backward was called twice for a slice of step {self.number}: add up the losses, and use"
+                " torch.autograd.grad for other gradients"
+            )
+        if root.numel() != 1:
+            raise ScriptError(f"the loss must be a scalar, the mean over the slice, got shape {tuple(root.shape)}")
+        assert self.step is not None
+        root = root * self._accumulate if self._accumulate > 1 else root
+        if self._is_counted:
+            value = root.detach()
+            self.step.add_loss(root, value if self.scaler is None else value / self.scaler.get_scale())
+        else:
+            root.backward()
+        if len(self._optimizers) == 1:
+            self._end_slice()
+        else:
+            self._versions = {id(p): p.grad._version for p in self._part.buckets.parameters if p.grad is not None}
+
+    def capture(self, number: int) -> None:
+        """With several optimizers: keep the slice's gradients for optimizer ``number``, which has finished with it.
+
+        Gradients that later losses leave in its parameters do not count, as in a script that clears them before use.
+        """
+        if self.phase is not Phase.SLICE:
+            return
+        if number in self._captured:
+            raise ScriptError(f"optimizer {number} was stepped twice for a slice of step {self.number}")
+        kept = self._captured[number] = []
+        for parameter in (p for group in self._optimizers[number].param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                if self._versions.get(id(parameter)) != parameter.grad._version:
+                    raise ScriptError(
+                        "with several optimizers gradients cannot be modified between backward and step, because they are"
+                        " those of one slice: pass clip_grad_norm to holdfast.prepare instead of clipping in the loop"
+                    )
+                kept.append((parameter, parameter.grad.clone()))
+                parameter.grad = None
+        if len(self._captured) == len(self._optimizers):
+            self._end_captured()
+
+    def _end_captured(self) -> None:
+        for parameter in self._part.buckets.parameters:
+            parameter.grad = None
+        for parameter, gradient in (pair for pairs in self._captured.values() for pair in pairs):
+            parameter.grad = gradient
+        self._end_slice()
+        if self.phase is Phase.DECIDED:
+            self.apply(self._part.optimize)
+
+    def _end_slice(self) -> None:
+        """Keep the slice; after the last one, reduce and vote: either the step is committed, or it is computed again."""
+        assert self.step is not None
+        if self._is_counted:
+            is_last = self.step.end_slice()
+        else:
+            self.step.end_uncounted()
+            is_last = True
+        self.phase = Phase.WAITING
+        if not is_last:
+            return
+        self.step.end()
+        if next(self._driver) is Pause.BEFORE_UPDATE:
+            self.phase = Phase.DECIDED
+        else:
+            self.step = None
+
+    def apply(self, update: Callable[[], Any]) -> None:
+        """Run the optimizer by ``update``, once the step is committed; do nothing before.
+
+        Raises:
+            ScriptError: if it has run already.
+        """
+        if self.phase is Phase.APPLIED:
+            raise ScriptError(f"optimizer.step() was called twice in step {self.number}")
+        if self.phase is Phase.SLICE:
+            raise ScriptError(f"optimizer.step() was called before loss.backward() in step {self.number}")
+        if self.phase is not Phase.DECIDED:
+            return
+        self._part.updater = update
+        if next(self._driver) is not Pause.BEFORE_STEP:
+            raise InternalError(f"step {self.number} was not applied")
+        self.phase = Phase.APPLIED
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the step is committed, and the optimizer has not run yet."""
+        return self.phase is Phase.DECIDED
+
+    @property
+    def hooks_backward(self) -> bool:
+        """Whether a backward pass belongs to a slice."""
+        return self.phase not in (Phase.OUTSIDE, Phase.APPLIED)
+
+    @property
+    def counts(self) -> bool:
+        """Whether what the script does once per step, such as stepping a scheduler, is due in this iteration."""
+        return self.phase in (Phase.OUTSIDE, Phase.DECIDED, Phase.APPLIED)
+
+    @property
+    def number(self) -> int:
+        """Number of the step in progress, or of the one that was applied last."""
+        return self.session.step if self.step is None else self.step.number
+
+
+class PreparedLoader:
+    """Yields this worker's slices of the mini-batches of a loader; each ``for`` loop over it is one epoch.
+
+    Everything else is that of the script's loader, such as ``dataset`` and ``len``, the number of mini-batches.
+    """
+
+    def __init__(self, loop: PreparedLoop, loader: Any) -> None:
+        self._loop = loop
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield one slice after another."""
+        return self._loop.iterate(self._loader)
+
+    def __len__(self) -> int:
+        """Return the number of mini-batches of an epoch."""
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the script's loader."""
+        return getattr(self._loader, name)
+
+    @property
+    def step(self) -> int:
+        """Number of the current step: optimizer steps committed before it, over the whole job."""
+        return self._loop.number
+
+    @property
+    def attempt(self) -> int:
+        """Number of earlier attempts at this step, 0 for the first attempt."""
+        return 0 if self._loop.step is None else self._loop.step.attempt
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the current step, counted over the whole job."""
+        return 0 if self._loop.step is None else self._loop.step.epoch
+
+    @property
+    def last(self) -> bool:
+        """Whether the current slice is this worker's last one in the step."""
+        step = self._loop.step
+        return step is not None and step.is_at_last_slice
+
+    @property
+    def committed(self) -> bool:
+        """Whether the step was committed and applied in this iteration; what must happen once per step belongs here."""
+        return self._loop.phase is Phase.APPLIED
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means over the mini-batch of the last committed step, equal on every worker: ``loss``, and what was logged."""
+        return self._loop.session.metrics
+
+    @property
+    def session(self) -> Session:
+        """The session beneath, for ``rank``, ``is_lead`` and ``log`` after training."""
+        return self._loop.session
+
+    def log(self, **metrics: torch.Tensor | float) -> None:
+        """Log means over the slice, before ``loss.backward()``; they become means over the step.
+
+        Raises:
+            ScriptError: if the slice is complete, or there is none.
+            ConfigError: if a name cannot be encoded.
+        """
+        loop = self._loop
+        if loop.phase is not Phase.SLICE or loop.step is None:
+            raise ScriptError("loader.log must be called inside the loop, before loss.backward()")
+        for name, value in metrics.items():
+            check_name(name)
+            loop.step.keep_metric(name, figure_of(value))
+
+    def stop(self) -> None:
+        """End training on all workers once the current step is committed, whichever worker calls it."""
+        if self._loop.step is None or self._loop.phase not in (Phase.SLICE, Phase.WAITING):
+            raise ScriptError("loader.stop must be called inside the loop, before the last loss.backward() of the step")
+        self._loop.step.stop()
+
+    def finish(self) -> None:
+        """End a loop that was left with ``break``. The next loop and the end of the script do so, too.
+
+        Raises:
+            ScriptError: if it was left in the middle of a step.
+        """
+        self._loop.finish()
+
+
+def prepare(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: optim.Optimizer | Sequence[optim.Optimizer],
+    loader: Any,
+    scheduler: Any = None,
+    *,
+    scaler: Any = None,
+    average: AveragedModel | None = None,
+    clip_grad_norm: float | None = None,
+    accumulate: int = 1,
+    register: Mapping[str, Stateful] | None = None,
+    **settings: Any,
+) -> tuple[Any, ...]:
+    """Make an existing training loop fault-tolerant; put the returned objects in the place of the given ones.
+
+    ::
+
+        model, optimizer, loader = holdfast.prepare(model, optimizer, loader)
+        for batch, target in loader:
+            loss = F.cross_entropy(model(batch), target)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The loader's batch is the mini-batch of the whole job; each iteration gets one slice of it. Every worker runs the
+    loop's body once per slice, and all workers end with the same weights, which are those of one process. Guarantees,
+    strategies and settings are those of :class:`~holdfast.Session`.
+
+    Args:
+        model: The model, or several. They stay as they are.
+        optimizer: Its optimizer. With several, each belongs to parameters of its own, and all run after the last slice
+            of the step: a loss of a later optimizer sees the weights from before the step.
+        loader: A ``DataLoader``, or any other data that :meth:`Session.steps` takes.
+        scheduler: A learning-rate scheduler, or several. ``step`` counts once per optimizer step inside the loop.
+        scaler: A ``torch.amp.GradScaler``, used in the loop as usual.
+        average: A ``torch.optim.swa_utils.AveragedModel``; ``update_parameters`` counts once per optimizer step.
+        clip_grad_norm: Maximum norm of the mean gradient of all parameters, with several optimizers. With one, call
+            ``torch.nn.utils.clip_grad_norm_`` in the loop.
+        accumulate: By what the loop divides the loss because it accumulates gradients over that many slices. The
+            loader's batch is then still one optimizer step.
+        register: Other objects with a state to save, by name.
+        **settings: Fields of :class:`holdfast.Settings`.
+
+    Returns:
+        The model, optimizer and loader, and after them ``scheduler``, ``scaler`` and ``average`` where they were given.
+
+    Raises:
+        ConfigError: if an argument is not allowed.
+    """
+    models, optimizers = _several(model), _several(optimizer)
+    _check(models, optimizers, scaler, clip_grad_norm, accumulate)
+    whole = models[0] if len(models) == 1 else nn.ModuleList(models)
+    grouped = optimizers[0] if len(optimizers) == 1 else OptimizerGroup(optimizers)
+    session = Session(
+        whole,
+        grouped,
+        average=average,
+        schedule="script",
+        clip_grad_norm=clip_grad_norm,
+        total_steps=sys.maxsize,
+        **settings,
+    )
+    part = session.part_of_script()
+    schedulers = _several(scheduler) if scheduler is not None else ()
+    session.register(
+        **{f"scheduler{number or ''}": one for number, one in enumerate(schedulers)},
+        **({} if scaler is None else {"scaler": scaler}),
+        **(register or {}),
+    )
+    loop = PreparedLoop(session, part, optimizers, accumulate)
+    loop.scaler = scaler
+    session.ends_loop = loop.finish
+    stepped = [PreparedOptimizer(loop, one, number, len(optimizers)) for number, one in enumerate(optimizers)]
+    found: list[Any] = [
+        model,
+        stepped[0] if isinstance(optimizer, optim.Optimizer) else type(optimizer)(stepped),  # type: ignore[call-arg]
+        PreparedLoader(loop, loader),
+    ]
+    if scheduler is not None:
+        wrapped = [PreparedScheduler(loop, one) for one in schedulers]
+        found.append(type(scheduler)(wrapped) if isinstance(scheduler, list | tuple) else wrapped[0])
+    if scaler is not None:
+        found.append(PreparedScaler(loop, scaler))
+    if average is not None:
+        found.append(PreparedAverage(loop, average))
+    return tuple(found)
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    return tuple(given) if isinstance(given, list | tuple) else (given,)
+
+
+def _check(
+    models: Sequence[Any], optimizers: Sequence[Any], scaler: Any, clip_grad_norm: float | None, accumulate: int
+) -> None:
+    for one in models:
+        if not isinstance(one, nn.Module):
+            raise ConfigError(f"model must be a torch.nn.Module or a list of them, got {type(one).__name__}")
+        if isinstance(one, nn.parallel.DistributedDataParallel):
+            raise ConfigError("model is wrapped in DistributedDataParallel: pass the module itself, model.module")
+    for one in optimizers:
+        if not isinstance(one, optim.Optimizer):
+            raise ConfigError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {type(one).__name__}")
+    owners: dict[int, int] = {}
+    for number, one in enumerate(optimizers):
+        for parameter in (p for group in one.param_groups for p in group["params"]):
+            if owners.setdefault(id(parameter), number) != number:
+                raise ConfigError(f"optimizers {owners[id(parameter)]} and {number} have a parameter in common")
+    if len(optimizers) > 1 and scaler is not None:
+        raise ConfigError("a GradScaler with several optimizers is not supported: use bfloat16 autocast without one")
+    if len(optimizers) == 1 and clip_grad_norm is not None:
+        raise ConfigError("with one optimizer call torch.nn.utils.clip_grad_norm_ in the loop, not clip_grad_norm")
+    if accumulate < 1:
+        raise ConfigError(f"accumulate must be at least 1, got {accumulate}")
