@@ -65,6 +65,7 @@ class ScaledStage(ModelPart):
         return self.scaling is not None or super()._may_write()
 
     def optimize(self) -> None:
+        """Run the optimizer, unless a gradient of some stage is not finite."""
         if self.scaling is not None:
             if self.scaling.skips:
                 return

@@ -330,8 +330,8 @@ class PreparedLoader:
 
     @property
     def step(self) -> int:
-        """Number of the current step: optimizer steps committed before it, over the whole job."""
-        return self._loop.number
+        """Number of optimizer steps committed and applied so far, over the whole job."""
+        return self._loop.session.step
 
     @property
     def attempt(self) -> int:
