@@ -29,6 +29,8 @@ _thread = 0
 _original: Callable[..., None] | None = None
 _options: dict[str, Any] | None = None
 """Options of the call in progress, for the one that the session makes."""
+_is_inside = False
+"""Whether the session computes gradients, so that calls are part of that, as those of gradient checkpointing are."""
 
 
 def install(loop: _Loop) -> None:
@@ -70,7 +72,7 @@ def _backward(
     inputs: Any = None,
 ) -> None:
     """``torch.autograd.backward``, or the prepared loop's way to compute the gradients of a slice."""
-    global _options
+    global _options, _is_inside
     assert _original is not None
     options: dict[str, Any] = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
     if _options is not None:  # the session's own call
@@ -78,7 +80,7 @@ def _backward(
         _original(tensors, grad_tensors, **options)
         return
     loop = _loop
-    if loop is None or threading.get_ident() != _thread or not loop.hooks_backward:
+    if _is_inside or loop is None or threading.get_ident() != _thread or not loop.hooks_backward:
         _original(tensors, grad_tensors, grad_variables=grad_variables, **options)
         return
     roots: Sequence[Any] = tensors if isinstance(tensors, list | tuple) else [tensors]
@@ -86,11 +88,11 @@ def _backward(
         raise ScriptError(
             "in a loop over a prepared loader call backward on one scalar, the mean loss over the slice, without gradients"
         )
-    _options = options
+    _options, _is_inside = options, True
     try:
         loop.backward(roots[0])
     finally:
-        _options = None
+        _options, _is_inside = None, False
 
 
 def _is_empty(gradients: Any) -> bool:

@@ -128,13 +128,21 @@ class PreparedLoop:
     def _next_step(self) -> bool:
         """Begin the next step, or the same one again; return False at the end of the pass."""
         self.step = None
-        for item in self._driver:
+        while (item := self._resume()) is not None:
             if isinstance(item, Step):
                 self.step = item
                 return True
             if item is Pause.BEFORE_UPDATE:
                 raise InternalError("a step was committed that this worker has not computed")
         return False
+
+    def _resume(self) -> Step | Pause | None:
+        """Let the session continue until it needs the script; return None at the end of the pass."""
+        try:
+            return next(self._driver, None)
+        except BaseException:  # training has stopped, or the application is torn down
+            self._close()
+            raise
 
     def _slices(self) -> Iterator[Any]:
         for inputs in self._inputs_of_step():
@@ -263,7 +271,7 @@ class PreparedLoop:
         if not is_last:
             return
         self.step.end()
-        if next(self._driver) is Pause.BEFORE_UPDATE:
+        if self._resume() is Pause.BEFORE_UPDATE:
             self.phase = Phase.DECIDED
         else:
             self.step = None
@@ -281,7 +289,7 @@ class PreparedLoop:
         if self.phase is not Phase.DECIDED:
             return
         self._part.updater = update
-        if next(self._driver) is not Pause.BEFORE_STEP:
+        if self._resume() is not Pause.BEFORE_STEP:
             raise InternalError(f"step {self.number} was not applied")
         self.phase = Phase.APPLIED
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ class OptimizerGroup(optim.Optimizer):
     def __init__(self, optimizers: Sequence[optim.Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
         super().__init__([p for one in optimizers for group in one.param_groups for p in group["params"]], {})
-        self.param_groups = [group for one in optimizers for group in one.param_groups]
+        self._share_groups()
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
@@ -43,13 +43,44 @@ class OptimizerGroup(optim.Optimizer):
             one.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all optimizers, by number."""
-        return {str(number): one.state_dict() for number, one in enumerate(self.optimizers)}
+        """Return the states of all optimizers in the form of one, with their parameters numbered throughout."""
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for first, own in self._states():
+            state |= {first + number: kept for number, kept in own["state"].items()}
+            groups += [
+                group | {"params": [first + number for number in group["params"]]} for group in own["param_groups"]
+            ]
+        return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore them."""
-        for number, one in enumerate(self.optimizers):
-            one.load_state_dict(state_dict[str(number)])
+        groups = list(state_dict["param_groups"])
+        for one, (first, own) in zip(self.optimizers, list(self._states()), strict=True):
+            count = sum(len(group["params"]) for group in own["param_groups"])
+            mine, groups = groups[: len(own["param_groups"])], groups[len(own["param_groups"]) :]
+            numbers = range(first, first + count)
+            one.load_state_dict(
+                {
+                    "state": {n - first: state_dict["state"][n] for n in numbers if n in state_dict["state"]},
+                    "param_groups": [group | {"params": [n - first for n in group["params"]]} for group in mine],
+                }
+            )
+        self._share_groups()
+
+    def _states(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the number of each optimizer's first parameter, and its state."""
+        first = 0
+        for one in self.optimizers:
+            own = one.state_dict()
+            yield first, own
+            first += sum(len(group["params"]) for group in own["param_groups"])
+
+    def _share_groups(self) -> None:
+        """Take over the parameter groups of the optimizers, which loading replaces.
+
+        A group's options belong to its optimizer.
+        """
         self.param_groups = [group for one in self.optimizers for group in one.param_groups]
 
 

@@ -93,7 +93,7 @@ class Step:
     @property
     def is_at_last_slice(self) -> bool:
         """Whether no slice of this worker follows the current one."""
-        return len(self._pending) <= 1
+        return len(self._pending) <= int(self._current >= 0)
 
     @property
     def attempt(self) -> int:
