@@ -577,7 +577,7 @@ def test_a_file_under_the_name_of_another_kind_is_refused_and_says_what_it_looks
 FUZZ = """
 import random, sys, warnings
 from pathlib import Path
-from holdfast.checkpoint.files.kinds import open_foreign
+from holdfast.checkpoint.files.kinds import open_imported
 from holdfast.errors import CheckpointError
 
 warnings.simplefilter("error")
@@ -590,7 +590,7 @@ for _ in range(rounds):
     bad = path.with_name("bad" + path.suffix)
     bad.write_bytes(data)
     try:
-        with open_foreign(bad) as source:
+        with open_imported(bad) as source:
             source.load()
     except CheckpointError as error:
         refused += 1

@@ -182,7 +182,7 @@ def kill_in_sum(victim, after=0):
     """Let ``victim`` die in the middle of the all-reduce that follows ``after`` others."""
     if me() != victim:
         return
-    witness = dist.group.WORLD._engine.witness
+    witness = dist.group.WORLD._engine.recorder
     left = iter(range(after + 1))
 
     def reach(step, bucket):

@@ -235,7 +235,7 @@ class Deeds:
             case "await-2":
                 self.wait_until(lambda: len(self.world.comm.newcomers(self.world.loop)) == 2)
             case "await-notice":
-                self.wait_until(lambda: self.world.told.leaves)
+                self.wait_until(lambda: self.world.pending.leaves)
             case "await-request":
                 self.wait_until(requests_path(Path(os.environ["HOLDFAST_RUN_DIR"])).exists)
             case "block":  # a path that cannot be written: root may write to any directory

@@ -9,6 +9,8 @@ import pytest
 
 from holdfast.cli import main
 from holdfast.errors import ConfigError
+from holdfast.recovery.messages import Note, Progress, ProgressKnown
+from holdfast.recovery.strategy import ProgressView
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -20,7 +22,13 @@ OLD_NAMES = {
         "Loaded": "LoadedCheckpoint",
         "Piece": "TensorPiece",
     },
-    "holdfast.comm": {"Mail": "Mailbox", "Mean": "MeanDivisor", "OrderedSum": "OrderedAllReduce", "Span": "SlotSpan"},
+    "holdfast.comm": {
+        "Mail": "Mailbox",
+        "Mean": "MeanDivisor",
+        "OrderedSum": "OrderedAllReduce",
+        "Span": "SlotSpan",
+        "share_bytes": "broadcast_bytes",
+    },
     "holdfast.membership": {"Heard": "Agreement", "Vote": "RosterVote"},
     "holdfast.recovery": {"View": "ProgressView"},
     "holdfast_lab.inject.files": {"Target": "InjectionTarget"},
@@ -114,3 +122,10 @@ def test_help_lists_an_option_under_its_new_name_only(capsys):
     assert "--no-require-same-platform" in said
     assert "--update" not in said
     assert "--kinds" not in said
+
+
+def test_a_strategy_of_another_package_may_read_the_old_name_of_a_planned_regrouping():
+    view = ProgressView.of(ProgressKnown({0: Progress(4, computed=False, flags=Note.PLANNED)}, 1))
+
+    assert view.calm
+    assert view.is_planned

@@ -48,5 +48,13 @@ __all__ = [
 ]
 
 __getattr__ = lazy(
-    __name__, _WHERE, {"Mail": "Mailbox", "Mean": "MeanDivisor", "OrderedSum": "OrderedAllReduce", "Span": "SlotSpan"}
+    __name__,
+    _WHERE,
+    {
+        "Mail": "Mailbox",
+        "Mean": "MeanDivisor",
+        "OrderedSum": "OrderedAllReduce",
+        "Span": "SlotSpan",
+        "share_bytes": "broadcast_bytes",
+    },
 )

@@ -144,10 +144,10 @@ def _train(session: Any, model: nn.Module, samples: Any, batch: int, epochs: int
 def _ended(
     session: Any, setup: GuardSetup, model: nn.Module, test: Any, records: list[Record], *, finite: bool
 ) -> GuardResult:
-    found = session._replica.own.of_each(
+    found = session._trainable.own.of_each(
         range(setup.workers), lambda: (accuracy(model, test), are_finite((), model.parameters()))
     )
-    state = {"model": model.state_dict(), "optimizer": session._replica.optimizer.state_dict()}
+    state = {"model": model.state_dict(), "optimizer": session._trainable.optimizer.state_dict()}
     return GuardResult(
         accuracy=min(right for right, _ in found.values()),
         finite=finite and all(are for _, are in found.values()),

@@ -133,7 +133,7 @@ class SessionTraining:
             guard=GUARD,
             seed=seed,
         )
-        self._replica: Any = self._session._trainable  # no public interface gives each virtual worker's state
+        self._trainable: Any = self._session._trainable  # no public interface gives each virtual worker's state
         self._records = _Recoveries()
         self._session._connect().log.subscribe(self._records)  # nor the records of a session without a run directory
 
@@ -177,15 +177,15 @@ class SessionTraining:
     def disturb(self, rank: int, disturbance: Disturbance) -> tuple[list[dict[str, Any]], int]:
         """Alter one worker's state, which is kept separate from then on; return the result of :func:`alter`."""
         target = disturbance.target
-        there: dict[str, Tensor] = self._replica.tensors_of(_TARGETS.get(target, target), rank, self._workers)
+        there: dict[str, Tensor] = self._trainable.tensors_of(_TARGETS.get(target, target), rank, self._workers)
         named = {f"{target}/{name}": there[name] for name in sorted(there) if there[name].is_floating_point()}
         assert disturbance.how is not None
         flips, count = alter(chosen(named, disturbance.at), disturbance.how, disturbance.format)
-        self._replica.rest(self._workers)
+        self._trainable.rest(self._workers)
         return flips, count
 
     def of_each(self, look: Callable[[], Any]) -> dict[int, Any]:
         """Return, by worker, the value of ``look`` while that worker's state is loaded in the model."""
         with torch.no_grad():
-            found: dict[int, Any] = self._replica.own.of_each(self._workers, look)
+            found: dict[int, Any] = self._trainable.own.of_each(self._workers, look)
         return found
