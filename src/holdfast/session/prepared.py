@@ -33,7 +33,7 @@ from holdfast.session.session import OpenedLoop, Session
 from holdfast.session.step import Step
 
 
-class Phase(enum.Enum):
+class LoopPhase(enum.Enum):
     """Where the script is in its loop."""
 
     OUTSIDE = enum.auto()
@@ -63,7 +63,7 @@ class PreparedLoop:
     ) -> None:
         self.session = session
         self.scaler: Any = None
-        self.phase = Phase.OUTSIDE
+        self.phase = LoopPhase.OUTSIDE
         self.step: Step | None = None
         self.is_open = False
         self._is_left = False
@@ -86,7 +86,7 @@ class PreparedLoop:
                 yield from self._slices()
             self._close()
         except GeneratorExit:  # the script has left the loop, and may evaluate for a long time before it ends it
-            self._is_left = self.phase is Phase.APPLIED
+            self._is_left = self.phase is LoopPhase.APPLIED
             if self._is_left:
                 self.session.note_busy(busy=True)
             raise
@@ -104,7 +104,7 @@ class PreparedLoop:
         while self._next_step():
             assert self.step is not None
             yield self.step
-            if self.phase is not Phase.APPLIED:
+            if self.phase is not LoopPhase.APPLIED:
                 raise ScriptError(f"step {self.number} ended without an optimizer step")
         self._close()
 
@@ -118,7 +118,7 @@ class PreparedLoop:
         Returns:
             The mean loss over the mini-batch, equal on all workers.
         """
-        while self.phase is not Phase.DECIDED:
+        while self.phase is not LoopPhase.DECIDED:
             if self.step is None and not self._next_step():
                 raise InternalError("a step that has to be computed again was not begun")
             for inputs in self._inputs_of_step():
@@ -153,19 +153,19 @@ class PreparedLoop:
         """Yield the inputs of this worker's slices of an attempt, as long as it may succeed."""
         assert self.step is not None
         self._is_counted = bool(self.step.slices)
-        self.phase = Phase.WAITING
-        while self.step is not None and self.phase is Phase.WAITING:
+        self.phase = LoopPhase.WAITING
+        while self.step is not None and self.phase is LoopPhase.WAITING:
             inputs = self.step.begin_slice() if self._is_counted else self.step.begin_uncounted()
             self._captured.clear()
-            self.phase = Phase.SLICE
+            self.phase = LoopPhase.SLICE
             yield inputs
 
     def _check_iteration(self) -> None:
         """Check that the script did with the slice what every slice needs."""
-        if self.phase is Phase.SLICE:
+        if self.phase is LoopPhase.SLICE:
             missing = "loss.backward()" if len(self._optimizers) == 1 else "optimizer.step() of every optimizer"
             raise ScriptError(f"a slice of step {self.number} ended without {missing}")
-        if self.phase is Phase.DECIDED:
+        if self.phase is LoopPhase.DECIDED:
             raise ScriptError(
                 f"step {self.number} ended without optimizer.step(); call it after each loss.backward(), because it does"
                 " nothing until the last slice of the step, or call it where `loader.last` is true"
@@ -182,7 +182,7 @@ class PreparedLoop:
         if self._is_left:
             self.session.note_busy(busy=False)
             self._is_left = False
-        if self.phase is not Phase.APPLIED:
+        if self.phase is not LoopPhase.APPLIED:
             raise ScriptError(
                 f"the loop over the prepared loader was left in step {self.number}; leave it after optimizer.step(), at"
                 " the same step on every worker"
@@ -195,7 +195,7 @@ class PreparedLoop:
         self._close()
 
     def _close(self) -> None:
-        self.is_open, self.step, self.phase = False, None, Phase.OUTSIDE
+        self.is_open, self.step, self.phase = False, None, LoopPhase.OUTSIDE
         gradient_hook.remove(self)
 
     # -- gradients
@@ -209,7 +209,7 @@ class PreparedLoop:
         Raises:
             ScriptError: if it is not a scalar, or the slice is complete.
         """
-        if self.phase is not Phase.SLICE:
+        if self.phase is not LoopPhase.SLICE:
             raise ScriptError(
                 f"backward was called twice for a slice of step {self.number}: add up the losses, and use"
                 " torch.autograd.grad for other gradients"
@@ -233,7 +233,7 @@ class PreparedLoop:
 
         Gradients that later losses leave in its parameters do not count, as in a script that clears them before use.
         """
-        if self.phase is not Phase.SLICE:
+        if self.phase is not LoopPhase.SLICE:
             return
         if number in self._captured:
             raise ScriptError(f"optimizer {number} was stepped twice for a slice of step {self.number}")
@@ -256,7 +256,7 @@ class PreparedLoop:
         for parameter, gradient in (pair for pairs in self._captured.values() for pair in pairs):
             parameter.grad = gradient
         self._end_slice()
-        if self.phase is Phase.DECIDED:
+        if self.phase is LoopPhase.DECIDED:
             self.apply(self._part.optimize)
 
     def _end_slice(self) -> None:
@@ -267,12 +267,12 @@ class PreparedLoop:
         else:
             self.step.end_uncounted()
             is_last = True
-        self.phase = Phase.WAITING
+        self.phase = LoopPhase.WAITING
         if not is_last:
             return
         self.step.end()
         if self._resume() is Pause.BEFORE_UPDATE:
-            self.phase = Phase.DECIDED
+            self.phase = LoopPhase.DECIDED
         else:
             self.step = None
 
@@ -282,31 +282,31 @@ class PreparedLoop:
         Raises:
             ScriptError: if it has run already.
         """
-        if self.phase is Phase.APPLIED:
+        if self.phase is LoopPhase.APPLIED:
             raise ScriptError(f"optimizer.step() was called twice in step {self.number}")
-        if self.phase is Phase.SLICE:
+        if self.phase is LoopPhase.SLICE:
             raise ScriptError(f"optimizer.step() was called before loss.backward() in step {self.number}")
-        if self.phase is not Phase.DECIDED:
+        if self.phase is not LoopPhase.DECIDED:
             return
         self._part.updater = update
         if self._resume() is not Pause.BEFORE_STEP:
             raise InternalError(f"step {self.number} was not applied")
-        self.phase = Phase.APPLIED
+        self.phase = LoopPhase.APPLIED
 
     @property
     def is_decided(self) -> bool:
         """Whether the step is committed, and the optimizer has not run yet."""
-        return self.phase is Phase.DECIDED
+        return self.phase is LoopPhase.DECIDED
 
     @property
     def hooks_backward(self) -> bool:
         """Whether a backward pass belongs to a slice."""
-        return self.phase not in (Phase.OUTSIDE, Phase.APPLIED)
+        return self.phase not in (LoopPhase.OUTSIDE, LoopPhase.APPLIED)
 
     @property
     def counts(self) -> bool:
         """Whether what the script does once per step, such as stepping a scheduler, is due in this iteration."""
-        return self.phase in (Phase.OUTSIDE, Phase.DECIDED, Phase.APPLIED)
+        return self.phase in (LoopPhase.OUTSIDE, LoopPhase.DECIDED, LoopPhase.APPLIED)
 
     @property
     def number(self) -> int:
@@ -360,7 +360,7 @@ class PreparedLoader:
     @property
     def committed(self) -> bool:
         """Whether the step was committed and applied in this iteration; what must happen once per step belongs here."""
-        return self._loop.phase is Phase.APPLIED
+        return self._loop.phase is LoopPhase.APPLIED
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -380,7 +380,7 @@ class PreparedLoader:
             ConfigError: if a name cannot be encoded.
         """
         loop = self._loop
-        if loop.phase is not Phase.SLICE or loop.step is None:
+        if loop.phase is not LoopPhase.SLICE or loop.step is None:
             raise ScriptError("loader.log must be called inside the loop, before loss.backward()")
         for name, value in metrics.items():
             check_name(name)
@@ -388,7 +388,7 @@ class PreparedLoader:
 
     def stop(self) -> None:
         """End training on all workers once the current step is committed, whichever worker calls it."""
-        if self._loop.step is None or self._loop.phase not in (Phase.SLICE, Phase.WAITING):
+        if self._loop.step is None or self._loop.phase not in (LoopPhase.SLICE, LoopPhase.WAITING):
             raise ScriptError("loader.stop must be called inside the loop, before the last loss.backward() of the step")
         self._loop.step.stop()
 
