@@ -21,11 +21,14 @@ TORCH_TESTS := tests/contract/test_communicator.py tests/contract/test_torch_bac
 	tests/chaos/test_exact_ulfm.py::test_killed_workers_change_no_bit tests/property/test_exact_virtual.py \
 	tests/unit/test_slice_batching.py tests/unit/test_checkpoint_importers.py tests/unit/test_platform.py tests/unit/test_torch_private.py
 
+# What people train with, in the versions that the tests were written for.
+FRAMEWORKS := accelerate==1.15.0 transformers==5.24.0 lightning==2.6.6 datasets==5.2.0 webdataset==1.0.2 torchdata==0.11.0
+
 # One environment a framework: what each needs does not go together.
 STUDY_PEERS := tensorflow orbax
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs readme test test-torch check golden chaos chaos-20 proof bench bench-peers study-peers clean
+.PHONY: help setup demo docs readme test test-torch integrations check golden chaos chaos-20 proof bench bench-peers study-peers clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +45,9 @@ test-torch:  ## Contract, backend and exactness with another torch: make test-to
 	@test -n "$(VERSION)" || { echo "say which torch: make test-torch VERSION=2.14.1" >&2; exit 1; }
 	@$(MAKE) --no-print-directory .venv-torch-$(VERSION)/.ready
 	.venv-torch-$(VERSION)/bin/python -m pytest -n 2 --dist loadfile $(TORCH_TESTS)
+
+integrations: .venv-integrations/.ready  ## The frameworks that Holdfast works with, as published, in an environment of their own
+	.venv-integrations/bin/python -m pytest -n 2 --dist loadfile tests/integrations
 
 check: $(READY)  ## Style, format, types, and the tests that start no job: a minute
 	$(VENV)/bin/ruff check
@@ -97,6 +103,12 @@ $(PEERS_READY): Makefile pyproject.toml | $(READY)
 .venv-study-%/.ready: Makefile | $(READY)
 	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(FIRST)
+	@touch $@
+
+.venv-integrations/.ready: Makefile pyproject.toml | $(READY)
+	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) $(FRAMEWORKS) \
+		--editable '.[mpi]' pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
 $(READY): Makefile pyproject.toml

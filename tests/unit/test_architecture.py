@@ -61,6 +61,7 @@ MAY_IMPORT = {
     "state": LOOP | {"data", "integrity", "models", "engine"},
     "engine": LOOP | {"data", "integrity", "models", "state", "session"},
     "session": LOOP | {"data", "integrity", "models", "state", "engine"},
+    "integrations": {"errors", "config", "session"},
     "doctor": {"errors", "torch_private", "data", "models", "state", "session"},
     "distributed": {
         "errors",

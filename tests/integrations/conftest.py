@@ -1,0 +1,13 @@
+"""Tests of frameworks; ``make integrations`` runs them in an environment that has these."""
+
+import importlib.util
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def framework(request):
+    """Skip tests whose module names frameworks in ``NEEDS`` that are not installed here."""
+    missing = [name for name in getattr(request.module, "NEEDS", ()) if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed: run make integrations")
