@@ -1,12 +1,15 @@
 """``holdfast.prepare`` with real workers: whichever rank dies, and wherever, an unchanged loop ends with the same bits."""
 
+import difflib
 import functools
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, assert_landed, run_report
-
 import train_prepared
+from jobs import ROOT, assert_landed, clean_env, run_report
 
 pytestmark = pytest.mark.chaos
 
@@ -89,13 +92,24 @@ def test_a_loop_that_was_stopped_is_resumed_in_its_second_epoch_on_other_workers
     check(report, [0, 2])
 
 
+def test_two_lines_change_in_a_plain_loop(tmp_path):
+    before, after = (ROOT / "examples" / "frameworks" / f"plain_{name}.py" for name in ("before", "after"))
+    lines = [path.read_text().split('"""', 2)[2].splitlines() for path in (before, after)]
+    changed = [line for line in difflib.unified_diff(*lines, n=0) if re.match(r"[+-][^+-]", line)]
+
+    report = run_report(tmp_path, "-n", 3, "--fabric", "gloo", "--inject", "kill:rank=0,step=5,phase=allreduce", after)
+
+    assert changed == [
+        "+import holdfast",
+        "+model, optimizer, loader, scheduler = holdfast.prepare(model, optimizer, loader, scheduler)",
+    ]
+    assert_landed(report, 0)
+    assert report["samples"] == {"planned": 720, "committed": 720, "lost": 0, "repeated": 0}
+    assert report["replicas"]["identical"] is True
+
+
 def test_without_prepare_the_same_death_ends_every_rank(tmp_path):
     """The negative control: plain DDP over Gloo."""
-    import subprocess
-    import sys
-
-    from jobs import clean_env
-
     script = tmp_path / "ddp.py"
     script.write_text(PLAIN)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--max-restarts=0", str(script)]

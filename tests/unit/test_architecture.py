@@ -384,12 +384,17 @@ def test_importing_the_package_loads_nothing_heavy_and_starts_nothing():
     assert done.stdout.strip() == "['holdfast._lazy', 'holdfast._moved'] 1"
 
 
+def is_elsewhere(name):
+    """Return whether a module needs another environment: scripts of studies, and what belongs to one framework."""
+    return ".workers." in name or name.startswith("holdfast.integrations.")
+
+
 def test_importing_every_room_starts_no_thread():
     before = threading.active_count()
 
     for room in MAY_IMPORT:
         for name in modules_of(room):
-            if ".workers." not in name:  # scripts for other environments
+            if not is_elsewhere(name):
                 importlib.import_module(name)
 
     assert threading.active_count() == before
@@ -398,7 +403,7 @@ def test_importing_every_room_starts_no_thread():
 def test_all_names_what_is_there():
     wrong = {}
     for name in map(module_of, FILES):
-        if name.endswith("__main__") or ".workers." in name:
+        if name.endswith("__main__") or is_elsewhere(name):
             continue
         module = importlib.import_module(name)
         exported = getattr(module, "__all__", [])

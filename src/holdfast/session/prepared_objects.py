@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import optim
@@ -12,8 +12,16 @@ from torch.optim.swa_utils import AveragedModel
 
 from holdfast.errors import ScriptError
 
-if TYPE_CHECKING:
-    from holdfast.session.prepared import PreparedLoop
+
+class _Loop(Protocol):
+    """What they need of the prepared loop; see :class:`~holdfast.session.prepared.PreparedLoop`."""
+
+    @property
+    def counts(self) -> bool: ...
+    @property
+    def is_decided(self) -> bool: ...
+    def capture(self, number: int) -> None: ...
+    def apply(self, update: Callable[[], Any]) -> None: ...
 
 
 class OptimizerGroup(optim.Optimizer):
@@ -87,7 +95,7 @@ class OptimizerGroup(optim.Optimizer):
 class PreparedOptimizer(optim.Optimizer):
     """A script's optimizer in a prepared loop. Everything but :meth:`step` is that of the optimizer itself."""
 
-    def __init__(self, loop: PreparedLoop, optimizer: optim.Optimizer, number: int, count: int) -> None:
+    def __init__(self, loop: _Loop, optimizer: optim.Optimizer, number: int, count: int) -> None:
         self.optimizer = optimizer
         self._loop, self._number, self._count = loop, number, count
 
@@ -142,7 +150,7 @@ class PreparedOptimizer(optim.Optimizer):
 class PreparedScheduler:
     """A script's learning-rate scheduler; in the loop it is stepped only where a step was committed."""
 
-    def __init__(self, loop: PreparedLoop, scheduler: Any) -> None:
+    def __init__(self, loop: _Loop, scheduler: Any) -> None:
         self.scheduler = scheduler
         self._loop = loop
 
@@ -159,7 +167,7 @@ class PreparedScheduler:
 class PreparedScaler:
     """A script's ``GradScaler``: it unscales and checks the mean gradients."""
 
-    def __init__(self, loop: PreparedLoop, scaler: Any) -> None:
+    def __init__(self, loop: _Loop, scaler: Any) -> None:
         self.scaler = scaler
         self._loop = loop
 
@@ -189,7 +197,7 @@ class PreparedScaler:
 class PreparedAverage:
     """A script's average of the weights; it takes the weights of each committed step once."""
 
-    def __init__(self, loop: PreparedLoop, average: AveragedModel) -> None:
+    def __init__(self, loop: _Loop, average: AveragedModel) -> None:
         self.average = average
         self._loop = loop
 
