@@ -2,15 +2,16 @@
 
     python benchmarks/step_time.py [--models cnn mlp] [--workers 2 4] [--systems alone ddp-gloo holdfast] [--json FILE]
 
-============  =====================================================================================================
-system        what runs
-============  =====================================================================================================
-alone         the plain loop in as many processes in parallel, with no communication: the machine's limit
-ddp-gloo      DistributedDataParallel on Gloo
-holdfast      ``holdfast.Session``, started by ``holdfast run``
-holdfast-ddp  the script of ddp-gloo with ``init_process_group("holdfast")``, started by ``holdfast run``
-torchft       torchft's DistributedDataParallel, Optimizer and Manager on Gloo, with its lighthouse, at its defaults
-============  =====================================================================================================
+================  =================================================================================================
+system            what runs
+================  =================================================================================================
+alone             the plain loop in as many processes in parallel, with no communication: the machine's limit
+ddp-gloo          DistributedDataParallel on Gloo
+holdfast          ``holdfast.Session``, started by ``holdfast run``
+holdfast-prepare  a plain loop over objects of ``holdfast.prepare``, started by ``holdfast run``
+holdfast-ddp      the script of ddp-gloo with ``init_process_group("holdfast")``, started by ``holdfast run``
+torchft           torchft's DistributedDataParallel, Optimizer and Manager on Gloo, with its lighthouse, at its defaults
+================  =================================================================================================
 
 All jobs of a table are started first and then take turns: in each of ``--rounds`` rounds every system trains a block
 of steps while the others wait, in a different order each time, so that other load on the machine affects all of them.
@@ -44,7 +45,7 @@ import torch
 from common import PEERS_PYTHON, ratio, spread, table, write_json
 from models import JOBS, loss_of, make_model, make_optimizer
 
-SYSTEMS = ("alone", "ddp-gloo", "holdfast", "holdfast-ddp", "torchft")
+SYSTEMS = ("alone", "ddp-gloo", "holdfast", "holdfast-prepare", "holdfast-ddp", "torchft")
 BASE = "ddp-gloo"
 """The baseline."""
 START_S = 180.0
@@ -138,6 +139,7 @@ def work(system: str, name: str, workers: int, text: Path | None) -> None:
         "alone": work_alone,
         "ddp-gloo": lambda *job: work_ddp(*job, backend="gloo"),
         "holdfast": work_holdfast,
+        "holdfast-prepare": work_prepare,
         "holdfast-ddp": lambda *job: work_ddp(*job, backend="holdfast"),
         "torchft": work_torchft,
     }[system](training, turns)
@@ -174,6 +176,23 @@ def work_holdfast(training: Training, turns: Turns) -> None:
             step.stop()
         for x, y in step:
             step.backward(loss_of(model, x, y))
+
+
+def work_prepare(training: Training, turns: Turns) -> None:
+    """Train by the usual torch loop, over prepared objects."""
+    from torch.utils.data import DataLoader
+
+    import holdfast
+
+    loader = DataLoader(training.dataset, batch_size=training.job.samples * training.workers)
+    model, optimizer, loader = holdfast.prepare(training.model, training.optimizer, loader)
+    while not loader.stopped:
+        for x, y in loader:
+            if not turns.again():
+                loader.stop()
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
 
 
 def work_torchft(training: Training, turns: Turns) -> None:

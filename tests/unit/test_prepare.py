@@ -360,3 +360,22 @@ def test_importing_holdfast_imports_no_torch_for_prepare():
     script = "import holdfast, sys; assert 'prepare' in dir(holdfast); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout.strip().lower()) is False
+
+
+def test_a_worker_may_end_training_on_all():
+    def train(*faults):
+        model = net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+        model, sgd, batches = holdfast.prepare(model, sgd, loader(), **settings(*faults))
+        seen = []
+        for _ in range(3):
+            for x, y in batches:
+                if batches.step == 10 and batches.last:
+                    batches.stop()
+                F.cross_entropy(model(x), y).backward()
+                sgd.step()
+            seen.append((batches.step, batches.stopped))
+        return model_sha256(model), seen
+
+    assert train() == train(*DEATHS)
+    assert train()[1] == [(8, False), (11, True), (11, True)]

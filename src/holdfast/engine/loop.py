@@ -197,6 +197,11 @@ class TrainingLoop:
                 self._trainable.whole.show_gradients()
                 yield Pause.BEFORE_UPDATE
 
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the script of some worker has requested that training ends."""
+        return bool(self._status.flags & Note.STOP)
+
     def end_here(self) -> None:
         """Make the last committed step the last one of this loop; every worker must do so after the same step."""
         self._position.end()

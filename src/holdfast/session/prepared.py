@@ -67,6 +67,7 @@ class PreparedLoop:
         self.step: Step | None = None
         self.is_open = False
         self._is_left = False
+        self.has_stopped = False
         self._part = part
         self._optimizers = optimizers
         self._accumulate = accumulate
@@ -80,6 +81,8 @@ class PreparedLoop:
 
     def iterate(self, loader: Any) -> Iterator[Any]:
         """Yield this worker's slices of all mini-batches of one pass over ``loader``."""
+        if self.has_stopped:
+            return
         self._open(loader)
         try:
             while self._next_step():
@@ -196,6 +199,8 @@ class PreparedLoop:
 
     def _close(self) -> None:
         self.is_open, self.step, self.phase = False, None, LoopPhase.OUTSIDE
+        if self._opened is not None and self._opened.run is not None:
+            self.has_stopped |= self._opened.run.was_stopped
         gradient_hook.remove(self)
 
     # -- gradients
@@ -358,6 +363,11 @@ class PreparedLoader:
         return step is not None and step.is_at_last_slice
 
     @property
+    def stopped(self) -> bool:
+        """Whether a worker has called :meth:`stop`, after the loop that it ended."""
+        return self._loop.has_stopped
+
+    @property
     def committed(self) -> bool:
         """Whether the step was committed and applied in this iteration; what must happen once per step belongs here."""
         return self._loop.phase is LoopPhase.APPLIED
@@ -387,7 +397,13 @@ class PreparedLoader:
             loop.step.keep_metric(name, figure_of(value))
 
     def stop(self) -> None:
-        """End training on all workers once the current step is committed, whichever worker calls it."""
+        """End training on all workers once the current step is committed, whichever worker calls it.
+
+        Later loops over the loader yield nothing.
+
+        Raises:
+            ScriptError: if the step is decided already.
+        """
         if self._loop.step is None or self._loop.phase not in (LoopPhase.SLICE, LoopPhase.WAITING):
             raise ScriptError("loader.stop must be called inside the loop, before the last loss.backward() of the step")
         self._loop.step.stop()
