@@ -11,9 +11,6 @@ import torch
 
 from holdfast.data.plan import Ids, PlanCursor, SamplePlan
 
-_ONCE = np.uint8(1)
-"""Of the counter's dtype: adding a value of another dtype takes seven times as long."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleCounts:
@@ -34,36 +31,51 @@ class SampleCounts:
 class Ledger:
     """Counts how often each sample of the current epoch was committed; finished epochs are kept as totals.
 
+    With a sampler that repeats samples, a sample counts as lost or repeated as often as it is missing or too many.
+
     It counts the actual content of slices, and checks it against the plan's order, independently of the cursor that cut them.
     """
 
     def __init__(self, plan: SamplePlan) -> None:
         self._plan = plan
-        self._times = np.zeros(plan.num_samples, dtype=np.uint8)
+        self._times: Any = np.zeros(plan.num_samples, dtype=np.uint8 if plan.sampler is None else np.int32)
+        self._one = self._times.dtype.type(1)
         self._epoch = plan.first_epoch
         self._closed = SampleCounts()
 
     def commit(self, epoch: int, ids: Ids) -> None:
         """Count ``ids`` as committed in ``epoch``; lost samples must not be among them."""
         if epoch != self._epoch:
-            self._closed = self._closed.plus(self._count_until(self._plan.epoch_samples))
+            self._closed = self._closed.plus(self._count_until(self._plan.samples_in(self._epoch)))
             self._times[:] = 0
             self._epoch = epoch
-        np.add.at(self._times, ids, _ONCE)
+        np.add.at(self._times, ids, self._one)  # of the counter's dtype: another takes seven times as long
 
     def account(self, cursor: PlanCursor) -> SampleCounts:
         """Return the account of all samples before ``cursor``."""
         ended = cursor.epoch > self._epoch
-        return self._closed.plus(self._count_until(self._plan.epoch_samples if ended else cursor.offset))
+        return self._closed.plus(self._count_until(self._plan.samples_in(self._epoch) if ended else cursor.offset))
 
     def _count_until(self, until: int) -> SampleCounts:
         planned = self._plan.order(self._epoch)[:until]
+        if self._plan.sampler is not None:
+            return self._count_drawn(planned)
         times = self._times[planned]
         return SampleCounts(
             planned=len(planned),
             committed=int((times > 0).sum()),
             lost=int((times == 0).sum()),
             repeated=int((self._times > 1).sum()),
+        )
+
+    def _count_drawn(self, planned: Ids) -> SampleCounts:
+        """Return the account of an order in which a sample may occur several times."""
+        wanted = np.bincount(planned, minlength=len(self._times))
+        return SampleCounts(
+            planned=len(planned),
+            committed=int(np.minimum(self._times, wanted).sum()),
+            lost=int(np.maximum(wanted - self._times, 0).sum()),
+            repeated=int(np.maximum(self._times - wanted, 0).sum()),
         )
 
     def state_dict(self) -> dict[str, Any]:

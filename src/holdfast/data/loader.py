@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 from holdfast.data.plan import Ids, MiniBatch
 from holdfast.data.samples import fetch
@@ -43,6 +43,9 @@ class DataSource:
     collate: Any = None  # makes a batch from a list of samples; None: torch's default
     num_workers: int = 0  # loader processes of each worker; 0: it loads in its own process
     prefetch_factor: int = 2  # slices that each of them loads ahead
+    worker_init: Callable[[int], None] | None = None  # called in each loader process with its number
+    timeout_s: float = 0.0  # of waiting for a loader process; 0: none
+    multiprocessing_context: Any = None  # starts the loader processes; None: torch's default
 
     @property
     def may_draw(self) -> bool:
@@ -78,6 +81,7 @@ class _Slices(Dataset[Any]):
 
     def __init__(self, source: DataSource) -> None:
         self._source = source
+        self.dataset = source.dataset
 
     def __getitem__(self, wanted: _Wanted) -> tuple[_Wanted, Any]:
         if wanted.step < 0:
@@ -203,6 +207,9 @@ class SliceLoader:
             collate_fn=_as_it_is,
             num_workers=source.num_workers,
             prefetch_factor=source.prefetch_factor,
+            worker_init_fn=None if source.worker_init is None else _WorkerInit(source.worker_init),
+            timeout=source.timeout_s,
+            multiprocessing_context=source.multiprocessing_context,
         )
         others = multiprocessing.active_children()
         slices = iter(loader)
@@ -211,6 +218,18 @@ class SliceLoader:
             # Torch's handler raises anywhere in this process, even during an all-reduce; reading the data detects the loss anyway.
             signal.signal(signal.SIGCHLD, before)
         return slices
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkerInit:
+    """Calls the script's ``worker_init_fn`` in a loader process, where ``get_worker_info().dataset`` is the script's dataset."""
+
+    init: Callable[[int], None]
+
+    def __call__(self, number: int) -> None:
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen, and has the dataset of slices
+        self.init(number)
 
 
 def _as_it_is(loaded: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -48,6 +48,18 @@ class MiniBatch:
         return sum(len(self.slices[number]) for number in slices)
 
 
+class EpochOrders(Protocol):
+    """The order of each epoch, where it is not the plan's own; see :class:`~holdfast.data.sampling.SamplerOrder`."""
+
+    def __call__(self, epoch: int) -> Ids:
+        """Return the indices of the samples of ``epoch``, in order."""
+        ...
+
+    def digest(self, epoch: int) -> int:
+        """Return a digest of the order of ``epoch``, from 0 to 2**62 - 1."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplePlan:
     """The order of samples and the policies that cut it."""
@@ -69,6 +81,8 @@ class SamplePlan:
     speeds: Mapping[int, float] = field(default_factory=dict)
     # the script's value, if `batch_size` was changed since: the length of an epoch does not change
     given_batch_size: int = 0
+    # the order of each epoch, if the script gave a sampler; then `shuffle` is not used
+    sampler: EpochOrders | None = None
 
     @property
     def seats(self) -> int:
@@ -82,17 +96,24 @@ class SamplePlan:
 
     @property
     def epoch_samples(self) -> int:
-        """Number of samples per epoch that belong to the plan."""
-        dropped = self.num_samples % (self.given_batch_size or self.batch_size)
-        return self.num_samples - dropped if self.drop_last else self.num_samples
+        """Number of samples per epoch that belong to the plan; with a sampler, of the first epoch."""
+        return self.samples_in(self.first_epoch)
 
     @property
     def num_steps(self) -> int:
         """Number of steps of the whole plan with all workers alive."""
         return self.epochs * -(-self.epoch_samples // self.batch_size)
 
+    def samples_in(self, epoch: int) -> int:
+        """Return the number of samples of ``epoch`` that belong to the plan."""
+        number = self.num_samples if self.sampler is None else len(self.sampler(epoch))
+        dropped = number % (self.given_batch_size or self.batch_size)
+        return number - dropped if self.drop_last else number
+
     def order(self, epoch: int) -> Ids:
-        """Return the order of ``epoch``; only its first :attr:`epoch_samples` are used."""
+        """Return the order of ``epoch``; only its first :meth:`samples_in` are used."""
+        if self.sampler is not None:
+            return self.sampler(epoch)
         if self.shuffle:
             return order_of(self.seed, epoch, self.num_samples)
         return np.arange(self.num_samples, dtype=np.int64)
@@ -115,16 +136,17 @@ class BatchCutter:
         holders, shares = self._distribute_once(members)
         pieces = len(holders)
         size = plan.batch_size if plan.batch == "global" else -(-plan.batch_size * pieces // plan.slices)
-        ids = self._order_of(cursor.epoch)[cursor.offset : min(cursor.offset + size, plan.epoch_samples)]
+        order, end = self._order_of(cursor.epoch), plan.samples_in(cursor.epoch)
+        ids = order[cursor.offset : min(cursor.offset + size, end)]
         slices = tuple(ids[start:stop] for start, stop in pairwise(_cuts(len(ids), pieces, shares)))
         offset = cursor.offset + len(ids)
-        done = offset >= plan.epoch_samples
+        done = offset >= end
         return MiniBatch(
             step=step,
             epoch=cursor.epoch,
             slices=slices,
             owners={i: holders[i] for i in range(pieces) if len(slices[i])},
-            full_size=min(plan.batch_size, plan.epoch_samples - cursor.offset),
+            full_size=min(plan.batch_size, end - cursor.offset),
             after=PlanCursor(epoch=cursor.epoch + 1, offset=0)
             if done
             else PlanCursor(epoch=cursor.epoch, offset=offset),

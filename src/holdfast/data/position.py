@@ -77,7 +77,25 @@ class DataPosition:
             **{name: getattr(self._given, name) for name in _MUST_NOT_CHANGE},
             "epoch": self._cursor.epoch,
             "offset": self._cursor.offset,
+            **({} if (digest := self.digest()) is None else {"data": digest}),
         }
+
+    def digest(self) -> int | None:
+        """Return a digest of what comes next, which must be equal at all workers; None if it cannot differ.
+
+        It is the order that a sampler of the script gives for the epoch; 0 at the end of the plan.
+        """
+        plan, epoch = self.plan, self._cursor.epoch
+        if plan.sampler is None:
+            return None
+        return plan.sampler.digest(epoch) if epoch < plan.first_epoch + plan.epochs else 0
+
+    def why_differs(self) -> str:
+        """Return the message for workers whose :meth:`digest` differ."""
+        return (
+            f"the sampler gives workers different orders of epoch {self._cursor.epoch}: it must give the whole order, and"
+            " depend on nothing but its arguments and random numbers, not on the rank"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ledger's state."""
@@ -101,3 +119,8 @@ class DataPosition:
         self._begin_again()
         self._ledger.load_state_dict(ledger)
         self._cursor = PlanCursor(epoch=info["epoch"], offset=info["offset"])
+        if info.get("data", 0) and self.digest() not in (info["data"], 0):
+            raise ConfigError(
+                f"the sampler gives another order of epoch {info['epoch']} than when the checkpoint was made: the run would"
+                " not be the same; it must depend on nothing but its arguments and random numbers"
+            )

@@ -25,7 +25,7 @@ from holdfast.engine.recovery_log import RecoveryLog
 from holdfast.engine.regroup import LoopParts, LoopRegroup, LoopStatus
 from holdfast.engine.run_log import RunLog
 from holdfast.engine.vote import CommitVote, MinMax
-from holdfast.errors import CheckpointError, InternalError, PeerFailed, StoreLost, TooFewWorkers
+from holdfast.errors import CheckpointError, ConfigError, InternalError, PeerFailed, StoreLost, TooFewWorkers
 from holdfast.integrity.certificate import Certificate
 from holdfast.integrity.hash_chain import GENESIS
 from holdfast.integrity.sdc_guard import SdcGuard
@@ -267,6 +267,7 @@ class TrainingLoop:
         if self._job.checkpoints.is_outdated(step, self._job.comm.generation):
             self._restorer.save()
         batch = self._position.next_batch(step, self._job.comm.members)
+        self._check_data()
         if batch is not None and not self._restorer.belongs_to_later_loop:
             if 0 <= self._job.settings.stop_after < step:
                 self._status.flags |= Note.LEAVE
@@ -280,6 +281,20 @@ class TrainingLoop:
                 self._restorer.save()
         self._log.mark("gate")
         return None
+
+    def _check_data(self) -> None:
+        """Check that all workers have the same data before them, where a script's sampler decides that.
+
+        Raises:
+            ConfigError: at all workers, if they do not.
+            PeerFailed: if a peer died.
+        """
+        digest = self._position.digest()
+        if digest is None:
+            return
+        high, low = self._job.comm.maximum((digest, ~digest))
+        if high != ~low:
+            raise ConfigError(self._position.why_differs())
 
     def _begin(self, step: int) -> Step | None:
         """Return the next attempt, None if there is no next step."""
