@@ -60,11 +60,19 @@ class EpochOrders(Protocol):
         ...
 
 
+class Stream(Protocol):
+    """Samples that can only be read in order; see :class:`~holdfast.data.stream.Stream`."""
+
+    def limit(self, epoch: int, upto: int) -> int:
+        """Return ``upto``, or the number of samples of ``epoch`` if that is less."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplePlan:
     """The order of samples and the policies that cut it."""
 
-    num_samples: int  # size of the dataset
+    num_samples: int  # size of the dataset; -1 for a stream
     batch_size: int  # samples of a step with all workers alive
     first_epoch: int  # number of the first epoch; epochs are counted throughout the job
     epochs: int  # number of epochs
@@ -83,6 +91,8 @@ class SamplePlan:
     given_batch_size: int = 0
     # the order of each epoch, if the script gave a sampler; then `shuffle` is not used
     sampler: EpochOrders | None = None
+    # the samples, if they can only be read in order; then the length of an epoch is not known before it ends
+    stream: Stream | None = None
 
     @property
     def seats(self) -> int:
@@ -96,19 +106,30 @@ class SamplePlan:
 
     @property
     def epoch_samples(self) -> int:
-        """Number of samples per epoch that belong to the plan; with a sampler, of the first epoch."""
-        return self.samples_in(self.first_epoch)
+        """Number of samples per epoch that belong to the plan; with a sampler, of the first epoch; 0 for a stream."""
+        return self.samples_in(self.first_epoch) if self.stream is None else 0
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of the whole plan with all workers alive."""
+        """Number of steps of the whole plan with all workers alive; 0 for a stream."""
         return self.epochs * -(-self.epoch_samples // self.batch_size)
 
     def samples_in(self, epoch: int) -> int:
         """Return the number of samples of ``epoch`` that belong to the plan."""
-        number = self.num_samples if self.sampler is None else len(self.sampler(epoch))
-        dropped = number % (self.given_batch_size or self.batch_size)
-        return number - dropped if self.drop_last else number
+        return self._kept(self.num_samples if self.sampler is None else len(self.sampler(epoch)))
+
+    def _kept(self, number: int) -> int:
+        """Return how many of the samples of an epoch belong to the plan."""
+        return number - number % (self.given_batch_size or self.batch_size) if self.drop_last else number
+
+    def stream_end(self, stream: Stream, cursor: PlanCursor, size: int) -> int:
+        """Return the number of samples of the cursor's epoch that belong to the plan, as far as a mini-batch depends on it.
+
+        It is exact if the epoch ends with the mini-batch of ``size`` samples at ``cursor``, and otherwise beyond it.
+        """
+        upto = cursor.offset + max(size, self.batch_size) + (self.given_batch_size or self.batch_size)
+        number = stream.limit(cursor.epoch, upto)
+        return self._kept(number) if number < upto else number
 
     def order(self, epoch: int) -> Ids:
         """Return the order of ``epoch``; only its first :meth:`samples_in` are used."""
@@ -136,8 +157,7 @@ class BatchCutter:
         holders, shares = self._distribute_once(members)
         pieces = len(holders)
         size = plan.batch_size if plan.batch == "global" else -(-plan.batch_size * pieces // plan.slices)
-        order, end = self._order_of(cursor.epoch), plan.samples_in(cursor.epoch)
-        ids = order[cursor.offset : min(cursor.offset + size, end)]
+        ids, end = self._ids(cursor, size)
         slices = tuple(ids[start:stop] for start, stop in pairwise(_cuts(len(ids), pieces, shares)))
         offset = cursor.offset + len(ids)
         done = offset >= end
@@ -151,6 +171,14 @@ class BatchCutter:
             if done
             else PlanCursor(epoch=cursor.epoch, offset=offset),
         )
+
+    def _ids(self, cursor: PlanCursor, size: int) -> tuple[Ids, int]:
+        """Return the next ``size`` samples, fewer at the end of the epoch, and the number of samples of the epoch."""
+        if (stream := self._plan.stream) is not None:
+            end = self._plan.stream_end(stream, cursor, size)
+            return np.arange(cursor.offset, max(cursor.offset, min(cursor.offset + size, end)), dtype=np.int64), end
+        order, end = self._order_of(cursor.epoch), self._plan.samples_in(cursor.epoch)
+        return order[cursor.offset : min(cursor.offset + size, end)], end
 
     def _distribute_once(self, members: Sequence[int]) -> tuple[list[int], list[float]]:
         if self._distributed[0] != members:

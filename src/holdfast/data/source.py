@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.data import (
 from holdfast.data.loader import DataSource
 from holdfast.data.samples import check_dataset
 from holdfast.data.sampling import SamplerOrder
+from holdfast.data.stream import Stream, is_stream
 from holdfast.errors import ConfigError
 
 _SET_IN_LOADER = "batch_size", "shuffle", "drop_last", "collate", "num_workers", "prefetch_factor"
@@ -46,11 +47,12 @@ class OpenedSource:
 
     Args:
         source: Loads samples.
-        num_samples: Samples of the dataset.
+        num_samples: Samples of the dataset; -1 for a stream.
         batch_size: Samples of a mini-batch, over all workers.
         shuffle: Shuffle in an order that depends only on the seed and the epoch.
         drop_last: Drop the short mini-batch at the end of an epoch.
         sampler: The order of each epoch, if the script gave a sampler; ``shuffle`` is then False.
+        stream: The samples, if they can only be read in order.
         notes: Lines about what is done in another way than by a ``DataLoader`` in one process.
     """
 
@@ -60,6 +62,7 @@ class OpenedSource:
     shuffle: bool
     drop_last: bool
     sampler: SamplerOrder | None = None
+    stream: Stream | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -67,7 +70,8 @@ def open_source(data: Any, options: DataOptions, *, seed: int) -> OpenedSource:
     """Return the data of a loop over ``data``.
 
     Args:
-        data: A dataset with ``len`` and ``[]``, or a ``DataLoader`` of one.
+        data: A dataset with ``len`` and ``[]``, a stream (see :func:`~holdfast.data.stream.is_stream`), or a
+            ``DataLoader`` of one.
         options: What the script gave besides; nothing for a ``DataLoader``, which has it all.
         seed: The job's seed.
 
@@ -78,15 +82,22 @@ def open_source(data: Any, options: DataOptions, *, seed: int) -> OpenedSource:
         if given := options.given():
             raise ConfigError(f"{given[0]} is set in the DataLoader: leave it out of session.steps")
         return _open_loader(data, seed)
-    return _open_dataset(data, options)
+    return _open_dataset(data, options, seed)
 
 
-def _open_dataset(dataset: Any, options: DataOptions) -> OpenedSource:
-    check_dataset(dataset)
+def _open_dataset(dataset: Any, options: DataOptions, seed: int) -> OpenedSource:
     if options.batch_size is None:
         raise ConfigError("batch_size is missing: the samples of a mini-batch, over all workers")
     workers = 0 if options.num_workers is None else options.num_workers
     factor = 2 if options.prefetch_factor is None else options.prefetch_factor
+    if is_stream(dataset):
+        if options.shuffle:
+            raise ConfigError(
+                "a stream cannot be shuffled by session.steps, which reads it in order: let it shuffle itself"
+            )
+        source = DataSource(dataset, options.collate, workers, factor)
+        return _streamed(source, options.batch_size, drop_last=bool(options.drop_last), seed=seed)
+    check_dataset(dataset)
     return _checked(
         OpenedSource(
             source=DataSource(dataset, options.collate, workers, factor),
@@ -96,6 +107,39 @@ def _open_dataset(dataset: Any, options: DataOptions) -> OpenedSource:
             drop_last=bool(options.drop_last),
         )
     )
+
+
+def _streamed(source: DataSource, batch_size: int, *, drop_last: bool, seed: int) -> OpenedSource:
+    """Return the data of a stream; ``source`` has it as its dataset."""
+    if isinstance(source.dataset, Iterator):
+        raise ConfigError(
+            f"a {type(source.dataset).__name__} can be read only once, and a resumed run must read it again: pass a function"
+            " that returns it"
+        )
+    workers = source.num_workers
+    note = (
+        f"a stream is read in order, so each worker has one loader process instead of num_workers={workers}, which reads"
+        " ahead; collate runs in the worker itself"
+    )
+    opened = OpenedSource(
+        source=source,
+        num_samples=-1,
+        batch_size=batch_size,
+        shuffle=False,
+        drop_last=drop_last,
+        notes=(note,) if workers > 1 else (),
+    )
+    _checked(dataclasses.replace(opened, num_samples=1))
+    stream = Stream(
+        source.dataset,
+        seed,
+        num_workers=workers,
+        prefetch_factor=source.prefetch_factor,
+        worker_init=source.worker_init,
+        timeout_s=source.timeout_s,
+        multiprocessing_context=source.multiprocessing_context,
+    )
+    return dataclasses.replace(opened, source=DataSource(stream, source.collate), stream=stream)
 
 
 def _checked(opened: OpenedSource) -> OpenedSource:
@@ -114,8 +158,7 @@ def _checked(opened: OpenedSource) -> OpenedSource:
 
 
 def _open_loader(loader: DataLoader[Any], seed: int) -> OpenedSource:
-    """Return the data of a ``DataLoader`` over a dataset with ``len`` and ``[]``."""
-    check_dataset(loader.dataset)
+    """Return the data of a ``DataLoader``."""
     source = DataSource(
         loader.dataset,
         None if loader.collate_fn is default_collate else loader.collate_fn,
@@ -125,6 +168,14 @@ def _open_loader(loader: DataLoader[Any], seed: int) -> OpenedSource:
         timeout_s=loader.timeout,
         multiprocessing_context=loader.multiprocessing_context,
     )
+    if is_stream(source.dataset):
+        if loader.batch_size is None:
+            raise ConfigError(
+                "a DataLoader with batch_size=None does not make batches of samples, and a mini-batch is cut into slices of"
+                " samples: let the stream give samples, and the DataLoader the batch_size of a mini-batch"
+            )
+        return _streamed(source, loader.batch_size, drop_last=loader.drop_last, seed=seed)
+    check_dataset(source.dataset)
     return _checked(_sampled(loader, source, seed))
 
 

@@ -159,6 +159,7 @@ class TrainingLoop:
             yield from self._drive()
         finally:
             self._executor.close()
+            self._position.close()
 
     def _drive(self) -> Iterator[Step | Pause]:
         event: Event = Admitted() if self._is_newcomer else Started()
@@ -267,7 +268,6 @@ class TrainingLoop:
         if self._job.checkpoints.is_outdated(step, self._job.comm.generation):
             self._restorer.save()
         batch = self._position.next_batch(step, self._job.comm.members)
-        self._check_data()
         if batch is not None and not self._restorer.belongs_to_later_loop:
             if 0 <= self._job.settings.stop_after < step:
                 self._status.flags |= Note.LEAVE
@@ -281,20 +281,6 @@ class TrainingLoop:
                 self._restorer.save()
         self._log.mark("gate")
         return None
-
-    def _check_data(self) -> None:
-        """Check that all workers have the same data before them, where a script's sampler decides that.
-
-        Raises:
-            ConfigError: at all workers, if they do not.
-            PeerFailed: if a peer died.
-        """
-        digest = self._position.digest()
-        if digest is None:
-            return
-        high, low = self._job.comm.maximum((digest, ~digest))
-        if high != ~low:
-            raise ConfigError(self._position.why_differs())
 
     def _begin(self, step: int) -> Step | None:
         """Return the next attempt, None if there is no next step."""
@@ -318,6 +304,8 @@ class TrainingLoop:
         said = mine.unpack(self._sum.maximum(mine.pack()))
         if said.step.differs:
             raise InternalError(f"workers voted on different steps, {said.step.smallest} and {said.step.largest}")
+        if said.data is not None and said.data.differs:
+            raise ConfigError(self._position.why_differs())
         if self._guard.read(step, said.guard):
             self._recovery.see_corruption(redone_steps=int(not self._guard.corrupt))  # a retry repeats the other votes
             return False
@@ -345,6 +333,9 @@ class TrainingLoop:
             has_store=not job.comm.has_lost_store,
             ask=job.is_lead and self._live_config.are_due(),
             save=self._wants_to_save(),
+            data=None
+            if (digest := self._position.digest(self._executor.in_progress())) is None
+            else MinMax(digest, digest),
         )
 
     def _wants_to_save(self) -> bool | None:

@@ -160,16 +160,18 @@ class Session:
         After a failure the same step is yielded again, with more slices for each survivor.
 
         Args:
-            dataset: The same on every worker: anything with ``len`` and ``[]``, or a ``torch.utils.data.DataLoader``. A
+            dataset: The same on every worker: anything with ``len`` and ``[]``; a stream, which is an ``IterableDataset``,
+                another iterable or a function that returns one; or a ``torch.utils.data.DataLoader`` of either. A
                 DataLoader is taken apart: its mini-batch is that of the job, over all workers, and all other arguments
-                but ``epochs`` are its own.
+                but ``epochs`` are its own. A stream is read in order, by every worker, until it ends.
             batch_size: Samples per step, over all workers, ``>= 1``.
             epochs: Passes over the dataset, ``>= 1``.
-            shuffle: Shuffle in an order that depends only on the seed and the epoch; default: True.
+            shuffle: Shuffle in an order that depends only on the seed and the epoch; default: True, and False for a
+                stream, which can only shuffle itself.
             drop_last: Drop the short mini-batch at the end of an epoch; default: False.
             collate: Builds a batch from a list of samples; default: torch's.
             num_workers: Processes per worker that load slices ahead of time, like those of a ``DataLoader``; 0, the
-                default: the worker loads them itself. The bits are the same.
+                default: the worker loads them itself. The bits are the same. A stream is read by one process at most.
             prefetch_factor: Slices that each of these processes loads ahead, ``>= 1``; default: 2.
 
         Raises:
@@ -214,13 +216,14 @@ class Session:
         self._say_once(job, opened.notes)
         job.loops.slices = job.loops.slices or self._choose_slices(job, opened.batch_size)
         plan = self._plan(job, opened, epochs)
-        if not plan.epoch_samples:
+        if plan.stream is None and not plan.epoch_samples:
             raise ConfigError(
                 f"drop_last leaves no batch: batch_size must be at most len(dataset) ({opened.num_samples}), got"
                 f" {opened.batch_size}"
             )
         if self._settings.faults and application.looks is None:
-            check_faults(self._settings.faults, self._trainable, self._total_steps or job.step + plan.num_steps)
+            end = job.step + plan.num_steps if plan.stream is None else sys.maxsize
+            check_faults(self._settings.faults, self._trainable, self._total_steps or end)
         return OpenedLoop(job, plan, opened.source)
 
     def _say_once(self, job: JobContext, notes: tuple[str, ...]) -> None:
@@ -407,6 +410,7 @@ class Session:
             batch=settings.batch,
             in_tree=settings.order == "tree",
             sampler=opened.sampler,
+            stream=opened.stream,
         )
 
     def _on_sigterm(self, job: JobContext) -> None:
