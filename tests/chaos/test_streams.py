@@ -28,7 +28,9 @@ def run(tmp_path, *options, script=(), **expected):
 
 def trained(folder, *reports):
     """Return how often each sample of each epoch was trained on."""
-    lines = {line for path in folder.glob("samples-*.jsonl") for line in path.read_text().splitlines() if line[-1] == "}"}
+    lines = {
+        line for path in folder.glob("samples-*.jsonl") for line in path.read_text().splitlines() if line[-1] == "}"
+    }
     slices = [json.loads(line) for line in lines]
     counts = Counter((slice_["epoch"], number) for slice_ in slices for number in slice_["numbers"])
     lost = Counter()
@@ -74,7 +76,10 @@ def test_what_forward_loses_of_a_stream_is_noticed(tmp_path):
 @pytest.mark.parametrize(
     ("broken", "line"),
     [
-        ("split", "workers read different samples from the stream, after sample 0 of epoch 0: every worker must read the whole"),
+        (
+            "split",
+            "workers read different samples from the stream, after sample 0 of epoch 0: every worker must read the whole",
+        ),
         ("sampler", "the sampler gives workers different orders of epoch 0: it must give the whole order"),
         pytest.param("clock", "workers read different samples from the stream, after sample 0", marks=pytest.mark.soak),
     ],

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from data_training import KILLS, train
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -27,10 +28,8 @@ from torch.utils.data import (
 
 import holdfast
 from holdfast.errors import ConfigError, ScriptError
-from holdfast.faults.plan import FaultPlan, parse
 
 SAMPLES, BATCH = 50, 8
-KILLS = ("kill:rank=1,step=2,phase=allreduce,bucket=0", "kill:rank=2,step=7,phase=optimizer")
 
 
 class Numbered(Dataset):
@@ -41,39 +40,6 @@ class Numbered(Dataset):
 
     def __getitem__(self, number):
         return torch.full((3,), float(number)), number
-
-
-class Trained(NamedTuple):
-    """A training: the samples of each committed step, in order, the final weights, and the account."""
-
-    steps: dict[int, list[int]]
-    weights: list[float]
-    account: tuple[int, int, int, int]
-
-    @property
-    def samples(self):
-        return [number for step in sorted(self.steps) for number in self.steps[step]]
-
-
-def train(data, *sizes, kills=(), numbers=lambda inputs: inputs[1], epochs=2, workers=3, options=None, **settings):
-    """Train on virtual workers; ``numbers`` returns the numbers of the samples in a batch."""
-    model = torch.nn.Linear(3, 1)
-    torch.nn.init.constant_(model.weight, 0.5)
-    torch.nn.init.constant_(model.bias, 0.1)
-    faults = FaultPlan(tuple(parse(spec) for spec in kills)).to_json()
-    given = {"workers": workers, "slices": 4, "seed": 3, "faults": faults} | settings
-    session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=1e-3), **given)
-    steps = {}
-    for step in session.steps(data, *sizes, epochs=epochs, **(options or {})):
-        steps[step.number] = []
-        for inputs in step:
-            mine = numbers(inputs)
-            steps[step.number] += [int(number) for number in mine]
-            step.backward(model(torch.as_tensor(mine, dtype=torch.float32).reshape(-1, 1).expand(-1, 3)).mean())
-    totals = session._job.loops.totals
-    assert len(session.metrics) == 1
-    account = (totals.planned, totals.committed, totals.lost, totals.repeated)
-    return Trained(steps, model.weight.flatten().tolist() + model.bias.tolist(), account)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

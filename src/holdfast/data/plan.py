@@ -14,6 +14,7 @@ import numpy as np
 
 from holdfast.data.assignment import assign_slices, even_ranges
 from holdfast.data.seeds import order_of
+from holdfast.errors import ConfigError
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
 """Indices of samples in the dataset."""
@@ -126,10 +127,19 @@ class SamplePlan:
         """Return the number of samples of the cursor's epoch that belong to the plan, as far as a mini-batch depends on it.
 
         It is exact if the epoch ends with the mini-batch of ``size`` samples at ``cursor``, and otherwise beyond it.
+
+        Raises:
+            ConfigError: if no sample of the epoch belongs to the plan.
         """
         upto = cursor.offset + max(size, self.batch_size) + (self.given_batch_size or self.batch_size)
         number = stream.limit(cursor.epoch, upto)
-        return self._kept(number) if number < upto else number
+        end = self._kept(number) if number < upto else number
+        if not end:
+            raise ConfigError(
+                f"drop_last leaves no batch: epoch {cursor.epoch} of the stream has {number} samples, and batch_size is"
+                f" {self.given_batch_size or self.batch_size}"
+            )
+        return end
 
     def order(self, epoch: int) -> Ids:
         """Return the order of ``epoch``; only its first :meth:`samples_in` are used."""
