@@ -342,6 +342,25 @@ def test_each_epoch_knows_its_number_though_it_is_resumed(tmp_path):
     assert samples[200:] == random.Random(1).sample(range(200), 200)
 
 
+class Counting(IterableDataset):
+    """Counts its epochs itself, and shuffles in another order in each, as datasets of webdataset do."""
+
+    epoch = -1
+
+    def __iter__(self):
+        self.epoch += 1
+        order = random.Random(self.epoch).sample(range(200), 200)
+        yield from ((torch.ones(3), number) for number in order)
+
+
+@pytest.mark.parametrize("loaders", [0, 1])
+@pytest.mark.parametrize("stop_after", [10, 24, 30])
+def test_a_stream_that_counts_its_epochs_is_given_the_right_count(tmp_path, stop_after, loaders):
+    samples = resumed(tmp_path, Counting(), Counting(), stop_after, options={"num_workers": loaders})
+
+    assert samples == [number for epoch in range(2) for number in random.Random(epoch).sample(range(200), 200)]
+
+
 # -- parts
 
 

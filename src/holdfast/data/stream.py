@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import os
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ class _Start:
     epoch: int
     position: int = 0
     state: str | None = None  # the dataset's state to load; None: it is in the right one
+    passes: int = 0  # times that the dataset must be begun before, because it may count its epochs itself
 
     def key(self, *place: int | str) -> int:
         return seed_of("stream", self.seed, self.epoch, *place)
@@ -107,6 +109,8 @@ class _Chunks(IterableDataset[_Chunk]):
                 set_epoch(start.epoch)
             if start.state is not None:
                 dataset.load_state_dict(decode_state(start.state))
+            for _ in range(start.passes):
+                next(iter(dataset), None)
             state = _state_of(dataset) if start.position == 0 else start.state
             samples = iter(dataset if hasattr(dataset, "__iter__") else dataset())
         for first in itertools.count(start.position, CHUNK):
@@ -140,6 +144,27 @@ def _has_state(dataset: Any) -> bool:
     return callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
 
 
+_begun_times: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""How often each dataset was begun in this process, of those that may count their epochs themselves."""
+
+
+def _passes(dataset: Any, epoch: int, *, here: bool) -> int:
+    """Return how often a dataset must be begun before it is read for ``epoch``, in this process (``here``) or in a new one.
+
+    A dataset with neither a state nor ``set_epoch`` may count how often it was begun, as those of webdataset do. A run
+    that is resumed in a later epoch, and a worker that joins in one, must give it the same count.
+    """
+    counts = hasattr(dataset, "__iter__") and not (_has_state(dataset) or hasattr(dataset, "set_epoch"))
+    if not counts or not here:
+        return epoch if counts else 0
+    try:
+        before = _begun_times.get(dataset, 0)
+        _begun_times[dataset] = max(before, epoch) + 1
+    except TypeError:  # it cannot be hashed, or not be referred to weakly
+        return 0
+    return max(0, epoch - before)
+
+
 class Stream:
     """Reads a stream in order, and keeps what may be needed again.
 
@@ -166,7 +191,7 @@ class Stream:
     ) -> None:
         self.dataset = dataset
         self._seed = seed
-        self._in_process = num_workers > 0
+        self._has_process = num_workers > 0
         self._options: dict[str, Any] = (
             {}
             if not num_workers
@@ -267,11 +292,12 @@ class Stream:
         self._kept.clear()
         self._epoch, self._begin, self._must_seek = epoch, StreamMark(head=head), False
         # In this process the dataset is in the state in which the last epoch left it; a new process has that of the script.
-        self._open(0, head if self._in_process else None)
+        self._open(0, head if self._has_process else None)
 
     def _open(self, position: int, state: str | None) -> None:
-        chunks = _Chunks(self.dataset, _Start(self._seed, self._epoch, position, state))
-        if not self._in_process:
+        passes = _passes(self.dataset, self._epoch, here=not self._has_process)
+        chunks = _Chunks(self.dataset, _Start(self._seed, self._epoch, position, state, passes))
+        if not self._has_process:
             self._chunks = iter(chunks)
             return
         loader: DataLoader[Any] = DataLoader(chunks, batch_size=None, collate_fn=as_it_is, **self._options)
