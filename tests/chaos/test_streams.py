@@ -60,6 +60,18 @@ def test_a_job_on_a_stream_shrinks_and_is_resumed_and_no_sample_is_missed_or_rep
     assert resumed["steps"] == 10
 
 
+def test_a_worker_that_joins_reads_the_stream_up_to_the_others(tmp_path):
+    kill = ("--respawn", "--inject", "kill:rank=1,step=4,phase=optimizer")
+
+    grown = run(tmp_path, "-n", 2, *kill, script=("--count", 2000, "--await-at", 12))
+
+    assert_landed(grown, 1)
+    assert grown["workers"]["ranks_finished"] == [0, 2]
+    assert grown["samples"] == {"planned": 2000, "committed": 2000, "lost": 0, "repeated": 0}
+    assert trained(tmp_path) == (once(2000), Counter())
+    assert (tmp_path / "samples-2.jsonl").read_text(), "the newcomer computed slices"
+
+
 def test_what_forward_loses_of_a_stream_is_noticed(tmp_path):
     kill = ("--inject", "kill:rank=1,step=4,phase=allreduce,bucket=0")
 

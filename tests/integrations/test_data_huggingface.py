@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader
 datasets = pytest.importorskip("datasets")
 
 BATCH, COUNT, SHARDS = 16, 500, 4
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning"
+)
 
 
 @pytest.fixture

@@ -11,7 +11,9 @@ from torch.utils.data import DataLoader
 wds = pytest.importorskip("webdataset")
 
 BATCH, COUNT, SHARDS = 16, 300, 3
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning"
+)
 
 
 @pytest.fixture
@@ -30,8 +32,11 @@ def in_order(shards):
 
 
 def shuffled(shards):
-    return wds.WebDataset(shards, shardshuffle=100, detshuffle=True, seed=3).shuffle(40, seed=5).decode().to_tuple(
-        "x.pth", "number.cls"
+    return (
+        wds.WebDataset(shards, shardshuffle=100, detshuffle=True, seed=3)
+        .shuffle(40, seed=5)
+        .decode()
+        .to_tuple("x.pth", "number.cls")
     )
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import random
+import sys
 from pathlib import Path
 
 import torch
@@ -10,6 +11,11 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import holdfast
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+
+from train_pipeline import wait_for_newcomer
 
 
 class Numbers(IterableDataset):
@@ -72,6 +78,7 @@ def main():
     parser.add_argument("--loaders", type=int, default=0)
     parser.add_argument("--stateful", action="store_true")
     parser.add_argument("--broken", choices=("split", "clock", "sampler"), default="")
+    parser.add_argument("--await-at", type=int, default=-1, help="the lead waits for a newcomer in this step")
     options = parser.parse_args()
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
@@ -86,6 +93,8 @@ def main():
         loader = DataLoader(range(64), options.batch, sampler=range(session.rank, 64))
     with noted(options.folder, session.rank).open("a", buffering=1) as out:
         for step in session.steps(loader, epochs=options.epochs):
+            if step.number == options.await_at and step.attempt == 0 and session.is_lead:
+                wait_for_newcomer(session)
             for batch in step:
                 line = {"step": step.number, "epoch": step.epoch, "numbers": batch["number"].tolist()}
                 out.write(json.dumps(line) + "\n")

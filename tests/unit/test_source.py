@@ -172,6 +172,13 @@ def test_batch_samplers_are_honoured_where_all_batches_have_one_size():
     assert trained.samples == list(range(24)) * 2
 
 
+class Own(DataLoader):
+    """A loader that makes something else of its batches."""
+
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
 @pytest.mark.parametrize(
     ("loader", "line"),
     [
@@ -185,6 +192,7 @@ def test_batch_samplers_are_honoured_where_all_batches_have_one_size():
         (lambda: DataLoader(Numbered(), BATCH, sampler=["a"]), "must yield indices .* got 'a'"),
         (lambda: DataLoader(Numbered(), BATCH, sampler=[1.5]), "must yield indices .* got 1.5"),
         (lambda: DataLoader(Numbered(), BATCH, sampler=[]), "the sampler list yields no samples"),
+        (lambda: Own(Numbered(), BATCH), "Own has an __iter__ of its own, which cannot be taken apart"),
         (lambda: DataLoader(Numbered(), batch_size=None), "batch_size=None does not make batches"),
     ],
 )
@@ -321,6 +329,23 @@ def test_a_run_is_not_resumed_with_another_order(tmp_path):
         ConfigError, match="the sampler gives another order of epoch 0 than when the checkpoint was made"
     ):
         run(resume=True)
+    with pytest.raises(
+        ConfigError, match="the sampler gives another order of epoch 0 than when the checkpoint was made"
+    ):
+        train(DataLoader(Numbered(), BATCH), checkpoint_dir=str(tmp_path), epochs=1, resume=True)
+
+
+def test_a_sampler_within_a_sampler_knows_the_epoch():
+    class Wrapping(Sampler):
+        def __init__(self, sampler):
+            self.sampler = sampler
+
+        def __iter__(self):
+            numbers = list(self.sampler)
+            return iter([numbers[:5], numbers[5:10]])
+
+    trained = train(DataLoader(Numbered(), batch_sampler=Wrapping(OfEpoch())))
+    assert trained.samples == list(range(10)) * 2
 
 
 def test_a_tensor_dataset_keeps_its_fast_way():

@@ -13,11 +13,14 @@ import torch
 from data_training import KILLS, train
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+import holdfast
 from holdfast.data.ledger import Ranges, SampleCounts, StreamLedger
 from holdfast.data.plan import PlanCursor
 from holdfast.data.stream import CHUNK, Stream, StreamMark
 from holdfast.data.stream_state import decode_state, encode_state
+from holdfast.doctor.script import ScriptInspected, ScriptInspector
 from holdfast.errors import ConfigError, InternalError
+from holdfast.faults.plan import FaultPlan, parse
 
 BATCH = 8
 
@@ -358,7 +361,70 @@ class Counting(IterableDataset):
 def test_a_stream_that_counts_its_epochs_is_given_the_right_count(tmp_path, stop_after, loaders):
     samples = resumed(tmp_path, Counting(), Counting(), stop_after, options={"num_workers": loaders})
 
-    assert samples == [number for epoch in range(2) for number in random.Random(epoch).sample(range(200), 200)]
+    # Each loader process begins with the dataset of the script, as those of a DataLoader do.
+    counts = [0, 0 if loaders else 1]
+    assert samples == [number for count in counts for number in random.Random(count).sample(range(200), 200)]
+
+
+class Pairs(Numbers):
+    """Inputs and targets."""
+
+    def __iter__(self):
+        return ((torch.full((3,), float(number)), torch.ones(1)) for _, number in super().__iter__())
+
+
+def square(output, target):
+    return (output - target).square().mean()
+
+
+def split(kind):
+    """Return a model that is split among workers, with weights that are always the same."""
+    make = lambda: torch.nn.Linear(3, 1)  # noqa: E731
+    torch.manual_seed(0)
+    return holdfast.Pipeline([make], square) if kind == "pipeline" else holdfast.Sharded(make(), shards=2)
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "sharded"])
+def test_models_that_are_split_are_trained_on_a_stream(kind):
+    def account(*kills):
+        given = FaultPlan(tuple(map(parse, kills))).to_json()
+        session = holdfast.Session(
+            model := split(kind), lambda p: torch.optim.SGD(p, lr=1e-6), workers=3, slices=4, seed=3, faults=given
+        )
+        for step in session.steps(DataLoader(Pairs(), BATCH), epochs=2):
+            if kind == "pipeline":
+                step.compute()
+                continue
+            for x, y in step:
+                step.backward(square(model.module(x), y))
+        totals = session._job.loops.totals
+        return (totals.planned, totals.committed, totals.lost, totals.repeated), session._job.loops.finished[0].sha256
+
+    undisturbed = account()
+    assert undisturbed[0] == (400, 400, 0, 0)
+    assert account("kill:rank=1,step=7") == undisturbed
+
+
+@pytest.mark.parametrize(
+    "data", [lambda: Pairs(), lambda: [(torch.ones(3), torch.ones(1))] * 40], ids=["stream", "list"]
+)
+def test_the_doctor_looks_at_a_data_loader(tmp_path, data):
+    model = torch.nn.Linear(3, 1)
+    session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.1), workers=2)
+    loop = session._open(DataLoader(data(), BATCH))
+    look = ScriptInspector(tmp_path / "shared.pt")
+    looked = look(session._trainable, loop.plan, loop.source.dataset, loop.source.collate)
+
+    def script():
+        for step in looked:
+            for x, y in step:
+                step.backward(square(model(x), y))
+
+    with pytest.raises(ScriptInspected):
+        script()
+    assert look.seen.samples == 4
+    assert not look.seen.dataset_again
+    assert not look.seen.step.again
 
 
 # -- parts
@@ -372,6 +438,8 @@ def test_a_stream_gives_what_is_kept_until_it_is_forgotten():
     assert [number for _, number in stream.__getitems__([0, 99, 299])] == [0, 99, 299]
     stream.forget(0, 130)
     assert [number for _, number in stream.__getitems__([130, 299])] == [130, 299]
+    with pytest.raises(InternalError, match="samples 1 to 130 of a stream are not kept"):
+        stream.__getitems__([1, 130])
     mark = stream.mark(0, 130)
     assert (mark.position, mark.state) == (128, None)
 

@@ -110,6 +110,8 @@ class DataPosition:
         """Return what finds the same data again: a digest of a sampler's order, or a place in a stream."""
         epoch, offset = self._cursor.epoch, self._cursor.offset
         if self.stream is not None:
+            if offset == 0 and epoch < self.plan.first_epoch + self.plan.epochs and not self._is_ended:
+                self.stream.limit(epoch, 1)  # what begins an epoch shows whether it is the same when it is read again
             return {"stream": dataclasses.asdict(self.stream.mark(epoch, offset))}
         return {} if self.plan.sampler is None else {"data": self.digest()}
 
@@ -128,6 +130,10 @@ class DataPosition:
             end = plan.stream_end(self.stream, self._cursor, plan.batch_size)
             return self.stream.digest(self._cursor.offset, end)
         return None if plan.sampler is None else plan.sampler.digest(epoch)
+
+    def digest_differs(self, then: int) -> bool:
+        """Return whether the sampler gives another order than the one that had the digest ``then``; 0: at the end of a plan."""
+        return self.plan.sampler is not None and then != 0 and self.digest() not in (then, 0)
 
     def why_differs(self) -> str:
         """Return the message for workers whose :meth:`digest` differ."""
@@ -172,7 +178,7 @@ class DataPosition:
         self._cursor = PlanCursor(epoch=info["epoch"], offset=info["offset"])
         if self.stream is not None:
             self.stream.seek(info["epoch"], info["offset"], StreamMark(**info["stream"]))
-        if info.get("data", 0) and self.digest() not in (info["data"], 0):
+        if (self.plan.sampler is not None) != ("data" in info) or self.digest_differs(info.get("data", 0)):
             raise ConfigError(
                 f"the sampler gives another order of epoch {info['epoch']} than when the checkpoint was made: the run would"
                 " not be the same; it must depend on nothing but its arguments and random numbers"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import operator
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+from torch.utils.data import Sampler
 
 from holdfast.data.plan import Ids
 from holdfast.data.seeds import seed_of, seeded
@@ -112,64 +114,52 @@ def _check_sizes(sampler: Any, sizes: list[int]) -> None:
 def _seeded(sampler: Any, seed: int, epoch: int) -> Iterator[None]:
     """Seed everything that the sampler may draw from, and restore it."""
     key = seed_of("sampler", seed, epoch)
-    set_epoch = getattr(sampler, "set_epoch", None)
-    if callable(set_epoch):
-        set_epoch(epoch)
+    samplers, generators = _parts(sampler)
+    for each in samplers:
+        if callable(set_epoch := getattr(each, "set_epoch", None)):
+            set_epoch(epoch)
     with contextlib.ExitStack() as stack:
         stack.enter_context(seeded(key))
-        for number, generator in enumerate(_generators(sampler)):
-            stack.enter_context(_reseeded(generator, seed_of("generator", key, number)))
+        for number, generator in enumerate(generators):
+            stack.callback(_reseed(generator, seed_of("generator", key, number)))
         yield
 
 
-def _generators(owner: Any) -> list[Any]:
-    """Return the generators among the attributes of a sampler, and of the samplers in it."""
-    found: dict[int, Any] = {}
-    level, seen = [owner], {id(owner)}
+def _parts(sampler: Any) -> tuple[list[Any], list[Any]]:
+    """Return a sampler and the samplers among its attributes, and their generators."""
+    generators: dict[int, Any] = {}
+    level = [sampler]
+    samplers = {id(sampler): sampler}
     for _ in range(_DEPTH):
         values = [value for each in level for _, value in sorted(getattr(each, "__dict__", {}).items())]
-        found |= {id(value): value for value in values if isinstance(value, _GENERATORS)}
-        level = [value for value in values if _may_sample(value) and id(value) not in seen]
-        seen |= set(map(id, level))
-    return list(found.values())
+        generators |= {id(value): value for value in values if isinstance(value, _GENERATORS)}
+        level = [value for value in values if _may_sample(value) and id(value) not in samplers]
+        samplers |= {id(value): value for value in level}
+    return list(samplers.values()), list(generators.values())
 
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 def _may_sample(value: Any) -> bool:
-    return hasattr(value, "__iter__") and hasattr(value, "__dict__") and not isinstance(value, torch.Tensor)
+    return isinstance(value, Sampler) or hasattr(value, "set_epoch")
 
 
-@contextlib.contextmanager
-def _reseeded(generator: Any, key: int) -> Iterator[None]:
-    before: Any
-    if isinstance(generator, torch.Generator):
-        before = generator.get_state()
-        generator.manual_seed(key)
-        try:
-            yield
-        finally:
-            generator.set_state(before)
-    elif isinstance(generator, np.random.Generator):
+def _reseed(generator: Any, key: int) -> Callable[[], object]:
+    """Seed a generator, and return a function that restores it."""
+    restore: Callable[[], object]
+    if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
         before = bits.state
         bits.state = type(bits)(key).state
-        try:
-            yield
-        finally:
-            bits.state = before
+        return lambda: setattr(bits, "state", before)
+    if isinstance(generator, torch.Generator):
+        restore = functools.partial(generator.set_state, generator.get_state())
+        generator.manual_seed(key)
     elif isinstance(generator, np.random.RandomState):
-        before = generator.get_state(legacy=False)
+        restore = functools.partial(generator.set_state, generator.get_state(legacy=False))
         generator.seed(key)
-        try:
-            yield
-        finally:
-            generator.set_state(before)
     else:
-        before = generator.getstate()
+        restore = functools.partial(generator.setstate, generator.getstate())
         generator.seed(key)
-        try:
-            yield
-        finally:
-            generator.setstate(before)
+    return restore

@@ -19,7 +19,7 @@ from torch.utils.data import (
 from holdfast.data.loader import DataSource
 from holdfast.data.samples import check_dataset
 from holdfast.data.sampling import SamplerOrder
-from holdfast.data.stream import Stream, is_stream
+from holdfast.data.stream import CHUNK, Stream, is_stream
 from holdfast.errors import ConfigError
 
 _SET_IN_LOADER = "batch_size", "shuffle", "drop_last", "collate", "num_workers", "prefetch_factor"
@@ -134,7 +134,7 @@ def _streamed(source: DataSource, batch_size: int, *, drop_last: bool, seed: int
         source.dataset,
         seed,
         num_workers=workers,
-        prefetch_factor=source.prefetch_factor,
+        prefetch_factor=-(-source.prefetch_factor * batch_size // CHUNK),
         worker_init=source.worker_init,
         timeout_s=source.timeout_s,
         multiprocessing_context=source.multiprocessing_context,
@@ -159,6 +159,10 @@ def _checked(opened: OpenedSource) -> OpenedSource:
 
 def _open_loader(loader: DataLoader[Any], seed: int) -> OpenedSource:
     """Return the data of a ``DataLoader``."""
+    if not _is_torchs_loader(loader):
+        raise ConfigError(
+            f"{type(loader).__name__} has an __iter__ of its own, which cannot be taken apart: pass a torch.utils.data.DataLoader"
+        )
     source = DataSource(
         loader.dataset,
         None if loader.collate_fn is default_collate else loader.collate_fn,
@@ -212,6 +216,12 @@ def _sampled(loader: DataLoader[Any], source: DataSource, seed: int) -> OpenedSo
 
 def _size_of(sampler: Any) -> int:
     return len(sampler.dataset)
+
+
+def _is_torchs_loader(loader: DataLoader[Any]) -> bool:
+    """Return whether torch or torchdata, and no class of the script or another package, decides what the loader yields."""
+    own = type(loader).__iter__
+    return own is DataLoader.__iter__ or own.__module__.startswith("torchdata.stateful_dataloader")
 
 
 def _is_torchs(sampler: Any, kind: type) -> bool:

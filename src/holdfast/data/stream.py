@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from holdfast.data.loader import ENDS_S, MOST_RESTARTS, WorkerInit, as_it_is, start_processes
 from holdfast.data.seeds import seed_of, seeded
 from holdfast.data.stream_state import decode_state, encode_state
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, InternalError
 
 CHUNK = 64
 """Samples that are read at once; the first position of a chunk is a multiple of it."""
@@ -67,18 +67,19 @@ class _Chunk:
     """Samples that were read at once."""
 
     first: int  # position of the first one
-    samples: list[Any]
+    size: int
+    samples: list[Any]  # none if they are skipped
     state: str | None  # the dataset's state before it, encoded; None if it has none that can be saved
     digest: int
     tail: str | None  # the dataset's state after it, if the epoch ends with it
 
     @property
     def stop(self) -> int:
-        return self.first + len(self.samples)
+        return self.first + self.size
 
     @property
     def is_last(self) -> bool:
-        return len(self.samples) < CHUNK
+        return self.size < CHUNK
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class _Start:
     epoch: int
     position: int = 0
     state: str | None = None  # the dataset's state to load; None: it is in the right one
+    skipped: int = 0  # samples of chunks before this position are not needed
     passes: int = 0  # times that the dataset must be begun before, because it may count its epochs itself
 
     def key(self, *place: int | str) -> int:
@@ -117,7 +119,8 @@ class _Chunks(IterableDataset[_Chunk]):
             with _begun(start.key(first)):
                 taken = list(itertools.islice(samples, CHUNK))
                 after = _state_of(dataset)
-            yield _Chunk(first, taken, state, _digest_of(taken), after if len(taken) < CHUNK else None)
+            needed = taken if first >= start.skipped else []
+            yield _Chunk(first, len(taken), needed, state, _digest_of(taken), after if len(taken) < CHUNK else None)
             if len(taken) < CHUNK:
                 return
             state = after
@@ -148,21 +151,14 @@ _begun_times: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """How often each dataset was begun in this process, of those that may count their epochs themselves."""
 
 
-def _passes(dataset: Any, epoch: int, *, here: bool) -> int:
-    """Return how often a dataset must be begun before it is read for ``epoch``, in this process (``here``) or in a new one.
-
-    A dataset with neither a state nor ``set_epoch`` may count how often it was begun, as those of webdataset do. A run
-    that is resumed in a later epoch, and a worker that joins in one, must give it the same count.
-    """
-    counts = hasattr(dataset, "__iter__") and not (_has_state(dataset) or hasattr(dataset, "set_epoch"))
-    if not counts or not here:
-        return epoch if counts else 0
+def _may_count(dataset: Any) -> bool:
+    """Return whether a dataset may count how often it was begun, as those of webdataset do, to shuffle in another order each time."""
     try:
-        before = _begun_times.get(dataset, 0)
-        _begun_times[dataset] = max(before, epoch) + 1
-    except TypeError:  # it cannot be hashed, or not be referred to weakly
-        return 0
-    return max(0, epoch - before)
+        hash(dataset)
+        weakref.ref(dataset)
+    except TypeError:
+        return False
+    return hasattr(dataset, "__iter__") and not (_has_state(dataset) or hasattr(dataset, "set_epoch"))
 
 
 class Stream:
@@ -210,7 +206,8 @@ class Stream:
         self._restarts = 0
         self._begin = StreamMark()
         self._must_seek = False
-        self._said: set[str] = set()
+        self.say: Callable[[str], None] = print_line
+        """Prints a line for the user."""
 
     # -- reading
 
@@ -237,8 +234,14 @@ class Stream:
         return min(length, upto)
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
-        """Return samples of the current epoch, by position. A dict or list is a copy, which may be changed."""
+        """Return samples of the current epoch, by position. A dict or list is a copy, which may be changed.
+
+        Raises:
+            InternalError: if a sample is no longer kept, or was not read yet.
+        """
         kept = self._kept
+        if not kept or min(positions) < kept[0].first or max(positions) >= kept[-1].stop:
+            raise InternalError(f"samples {min(positions)} to {max(positions)} of a stream are not kept")
         return [_copied(kept[(number - kept[0].first) // CHUNK].samples[number % CHUNK]) for number in positions]
 
     def forget(self, epoch: int, offset: int) -> None:
@@ -294,9 +297,10 @@ class Stream:
         # In this process the dataset is in the state in which the last epoch left it; a new process has that of the script.
         self._open(0, head if self._has_process else None)
 
-    def _open(self, position: int, state: str | None) -> None:
-        passes = _passes(self.dataset, self._epoch, here=not self._has_process)
-        chunks = _Chunks(self.dataset, _Start(self._seed, self._epoch, position, state, passes))
+    def _open(self, position: int, state: str | None, *, skipped: int = 0, passes: int = 0) -> None:
+        if not self._has_process and _may_count(self.dataset):
+            _begun_times[self.dataset] = _begun_times.get(self.dataset, 0) + passes + 1
+        chunks = _Chunks(self.dataset, _Start(self._seed, self._epoch, position, state, skipped, passes))
         if not self._has_process:
             self._chunks = iter(chunks)
             return
@@ -314,7 +318,7 @@ class Stream:
             if not lost or self._restarts == MOST_RESTARTS:
                 raise
             self._restarts += 1
-            sys.stderr.write(f"holdfast: the process that reads the stream was lost ({error}); it is restarted\n")
+            print_line(f"the process that reads the stream was lost ({error}); it is restarted")
             return self._read_again()
         self._restarts = 0
         return self._noted(chunk)
@@ -331,7 +335,7 @@ class Stream:
         if chunk.first == 0:
             self._begin = StreamMark(head=chunk.state, first=chunk.digest)
         elif chunk.state is None and _has_state(self.dataset):
-            self._say(
+            self.say(
                 "the stream's state_dict has values that cannot be saved in a checkpoint: a resumed run reads the epoch"
                 " from its beginning"
             )
@@ -341,39 +345,57 @@ class Stream:
 
     def _find(self, mark: StreamMark) -> _Chunk:
         """Begin to read with the chunk ``mark``, and return it: by the state of the dataset if possible, else from the beginning."""
-        if mark.state is not None and mark.position:
-            self._open(mark.position, mark.state)
-            assert self._chunks is not None
-            if (chunk := next(self._chunks)).digest == mark.digest:
-                return self._found(mark, chunk)
-            self._say(
-                f"the stream does not continue at sample {mark.position} after load_state_dict, as with a shuffle buffer"
-                " that its state_dict leaves out: the epoch is read from its beginning"
+        found = self._load(mark) if mark.state is not None and mark.position else None
+        if found is None:
+            self._open(0, mark.head, skipped=mark.position)
+            found = self._search(mark)
+        if found is None and (passes := self._missing_passes()) >= 0:
+            self._open(0, mark.head, skipped=mark.position, passes=passes)
+            found = self._search(mark)
+        if found is None:
+            raise ConfigError(
+                f"the stream of epoch {self._epoch} is not the one that was read before: up to sample {mark.position} it"
+                " gives other samples; it must depend on nothing but its arguments, the epoch and random numbers"
             )
-        self._open(0, mark.head)
+        self._must_seek = False
+        if mark.first:
+            self._begin = dataclasses.replace(mark, position=0, state=None, digest=mark.first)
+        return found
+
+    def _load(self, mark: StreamMark) -> _Chunk | None:
+        """Return the chunk ``mark``, read from the dataset's state before it; None if the state leads elsewhere."""
+        self._open(mark.position, mark.state)
+        assert self._chunks is not None
+        if (chunk := next(self._chunks)).digest == mark.digest:
+            return chunk
+        self.say(
+            f"the stream does not continue at sample {mark.position} after load_state_dict, as with a shuffle buffer"
+            " that its state_dict leaves out: the epoch is read from its beginning"
+        )
+        return None
+
+    def _search(self, mark: StreamMark) -> _Chunk | None:
+        """Return the chunk ``mark``, read from the beginning of the epoch; None if it is not there."""
         assert self._chunks is not None
         for chunk in self._chunks:
             wanted = {mark.position: mark.digest, 0: mark.first or mark.digest}.get(chunk.first, 0)
             if wanted not in (0, chunk.digest):
-                break
+                return None
             if chunk.first == mark.position:
-                return self._found(mark, self._noted(chunk))
-        raise ConfigError(
-            f"the stream of epoch {self._epoch} is not the one that was read before: up to sample {mark.position} it gives"
-            " other samples; it must depend on nothing but its arguments, the epoch and random numbers"
-        )
+                return self._noted(chunk)
+        return None
 
-    def _found(self, mark: StreamMark, chunk: _Chunk) -> _Chunk:
-        self._must_seek = False
-        if mark.first:
-            self._begin = dataclasses.replace(mark, position=0, state=None, digest=mark.first)
-        return chunk
+    def _missing_passes(self) -> int:
+        """Return how often the dataset must be begun before this epoch, if it counts that itself; -1 if it was begun too often."""
+        if not self._epoch or not _may_count(self.dataset):
+            return -1
+        return self._epoch - (0 if self._has_process else _begun_times.get(self.dataset, 0))
 
-    def _say(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
-            sys.stderr.write(f"holdfast: {line}\n")
-            sys.stderr.flush()
+
+def print_line(line: str) -> None:
+    """Print a line for the user."""
+    sys.stderr.write(f"holdfast: {line}\n")
+    sys.stderr.flush()
 
 
 def _copied(sample: Any) -> Any:

@@ -267,8 +267,9 @@ class TrainingLoop:
         self._recovery.end()
         if self._job.checkpoints.is_outdated(step, self._job.comm.generation):
             self._restorer.save()
-        batch = self._position.next_batch(step, self._job.comm.members)
-        if batch is not None and not self._restorer.belongs_to_later_loop:
+        is_over = self._restorer.belongs_to_later_loop
+        batch = None if is_over else self._position.next_batch(step, self._job.comm.members)
+        if batch is not None:
             if 0 <= self._job.settings.stop_after < step:
                 self._status.flags |= Note.LEAVE
             if not (self._status.flags or self._status.outcome == "gave-up"):

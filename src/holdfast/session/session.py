@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -213,7 +214,9 @@ class Session:
                 f"slices must be at most {MOST_WORKERS}, or batch_size if that is more, got {self._settings.slices}"
             )
         job = self._connect()
-        self._say_once(job, opened.notes)
+        self._say_once(job, *opened.notes)
+        if opened.stream is not None:
+            opened.stream.say = functools.partial(self._say_once, job)
         job.loops.slices = job.loops.slices or self._choose_slices(job, opened.batch_size)
         plan = self._plan(job, opened, epochs)
         if plan.stream is None and not plan.epoch_samples:
@@ -226,7 +229,7 @@ class Session:
             check_faults(self._settings.faults, self._trainable, self._total_steps or end)
         return OpenedLoop(job, plan, opened.source)
 
-    def _say_once(self, job: JobContext, notes: tuple[str, ...]) -> None:
+    def _say_once(self, job: JobContext, *notes: str) -> None:
         """Print lines for the user, at the lead, and each of them once."""
         for note in notes:
             if note not in self._said and job.comm.members and job.is_lead:
