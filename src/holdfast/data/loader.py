@@ -18,15 +18,15 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 from holdfast.data.plan import Ids, MiniBatch
 from holdfast.data.samples import fetch
 from holdfast.data.seeds import seed_slice
 
-_ENDS_S = 1.0
+ENDS_S = 1.0
 """A broken pipe may be noticed before the end of the process that wrote to it."""
-_MOST_RESTARTS = 3
+MOST_RESTARTS = 3
 """Maximum number of consecutive restarts of the loader processes without a loaded slice in between."""
 
 Ahead = Callable[[MiniBatch], Iterator[MiniBatch]]
@@ -43,6 +43,9 @@ class DataSource:
     collate: Any = None  # makes a batch from a list of samples; None: torch's default
     num_workers: int = 0  # loader processes of each worker; 0: it loads in its own process
     prefetch_factor: int = 2  # slices that each of them loads ahead
+    worker_init: Callable[[int], None] | None = None  # called in each loader process with its number
+    timeout_s: float = 0.0  # of waiting for a loader process; 0: none
+    multiprocessing_context: Any = None  # starts the loader processes; None: torch's default
 
     @property
     def may_draw(self) -> bool:
@@ -78,6 +81,7 @@ class _Slices(Dataset[Any]):
 
     def __init__(self, source: DataSource) -> None:
         self._source = source
+        self.dataset = source.dataset
 
     def __getitem__(self, wanted: _Wanted) -> tuple[_Wanted, Any]:
         if wanted.step < 0:
@@ -178,8 +182,8 @@ class SliceLoader:
         try:
             known, inputs = next(self._loader)
         except (RuntimeError, OSError, EOFError) as error:
-            lost = wait([process.sentinel for process in self._processes], timeout=_ENDS_S)
-            if not lost or self._restarts == _MOST_RESTARTS:
+            lost = wait([process.sentinel for process in self._processes], timeout=ENDS_S)
+            if not lost or self._restarts == MOST_RESTARTS:
                 raise
             self._restarts += 1
             sys.stderr.write(f"holdfast: a data loading process was lost ({error}); all of them are restarted\n")
@@ -194,24 +198,47 @@ class SliceLoader:
 
     def _start(self) -> Iterator[tuple[_Wanted, Any]]:
         source = self._source
-        is_main = threading.current_thread() is threading.main_thread()
-        before = signal.getsignal(signal.SIGCHLD)
         loader: DataLoader[Any] = DataLoader(
             _Slices(source),
             batch_size=None,
             sampler=self._queue,
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             num_workers=source.num_workers,
             prefetch_factor=source.prefetch_factor,
+            worker_init_fn=None if source.worker_init is None else WorkerInit(source.worker_init),
+            timeout=source.timeout_s,
+            multiprocessing_context=source.multiprocessing_context,
         )
-        others = multiprocessing.active_children()
-        slices = iter(loader)
-        self._processes = [process for process in multiprocessing.active_children() if process not in others]
-        if is_main and before is not None:
-            # Torch's handler raises anywhere in this process, even during an all-reduce; reading the data detects the loss anyway.
-            signal.signal(signal.SIGCHLD, before)
+        slices, self._processes = start_processes(loader)
         return slices
 
 
-def _as_it_is(loaded: Any) -> Any:
+def start_processes(loader: DataLoader[Any]) -> tuple[Iterator[Any], list[BaseProcess]]:
+    """Start the processes of a loader; return what they load, and the processes."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGCHLD)
+    others = multiprocessing.active_children()
+    loaded = iter(loader)
+    processes = [process for process in multiprocessing.active_children() if process not in others]
+    if is_main and before is not None:
+        # Torch's handler raises anywhere in this process, even during an all-reduce; reading the data detects the loss anyway.
+        signal.signal(signal.SIGCHLD, before)
+    return loaded, processes
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInit:
+    """Calls the script's ``worker_init_fn`` in a loader process, where ``get_worker_info().dataset`` is the script's dataset."""
+
+    init: Callable[[int], None]
+
+    def __call__(self, number: int) -> None:
+        """Call the script's function with the number of the process."""
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen, and has the dataset of slices
+        self.init(number)
+
+
+def as_it_is(loaded: Any) -> Any:
+    """Return what a loader process made, which is not collated again."""
     return loaded

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from holdfast.data.assignment import assign_slices, even_ranges
 from holdfast.data.seeds import order_of
+from holdfast.errors import ConfigError
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
 """Indices of samples in the dataset."""
@@ -48,11 +49,31 @@ class MiniBatch:
         return sum(len(self.slices[number]) for number in slices)
 
 
+class EpochOrders(Protocol):
+    """The order of each epoch, where it is not the plan's own; see :class:`~holdfast.data.sampling.SamplerOrder`."""
+
+    def __call__(self, epoch: int) -> Ids:
+        """Return the indices of the samples of ``epoch``, in order."""
+        ...
+
+    def digest(self, epoch: int) -> int:
+        """Return a digest of the order of ``epoch``, from 0 to 2**62 - 1."""
+        ...
+
+
+class Stream(Protocol):
+    """Samples that can only be read in order; see :class:`~holdfast.data.stream.Stream`."""
+
+    def limit(self, epoch: int, upto: int) -> int:
+        """Return ``upto``, or the number of samples of ``epoch`` if that is less."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplePlan:
     """The order of samples and the policies that cut it."""
 
-    num_samples: int  # size of the dataset
+    num_samples: int  # size of the dataset; -1 for a stream
     batch_size: int  # samples of a step with all workers alive
     first_epoch: int  # number of the first epoch; epochs are counted throughout the job
     epochs: int  # number of epochs
@@ -69,6 +90,10 @@ class SamplePlan:
     speeds: Mapping[int, float] = field(default_factory=dict)
     # the script's value, if `batch_size` was changed since: the length of an epoch does not change
     given_batch_size: int = 0
+    # the order of each epoch, if the script gave a sampler; then `shuffle` is not used
+    sampler: EpochOrders | None = None
+    # the samples, if they can only be read in order; then the length of an epoch is not known before it ends
+    stream: Stream | None = None
 
     @property
     def seats(self) -> int:
@@ -82,17 +107,44 @@ class SamplePlan:
 
     @property
     def epoch_samples(self) -> int:
-        """Number of samples per epoch that belong to the plan."""
-        dropped = self.num_samples % (self.given_batch_size or self.batch_size)
-        return self.num_samples - dropped if self.drop_last else self.num_samples
+        """Number of samples per epoch that belong to the plan; with a sampler, of the first epoch; 0 for a stream."""
+        return self.samples_in(self.first_epoch) if self.stream is None else 0
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of the whole plan with all workers alive."""
+        """Number of steps of the whole plan with all workers alive; 0 for a stream."""
         return self.epochs * -(-self.epoch_samples // self.batch_size)
 
+    def samples_in(self, epoch: int) -> int:
+        """Return the number of samples of ``epoch`` that belong to the plan."""
+        return self._kept(self.num_samples if self.sampler is None else len(self.sampler(epoch)))
+
+    def _kept(self, number: int) -> int:
+        """Return how many of the samples of an epoch belong to the plan."""
+        return number - number % (self.given_batch_size or self.batch_size) if self.drop_last else number
+
+    def stream_end(self, stream: Stream, cursor: PlanCursor, size: int) -> int:
+        """Return the number of samples of the cursor's epoch that belong to the plan, as far as a mini-batch depends on it.
+
+        It is exact if the epoch ends with the mini-batch of ``size`` samples at ``cursor``, and otherwise beyond it.
+
+        Raises:
+            ConfigError: if no sample of the epoch belongs to the plan.
+        """
+        upto = cursor.offset + max(size, self.batch_size) + (self.given_batch_size or self.batch_size)
+        number = stream.limit(cursor.epoch, upto)
+        end = self._kept(number) if number < upto else number
+        if not end:
+            raise ConfigError(
+                f"drop_last leaves no batch: epoch {cursor.epoch} of the stream has {number} samples, and batch_size is"
+                f" {self.given_batch_size or self.batch_size}"
+            )
+        return end
+
     def order(self, epoch: int) -> Ids:
-        """Return the order of ``epoch``; only its first :attr:`epoch_samples` are used."""
+        """Return the order of ``epoch``; only its first :meth:`samples_in` are used."""
+        if self.sampler is not None:
+            return self.sampler(epoch)
         if self.shuffle:
             return order_of(self.seed, epoch, self.num_samples)
         return np.arange(self.num_samples, dtype=np.int64)
@@ -115,20 +167,28 @@ class BatchCutter:
         holders, shares = self._distribute_once(members)
         pieces = len(holders)
         size = plan.batch_size if plan.batch == "global" else -(-plan.batch_size * pieces // plan.slices)
-        ids = self._order_of(cursor.epoch)[cursor.offset : min(cursor.offset + size, plan.epoch_samples)]
+        ids, end = self._ids(cursor, size)
         slices = tuple(ids[start:stop] for start, stop in pairwise(_cuts(len(ids), pieces, shares)))
         offset = cursor.offset + len(ids)
-        done = offset >= plan.epoch_samples
+        done = offset >= end
         return MiniBatch(
             step=step,
             epoch=cursor.epoch,
             slices=slices,
             owners={i: holders[i] for i in range(pieces) if len(slices[i])},
-            full_size=min(plan.batch_size, plan.epoch_samples - cursor.offset),
+            full_size=min(plan.batch_size, end - cursor.offset),
             after=PlanCursor(epoch=cursor.epoch + 1, offset=0)
             if done
             else PlanCursor(epoch=cursor.epoch, offset=offset),
         )
+
+    def _ids(self, cursor: PlanCursor, size: int) -> tuple[Ids, int]:
+        """Return the next ``size`` samples, fewer at the end of the epoch, and the number of samples of the epoch."""
+        if (stream := self._plan.stream) is not None:
+            end = self._plan.stream_end(stream, cursor, size)
+            return np.arange(cursor.offset, max(cursor.offset, min(cursor.offset + size, end)), dtype=np.int64), end
+        order, end = self._order_of(cursor.epoch), self._plan.samples_in(cursor.epoch)
+        return order[cursor.offset : min(cursor.offset + size, end)], end
 
     def _distribute_once(self, members: Sequence[int]) -> tuple[list[int], list[float]]:
         if self._distributed[0] != members:

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.data.ledger import Ledger, SampleCounts
+from holdfast.data.ledger import Ledger, SampleCounts, StreamLedger
 from holdfast.data.plan import BatchCutter, MiniBatch, PlanCursor, SamplePlan
+from holdfast.data.stream import Stream, StreamMark
 from holdfast.errors import ConfigError
 
 _MUST_NOT_CHANGE = ("slices", "seed", "batch_size", "num_samples", "shuffle", "drop_last")
@@ -18,8 +19,11 @@ _MUST_NOT_CHANGE = ("slices", "seed", "batch_size", "num_samples", "shuffle", "d
 class DataPosition:
     """Cuts mini-batches one after another, and keeps the ledger."""
 
+    _ledger: Ledger | StreamLedger
+
     def __init__(self, plan: SamplePlan, changes: Mapping[str, Any]) -> None:
         self._given = plan
+        self.stream: Stream | None = plan.stream if isinstance(plan.stream, Stream) else None
         self._is_ended = False
         self.change(changes)
         self._begin_again()
@@ -37,7 +41,7 @@ class DataPosition:
 
     def _begin_again(self) -> None:
         self._batches, self._ahead = BatchCutter(self.plan), BatchCutter(self.plan)
-        self._ledger = Ledger(self.plan)
+        self._ledger = Ledger(self.plan) if self.stream is None else StreamLedger(self.plan.first_epoch)
         self._cursor = self.plan.start
 
     def next_batch(self, step: int, members: Sequence[int]) -> MiniBatch | None:
@@ -52,6 +56,24 @@ class DataPosition:
             yield following
             following = batches.mini_batch(following.step + 1, following.after, members)
 
+    @property
+    def must_seek(self) -> bool:
+        """Whether the next mini-batch must first be found in a stream, which may take long; see :meth:`find`."""
+        return self.stream is not None and self.stream.must_seek
+
+    def find(self) -> None:
+        """Find the next mini-batch in a stream.
+
+        Raises:
+            ConfigError: if the stream is not the one that was read before.
+        """
+        self.digest()
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self.stream is not None:
+            self.stream.close()
+
     def end(self) -> None:
         """Leave out the rest of the plan: the last committed mini-batch was the last one."""
         self._is_ended = True
@@ -64,6 +86,10 @@ class DataPosition:
         """Count ``batch`` as committed except for its ``lost`` slices; return the number of committed samples."""
         committed = [batch.slices[number] for number in batch.owners if number not in lost]
         self._ledger.commit(batch.epoch, np.concatenate([*committed, batch.ids[:0]]))
+        if self.stream is not None and isinstance(self._ledger, StreamLedger):
+            if batch.after.epoch > batch.epoch:
+                self._ledger.end_epoch(self.plan.stream_end(self.stream, self._cursor, len(batch.ids)))
+            self.stream.forget(batch.after.epoch, batch.after.offset)
         self._cursor = batch.after
         return sum(map(len, committed))
 
@@ -77,7 +103,50 @@ class DataPosition:
             **{name: getattr(self._given, name) for name in _MUST_NOT_CHANGE},
             "epoch": self._cursor.epoch,
             "offset": self._cursor.offset,
+            **self._place(),
         }
+
+    def _place(self) -> dict[str, Any]:
+        """Return what finds the same data again: a digest of a sampler's order, or a place in a stream."""
+        epoch, offset = self._cursor.epoch, self._cursor.offset
+        if self.stream is not None:
+            if offset == 0 and epoch < self.plan.first_epoch + self.plan.epochs and not self._is_ended:
+                self.stream.limit(epoch, 1)  # what begins an epoch shows whether it is the same when it is read again
+            return {"stream": dataclasses.asdict(self.stream.mark(epoch, offset))}
+        return {} if self.plan.sampler is None else {"data": self.digest()}
+
+    def digest(self, batch: MiniBatch | None = None) -> int | None:
+        """Return a digest of the data from here, or from ``batch`` on, which must be equal at all workers; None if it cannot differ.
+
+        It is of the order that a sampler of the script gives, or of the next samples of a stream; 0 at the end of the plan.
+        """
+        plan = self.plan
+        if plan.sampler is None and self.stream is None:
+            return None
+        epoch = (self._cursor if batch is None or self.stream is not None else batch.after).epoch
+        if epoch >= plan.first_epoch + plan.epochs or self._is_ended:
+            return 0
+        if self.stream is not None:
+            end = plan.stream_end(self.stream, self._cursor, plan.batch_size)
+            return self.stream.digest(self._cursor.offset, end)
+        return None if plan.sampler is None else plan.sampler.digest(epoch)
+
+    def digest_differs(self, then: int) -> bool:
+        """Return whether the sampler gives another order than the one that had the digest ``then``; 0: at the end of a plan."""
+        return self.plan.sampler is not None and then != 0 and self.digest() not in (then, 0)
+
+    def why_differs(self) -> str:
+        """Return the message for workers whose :meth:`digest` differ."""
+        if self.stream is not None:
+            return (
+                f"workers read different samples from the stream, after sample {self._cursor.offset} of epoch"
+                f" {self._cursor.epoch}: every worker must read the whole stream, not a part by its rank, and its order must"
+                " depend on nothing but its arguments, the epoch and random numbers, not on time or a process"
+            )
+        return (
+            f"the sampler gives workers different orders of epoch {self._cursor.epoch}: it must give the whole order, and"
+            " depend on nothing but its arguments and random numbers, not on the rank"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ledger's state."""
@@ -92,6 +161,12 @@ class DataPosition:
         if not keep_slices:
             self.plan = dataclasses.replace(self.plan, slices=info["slices"])
             self._given = dataclasses.replace(self._given, slices=info["slices"])
+        if (info["num_samples"] < 0) != (self.stream is not None):
+            kinds = "a dataset with a length", "a stream"
+            then, now = kinds if self.stream is not None else reversed(kinds)
+            raise ConfigError(
+                f"the checkpoint was made with {then} and this run has {now}: start in an empty directory"
+            )
         for name in _MUST_NOT_CHANGE:
             if info[name] != getattr(self._given, name):
                 raise ConfigError(
@@ -101,3 +176,10 @@ class DataPosition:
         self._begin_again()
         self._ledger.load_state_dict(ledger)
         self._cursor = PlanCursor(epoch=info["epoch"], offset=info["offset"])
+        if self.stream is not None:
+            self.stream.seek(info["epoch"], info["offset"], StreamMark(**info["stream"]))
+        if (self.plan.sampler is not None) != ("data" in info) or self.digest_differs(info.get("data", 0)):
+            raise ConfigError(
+                f"the sampler gives another order of epoch {info['epoch']} than when the checkpoint was made: the run would"
+                " not be the same; it must depend on nothing but its arguments and random numbers"
+            )

@@ -49,12 +49,14 @@ def _seed_all(key: int) -> None:
 @contextlib.contextmanager
 def seeded(key: int) -> Iterator[None]:
     """Seed the global generators with 32 bits temporarily, and restore them afterwards."""
-    before = generator_states()
+    before = torch.get_rng_state(), np.random.get_state(legacy=True), random.getstate()
     _seed_all(key)
     try:
         yield
     finally:
-        set_generator_states(before)
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
 
 
 def generator_states() -> dict[str, Any]:

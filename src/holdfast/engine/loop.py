@@ -25,7 +25,7 @@ from holdfast.engine.recovery_log import RecoveryLog
 from holdfast.engine.regroup import LoopParts, LoopRegroup, LoopStatus
 from holdfast.engine.run_log import RunLog
 from holdfast.engine.vote import CommitVote, MinMax
-from holdfast.errors import CheckpointError, InternalError, PeerFailed, StoreLost, TooFewWorkers
+from holdfast.errors import CheckpointError, ConfigError, InternalError, PeerFailed, StoreLost, TooFewWorkers
 from holdfast.integrity.certificate import Certificate
 from holdfast.integrity.hash_chain import GENESIS
 from holdfast.integrity.sdc_guard import SdcGuard
@@ -159,6 +159,7 @@ class TrainingLoop:
             yield from self._drive()
         finally:
             self._executor.close()
+            self._position.close()
 
     def _drive(self) -> Iterator[Step | Pause]:
         event: Event = Admitted() if self._is_newcomer else Started()
@@ -271,8 +272,9 @@ class TrainingLoop:
         self._recovery.end()
         if self._job.checkpoints.is_outdated(step, self._job.comm.generation):
             self._restorer.save()
-        batch = self._position.next_batch(step, self._job.comm.members)
-        if batch is not None and not self._restorer.belongs_to_later_loop:
+        is_over = self._restorer.belongs_to_later_loop
+        batch = None if is_over else self._position.next_batch(step, self._job.comm.members)
+        if batch is not None:
             if 0 <= self._job.settings.stop_after < step:
                 self._status.flags |= Note.LEAVE
             if not (self._status.flags or self._status.outcome == "gave-up"):
@@ -308,6 +310,8 @@ class TrainingLoop:
         said = mine.unpack(self._sum.maximum(mine.pack()))
         if said.step.differs:
             raise InternalError(f"workers voted on different steps, {said.step.smallest} and {said.step.largest}")
+        if said.data is not None and said.data.differs:
+            raise ConfigError(self._position.why_differs())
         if self._guard.read(step, said.guard):
             self._recovery.see_corruption(redone_steps=int(not self._guard.corrupt))  # a retry repeats the other votes
             return False
@@ -335,6 +339,9 @@ class TrainingLoop:
             has_store=not job.comm.has_lost_store,
             ask=job.is_lead and self._live_config.are_due(),
             save=self._wants_to_save(),
+            data=None
+            if (digest := self._position.digest(self._executor.in_progress())) is None
+            else MinMax(digest, digest),
         )
 
     def _wants_to_save(self) -> bool | None:

@@ -74,7 +74,7 @@ class RunLog:
                 batch=plan.batch,
                 rescale=settings.rescale,
                 update=settings.update,
-                steps_planned=job.loops.first_step + plan.num_steps,
+                steps_planned=job.loops.first_step + plan.num_steps if plan.stream is None else 0,
                 samples_planned=plan.epochs * plan.epoch_samples,
                 num_buckets=num_buckets,
                 parameters=parameters,

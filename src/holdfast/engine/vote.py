@@ -6,7 +6,7 @@ reduction, the maximum, gives the reduction of its field: the largest value dire
 
 Transport: up to :data:`~holdfast.comm.allreduce.shm.MAX_INTEGERS` (15) integers go through shared memory at no cost.
 More go as a message, which any fabric can carry and which takes a round trip. For a replicated model the largest vote
-has 15: 6 of the guard, 9 of the loop. For a split model the certificate adds 2, and 2 for *each* part in a step that
+has 15: 6 of the guard, 9 of the loop; 2 more where a stream or a sampler of the script gives the data. For a split model the certificate adds 2, and 2 for *each* part in a step that
 hashes the whole state (every :data:`~holdfast.integrity.hash_chain.WHOLE_EVERY` = 256 steps): that one is a message.
 """
 
@@ -158,6 +158,7 @@ class CommitVote(Ballot):
         has_store: This worker reaches the membership store.
         ask: The lead knows of change requests for the running job.
         save: The lead wants a checkpoint after this step; None if that does not depend on its clock.
+        data: Digest of the data that follow, equal everywhere; None if workers cannot have different data.
     """
 
     guard: GuardVote
@@ -170,6 +171,7 @@ class CommitVote(Ballot):
     has_store: bool = as_any()
     ask: bool = as_any(Note.ASK)
     save: bool | None = as_any()
+    data: MinMax | None = None
 
     @property
     def notes(self) -> Note:

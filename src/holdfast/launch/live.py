@@ -255,7 +255,8 @@ def _changed(record: SettingChanged) -> str:
 def _begin(record: RunStarted) -> str:
     at = f", from step {record.step}" if record.step > 0 else ""
     workers = f"{record.workers} {'worker' if record.workers == 1 else 'workers'}"
-    return f"{workers}, {record.steps_planned} steps{at}: {record.fabric}, {record.strategy}"
+    steps = f"{record.steps_planned} steps" if record.steps_planned else "a stream"
+    return f"{workers}, {steps}{at}: {record.fabric}, {record.strategy}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -167,6 +167,8 @@ def _configuration(history: History, seed: int) -> dict[str, Any]:
     first = starts[0] if starts else None
     known = {name: getattr(first, name, None) for name in (*names, "seed", *more)} | {"seed": seed}
     unknown = ("slices", "split", "update", "seed", *more) if history.is_distributed else ()
+    if first is not None and not first.steps_planned:  # a stream ends when it ends
+        unknown = (*unknown, "steps_planned")
     return known | dict.fromkeys(unknown)
 
 
@@ -235,7 +237,7 @@ def _samples(history: History, finished: Mapping[int, Finished]) -> dict[str, in
         return _rounded(record, "planned", "committed", "lost", "repeated")
     starts = history.of(RunStarted)
     return {
-        "planned": starts[0].samples_planned if starts else None,
+        "planned": (starts[0].samples_planned or None) if starts else None,  # unknown of a stream
         "committed": sum(record.samples for record in history.steps.values()),
         "lost": len({(r.epoch, i) for r in history.of(SamplesLost) for i in r.ids}),
         "repeated": None,  # known only from the ledger, which is written at the end

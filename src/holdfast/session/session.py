@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from typing import Any, cast
 
 from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import RandomSampler
 
 from holdfast import notice
 from holdfast.clock import SystemClock
@@ -22,7 +22,7 @@ from holdfast.config import MOST_WORKERS, Settings
 from holdfast.data.assignment import choose_slices
 from holdfast.data.loader import DataSource
 from holdfast.data.plan import SamplePlan
-from holdfast.data.samples import check_dataset
+from holdfast.data.source import DataOptions, OpenedSource, open_source
 from holdfast.engine import exits
 from holdfast.engine.context import CommittedState, JobContext, LiveSettings, LoopState
 from holdfast.engine.injection import check_faults, make_faults, reach_point
@@ -130,6 +130,7 @@ class Session:
         self._given_comm = comm
         self._job: JobContext | None = None
         self._training = False
+        self._said: set[str] = set()
         self.ends_loop: Callable[[], None] | None = None
         """Ends a prepared loop that the script has left."""
 
@@ -150,29 +151,33 @@ class Session:
     def steps(
         self,
         dataset: Any,
-        batch_size: int,
+        batch_size: int | None = None,
         epochs: int = 1,
         *,
-        shuffle: bool = True,
-        drop_last: bool = False,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
-        prefetch_factor: int = 2,
+        num_workers: int | None = None,
+        prefetch_factor: int | None = None,
     ) -> Iterator[Step]:
         """Yield one mini-batch after another; requesting the next one commits the step, on all workers or on none.
 
         After a failure the same step is yielded again, with more slices for each survivor.
 
         Args:
-            dataset: Anything with ``len`` and ``[]``, the same on every worker.
+            dataset: The same on every worker: anything with ``len`` and ``[]``; a stream, which is an ``IterableDataset``,
+                another iterable or a function that returns one; or a ``torch.utils.data.DataLoader`` of either. A
+                DataLoader is taken apart: its mini-batch is that of the job, over all workers, and all other arguments
+                but ``epochs`` are its own. A stream is read in order, by every worker, until it ends.
             batch_size: Samples per step, over all workers, ``>= 1``.
             epochs: Passes over the dataset, ``>= 1``.
-            shuffle: Shuffle in an order that depends only on the seed and the epoch.
-            drop_last: Drop the short mini-batch at the end of an epoch.
+            shuffle: Shuffle in an order that depends only on the seed and the epoch; default: True, and False for a
+                stream, which can only shuffle itself.
+            drop_last: Drop the short mini-batch at the end of an epoch; default: False.
             collate: Builds a batch from a list of samples; default: torch's.
-            num_workers: Processes per worker that load slices ahead of time, like those of a ``DataLoader``; 0: the
-                worker loads them itself. The bits are the same.
-            prefetch_factor: Slices that each of these processes loads ahead, ``>= 1``.
+            num_workers: Processes per worker that load slices ahead of time, like those of a ``DataLoader``; 0, the
+                default: the worker loads them itself. The bits are the same. A stream is read by one process at most.
+            prefetch_factor: Slices that each of these processes loads ahead, ``>= 1``; default: 2.
 
         Raises:
             ConfigError: if an argument is not allowed, or a planned fault lies outside the run.
@@ -194,40 +199,47 @@ class Session:
             return application.looks(self._trainable, loop.plan, loop.source.dataset, loop.source.collate)
         return cast("Iterator[Step]", self._train(loop))
 
-    def _open(
-        self,
-        dataset: Any,
-        batch_size: int,
-        epochs: int,
-        *,
-        shuffle: bool,
-        drop_last: bool,
-        collate: Callable[[list[Any]], Any] | None,
-        num_workers: int,
-        prefetch_factor: int,
-    ) -> OpenedLoop:
-        """Check the arguments of :meth:`steps`, connect to the other workers, and return what a training loop needs."""
-        _check_arguments(dataset, batch_size, epochs, num_workers=num_workers, prefetch_factor=prefetch_factor)
+    def _open(self, dataset: Any, batch_size: int | None = None, epochs: int = 1, **options: Any) -> OpenedLoop:
+        """Check the arguments of :meth:`steps`, connect to the other workers, and return what a training loop needs.
+
+        ``options`` are its other arguments; None or left out: the default.
+        """
+        if epochs < 1:
+            raise ConfigError(f"epochs must be at least 1, got {epochs}")
+        opened = open_source(dataset, DataOptions(batch_size=batch_size, **options), seed=self._settings.seed)
         self.check_finished()
         if not self._trainable.is_replicated and self._job is not None and self._job.loop > 0:
             raise ScriptError(
                 "a Pipeline or Sharded model is trained in one call of session.steps, after which every worker has the"
                 " complete model: request all epochs in one call"
             )
-        if self._settings.slices > max(batch_size, MOST_WORKERS):
+        if self._settings.slices > max(opened.batch_size, MOST_WORKERS):
             raise ConfigError(
                 f"slices must be at most {MOST_WORKERS}, or batch_size if that is more, got {self._settings.slices}"
             )
         job = self._connect()
-        job.loops.slices = job.loops.slices or self._choose_slices(job, batch_size)
-        plan = self._plan(job, len(dataset), batch_size, epochs, shuffle=shuffle, drop_last=drop_last)
-        if not plan.epoch_samples:
+        self._say_once(job, *opened.notes)
+        if opened.stream is not None:
+            opened.stream.say = functools.partial(self._say_once, job)
+        job.loops.slices = job.loops.slices or self._choose_slices(job, opened.batch_size)
+        plan = self._plan(job, opened, epochs)
+        if plan.stream is None and not plan.epoch_samples:
             raise ConfigError(
-                f"drop_last leaves no batch: batch_size must be at most len(dataset) ({len(dataset)}), got {batch_size}"
+                f"drop_last leaves no batch: batch_size must be at most len(dataset) ({opened.num_samples}), got"
+                f" {opened.batch_size}"
             )
         if self._settings.faults and application.looks is None:
-            check_faults(self._settings.faults, self._trainable, self._total_steps or job.step + plan.num_steps)
-        return OpenedLoop(job, plan, DataSource(dataset, collate, num_workers, prefetch_factor))
+            end = job.step + plan.num_steps if plan.stream is None else sys.maxsize
+            check_faults(self._settings.faults, self._trainable, self._total_steps or end)
+        return OpenedLoop(job, plan, opened.source)
+
+    def _say_once(self, job: JobContext, *notes: str) -> None:
+        """Print lines for the user, at the lead, and each of them once."""
+        for note in notes:
+            if note not in self._said and job.comm.members and job.is_lead:
+                sys.stderr.write(f"holdfast: {note}\n")
+                sys.stderr.flush()
+        self._said.update(notes)
 
     def _train(self, loop: OpenedLoop, *, pauses: bool = False) -> Iterator[Step | Pause]:
         job, plan = loop.job, loop.plan
@@ -336,16 +348,7 @@ class Session:
         """Connect to the other workers, and return one pass over a loader; for the errors see :meth:`steps`."""
         if application.looks is not None:
             raise ConfigError("holdfast doctor cannot inspect a loop of holdfast.prepare; it inspects session.steps")
-        return self._open(
-            loader.dataset,
-            loader.batch_size,
-            1,
-            shuffle=isinstance(loader.sampler, RandomSampler),
-            drop_last=loader.drop_last,
-            collate=loader.collate_fn,
-            num_workers=loader.num_workers,
-            prefetch_factor=loader.prefetch_factor or 2,
-        )
+        return self._open(loader)
 
     def drive(self, loop: OpenedLoop) -> Iterator[Step | Pause]:
         """Yield the steps of a pass, and its pauses."""
@@ -428,23 +431,23 @@ class Session:
             sys.stderr.flush()
         return choice.slices
 
-    def _plan(
-        self, job: JobContext, num_samples: int, batch_size: int, epochs: int, *, shuffle: bool, drop_last: bool
-    ) -> SamplePlan:
+    def _plan(self, job: JobContext, opened: OpenedSource, epochs: int) -> SamplePlan:
         settings = self._settings
         return SamplePlan(
-            num_samples=num_samples,
-            batch_size=batch_size,
+            num_samples=opened.num_samples,
+            batch_size=opened.batch_size,
             first_epoch=job.loops.epoch,
             epochs=epochs,
             seed=settings.seed,
-            shuffle=shuffle,
-            drop_last=drop_last,
+            shuffle=opened.shuffle,
+            drop_last=opened.drop_last,
             slices=job.loops.slices,
             members=job.first_members[: len(job.first_members) - settings.spares],
             split=settings.split,
             batch=settings.batch,
             in_tree=settings.order == "tree",
+            sampler=opened.sampler,
+            stream=opened.stream,
         )
 
     def _on_sigterm(self, job: JobContext) -> None:
@@ -472,16 +475,3 @@ def forget_sessions() -> None:
     """Forget the sessions of an application that was torn down: their loops are open, and will not be continued."""
     _sessions.clear()
     gradient_hook.forget()
-
-
-def _check_arguments(dataset: Any, batch_size: int, epochs: int, *, num_workers: int, prefetch_factor: int) -> None:
-    check_dataset(dataset)
-    for name, value, least in (
-        ("len(dataset)", len(dataset), 1),
-        ("batch_size", batch_size, 1),
-        ("epochs", epochs, 1),
-        ("num_workers", num_workers, 0),
-        ("prefetch_factor", prefetch_factor, 1),
-    ):
-        if value < least:
-            raise ConfigError(f"{name} must be at least {least}, got {value}")

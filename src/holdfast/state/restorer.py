@@ -60,17 +60,36 @@ class StateRestorer:
 
         Raises:
             ReplicasDiffer: if there is no state to roll back to.
-            ConfigError: if the workers' platforms differ and that is not allowed.
+            ConfigError: if the workers' platforms differ and that is not allowed, or their data do.
         """
         compare_platforms(self._job)
         way = self._guard.share_state()
         if way is None:
             self._load(trained=trained)
+            self._compare_data()
             if not self.belongs_to_later_loop:
                 self._guard.begin(self._keep)
             return False
         self._guard.rolled_back(way, self._keep, self._roll_back(way, trained=trained))
         return True
+
+    def _compare_data(self) -> None:
+        """Check that all workers have the same data before them, where a sampler of the script or a stream decides that."""
+        if self.belongs_to_later_loop or (digest := self._position.digest()) is None:
+            return
+        high, low = self._job.comm.maximum((digest, ~digest))
+        if high != ~low:
+            raise ConfigError(self._position.why_differs())
+
+    def _find_data(self) -> None:
+        """Find the restored position in a stream; meanwhile this worker does not count as stuck."""
+        if not self._position.must_seek:
+            return
+        self._job.beacon.publish_busy(busy=True)
+        try:
+            self._position.find()
+        finally:
+            self._job.beacon.publish_busy(busy=False)
 
     def _roll_back(self, way: HealSnapshot, *, trained: bool) -> str:
         """Roll back to the newest state known to be right, and return the name of its source."""
@@ -302,6 +321,7 @@ class StateRestorer:
                     f"the checkpoint was made with order={info['order']}, but this run has order={job.settings.order}"
                 )
             self._position.restore(info, loaded.state["ledger"], keep_slices=job.settings.slices > 0)
+            self._find_data()
             if "changes" in info:
                 self._live_config.go_on_from(info["changes"])
             job.loops.slices = self._position.plan.slices
