@@ -39,7 +39,7 @@ demo: $(READY)  ## Train with four workers, kill two of them under each strategy
 	$(PY) -m holdfast demo --out demo-out
 
 test: $(READY)  ## Every test but the long campaigns: kills real processes, minutes
-	$(PY) -m pytest -n 3 --dist loadfile  # on two cores, too: jobs wait for time limits and for each other
+	$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder  # on two cores, too: jobs wait for time limits and for each other
 
 test-torch:  ## Contract, backend and exactness with another torch: make test-torch VERSION=2.14.1
 	@test -n "$(VERSION)" || { echo "say which torch: make test-torch VERSION=2.14.1" >&2; exit 1; }

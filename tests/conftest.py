@@ -156,6 +156,23 @@ LONG = (
 """Beginnings of their names, below ``tests/``."""
 
 
+LONGEST_FIRST = (
+    "chaos",
+    "contract",
+    "cli",
+    "lab/cli",
+    "property",
+    "model",
+    "integrations",
+    "lab",
+    "attacks",
+    "golden",
+    "unit",
+)
+"""Folders below ``tests/`` in the order in which they run: files that start many jobs come first, so that no process of
+pytest is left with one of them while the others have nothing to do."""
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _notes_of_runs_stay_here(tmp_path_factory):
     """Jobs of tests note that they were run; not in the home of who tests."""
@@ -172,6 +189,7 @@ def _no_session_outlives_a_test(monkeypatch):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: LONGEST_FIRST.index(Path(item.nodeid).parent.as_posix().removeprefix("tests/")))
     found = set()
     for item in items:
         name = item.nodeid.removeprefix("tests/")
