@@ -189,7 +189,7 @@ def _no_session_outlives_a_test(monkeypatch):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: LONGEST_FIRST.index(Path(item.nodeid).parent.as_posix().removeprefix("tests/")))
+    items.sort(key=lambda item: LONGEST_FIRST.index(item.path.parent.relative_to(Path(__file__).parent).as_posix()))
     found = set()
     for item in items:
         name = item.nodeid.removeprefix("tests/")
