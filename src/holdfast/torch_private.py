@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 __all__ = [
     "JOINED",
+    "OBJECT_GATHERS",
     "TRIED",
     "buffers_of",
     "check_version",
@@ -29,6 +30,7 @@ __all__ = [
     "gloo_options",
     "gradient_hooks",
     "has_step_hooks",
+    "is_parameter",
     "logging_data",
     "offset_in_file",
     "parameters_of",
@@ -44,6 +46,9 @@ TRIED = "2.14.1"
 
 JOINED = "_match_all_reduce_for_bwd_pass"
 """The DistributedDataParallel method that issues the bucket all-reduces of a rank without data, to match the other ranks' reducers."""
+
+OBJECT_GATHERS = ("all_gather_object", "gather_object")
+"""The functions of ``torch.distributed`` that gather the sizes of pickled objects, and then their bytes."""
 
 
 def untried(version: str) -> str:
@@ -76,6 +81,12 @@ def version_of(tensor: torch.Tensor) -> int:
 def copy_each(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     """Copy each value into its tensor, all in one call."""
     torch._foreach_copy_(into, values)
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a parameter, another leaf with a gradient, or a view of one."""
+    base = tensor if tensor._base is None else tensor._base
+    return base.requires_grad and base.is_leaf
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -253,7 +253,8 @@ def test_a_collective_raises_once_at_every_survivor_and_works_again(collectives,
     for line in lines:
         assert line["first"]["kind"] == "RanksLost"
         assert (line["first"]["dead"], line["first"]["survivors"]) == (dead, survivors)
-        assert "did not complete" in line["first"]["says"]
+        needed = "gather needs rank 5, which has failed" if call == "gather at the dead" else "did not complete"
+        assert needed in line["first"]["says"]
         assert line["alive"] == survivors
         assert line["works"]["result"] == {
             "sum": [float(sum(survivors) + len(survivors))] * 5,
@@ -310,6 +311,61 @@ def test_a_group_can_be_made_after_the_death_of_rank_0(collectives):
 @pytest.mark.parametrize("play", DEATHS)
 def test_ranks_that_died_in_collectives_were_killed_and_the_others_end_well(collectives, play):
     assert_ended(collectives(play), DEATHS[play].values(), 7)
+
+
+ONCE_FILLED = ("all_gather", "into_tensor", "objects")
+ALWAYS_LOST = ("parameters", "view", "reduce_scatter", "all_to_all")
+
+
+def place_of(dead, source):
+    return [source if rank in dead else rank for rank in range(4)]
+
+
+def test_gathers_of_metrics_take_the_lowest_survivors_value_for_the_dead(tmp_path):
+    """Also in the gather in which a rank dies; and the report says so."""
+    seen = run(tmp_path, 4, "empty_seats")
+
+    for victim, survivors in ((1, [0, 2, 3]), (0, [2, 3])):
+        places = place_of({0, 1, 2, 3} - {*survivors}, survivors[0])
+        for line in seen.one(f"without {victim}", survivors):
+            at_root = line["rank"] == 2
+            assert line["first"] == line["all_gather"] == line["into_tensor"] == {"result": places}
+            assert line["gather"] == {"result": places if at_root else []}
+            assert line["objects"] == {"result": [{"rank": rank, "more": "x" * rank} for rank in places]}
+            assert line["gather_object"] == {"result": [["rank", rank] for rank in places] if at_root else None}
+            assert line["alive"] == {"result": gathered(survivors)}
+            for call in ALWAYS_LOST:
+                assert line[call]["kind"] == "RanksLost", call
+                assert line[call]["survivors"] == survivors
+    filled = {(f["collective"], *f["seats"]): (f["sources"], f["count"]) for f in seen.report["seats_filled"]}
+    assert filled == {
+        ("all_gather", 1): ([0], 1),  # rank 0 has died before it could write how many there were
+        ("all_gather_into_tensor", 1): ([0], 1),
+        ("gather", 1): ([0], 2),
+        ("all_gather", 0, 1): ([2, 2], 5),
+        ("all_gather_into_tensor", 0, 1): ([2, 2], 1),
+        ("gather", 0, 1): ([2, 2], 2),
+    }
+
+
+def test_gathers_raise_if_empty_seats_shall(tmp_path):
+    seen = run(tmp_path, 4, "empty_seats", env={"HOLDFAST_EMPTY_SEATS": "raise"})
+
+    for line in (line for line in seen.all("without 1").values()):
+        calls = ("first", "gather", *ONCE_FILLED, *ALWAYS_LOST)
+        assert {line[0][call]["kind"] for call in calls} == {"RanksLost"}
+    assert sorted(seen.all("without 0")) == [2, 3]
+    assert seen.report["seats_filled"] == []
+
+
+def test_objects_are_whole_if_a_rank_dies_between_their_sizes_and_their_bytes(tmp_path):
+    seen = run(tmp_path, 3, "between_sizes_and_bytes")
+
+    for line in seen.one("longer", [0, 2]):
+        assert line["result"] == ["x" * 30, "x", "x"]
+    (line,) = seen.one("shorter", [2])
+    assert (line["kind"], line["dead"]) == ("RanksLost", [0, 1])
+    assert "the object of failed rank 0, 1 is lost, and that of each survivor is larger" in line["says"]
 
 
 def test_messages_to_the_dead_fail_and_the_living_go_on(tmp_path):
