@@ -129,10 +129,11 @@ def _filled(r: Mapping[str, Any]) -> str:
     by: dict[int, list[int]] = {}
     for seat, source in zip(r["seats"], r["sources"], strict=True):
         by.setdefault(source, []).append(seat)
-    who = listing(
-        [f"the value of rank {source} stood in for that of rank {listing(seats)}" for source, seats in by.items()]
-    )
-    return f"{who} in {count(r['count'], 'call')} of {r['collective']}"
+    who = [
+        f"the value of rank {source} stood in for that of rank{'s' * (len(seats) > 1)} {listing(seats)}"
+        for source, seats in by.items()
+    ]
+    return f"{listing(who)} in {count(r['count'], 'call')} of {r['collective']}"
 
 
 def _corrupt(r: Mapping[str, Any]) -> str:
