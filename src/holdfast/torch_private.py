@@ -34,6 +34,7 @@ __all__ = [
     "logging_data",
     "offset_in_file",
     "parameters_of",
+    "source_of",
     "task_of_backward",
     "tree_flatten",
     "tree_map",
@@ -154,6 +155,11 @@ def gloo_options(timeout: timedelta, devices: list[Any]) -> Any:
 def gather_flat(group: Any, out: torch.Tensor, part: torch.Tensor) -> Any:
     """Start an all-gather of equal parts into ``out``, in rank order, and return the work."""
     return group._allgather_base(out, part)
+
+
+def source_of(work: Any) -> int:
+    """Return the place in its group of the process whose message a completed receive from any source has taken."""
+    return int(work._source_rank())
 
 
 def logging_data(model: Any) -> dict[str, Any]:

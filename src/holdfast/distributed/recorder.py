@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.clock import SystemClock
+from holdfast.comm.launchers import chosen
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import FLIP, Fault, FaultPlan
@@ -26,13 +27,13 @@ _PHASES = ("forward", "backward", "allreduce")
 
 
 class GroupRecorder:
-    """Writes the records of rank ``place`` of MPI's world, which had ``size`` ranks at the start.
+    """Writes the records of rank ``place`` of a world that had ``size`` ranks at the start.
 
-    ``ConfigError`` if the environment holds a setting that is not allowed, or a fault that cannot be injected here.
+    ``ConfigError`` if the settings hold a fault that cannot be injected here.
     """
 
-    def __init__(self, place: int, size: int) -> None:
-        self.settings = settings = Settings.from_env()
+    def __init__(self, settings: Settings, place: int, size: int) -> None:
+        self.settings = settings
         self._numbers = [int(n) for n in settings.ranks.split(",")] if settings.ranks else list(range(size))
         self._rank = self._numbers[place]
         self._log = Logger(SystemClock(settings.origin_s), lambda: (self._rank, self._step))
@@ -123,7 +124,8 @@ class GroupRecorder:
         how = {"order": "fold", "split": "slices", "batch": "local", "rescale": "survivors"}
         unknown = dict.fromkeys(("seed", "steps_planned", "samples_planned", "num_buckets", "parameters"), 0)
         details: dict[str, Any] = how | unknown
-        self._log.write(RunStarted(step=0, fabric="ulfm", strategy="forward", workers=count, slices=count, **details))
+        fabric = chosen(self.settings.fabric)
+        self._log.write(RunStarted(step=0, fabric=fabric, strategy="forward", workers=count, slices=count, **details))
 
     def finished(self) -> None:
         """Record the end of the job: no other rank needs this one any more."""
