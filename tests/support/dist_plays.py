@@ -512,8 +512,8 @@ def between_sizes_and_bytes():
     objects = [None] * 3
     if me() == 1:
         die_at_barrier(2)
-    # The objects of ranks 0 and 1 have 30 characters more than that of rank 2, so only that of rank 2 fits for both.
-    note("longer", **tried(lambda: dist.all_gather_object(objects, "x" * (30 + me() if me() < 2 else 1)) or objects))
+    # The object of rank 0 is longer than that of rank 1, and would be cut in its seat: that of rank 2 stands in.
+    note("longer", **tried(lambda: dist.all_gather_object(objects, "x" * (31, 30, 1)[me()]) or objects))
     if me() == 0:
         die_at_barrier(2)
     # All survivors have a longer one than the dead.
