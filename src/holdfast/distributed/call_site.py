@@ -7,6 +7,7 @@ metrics, cannot be replaced by those of another rank.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from types import FrameType
 
@@ -72,7 +73,12 @@ class CallSite:
     @property
     def gathers_state(self) -> bool:
         """Whether the caller gathers parts of the model or of its state, or may do so: it looks at the whole stack."""
-        return self.task >= 0 or any(_is_in(_module(frame), _SHARDING_PACKAGES) for frame in _frames(self._frame))
+        frame: FrameType | None = self._frame
+        while self.task < 0 and frame is not None:
+            if _is_in(frame.f_globals.get("__name__", ""), _SHARDING_PACKAGES):
+                return True
+            frame = frame.f_back
+        return self.task >= 0
 
     @property
     def gathers_objects(self) -> bool:
@@ -92,6 +98,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+@functools.cache
 def _is_in(module: str, packages: tuple[str, ...]) -> bool:
     return module in packages or module.startswith(tuple(f"{package}." for package in packages))
 
