@@ -22,6 +22,7 @@ from holdfast.recovery.registry import BUILT_IN, strategy_class
 FABRICS = tuple(FABRICS_BUILT_IN)
 CHECKPOINT_FORMATS = ("safetensors", "hdf5", "npz", "dcp")
 STRATEGIES = tuple(BUILT_IN)
+EMPTY_SEATS = ("fill", "raise")
 REINIT_FROM = ("own", "root", "checkpoint")
 MIRROR_CHOICES = ("priority", "round-robin", "random")
 MIRROR_DISTANCES = ("euclidean", "scaled")
@@ -112,6 +113,13 @@ class Settings:
         is_basic=True,
         choices=STRATEGIES,
         is_open=True,
+    )
+    empty_seats: str = option(
+        "fill",
+        help="torch.distributed: gathers of metrics take a survivor's value for a failed rank, or raise RanksLost.",
+        manual="`torch.distributed` scripts: while the seat of a failed rank is empty, a gather of metrics takes the value of the lowest surviving rank for it, which the report records; or it raises `RanksLost`. Gathers of parameter shards always raise: [own-script-with-torch-distributed.md](../how-to/own-script-with-torch-distributed.md#empty-seats)",
+        group="Recovery",
+        choices=EMPTY_SEATS,
     )
     reinit_from: str = option(
         "own",

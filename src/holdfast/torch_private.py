@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 __all__ = [
     "JOINED",
+    "OBJECT_GATHERS",
     "TRIED",
     "buffers_of",
     "check_version",
@@ -29,9 +30,11 @@ __all__ = [
     "gloo_options",
     "gradient_hooks",
     "has_step_hooks",
+    "is_parameter",
     "logging_data",
     "offset_in_file",
     "parameters_of",
+    "source_of",
     "task_of_backward",
     "tree_flatten",
     "tree_map",
@@ -44,6 +47,9 @@ TRIED = "2.14.1"
 
 JOINED = "_match_all_reduce_for_bwd_pass"
 """The DistributedDataParallel method that issues the bucket all-reduces of a rank without data, to match the other ranks' reducers."""
+
+OBJECT_GATHERS = ("all_gather_object", "gather_object")
+"""The functions of ``torch.distributed`` that gather the sizes of pickled objects, and then their bytes."""
 
 
 def untried(version: str) -> str:
@@ -76,6 +82,12 @@ def version_of(tensor: torch.Tensor) -> int:
 def copy_each(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     """Copy each value into its tensor, all in one call."""
     torch._foreach_copy_(into, values)
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a parameter, another leaf with a gradient, or a view of one."""
+    base = tensor if tensor._base is None else tensor._base
+    return base.requires_grad and base.is_leaf
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -143,6 +155,11 @@ def gloo_options(timeout: timedelta, devices: list[Any]) -> Any:
 def gather_flat(group: Any, out: torch.Tensor, part: torch.Tensor) -> Any:
     """Start an all-gather of equal parts into ``out``, in rank order, and return the work."""
     return group._allgather_base(out, part)
+
+
+def source_of(work: Any) -> int:
+    """Return the place in its group of the process whose message a completed receive from any source has taken."""
+    return int(work._source_rank())
 
 
 def logging_data(model: Any) -> dict[str, Any]:

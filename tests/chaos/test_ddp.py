@@ -19,6 +19,9 @@ FOLDER = "DIST_PLAYS_FOLDER"
 JOB_S = 150
 SEED = 20
 
+FABRICS = ("ulfm", "gloo")
+every_fabric = pytest.mark.parametrize("fabric", FABRICS)
+
 
 def inject(*specs):
     return [word for spec in specs for word in ("--inject", spec)]
@@ -46,13 +49,13 @@ class Seen:
         return [lines[rank][0] for rank in sorted(ranks)]
 
 
-def run(folder, workers, *play, specs=(), exit_code=0, env=None):
+def run(folder, workers, *play, fabric="ulfm", specs=(), exit_code=0, env=None):
     """Run a play and return what was seen."""
     said = folder / "said"
     said.mkdir()
     report = run_report(
         folder,
-        "-n", workers, *inject(*specs), PLAYS, *play,
+        "-n", workers, "--fabric", fabric, *inject(*specs), PLAYS, *play,
         exit_code=exit_code, timeout=JOB_S, env={FOLDER: str(said)} | (env or {}),
     )  # fmt: skip
     return Seen(said, report)
@@ -94,10 +97,11 @@ def test_an_unmodified_script_runs_when_nobody_dies(tmp_path):
         ("kill:rank=3,step=0,phase=backward", "kill:rank=0,step=1,phase=allreduce"),
     ],
 )
-def test_an_unmodified_script_goes_on_when_two_of_four_die(tmp_path, specs):
+@every_fabric
+def test_an_unmodified_script_goes_on_when_two_of_four_die(tmp_path, fabric, specs):
     killed = [int(spec[10]) for spec in specs]
 
-    report = run_report(tmp_path, "-n", 4, *inject(*specs), EXAMPLE, timeout=JOB_S)
+    report = run_report(tmp_path, "-n", 4, "--fabric", fabric, *inject(*specs), EXAMPLE, timeout=JOB_S)
 
     check_example(report, sorted({0, 1, 2, 3} - set(killed)))
     assert_landed(report, *killed)
@@ -158,9 +162,9 @@ def test_the_mean_is_over_the_survivors_from_the_bucket_on_in_which_somebody_die
     ]
 
 
-@pytest.fixture(scope="module")
-def reducers(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("reducers"), 7, "reducers")
+@pytest.fixture(scope="module", params=FABRICS)
+def reducers(request, tmp_path_factory):
+    return run(tmp_path_factory.mktemp("reducers"), 7, "reducers", fabric=request.param)
 
 
 KINDS = ["unused", "no_sync", "static_graph", "bucket_view"]
@@ -204,14 +208,14 @@ def test_ranks_that_died_in_the_reducer_were_killed_and_the_others_end_well(redu
 # -- the script's own collectives
 
 
-@pytest.fixture(scope="module")
-def collectives(tmp_path_factory):
+@pytest.fixture(scope="module", params=FABRICS)
+def collectives(request, tmp_path_factory):
     """Two jobs with five deaths each, in the middle of ten collectives."""
     jobs = {}
 
     def start(play):
         if play not in jobs:
-            jobs[play] = run(tmp_path_factory.mktemp(play), 7, play)
+            jobs[play] = run(tmp_path_factory.mktemp(play), 7, play, fabric=request.param)
         return jobs[play]
 
     return start
@@ -253,7 +257,8 @@ def test_a_collective_raises_once_at_every_survivor_and_works_again(collectives,
     for line in lines:
         assert line["first"]["kind"] == "RanksLost"
         assert (line["first"]["dead"], line["first"]["survivors"]) == (dead, survivors)
-        assert "did not complete" in line["first"]["says"]
+        needed = "gather needs rank 5, which has failed" if call == "gather at the dead" else "did not complete"
+        assert needed in line["first"]["says"]
         assert line["alive"] == survivors
         assert line["works"]["result"] == {
             "sum": [float(sum(survivors) + len(survivors))] * 5,
@@ -271,9 +276,9 @@ def test_a_collective_raises_once_at_every_survivor_and_works_again(collectives,
         assert all(f"needs rank {DEATHS[play][call]}, which has failed" in line["again"]["says"] for line in lines)
 
 
-@pytest.fixture(scope="module")
-def completed(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("completed"), 4, "completed_elsewhere")
+@pytest.fixture(scope="module", params=FABRICS)
+def completed(request, tmp_path_factory):
+    return run(tmp_path_factory.mktemp("completed"), 4, "completed_elsewhere", fabric=request.param)
 
 
 def rows_come_late(call):
@@ -312,8 +317,66 @@ def test_ranks_that_died_in_collectives_were_killed_and_the_others_end_well(coll
     assert_ended(collectives(play), DEATHS[play].values(), 7)
 
 
-def test_messages_to_the_dead_fail_and_the_living_go_on(tmp_path):
-    seen = run(tmp_path, 6, "messages")
+ONCE_FILLED = ("all_gather", "into_tensor", "objects")
+ALWAYS_LOST = ("parameters", "view", "reduce_scatter", "all_to_all")
+
+
+def place_of(dead, source):
+    return [source if rank in dead else rank for rank in range(4)]
+
+
+@every_fabric
+def test_gathers_of_metrics_take_the_lowest_survivors_value_for_the_dead(tmp_path, fabric):
+    """Also in the gather in which a rank dies; and the report says so."""
+    seen = run(tmp_path, 4, "empty_seats", fabric=fabric)
+
+    for victim, survivors in ((1, [0, 2, 3]), (0, [2, 3])):
+        places = place_of({0, 1, 2, 3} - {*survivors}, survivors[0])
+        for line in seen.one(f"without {victim}", survivors):
+            at_root = line["rank"] == 2
+            assert line["first"] == line["all_gather"] == line["into_tensor"] == {"result": places}
+            assert line["gather"] == {"result": places if at_root else []}
+            assert line["objects"] == {"result": [{"rank": rank, "more": "x" * rank} for rank in places]}
+            assert line["gather_object"] == {"result": [["rank", rank] for rank in places] if at_root else None}
+            assert line["alive"] == {"result": gathered(survivors)}
+            for call in ALWAYS_LOST:
+                assert line[call]["kind"] == "RanksLost", call
+                assert line[call]["survivors"] == survivors
+    filled = {(f["collective"], *f["seats"]): (f["sources"], f["count"]) for f in seen.report["seats_filled"]}
+    assert filled == {
+        ("all_gather", 1): ([0], 1),  # rank 0 has died before it could write how many there were
+        ("all_gather_into_tensor", 1): ([0], 1),
+        ("gather", 1): ([0], 2),
+        ("all_gather", 0, 1): ([2, 2], 5),
+        ("all_gather_into_tensor", 0, 1): ([2, 2], 1),
+        ("gather", 0, 1): ([2, 2], 2),
+    }
+
+
+def test_gathers_raise_if_empty_seats_shall(tmp_path):
+    seen = run(tmp_path, 4, "empty_seats", env={"HOLDFAST_EMPTY_SEATS": "raise"})
+
+    for line in (line for line in seen.all("without 1").values()):
+        calls = ("first", "gather", *ONCE_FILLED, *ALWAYS_LOST)
+        assert {line[0][call]["kind"] for call in calls} == {"RanksLost"}
+    assert sorted(seen.all("without 0")) == [2, 3]
+    assert seen.report["seats_filled"] == []
+
+
+@every_fabric
+def test_objects_are_whole_if_a_rank_dies_between_their_sizes_and_their_bytes(tmp_path, fabric):
+    seen = run(tmp_path, 3, "between_sizes_and_bytes", fabric=fabric)
+
+    for line in seen.one("longer", [0, 2]):
+        assert line["result"] == ["x" * 31, "x", "x"]
+    (line,) = seen.one("shorter", [2])
+    assert (line["kind"], line["dead"]) == ("RanksLost", [0, 1])
+    assert "the object of failed rank 0, 1 is lost, and that of each survivor is larger" in line["says"]
+
+
+@every_fabric
+def test_messages_to_the_dead_fail_and_the_living_go_on(tmp_path, fabric):
+    seen = run(tmp_path, 6, "messages", fabric=fabric)
 
     assert_ended(seen, [5], 6)
     (waits, sends, between) = seen.one("in flight", [0, 1, 2])
@@ -329,8 +392,9 @@ def test_messages_to_the_dead_fail_and_the_living_go_on(tmp_path):
     assert all(line["works"]["result"]["alive"] == [0, 1, 2, 3, 4] for line in seen.one("works", range(5)))
 
 
-def test_a_death_fails_in_groups_that_held_the_dead_and_in_no_other(tmp_path):
-    seen = run(tmp_path, 6, "groups")
+@every_fabric
+def test_a_death_fails_in_groups_that_held_the_dead_and_in_no_other(tmp_path, fabric):
+    seen = run(tmp_path, 6, "groups", fabric=fabric)
 
     assert_ended(seen, [4], 6)
     by_rank = {line["rank"]: line for line in seen.one("one group", [0, 1, 2, 3, 5])}
@@ -347,11 +411,12 @@ def test_a_death_fails_in_groups_that_held_the_dead_and_in_no_other(tmp_path):
     assert by_rank[0]["between"] == by_rank[3]["between"] == {"result": 5.0}
 
 
-def test_all_survivors_raise_at_the_same_calls_whenever_ranks_die(tmp_path):
+@every_fabric
+def test_all_survivors_raise_at_the_same_calls_whenever_ranks_die(tmp_path, fabric):
     """A long row of collectives; the first two of three deaths come at once."""
     print(f"seed {SEED}")
 
-    seen = run(tmp_path, 5, "at_random", SEED, 3)
+    seen = run(tmp_path, 5, "at_random", SEED, 3, fabric=fabric)
 
     (line,) = {json.dumps({k: v for k, v in lines[0].items() if k != "rank"}) for lines in _survivors(seen).values()}
     told = json.loads(line)
@@ -373,8 +438,9 @@ def _survivors(seen):
     return lines
 
 
-def test_who_comes_late_after_two_deaths_hears_of_both(tmp_path):
-    seen = run(tmp_path, 4, "two_deaths_while_one_is_late", env={"DIST_PLAYS_PATIENCE_S": "10"})
+@every_fabric
+def test_who_comes_late_after_two_deaths_hears_of_both(tmp_path, fabric):
+    seen = run(tmp_path, 4, "two_deaths_while_one_is_late", fabric=fabric, env={"DIST_PLAYS_PATIENCE_S": "10"})
 
     first, late = (line["seen"] for line in seen.one("late", [0, 1]))
     assert [answer.get("dead") for answer in first] == [[3], [2, 3], None, None]
@@ -382,8 +448,9 @@ def test_who_comes_late_after_two_deaths_hears_of_both(tmp_path):
     assert [answer.get("result") for answer in late] == [None, None, [3.0] * 5, [3.0] * 5]
 
 
-def test_a_list_made_before_a_second_death_raises_like_everybody_elses(tmp_path):
-    seen = run(tmp_path, 4, "a_list_from_before", env={"DIST_PLAYS_PATIENCE_S": "10"})
+@every_fabric
+def test_a_list_made_before_a_second_death_raises_like_everybody_elses(tmp_path, fabric):
+    seen = run(tmp_path, 4, "a_list_from_before", fabric=fabric, env={"DIST_PLAYS_PATIENCE_S": "10"})
 
     lines = seen.one("list", [0, 1])
     assert [line["size"] for line in lines] == [3, 3]
@@ -391,8 +458,9 @@ def test_a_list_made_before_a_second_death_raises_like_everybody_elses(tmp_path)
     assert [line["again"] for line in lines] == [{"result": gathered([0, 1])}] * 2
 
 
-def test_a_death_that_a_small_group_finds_is_told_to_the_whole_world(tmp_path):
-    seen = run(tmp_path, 4, "later_world")
+@every_fabric
+def test_a_death_that_a_small_group_finds_is_told_to_the_whole_world(tmp_path, fabric):
+    seen = run(tmp_path, 4, "later_world", fabric=fabric)
 
     lines = seen.one("world", [0, 2, 3])
     assert [line["first"].get("dead") for line in lines] == [[1]] * 3, "a sum without rank 1, and nobody was told"
@@ -402,8 +470,9 @@ def test_a_death_that_a_small_group_finds_is_told_to_the_whole_world(tmp_path):
 # -- with other things
 
 
-def test_after_a_death_sharded_training_says_that_shards_are_gone(tmp_path):
-    seen = run(tmp_path, 3, "sharded")
+@every_fabric
+def test_after_a_death_sharded_training_says_that_shards_are_gone(tmp_path, fabric):
+    seen = run(tmp_path, 3, "sharded", fabric=fabric)
 
     assert_ended(seen, [1], 3)
     for line in seen.one("first", [0, 2]):
@@ -424,8 +493,9 @@ def test_a_session_and_collectives_live_in_one_script(tmp_path):
         assert line["before"] == line["first"] == line["again"] == {"result": [10.0] * 5}
 
 
-def test_a_death_in_the_session_changes_none_of_its_bits_and_the_next_collective_says_so(tmp_path):
-    seen = run(tmp_path, 4, "mixed", specs=["kill:rank=1,step=4,phase=allreduce,bucket=0"])
+@every_fabric
+def test_a_death_in_the_session_changes_none_of_its_bits_and_the_next_collective_says_so(tmp_path, fabric):
+    seen = run(tmp_path, 4, "mixed", fabric=fabric, specs=["kill:rank=1,step=4,phase=allreduce,bucket=0"])
 
     assert_ended(seen, [1], 4)
     for line in seen.one("mixed", [0, 2, 3]):

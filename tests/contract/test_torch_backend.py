@@ -1,4 +1,4 @@
-"""One contract of torch.distributed, two backends: what Gloo keeps shows that the checks are right."""
+"""One contract of torch.distributed, for Gloo and for this backend over each fabric: Gloo shows that the checks are right."""
 
 import json
 import socket
@@ -47,6 +47,9 @@ def _commands(backend, size):
     if backend == "gloo":
         ranks = [{"RANK": str(rank), "WORLD_SIZE": str(size)} for rank in range(size)]
         return [([sys.executable, str(SCRIPT), backend], ours) for ours in ranks]
+    if backend == "holdfast-gloo":
+        run = [sys.executable, "-m", "holdfast", "run", "--fabric", "gloo", "--max-restarts", "0"]
+        return [([*run, "-n", str(size), str(SCRIPT), "holdfast"], {})]
     worker = [sys.executable, "-m", "holdfast.launch.worker", str(SCRIPT), backend]
     return [([*MPIRUN, "-n", str(size), *worker], {})]
 
@@ -84,7 +87,7 @@ def start(tmp_path_factory):
 
 
 every_job = pytest.mark.parametrize(
-    ("backend", "size"), [(name, size) for name in ("gloo", "holdfast") for size in SIZES]
+    ("backend", "size"), [(name, size) for name in ("gloo", "holdfast", "holdfast-gloo") for size in SIZES]
 )
 every_check = pytest.mark.parametrize("check", CHECKS)
 two_jobs = pytest.mark.timeout(2 * JOB_S + 60)
@@ -108,7 +111,7 @@ def test_every_worker_ends_well(start, backend, size):
     assert set(job.exit_codes) == {0}, job.output[-6000:]
 
 
-@pytest.mark.parametrize("backend", ["holdfast"])
+@pytest.mark.parametrize("backend", ["holdfast", "holdfast-gloo"])
 @pytest.mark.parametrize("size", SIZES)
 @two_jobs
 def test_each_rank_gets_the_bits_of_the_reference(start, backend, size):

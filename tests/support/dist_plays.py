@@ -182,14 +182,14 @@ def kill_in_sum(victim, after=0):
     """Let ``victim`` die in the middle of the all-reduce that follows ``after`` others."""
     if me() != victim:
         return
-    witness = dist.group.WORLD._engine.recorder
+    recorder = dist.group.WORLD._engine.recorder
     left = iter(range(after + 1))
 
     def reach(step, bucket):
         if next(left, None) == after:
             die()
 
-    witness.reach_in_sum = reach
+    recorder.reach_in_sum = reach
 
 
 def train(name, victim, make, loss, *, hook=None, micro=1, tolerance=1e-5, **options):
@@ -472,6 +472,54 @@ def collectives_two():
     lose("gather at the dead", lambda: gather(5), 5)
 
 
+def gathers(size):
+    """Every gather with one place for each of ``size`` ranks, and what cannot be filled."""
+    mine, some = torch.full((2,), float(me())), torch.zeros(2)
+    listed, whole = [torch.zeros(2) for _ in range(size)], torch.zeros(2 * size)
+    weight = nn.Parameter(torch.zeros(2 * size))
+    rooted = [torch.zeros(2) for _ in range(size)] if me() == 2 else None
+    objects, at_root = [None] * size, [None] * size if me() == 2 else None
+    return {
+        "all_gather": tried(lambda: dist.all_gather(listed, mine) or [int(t[1]) for t in listed]),
+        "into_tensor": tried(lambda: dist.all_gather_into_tensor(whole, mine) or whole[::2].int().tolist()),
+        "gather": tried(lambda: dist.gather(mine, rooted, dst=2) or [int(t[0]) for t in rooted or ()]),
+        "objects": tried(lambda: dist.all_gather_object(objects, {"rank": me(), "more": "x" * me()}) or objects),
+        "gather_object": tried(lambda: dist.gather_object(("rank", me()), at_root, dst=2) or at_root),
+        "parameters": tried(lambda: dist.all_gather_into_tensor(weight, mine)),
+        "view": tried(lambda: dist.all_gather(list(weight.detach().chunk(size)), weight[:2])),
+        "reduce_scatter": tried(lambda: dist.reduce_scatter(some, [mine] * size)),
+        "all_to_all": tried(lambda: dist.all_to_all(listed, [mine] * size)),
+        "alive": tried(all_gather),
+    }
+
+
+@play
+def empty_seats():
+    """Gathers with one place for each rank of the start, while ranks 1 and then 0 die in one. Four ranks."""
+    dist.barrier()
+    whole = [torch.zeros(2) for _ in range(4)]
+    for victim in (1, 0):
+        if me() == victim:
+            die_at_barrier(1)
+        first = tried(lambda: dist.all_gather(whole, torch.full((2,), float(me()))) or [int(t[0]) for t in whole])
+        note(f"without {victim}", first=first, **gathers(4))
+
+
+@play
+def between_sizes_and_bytes():
+    """A rank dies after the sizes of objects are gathered, and before their bytes are. Three ranks."""
+    dist.barrier()
+    objects = [None] * 3
+    if me() == 1:
+        die_at_barrier(2)
+    # The object of rank 0 is longer than that of rank 1, and would be cut in its seat: that of rank 2 stands in.
+    note("longer", **tried(lambda: dist.all_gather_object(objects, "x" * (31, 30, 1)[me()]) or objects))
+    if me() == 0:
+        die_at_barrier(2)
+    # All survivors have a longer one than the dead.
+    note("shorter", **tried(lambda: dist.all_gather_object(objects, "x" * (30 * me())) or objects), works=tried(works))
+
+
 def send(to, value):
     return lambda: dist.send(torch.full((70_000,), float(value)), dst=to)
 
@@ -642,7 +690,7 @@ def sharded():
     other = nn.Linear(12, 4)
     note("first", **tried(lambda: loss_of(model, me(), 1).item()))
     note("again", **tried(lambda: loss_of(model, me(), 1).item()))
-    whole, part = torch.zeros(3, 4), torch.ones(4)
+    whole, part = nn.Linear(4, 3).weight, torch.ones(4)
     note("gathered", **tried(lambda: dist.all_gather_into_tensor(whole, part)))
     note("works", works=tried(works), loss=loss_of(other, me(), 1).item())
 

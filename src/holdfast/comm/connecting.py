@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from holdfast.comm.base import Communicator
+from holdfast.comm.base import Communicator, MessageCommunicator
 from holdfast.comm.fabrics.base import Endpoint
 from holdfast.comm.fabrics.registry import make_fabric
 from holdfast.comm.launchers import chosen, others_started
@@ -27,10 +27,28 @@ def connect(fabric: str, workers: int, ranks: str, *, rank: int = -1, store: str
         ConfigError: if the fabric cannot work here; or if none was given, and another launcher started this process as
             one of several. Each would train alone, and all would save to the same place.
     """
-    numbers = [int(rank) for rank in ranks.split(",")] if ranks else None
-    if numbers is not None and numbers != sorted(set(numbers)):
-        raise ConfigError(f"ranks must be ascending, each once, got {ranks}")
     name = chosen(fabric)
+    endpoint = _endpoint(workers, ranks, rank, store, token)
     if not fabric and name == "virtual" and (said := others_started(os.environ)):
         raise ConfigError(said)
-    return make_fabric(name).connect(Endpoint(workers=workers, ranks=numbers, rank=rank, store=store, token=token))
+    return make_fabric(name).connect(endpoint)
+
+
+def connect_messages(
+    fabric: str, workers: int, ranks: str, *, rank: int = -1, store: str = "", token: str = ""
+) -> MessageCommunicator:
+    """Return the communicator of this process for the ``torch.distributed`` backend.
+
+    The arguments are those of :func:`connect`.
+
+    Raises:
+        ConfigError: if the fabric cannot work here, or has no such communicator.
+    """
+    return make_fabric(chosen(fabric)).connect_messages(_endpoint(workers, ranks, rank, store, token))
+
+
+def _endpoint(workers: int, ranks: str, rank: int, store: str, token: str) -> Endpoint:
+    numbers = [int(number) for number in ranks.split(",")] if ranks else None
+    if numbers is not None and numbers != sorted(set(numbers)):
+        raise ConfigError(f"ranks must be ascending, each once, got {ranks}")
+    return Endpoint(workers=workers, ranks=numbers, rank=rank, store=store, token=token)

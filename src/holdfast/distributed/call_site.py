@@ -1,20 +1,39 @@
-"""Detects the caller of a collective: the script, or which part of ``DistributedDataParallel``.
+"""Detects the caller of a collective: the script, a framework, or which part of ``DistributedDataParallel``.
 
 torch does not pass this to a process group. A collective of DDP can be retried over the survivors of a failure, one of
-the script cannot; and the result of a collective of DDP's reducer need not be copied.
+the script cannot; the result of a collective of DDP's reducer need not be copied; and shards of parameters, unlike
+metrics, cannot be replaced by those of another rank.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from types import FrameType
 
-from holdfast.torch_private import JOINED
+from holdfast.torch_private import JOINED, OBJECT_GATHERS
 
 _BACKWARD_MODULE = "torch.autograd.graph"
 _DDP_MODULE = "torch.nn.parallel.distributed"
 _DDP_MODULES = (_DDP_MODULE, "torch.distributed.algorithms.ddp_comm_hooks")
 _PYTHON_API = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
 _DDP_START_MODULE = "torch.distributed.utils"
+_SHARDING_PACKAGES = (
+    "torch.distributed.fsdp",
+    "torch.distributed._composable",
+    "torch.distributed.tensor",
+    "torch.distributed._tensor",
+    "torch.distributed._shard",
+    "torch.distributed.checkpoint",
+    "torch.distributed.optim",
+    "torch.distributed.pipelining",
+    "deepspeed",
+    "fairscale",
+    "megatron",
+)
+"""Packages whose gathers collect different parts of one state."""
+_FRAMEWORKS = ("accelerate", "transformers", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics")
+"""Packages that call collectives in place of the script, which therefore cannot handle an error of theirs."""
 
 
 class CallSite:
@@ -24,6 +43,7 @@ class CallSite:
     """
 
     def __init__(self, frame: FrameType, task: int) -> None:
+        self._frame = frame
         self.task = task
         name = _module(frame)
         is_joined = task < 0 and name == _DDP_MODULE and frame.f_code.co_name == JOINED
@@ -41,6 +61,46 @@ class CallSite:
             task < 0 and not is_joined and (name.startswith(_DDP_MODULES) or name == _DDP_START_MODULE)
         )
         """Whether DDP calls, for anything but the all-reduce of gradients."""
+
+    @property
+    def is_framework(self) -> bool:
+        """Whether a framework calls, outside of the backward pass; the frames of torch's own API do not count."""
+        if self.task >= 0:
+            return False
+        caller = next((f for f in _frames(self._frame) if not _module(f).startswith(_PYTHON_API)), self._frame)
+        return _is_in(_module(caller), _FRAMEWORKS)
+
+    @property
+    def gathers_state(self) -> bool:
+        """Whether the caller gathers parts of the model or of its state, or may do so: it looks at the whole stack."""
+        frame: FrameType | None = self._frame
+        while self.task < 0 and frame is not None:
+            if _is_in(frame.f_globals.get("__name__", ""), _SHARDING_PACKAGES):
+                return True
+            frame = frame.f_back
+        return self.task >= 0
+
+    @property
+    def gathers_objects(self) -> bool:
+        """Whether torch gathers pickled objects: first their sizes, then their bytes."""
+        for frame in _frames(self._frame):
+            if not _module(frame).startswith(_PYTHON_API):
+                return False
+            if frame.f_code.co_name in OBJECT_GATHERS:
+                return True
+        return False
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Return a frame and its callers, the innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+@functools.cache
+def _is_in(module: str, packages: tuple[str, ...]) -> bool:
+    return module in packages or module.startswith(tuple(f"{package}." for package in packages))
 
 
 def _module(frame: FrameType) -> str:

@@ -1,4 +1,4 @@
-"""The thread that owns MPI for the ``torch.distributed`` backend, and its recovery when a rank fails.
+"""The thread that owns the communicator of the ``torch.distributed`` backend, and its recovery when a rank fails.
 
 Collectives run one at a time, in the order of the calls, which must be the same on all ranks. Each ends with a barrier.
 So, on one communicator, the number of collectives that two ranks have completed differs by at most one; and if *any*
@@ -12,6 +12,7 @@ retried over the survivors, from its inputs, which are intact, and any other col
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 import traceback
@@ -22,8 +23,9 @@ import torch
 
 from holdfast.comm.allreduce.ordered import OrderedAllReduce, SlotSpan
 from holdfast.comm.base import Collectives, Message, MessageCommunicator
+from holdfast.comm.connecting import connect_messages
 from holdfast.comm.subgroup import Subgroup
-from holdfast.comm.ulfm import UlfmCommunicator
+from holdfast.config import Settings
 from holdfast.distributed.recorder import GroupRecorder
 from holdfast.distributed.work import PendingWork
 from holdfast.engine import exits
@@ -150,7 +152,7 @@ class _Order:
 
 
 class CommThread:
-    """The thread that owns MPI, for all groups of this process.
+    """The thread that owns the communicator, for all groups of this process.
 
     Args:
         debug: Compare the calls of all ranks before every collective.
@@ -173,8 +175,11 @@ class CommThread:
 
     def _connect(self) -> None:
         publish_connecting()
-        self.world = UlfmCommunicator()
-        self.recorder = GroupRecorder(self.world.local_ranks[0], len(self.world.members))
+        its = Settings.from_env()
+        self.world = connect_messages(
+            its.fabric, its.workers, its.ranks, rank=its.rank, store=its.store, token=its.token
+        )
+        self.recorder = GroupRecorder(its, self.world.local_ranks[0], self.world.first_size)
 
     # -- called by other threads
 
@@ -235,7 +240,7 @@ class CommThread:
         order = _Order(do)
         self._inbox.put(order)
         if not order.done.wait(limit_s):
-            raise HoldfastError(f"the thread that owns MPI did not answer within {limit_s} s")
+            raise HoldfastError(f"the communication thread did not answer within {limit_s} s")
         if order.error is not None:
             raise order.error
 
@@ -244,6 +249,9 @@ class CommThread:
     def _run(self) -> None:
         try:
             self._serve()
+        except HoldfastError as error:  # the store is lost, or the other ranks have continued without this one
+            sys.stderr.write(f"holdfast: {error}\n")
+            exits.kill_self()
         except BaseException:
             traceback.print_exc()
             exits.kill_self()  # peers wait for this rank and must see that it failed

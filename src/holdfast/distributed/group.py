@@ -29,14 +29,14 @@ _TAGS = 1 << 29
 
 
 def create(options: Any) -> HoldfastGroup:
-    """Return the group for torch's ``_DistributedBackendOptions``; ``ConfigError`` if mpirun's ranks disagree."""
+    """Return the group for torch's ``_DistributedBackendOptions``; ``ConfigError`` if the launcher's ranks disagree."""
     notice.decline()  # a preemption notice is of no use here: this backend saves nothing
     engine = get_engine(debug=debug_wanted())
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     me = ranks[options.group_rank]
     if engine.world.local_ranks != (me,) or max(ranks) >= engine.world.first_size:
         raise ConfigError(
-            f"RANK and WORLD_SIZE say rank {me} of {options.group_size}, mpirun says rank {engine.world.local_ranks[0]} "
+            f"RANK and WORLD_SIZE say rank {me} of {options.group_size}, the launcher says rank {engine.world.local_ranks[0]} "
             f"of {engine.world.first_size}: unset RANK and WORLD_SIZE"
         )
     if me == engine.world.members[0]:

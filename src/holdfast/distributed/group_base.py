@@ -34,6 +34,7 @@ class GroupBase(ProcessGroup):
         self._name = ""
         self._description = ""
         self._pending: PendingWork | None = None
+        self._fills_seats = engine.recorder.settings.empty_seats == "fill"
 
     # -- attributes
 
@@ -137,6 +138,10 @@ class GroupBase(ProcessGroup):
             frame = frame.f_back
         return CallSite(frame, task_of_backward())
 
+    def _recovers(self, call_site: CallSite) -> bool:
+        """Return whether a collective is retried over the survivors: its caller cannot handle ``RanksLost``."""
+        return self._fills_seats and call_site.is_framework
+
     def _check_alive(self, rank: int, what: str) -> None:
         members = self._members
         if members.ranks[rank] not in members.alive:
@@ -179,19 +184,22 @@ class GroupBase(ProcessGroup):
             raise ValueError(f"{what} needs a contiguous tensor, or a first dimension divisible by {count} ranks")
         return list(whole.split(whole.shape[0] // count))
 
-    def _check_fits(self, parts: Tensors | None, what: str) -> None:
+    def _check_fits(self, parts: Tensors | None, what: str, *, fills: bool = False) -> None:
         """Make sure that each rank that passes one tensor per rank has one for each surviving rank.
 
-        Some ranks have no list, such as all but the root of a gather. So after a failure the ranks compare, and all
-        raise ``RanksLost``: if one rank raised alone, the others would wait forever.
+        With ``fills``, one for each initial rank will do. Some ranks have no list, such as all but the root of a
+        gather. So after a failure the ranks compare, and all raise ``RanksLost``: if one rank raised alone, the others
+        would wait forever.
         """
         members = self._members
-        fits = parts is None or len(parts) == len(members.alive)
+        fits = parts is None or len(parts) == len(members.alive) or (fills and len(parts) == self.size())
         if self._engine.world.generation and members.comm.maximum([int(not fits)])[0]:
+            alive, dead = (", ".join(map(str, ranks)) for ranks in (members.alive, members.dead))
+            count = "as many tensors as ranks were alive before" if fills else "one tensor per initial rank"
             raise RanksLost(
-                f"{what} got one tensor per initial rank, but only {len(members.alive)} ranks are alive "
-                f"({', '.join(map(str, members.alive))}). Data of the failed ranks {', '.join(map(str, members.dead))}, "
-                "such as parameter shards, is lost: pass one tensor for each surviving rank, or load a checkpoint",
+                f"{what} did not complete: it got {count}, but only {len(members.alive)} ranks are alive ({alive}). "
+                f"Data of the failed ranks {dead}, such as parameter shards, is lost: pass one tensor for each "
+                "surviving rank, or load a checkpoint",
                 members.dead,
                 members.alive,
             )

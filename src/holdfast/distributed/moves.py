@@ -13,17 +13,25 @@ from torch.distributed import Work
 
 from holdfast.comm.allreduce.ordered import SlotSpan
 from holdfast.comm.allreduce.shm import ALIGN
+from holdfast.distributed.comm_thread import CommThread, GroupMembers
 from holdfast.distributed.group_base import GroupBase, Tensors, nothing
+from holdfast.distributed.seats import SeatFiller, is_metric
 from holdfast.distributed.tensors import bytes_of, one, overwrite, plain, split
 
 
 class MoveCollectives(GroupBase):
     """A group's collectives that move tensors unchanged."""
 
+    def __init__(self, engine: CommThread, members: GroupMembers, rank: int, timeout_s: float) -> None:
+        super().__init__(engine, members, rank, timeout_s)
+        self._filler = SeatFiller()
+
     def broadcast(self, tensors: Tensors, options: Any) -> Work:
         """Send the root's tensor to every rank."""
         tensor, members, root = one(tensors, "broadcast"), self._members, options.rootRank
-        by_ddp = self._call_site().is_ddp_outside
+        call_site = self._call_site()
+        by_ddp = call_site.is_ddp_outside
+        recovers = by_ddp or self._recovers(call_site)
         span = SlotSpan(0, tensor.numel() * tensor.element_size(), torch.uint8)
 
         def exchange() -> None:
@@ -46,7 +54,7 @@ class MoveCollectives(GroupBase):
             if span.length:
                 overwrite(tensor, members.adder.result(span))
 
-        return self._submit("broadcast", [tensor], exchange, finish, like=tensor, root=root, recovers=by_ddp)
+        return self._submit("broadcast", [tensor], exchange, finish, like=tensor, root=root, recovers=recovers)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, options: Any = None) -> Work:
         """Gather the tensors of all ranks on every rank."""
@@ -77,33 +85,58 @@ class MoveCollectives(GroupBase):
         result: list[torch.Tensor],
         root: int | None = None,
     ) -> Work:
-        members = self._members
-        by_ddp = self._call_site().is_ddp_outside
+        members, call_site = self._members, self._call_site()
+        if call_site.is_ddp_outside:
+            return self._gather_for_ddp(outs or [], part, what, result)
+        fills = self._fills_seats and is_metric(call_site, [part, *result] if root is None else [part])
+        by_object = call_site.gathers_objects
+        is_sizes = by_object and part.dtype == torch.int64
         given: dict[int, torch.Tensor] = {}
+        sources: dict[int, int] = {}
 
         def exchange() -> None:
             if root is not None:
                 self._check_alive(root, what)
-            if not by_ddp:
-                self._check_fits(outs, what)
-            mine = plain(part)
-            whole = torch.empty(len(members.alive), mine.numel(), dtype=mine.dtype)
-            if mine.numel():
-                members.comm.allgather(mine, whole)
-            given.clear()
-            given.update(zip(members.alive, whole, strict=True))
-            members.comm.barrier()
+            self._check_fits(outs, what, fills=fills)
+            sources.clear()
+            if fills:
+                choose = self._filler.sources
+                sources.update(choose(members.dead, members.alive, what, bytes_of_objects=by_object and not is_sizes))
+            self._gather_rows(part, given)
 
         def finish() -> None:
             if outs is None:
                 return
-            rows = list(given.values())
-            if by_ddp:  # DDP compares the ranks' values: failed ranks count as agreeing with this one
-                rows = [given.get(rank, plain(part)) for rank in members.ranks]
+            filled = sources if len(outs) > len(given) else {}
+            ranks = members.ranks if filled else tuple(given)
+            rows = [given[filled.get(rank, rank)] for rank in ranks]
             for out, row in zip(outs, rows, strict=True):
                 overwrite(out, row)
+            if is_sizes:
+                self._filler.note_sizes(ranks, rows)
+            if filled and members.ranks[self._index] == (min(given) if root is None else members.ranks[root]):
+                self._engine.recorder.filled(what, filled)
 
-        return self._submit(what, result, exchange, finish, like=part, root=root, recovers=by_ddp)
+        return self._submit(what, result, exchange, finish, like=part, root=root, recovers=fills)
+
+    def _gather_for_ddp(self, outs: Tensors, part: torch.Tensor, what: str, result: list[torch.Tensor]) -> Work:
+        given: dict[int, torch.Tensor] = {}
+
+        def finish() -> None:
+            # DDP compares the ranks' values: failed ranks count as agreeing with this one.
+            for out, rank in zip(outs, self._members.ranks, strict=True):
+                overwrite(out, given.get(rank, plain(part)))
+
+        return self._submit(what, result, lambda: self._gather_rows(part, given), finish, like=part, recovers=True)
+
+    def _gather_rows(self, part: torch.Tensor, given: dict[int, torch.Tensor]) -> None:
+        members, mine = self._members, plain(part)
+        whole = torch.empty(len(members.alive), mine.numel(), dtype=mine.dtype)
+        if mine.numel():
+            members.comm.allgather(mine, whole)
+        given.clear()
+        given.update(zip(members.alive, whole, strict=True))
+        members.comm.barrier()
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], options: Any) -> Work:
         """Send each rank one of the root's tensors."""
@@ -176,7 +209,8 @@ class MoveCollectives(GroupBase):
 
     def barrier(self, opts: Any = None) -> Work:
         """Block until all ranks have called it."""
-        return self._submit("barrier", [], self._members.comm.barrier, nothing, like=torch.empty(0))
+        recovers = self._recovers(self._call_site())
+        return self._submit("barrier", [], self._members.comm.barrier, nothing, like=torch.empty(0), recovers=recovers)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Block until all ranks have called it; raise on timeout."""

@@ -6,10 +6,12 @@ A step is one backward pass in which ``DistributedDataParallel`` all-reduces gra
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from holdfast.clock import SystemClock
+from holdfast.comm.launchers import chosen
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import FLIP, Fault, FaultPlan
@@ -18,20 +20,20 @@ from holdfast.records.beacon import Beacon, NoBeacon, connected_beacon
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path
-from holdfast.records.types import FailureSeen, FaultFired, Finished, Recovered, RunStarted, StepCommitted
+from holdfast.records.types import FailureSeen, FaultFired, Finished, Recovered, RunStarted, SeatsFilled, StepCommitted
 
 _PHASES = ("forward", "backward", "allreduce")
 """Phases of planned faults. All are reached at DDP's first gradient bucket, where the backend first sees a step."""
 
 
 class GroupRecorder:
-    """Writes the records of rank ``place`` of MPI's world, which had ``size`` ranks at the start.
+    """Writes the records of rank ``place`` of a world that had ``size`` ranks at the start.
 
-    ``ConfigError`` if the environment holds a setting that is not allowed, or a fault that cannot be injected here.
+    ``ConfigError`` if the settings hold a fault that cannot be injected here.
     """
 
-    def __init__(self, place: int, size: int) -> None:
-        self.settings = settings = Settings.from_env()
+    def __init__(self, settings: Settings, place: int, size: int) -> None:
+        self.settings = settings
         self._numbers = [int(n) for n in settings.ranks.split(",")] if settings.ranks else list(range(size))
         self._rank = self._numbers[place]
         self._log = Logger(SystemClock(settings.origin_s), lambda: (self._rank, self._step))
@@ -45,6 +47,7 @@ class GroupRecorder:
         self._step = -1
         self._bucket = 0
         self._announced = False
+        self._filled: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
         self.faults: Injector = self._plan_faults() if settings.faults else NoFaults()
 
     @property
@@ -87,6 +90,7 @@ class GroupRecorder:
     def recovered(self, lost: tuple[int, ...], alive: tuple[int, ...], generation: int) -> None:
         """Record a recovery with its survivors."""
         self._alive = alive
+        self._write_filled()
         dead, left = (tuple(self._numbers[place] for place in places) for places in (lost, alive))
         step = max(0, self._step)
         self._log.write(
@@ -95,6 +99,20 @@ class GroupRecorder:
         if alive[0] == self._numbers.index(self._rank) and lost and not self.is_watched:  # otherwise the launcher does
             gone = ", ".join(map(str, lost))
             sys.stderr.write(f"holdfast: lost ranks [{gone}]; continuing with {len(alive)} ranks\n")
+
+    def filled(self, collective: str, sources: Mapping[int, int]) -> None:
+        """Record that survivors' values stood in for failed ranks, by the failed rank."""
+        seats, by = (tuple(self._numbers[place] for place in places) for places in (sources, sources.values()))
+        key = (collective, seats, by)
+        self._filled[key] = self._filled.get(key, 0) + 1
+        if self._filled[key] == 1:
+            self._log.write(SeatsFilled(collective=collective, seats=seats, sources=by, count=1))
+
+    def _write_filled(self) -> None:
+        """Record the numbers of filled collectives so far."""
+        for (collective, seats, by), count in self._filled.items():
+            if count > 1:
+                self._log.write(SeatsFilled(collective=collective, seats=seats, sources=by, count=count))
 
     # -- start and end
 
@@ -106,10 +124,12 @@ class GroupRecorder:
         how = {"order": "fold", "split": "slices", "batch": "local", "rescale": "survivors"}
         unknown = dict.fromkeys(("seed", "steps_planned", "samples_planned", "num_buckets", "parameters"), 0)
         details: dict[str, Any] = how | unknown
-        self._log.write(RunStarted(step=0, fabric="ulfm", strategy="forward", workers=count, slices=count, **details))
+        fabric = chosen(self.settings.fabric)
+        self._log.write(RunStarted(step=0, fabric=fabric, strategy="forward", workers=count, slices=count, **details))
 
     def finished(self) -> None:
         """Record the end of the job: no other rank needs this one any more."""
+        self._write_filled()
         if _has_session():
             return
         self._announce()

@@ -48,6 +48,7 @@ class ReduceCollectives(GroupBase):
         span, adder = SlotSpan(0, flat.numel(), flat.dtype), members.adder
         call_site = self._call_site()
         in_ddp = call_site.is_backward
+        recovers = in_ddp or self._recovers(call_site)
         step = self._engine.recorder.begin_sum(call_site.task) if in_ddp and call_site.task >= 0 else None
         zero_copy = call_site.is_reducer and root is None and kind is ReduceOp.SUM and flat.dtype.is_floating_point
         if zero_copy:
@@ -82,7 +83,7 @@ class ReduceCollectives(GroupBase):
             if result[0] is not tensor:
                 overwrite(tensor, result[0])
 
-        return self._submit(what, result, exchange, finish, deliver=deliver, like=tensor, root=root, recovers=in_ddp)
+        return self._submit(what, result, exchange, finish, deliver=deliver, like=tensor, root=root, recovers=recovers)
 
     def _behind_the_last(self, span: SlotSpan, asker: CallSite) -> SlotSpan:
         """Return the place of a bucket whose result DDP reads once all buckets of the backward pass are reduced."""

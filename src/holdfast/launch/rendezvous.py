@@ -26,6 +26,7 @@ _ALIKE = (
     "spares",
     "strategy",
     "reinit_from",
+    "empty_seats",
     "order",
     "split",
     "batch",

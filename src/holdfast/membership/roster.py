@@ -94,6 +94,10 @@ class Roster:
         """Make :meth:`check` of all members fail."""
         self.store.put(f"g/{self.generation}/revoked", str(self.rank))
 
+    def is_revoked(self) -> bool:
+        """Return whether a member has revoked this generation."""
+        return self.store.get(f"g/{self.generation}/revoked") is not None
+
     def check(self) -> None:
         """Raise ``PeerFailed`` if a member is known to be dead, or a peer has revoked this generation; very cheap."""
         version = self.store.version

@@ -185,6 +185,26 @@ class Recovered(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SeatsFilled(Record):
+    """A survivor's value stood in for failed ranks in a collective of ``torch.distributed`` with one tensor a rank.
+
+    Written at the first such collective of each kind, and again with their number so far, if there were more, at each
+    later recovery and at the end.
+
+    Args:
+        collective: Its name, such as ``all_gather``.
+        seats: The failed ranks.
+        sources: For each of them, the rank whose value stood in.
+        count: Number of such collectives so far.
+    """
+
+    collective: str
+    seats: tuple[int, ...]
+    sources: tuple[int, ...]
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reinitialised(Record):
     """``rank`` has rebuilt its application in the same process and resumes. Written with :class:`Recovered`.
 

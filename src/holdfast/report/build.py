@@ -31,6 +31,7 @@ SCHEMA = 1
 """Version of ``report.json``: existing keys keep their names and meanings, new keys may be added."""
 
 _HELD = ("rank", "computes", "mirrors", "backups", "computes_bytes", "mirrors_bytes", "copies_bytes")
+_FILLED = ("step", "t_s", "collective", "seats", "sources", "count")
 _EAGER = ("rank", "steps", "buckets", "undone", "copy_bytes", "copy_s", "update_s", "waited_s", "undo_s")
 
 
@@ -60,7 +61,8 @@ def build_report(
     beside them. Workers that joined later are in ``joined``, workers that left after SIGTERM in ``left``; neither is a
     failure. ``reinitialised`` has one entry for each rebuild of the application by the survivors, with the times of the
     slowest. ``restored`` has one for each part of a split model that ``partial`` restored, with its number of blocks
-    and their age in steps; ``optimizer_stale_steps`` is null unless its optimizer state was kept. ``flips`` has one for
+    and their age in steps; ``optimizer_stale_steps`` is null unless its optimizer state was kept. ``seats_filled`` has
+    one for each kind of collective in which survivors' values stood in for failed ranks. ``flips`` has one for
     each injected flip that struck, with its target and the first altered values. ``parts_held`` lists the parts of a
     split model in each worker's memory at the end, in bytes. ``eager`` is the cost at each worker of updating buckets
     before their step's commit vote: seconds over all steps, and the memory of the undo copies.
@@ -123,6 +125,7 @@ def _happenings(history: History) -> dict[str, Any]:
         "restored": [_restored(record) for record in history.restored],
         "parts_held": [_rounded(record, *_HELD) for record in history.parts_held],
         "eager": [_rounded(record, *_EAGER) for record in history.updated_eagerly],
+        "seats_filled": [_rounded(record, *_FILLED) for record in history.seats_filled],
         "left": [_rounded(record, "rank", "step", "t_s") for record in history.of(Left)],
         "stragglers": [
             _rounded(record, "rank", "step", "t_s") | {"score": round(record.score, 2), "policy": record.policy}

@@ -112,6 +112,7 @@ def happenings(report: Mapping[str, Any]) -> list[tuple[float, str]]:
     ]
     found += [(r["t_s"], _reinitialised(r)) for r in report.get("reinitialised", ())]
     found += [(r["t_s"], _restored(r)) for r in report.get("restored", ())]
+    found += [(r["t_s"], _filled(r)) for r in report.get("seats_filled", ())]
     slow: dict[int, list[Mapping[str, Any]]] = {}
     for r in report.get("stragglers", ()):
         slow.setdefault(r["rank"], []).append(r)
@@ -121,6 +122,18 @@ def happenings(report: Mapping[str, Any]) -> list[tuple[float, str]]:
     found += [(r["t_s"], _corrupt(r)) for r in guard.get("found", ())]
     found += [(r["t_s"], _healed(r)) for r in guard.get("healed", ())]
     return sorted(found)
+
+
+def _filled(r: Mapping[str, Any]) -> str:
+    """Return in which collectives survivors' values stood in for failed ranks."""
+    by: dict[int, list[int]] = {}
+    for seat, source in zip(r["seats"], r["sources"], strict=True):
+        by.setdefault(source, []).append(seat)
+    who = [
+        f"the value of rank {source} stood in for that of rank{'s' * (len(seats) > 1)} {listing(seats)}"
+        for source, seats in by.items()
+    ]
+    return f"{listing(who)} in {count(r['count'], 'call')} of {r['collective']}"
 
 
 def _corrupt(r: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ from holdfast.records.types import (
     RunStarted,
     SamplesLost,
     ScriptFailed,
+    SeatsFilled,
     SettingChanged,
     StepCommitted,
     UpdatedEagerly,
@@ -104,6 +105,16 @@ class History:
         for life in self.lives:
             last |= {(life.number, record.step, record.part): record for record in life.of(PartRestored)}
         return list(last.values())
+
+    @property
+    def seats_filled(self) -> list[SeatsFilled]:
+        """Collectives in which survivors' values stood in for failed ranks: each kind once, from its first on."""
+        first: dict[object, SeatsFilled] = {}
+        for life in self.lives:
+            for record in life.of(SeatsFilled):
+                key = (life.number, record.rank, record.collective, record.seats, record.sources)
+                first[key] = dataclasses.replace(first.get(key, record), count=record.count)
+        return list(first.values())
 
     @property
     def parts_held(self) -> list[PartsHeld]:

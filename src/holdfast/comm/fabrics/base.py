@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from holdfast.errors import ConfigError
+
 if TYPE_CHECKING:
-    from holdfast.comm.base import Communicator
+    from holdfast.comm.base import Communicator, MessageCommunicator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +79,15 @@ class Fabric(ABC):
         Raises:
             ConfigError: if the fabric cannot work here.
         """
+
+    def connect_messages(self, endpoint: Endpoint) -> MessageCommunicator:
+        """Return the communicator of this process for the ``torch.distributed`` backend.
+
+        Raises:
+            ConfigError: if the fabric has none, or cannot work here.
+        """
+        raise ConfigError(
+            f"the torch.distributed backend does not work over the fabric {self.name}, it needs a process for each rank:"
+            " start with `holdfast run -n 4 SCRIPT`, `holdfast run --fabric gloo -n 4 SCRIPT` or"
+            " `mpirun --with-ft ulfm -n 4 python SCRIPT`"
+        )

@@ -14,7 +14,7 @@ from holdfast.comm.fabrics.base import Endpoint, Fabric
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
-    from holdfast.comm.base import Communicator
+    from holdfast.comm.base import Communicator, MessageCommunicator
 
 _MPIRUN = ("--with-ft", "ulfm", "--bind-to", "none")
 _HERE = ("--oversubscribe", "--mca", "btl", "self,sm")
@@ -44,6 +44,12 @@ class UlfmFabric(Fabric):
         from holdfast.comm.ulfm import UlfmCommunicator
 
         return UlfmCommunicator(endpoint.ranks)
+
+    def connect_messages(self, endpoint: Endpoint) -> MessageCommunicator:
+        """Return the communicator of a process that mpirun started, with MPI's ranks."""
+        from holdfast.comm.ulfm import UlfmCommunicator
+
+        return UlfmCommunicator()
 
 
 def mpirun_command(num_workers: int, hosts: Sequence[str] | None = None) -> list[str]:

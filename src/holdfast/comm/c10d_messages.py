@@ -1,0 +1,104 @@
+"""Gloo for the ``torch.distributed`` backend: non-blocking messages, and a revoke from other threads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.comm.base import Message
+from holdfast.comm.c10d import C10dCommunicator
+from holdfast.comm.groups import ThreadedWork, as_peer_failure
+from holdfast.comm.memory import as_bytes
+from holdfast.errors import PeerFailed
+from holdfast.membership import Store
+from holdfast.membership.scope import StoreScope
+from holdfast.torch_private import source_of
+
+_SCOPE = "dist/"
+"""A session in the same script has agreements of its own, in the same store."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A message of the process group: Gloo reports its end only to a thread that waits for it."""
+
+    wait: ThreadedWork
+    source: Callable[[], int]
+
+
+class C10dMessageCommunicator(C10dCommunicator):
+    """See :class:`~holdfast.comm.base.MessageCommunicator`. Its ranks count the first members, without gaps.
+
+    Args:
+        store: The membership store.
+        rank: This worker, as the launcher numbers it.
+        first_members: The workers that the job starts with, as the launcher numbers them.
+    """
+
+    def __init__(self, store: Store, rank: int, first_members: Sequence[int]) -> None:
+        self._numbers = tuple(sorted(first_members))
+        super().__init__(StoreScope(store, _SCOPE), rank, self._numbers)
+        self._be(self._numbers.index(rank))
+        with contextlib.suppress(PeerFailed):  # the next collective raises it again
+            self.barrier()  # messages need connections, which all members must establish together
+
+    @property
+    def first_size(self) -> int:
+        """Number of workers that the job was started with."""
+        return len(self._numbers)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks that were alive at the last shrink, ascending."""
+        return tuple(map(self._numbers.index, self._roster.members))
+
+    def failed(self) -> tuple[int, ...]:
+        """Return the members that are known to have failed."""
+        return tuple(map(self._numbers.index, self._roster.dead()))
+
+    def start_send(self, data: torch.Tensor, rank: int, tag: int) -> Message:
+        """Start a send; see :meth:`MessageCommunicator.start_send`."""
+        place = self._index(rank)
+        return self._start(lambda group: group.send([as_bytes(data)], place, tag), lambda _: -1, data)
+
+    def start_receive(self, data: torch.Tensor, rank: int | None, tag: int) -> Message:
+        """Start a receive; see :meth:`MessageCommunicator.start_receive`."""
+        if rank is None:
+            members = self.members
+            return self._start(
+                lambda group: group.recv_anysource([as_bytes(data)], tag), lambda work: members[source_of(work)], data
+            )
+        place = self._index(rank)
+        return self._start(lambda group: group.recv([as_bytes(data)], place, tag), lambda _: rank, data)
+
+    def _start(self, begin: Callable[[Any], Any], source: Callable[[Any], int], data: torch.Tensor) -> Message:
+        begun: list[Any] = []
+        self._with_group(lambda group: begun.append(begin(group)))
+        (work,) = begun
+        return Message(_Request(ThreadedWork(work.wait, keep=data), lambda: source(work)), data)
+
+    def test(self, message: Message) -> int | None:
+        """Test a message for completion; see :meth:`MessageCommunicator.test`."""
+        self._check_thread()
+        request: _Request = message.request
+        if not request.wait.is_completed():
+            self.check_failures()
+            return None
+        with as_peer_failure():
+            request.wait.wait()
+        return request.source()
+
+    def abandon(self, message: Message) -> None:
+        """Do nothing: the thread that waits for a message keeps its memory; see :meth:`MessageCommunicator.abandon`."""
+
+    def is_revoked(self) -> bool:
+        """Return whether a peer has revoked this generation."""
+        return self._roster.is_revoked()
+
+    def revoke_from_outside(self) -> None:
+        """Revoke; see :meth:`MessageCommunicator.revoke_from_outside`. ``StoreLost`` if the store is lost."""
+        self._roster.revoke()

@@ -1,0 +1,89 @@
+"""Lets Accelerate and Lightning use this backend: both know all backends or launchers by name.
+
+Their modules are changed when they are imported, and only in a process of a Holdfast job. In any other process, and for
+any other backend, they stay as they are.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_BACKEND = "holdfast"
+
+
+def adapt_frameworks() -> None:
+    """Adapt the frameworks, now or when they are imported, if this process belongs to a job of Holdfast."""
+    with_ulfm = os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112 - Open MPI's spelling
+    if not with_ulfm and not os.environ.get("HOLDFAST_STORE"):
+        return
+    for name, change in _CHANGES.items():
+        if name in sys.modules:
+            change(sys.modules[name])
+    sys.meta_path.insert(0, _ChangingFinder({n: c for n, c in _CHANGES.items() if n not in sys.modules}))
+
+
+class _ChangingFinder(MetaPathFinder):
+    """Finds some modules as all others do, and lets a function change each of them once it is loaded."""
+
+    def __init__(self, changes: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._changes = changes
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        change = self._changes.pop(fullname, None)
+        if change is None:
+            return None
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_change(module: ModuleType) -> None:
+                load(module)
+                change(module)
+
+            spec.loader.exec_module = load_and_change  # type: ignore[method-assign]
+        return spec
+
+
+def _accept_backend(module: ModuleType) -> None:
+    """Let Accelerate accept this backend on CPUs, for which it takes only ``gloo`` and ``mpi``."""
+    state: Any = getattr(module, "PartialState", None)
+    prepare = getattr(state, "_prepare_backend", None)
+    if prepare is None:  # another version of Accelerate: it refuses the backend by itself
+        return
+
+    def prepare_backend(
+        self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> tuple[str, Any]:
+        if backend != _BACKEND:
+            return prepare(self, cpu, sagemaker_dp, backend)  # type: ignore[no-any-return]
+        # Without `cpu`, a machine without a GPU would count as one process that trains alone.
+        return backend, prepare(self, True, sagemaker_dp, None)[1]
+
+    state._prepare_backend = prepare_backend
+
+
+def _do_not_start_mpi(module: ModuleType) -> None:
+    """Keep Lightning from finding its ranks by MPI: only the communication thread may use it.
+
+    Its default environment finds them in the variables that the launcher sets. Its import of mpi4py would also finalize
+    MPI at exit, which waits for failed ranks.
+    """
+    environment: Any = getattr(module, "MPIEnvironment", None)
+    if environment is not None:
+        environment.detect = staticmethod(lambda: False)
+
+
+_CHANGES: dict[str, Callable[[ModuleType], None]] = {
+    "accelerate.state": _accept_backend,
+    "lightning.fabric.plugins.environments.mpi": _do_not_start_mpi,
+    "lightning_fabric.plugins.environments.mpi": _do_not_start_mpi,
+}

@@ -1,0 +1,72 @@
+"""Frameworks that know backends or launchers by name are changed when they are imported; without the frameworks."""
+
+import importlib
+import sys
+
+import pytest
+
+from holdfast.distributed import frameworks
+
+STATE = """
+class PartialState:
+    def _prepare_backend(self, cpu=False, sagemaker_dp=False, backend=None):
+        return ("gloo", "MULTI_CPU") if cpu else (backend, "NO")
+"""
+MPI = """
+class MPIEnvironment:
+    @staticmethod
+    def detect():
+        return True
+"""
+MODULES = {"accelerate/state.py": STATE, "lightning/fabric/plugins/environments/mpi.py": MPI}
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Two packages with the names of the frameworks; what is imported in the test is forgotten after it."""
+    for name, text in MODULES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    for name in [name for name in sys.modules if name.split(".")[0] in ("accelerate", "lightning")]:
+        monkeypatch.delitem(sys.modules, name)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def imported():
+    state = importlib.import_module("accelerate.state").PartialState()
+    return state, importlib.import_module("lightning.fabric.plugins.environments.mpi").MPIEnvironment
+
+
+@pytest.mark.parametrize("variables", [{"OMPI_MCA_mpi_ft_enable": "1"}, {"HOLDFAST_STORE": "holdfast://127.0.0.1:1/a"}])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_in_a_job_the_backend_is_accepted_and_mpi_is_left_alone(installed, monkeypatch, variables, is_late):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if is_late:  # the frameworks were imported first
+        imported()
+
+    frameworks.adapt_frameworks()
+    state, environment = imported()
+
+    assert state._prepare_backend(True, False, "holdfast") == ("holdfast", "MULTI_CPU")
+    assert state._prepare_backend(backend="holdfast") == ("holdfast", "MULTI_CPU")
+    assert state._prepare_backend(cpu=True, backend="gloo") == ("gloo", "MULTI_CPU")
+    assert state._prepare_backend(backend="nccl") == ("nccl", "NO")
+    assert not environment.detect()
+
+
+def test_in_any_other_process_the_frameworks_stay_as_they_are(installed, monkeypatch):
+    monkeypatch.delenv("OMPI_MCA_mpi_ft_enable", raising=False)
+    monkeypatch.delenv("HOLDFAST_STORE", raising=False)
+
+    frameworks.adapt_frameworks()
+    state, environment = imported()
+
+    assert state._prepare_backend(True, False, "holdfast") == ("gloo", "MULTI_CPU")
+    assert environment.detect()
