@@ -91,6 +91,12 @@ class Step:
         return tuple(self._mine)
 
     @property
+    def slice_samples(self) -> int:
+        """Number of samples in the current slice."""
+        self._check_in_slice("slice_samples")
+        return len(self._batch.slices[self._current])
+
+    @property
     def is_at_last_slice(self) -> bool:
         """Whether no slice of this worker follows the current one."""
         return len(self._pending) <= 1
