@@ -69,6 +69,7 @@ class SamplePlan:
     speeds: Mapping[int, float] = field(default_factory=dict)
     # the script's value, if `batch_size` was changed since: the length of an epoch does not change
     given_batch_size: int = 0
+    first_offset: int = 0  # samples of the first epoch that were consumed before this job
 
     @property
     def seats(self) -> int:
@@ -78,7 +79,7 @@ class SamplePlan:
     @property
     def start(self) -> PlanCursor:
         """The cursor before the first step."""
-        return PlanCursor(epoch=self.first_epoch, offset=0)
+        return PlanCursor(epoch=self.first_epoch, offset=self.first_offset)
 
     @property
     def epoch_samples(self) -> int:
@@ -89,7 +90,7 @@ class SamplePlan:
     @property
     def num_steps(self) -> int:
         """Number of steps of the whole plan with all workers alive."""
-        return self.epochs * -(-self.epoch_samples // self.batch_size)
+        return self.epochs * -(-self.epoch_samples // self.batch_size) - self.first_offset // self.batch_size
 
     def order(self, epoch: int) -> Ids:
         """Return the order of ``epoch``; only its first :attr:`epoch_samples` are used."""

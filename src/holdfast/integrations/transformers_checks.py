@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import RandomSampler, SequentialSampler
 
+from holdfast.comm.launchers import chosen
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 
@@ -16,6 +17,11 @@ def rank_of(settings: Settings) -> int:
     if settings.rank >= 0:
         return settings.rank
     return int(os.environ.get("OMPI_COMM_WORLD_RANK", "-1"))
+
+
+def is_single_process(settings: Settings) -> bool:
+    """Return whether all workers of the job are in this process."""
+    return chosen(settings.fabric) == "virtual"
 
 
 def settings_of(args: Any) -> dict[str, Any]:

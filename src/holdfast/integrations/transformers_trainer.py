@@ -9,18 +9,24 @@ in one process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+import transformers.trainer
 from torch import optim
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from holdfast.comm.launchers import chosen
 from holdfast.config import Settings
 from holdfast.integrations import transformers_checks as checks
+from holdfast.integrations.transformers_files import complete_folder, read_job, remove_unfinished, write_job
 from holdfast.session.prepared import PreparedLoop, SliceLoss
 from holdfast.session.prepared_objects import PreparedOptimizer
 from holdfast.session.session import Session
@@ -28,6 +34,8 @@ from holdfast.session.session import Session
 _FLOPS, _TOKENS = "flops", "tokens"
 _FIGURES = (_FLOPS, _TOKENS)
 """What each slice adds to the state of the Trainer besides its loss."""
+
+_CHECKPOINT = "checkpoint "
 
 _ONE_PROCESS = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_WORLD_SIZE": "1", "PMI_SIZE": "1"}
 
@@ -52,6 +60,7 @@ class _Steps:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the steps of one epoch."""
+        self._trainer.end_loop()
         return self._trainer.holdfast_loop.steps(self.loader)
 
     def __len__(self) -> int:
@@ -73,6 +82,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._holdfast: PreparedLoop | None = None
         self._accumulate = 1
+        self._index = -1
+        self._resumed: str | None = None
+        self._owed: dict[str, Callable[[], None]] = {}
+        self._best: dict[str, torch.Tensor] | None = None
         super().__init__(*args, **kwargs)
         checks.check_trainer(self)
 
@@ -106,6 +119,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         state = getattr(self, "state", None)
         if state is not None:
             state.is_world_process_zero = state.is_local_process_zero = index == 0
+        if index == 0 and self._index > 0:
+            self._succeed()
+        self._index = index
+
+    def _succeed(self) -> None:
+        """Begin to show progress, as the lead before did."""
+        for callback in self.callback_handler.callbacks:
+            if self.is_in_train and getattr(callback, "training_bar", self) is None:
+                callback.on_train_begin(self.args, self.state, self.control)
 
     # -- training
 
@@ -144,12 +166,24 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return optimizer
 
     def _start_session(self, optimizer: optim.Optimizer) -> PreparedOptimizer:
-        session = Session(
-            self.model, optimizer, schedule="script", total_steps=sys.maxsize, **checks.settings_of(self.args)
-        )
+        settings = checks.settings_of(self.args)
+        slices = self._slices()
+        if slices:
+            settings["slices"] = slices
+        session = Session(self.model, optimizer, schedule="script", total_steps=sys.maxsize, **settings)
         loop = self._holdfast = PreparedLoop(session, session.part_of_script(), [optimizer], 1)
-        session.ends_loop = loop.finish
+        session.ends_loop = self.end_loop
+        session.begin_at(*self._begins_at)
         return PreparedOptimizer(loop, optimizer, 0, 1)
+
+    def _slices(self) -> int:
+        """Return the number of slices: that of the checkpoint, or enough that none is larger than a batch of one device."""
+        settings = self._holdfast_settings
+        if settings.slices or settings.auto_slices >= 0:
+            return settings.slices
+        if self._resumed is not None and (kept := read_job(Path(self._resumed))):
+            return kept["slices"]
+        return settings.workers * -(-self._accumulate // settings.workers)
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Create the scheduler; its state is restored with the model's."""
@@ -169,12 +203,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         made = self.holdfast_loop.compute_items(lambda slice_: self._loss_of(model, slice_), _FIGURES)
+        self._owed.clear()  # the lead has voted on this step, so it has written them
         self._follow_lead()
         self.current_flos += made[_FLOPS]
         self.state.num_input_tokens_seen += round(made[_TOKENS])
         return torch.tensor(made["loss"], device=self.args.device)
 
     def _loss_of(self, model: Any, slice_: Any) -> SliceLoss:
+        self._complete_saves()  # weights are those of the last step, also where the lead failed while it saved them
         inputs = self._prepare_inputs(slice_)
         items, expected = self.slice_items(inputs)
         totals = {_FLOPS: float(super().floating_point_ops(inputs)), _TOKENS: self._tokens_of(inputs)}
@@ -210,16 +246,56 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         finally:
             self.state.num_input_tokens_seen = before
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self.holdfast_loop.finish()
+    # -- the beginning and the end of a loop
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, checkpoint: Any, trial: Any
+    ) -> tuple[int, int]:
+        """Return the epoch and the steps in it that a checkpoint begins with."""
+        self._resumed = checkpoint
+        epoch, steps = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
+        )
+        self._begins_at = (self.state.global_step, epoch, steps * self._train_batch_size * self._accumulate)
         self._follow_lead()
+        return epoch, steps
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Run one epoch; the session itself begins in the middle of one."""
+        skip = transformers.trainer.skip_first_batches
+        transformers.trainer.skip_first_batches = lambda loader, _: loader
+        try:
+            super()._run_epoch(*args, **kwargs)
+        finally:
+            transformers.trainer.skip_first_batches = skip
+
+    def end_loop(self) -> None:
+        """End the loop over the last epoch, together with all workers; does nothing if none is open.
+
+        A worker that has become the lead writes what the previous one has not completed.
+        """
+        if self._holdfast is None or not self._holdfast.is_open:
+            return
+        self._holdfast.session.note_busy(busy=False)
+        self._holdfast.finish()
+        self._follow_lead()
+        self._complete_saves()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Finish training; the loop itself ends with the script, because the lead may still save the model."""
+        loop = self.holdfast_loop
+        if checks.is_single_process(self._holdfast_settings):
+            self.end_loop()
+        elif loop.is_open:
+            loop.session.note_busy(busy=True)
         return super()._finalize_training(*args, **kwargs)
 
     # -- evaluating and saving
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
-        if self._holdfast is None:
+        """Tell the health monitor that this worker may need long."""
+        if self._holdfast is None or not self.is_in_train:
             yield
             return
         with self._holdfast.session.busy():
@@ -235,11 +311,110 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         with self._busy():
             return super().predict(*args, **kwargs)
 
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """Save the model; the lead does."""
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model; the lead does, and if it fails meanwhile, the next one at the end of the script."""
+        if _internal_call:
+            super().save_model(output_dir, _internal_call=True)
+            return
+        folder = output_dir or self.args.output_dir
+        self._save_once(f"model {folder}", lambda: self._write_model(folder))
+
+    def _save_once(self, name: str, write: Callable[[], None]) -> None:
+        """Let the lead write something; the others keep in mind that it may fail before it is complete."""
         self._follow_lead()
+        self._owed[name] = write
+        if self._is_lead:
+            self._complete_saves()
+
+    def _complete_saves(self) -> None:
+        """As the lead, write what was not completed; elsewhere nothing."""
+        if not (self._owed and self._is_lead):
+            return
         with self._busy():
-            super().save_model(*args, **kwargs)
+            while self._owed:
+                name = next(iter(self._owed))
+                self._owed[name]()
+                del self._owed[name]
+
+    def _write_model(self, folder: str) -> None:
+        with complete_folder(Path(folder)) as part:
+            super().save_model(str(part))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save a checkpoint; its folder appears once it is complete."""
+        state = self.state
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = str(folder)
+            if self.args.load_best_model_at_end:  # the lead may fail before it has written them
+                self._best = _copied(self.model.state_dict())
+        self._save_once(f"{_CHECKPOINT}{folder}", lambda: self._write_checkpoint(folder))
+
+    def _write_checkpoint(self, folder: Path) -> None:
+        session = self.holdfast_loop.session
+        if read_job(folder).get("job") == session.job_name:
+            return  # the previous lead failed after it had written it
+        remove_unfinished(folder.parent, PREFIX_CHECKPOINT_DIR)
+        with complete_folder(folder, replaces=True) as part:
+            self.save_model(str(part), _internal_call=True)
+            if not self.args.save_only_model:
+                self._save_optimizer_and_scheduler(str(part))
+                self._save_rng_state(str(part))
+            write_job(part, job=session.job_name, slices=session.num_slices)
+            self._write_state(part)
+        rotate_checkpoints(
+            output_dir=str(folder.parent),
+            save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+    def _write_state(self, folder: Path) -> None:
+        kept: dict[str, Any] = {}
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if not isinstance(callback, ExportableState):
+                continue
+            name, mine = type(callback).__name__, callback.state()
+            if isinstance(self.state.stateful_callbacks.get(name), list):
+                kept.setdefault(name, []).append(mine)
+            else:
+                kept[name] = mine
+        self.state.stateful_callbacks |= kept
+        self.state.save_to_json(str(folder / transformers.trainer.TRAINER_STATE_NAME))
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save the model, with the arguments as the script gave them."""
+        mine, self.args.gradient_accumulation_steps = self.args.gradient_accumulation_steps, self._accumulate
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.args.gradient_accumulation_steps = mine
+
+    def _load_best_model(self) -> None:
+        """Load the best model: from memory, because the lead may have failed while it wrote that checkpoint."""
+        self._owed = {name: functools.partial(_report_lost, name) for name in self._owed}  # it has other weights now
+        if self._best is None:
+            super()._load_best_model()
+        else:
+            self.model.load_state_dict(self._best)
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a model's state, in which tied weights stay one tensor."""
+    copies: dict[tuple[int, Any], Any] = {}
+    return {
+        name: copies.setdefault((value.data_ptr(), value.shape), value.detach().clone())
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in state.items()
+    }
+
+
+def _report_lost(name: str) -> None:
+    if not Path(name.removeprefix(_CHECKPOINT)).exists():
+        sys.stderr.write(f"holdfast: {name} is missing, because its writer was lost\n")
 
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]

@@ -347,6 +347,27 @@ class Session:
             prefetch_factor=loader.prefetch_factor or 2,
         )
 
+    def begin_at(self, step: int, epoch: int, offset: int) -> None:
+        """Let the next loop continue a job of which a framework has loaded the state.
+
+        Args:
+            step: Steps that it had committed.
+            epoch: Number of the next loop's epoch.
+            offset: Samples of that epoch that committed steps have consumed.
+        """
+        job = self._connect()
+        job.committed.step, job.loops.epoch, job.loops.offset = step, epoch, offset
+
+    @property
+    def job_name(self) -> str:
+        """A name of this run that no other has."""
+        return f"{self._settings.run_dir} {self._settings.origin_s}"
+
+    @property
+    def num_slices(self) -> int:
+        """Number of slices of a mini-batch, once a loop has begun."""
+        return self._connect().loops.slices
+
     def drive(self, loop: OpenedLoop) -> Iterator[Step | Pause]:
         """Yield the steps of a pass, and its pauses."""
         return self._train(loop, pauses=True)
@@ -436,6 +457,7 @@ class Session:
             num_samples=num_samples,
             batch_size=batch_size,
             first_epoch=job.loops.epoch,
+            first_offset=job.loops.offset,
             epochs=epochs,
             seed=settings.seed,
             shuffle=shuffle,
