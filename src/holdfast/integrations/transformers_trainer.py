@@ -20,11 +20,13 @@ import torch
 import transformers
 import transformers.trainer
 from torch import optim
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from holdfast.comm.launchers import chosen
 from holdfast.config import Settings
+from holdfast.errors import ConfigError
 from holdfast.integrations import transformers_checks as checks
 from holdfast.integrations.transformers_files import complete_folder, read_job, remove_unfinished, write_job
 from holdfast.session.prepared import PreparedLoop, SliceLoss
@@ -34,6 +36,9 @@ from holdfast.session.session import Session
 _FLOPS, _TOKENS = "flops", "tokens"
 _FIGURES = (_FLOPS, _TOKENS)
 """What each slice adds to the state of the Trainer besides its loss."""
+
+_IGNORED = -100
+"""The label that losses leave out."""
 
 _CHECKPOINT = "checkpoint "
 
@@ -87,7 +92,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._owed: dict[str, Callable[[], None]] = {}
         self._best: dict[str, torch.Tensor] | None = None
         super().__init__(*args, **kwargs)
-        checks.check_trainer(self)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Check the arguments, before anything is created from them."""
@@ -109,7 +113,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             return self._holdfast.session.is_lead
         settings = self._holdfast_settings
         first = min((int(rank) for rank in settings.ranks.split(",")), default=0) if settings.ranks else 0
-        return checks.rank_of(settings) in (-1, first)
+        return checks.rank_of(settings) == first
 
     def _follow_lead(self) -> None:
         """Let ``args.should_save`` and everything else that asks for the main process name the lead."""
@@ -132,13 +136,25 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     # -- training
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; see ``transformers.Trainer.train``."""
+        """Train; see ``transformers.Trainer.train``.
+
+        Raises:
+            ConfigError: if the data or an argument cannot be used.
+        """
         self._accumulate = self.args.gradient_accumulation_steps
         self.args.gradient_accumulation_steps = 1  # the mini-batch of a step is one batch here
         try:
             return super().train(*args, **kwargs)
         finally:
             self.args.gradient_accumulation_steps = self._accumulate
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: trials would need a job each.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("hyperparameter_search is not supported: start a job for each trial")
 
     def get_train_dataloader(self) -> Any:
         """Return the data loader; during training it yields steps."""
@@ -163,6 +179,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         optimizer = super().create_optimizer(model)
         if self.is_in_train and self._holdfast is None:
             self.optimizer = optimizer = self._start_session(optimizer)
+        if self._holdfast is not None:
+            checks.check_model(self.model, self._holdfast.model)
         return optimizer
 
     def _start_session(self, optimizer: optim.Optimizer) -> PreparedOptimizer:
@@ -172,7 +190,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             settings["slices"] = slices
         session = Session(self.model, optimizer, schedule="script", total_steps=sys.maxsize, **settings)
         loop = self._holdfast = PreparedLoop(session, session.part_of_script(), [optimizer], 1)
-        session.ends_loop = self.end_loop
+        session.ends_loop, session.in_framework = self.end_loop, True
         session.begin_at(*self._begins_at)
         return PreparedOptimizer(loop, optimizer, 0, 1)
 
@@ -180,9 +198,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Return the number of slices: that of the checkpoint, or enough that none is larger than a batch of one device."""
         settings = self._holdfast_settings
         if settings.slices or settings.auto_slices >= 0:
-            return settings.slices
+            return int(settings.slices)
         if self._resumed is not None and (kept := read_job(Path(self._resumed))):
-            return kept["slices"]
+            return int(kept["slices"])
         return settings.workers * -(-self._accumulate // settings.workers)
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
@@ -221,12 +239,31 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return SliceLoss(loss, items, totals)
 
     def slice_items(self, inputs: Mapping[str, Any]) -> tuple[float, Any]:
-        """Return the number of items that the loss of a slice is the mean over, and ``num_items_in_batch`` for it.
+        """Return how many items the loss of a slice is the mean over: it is the slice's weight in the mean of the step.
+
+        With labels these are the labels other than -100, and samples otherwise. Override it for another loss.
+
+        Args:
+            inputs: The inputs of the slice.
+
+        Returns:
+            The number of items, and ``num_items_in_batch`` for :meth:`compute_loss`.
         """
         counted = super()._get_num_items_in_batch([inputs], self.args.device)
         if counted is not None:
             return float(counted), counted
-        return float(self.holdfast_loop.slice_samples), None
+        labels = inputs.get("labels")
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+            return float(self.holdfast_loop.slice_samples), None
+        if self._shifts_labels:
+            labels = labels[..., 1:]
+        return float(labels.ne(_IGNORED).sum()), None
+
+    @functools.cached_property
+    def _shifts_labels(self) -> bool:
+        """Whether the model predicts each label from what precedes it, so that the first one does not count."""
+        name = type(self.accelerator.unwrap_model(self.model)).__name__
+        return bool(self._loss_shifts_labels) or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the floating-point operations of a batch; those of a step are counted slice by slice."""
@@ -253,6 +290,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     ) -> tuple[int, int]:
         """Return the epoch and the steps in it that a checkpoint begins with."""
         self._resumed = checkpoint
+        checks.check_training(has_trained=self._holdfast is not None, resumes=checkpoint is not None)
         epoch, steps = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
         )
@@ -306,6 +344,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         with self._busy():
             return super().evaluate(*args, **kwargs)
 
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one batch."""
+        if self._holdfast is not None:
+            self._holdfast.session.reach("evaluate")
+        return super().prediction_step(*args, **kwargs)
+
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Predict; every worker does, with the same result."""
         with self._busy():
@@ -339,6 +383,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _write_model(self, folder: str) -> None:
         with complete_folder(Path(folder)) as part:
             super().save_model(str(part))
+            if self._holdfast is not None:
+                self._holdfast.session.reach("save")
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save a checkpoint; its folder appears once it is complete."""
@@ -359,6 +405,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         remove_unfinished(folder.parent, PREFIX_CHECKPOINT_DIR)
         with complete_folder(folder, replaces=True) as part:
             self.save_model(str(part), _internal_call=True)
+            session.reach("save")
             if not self.args.save_only_model:
                 self._save_optimizer_and_scheduler(str(part))
                 self._save_rng_state(str(part))
@@ -394,6 +441,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         """Load the best model: from memory, because the lead may have failed while it wrote that checkpoint."""
+        if self._best is not None and self.state.best_global_step == self.state.global_step:
+            return  # the model has these weights
         self._owed = {name: functools.partial(_report_lost, name) for name in self._owed}  # it has other weights now
         if self._best is None:
             super()._load_best_model()
@@ -413,7 +462,9 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _report_lost(name: str) -> None:
-    if not Path(name.removeprefix(_CHECKPOINT)).exists():
+    folder = Path(name.removeprefix(_CHECKPOINT))
+    if not folder.exists():
+        remove_unfinished(folder.parent, PREFIX_CHECKPOINT_DIR)
         sys.stderr.write(f"holdfast: {name} is missing, because its writer was lost\n")
 
 

@@ -351,6 +351,11 @@ class PreparedLoop:
         self.phase = Phase.APPLIED
 
     @property
+    def model(self) -> nn.Module:
+        """The model that the session trains."""
+        return self._part.model
+
+    @property
     def slice_samples(self) -> int:
         """Number of samples of the slice that is being computed."""
         assert self.step is not None

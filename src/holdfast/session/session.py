@@ -132,6 +132,8 @@ class Session:
         self._training = False
         self.ends_loop: Callable[[], None] | None = None
         """Ends a prepared loop that the script has left."""
+        self.in_framework = False
+        """Whether a framework trains, which reports its own phases to :meth:`reach`."""
 
     def register(self, **things: Stateful) -> None:
         """Save the state of ``things`` with the model: in checkpoints, and restored when a step is retried.
@@ -226,7 +228,8 @@ class Session:
                 f"drop_last leaves no batch: batch_size must be at most len(dataset) ({len(dataset)}), got {batch_size}"
             )
         if self._settings.faults and application.looks is None:
-            check_faults(self._settings.faults, self._trainable, self._total_steps or job.step + plan.num_steps)
+            end = self._total_steps or job.step + plan.num_steps
+            check_faults(self._settings.faults, self._trainable, end, in_framework=self.in_framework)
         return OpenedLoop(job, plan, DataSource(dataset, collate, num_workers, prefetch_factor))
 
     def _train(self, loop: OpenedLoop, *, pauses: bool = False) -> Iterator[Step | Pause]:
@@ -375,6 +378,12 @@ class Session:
     def note_busy(self, *, busy: bool) -> None:
         """Tell the health monitor that the script's own work begins or ends; see :meth:`busy`."""
         self._connect().beacon.publish_busy(busy=busy)
+
+    def reach(self, phase: str) -> None:
+        """Report that a framework is in one of :data:`holdfast.faults.kinds.SCRIPT_PHASES`, where a planned fault may strike."""
+        job = self._connect()
+        for rank in job.comm.local_ranks:
+            job.faults.reach(phase, job.step, rank)
 
     def check_finished(self) -> None:
         """Check that no loop was left before its end.

@@ -92,9 +92,8 @@ class Step:
 
     @property
     def slice_samples(self) -> int:
-        """Number of samples in the current slice."""
-        self._check_in_slice("slice_samples")
-        return len(self._batch.slices[self._current])
+        """Number of samples in the current slice, which is another worker's if this one has none."""
+        return len(self._batch.slices[self._current if self._current >= 0 else min(self._batch.owners)])
 
     @property
     def is_at_last_slice(self) -> bool:
