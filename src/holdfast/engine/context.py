@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -107,6 +108,7 @@ class LoopState:
         finished: The ``Finished`` records of the last loop.
         totals: Sample accounts of earlier loops.
         sum: The gradient all-reduce; created by the first loop.
+        describe: Returns the state of a framework whose loop is trained, as plain JSON, to save it with each checkpoint.
     """
 
     slices: int
@@ -118,6 +120,7 @@ class LoopState:
     finished: list[Finished] = field(default_factory=list)
     totals: SampleCounts = field(default_factory=SampleCounts)
     sum: OrderedAllReduce | None = None
+    describe: Callable[[], dict[str, Any]] | None = None
 
     def end(self, epochs: int) -> None:
         """Advance to the next loop after one of ``epochs`` epochs that was trained or skipped."""

@@ -82,8 +82,6 @@ def _refused_settings(settings: Settings) -> str:
             settings.guard == "heal"
         ),
         "--batch local is not supported: the Trainer has counted the steps of an epoch": settings.batch == "local",
-        "--checkpoint-dir and --resume are not supported: the Trainer saves checkpoints (save_strategy) and resumes from"
-        " them (resume_from_checkpoint)": settings.checkpoint_dir or settings.resume,
         "--respawn is not supported: a new worker cannot join the loop of the Trainer; use --spares": (
             os.environ.get(RESPAWNS)
         ),
@@ -91,12 +89,14 @@ def _refused_settings(settings: Settings) -> str:
     return next((why for why, is_asked in refused.items() if is_asked), "")
 
 
-def check_training(*, has_trained: bool, resumes: bool) -> None:
+def check_training(settings: Settings, *, has_trained: bool, resumes: bool) -> None:
     """Check one call of ``train``.
 
     Raises:
-        ConfigError: if it is not the first one in this process, and resumes.
+        ConfigError: if it is to resume twice, or is not the first one in this process.
     """
+    if settings.resume and resumes:
+        raise ConfigError("--resume and resume_from_checkpoint name two states to resume from: leave out one of them")
     if has_trained and resumes:
         raise ConfigError("resume_from_checkpoint is only supported in the first call of train in a process")
 

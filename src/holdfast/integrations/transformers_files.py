@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from holdfast.config import Settings
+from holdfast.errors import ConfigError
+from holdfast.state.manager import CheckpointManager
+
 _UNFINISHED = "tmp-"
 _JOB = "holdfast.json"
 
@@ -46,6 +50,22 @@ def remove_unfinished(folder: Path, prefix: str) -> None:
     """Remove what workers that failed while saving have left in ``folder``."""
     for path in folder.glob(f"{_UNFINISHED}*{prefix}-*"):
         shutil.rmtree(path)
+
+
+def kept_state(settings: Settings) -> dict[str, Any]:
+    """Return what the newest checkpoint of ``--checkpoint-dir`` says about the Trainer; nothing if there is none.
+
+    Raises:
+        ConfigError: if another training loop made it.
+    """
+    manager = CheckpointManager(settings, background=False)
+    step = manager.newest(lambda *_: None, keep=False)
+    if step < 0:
+        return {}
+    found: dict[str, Any] = manager.info(step).get("framework", {})
+    if not found:
+        raise ConfigError(f"the checkpoint of step {step} in {manager.url} was not made by the Trainer")
+    return found
 
 
 def write_job(folder: Path, *, job: str, slices: int) -> None:

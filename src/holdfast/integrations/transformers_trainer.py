@@ -9,9 +9,12 @@ in one process.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,7 @@ from holdfast.comm.launchers import chosen
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.integrations import transformers_checks as checks
-from holdfast.integrations.transformers_files import complete_folder, read_job, remove_unfinished, write_job
+from holdfast.integrations.transformers_files import complete_folder, kept_state, read_job, remove_unfinished, write_job
 from holdfast.session.prepared import PreparedLoop, SliceLoss
 from holdfast.session.prepared_objects import PreparedOptimizer
 from holdfast.session.session import Session
@@ -65,8 +68,7 @@ class _Steps:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the steps of one epoch."""
-        self._trainer.end_loop()
-        return self._trainer.holdfast_loop.steps(self.loader)
+        return self._trainer.steps_of_epoch(self.loader)
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch."""
@@ -89,6 +91,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._accumulate = 1
         self._index = -1
         self._resumed: str | None = None
+        self._kept: dict[str, Any] = {}
+        self._skips = 0
         self._owed: dict[str, Callable[[], None]] = {}
         self._best: dict[str, torch.Tensor] | None = None
         super().__init__(*args, **kwargs)
@@ -141,12 +145,56 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         Raises:
             ConfigError: if the data or an argument cannot be used.
         """
+        checkpoint = args[0] if args else kwargs.pop("resume_from_checkpoint", None)
+        resumes = checkpoint not in (None, False)
+        checks.check_training(self._holdfast_settings, has_trained=self._holdfast is not None, resumes=resumes)
         self._accumulate = self.args.gradient_accumulation_steps
         self.args.gradient_accumulation_steps = 1  # the mini-batch of a step is one batch here
         try:
-            return super().train(*args, **kwargs)
+            with self._kept_checkpoint() as kept:
+                return super().train(kept or checkpoint, *args[1:], **kwargs)
         finally:
             self.args.gradient_accumulation_steps = self._accumulate
+
+    @contextlib.contextmanager
+    def _kept_checkpoint(self) -> Iterator[str | None]:
+        """Yield a folder with the Trainer's state in the checkpoint of ``--resume``, from which the session takes the rest."""
+        if not self._holdfast_settings.resume or self._holdfast is not None:
+            yield None
+            return
+        self._kept = kept_state(self._holdfast_settings)
+        if not self._kept:
+            yield None
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, transformers.trainer.TRAINER_STATE_NAME).write_text(json.dumps(self._kept["state"]))
+            yield folder
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load the weights, unless the session does."""
+        if not self._kept:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _describe(self) -> dict[str, Any]:
+        """Return what a checkpoint of the session needs to say about the Trainer."""
+        self._note_callbacks()
+        number, epoch = self.holdfast_loop.session.loop_numbers
+        return {"name": "transformers.Trainer", "state": dataclasses.asdict(self.state), "first_epoch": epoch - number}
+
+    def steps_of_epoch(self, loader: Any) -> Iterator[Any]:
+        """Yield the steps of one epoch, each once."""
+        self.end_loop()
+        steps = self.holdfast_loop.steps(loader)
+        first = next(steps, None)
+        for _ in range(self._skips):  # loops before the one in which the checkpoint of --resume was saved have no steps
+            if first is not None:
+                break
+            steps = self.holdfast_loop.steps(loader)
+            first = next(steps, None)
+        self._skips = 0
+        if first is not None:
+            yield first
+            yield from steps
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: trials would need a job each.
@@ -191,13 +239,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         session = Session(self.model, optimizer, schedule="script", total_steps=sys.maxsize, **settings)
         loop = self._holdfast = PreparedLoop(session, session.part_of_script(), [optimizer], 1)
         session.ends_loop, session.in_framework = self.end_loop, True
-        session.begin_at(*self._begins_at)
+        session.begin_at(*self._begins_at, self._describe)
         return PreparedOptimizer(loop, optimizer, 0, 1)
 
     def _slices(self) -> int:
         """Return the number of slices: that of the checkpoint, or enough that none is larger than a batch of one device."""
         settings = self._holdfast_settings
-        if settings.slices or settings.auto_slices >= 0:
+        if settings.slices or settings.auto_slices >= 0 or self._kept:
             return int(settings.slices)
         if self._resumed is not None and (kept := read_job(Path(self._resumed))):
             return int(kept["slices"])
@@ -290,11 +338,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     ) -> tuple[int, int]:
         """Return the epoch and the steps in it that a checkpoint begins with."""
         self._resumed = checkpoint
-        checks.check_training(has_trained=self._holdfast is not None, resumes=checkpoint is not None)
         epoch, steps = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
         )
         self._begins_at = (self.state.global_step, epoch, steps * self._train_batch_size * self._accumulate)
+        if self._kept:  # the session finds its position itself
+            self._begins_at, self._skips = (0, self._kept["first_epoch"], 0), epoch + 1
         self._follow_lead()
         return epoch, steps
 
@@ -410,7 +459,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 self._save_optimizer_and_scheduler(str(part))
                 self._save_rng_state(str(part))
             write_job(part, job=session.job_name, slices=session.num_slices)
-            self._write_state(part)
+            self._note_callbacks()
+            self.state.save_to_json(str(part / transformers.trainer.TRAINER_STATE_NAME))
         rotate_checkpoints(
             output_dir=str(folder.parent),
             save_total_limit=self.args.save_total_limit,
@@ -418,7 +468,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             use_mtime=True,
         )
 
-    def _write_state(self, folder: Path) -> None:
+    def _note_callbacks(self) -> None:
+        """Put the state of callbacks into that of the Trainer."""
         kept: dict[str, Any] = {}
         for callback in [*self.callback_handler.callbacks, self.control]:
             if not isinstance(callback, ExportableState):
@@ -429,7 +480,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             else:
                 kept[name] = mine
         self.state.stateful_callbacks |= kept
-        self.state.save_to_json(str(folder / transformers.trainer.TRAINER_STATE_NAME))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Save the model, with the arguments as the script gave them."""

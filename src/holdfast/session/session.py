@@ -350,16 +350,24 @@ class Session:
             prefetch_factor=loader.prefetch_factor or 2,
         )
 
-    def begin_at(self, step: int, epoch: int, offset: int) -> None:
+    def begin_at(self, step: int, epoch: int, offset: int, describe: Callable[[], dict[str, Any]]) -> None:
         """Let the next loop continue a job of which a framework has loaded the state.
 
         Args:
             step: Steps that it had committed.
             epoch: Number of the next loop's epoch.
             offset: Samples of that epoch that committed steps have consumed.
+            describe: Returns the framework's state as plain JSON; it is saved with each checkpoint.
         """
         job = self._connect()
         job.committed.step, job.loops.epoch, job.loops.offset = step, epoch, offset
+        job.loops.describe = describe
+
+    @property
+    def loop_numbers(self) -> tuple[int, int]:
+        """Number of the current loop, and of its first epoch."""
+        loops = self._connect().loops
+        return loops.number, loops.epoch
 
     @property
     def job_name(self) -> str:
