@@ -19,7 +19,7 @@ from holdfast.config import RESPAWNS  # noqa: E402
 from holdfast.errors import ConfigError  # noqa: E402
 from holdfast.faults.kinds import parse  # noqa: E402
 from holdfast.faults.plan import FaultPlan  # noqa: E402
-from holdfast.integrations.transformers import Seq2SeqTrainer, Trainer  # noqa: E402
+from holdfast.integrations.transformers import HoldfastCallback, Seq2SeqTrainer, Trainer  # noqa: E402
 from holdfast.integrations.transformers_files import complete_folder, read_job  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]  # Transformers warns
@@ -283,6 +283,15 @@ def test_searching_hyperparameters_is_refused(tmp_path):
 
     with pytest.raises(ConfigError, match="a job for each trial"):
         trainer.hyperparameter_search()
+
+
+def test_the_callback_names_the_backend_that_it_needs(tmp_path):
+    trainer = transformers.Trainer(
+        model=tiny_model(), args=arguments(tmp_path), train_dataset=tokens(6), callbacks=[HoldfastCallback()]
+    )
+
+    with pytest.raises(ConfigError, match=r'init_process_group\("holdfast"\)'):
+        trainer.train()
 
 
 def test_a_folder_appears_once_it_is_complete(tmp_path):

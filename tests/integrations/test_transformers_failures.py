@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, assert_landed, clean_env, run_report
+from jobs import ROOT, assert_landed, clean_env, holdfast, run_report
 
 transformers = pytest.importorskip("transformers")
 
@@ -90,3 +90,20 @@ def test_the_changed_lines_of_a_script_are_two():
 
     assert len([line for line in after if line not in before]) == 2
     assert len([line for line in before if line not in after]) == 1
+
+
+def test_the_callback_saves_and_stops_where_a_plain_trainer_over_ddp_would_fail(tmp_path):
+    """First a rank receives SIGTERM: all stop after the same step. Then a rank is killed: the survivors save."""
+    pytest.importorskip("mpi4py")  # the backend needs Open MPI
+    script = ROOT / "tests" / "support" / "train_hf_ddp.py"
+
+    done = holdfast("run", "-n", 3, script, tmp_path, timeout=LIMIT_S)
+
+    assert done.returncode == 1
+    assert re.findall(r"asked (\d)", done.stdout) == ["3"] * 3
+    assert "received SIGTERM: saving and stopping after step 3" in done.stderr + done.stdout
+    assert f"the state after step 4 is in {tmp_path}/killed/checkpoint-4: resume from it on 2 ranks" in done.stderr
+    for folder in ("asked/checkpoint-3", "killed/checkpoint-4"):
+        assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"} <= {
+            path.name for path in (tmp_path / folder).iterdir()
+        }

@@ -9,7 +9,7 @@
     trainer = Trainer(model=model, args=TrainingArguments(...), train_dataset=dataset)
     trainer.train()
 
-Import :class:`Trainer` before ``TrainingArguments`` is created.
+Import :class:`Trainer` before ``TrainingArguments`` is created: from then on Accelerate sees one process.
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ from typing import TYPE_CHECKING
 from holdfast._lazy import lazy
 
 if TYPE_CHECKING:
+    from holdfast.integrations.transformers_callback import HoldfastCallback
     from holdfast.integrations.transformers_trainer import Seq2SeqTrainer, Trainer
 
-__all__ = ["Seq2SeqTrainer", "Trainer"]
+__all__ = ["HoldfastCallback", "Seq2SeqTrainer", "Trainer"]
 
 _TRAINER = "holdfast.integrations.transformers_trainer"
+_WHERE = {
+    "HoldfastCallback": "holdfast.integrations.transformers_callback",
+    "Seq2SeqTrainer": _TRAINER,
+    "Trainer": _TRAINER,
+}
 
-__getattr__ = lazy(__name__, {"Seq2SeqTrainer": _TRAINER, "Trainer": _TRAINER}, {})
+__getattr__ = lazy(__name__, _WHERE, {})  # a script that only needs the callback keeps its process group
