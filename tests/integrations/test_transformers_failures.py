@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from jobs import ROOT, assert_landed, clean_env, holdfast, run_report
+from tutorials import comparable, executed
 
 transformers = pytest.importorskip("transformers")
 
@@ -107,3 +108,13 @@ def test_the_callback_saves_and_stops_where_a_plain_trainer_over_ddp_would_fail(
         assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"} <= {
             path.name for path in (tmp_path / folder).iterdir()
         }
+
+
+def test_the_tutorial_shows_what_its_commands_print(tmp_path):
+    done = executed((ROOT / "docs" / "tutorials" / "from-transformers.md").read_text(), tmp_path)
+
+    assert len(done) == 2
+    for command, printed in done:
+        assert comparable(printed) == comparable(command.printed), f"$ {command.line}\n{printed}"
+    undisturbed, disturbed = (re.findall(r"weights (\w+)", printed) for _, printed in done)
+    assert set(disturbed) == set(undisturbed)
