@@ -42,6 +42,9 @@ POLICIES = ("ignore", "warn", "rebalance", "replace")
 FIRM = "HOLDFAST_FIRM"
 """If this variable is 1, arguments of the session in the script are ignored: the run is a replay."""
 
+RESPAWNS = "HOLDFAST_RESPAWNS"
+"""The launcher sets this variable to the number of new workers that may join the running job, if any may."""
+
 MOST_WORKERS = 1 << 16
 """Maximum number of workers and spares of a job; few enough to list one by one."""
 

@@ -4,6 +4,8 @@ import importlib.util
 
 import pytest
 
+from holdfast.session.session import forget_sessions
+
 
 @pytest.fixture(autouse=True)
 def framework(request):
@@ -11,3 +13,9 @@ def framework(request):
     missing = [name for name in getattr(request.module, "NEEDS", ()) if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed: run make integrations")
+
+
+@pytest.fixture(autouse=True)
+def _no_open_session():
+    yield
+    forget_sessions()

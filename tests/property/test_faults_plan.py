@@ -15,6 +15,7 @@ from holdfast.faults.plan import (
     NOBODY,
     OF_NODES,
     PHASES,
+    SCRIPT_PHASES,
     SPLIT_PHASES,
     STUCK,
     Fault,
@@ -46,7 +47,7 @@ def flips(draw, rank, step):
 
 @st.composite
 def faults(draw):
-    phase = draw(st.sampled_from(PHASES + SPLIT_PHASES))
+    phase = draw(st.sampled_from(PHASES + SPLIT_PHASES + SCRIPT_PHASES))
     number = draw(st.none() | _numbers) if phase == "handover" else None
     bucket = draw(st.none() | _numbers) if phase == "allreduce" else None
     kind = draw(st.sampled_from(KINDS))

@@ -16,8 +16,9 @@ FENCE = re.compile(
 )
 LIMIT_S = 240
 
-# What differs from run to run, or from one kind of CPU to another: times, hashes, losses and accuracies.
+# What differs from run to run, or from one kind of CPU to another: times, speeds, hashes, losses and accuracies.
 VARIES = [
+    (re.compile(r"'(\w+_runtime|\w+_per_second)': '[^']*'"), "SPEED"),
     (re.compile(r"\b[0-9a-f]{12,64}\b"), "HASH"),
     (re.compile(r"\b\d+(\.\d+)? (s|ms|min)\b"), "TIME"),
     (re.compile(r"\b\d+\.\d{2,}\b"), "NUMBER"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -61,7 +62,6 @@ MAY_IMPORT = {
     "state": LOOP | {"data", "integrity", "models", "engine"},
     "engine": LOOP | {"data", "integrity", "models", "state", "session"},
     "session": LOOP | {"data", "integrity", "models", "state", "engine"},
-    "integrations": {"errors", "config", "session"},
     "doctor": {"errors", "torch_private", "data", "models", "state", "session"},
     "distributed": {
         "errors",
@@ -77,6 +77,7 @@ MAY_IMPORT = {
         "engine",
         "recovery",
     },
+    "integrations": {"errors", "config", "comm.launchers", "session", "state.manager", "distributed"},
     "report": {"errors", "recovery", "integrity.hash_chain", "records"},
     "launch": {
         "errors",

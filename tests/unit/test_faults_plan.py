@@ -16,6 +16,7 @@ from holdfast.faults.plan import (
     NOBODY,
     OF_WORKERS,
     PHASES,
+    SCRIPT_PHASES,
     SPLIT_PHASES,
     STUCK,
     Fault,
@@ -97,7 +98,7 @@ def test_a_spec_says_what_happens_to_whom_and_when(spec, fault):
         ("kill:rank=1,rank=2,step=3", "rank is given twice; give it once"),
         (
             "kill:rank=1,step=2,phase=lunch",
-            f"phase must be one of {', '.join(PHASES + SPLIT_PHASES)}, got 'lunch'",
+            f"phase must be one of {', '.join(PHASES + SPLIT_PHASES + SCRIPT_PHASES)}, got 'lunch'",
         ),
         ("kill:rank=1,step=2,bucket=1", "bucket is only allowed with phase=allreduce, got phase=forward"),
         ("kill:rank=1,step=2,slice=1", "slice is only allowed with phase=handover, got kill in phase=forward"),

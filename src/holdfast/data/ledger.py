@@ -59,7 +59,8 @@ class Ledger:
         return self._closed.plus(self._count_until(self._plan.samples_in(self._epoch) if ended else cursor.offset))
 
     def _count_until(self, until: int) -> SampleCounts:
-        planned = self._plan.order(self._epoch)[:until]
+        begun = self._plan.first_offset if self._epoch == self._plan.first_epoch else 0
+        planned = self._plan.order(self._epoch)[begun:until]
         if self._plan.sampler is not None:
             return self._count_drawn(planned)
         times = self._times[planned]

@@ -94,6 +94,7 @@ class SamplePlan:
     sampler: EpochOrders | None = None
     # the samples, if they can only be read in order; then the length of an epoch is not known before it ends
     stream: Stream | None = None
+    first_offset: int = 0  # samples of the first epoch that were consumed before this job
 
     @property
     def seats(self) -> int:
@@ -103,7 +104,7 @@ class SamplePlan:
     @property
     def start(self) -> PlanCursor:
         """The cursor before the first step."""
-        return PlanCursor(epoch=self.first_epoch, offset=0)
+        return PlanCursor(epoch=self.first_epoch, offset=self.first_offset)
 
     @property
     def epoch_samples(self) -> int:
@@ -113,7 +114,7 @@ class SamplePlan:
     @property
     def num_steps(self) -> int:
         """Number of steps of the whole plan with all workers alive; 0 for a stream."""
-        return self.epochs * -(-self.epoch_samples // self.batch_size)
+        return self.epochs * -(-self.epoch_samples // self.batch_size) - self.first_offset // self.batch_size
 
     def samples_in(self, epoch: int) -> int:
         """Return the number of samples of ``epoch`` that belong to the plan."""

@@ -12,7 +12,7 @@ from holdfast.engine.context import CommittedState, JobContext
 from holdfast.engine.run_log import RunLog
 from holdfast.errors import ConfigError
 from holdfast.faults.names import chosen
-from holdfast.faults.plan import FLIP, SPLIT_PHASES, Fault, FaultPlan
+from holdfast.faults.plan import FLIP, SCRIPT_PHASES, SPLIT_PHASES, Fault, FaultPlan
 from holdfast.faults.process import Injector, NoFaults, PlannedFaults, ask_launcher, strike
 from holdfast.models.trainable import Trainable
 from holdfast.records.beacon import PHASES
@@ -97,13 +97,14 @@ def make_faults(settings: Settings, comm: Communicator, committed: CommittedStat
     return PlannedFaults(plan, fail, announce, report)
 
 
-def check_faults(planned: str, trainable: Trainable, end: int) -> None:
+def check_faults(planned: str, trainable: Trainable, end: int, *, in_framework: bool = False) -> None:
     """Check that planned faults lie inside the run, and resolve the tensors that they alter.
 
     Args:
         planned: The plan as JSON.
         trainable: The model that is trained.
         end: Steps of the whole run.
+        in_framework: A framework trains, which reaches the phases of its own.
 
     Raises:
         ConfigError: if a fault lies outside the run or cannot strike this model.
@@ -112,6 +113,10 @@ def check_faults(planned: str, trainable: Trainable, end: int) -> None:
         try:
             if fault.step >= end:
                 raise ConfigError(f"step must be between 0 and {end - 1} (the run has {end} steps), got {fault.step}")
+            if fault.phase in SCRIPT_PHASES and not in_framework:
+                raise ConfigError(
+                    f"the phases {', '.join(SCRIPT_PHASES)} exist only for the Trainer of holdfast.integrations.transformers"
+                )
             _check_phase(fault, trainable)
         except ConfigError as error:
             raise ConfigError(f"--inject {fault.to_spec()}: {error}") from error

@@ -24,6 +24,8 @@ KINDS = (*OF_WORKERS, FLIP, *OF_NODES)
 PHASES = ("forward", "backward", "allreduce", "optimizer", "recovery", "checkpoint", "rejoin")
 SPLIT_PHASES = ("handover", "rehome", "mirror")
 """Phases of split models: before a slice is handed over, when parts move, while standbys are updated."""
+SCRIPT_PHASES = ("evaluate", "save")
+"""Phases between two steps of the training loop of a framework: an evaluation; a checkpoint of the framework."""
 
 NOBODY = -1
 """The rank of a fault that strikes a node, until the node's first worker is known."""
@@ -54,7 +56,8 @@ class Fault:
         rank: The worker that it strikes; ranks are numbers of the initial job, kept for life. With ``node``: that
             node's first worker, which triggers the fault, or :data:`NOBODY` until that worker is known.
         step: The step, counted from 0.
-        phase: The phase of the step, one of :data:`PHASES` or :data:`SPLIT_PHASES`.
+        phase: The phase of the step, one of :data:`PHASES`, :data:`SPLIT_PHASES` or :data:`SCRIPT_PHASES`. The latter
+            are those before the step.
         bucket: Only with ``allreduce``: the fault strikes after this bucket was reduced, in the middle of the next
             all-reduce. None: in the middle of the step's first all-reduce. A flip of a ``message`` strikes in the
             all-reduce of this bucket.
@@ -91,8 +94,9 @@ class Fault:
                 continue
             if type(value) is not int or value < 0:
                 refuse(f"{name} must be a whole number of at least 0, got {value!r}")
-        if self.phase not in PHASES + SPLIT_PHASES:
-            refuse(f"phase must be one of {', '.join(PHASES + SPLIT_PHASES)}, got {self.phase!r}")
+        phases = PHASES + SPLIT_PHASES + SCRIPT_PHASES
+        if self.phase not in phases:
+            refuse(f"phase must be one of {', '.join(phases)}, got {self.phase!r}")
         if (self.kind == FLIP) != (self.flip is not None):
             refuse(f"a flip needs a target, as in {_FLIP_EXAMPLE}, and no other kind takes one; got {self.kind}")
         if self.flip is not None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from holdfast.config import Settings
+from holdfast.config import RESPAWNS, Settings
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import cause_of_death
 from holdfast.launch.mpi_hosts import MpiHosts
@@ -67,6 +67,8 @@ class JobAttempt:
         self._locks = paths.locks
         self._env = _environment(settings, paths, job.grace_s)
         self._env[ALL_STOP] = str(int(all_stop))
+        if job.max_respawns:
+            self._env[RESPAWNS] = str(job.max_respawns)
         if hosts is not None:
             self._env[LAUNCHER_NODE] = f"{this_node()} {time.time() - time.monotonic() + settings.origin_s}"
             self._env.setdefault("MASTER_ADDR", hosts.left[0].name)

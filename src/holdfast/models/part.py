@@ -83,6 +83,10 @@ class ModelPart:
         """Norm of the gradient of the whole model, if this is a part of it."""
         self.updater: Callable[[], None] | None = None
         """Runs the optimizer on the gradients that :meth:`show_gradients` has set, in a loop that the script owns."""
+        self.loss_divisor = ""
+        """Metric that divides the logged loss, if slices do not count by their samples."""
+        self.unlogged: tuple[str, ...] = ()
+        """Metrics that the records leave out."""
 
     # -- a step
 
@@ -144,6 +148,10 @@ class ModelPart:
         """
         self.gradients.set_buffers()
         metrics = self.gradients.metrics(names) if known is None else dict(known)
+        if metrics.get(self.loss_divisor):
+            metrics["loss"] /= metrics[self.loss_divisor]
+        for name in self.unlogged:
+            metrics.pop(name, None)
         self._update()
         self._drop_step()
         self._step_scheduler(batch, metrics)

@@ -9,8 +9,10 @@ before the vote, ``optimizer.step()`` does nothing and the loader yields the sli
 from __future__ import annotations
 
 import enum
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,6 +48,25 @@ class LoopPhase(enum.Enum):
     """The step is committed; parameters have their mean gradients."""
     APPLIED = enum.auto()
     """The optimizer has run on them."""
+
+
+ITEMS = "items"
+"""Metric of a step in which slices count by their items: the mean number of items per sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceLoss:
+    """The loss of a slice that counts by its number of items, such as tokens, and not by its number of samples.
+
+    Args:
+        loss: The mean over the items of the slice, a scalar.
+        items: Number of items.
+        totals: Other figures, which add up over the slices of a step; the same names in every slice.
+    """
+
+    loss: torch.Tensor
+    items: float
+    totals: Mapping[str, float] = field(default_factory=dict)
 
 
 class PreparedLoop:
@@ -94,16 +115,20 @@ class PreparedLoop:
                 self.session.note_busy(busy=True)
             raise
 
-    def _open(self, loader: Any) -> None:
+    def _open(self, loader: Any, *, hooks: bool = True) -> None:
         self.finish()
         self._opened = self.session.open_loop(loader)
         self._driver = self.session.drive(self._opened)
         self.is_open = True
-        gradient_hook.install(self)
+        if hooks:
+            gradient_hook.install(self)
 
     def steps(self, loader: Any) -> Iterator[Step]:
-        """Yield each step of one pass over ``loader`` once, for a framework that calls :meth:`compute` and :meth:`apply`."""
-        self._open(loader)
+        """Yield each step of one pass over ``loader`` once, for a framework that calls :meth:`compute` and :meth:`apply`.
+
+        The framework may leave the loop after a step, at the same one on every worker, and end it with :meth:`finish`.
+        """
+        self._open(loader, hooks=False)  # nothing to hook: `compute` receives the loss itself
         while self._next_step():
             assert self.step is not None
             yield self.step
@@ -121,12 +146,52 @@ class PreparedLoop:
         Returns:
             The mean loss over the mini-batch, equal on all workers.
         """
+        for inputs in self._inputs_until_decided():
+            self.backward(loss_of(inputs))
+        return self._part.gradients.metrics(())["loss"]
+
+    def compute_items(self, loss_of: Callable[[Any], SliceLoss], names: Sequence[str]) -> dict[str, float]:
+        """Compute the step like :meth:`compute`, where the loss is a mean over items and not over samples.
+
+        Slices add up by their items, and the sum is divided once by the items of the mini-batch. So the mean does not
+        depend on how the items are distributed over slices, or slices over workers.
+
+        Args:
+            loss_of: Receives the inputs of a slice.
+            names: Names of the ``totals`` of every slice.
+
+        Returns:
+            The mean loss over the items of the mini-batch as ``loss``, and the totals; equal on all workers.
+        """
+        for inputs in self._inputs_until_decided():
+            made = loss_of(inputs)
+            assert self.step is not None
+            if not self._is_counted:
+                self.backward(made.loss)
+                continue
+            samples = self.step.slice_samples
+            for name, total in (*made.totals.items(), (ITEMS, made.items)):
+                self.step.keep_metric(name, total / samples)
+            self.backward(made.loss * (made.items / samples))
+        return self._divide_by_items(names)
+
+    def _divide_by_items(self, names: Sequence[str]) -> dict[str, float]:
+        means = self._part.gradients.metrics((*names, ITEMS))
+        if ITEMS not in means:  # strategy forward lost every slice of the step
+            return {"loss": math.nan, **dict.fromkeys(names, 0.0)}
+        factor = 1 / means[ITEMS] if means[ITEMS] else 0.0
+        gradients = [p.grad for p in self._part.buckets.parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, factor)
+        self._part.loss_divisor, self._part.unlogged = ITEMS, (ITEMS, *names)
+        assert self.step is not None
+        return {"loss": means["loss"] * factor, **{name: means[name] * self.step.samples for name in names}}
+
+    def _inputs_until_decided(self) -> Iterator[Any]:
+        """Yield the inputs of this worker's slices, again after each failure, until the step is committed."""
         while self.phase is not LoopPhase.DECIDED:
             if self.step is None and not self._next_step():
                 raise InternalError("a step that has to be computed again was not begun")
-            for inputs in self._inputs_of_step():
-                self.backward(loss_of(inputs))
-        return self._part.gradients.metrics(())["loss"]
+            yield from self._inputs_of_step()
 
     def _next_step(self) -> bool:
         """Begin the next step, or the same one again; return False at the end of the pass."""
@@ -297,6 +362,17 @@ class PreparedLoop:
         if self._resume() is not Pause.BEFORE_STEP:
             raise InternalError(f"step {self.number} was not applied")
         self.phase = LoopPhase.APPLIED
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that the session trains."""
+        return self._part.model
+
+    @property
+    def slice_samples(self) -> int:
+        """Number of samples of the slice that is being computed."""
+        assert self.step is not None
+        return self.step.slice_samples
 
     @property
     def is_decided(self) -> bool:

@@ -133,6 +133,8 @@ class Session:
         self._said: set[str] = set()
         self.ends_loop: Callable[[], None] | None = None
         """Ends a prepared loop that the script has left."""
+        self.in_framework = False
+        """Whether a framework trains, which reports its own phases to :meth:`reach`."""
 
     def register(self, **things: Stateful) -> None:
         """Save the state of ``things`` with the model: in checkpoints, and restored when a step is retried.
@@ -230,7 +232,8 @@ class Session:
             )
         if self._settings.faults and application.looks is None:
             end = job.step + plan.num_steps if plan.stream is None else sys.maxsize
-            check_faults(self._settings.faults, self._trainable, self._total_steps or end)
+            end = self._total_steps or end
+            check_faults(self._settings.faults, self._trainable, end, in_framework=self.in_framework)
         return OpenedLoop(job, plan, opened.source)
 
     def _say_once(self, job: JobContext, *notes: str) -> None:
@@ -350,6 +353,35 @@ class Session:
             raise ConfigError("holdfast doctor cannot inspect a loop of holdfast.prepare; it inspects session.steps")
         return self._open(loader)
 
+    def begin_at(self, step: int, epoch: int, offset: int, describe: Callable[[], dict[str, Any]]) -> None:
+        """Let the next loop continue a job of which a framework has loaded the state.
+
+        Args:
+            step: Steps that it had committed.
+            epoch: Number of the next loop's epoch.
+            offset: Samples of that epoch that committed steps have consumed.
+            describe: Returns the framework's state as plain JSON; it is saved with each checkpoint.
+        """
+        job = self._connect()
+        job.committed.step, job.loops.epoch, job.loops.offset = step, epoch, offset
+        job.loops.describe = describe
+
+    @property
+    def loop_numbers(self) -> tuple[int, int]:
+        """Number of the current loop, and of its first epoch."""
+        loops = self._connect().loops
+        return loops.number, loops.epoch
+
+    @property
+    def job_name(self) -> str:
+        """A name of this run that no other has."""
+        return f"{self._settings.run_dir} {self._settings.origin_s}"
+
+    @property
+    def num_slices(self) -> int:
+        """Number of slices of a mini-batch, once a loop has begun."""
+        return self._connect().loops.slices
+
     def drive(self, loop: OpenedLoop) -> Iterator[Step | Pause]:
         """Yield the steps of a pass, and its pauses."""
         return self._train(loop, pauses=True)
@@ -357,6 +389,12 @@ class Session:
     def note_busy(self, *, busy: bool) -> None:
         """Tell the health monitor that the script's own work begins or ends; see :meth:`busy`."""
         self._connect().beacon.publish_busy(busy=busy)
+
+    def reach(self, phase: str) -> None:
+        """Report that a framework is in one of :data:`holdfast.faults.kinds.SCRIPT_PHASES`, where a planned fault may strike."""
+        job = self._connect()
+        for rank in job.comm.local_ranks:
+            job.faults.reach(phase, job.step, rank)
 
     def check_finished(self) -> None:
         """Check that no loop was left before its end.
@@ -437,6 +475,7 @@ class Session:
             num_samples=opened.num_samples,
             batch_size=opened.batch_size,
             first_epoch=job.loops.epoch,
+            first_offset=job.loops.offset,
             epochs=epochs,
             seed=settings.seed,
             shuffle=opened.shuffle,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
 
@@ -27,12 +27,17 @@ class _SliceWork(_StepWork, Protocol):
     def begin_slice(self, batch: MiniBatch, number: int) -> Any: ...
     def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None: ...
     def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None: ...
-    def begin_uncounted(self, batch: MiniBatch) -> Any: ...
-    def end_uncounted(self) -> None: ...
     def between_slices(self, batch: MiniBatch) -> None: ...
     def at_once(
         self, batch: MiniBatch, numbers: Sequence[int], forward: Forward, loss: Loss
     ) -> AbstractContextManager[Collection[int]]: ...
+
+
+class _UncountedWork(Protocol):
+    """A slice of another worker, whose results are dropped; see :class:`~holdfast.models.slice_runner.SliceRunner`."""
+
+    def begin_uncounted(self, batch: MiniBatch) -> Any: ...
+    def end_uncounted(self) -> None: ...
 
 
 class _StagedWork(_StepWork, Protocol):
@@ -91,6 +96,11 @@ class Step:
         return tuple(self._mine)
 
     @property
+    def slice_samples(self) -> int:
+        """Number of samples in the current slice, which is another worker's if this one has none."""
+        return len(self._batch.slices[self._current if self._current >= 0 else min(self._batch.owners)])
+
+    @property
     def is_at_last_slice(self) -> bool:
         """Whether no slice of this worker follows the current one."""
         return len(self._pending) <= int(self._current >= 0)
@@ -135,11 +145,11 @@ class Step:
 
     def begin_uncounted(self) -> Any:
         """Return the inputs of another worker's slice, for a script that must see one in every step; nothing of it is kept."""
-        return self._work.begin_uncounted(self._batch)
+        return cast("_UncountedWork", self._work).begin_uncounted(self._batch)
 
     def end_uncounted(self) -> None:
         """Drop everything that the uncounted slice computed."""
-        self._work.end_uncounted()
+        cast("_UncountedWork", self._work).end_uncounted()
 
     def add_loss(self, root: torch.Tensor, value: torch.Tensor) -> None:
         """Compute the gradients of ``root``, and add ``value`` to the logged loss of the slice.

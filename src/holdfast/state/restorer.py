@@ -254,6 +254,7 @@ class StateRestorer:
             "totals": dataclasses.asdict(job.loops.totals),
             "changes": self._live_config.state(),
             "kind": job.platform.properties,
+            **({"framework": job.loops.describe()} if job.loops.describe is not None else {}),
             **({"link": job.committed.link} if job.committed.link else {}),
         }
 
