@@ -62,8 +62,10 @@ MAY_IMPORT = {
     "engine": LOOP | {"data", "integrity", "models", "state", "session"},
     "session": LOOP | {"data", "integrity", "models", "state", "engine"},
     "doctor": {"errors", "torch_private", "data", "models", "state", "session"},
+    "integrations": {"_lazy", "errors", "config", "data.seeds", "session"},
     "distributed": {
         "errors",
+        "integrations.discovery",
         "events",
         "clock",
         "notice",
@@ -156,6 +158,7 @@ WITHOUT_TORCH = (
     "faults.points",
     "faults.plan",
     "integrity.hash_chain",
+    "integrations.discovery",
     "state.platform",
     "lab.simulate",
     "lab.pages",

@@ -125,6 +125,38 @@ class PreparedLoop:
                 self.backward(loss_of(inputs))
         return self._part.gradients.metrics(())["loss"]
 
+    def slices(self) -> Iterator[Any]:
+        """Yield the inputs of slices, again after each failure, until the step is committed.
+
+        For a framework whose own code calls ``loss.backward()``; after the last slice, parameters have the mean gradients
+        of the step, and :meth:`apply` is due.
+
+        Raises:
+            ScriptError: if a slice ended without a backward pass.
+        """
+        while self.phase is not Phase.DECIDED:
+            if self.step is None and not self._next_step():
+                raise InternalError("a step that has to be computed again was not begun")
+            for inputs in self._inputs_of_step():
+                yield inputs
+                if self.phase is Phase.SLICE:
+                    raise ScriptError(f"a slice of step {self.number} ended without loss.backward()")
+
+    def log(self, name: str, value: torch.Tensor | float) -> None:
+        """Keep a metric of the slice in progress, a mean over its samples."""
+        if self.phase is not Phase.SLICE or self.step is None:
+            raise ScriptError("a metric of a slice must be logged before its loss.backward()")
+        check_name(name)
+        self.step.keep_metric(name, figure_of(value))
+
+    def metrics(self, names: Sequence[str]) -> dict[str, float]:
+        """Return means over the mini-batch of the step that is committed, and not applied yet, equal on every worker.
+
+        Args:
+            names: What the slices logged, in that order; a worker without slices has to know it, too.
+        """
+        return self._part.gradients.metrics(names)
+
     def _next_step(self) -> bool:
         """Begin the next step, or the same one again; return False at the end of the pass."""
         self.step = None

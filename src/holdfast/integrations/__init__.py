@@ -1,0 +1,1 @@
+"""Holdfast inside other training frameworks; each module needs its framework, so this package imports none of them."""
