@@ -40,6 +40,8 @@ class Ledger:
     def __init__(self, plan: SamplePlan) -> None:
         self._plan = plan
         self._times = np.zeros(plan.num_samples, dtype=np.uint8)
+        if plan.first_offset:
+            self._times[plan.order(plan.first_epoch)[: plan.first_offset]] = _ONCE
         self._epoch = plan.first_epoch
         self._closed = SampleCounts()
 

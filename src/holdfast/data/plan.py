@@ -56,6 +56,7 @@ class SamplePlan:
     batch_size: int  # samples of a step with all workers alive
     first_epoch: int  # number of the first epoch; epochs are counted throughout the job
     epochs: int  # number of epochs
+    first_offset: int = 0  # samples of the first epoch that an earlier job has consumed
     seed: int  # seed of the order
     shuffle: bool  # otherwise samples come in the order of the dataset
     drop_last: bool  # leave out the short mini-batch at the end of an epoch
@@ -78,7 +79,7 @@ class SamplePlan:
     @property
     def start(self) -> PlanCursor:
         """The cursor before the first step."""
-        return PlanCursor(epoch=self.first_epoch, offset=0)
+        return PlanCursor(epoch=self.first_epoch, offset=self.first_offset)
 
     @property
     def epoch_samples(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Generator, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from holdfast.checkpoint.writer import WriteResult
 from holdfast.comm import OrderedAllReduce
@@ -196,6 +196,10 @@ class TrainingLoop:
                 assert self._trainable.whole is not None
                 self._trainable.whole.show_gradients()
                 yield Pause.BEFORE_UPDATE
+
+    def position(self) -> dict[str, Any]:
+        """Return the position in the data after the last committed step."""
+        return self._position.info()
 
     def end_here(self) -> None:
         """Make the last committed step the last one of this loop; every worker must do so after the same step."""

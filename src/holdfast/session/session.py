@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +22,7 @@ from holdfast.config import MOST_WORKERS, Settings
 from holdfast.data.assignment import choose_slices
 from holdfast.data.loader import DataSource
 from holdfast.data.plan import SamplePlan
+from holdfast.data.position import check_unchanged
 from holdfast.data.samples import check_dataset
 from holdfast.engine import exits
 from holdfast.engine.context import CommittedState, JobContext, LiveSettings, LoopState
@@ -130,6 +131,8 @@ class Session:
         self._given_comm = comm
         self._job: JobContext | None = None
         self._training = False
+        self._opened: OpenedLoop | None = None
+        self._resumes_at: Mapping[str, Any] | None = None
         self.ends_loop: Callable[[], None] | None = None
         """Ends a prepared loop that the script has left."""
 
@@ -220,14 +223,22 @@ class Session:
             )
         job = self._connect()
         job.loops.slices = job.loops.slices or self._choose_slices(job, batch_size)
+        resumed, self._resumes_at = self._resumes_at, None
+        if resumed is not None:
+            job.committed.step, job.loops.epoch = resumed["step"], resumed["epoch"]
+            job.loops.slices = self._settings.slices or resumed["slices"]
         plan = self._plan(job, len(dataset), batch_size, epochs, shuffle=shuffle, drop_last=drop_last)
+        if resumed is not None:
+            check_unchanged(plan, resumed)
+            plan = dataclasses.replace(plan, first_offset=resumed["offset"])
         if not plan.epoch_samples:
             raise ConfigError(
                 f"drop_last leaves no batch: batch_size must be at most len(dataset) ({len(dataset)}), got {batch_size}"
             )
         if self._settings.faults and application.looks is None:
             check_faults(self._settings.faults, self._trainable, self._total_steps or job.step + plan.num_steps)
-        return OpenedLoop(job, plan, DataSource(dataset, collate, num_workers, prefetch_factor))
+        self._opened = OpenedLoop(job, plan, DataSource(dataset, collate, num_workers, prefetch_factor))
+        return self._opened
 
     def _train(self, loop: OpenedLoop, *, pauses: bool = False) -> Iterator[Step | Pause]:
         job, plan = loop.job, loop.plan
@@ -350,6 +361,21 @@ class Session:
     def drive(self, loop: OpenedLoop) -> Iterator[Step | Pause]:
         """Yield the steps of a pass, and its pauses."""
         return self._train(loop, pauses=True)
+
+    def position(self) -> dict[str, Any] | None:
+        """Return the position after the last committed step, for :meth:`resume_at`; None before the first loop."""
+        if self._job is None or self._opened is None or self._opened.run is None:
+            return None
+        ended = {} if self._training else {"epoch": self._job.loops.epoch, "offset": 0}
+        return {"step": self._job.step, **self._opened.run.position(), **ended}
+
+    def resume_at(self, position: Mapping[str, Any]) -> None:
+        """Begin the first loop where an earlier job was, for a framework that restores the model by itself.
+
+        Args:
+            position: What :meth:`position` returned.
+        """
+        self._resumes_at = position
 
     def note_busy(self, *, busy: bool) -> None:
         """Tell the health monitor that the script's own work begins or ends; see :meth:`busy`."""

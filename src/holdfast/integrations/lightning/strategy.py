@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -26,7 +27,8 @@ from holdfast.integrations.lightning.support import check_settings, check_traine
 from holdfast.session.prepared import PreparedLoop
 from holdfast.session.session import Session
 
-_Any = TypeVar("_Any")
+_POSITION = "holdfast"
+"""Key of the position in the data, in a checkpoint."""
 
 
 class TrainingRun:
@@ -40,14 +42,36 @@ class TrainingRun:
         self.session.ends_loop = self.loop.finish
         self.duties = LeadDuties(self.session)
         self.metrics = SliceMetrics(trainer, self.loop)
+        self._trainer = trainer
+        self._position: Mapping[str, Any] | None = None
         self._slices: Iterator[Any] = iter(())
         self._inputs: Any = None
         self._generators: dict[str, Any] = {}
         self._is_first = False
         self.is_computing = False
 
+    def resume_at(self, position: Mapping[str, Any]) -> None:
+        """Continue the order of the samples where a checkpoint was saved."""
+        self._position = position
+
+    def _find_position(self, batch_size: int) -> None:
+        """Pass the position on in the way Lightning continues: within the epoch, or with the next one."""
+        position, self._position = self._position, None
+        if position is None:
+            return
+        done = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if done == 0 and position["offset"]:  # the epoch was shortened, for example by limit_train_batches
+            position = {**position, "epoch": position["epoch"] + 1, "offset": 0}
+        if done * batch_size != position["offset"]:
+            raise ConfigError(
+                f"the checkpoint was saved after {position['offset']} samples of an epoch, but Lightning continues after"
+                f" {done} batches of {batch_size}: resume from another checkpoint"
+            )
+        self.session.resume_at(position)
+
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield, once per mini-batch, the inputs of this worker's first slice."""
+        self._find_position(loader.batch_size)
         for _ in self.loop.steps(loader):
             self._slices = self.loop.slices()
             inputs = next(self._slices)
@@ -132,6 +156,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         self.cluster_environment = HoldfastEnvironment()
         self._settings = settings
         self._run: TrainingRun | None = None
+        self._loaded_position: Mapping[str, Any] | None = None
 
     @property
     def run(self) -> TrainingRun:
@@ -167,6 +192,10 @@ class HoldfastStrategy(SingleDeviceStrategy):
         model = self.lightning_module
         assert model is not None
         self._run = TrainingRun(trainer, model, self._settings)
+        if self._loaded_position is not None:
+            self._run.resume_at(self._loaded_position)
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+            self._loaded_position = None
         self._note_lead()
         self._run.duties.begin(trainer)
 
@@ -282,7 +311,20 @@ class HoldfastStrategy(SingleDeviceStrategy):
         if self._run is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
+            checkpoint[_POSITION] = self._run.session.position()
             self._run.duties.save(self.checkpoint_io, checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint; ``trainer.fit`` continues the order of the samples at its position."""
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._trainer().state.fn == TrainerFn.FITTING:
+            self._loaded_position = loaded.get(_POSITION)
+            if self._loaded_position is None and loaded.get("global_step"):
+                raise ConfigError(
+                    f'{checkpoint_path} was not saved under strategy="holdfast": the position in its order of samples is'
+                    " unknown; load the weights with MODULE.load_from_checkpoint instead"
+                )
+        return loaded
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint, on the lead."""
