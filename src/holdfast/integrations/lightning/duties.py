@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from holdfast.integrations.lightning.loggers import continue_files, flush_often
+from holdfast.integrations.lightning.loggers import LoggerRelay
 from holdfast.session.session import Session
 
 
@@ -24,7 +24,7 @@ class LeadDuties:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._was_lead = session.is_lead
-        self._loggers: list[Any] = []
+        self._loggers = LoggerRelay(lambda: self._was_lead)
         self._buffers: frozenset[str] = frozenset()
         self._undone: list[Callable[[], None]] = []
         self._found: frozenset[str] = frozenset()
@@ -32,9 +32,8 @@ class LeadDuties:
 
     def begin(self, trainer: Trainer) -> None:
         """Prepare the callbacks and loggers for a lead that may change."""
-        self._loggers = list(trainer.loggers)
+        self._loggers.begin(trainer.loggers)
         self._buffers = frozenset(name for name, _ in trainer.lightning_module.named_buffers())
-        flush_often(self._loggers)
         for callback in trainer.callbacks:
             if isinstance(callback, ModelCheckpoint):
                 # As Lightning has it, the lead alone looks at the directory and broadcasts. Here each worker knows which
@@ -73,11 +72,12 @@ class LeadDuties:
         with self._session.busy():
             for do in self._undone:
                 do()
-            continue_files(self._loggers)
+            self._loggers.take_over()
 
     def forget(self) -> None:
-        """A step is committed: the lead has completed everything before it."""
+        """A step is committed with this lead, which has completed everything before the step."""
         self._undone.clear()
+        self._loggers.forget()
 
 
 def _without_live_buffers(checkpoint: dict[str, Any], buffers: frozenset[str]) -> dict[str, Any]:

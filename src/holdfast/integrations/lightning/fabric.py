@@ -76,13 +76,13 @@ class HoldfastFabricStrategy(SingleDeviceStrategy):
     """
 
     def __init__(self, *, checkpoint_io: Any = None, precision: Any = None, **settings: Any) -> None:
+        self._loop: PreparedLoop | None = None
         super().__init__(device="cpu", checkpoint_io=checkpoint_io or HoldfastCheckpointIO(), precision=precision)
         self.cluster_environment = HoldfastEnvironment()
         self._settings = settings
         self._module: nn.Module | None = None
         self._optimizers: list[optim.Optimizer] = []
         self._has_scheduler = False
-        self._loop: PreparedLoop | None = None
 
     @property
     def loop(self) -> PreparedLoop:
@@ -193,6 +193,15 @@ class HoldfastFabricStrategy(SingleDeviceStrategy):
         is_lead = self._loop.session.is_lead if is_open and self._loop is not None else started_as_lead()
         rank_zero_only.rank = 0 if is_lead else 1
         return is_lead
+
+    @property
+    def local_rank(self) -> int:
+        """0 where ``fabric.print`` prints: on the lead."""
+        return 0 if self._note_lead() else 1
+
+    @local_rank.setter
+    def local_rank(self, rank: int) -> None:
+        """Ignore the rank that the base class sets."""
 
     def save_checkpoint(
         self, path: str | Path, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
+import csv
+import functools
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.loggers.csv_logs import CSVLogger as FabricCSVLogger
 
-_AGREED = "lightning-versions.jsonl"
+from holdfast.integrations.lightning.agreement import agreed
 
 
 def agree_on_versions(loggers: Sequence[Any]) -> None:
@@ -21,45 +22,67 @@ def agree_on_versions(loggers: Sequence[Any]) -> None:
     """
     for number, logger in enumerate(loggers):
         if hasattr(logger, "_get_next_version") and getattr(logger, "_version", "") is None:
-            logger._version = _agreed(f"{number} {logger.root_dir}", logger._get_next_version)
+            logger._version = agreed(f"{number} {logger.root_dir}", logger._get_next_version)
 
 
-def _agreed(key: str, choose: Any) -> Any:
-    """Return the value that the first process of the job has chosen for ``key``."""
-    run_dir = os.environ.get("HOLDFAST_RUN_DIR")
-    if not run_dir:
-        return choose()
-    with (Path(run_dir) / _AGREED).open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        known = dict(json.loads(line) for line in file)
-        if key not in known:
-            known[key] = choose()
-            file.write(json.dumps([key, known[key]]) + "\n")
-        return known[key]
+class LoggerRelay:
+    """Keeps what the lead logs on the other workers, too, so that the next lead can complete it.
+
+    Args:
+        is_lead: Whether this worker logs.
+    """
+
+    def __init__(self, is_lead: Callable[[], bool]) -> None:
+        self._is_lead = is_lead
+        self._loggers: Sequence[Any] = ()
+        self._unlogged: list[tuple[Any, dict[str, Any], int | None]] = []
+
+    def begin(self, loggers: Sequence[Any]) -> None:
+        """Follow what is logged from here on."""
+        self._loggers = loggers
+        for logger in loggers:
+            if isinstance(logger, FabricCSVLogger):
+                logger._flush_logs_every_n_steps = 1  # rows in memory would be lost with the lead
+            if not self._is_lead():
+                logger.log_metrics = functools.partial(self._keep, logger, logger.log_metrics)
+
+    def _keep(self, logger: Any, log_metrics: Any, metrics: dict[str, Any], step: int | None = None) -> None:
+        if self._is_lead():
+            log_metrics(metrics, step)
+        else:
+            self._unlogged.append((logger, dict(metrics), step))
+
+    def forget(self) -> None:
+        """The lead has logged everything so far."""
+        self._unlogged.clear()
+
+    def take_over(self) -> None:
+        """Continue the files of the previous lead, and log what it may not have logged."""
+        rows = {id(logger): _continued_csv(logger) for logger in self._loggers if isinstance(logger, FabricCSVLogger)}
+        for logger, metrics, step in self._unlogged:
+            if _as_row(metrics, step) not in rows.get(id(logger), []):
+                logger.log_metrics(metrics, step)
+        self._unlogged.clear()
 
 
-def flush_often(loggers: Sequence[Any]) -> None:
-    """Let CSV loggers write each row at once: rows in memory would be lost with the lead."""
-    for logger in loggers:
-        if isinstance(logger, FabricCSVLogger):
-            logger._flush_logs_every_n_steps = 1
-
-
-def continue_files(loggers: Sequence[Any]) -> None:
-    """Continue the files of the previous lead, where a new logger would begin them again."""
-    for logger in loggers:
-        if isinstance(logger, FabricCSVLogger) and logger._experiment is None:
-            _continue_csv(logger)
-
-
-def _continue_csv(logger: FabricCSVLogger) -> None:
+def _continued_csv(logger: FabricCSVLogger) -> list[dict[str, str]]:
+    """Let a CSV logger continue its file, which it would begin again; return the rows of it."""
     path = Path(logger.log_dir) / "metrics.csv"
+    if not path.is_file():
+        return []
     aside = path.with_name(f"{path.name}.{os.getpid()}.kept")
-    if path.is_file():
-        path.replace(aside)
-    experiment = logger.experiment  # removes metrics.csv
-    if aside.is_file():
-        aside.replace(path)
-        header = path.read_text().partition("\n")[0].strip()
-        experiment.metrics_keys = [name for name in header.split(",") if name]
+    path.replace(aside)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "previous log files will be deleted"
+        experiment = logger.experiment
+    aside.replace(path)
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        experiment.metrics_keys = list(reader.fieldnames or ())
+        return [{name: text for name, text in row.items() if text} for row in reader]
+
+
+def _as_row(metrics: Mapping[str, Any], step: int | None) -> dict[str, str]:
+    """Return metrics as they are read from a CSV file."""
+    values = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+    return {name: str(value) for name, value in (values | {"step": step}).items()}

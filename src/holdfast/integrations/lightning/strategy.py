@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loops.optimization.closure import AbstractClosure
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies.single_device import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn, optim
 
 from holdfast.data.seeds import generator_states, set_generator_states
 from holdfast.errors import ConfigError, InternalError, ScriptError
+from holdfast.integrations.lightning.agreement import in_turn
 from holdfast.integrations.lightning.checkpoint_io import HoldfastCheckpointIO
 from holdfast.integrations.lightning.duties import LeadDuties
 from holdfast.integrations.lightning.environment import HoldfastEnvironment, started_as_lead
@@ -98,6 +99,10 @@ class TrainingRun:
         try:
             with self.metrics.kept():
                 result = closure()
+                if isinstance(
+                    closure, Closure
+                ):  # its hooks run once a step; each slice begins without gradients anyway
+                    closure._zero_grad_fn = None
                 for inputs in self._slices:
                     self._begin(inputs, is_first=False)
                     result = closure()
@@ -120,7 +125,9 @@ class _SlicedLoader:
         return self._batches()
 
     def _batches(self) -> Iterator[Any]:
-        yield from self._strategy.run.batches(self._loader)
+        for inputs in self._strategy.run.batches(self._loader):
+            self._strategy.follow_lead()
+            yield inputs
 
     def __len__(self) -> int:
         """Return the number of mini-batches."""
@@ -175,6 +182,9 @@ class HoldfastStrategy(SingleDeviceStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             check_trainer(trainer)
             agree_on_versions(trainer.loggers)
+        for source in (trainer.lightning_module, trainer.datamodule):
+            if source is not None:
+                source.prepare_data = in_turn(source.prepare_data)
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
@@ -214,9 +224,15 @@ class HoldfastStrategy(SingleDeviceStrategy):
         """Whether this process writes what is written once: the lowest surviving rank."""
         return self._note_lead()
 
+    def follow_lead(self) -> None:
+        """Write from here on if the lead has failed and this worker is the next one."""
+        self._note_lead()
+
     def _note_lead(self) -> bool:
         is_lead = started_as_lead() if self._run is None else self._run.session.is_lead
         rank_zero_only.rank = 0 if is_lead else 1
+        if self._run is not None and is_lead:
+            self._run.duties.take_over(self.checkpoint_io)
         return is_lead
 
     # -- a step
@@ -267,12 +283,11 @@ class HoldfastStrategy(SingleDeviceStrategy):
         if run is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         result = run.compute(closure)
-        if isinstance(closure, AbstractClosure) and closure._result is not None:
+        if isinstance(closure, Closure) and closure._result is not None:
             run.metrics.set_loss(closure._result.loss)
-        run.duties.take_over(self.checkpoint_io)
         self._note_lead()
-        run.loop.apply(lambda: super(HoldfastStrategy, self).optimizer_step(optimizer, lambda: result, model, **kwargs))
         run.duties.forget()
+        run.loop.apply(lambda: super(HoldfastStrategy, self).optimizer_step(optimizer, lambda: result, model, **kwargs))
         return result
 
     # -- between steps
@@ -294,7 +309,6 @@ class HoldfastStrategy(SingleDeviceStrategy):
         super().on_train_end()
         if self._run is not None:
             self._run.loop.finish()
-            self._run.duties.take_over(self.checkpoint_io)
             self._note_lead()
 
     def teardown(self) -> None:
