@@ -55,6 +55,7 @@ class OpenedLoop:
     plan: SamplePlan
     source: DataSource
     run: TrainingLoop | None = None
+    is_over: bool = False  # the next loop begins with the next epoch
 
 
 _sessions: list[Session] = []
@@ -264,6 +265,7 @@ class Session:
                 raise
         job.loops.totals = run.account()
         job.loops.end(plan.epochs)
+        loop.is_over = True
         self._close_loop()
 
     def _close_loop(self) -> None:
@@ -366,7 +368,7 @@ class Session:
         """Return the position after the last committed step, for :meth:`resume_at`; None before the first loop."""
         if self._job is None or self._opened is None or self._opened.run is None:
             return None
-        ended = {} if self._training else {"epoch": self._job.loops.epoch, "offset": 0}
+        ended = {} if not self._opened.is_over else {"epoch": self._job.loops.epoch, "offset": 0}
         return {"step": self._job.step, **self._opened.run.position(), **ended}
 
     def resume_at(self, position: Mapping[str, Any]) -> None:

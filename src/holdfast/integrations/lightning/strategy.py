@@ -30,6 +30,8 @@ from holdfast.session.session import Session
 
 _POSITION = "holdfast"
 """Key of the position in the data, in a checkpoint."""
+STOPPED = 4
+"""Exit code of a job that was stopped on request."""
 
 
 class TrainingRun:
@@ -125,9 +127,14 @@ class _SlicedLoader:
         return self._batches()
 
     def _batches(self) -> Iterator[Any]:
-        for inputs in self._strategy.run.batches(self._loader):
-            self._strategy.follow_lead()
-            yield inputs
+        try:
+            for inputs in self._strategy.run.batches(self._loader):
+                self._strategy.follow_lead()
+                yield inputs
+        except SystemExit as stopped:
+            if stopped.code == STOPPED:
+                self._strategy.save_stopped()
+            raise
 
     def __len__(self) -> int:
         """Return the number of mini-batches."""
@@ -223,6 +230,14 @@ class HoldfastStrategy(SingleDeviceStrategy):
     def is_global_zero(self) -> bool:
         """Whether this process writes what is written once: the lowest surviving rank."""
         return self._note_lead()
+
+    def save_stopped(self) -> None:
+        """Save what Lightning needs to resume, because all workers stop."""
+        trainer = self._trainer()
+        path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+        trainer.save_checkpoint(path)
+        if self._note_lead():
+            sys.stderr.write(f'holdfast: resume with trainer.fit(..., ckpt_path="{path}")\n')
 
     def follow_lead(self) -> None:
         """Write from here on if the lead has failed and this worker is the next one."""
