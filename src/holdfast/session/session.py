@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import RandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from holdfast import notice
 from holdfast.clock import SystemClock
@@ -353,7 +353,7 @@ class Session:
             loader.dataset,
             loader.batch_size,
             1,
-            shuffle=isinstance(loader.sampler, RandomSampler),
+            shuffle=is_shuffled(loader),
             drop_last=loader.drop_last,
             collate=loader.collate_fn,
             num_workers=loader.num_workers,
@@ -500,6 +500,24 @@ def forget_sessions() -> None:
     """Forget the sessions of an application that was torn down: their loops are open, and will not be continued."""
     _sessions.clear()
     gradient_hook.forget()
+
+
+def is_shuffled(loader: Any) -> bool:
+    """Return whether a data loader shuffles, as far as a session can take its place: the order is that of the session.
+
+    Raises:
+        ConfigError: if it has no data set with ``len`` and ``[]``, or draws samples in another way.
+    """
+    check_dataset(loader.dataset)
+    sampler, batch_sampler = loader.sampler, getattr(loader, "batch_sampler", None)
+    plain = isinstance(sampler, SequentialSampler) or (isinstance(sampler, RandomSampler) and not sampler.replacement)
+    if not plain or type(batch_sampler) not in (BatchSampler, type(None)) or loader.batch_size is None:
+        own = batch_sampler if plain else sampler
+        raise ConfigError(
+            f"the loader's sampler must be that of shuffle=True or shuffle=False, got {type(own).__name__}: the order of"
+            " samples depends on seed and epoch alone, so that survivors know it"
+        )
+    return isinstance(sampler, RandomSampler)
 
 
 def _check_arguments(dataset: Any, batch_size: int, epochs: int, *, num_workers: int, prefetch_factor: int) -> None:
