@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ class Saving:
 
     def __reduce__(self):
         reach("save")
-        return (int, (1,))
+        return (OrderedDict, ())  # what torch.load allows by itself
 
 
 class Module(LightningModule):
@@ -121,6 +122,7 @@ def fit(out, strategy="holdfast", ckpt_path=None, **options):
         "enable_model_summary": False,
         "enable_progress_bar": False,
         "log_every_n_steps": 1,
+        "devices": int(os.environ.get("DEVICES", "1")),
     }
     logger = CSVLogger(out, name="logs", flush_logs_every_n_steps=1)
     callbacks = [recorder, best, each, LearningRateMonitor("step")]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 
 from holdfast.integrations.lightning.loggers import LoggerRelay
 from holdfast.session.session import Session
@@ -21,11 +22,11 @@ class LeadDuties:
     committed with it, so the new lead notices, and its model is still the one that was to be saved.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, model: nn.Module) -> None:
         self._session = session
         self._was_lead = session.is_lead
         self._loggers = LoggerRelay(lambda: self._was_lead)
-        self._buffers: frozenset[str] = frozenset()
+        self._model = model
         self._undone: list[Callable[[], None]] = []
         self._found: frozenset[str] = frozenset()
         self._exists: dict[str, bool] = {}
@@ -33,7 +34,6 @@ class LeadDuties:
     def begin(self, trainer: Trainer) -> None:
         """Prepare the callbacks and loggers for a lead that may change."""
         self._loggers.begin(trainer.loggers)
-        self._buffers = frozenset(name for name, _ in trainer.lightning_module.named_buffers())
         for callback in trainer.callbacks:
             if isinstance(callback, ModelCheckpoint):
                 # As Lightning has it, the lead alone looks at the directory and broadcasts. Here each worker knows which
@@ -53,7 +53,7 @@ class LeadDuties:
             with self._session.busy():
                 checkpoint_io.save_checkpoint(checkpoint, path, **arguments)
             return
-        kept = _without_live_buffers(checkpoint, self._buffers)
+        kept = _frozen(checkpoint, {buffer.data_ptr() for buffer in self._model.buffers()})
         self._undone.append(lambda: checkpoint_io.save_checkpoint(kept, path, **arguments))
 
     def remove(self, checkpoint_io: Any, path: str | Path) -> None:
@@ -80,8 +80,12 @@ class LeadDuties:
         self._loggers.forget()
 
 
-def _without_live_buffers(checkpoint: dict[str, Any], buffers: frozenset[str]) -> dict[str, Any]:
-    """Return a checkpoint that stays as it is until the next update: forward passes change buffers before it."""
-    weights = checkpoint.get("state_dict", {})
-    kept = {name: copy.deepcopy(value) if name in buffers else value for name, value in weights.items()}
-    return checkpoint | {"state_dict": kept}
+def _frozen(state: Any, buffers: set[int]) -> Any:
+    """Return a state that stays as it is until the next update: before it, forward passes change buffers."""
+    if isinstance(state, torch.Tensor):
+        return state.clone() if state.data_ptr() in buffers else state
+    if isinstance(state, dict):
+        return {key: _frozen(value, buffers) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(_frozen(value, buffers) for value in state)
+    return state

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn, optim
 
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.integrations.lightning.checkpoint_io import HoldfastCheckpointIO
+from holdfast.integrations.lightning.duties import LeadDuties
 from holdfast.integrations.lightning.environment import HoldfastEnvironment, started_as_lead
 from holdfast.integrations.lightning.support import check_settings
 from holdfast.session.prepared import Phase, PreparedLoader, PreparedLoop
@@ -77,6 +77,7 @@ class HoldfastFabricStrategy(SingleDeviceStrategy):
 
     def __init__(self, *, checkpoint_io: Any = None, precision: Any = None, **settings: Any) -> None:
         self._loop: PreparedLoop | None = None
+        self._duties: LeadDuties | None = None
         super().__init__(device="cpu", checkpoint_io=checkpoint_io or HoldfastCheckpointIO(), precision=precision)
         self.cluster_environment = HoldfastEnvironment()
         self._settings = settings
@@ -141,7 +142,14 @@ class HoldfastFabricStrategy(SingleDeviceStrategy):
     def pass_over(self, loader: Any) -> Iterator[Any]:
         """Return one pass over a loader: slices in training, batches in evaluation."""
         is_training = torch.is_grad_enabled() and (self._module is None or self._module.training)
-        return self.loop.iterate(loader) if is_training else iter(loader)
+        return self._slices(loader) if is_training else iter(loader)
+
+    def _slices(self, loader: Any) -> Iterator[Any]:
+        for inputs in self.loop.iterate(loader):
+            if self._duties is None:  # the first slice: this worker has connected to the others
+                self._duties = LeadDuties(self.loop.session, self.loop.session.part_of_script().model)
+            self._note_lead()
+            yield inputs
 
     # -- a step
 
@@ -156,11 +164,13 @@ class HoldfastFabricStrategy(SingleDeviceStrategy):
                 'a scheduler counts slices unless strategy="holdfast" knows it: pass it to'
                 " fabric.setup(model, optimizer, scheduler=scheduler), and use the one that this returns"
             )
+        self._note_lead()
+        if self._duties is not None and self._loop.is_decided:
+            self._duties.forget()
         if len(self._optimizers) > 1:
             self._loop.capture(next(i for i, one in enumerate(self._optimizers) if one is optimizer))
         else:
             self._loop.apply(lambda: super(HoldfastFabricStrategy, self).optimizer_step(optimizer))
-        self._note_lead()
         return None
 
     def all_reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -189,9 +199,11 @@ class HoldfastFabricStrategy(SingleDeviceStrategy):
         return self._note_lead()
 
     def _note_lead(self) -> bool:
-        is_open = self._loop is not None and self._loop.session.step > 0
-        is_lead = self._loop.session.is_lead if is_open and self._loop is not None else started_as_lead()
+        is_connected = self._loop is not None and self._duties is not None
+        is_lead = self._loop.session.is_lead if is_connected and self._loop is not None else started_as_lead()
         rank_zero_only.rank = 0 if is_lead else 1
+        if self._duties is not None and is_lead:
+            self._duties.take_over(self.checkpoint_io)
         return is_lead
 
     @property
@@ -206,7 +218,10 @@ class HoldfastFabricStrategy(SingleDeviceStrategy):
     def save_checkpoint(
         self, path: str | Path, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
     ) -> None:
-        """Write a checkpoint, on the lead, while the health monitor knows that it is busy."""
-        is_open = self._loop is not None and self._loop.session.step > 0
-        with self._loop.session.busy() if is_open and self._loop is not None else nullcontext():
+        """Write a checkpoint, on the lead; all others remember it until the lead has committed the next step."""
+        if self._duties is None:
             super().save_checkpoint(path, state, storage_options, filter)
+            return
+        self._note_lead()
+        converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
+        self._duties.save(self.checkpoint_io, converted, path, storage_options)

@@ -24,7 +24,7 @@ from holdfast.integrations.lightning.duties import LeadDuties
 from holdfast.integrations.lightning.environment import HoldfastEnvironment, started_as_lead
 from holdfast.integrations.lightning.loggers import agree_on_versions
 from holdfast.integrations.lightning.slice_metrics import SliceMetrics
-from holdfast.integrations.lightning.support import check_settings, check_trainer
+from holdfast.integrations.lightning.support import check_loader, check_one_loader, check_settings, check_trainer
 from holdfast.session.prepared import PreparedLoop
 from holdfast.session.session import Session
 
@@ -43,7 +43,7 @@ class TrainingRun:
         self.session.register(**{f"scheduler{i or ''}": config.scheduler for i, config in enumerate(configs)})
         self.loop = PreparedLoop(self.session, self.session.part_of_script(), (optimizer,), 1)
         self.session.ends_loop = self.loop.finish
-        self.duties = LeadDuties(self.session)
+        self.duties = LeadDuties(self.session, model)
         self.metrics = SliceMetrics(trainer, self.loop)
         self._trainer = trainer
         self._position: Mapping[str, Any] | None = None
@@ -218,7 +218,15 @@ class HoldfastStrategy(SingleDeviceStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Let the training loader yield slices; others stay as they are, and are read in full by every process."""
-        return _SlicedLoader(self, dataloader) if self._trainer().training else dataloader
+        if not self._trainer().training:
+            return dataloader
+        check_loader(dataloader)
+        return _SlicedLoader(self, dataloader)
+
+    def on_train_start(self) -> None:
+        """Check that there is one training loader."""
+        super().on_train_start()
+        check_one_loader(self._trainer())
 
     def _trainer(self) -> Trainer:
         assert self.lightning_module is not None

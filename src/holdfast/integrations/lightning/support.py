@@ -16,9 +16,11 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils.data import DataLoader
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
+from holdfast.session.session import is_shuffled
 
 _NOT_CALLBACKS = {
     Timer: "each worker has its own clock; use max_epochs or max_steps",
@@ -73,6 +75,28 @@ def check_trainer(trainer: Trainer) -> None:
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         raise _refused("val_check_interval as a time", "each worker has its own clock; give a number of batches")
     _check_callbacks(trainer)
+
+
+def check_loader(loader: Any) -> None:
+    """Check that mini-batches of a training loader can be cut into slices.
+
+    Raises:
+        ConfigError: if it is not a ``DataLoader``, or has a sampler of its own.
+    """
+    if not isinstance(loader, DataLoader):
+        raise _refused(f"a training loader of type {type(loader).__name__}", "it must be a torch DataLoader")
+    is_shuffled(loader)
+
+
+def check_one_loader(trainer: Trainer) -> None:
+    """Check that there is one training loader.
+
+    Raises:
+        ConfigError: if there are several.
+    """
+    count = len(getattr(trainer.fit_loop._combined_loader, "flattened", [None]))
+    if count != 1:
+        raise _refused(f"{count} training loaders", "a step needs one training loader; combine their data sets")
 
 
 def _check_callbacks(trainer: Trainer) -> None:
