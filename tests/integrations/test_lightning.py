@@ -200,7 +200,7 @@ def test_a_checkpoint_of_another_batch_size_is_refused(alone, tmp_path, monkeypa
     monkeypatch.setattr(train_lightning, "BATCH", 10)
     monkeypatch.setattr(train_lightning.loaders, "__defaults__", (10,))
 
-    with pytest.raises(ConfigError, match="Lightning continues after 2 batches of 10"):
+    with pytest.raises(ConfigError, match="batch_size=20 and this run has 10"):
         train_lightning.fit(tmp_path, ckpt_path=str(out / "each" / "step=6.ckpt"))
 
 

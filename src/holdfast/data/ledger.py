@@ -40,8 +40,6 @@ class Ledger:
     def __init__(self, plan: SamplePlan) -> None:
         self._plan = plan
         self._times = np.zeros(plan.num_samples, dtype=np.uint8)
-        if plan.first_offset:
-            self._times[plan.order(plan.first_epoch)[: plan.first_offset]] = _ONCE
         self._epoch = plan.first_epoch
         self._closed = SampleCounts()
 
@@ -59,7 +57,8 @@ class Ledger:
         return self._closed.plus(self._count_until(self._plan.epoch_samples if ended else cursor.offset))
 
     def _count_until(self, until: int) -> SampleCounts:
-        planned = self._plan.order(self._epoch)[:until]
+        begun = self._plan.first_offset if self._epoch == self._plan.first_epoch else 0
+        planned = self._plan.order(self._epoch)[begun:until]
         times = self._times[planned]
         return SampleCounts(
             planned=len(planned),

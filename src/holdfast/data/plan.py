@@ -56,7 +56,6 @@ class SamplePlan:
     batch_size: int  # samples of a step with all workers alive
     first_epoch: int  # number of the first epoch; epochs are counted throughout the job
     epochs: int  # number of epochs
-    first_offset: int = 0  # samples of the first epoch that an earlier job has consumed
     seed: int  # seed of the order
     shuffle: bool  # otherwise samples come in the order of the dataset
     drop_last: bool  # leave out the short mini-batch at the end of an epoch
@@ -70,6 +69,7 @@ class SamplePlan:
     speeds: Mapping[int, float] = field(default_factory=dict)
     # the script's value, if `batch_size` was changed since: the length of an epoch does not change
     given_batch_size: int = 0
+    first_offset: int = 0  # samples of the first epoch that were consumed before this job
 
     @property
     def seats(self) -> int:
@@ -90,7 +90,7 @@ class SamplePlan:
     @property
     def num_steps(self) -> int:
         """Number of steps of the whole plan with all workers alive."""
-        return self.epochs * -(-self.epoch_samples // self.batch_size)
+        return self.epochs * -(-self.epoch_samples // self.batch_size) - self.first_offset // self.batch_size
 
     def order(self, epoch: int) -> Ids:
         """Return the order of ``epoch``; only its first :attr:`epoch_samples` are used."""

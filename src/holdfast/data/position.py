@@ -12,21 +12,7 @@ from holdfast.data.ledger import Ledger, SampleCounts
 from holdfast.data.plan import BatchCutter, MiniBatch, PlanCursor, SamplePlan
 from holdfast.errors import ConfigError
 
-MUST_NOT_CHANGE = ("slices", "seed", "batch_size", "num_samples", "shuffle", "drop_last")
-
-
-def check_unchanged(plan: SamplePlan, info: Mapping[str, Any]) -> None:
-    """Check that a run goes on in the same order of samples and slices.
-
-    Raises:
-        ConfigError: if the checkpoint was made by a run with other values.
-    """
-    for name in MUST_NOT_CHANGE:
-        if info[name] != getattr(plan, name):
-            raise ConfigError(
-                f"the checkpoint was made with {name}={info[name]} and this run has {getattr(plan, name)}: "
-                "the run would not be the same; give the old value, or start again in an empty directory"
-            )
+_MUST_NOT_CHANGE = ("slices", "seed", "batch_size", "num_samples", "shuffle", "drop_last")
 
 
 class DataPosition:
@@ -88,7 +74,7 @@ class DataPosition:
     def info(self) -> dict[str, Any]:
         """Return the metadata for a checkpoint."""
         return {
-            **{name: getattr(self._given, name) for name in MUST_NOT_CHANGE},
+            **{name: getattr(self._given, name) for name in _MUST_NOT_CHANGE},
             "epoch": self._cursor.epoch,
             "offset": self._cursor.offset,
         }
@@ -106,7 +92,12 @@ class DataPosition:
         if not keep_slices:
             self.plan = dataclasses.replace(self.plan, slices=info["slices"])
             self._given = dataclasses.replace(self._given, slices=info["slices"])
-        check_unchanged(self._given, info)
+        for name in _MUST_NOT_CHANGE:
+            if info[name] != getattr(self._given, name):
+                raise ConfigError(
+                    f"the checkpoint was made with {name}={info[name]} and this run has {getattr(self._given, name)}: "
+                    "the run would not be the same; give the old value, or start again in an empty directory"
+                )
         self._begin_again()
         self._ledger.load_state_dict(ledger)
         self._cursor = PlanCursor(epoch=info["epoch"], offset=info["offset"])

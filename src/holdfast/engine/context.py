@@ -101,6 +101,7 @@ class LoopState:
         slices: Slices of a mini-batch, fixed for the job.
         number: Training loops before this one.
         epoch: Epochs begun by earlier loops.
+        offset: Samples of the next epoch that were consumed before this job.
         first_step: Steps committed before this loop.
         loaded: A checkpoint that belongs to a later loop than this one; the loops before that one are skipped.
         finished: The ``Finished`` records of the last loop.
@@ -111,6 +112,7 @@ class LoopState:
     slices: int
     number: int = 0
     epoch: int = 0
+    offset: int = 0
     first_step: int = 0
     loaded: LoadedCheckpoint | None = None
     finished: list[Finished] = field(default_factory=list)
@@ -119,11 +121,11 @@ class LoopState:
 
     def end(self, epochs: int) -> None:
         """Advance to the next loop after one of ``epochs`` epochs that was trained or skipped."""
-        self.number, self.epoch = self.number + 1, self.epoch + epochs
+        self.number, self.epoch, self.offset = self.number + 1, self.epoch + epochs, 0
 
     def begin_again(self) -> None:
         """Reset to before the first loop, for an application that is rebuilt."""
-        self.number = self.epoch = self.first_step = 0
+        self.number = self.epoch = self.offset = self.first_step = 0
         self.loaded, self.finished, self.totals = None, [], SampleCounts()
 
 

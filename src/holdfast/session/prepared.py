@@ -125,11 +125,40 @@ class PreparedLoop:
                 self.backward(loss_of(inputs))
         return self._part.gradients.metrics(())["loss"]
 
+    def _next_step(self) -> bool:
+        """Begin the next step, or the same one again; return False at the end of the pass."""
+        self.step = None
+        for item in self._driver:
+            if isinstance(item, Step):
+                self.step = item
+                return True
+            if item is Pause.BEFORE_UPDATE:
+                raise InternalError("a step was committed that this worker has not computed")
+        return False
+
+    def _slices(self) -> Iterator[Any]:
+        for inputs in self._inputs_of_step():
+            yield inputs
+            self._check_iteration()
+
+    def mini_batches(self, loader: Any) -> Iterator[Step]:
+        """Yield each step of one pass over ``loader`` once, for a framework whose code calls ``loss.backward()``.
+
+        For each step the framework loops over :meth:`slices` and calls :meth:`apply`. It may leave the loop after a step,
+        at the same one on every worker, and end it with :meth:`finish`.
+        """
+        self._open(loader)
+        while self._next_step():
+            assert self.step is not None
+            yield self.step
+            if self.phase is not Phase.APPLIED:
+                raise ScriptError(f"step {self.number} ended without an optimizer step")
+        self._close()
+
     def slices(self) -> Iterator[Any]:
         """Yield the inputs of slices, again after each failure, until the step is committed.
 
-        For a framework whose own code calls ``loss.backward()``; after the last slice, parameters have the mean gradients
-        of the step, and :meth:`apply` is due.
+        After the last slice, parameters have the mean gradients of the step, and :meth:`apply` is due.
 
         Raises:
             ScriptError: if a slice ended without a backward pass.
@@ -153,25 +182,19 @@ class PreparedLoop:
         """Return means over the mini-batch of the step that is committed, and not applied yet, equal on every worker.
 
         Args:
-            names: What the slices logged, in that order; a worker without slices has to know it, too.
+            names: What the slices logged; a worker without slices has to know it, too.
         """
         return self._part.gradients.metrics(names)
 
-    def _next_step(self) -> bool:
-        """Begin the next step, or the same one again; return False at the end of the pass."""
-        self.step = None
-        for item in self._driver:
-            if isinstance(item, Step):
-                self.step = item
-                return True
-            if item is Pause.BEFORE_UPDATE:
-                raise InternalError("a step was committed that this worker has not computed")
-        return False
+    def position(self) -> dict[str, Any]:
+        """Return where the job is after the last committed step; see :meth:`Session.position`.
 
-    def _slices(self) -> Iterator[Any]:
-        for inputs in self._inputs_of_step():
-            yield inputs
-            self._check_iteration()
+        Raises:
+            ScriptError: if no loop has begun.
+        """
+        if self._opened is None or self._opened.run is None:
+            raise ScriptError("the position in the data is not known before the first step")
+        return self.session.position(self._opened)
 
     def _inputs_of_step(self) -> Iterator[Any]:
         """Yield the inputs of this worker's slices of an attempt, as long as it may succeed."""

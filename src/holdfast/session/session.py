@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import RandomSampler
 
 from holdfast import notice
 from holdfast.clock import SystemClock
@@ -22,7 +22,6 @@ from holdfast.config import MOST_WORKERS, Settings
 from holdfast.data.assignment import choose_slices
 from holdfast.data.loader import DataSource
 from holdfast.data.plan import SamplePlan
-from holdfast.data.position import check_unchanged
 from holdfast.data.samples import check_dataset
 from holdfast.engine import exits
 from holdfast.engine.context import CommittedState, JobContext, LiveSettings, LoopState
@@ -132,8 +131,6 @@ class Session:
         self._given_comm = comm
         self._job: JobContext | None = None
         self._training = False
-        self._opened: OpenedLoop | None = None
-        self._resumes_at: Mapping[str, Any] | None = None
         self.ends_loop: Callable[[], None] | None = None
         """Ends a prepared loop that the script has left."""
 
@@ -224,22 +221,14 @@ class Session:
             )
         job = self._connect()
         job.loops.slices = job.loops.slices or self._choose_slices(job, batch_size)
-        resumed, self._resumes_at = self._resumes_at, None
-        if resumed is not None:
-            job.committed.step, job.loops.epoch = resumed["step"], resumed["epoch"]
-            job.loops.slices = self._settings.slices or resumed["slices"]
         plan = self._plan(job, len(dataset), batch_size, epochs, shuffle=shuffle, drop_last=drop_last)
-        if resumed is not None:
-            check_unchanged(plan, resumed)
-            plan = dataclasses.replace(plan, first_offset=resumed["offset"])
         if not plan.epoch_samples:
             raise ConfigError(
                 f"drop_last leaves no batch: batch_size must be at most len(dataset) ({len(dataset)}), got {batch_size}"
             )
         if self._settings.faults and application.looks is None:
             check_faults(self._settings.faults, self._trainable, self._total_steps or job.step + plan.num_steps)
-        self._opened = OpenedLoop(job, plan, DataSource(dataset, collate, num_workers, prefetch_factor))
-        return self._opened
+        return OpenedLoop(job, plan, DataSource(dataset, collate, num_workers, prefetch_factor))
 
     def _train(self, loop: OpenedLoop, *, pauses: bool = False) -> Iterator[Step | Pause]:
         job, plan = loop.job, loop.plan
@@ -353,31 +342,39 @@ class Session:
             loader.dataset,
             loader.batch_size,
             1,
-            shuffle=is_shuffled(loader),
+            shuffle=isinstance(loader.sampler, RandomSampler),
             drop_last=loader.drop_last,
             collate=loader.collate_fn,
             num_workers=loader.num_workers,
             prefetch_factor=loader.prefetch_factor or 2,
         )
 
+    def begin_at(self, step: int, epoch: int, offset: int, slices: int = 0) -> None:
+        """Let the next loop continue a job of which a framework has loaded the state.
+
+        Args:
+            step: Steps that it had committed.
+            epoch: Number of the next loop's epoch.
+            offset: Samples of that epoch that committed steps have consumed.
+            slices: Its number of slices, which this job takes over unless its settings have one.
+        """
+        job = self._connect()
+        job.committed.step, job.loops.epoch, job.loops.offset = step, epoch, offset
+        job.loops.slices = job.loops.slices or slices
+
+    def position(self, loop: OpenedLoop) -> dict[str, Any]:
+        """Return where the job is after the last committed step, as plain JSON, and the settings that this depends on.
+
+        Args:
+            loop: The current or last loop, which has begun.
+        """
+        assert loop.run is not None
+        ended = {"epoch": loop.job.loops.epoch, "offset": 0} if loop.is_over else {}
+        return {"step": loop.job.step, **loop.run.position(), **ended}
+
     def drive(self, loop: OpenedLoop) -> Iterator[Step | Pause]:
         """Yield the steps of a pass, and its pauses."""
         return self._train(loop, pauses=True)
-
-    def position(self) -> dict[str, Any] | None:
-        """Return the position after the last committed step, for :meth:`resume_at`; None before the first loop."""
-        if self._job is None or self._opened is None or self._opened.run is None:
-            return None
-        ended = {} if not self._opened.is_over else {"epoch": self._job.loops.epoch, "offset": 0}
-        return {"step": self._job.step, **self._opened.run.position(), **ended}
-
-    def resume_at(self, position: Mapping[str, Any]) -> None:
-        """Begin the first loop where an earlier job was, for a framework that restores the model by itself.
-
-        Args:
-            position: What :meth:`position` returned.
-        """
-        self._resumes_at = position
 
     def note_busy(self, *, busy: bool) -> None:
         """Tell the health monitor that the script's own work begins or ends; see :meth:`busy`."""
@@ -464,6 +461,7 @@ class Session:
             num_samples=num_samples,
             batch_size=batch_size,
             first_epoch=job.loops.epoch,
+            first_offset=job.loops.offset,
             epochs=epochs,
             seed=settings.seed,
             shuffle=shuffle,
@@ -500,24 +498,6 @@ def forget_sessions() -> None:
     """Forget the sessions of an application that was torn down: their loops are open, and will not be continued."""
     _sessions.clear()
     gradient_hook.forget()
-
-
-def is_shuffled(loader: Any) -> bool:
-    """Return whether a data loader shuffles, as far as a session can take its place: the order is that of the session.
-
-    Raises:
-        ConfigError: if it has no data set with ``len`` and ``[]``, or draws samples in another way.
-    """
-    check_dataset(loader.dataset)
-    sampler, batch_sampler = loader.sampler, getattr(loader, "batch_sampler", None)
-    plain = isinstance(sampler, SequentialSampler) or (isinstance(sampler, RandomSampler) and not sampler.replacement)
-    if not plain or type(batch_sampler) not in (BatchSampler, type(None)) or loader.batch_size is None:
-        own = batch_sampler if plain else sampler
-        raise ConfigError(
-            f"the loader's sampler must be that of shuffle=True or shuffle=False, got {type(own).__name__}: the order of"
-            " samples depends on seed and epoch alone, so that survivors know it"
-        )
-    return isinstance(sampler, RandomSampler)
 
 
 def _check_arguments(dataset: Any, batch_size: int, epochs: int, *, num_workers: int, prefetch_factor: int) -> None:

@@ -24,7 +24,13 @@ from holdfast.integrations.lightning.duties import LeadDuties
 from holdfast.integrations.lightning.environment import HoldfastEnvironment, started_as_lead
 from holdfast.integrations.lightning.loggers import agree_on_versions
 from holdfast.integrations.lightning.slice_metrics import SliceMetrics
-from holdfast.integrations.lightning.support import check_loader, check_one_loader, check_settings, check_trainer
+from holdfast.integrations.lightning.support import (
+    check_loader,
+    check_one_loader,
+    check_same_data,
+    check_settings,
+    check_trainer,
+)
 from holdfast.session.prepared import PreparedLoop
 from holdfast.session.session import Session
 
@@ -46,6 +52,7 @@ class TrainingRun:
         self.duties = LeadDuties(self.session, model)
         self.metrics = SliceMetrics(trainer, self.loop)
         self._trainer = trainer
+        self._settings = settings
         self._position: Mapping[str, Any] | None = None
         self._slices: Iterator[Any] = iter(())
         self._inputs: Any = None
@@ -57,11 +64,17 @@ class TrainingRun:
         """Continue the order of the samples where a checkpoint was saved."""
         self._position = position
 
-    def _find_position(self, batch_size: int) -> None:
+    def position(self) -> dict[str, Any] | None:
+        """Return the position in the data; None before the first step."""
+        return self.loop.position() if self.session.step else None
+
+    def _find_position(self, loader: Any) -> None:
         """Pass the position on in the way Lightning continues: within the epoch, or with the next one."""
         position, self._position = self._position, None
         if position is None:
             return
+        check_same_data(position, loader, self._settings)
+        batch_size = loader.batch_size
         done = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
         if done == 0 and position["offset"]:  # the epoch was shortened, for example by limit_train_batches
             position = {**position, "epoch": position["epoch"] + 1, "offset": 0}
@@ -70,12 +83,12 @@ class TrainingRun:
                 f"the checkpoint was saved after {position['offset']} samples of an epoch, but Lightning continues after"
                 f" {done} batches of {batch_size}: resume from another checkpoint"
             )
-        self.session.resume_at(position)
+        self.session.begin_at(position["step"], position["epoch"], position["offset"], position["slices"])
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield, once per mini-batch, the inputs of this worker's first slice."""
-        self._find_position(loader.batch_size)
-        for _ in self.loop.steps(loader):
+        self._find_position(loader)
+        for _ in self.loop.mini_batches(loader):
             self._slices = self.loop.slices()
             inputs = next(self._slices)
             self._begin(inputs, is_first=True)
@@ -170,6 +183,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         self.cluster_environment = HoldfastEnvironment()
         self._settings = settings
         self._run: TrainingRun | None = None
+        self._session: Session | None = None
         self._loaded_position: Mapping[str, Any] | None = None
 
     @property
@@ -209,6 +223,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         model = self.lightning_module
         assert model is not None
         self._run = TrainingRun(trainer, model, self._settings)
+        self._session = self._run.session
         if self._loaded_position is not None:
             self._run.resume_at(self._loaded_position)
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
@@ -252,7 +267,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         self._note_lead()
 
     def _note_lead(self) -> bool:
-        is_lead = started_as_lead() if self._run is None else self._run.session.is_lead
+        is_lead = started_as_lead() if self._session is None else self._session.is_lead
         rank_zero_only.rank = 0 if is_lead else 1
         if self._run is not None and is_lead:
             self._run.duties.take_over(self.checkpoint_io)
@@ -348,7 +363,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         if self._run is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
-            checkpoint[_POSITION] = self._run.session.position()
+            checkpoint[_POSITION] = self._run.position()
             self._run.duties.save(self.checkpoint_io, checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
-from holdfast.session.session import is_shuffled
+from holdfast.session.session import Session
 
 _NOT_CALLBACKS = {
     Timer: "each worker has its own clock; use max_epochs or max_steps",
@@ -48,6 +48,16 @@ def check_settings(given: Mapping[str, Any]) -> None:
     if settings.checkpoint_dir or settings.resume:
         option = "--resume" if settings.resume else "--checkpoint-dir"
         raise _refused(option, "use ModelCheckpoint, and trainer.fit(ckpt_path=...) to resume")
+
+
+def check_not_newcomer(session: Session) -> None:
+    """Check that this worker is one of those that the job was started with.
+
+    Raises:
+        ConfigError: if it was started later.
+    """
+    if session.world_size == 0:
+        raise _refused("--respawn", "a new worker cannot enter a running trainer.fit; survivors take over the slices")
 
 
 def check_trainer(trainer: Trainer) -> None:
@@ -85,7 +95,40 @@ def check_loader(loader: Any) -> None:
     """
     if not isinstance(loader, DataLoader):
         raise _refused(f"a training loader of type {type(loader).__name__}", "it must be a torch DataLoader")
-    is_shuffled(loader)
+    sampler, batch_sampler = loader.sampler, loader.batch_sampler
+    is_plain = isinstance(sampler, SequentialSampler) or (
+        isinstance(sampler, RandomSampler) and not sampler.replacement
+    )
+    if isinstance(loader.dataset, IterableDataset):
+        raise _refused(
+            "an IterableDataset", "a mini-batch is cut into slices by index; give a data set with len and []"
+        )
+    if not is_plain or type(batch_sampler) is not BatchSampler:
+        own = type(batch_sampler if is_plain else sampler).__name__
+        raise _refused(f"the sampler {own}", "the order is that of shuffle=True or shuffle=False, known to survivors")
+
+
+def check_same_data(position: Mapping[str, Any], loader: Any, given: Mapping[str, Any]) -> None:
+    """Check that a job continues in the order of samples, and in the slices, of the checkpoint that it resumes from.
+
+    Raises:
+        ConfigError: if something that decides them has changed.
+    """
+    settings = Settings.from_env(**given)
+    now = {
+        "num_samples": len(loader.dataset),
+        "batch_size": loader.batch_size,
+        "drop_last": loader.drop_last,
+        "shuffle": isinstance(loader.sampler, RandomSampler),
+        "seed": settings.seed,
+        "slices": settings.slices or position["slices"],
+    }
+    for name, value in now.items():
+        if position[name] != value:
+            raise ConfigError(
+                f"the checkpoint was made with {name}={position[name]} and this run has {value}: the run would not be the"
+                " same; give the old value, or load the weights only"
+            )
 
 
 def check_one_loader(trainer: Trainer) -> None:
