@@ -65,6 +65,7 @@ MAY_IMPORT = {
     "doctor": {"errors", "torch_private", "data", "models", "state", "session"},
     "distributed": {
         "errors",
+        "integrations.discovery",
         "events",
         "clock",
         "notice",
@@ -77,7 +78,16 @@ MAY_IMPORT = {
         "engine",
         "recovery",
     },
-    "integrations": {"errors", "config", "comm.launchers", "session", "state.manager", "distributed"},
+    "integrations": {
+        "_lazy",
+        "errors",
+        "config",
+        "comm.launchers",
+        "data.seeds",
+        "session",
+        "state.manager",
+        "distributed",
+    },
     "report": {"errors", "recovery", "integrity.hash_chain", "records"},
     "launch": {
         "errors",
@@ -158,6 +168,7 @@ WITHOUT_TORCH = (
     "faults.points",
     "faults.plan",
     "integrity.hash_chain",
+    "integrations.discovery",
     "state.platform",
     "lab.simulate",
     "lab.pages",

@@ -15,10 +15,14 @@ from typing import Any
 
 
 def autoload() -> None:
-    """Entry point that torch calls when it is imported, or looks up the backend; importing this module did everything.
+    """Entry point that torch calls when it is imported, or looks up the backend; importing this module registered it.
 
-    It is defined above the import of torch, which calls it before that import ends.
+    It is defined above the import of torch, which calls it before that import ends. Lightning has no entry point for
+    strategies, so theirs begins here.
     """
+    from holdfast.integrations.discovery import install
+
+    install()
 
 
 import torch.distributed as dist  # noqa: E402

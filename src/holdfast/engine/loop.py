@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Generator, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from holdfast.checkpoint.writer import WriteResult
 from holdfast.comm import OrderedAllReduce
@@ -202,6 +202,10 @@ class TrainingLoop:
     def was_stopped(self) -> bool:
         """Whether the script of some worker has requested that training ends."""
         return bool(self._status.flags & Note.STOP)
+
+    def position(self) -> dict[str, Any]:
+        """Return the position in the data after the last committed step."""
+        return self._position.info()
 
     def end_here(self) -> None:
         """Make the last committed step the last one of this loop; every worker must do so after the same step."""

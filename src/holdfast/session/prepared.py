@@ -217,6 +217,61 @@ class PreparedLoop:
             yield inputs
             self._check_iteration()
 
+    def mini_batches(self, loader: Any) -> Iterator[Step]:
+        """Yield each step of one pass over ``loader`` once, for a framework whose code calls ``loss.backward()``.
+
+        For each step the framework loops over :meth:`slices` and calls :meth:`apply`. It may leave the loop after a step,
+        at the same one on every worker, and end it with :meth:`finish`.
+        """
+        self._open(loader)
+        while self._next_step():
+            assert self.step is not None
+            yield self.step
+            if self.phase is not Phase.APPLIED:
+                raise ScriptError(f"step {self.number} ended without an optimizer step")
+        self._close()
+
+    def slices(self) -> Iterator[Any]:
+        """Yield the inputs of slices, again after each failure, until the step is committed.
+
+        After the last slice, parameters have the mean gradients of the step, and :meth:`apply` is due.
+
+        Raises:
+            ScriptError: if a slice ended without a backward pass.
+        """
+        while self.phase is not Phase.DECIDED:
+            if self.step is None and not self._next_step():
+                raise InternalError("a step that has to be computed again was not begun")
+            for inputs in self._inputs_of_step():
+                yield inputs
+                if self.phase is Phase.SLICE:
+                    raise ScriptError(f"a slice of step {self.number} ended without loss.backward()")
+
+    def log(self, name: str, value: torch.Tensor | float) -> None:
+        """Keep a metric of the slice in progress, a mean over its samples."""
+        if self.phase is not Phase.SLICE or self.step is None:
+            raise ScriptError("a metric of a slice must be logged before its loss.backward()")
+        check_name(name)
+        self.step.keep_metric(name, figure_of(value))
+
+    def metrics(self, names: Sequence[str]) -> dict[str, float]:
+        """Return means over the mini-batch of the step that is committed, and not applied yet, equal on every worker.
+
+        Args:
+            names: What the slices logged; a worker without slices has to know it, too.
+        """
+        return self._part.gradients.metrics(names)
+
+    def position(self) -> dict[str, Any]:
+        """Return where the job is after the last committed step; see :meth:`Session.position`.
+
+        Raises:
+            ScriptError: if no loop has begun.
+        """
+        if self._opened is None or self._opened.run is None:
+            raise ScriptError("the position in the data is not known before the first step")
+        return self.session.position(self._opened)
+
     def _inputs_of_step(self) -> Iterator[Any]:
         """Yield the inputs of this worker's slices of an attempt, as long as it may succeed."""
         assert self.step is not None

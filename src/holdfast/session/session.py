@@ -54,6 +54,7 @@ class OpenedLoop:
     plan: SamplePlan
     source: DataSource
     run: TrainingLoop | None = None
+    is_over: bool = False  # the next loop begins with the next epoch
 
 
 _sessions: list[Session] = []
@@ -268,6 +269,7 @@ class Session:
                 raise
         job.loops.totals = run.account()
         job.loops.end(plan.epochs)
+        loop.is_over = True
         self._close_loop()
 
     def _close_loop(self) -> None:
@@ -381,6 +383,29 @@ class Session:
     def num_slices(self) -> int:
         """Number of slices of a mini-batch, once a loop has begun."""
         return self._connect().loops.slices
+
+    def begin_at(self, step: int, epoch: int, offset: int, slices: int = 0) -> None:
+        """Let the next loop continue a job of which a framework has loaded the state.
+
+        Args:
+            step: Steps that it had committed.
+            epoch: Number of the next loop's epoch.
+            offset: Samples of that epoch that committed steps have consumed.
+            slices: Its number of slices, which this job takes over unless its settings have one.
+        """
+        job = self._connect()
+        job.committed.step, job.loops.epoch, job.loops.offset = step, epoch, offset
+        job.loops.slices = job.loops.slices or slices
+
+    def position(self, loop: OpenedLoop) -> dict[str, Any]:
+        """Return where the job is after the last committed step, as plain JSON, and the settings that this depends on.
+
+        Args:
+            loop: The current or last loop, which has begun.
+        """
+        assert loop.run is not None
+        ended = {"epoch": loop.job.loops.epoch, "offset": 0} if loop.is_over else {}
+        return {"step": loop.job.step, **loop.run.position(), **ended}
 
     def drive(self, loop: OpenedLoop) -> Iterator[Step | Pause]:
         """Yield the steps of a pass, and its pauses."""

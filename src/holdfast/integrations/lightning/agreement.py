@@ -1,0 +1,51 @@
+"""What the processes of a host agree on before training, by files in the directory of the run."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+_VALUES = "lightning-values.jsonl"
+_TURNS = "lightning-turns"
+
+
+def agreed(key: str, choose: Callable[[], Any]) -> Any:
+    """Return the value, plain JSON, that the first process of the job has chosen for ``key``."""
+    with _locked(_VALUES) as file:
+        if file is None:
+            return choose()
+        known = dict(json.loads(line) for line in file)
+        if key not in known:
+            known[key] = choose()
+            file.write(json.dumps([key, known[key]]) + "\n")
+        return known[key]
+
+
+def in_turn(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Return ``function`` as it must be called in every process, one after another: a download, which the next finds done."""
+
+    @functools.wraps(function)
+    def called() -> Any:
+        with _locked(_TURNS):
+            return function()
+
+    return called
+
+
+@contextlib.contextmanager
+def _locked(name: str) -> Iterator[IO[str] | None]:
+    """Hold a file of the run; None if there is no other process. The lock of a process that dies is released."""
+    run_dir = os.environ.get("HOLDFAST_RUN_DIR")
+    if not run_dir:
+        yield None
+        return
+    with (Path(run_dir) / name).open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        yield file
