@@ -239,7 +239,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         session = Session(self.model, optimizer, schedule="script", total_steps=sys.maxsize, **settings)
         loop = self._holdfast = PreparedLoop(session, session.part_of_script(), [optimizer], 1)
         session.ends_loop, session.in_framework = self.end_loop, True
-        session.begin_at(*self._begins_at, self._describe)
+        session.begin_at(*self._begins_at, describe=self._describe)
         return PreparedOptimizer(loop, optimizer, 0, 1)
 
     def _slices(self) -> int:

@@ -227,7 +227,7 @@ class PreparedLoop:
         while self._next_step():
             assert self.step is not None
             yield self.step
-            if self.phase is not Phase.APPLIED:
+            if self.phase is not LoopPhase.APPLIED:
                 raise ScriptError(f"step {self.number} ended without an optimizer step")
         self._close()
 
@@ -239,17 +239,14 @@ class PreparedLoop:
         Raises:
             ScriptError: if a slice ended without a backward pass.
         """
-        while self.phase is not Phase.DECIDED:
-            if self.step is None and not self._next_step():
-                raise InternalError("a step that has to be computed again was not begun")
-            for inputs in self._inputs_of_step():
-                yield inputs
-                if self.phase is Phase.SLICE:
-                    raise ScriptError(f"a slice of step {self.number} ended without loss.backward()")
+        for inputs in self._inputs_until_decided():
+            yield inputs
+            if self.phase is LoopPhase.SLICE:
+                raise ScriptError(f"a slice of step {self.number} ended without loss.backward()")
 
     def log(self, name: str, value: torch.Tensor | float) -> None:
         """Keep a metric of the slice in progress, a mean over its samples."""
-        if self.phase is not Phase.SLICE or self.step is None:
+        if self.phase is not LoopPhase.SLICE or self.step is None:
             raise ScriptError("a metric of a slice must be logged before its loss.backward()")
         check_name(name)
         self.step.keep_metric(name, figure_of(value))

@@ -355,17 +355,27 @@ class Session:
             raise ConfigError("holdfast doctor cannot inspect a loop of holdfast.prepare; it inspects session.steps")
         return self._open(loader)
 
-    def begin_at(self, step: int, epoch: int, offset: int, describe: Callable[[], dict[str, Any]]) -> None:
+    def begin_at(
+        self,
+        step: int,
+        epoch: int,
+        offset: int,
+        *,
+        slices: int = 0,
+        describe: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
         """Let the next loop continue a job of which a framework has loaded the state.
 
         Args:
             step: Steps that it had committed.
             epoch: Number of the next loop's epoch.
             offset: Samples of that epoch that committed steps have consumed.
+            slices: Its number of slices, which this job takes over unless its settings have one.
             describe: Returns the framework's state as plain JSON; it is saved with each checkpoint.
         """
         job = self._connect()
         job.committed.step, job.loops.epoch, job.loops.offset = step, epoch, offset
+        job.loops.slices = job.loops.slices or slices
         job.loops.describe = describe
 
     @property
@@ -383,19 +393,6 @@ class Session:
     def num_slices(self) -> int:
         """Number of slices of a mini-batch, once a loop has begun."""
         return self._connect().loops.slices
-
-    def begin_at(self, step: int, epoch: int, offset: int, slices: int = 0) -> None:
-        """Let the next loop continue a job of which a framework has loaded the state.
-
-        Args:
-            step: Steps that it had committed.
-            epoch: Number of the next loop's epoch.
-            offset: Samples of that epoch that committed steps have consumed.
-            slices: Its number of slices, which this job takes over unless its settings have one.
-        """
-        job = self._connect()
-        job.committed.step, job.loops.epoch, job.loops.offset = step, epoch, offset
-        job.loops.slices = job.loops.slices or slices
 
     def position(self, loop: OpenedLoop) -> dict[str, Any]:
         """Return where the job is after the last committed step, as plain JSON, and the settings that this depends on.

@@ -17,7 +17,7 @@ from holdfast.integrations.lightning.checkpoint_io import HoldfastCheckpointIO
 from holdfast.integrations.lightning.duties import LeadDuties
 from holdfast.integrations.lightning.environment import HoldfastEnvironment, started_as_lead
 from holdfast.integrations.lightning.support import check_settings
-from holdfast.session.prepared import Phase, PreparedLoader, PreparedLoop
+from holdfast.session.prepared import LoopPhase, PreparedLoader, PreparedLoop
 from holdfast.session.prepared_objects import OptimizerGroup, PreparedScheduler
 from holdfast.session.session import Session
 
@@ -185,7 +185,7 @@ class HoldfastFabricStrategy(SingleDeviceStrategy):
         return gathered
 
     def _check_no_slice(self, name: str) -> None:
-        if self._loop is not None and self._loop.phase not in (Phase.OUTSIDE, Phase.APPLIED):
+        if self._loop is not None and self._loop.phase not in (LoopPhase.OUTSIDE, LoopPhase.APPLIED):
             raise ScriptError(
                 f'fabric.{name} of a slice is not supported under strategy="holdfast": log it by'
                 " loader.holdfast.log(name=value), and read the mean from loader.holdfast.metrics"
