@@ -434,6 +434,7 @@ def test_a_stream_gives_what_is_kept_until_it_is_forgotten():
     stream = Stream(Numbers(300), seed=1)
 
     assert stream.limit(0, 100) == 100
+    stream.close()
     assert stream.limit(0, 1000) == 300
     assert [number for _, number in stream.__getitems__([0, 99, 299])] == [0, 99, 299]
     stream.forget(0, 130)
@@ -443,6 +444,8 @@ def test_a_stream_gives_what_is_kept_until_it_is_forgotten():
     mark = stream.mark(0, 130)
     assert (mark.position, mark.state) == (128, None)
 
+    stream.close()
+    assert stream.limit(0, 1000) == 300
     read = stream.dataset.read
     stream.seek(0, 140, mark)
     assert stream.limit(0, 150) == 150

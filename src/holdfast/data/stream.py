@@ -309,8 +309,10 @@ class Stream:
 
     def _read(self) -> _Chunk:
         """Return the next chunk."""
-        if self._must_seek or self._chunks is None:
+        if self._must_seek:
             return self._find(self._begin)
+        if self._chunks is None:
+            return self._read_again()
         try:
             chunk = next(self._chunks)
         except (RuntimeError, OSError, EOFError) as error:
@@ -324,7 +326,7 @@ class Stream:
         return self._noted(chunk)
 
     def _read_again(self) -> _Chunk:
-        """Return the next chunk, read by a new process."""
+        """Return the next chunk after reading has begun anew, before it."""
         if not self._kept:
             return self._find(self._begin)
         self._find(self._mark(self._kept[-1]))
