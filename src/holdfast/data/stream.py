@@ -255,8 +255,11 @@ class Stream:
         return xxhash.xxh3_64_intdigest(repr((offset, end, chunks)).encode()) >> 2
 
     def close(self) -> None:
-        """End the loader process."""
-        self._chunks = None  # the last reference to it
+        """End the loader process. If an epoch was left before its end, the next one must still begin at the beginning."""
+        self._chunks = None  # the last reference to the process
+        is_within = self._kept and not self._kept[-1].is_last
+        if is_within and not self._has_process and self._begin.head is not None:
+            self.dataset.load_state_dict(decode_state(self._begin.head))
 
     # -- positions
 
@@ -285,13 +288,13 @@ class Stream:
         """Continue with the sample ``offset`` of ``epoch``, which lies in or after the chunk ``mark``."""
         if epoch == self._epoch and self._kept and self._kept[0].first <= max(offset - 1, 0):
             return
-        self.close()
+        self._chunks = None
         self._kept.clear()
         self._epoch, self._begin, self._must_seek = epoch, mark, True
 
     def _begin_epoch(self, epoch: int) -> None:
         head = self._tail()
-        self.close()
+        self._chunks = None
         self._kept.clear()
         self._epoch, self._begin, self._must_seek = epoch, StreamMark(head=head), False
         # In this process the dataset is in the state in which the last epoch left it; a new process has that of the script.
