@@ -402,7 +402,8 @@ def test_a_fault_behind_the_end_is_refused():
         ((dataset(), 0), "batch_size must be at least 1, got 0"),
         ((dataset(), 8, 0), "epochs must be at least 1, got 0"),
         ((TensorDataset(torch.empty(0, 3)), 8), r"len\(dataset\) must be at least 1, got 0"),
-        ((iter([1]), 8), "dataset must have len and"),
+        ((5, 8), "dataset must have len and"),
+        ((iter([1]), 8), "a list_iterator can be read only once"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -14,7 +15,7 @@ from data_training import KILLS, train
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import holdfast
-from holdfast.data.ledger import Ranges, SampleCounts, StreamLedger
+from holdfast.data.ledger import PositionRanges, SampleCounts, StreamLedger
 from holdfast.data.plan import PlanCursor
 from holdfast.data.stream import CHUNK, Stream, StreamMark
 from holdfast.data.stream_state import decode_state, encode_state
@@ -366,6 +367,43 @@ def test_a_stream_that_counts_its_epochs_is_given_the_right_count(tmp_path, stop
     assert samples == [number for count in counts for number in random.Random(count).sample(range(200), 200)]
 
 
+def loops(data, folder="", stops=(), **settings):
+    """Train in one loop for each of three epochs; return the samples of each step. ``stops`` are steps that end a loop."""
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    session = holdfast.Session(model, optimizer, workers=3, slices=4, seed=3, checkpoint_dir=folder, **settings)
+    steps = {}
+    with contextlib.suppress(SystemExit):
+        for _ in range(3):
+            for step in session.steps(DataLoader(data, BATCH)):
+                steps[step.number] = []
+                if step.number in stops:
+                    step.stop()
+                for x, numbers in step:
+                    steps[step.number] += numbers.tolist()
+                    step.backward(model(x).mean())
+    return steps
+
+
+@pytest.mark.parametrize("stop_after", [10, 24, 30, 49, 60])
+@pytest.mark.parametrize("kind", [Numbers, Stateful, Counting])
+def test_a_loop_for_each_epoch_is_resumed_where_it_stopped(tmp_path, kind, stop_after):
+    steps = loops(kind(), str(tmp_path), stop_after=stop_after)
+    rest = loops(kind(), str(tmp_path), resume=True)
+
+    assert list(steps) == list(range(stop_after + 1))
+    assert steps | rest == loops(kind())
+    assert sorted(number for numbers in (steps | rest).values() for number in numbers) == sorted(list(range(200)) * 3)
+
+
+@pytest.mark.parametrize("kind", [Numbers, Stateful])
+def test_a_loop_that_ends_early_leaves_the_next_one_the_whole_stream(kind):
+    steps = loops(kind(), stops=[10, 20])
+
+    numbers = [number for step in steps.values() for number in step]
+    assert numbers == [*range(11 * BATCH), *range(10 * BATCH), *range(200)]
+
+
 class Pairs(Numbers):
     """Inputs and targets."""
 
@@ -434,6 +472,7 @@ def test_a_stream_gives_what_is_kept_until_it_is_forgotten():
     stream = Stream(Numbers(300), seed=1)
 
     assert stream.limit(0, 100) == 100
+    stream.close()
     assert stream.limit(0, 1000) == 300
     assert [number for _, number in stream.__getitems__([0, 99, 299])] == [0, 99, 299]
     stream.forget(0, 130)
@@ -443,6 +482,8 @@ def test_a_stream_gives_what_is_kept_until_it_is_forgotten():
     mark = stream.mark(0, 130)
     assert (mark.position, mark.state) == (128, None)
 
+    stream.close()
+    assert stream.limit(0, 1000) == 300
     read = stream.dataset.read
     stream.seek(0, 140, mark)
     assert stream.limit(0, 150) == 150
@@ -486,7 +527,7 @@ def test_tensors_and_arrays_survive_as_text():
 def test_ranges_are_sets_of_numbers():
     rng = random.Random(0)
     for _ in range(200):
-        ranges, wanted = Ranges(), set()
+        ranges, wanted = PositionRanges(), set()
         for _ in range(8):
             start = rng.randrange(30)
             stop = start + rng.randrange(1, 8)
@@ -495,7 +536,7 @@ def test_ranges_are_sets_of_numbers():
             wanted |= set(range(start, stop))
         until = rng.randrange(40)
         assert (ranges.count(), ranges.count(until)) == (len(wanted), sum(number < until for number in wanted))
-        assert Ranges(ranges.as_list()).as_list() == ranges.as_list()
+        assert PositionRanges(ranges.as_list()).as_list() == ranges.as_list()
 
 
 def test_the_ledger_of_a_stream_finds_what_is_lost_and_what_is_repeated():

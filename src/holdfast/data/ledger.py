@@ -102,7 +102,7 @@ class StreamLedger:
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
-        self._once, self._again = Ranges(), Ranges()
+        self._once, self._again = PositionRanges(), PositionRanges()
         self._closed = SampleCounts()
 
     def commit(self, epoch: int, ids: Ids) -> None:
@@ -123,7 +123,7 @@ class StreamLedger:
         """Note that the epoch has ended, and how many of its samples belong to the plan."""
         self._closed = self._closed.plus(self._count_until(length))
         self._epoch += 1
-        self._once, self._again = Ranges(), Ranges()
+        self._once, self._again = PositionRanges(), PositionRanges()
 
     def account(self, cursor: PlanCursor) -> SampleCounts:
         """Return the account of all samples before ``cursor``."""
@@ -146,11 +146,11 @@ class StreamLedger:
         """Restore the state from :meth:`state_dict`."""
         planned, committed, lost, repeated = state["closed"]
         self._epoch = state["epoch"]
-        self._once, self._again = Ranges(state["once"]), Ranges(state["again"])
+        self._once, self._again = PositionRanges(state["once"]), PositionRanges(state["again"])
         self._closed = SampleCounts(planned=planned, committed=committed, lost=lost, repeated=repeated)
 
 
-class Ranges:
+class PositionRanges:
     """A set of whole numbers as disjoint ranges; one range if they are consecutive."""
 
     def __init__(self, flat: Sequence[int] = ()) -> None:

@@ -61,7 +61,7 @@ class EpochOrders(Protocol):
         ...
 
 
-class Stream(Protocol):
+class SampleStream(Protocol):
     """Samples that can only be read in order; see :class:`~holdfast.data.stream.Stream`."""
 
     def limit(self, epoch: int, upto: int) -> int:
@@ -93,7 +93,7 @@ class SamplePlan:
     # the order of each epoch, if the script gave a sampler; then `shuffle` is not used
     sampler: EpochOrders | None = None
     # the samples, if they can only be read in order; then the length of an epoch is not known before it ends
-    stream: Stream | None = None
+    stream: SampleStream | None = None
     first_offset: int = 0  # samples of the first epoch that were consumed before this job
 
     @property
@@ -124,7 +124,7 @@ class SamplePlan:
         """Return how many of the samples of an epoch belong to the plan."""
         return number - number % (self.given_batch_size or self.batch_size) if self.drop_last else number
 
-    def stream_end(self, stream: Stream, cursor: PlanCursor, size: int) -> int:
+    def stream_end(self, stream: SampleStream, cursor: PlanCursor, size: int) -> int:
         """Return the number of samples of the cursor's epoch that belong to the plan, as far as a mini-batch depends on it.
 
         It is exact if the epoch ends with the mini-batch of ``size`` samples at ``cursor``, and otherwise beyond it.

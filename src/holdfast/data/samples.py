@@ -14,9 +14,7 @@ from holdfast.errors import ConfigError
 def check_dataset(dataset: Any) -> None:
     """Check that samples can be accessed by index."""
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise ConfigError(
-            f"dataset must have len and [], got {type(dataset).__name__}; an IterableDataset cannot be cut into slices"
-        )
+        raise ConfigError(f"dataset must have len and [], got {type(dataset).__name__}")
 
 
 def fetch(dataset: Any, ids: Ids, collate: Any) -> Any:

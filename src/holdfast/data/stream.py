@@ -255,8 +255,11 @@ class Stream:
         return xxhash.xxh3_64_intdigest(repr((offset, end, chunks)).encode()) >> 2
 
     def close(self) -> None:
-        """End the loader process."""
-        self._chunks = None  # the last reference to it
+        """End the loader process. If an epoch was left before its end, the next one must still begin at the beginning."""
+        self._chunks = None  # the last reference to the process
+        is_within = self._kept and not self._kept[-1].is_last
+        if is_within and not self._has_process and self._begin.head is not None:
+            self.dataset.load_state_dict(decode_state(self._begin.head))
 
     # -- positions
 
@@ -285,13 +288,13 @@ class Stream:
         """Continue with the sample ``offset`` of ``epoch``, which lies in or after the chunk ``mark``."""
         if epoch == self._epoch and self._kept and self._kept[0].first <= max(offset - 1, 0):
             return
-        self.close()
+        self._chunks = None
         self._kept.clear()
         self._epoch, self._begin, self._must_seek = epoch, mark, True
 
     def _begin_epoch(self, epoch: int) -> None:
         head = self._tail()
-        self.close()
+        self._chunks = None
         self._kept.clear()
         self._epoch, self._begin, self._must_seek = epoch, StreamMark(head=head), False
         # In this process the dataset is in the state in which the last epoch left it; a new process has that of the script.
@@ -309,8 +312,10 @@ class Stream:
 
     def _read(self) -> _Chunk:
         """Return the next chunk."""
-        if self._must_seek or self._chunks is None:
+        if self._must_seek:
             return self._find(self._begin)
+        if self._chunks is None:
+            return self._read_again()
         try:
             chunk = next(self._chunks)
         except (RuntimeError, OSError, EOFError) as error:
@@ -324,7 +329,7 @@ class Stream:
         return self._noted(chunk)
 
     def _read_again(self) -> _Chunk:
-        """Return the next chunk, read by a new process."""
+        """Return the next chunk after reading has begun anew, before it."""
         if not self._kept:
             return self._find(self._begin)
         self._find(self._mark(self._kept[-1]))
