@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from jobs import ROOT, assert_landed, clean_env, holdfast, run_report
+from tutorials import comparable, executed
 
 pytestmark = pytest.mark.chaos
 NEEDS = ("accelerate",)
@@ -128,3 +129,12 @@ def test_what_cannot_be_done_is_one_line(tmp_path, change, message):
 
     assert done.returncode != 0
     assert message in done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_the_tutorial_shows_what_its_commands_print(tmp_path):
+    done = executed((ROOT / "docs" / "tutorials" / "from-accelerate.md").read_text(), tmp_path)
+
+    assert done
+    for command, printed in done:
+        assert comparable(printed) == comparable(command.printed), f"$ {command.line}\n{printed}"

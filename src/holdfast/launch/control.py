@@ -41,6 +41,7 @@ class RunningJob:
     split: str
     min_workers: int
     saves: bool  # whether the job has a checkpoint directory
+    respawns: int = 0  # maximum number of replacement workers
     folder: str = ""  # directory in which the launcher was started; "" if an older launcher did not record it
     run_dir: Path = Path()  # directory of its files
 
@@ -50,7 +51,13 @@ class RunningJob:
         told = {name: getattr(job.settings, name) for name in ("fabric", "split", "min_workers")}
         process, saves = str(Process.of(os.getpid())), bool(job.settings.checkpoint_dir)
         return cls(
-            process=process, script=job.script.name, slices=job.slices, saves=saves, folder=str(Path.cwd()), **told
+            process=process,
+            script=job.script.name,
+            slices=job.slices,
+            saves=saves,
+            respawns=job.max_respawns,
+            folder=str(Path.cwd()),
+            **told,
         )
 
     @property

@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from holdfast.integrations.lightning.loggers import LoggerRelay
-from holdfast.integrations.lightning.support import check_not_newcomer
 from holdfast.session.session import Session
 
 
@@ -25,7 +24,6 @@ class LeadDuties:
 
     def __init__(self, session: Session, model: nn.Module) -> None:
         self._session = session
-        check_not_newcomer(session)
         self._was_lead = session.is_lead
         self._loggers = LoggerRelay(lambda: self._was_lead)
         self._model = model

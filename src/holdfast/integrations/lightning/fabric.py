@@ -16,7 +16,7 @@ from holdfast.errors import ConfigError, ScriptError
 from holdfast.integrations.lightning.checkpoint_io import HoldfastCheckpointIO
 from holdfast.integrations.lightning.duties import LeadDuties
 from holdfast.integrations.lightning.environment import HoldfastEnvironment, started_as_lead
-from holdfast.integrations.lightning.support import check_settings
+from holdfast.integrations.lightning.support import check_first_training, check_settings
 from holdfast.session.prepared import LoopPhase, PreparedLoader, PreparedLoop
 from holdfast.session.prepared_objects import OptimizerGroup, PreparedScheduler
 from holdfast.session.session import Session
@@ -112,6 +112,7 @@ class HoldfastFabricStrategy(SingleDeviceStrategy):
         """Prepare a model with its optimizers."""
         if self._loop is not None:
             raise ConfigError('strategy="holdfast" trains one model: call fabric.setup once, with all its optimizers')
+        check_first_training()
         self._module, self._optimizers = module, list(optimizers)
         grouped = self._optimizers[0] if len(self._optimizers) == 1 else OptimizerGroup(self._optimizers)
         session = Session(module, grouped, schedule="script", total_steps=sys.maxsize, **self._settings)

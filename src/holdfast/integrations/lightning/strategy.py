@@ -25,6 +25,7 @@ from holdfast.integrations.lightning.environment import HoldfastEnvironment, sta
 from holdfast.integrations.lightning.loggers import agree_on_versions
 from holdfast.integrations.lightning.slice_metrics import SliceMetrics
 from holdfast.integrations.lightning.support import (
+    check_first_training,
     check_loader,
     check_one_loader,
     check_same_data,
@@ -202,6 +203,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         self._note_lead()
         if trainer.state.fn == TrainerFn.FITTING:
             check_trainer(trainer)
+            check_first_training()
             agree_on_versions(trainer.loggers)
         for source in (trainer.lightning_module, trainer.datamodule):
             if source is not None:

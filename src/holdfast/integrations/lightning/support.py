@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -20,7 +23,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
-from holdfast.session.session import Session
 
 _NOT_CALLBACKS = {
     Timer: "each worker has its own clock; use max_epochs or max_steps",
@@ -31,6 +33,9 @@ _NOT_CALLBACKS = {
 }
 """Callbacks that cannot be used, and why."""
 
+_trainings: list[bool] = []
+"""One item for each training of this process."""
+
 
 def check_settings(given: Mapping[str, Any]) -> None:
     """Check the settings of the job.
@@ -39,6 +44,9 @@ def check_settings(given: Mapping[str, Any]) -> None:
         ConfigError: if one needs what a Lightning loop cannot do.
     """
     settings = Settings.from_env(**given)
+    is_newcomer = settings.rank >= 0 and str(settings.rank) not in settings.ranks.split(",")
+    if is_newcomer or _respawns(settings.run_dir):
+        raise _refused("--respawn", "a new worker cannot enter a running trainer.fit; survivors take over the slices")
     if settings.spares:
         raise _refused("--spares", "a spare worker cannot enter a running trainer.fit; survivors take over the slices")
     if settings.strategy not in ("rollback", "forward"):
@@ -50,14 +58,22 @@ def check_settings(given: Mapping[str, Any]) -> None:
         raise _refused(option, "use ModelCheckpoint, and trainer.fit(ckpt_path=...) to resume")
 
 
-def check_not_newcomer(session: Session) -> None:
-    """Check that this worker is one of those that the job was started with.
+def _respawns(run_dir: str) -> bool:
+    """Return whether the launcher of this job starts replacements."""
+    about = Path(run_dir) / "job.json"
+    return bool(run_dir) and about.is_file() and bool(json.loads(about.read_text()).get("respawns"))
+
+
+def check_first_training() -> None:
+    """Check that this is the first training of a worker; a single process may train again.
 
     Raises:
-        ConfigError: if it was started later.
+        ConfigError: if it is not.
     """
-    if session.world_size == 0:
-        raise _refused("--respawn", "a new worker cannot enter a running trainer.fit; survivors take over the slices")
+    is_worker = any(name in os.environ for name in ("HOLDFAST_RUN_DIR", "OMPI_COMM_WORLD_RANK"))
+    if is_worker and _trainings:
+        raise _refused("a second trainer.fit in a job", "workers connect once; start a job for each training")
+    _trainings.append(True)
 
 
 def check_trainer(trainer: Trainer) -> None:
