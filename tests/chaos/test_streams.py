@@ -20,6 +20,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "train_stream.py"
 
 def run(tmp_path, *options, script=(), **expected):
     """Run the training with checkpoints, and return its report."""
+    tmp_path.mkdir(exist_ok=True)
     given = ("--fabric", "gloo", "--checkpoint-dir", tmp_path / "c", *options, SCRIPT, tmp_path, *script)
     report = run_report(tmp_path, *map(str, given), timeout=240, **expected)
     (tmp_path / "report").rename(tmp_path / f"report-{len(list(tmp_path.glob('report-*')))}")
@@ -27,7 +28,7 @@ def run(tmp_path, *options, script=(), **expected):
 
 
 def trained(folder, *reports):
-    """Return how often each sample of each epoch was trained on."""
+    """Return how often each sample of each epoch was computed for a step, and how many of each epoch were lost."""
     lines = {
         line for path in folder.glob("samples-*.jsonl") for line in path.read_text().splitlines() if line[-1] == "}"
     }
@@ -56,8 +57,10 @@ def test_a_job_on_a_stream_shrinks_and_is_resumed_and_no_sample_is_missed_or_rep
     assert_landed(stopped, 1)
     assert stopped["samples"] == {"planned": 2000, "committed": 2000, "lost": 0, "repeated": 0}
     assert resumed["samples"] == {"planned": 3000, "committed": 3000, "lost": 0, "repeated": 0}
-    assert trained(tmp_path) == (once(1500, 2), Counter())
+    assert trained(tmp_path, stopped, resumed) == (once(1500, 2), Counter())
     assert resumed["steps"] == 10
+    undisturbed = run(tmp_path / "alone", "-n", 1, "--slices", 4, script=size)
+    assert resumed["replicas"] == undisturbed["replicas"]
 
 
 def test_a_worker_that_joins_reads_the_stream_up_to_the_others(tmp_path):
@@ -68,7 +71,7 @@ def test_a_worker_that_joins_reads_the_stream_up_to_the_others(tmp_path):
     assert_landed(grown, 1)
     assert grown["workers"]["ranks_finished"] == [0, 2]
     assert grown["samples"] == {"planned": 2000, "committed": 2000, "lost": 0, "repeated": 0}
-    assert trained(tmp_path) == (once(2000), Counter())
+    assert trained(tmp_path, grown) == (once(2000), Counter())
     assert (tmp_path / "samples-2.jsonl").read_text(), "the newcomer computed slices"
 
 
@@ -83,6 +86,7 @@ def test_what_forward_loses_of_a_stream_is_noticed(tmp_path):
     assert report["samples"] == {"planned": 900, "committed": 900 - lost, "lost": lost, "repeated": 0}
     counts, said = trained(tmp_path, report)
     assert counts.total() - said.total() == 900 - lost
+    assert (counts, said) != (once(900), Counter()), "the other tests would fail"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,9 @@ def test_the_multiset_of_100_000_samples_is_exact_on_8_then_5_then_7_workers(tmp
     assert_landed(second, 2)
     assert [len(report["workers"]["ranks_finished"]) for report in (first, second, third)] == [5, 6, 7]
     assert third["samples"] == {"planned": 100_000, "committed": 100_000, "lost": 0, "repeated": 0}
-    assert trained(tmp_path) == (once(100_000), Counter())
+    assert trained(tmp_path, first, second, third) == (once(100_000), Counter())
+    undisturbed = run(tmp_path / "alone", "-n", 1, "--slices", 8, script=size)
+    assert third["replicas"] == undisturbed["replicas"]
 
 
 KILLS = [(1, 7, "allreduce"), (6, 30, "backward"), (0, 61, "optimizer"), (2, 117, "forward")]

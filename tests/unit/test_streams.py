@@ -552,3 +552,20 @@ def test_the_ledger_of_a_stream_finds_what_is_lost_and_what_is_repeated():
     assert again.account(PlanCursor(epoch=1, offset=4)) == SampleCounts(planned=12, committed=10, lost=2, repeated=2)
     with pytest.raises(InternalError):
         again.commit(0, np.arange(4))
+
+    later = StreamLedger(2, begun=5)
+    later.commit(2, np.arange(5, 8))
+    assert later.account(PlanCursor(epoch=2, offset=9)) == SampleCounts(planned=4, committed=3, lost=1)
+    later.end_epoch(10)
+    assert later.account(PlanCursor(epoch=3, offset=2)) == SampleCounts(planned=7, committed=3, lost=4)
+
+
+def test_a_stream_can_begin_within_an_epoch_and_keeps_nothing_of_what_is_before():
+    stream = Stream(Numbers(1000), seed=1)
+    stream.seek(0, 700, StreamMark())
+
+    assert stream.limit(0, 710) == 710
+    assert [number for _, number in stream.__getitems__([700, 709])] == [700, 709]
+    assert len(stream._kept) == 2
+    with pytest.raises(InternalError):
+        stream.__getitems__([600])

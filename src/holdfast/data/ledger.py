@@ -98,10 +98,15 @@ class StreamLedger:
     """The ledger of a stream: counts positions, of which there may be any number, as ranges.
 
     The number of samples of an epoch is known at its end, from the stream, independently of the cursor.
+
+    Args:
+        epoch: The first epoch.
+        begun: Samples at the beginning of the first epoch that do not belong to the plan.
     """
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, begun: int = 0) -> None:
         self._epoch = epoch
+        self._begun = (epoch, begun)
         self._once, self._again = PositionRanges(), PositionRanges()
         self._closed = SampleCounts()
 
@@ -130,8 +135,11 @@ class StreamLedger:
         return self._closed.plus(self._count_until(cursor.offset))
 
     def _count_until(self, until: int) -> SampleCounts:
+        planned = until - self._begun[1] if self._epoch == self._begun[0] else until
         committed = self._once.count(until)
-        return SampleCounts(planned=until, committed=committed, lost=until - committed, repeated=self._again.count())
+        return SampleCounts(
+            planned=planned, committed=committed, lost=planned - committed, repeated=self._again.count()
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint."""

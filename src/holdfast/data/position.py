@@ -27,6 +27,8 @@ class DataPosition:
         self._is_ended = False
         self.change(changes)
         self._begin_again()
+        if self.stream is not None and self._cursor.offset:
+            self.stream.seek(self._cursor.epoch, self._cursor.offset, StreamMark())
 
     def change(self, changes: Mapping[str, Any]) -> None:
         """Apply changes, as plain JSON, to the script's values for all following mini-batches.
@@ -41,8 +43,9 @@ class DataPosition:
 
     def _begin_again(self) -> None:
         self._batches, self._ahead = BatchCutter(self.plan), BatchCutter(self.plan)
-        self._ledger = Ledger(self.plan) if self.stream is None else StreamLedger(self.plan.first_epoch)
         self._cursor = self.plan.start
+        begun = self._cursor.epoch, self._cursor.offset
+        self._ledger = Ledger(self.plan) if self.stream is None else StreamLedger(*begun)
 
     def next_batch(self, step: int, members: Sequence[int]) -> MiniBatch | None:
         """Return the mini-batch of ``step`` for ``members``; None at the end of the plan."""

@@ -200,6 +200,7 @@ class Stream:
             }
         )
         self._epoch = -1
+        self._offset = 0
         self._kept: deque[_Chunk] = deque()
         self._chunks: Iterator[_Chunk] | None = None
         self._processes: list[BaseProcess] = []
@@ -226,6 +227,7 @@ class Stream:
             self._begin_epoch(epoch)
         while not self._kept or (self._kept[-1].stop < upto and not self._kept[-1].is_last):
             self._kept.append(self._read())
+            self._drop()
         length = self._kept[-1].stop
         if not length:
             raise ConfigError(
@@ -246,7 +248,12 @@ class Stream:
 
     def forget(self, epoch: int, offset: int) -> None:
         """Samples before ``offset`` of ``epoch`` are not needed any more; a later epoch: none of the current one."""
-        while self._kept and len(self._kept) > 1 and epoch == self._epoch and self._kept[0].stop < offset:
+        if epoch == self._epoch:
+            self._offset = offset
+            self._drop()
+
+    def _drop(self) -> None:
+        while len(self._kept) > 1 and self._kept[0].stop < self._offset:
             self._kept.popleft()
 
     def digest(self, offset: int, end: int) -> int:
@@ -286,6 +293,7 @@ class Stream:
 
     def seek(self, epoch: int, offset: int, mark: StreamMark) -> None:
         """Continue with the sample ``offset`` of ``epoch``, which lies in or after the chunk ``mark``."""
+        self._offset = offset
         if epoch == self._epoch and self._kept and self._kept[0].first <= max(offset - 1, 0):
             return
         self._chunks = None
@@ -296,7 +304,7 @@ class Stream:
         head = self._tail()
         self._chunks = None
         self._kept.clear()
-        self._epoch, self._begin, self._must_seek = epoch, StreamMark(head=head), False
+        self._epoch, self._offset, self._begin, self._must_seek = epoch, 0, StreamMark(head=head), False
         # In this process the dataset is in the state in which the last epoch left it; a new process has that of the script.
         self._open(0, head if self._has_process else None)
 
