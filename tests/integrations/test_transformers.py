@@ -161,6 +161,22 @@ def test_training_continues_from_a_checkpoint_with_the_same_bits_on_fewer_worker
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
 
 
+def test_training_continues_from_a_checkpoint_of_the_session(three, tmp_path):
+    whole, _ = trained(tmp_path / "whole", max_steps=11)
+    three.setenv("HOLDFAST_CHECKPOINT_DIR", str(tmp_path / "kept"))
+    three.setenv("HOLDFAST_STOP_AFTER", "6")
+    with pytest.raises(SystemExit, match="4"):
+        trained(tmp_path / "stopped", max_steps=11, logging_strategy="steps", logging_steps=1)
+    three.delenv("HOLDFAST_STOP_AFTER")
+    three.setenv("HOLDFAST_RESUME", "1")
+    resumed, trainer = trained(tmp_path / "resumed", max_steps=11, logging_strategy="steps", logging_steps=1)
+
+    assert resumed == whole
+    assert [row["step"] for row in trainer.state.log_history if "loss" in row] == list(range(1, 12))
+    with pytest.raises(ConfigError, match="leave out one of them"):
+        trainer.train(resume_from_checkpoint=str(tmp_path))
+
+
 def test_the_best_model_is_loaded_although_its_checkpoint_is_gone(three, tmp_path):
     each = {"save_steps": 1, "save_strategy": "steps", "eval_steps": 1, "eval_strategy": "steps", "max_steps": 4}
     given = arguments(tmp_path, **each, load_best_model_at_end=True, greater_is_better=True, save_total_limit=2)
@@ -174,6 +190,46 @@ def test_the_best_model_is_loaded_although_its_checkpoint_is_gone(three, tmp_pat
     kept = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / f"checkpoint-{best}")
     assert sha256(kept) == sha256(trainer.model)
     assert read_job(tmp_path / "checkpoint-4")["slices"] == 3
+
+
+class StopsAfter(transformers.TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop |= state.global_step == self.step
+
+
+def test_a_callback_that_stops_training_is_heard_by_all_after_the_next_step(three, tmp_path):
+    trainer = Trainer(
+        model=tiny_model(), args=arguments(tmp_path, max_steps=9), train_dataset=tokens(24), callbacks=[StopsAfter(3)]
+    )
+
+    assert trainer.train().global_step == 4
+    assert trainer.train().global_step == 4
+
+
+def test_a_metric_stops_training_at_once(three, tmp_path):
+    args = arguments(
+        tmp_path,
+        max_steps=9,
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        greater_is_better=True,  # the loss only becomes smaller
+    )
+    trainer = Trainer(
+        model=tiny_model(),
+        args=args,
+        train_dataset=tokens(24),
+        eval_dataset=tokens(4),
+        callbacks=[transformers.EarlyStoppingCallback(early_stopping_patience=2)],
+    )
+
+    assert trainer.train().global_step == 3
+    assert trainer.state.best_global_step == 1
 
 
 def test_training_again_continues_with_the_same_session(three, tmp_path):
@@ -257,7 +313,6 @@ def test_an_argument_that_cannot_be_used_is_refused_in_one_line(tmp_path, given,
         ("HOLDFAST_STRATEGY", "restart", "use rollback or forward"),
         ("HOLDFAST_GUARD", "heal", "use --guard stop"),
         ("HOLDFAST_BATCH", "local", "has counted the steps"),
-        ("HOLDFAST_CHECKPOINT_DIR", "somewhere", "resume_from_checkpoint"),
         (RESPAWNS, "3", "use --spares"),
     ],
 )

@@ -197,6 +197,11 @@ class TrainingLoop:
                 self._trainable.whole.show_gradients()
                 yield Pause.BEFORE_UPDATE
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the workers have agreed that the last committed step is the last one of this loop."""
+        return bool(self._status.flags & Note.STOP)
+
     def end_here(self) -> None:
         """Make the last committed step the last one of this loop; every worker must do so after the same step."""
         self._position.end()

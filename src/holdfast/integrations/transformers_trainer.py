@@ -24,7 +24,7 @@ import transformers
 import transformers.trainer
 from torch import optim
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import EarlyStoppingCallback, ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from holdfast.comm.launchers import chosen
@@ -93,6 +93,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._resumed: str | None = None
         self._kept: dict[str, Any] = {}
         self._skips = 0
+        self._asks_to_stop = False
         self._owed: dict[str, Callable[[], None]] = {}
         self._best: dict[str, torch.Tensor] | None = None
         super().__init__(*args, **kwargs)
@@ -268,6 +269,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
+        if self._asks_to_stop and self.holdfast_loop.step is not None:
+            self.holdfast_loop.step.stop()
         made = self.holdfast_loop.compute_items(lambda slice_: self._loss_of(model, slice_), _FIGURES)
         self._owed.clear()  # the lead has voted on this step, so it has written them
         self._follow_lead()
@@ -368,9 +371,23 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._follow_lead()
         self._complete_saves()
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Log, evaluate and save after a step, and agree with the other workers on a stop that a callback asks for."""
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        control, state = self.control, self.state
+        if self.holdfast_loop.is_stopping:
+            control.should_training_stop = True
+        elif control.should_training_stop and state.global_step < state.max_steps and not self._stops_by_metric:
+            control.should_training_stop, self._asks_to_stop = False, True  # all stop after the next step
+
+    @property
+    def _stops_by_metric(self) -> bool:
+        """Whether a metric stops training, which is the same on every worker."""
+        return any(isinstance(one, EarlyStoppingCallback) for one in self.callback_handler.callbacks)
+
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Finish training; the loop itself ends with the script, because the lead may still save the model."""
-        loop = self.holdfast_loop
+        loop, self._asks_to_stop = self.holdfast_loop, False
         if checks.is_single_process(self._holdfast_settings):
             self.end_loop()
         elif loop.is_open:

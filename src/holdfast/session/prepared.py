@@ -351,6 +351,11 @@ class PreparedLoop:
         self.phase = Phase.APPLIED
 
     @property
+    def is_stopping(self) -> bool:
+        """Whether the workers have agreed, since one called ``stop`` on a step, that the committed step is the last one."""
+        return self._opened is not None and self._opened.run is not None and self._opened.run.is_stopping
+
+    @property
     def model(self) -> nn.Module:
         """The model that the session trains."""
         return self._part.model
