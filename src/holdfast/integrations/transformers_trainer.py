@@ -103,6 +103,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._holdfast_settings = checks.check_arguments(self.args)
         self._follow_lead()
         super().create_accelerator_and_postprocess()
+        self._accumulate = self.args.gradient_accumulation_steps  # which Accelerate's own settings may have changed
 
     @property
     def holdfast_loop(self) -> PreparedLoop:
@@ -221,7 +222,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the size of the mini-batch of the job."""
-        return int(super().get_total_train_batch_size(args)) * self._accumulate
+        return int(super().get_total_train_batch_size(args)) * (self._accumulate if self.is_in_train else 1)
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Create the optimizer, and the session that decides when it runs."""
@@ -233,6 +234,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return optimizer
 
     def _start_session(self, optimizer: optim.Optimizer) -> PreparedOptimizer:
+        checks.check_alone(self._holdfast_settings)
         settings = checks.settings_of(self.args)
         slices = self._slices()
         if slices:
@@ -282,7 +284,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._complete_saves()  # weights are those of the last step, also where the lead failed while it saved them
         inputs = self._prepare_inputs(slice_)
         items, expected = self.slice_items(inputs)
-        totals = {_FLOPS: float(super().floating_point_ops(inputs)), _TOKENS: self._tokens_of(inputs)}
+        totals = {_FLOPS: float(self.floating_point_ops(inputs)), _TOKENS: self._tokens_of(inputs)}
         if not items:  # the mean over no label is not a number; a sum over none is zero
             return SliceLoss(next(p for p in model.parameters() if p.requires_grad).sum() * 0.0, 0.0, totals)
         with self.compute_loss_context_manager():
@@ -300,7 +302,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         Returns:
             The number of items, and ``num_items_in_batch`` for :meth:`compute_loss`.
         """
-        counted = super()._get_num_items_in_batch([inputs], self.args.device)
+        counted = self._get_num_items_in_batch([inputs], self.args.device)
         if counted is not None:
             return float(counted), counted
         labels = inputs.get("labels")
