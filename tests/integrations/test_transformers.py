@@ -15,12 +15,14 @@ transformers = pytest.importorskip("transformers")
 from hf_tiny import LENGTH, VOCABULARY, arguments, sha256, tiny_model, tokens  # noqa: E402
 from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 
-from holdfast.config import RESPAWNS  # noqa: E402
+from holdfast.config import RESPAWNS, Settings  # noqa: E402
 from holdfast.errors import ConfigError  # noqa: E402
 from holdfast.faults.kinds import parse  # noqa: E402
 from holdfast.faults.plan import FaultPlan  # noqa: E402
+from holdfast.integrations import transformers_checks as checks  # noqa: E402
 from holdfast.integrations.transformers import HoldfastCallback, Seq2SeqTrainer, Trainer  # noqa: E402
 from holdfast.integrations.transformers_files import complete_folder, read_job  # noqa: E402
+from holdfast.session.session import Session  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]  # Transformers warns
 
@@ -145,6 +147,35 @@ def test_no_worker_needs_to_survive_for_the_bits(three, tmp_path):
     three.delenv("HOLDFAST_FAULTS")
     three.setenv("HOLDFAST_SLICES", "2")
     assert trained(tmp_path)[0] != undisturbed
+
+
+def test_workers_fail_in_an_evaluation_and_while_saving(three, tmp_path):
+    given = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 4}
+    undisturbed, _ = trained(tmp_path, **given)
+    plan = FaultPlan((parse("kill:rank=1,step=2,phase=evaluate"), parse("kill:rank=0,step=4,phase=save")))
+    three.setenv("HOLDFAST_FAULTS", plan.to_json())
+    disturbed, trainer = trained(tmp_path, **given)
+
+    assert trainer.holdfast_loop.session.world_size == 1
+    assert disturbed == undisturbed
+
+
+def test_without_a_framework_a_fault_in_an_evaluation_is_refused(three):
+    plan = FaultPlan((parse("kill:rank=1,step=0,phase=evaluate"),))
+    model = nn.Linear(2, 1)
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), faults=plan.to_json())
+
+    with pytest.raises(ConfigError, match="exist only for the Trainer"):
+        next(session.steps(torch.utils.data.TensorDataset(torch.zeros(6, 2)), batch_size=6))
+
+
+def test_a_second_trainer_in_a_process_of_a_job_is_refused(monkeypatch):
+    monkeypatch.setattr(checks, "_started", [])
+    checks.check_alone(Settings(fabric="virtual"))
+    checks.check_alone(Settings(fabric="virtual"))
+
+    with pytest.raises(ConfigError, match="a job of its own"):
+        checks.check_alone(Settings(fabric="gloo"))
 
 
 def test_training_continues_from_a_checkpoint_with_the_same_bits_on_fewer_workers(three, tmp_path):
@@ -377,6 +408,14 @@ def test_files_are_moved_into_a_folder_that_holds_others(tmp_path):
     assert (tmp_path / "out" / "config.json").read_text() == "new"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-1", "config.json"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_another_run_replaces_the_checkpoints_of_an_earlier_one(three, tmp_path):
+    given = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    trained(tmp_path, **given)
+    weights, _ = trained(tmp_path, seed=1, **given)
+
+    assert sha256(transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-2")) == weights
 
 
 def test_the_arguments_are_saved_as_the_script_gave_them(three, tmp_path):

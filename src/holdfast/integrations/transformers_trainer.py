@@ -468,7 +468,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _write_checkpoint(self, folder: Path) -> None:
         session = self.holdfast_loop.session
-        if read_job(folder).get("job") == session.job_name:
+        if session.job_name and read_job(folder).get("job") == session.job_name:
             return  # the previous lead failed after it had written it
         remove_unfinished(folder.parent, PREFIX_CHECKPOINT_DIR)
         with complete_folder(folder, replaces=True) as part:
