@@ -15,12 +15,14 @@ transformers = pytest.importorskip("transformers")
 from hf_tiny import LENGTH, VOCABULARY, arguments, sha256, tiny_model, tokens  # noqa: E402
 from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 
-from holdfast.config import RESPAWNS  # noqa: E402
+from holdfast.config import RESPAWNS, Settings  # noqa: E402
 from holdfast.errors import ConfigError  # noqa: E402
 from holdfast.faults.kinds import parse  # noqa: E402
 from holdfast.faults.plan import FaultPlan  # noqa: E402
+from holdfast.integrations import transformers_checks as checks  # noqa: E402
 from holdfast.integrations.transformers import HoldfastCallback, Seq2SeqTrainer, Trainer  # noqa: E402
 from holdfast.integrations.transformers_files import complete_folder, read_job  # noqa: E402
+from holdfast.session.session import Session  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]  # Transformers warns
 
@@ -147,6 +149,35 @@ def test_no_worker_needs_to_survive_for_the_bits(three, tmp_path):
     assert trained(tmp_path)[0] != undisturbed
 
 
+def test_workers_fail_in_an_evaluation_and_while_saving(three, tmp_path):
+    given = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 4}
+    undisturbed, _ = trained(tmp_path, **given)
+    plan = FaultPlan((parse("kill:rank=1,step=2,phase=evaluate"), parse("kill:rank=0,step=4,phase=save")))
+    three.setenv("HOLDFAST_FAULTS", plan.to_json())
+    disturbed, trainer = trained(tmp_path, **given)
+
+    assert trainer.holdfast_loop.session.world_size == 1
+    assert disturbed == undisturbed
+
+
+def test_without_a_framework_a_fault_in_an_evaluation_is_refused(three):
+    plan = FaultPlan((parse("kill:rank=1,step=0,phase=evaluate"),))
+    model = nn.Linear(2, 1)
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), faults=plan.to_json())
+
+    with pytest.raises(ConfigError, match="exist only for the Trainer"):
+        next(session.steps(torch.utils.data.TensorDataset(torch.zeros(6, 2)), batch_size=6))
+
+
+def test_a_second_trainer_in_a_process_of_a_job_is_refused(monkeypatch):
+    monkeypatch.setattr(checks, "_started", [])
+    checks.check_alone(Settings(fabric="virtual"))
+    checks.check_alone(Settings(fabric="virtual"))
+
+    with pytest.raises(ConfigError, match="a job of its own"):
+        checks.check_alone(Settings(fabric="gloo"))
+
+
 def test_training_continues_from_a_checkpoint_with_the_same_bits_on_fewer_workers(three, tmp_path):
     saves = {"save_strategy": "steps", "save_steps": 3, "max_steps": 7}
     whole, _ = trained(tmp_path, **saves)
@@ -159,6 +190,22 @@ def test_training_continues_from_a_checkpoint_with_the_same_bits_on_fewer_worker
     assert trainer.state.global_step == 7
     with pytest.raises(ConfigError, match="first call of train"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+
+
+def test_training_continues_from_a_checkpoint_of_the_session(three, tmp_path):
+    whole, _ = trained(tmp_path / "whole", max_steps=11)
+    three.setenv("HOLDFAST_CHECKPOINT_DIR", str(tmp_path / "kept"))
+    three.setenv("HOLDFAST_STOP_AFTER", "6")
+    with pytest.raises(SystemExit, match="4"):
+        trained(tmp_path / "stopped", max_steps=11, logging_strategy="steps", logging_steps=1)
+    three.delenv("HOLDFAST_STOP_AFTER")
+    three.setenv("HOLDFAST_RESUME", "1")
+    resumed, trainer = trained(tmp_path / "resumed", max_steps=11, logging_strategy="steps", logging_steps=1)
+
+    assert resumed == whole
+    assert [row["step"] for row in trainer.state.log_history if "loss" in row] == list(range(1, 12))
+    with pytest.raises(ConfigError, match="leave out one of them"):
+        trainer.train(resume_from_checkpoint=str(tmp_path))
 
 
 def test_the_best_model_is_loaded_although_its_checkpoint_is_gone(three, tmp_path):
@@ -174,6 +221,46 @@ def test_the_best_model_is_loaded_although_its_checkpoint_is_gone(three, tmp_pat
     kept = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / f"checkpoint-{best}")
     assert sha256(kept) == sha256(trainer.model)
     assert read_job(tmp_path / "checkpoint-4")["slices"] == 3
+
+
+class StopsAfter(transformers.TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop |= state.global_step == self.step
+
+
+def test_a_callback_that_stops_training_is_heard_by_all_after_the_next_step(three, tmp_path):
+    trainer = Trainer(
+        model=tiny_model(), args=arguments(tmp_path, max_steps=9), train_dataset=tokens(24), callbacks=[StopsAfter(3)]
+    )
+
+    assert trainer.train().global_step == 4
+    assert trainer.train().global_step == 4
+
+
+def test_a_metric_stops_training_at_once(three, tmp_path):
+    args = arguments(
+        tmp_path,
+        max_steps=9,
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        greater_is_better=True,  # the loss only becomes smaller
+    )
+    trainer = Trainer(
+        model=tiny_model(),
+        args=args,
+        train_dataset=tokens(24),
+        eval_dataset=tokens(4),
+        callbacks=[transformers.EarlyStoppingCallback(early_stopping_patience=2)],
+    )
+
+    assert trainer.train().global_step == 3
+    assert trainer.state.best_global_step == 1
 
 
 def test_training_again_continues_with_the_same_session(three, tmp_path):
@@ -257,7 +344,6 @@ def test_an_argument_that_cannot_be_used_is_refused_in_one_line(tmp_path, given,
         ("HOLDFAST_STRATEGY", "restart", "use rollback or forward"),
         ("HOLDFAST_GUARD", "heal", "use --guard stop"),
         ("HOLDFAST_BATCH", "local", "has counted the steps"),
-        ("HOLDFAST_CHECKPOINT_DIR", "somewhere", "resume_from_checkpoint"),
         (RESPAWNS, "3", "use --spares"),
     ],
 )
@@ -322,6 +408,14 @@ def test_files_are_moved_into_a_folder_that_holds_others(tmp_path):
     assert (tmp_path / "out" / "config.json").read_text() == "new"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-1", "config.json"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_another_run_replaces_the_checkpoints_of_an_earlier_one(three, tmp_path):
+    given = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    trained(tmp_path, **given)
+    weights, _ = trained(tmp_path, seed=1, **given)
+
+    assert sha256(transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-2")) == weights
 
 
 def test_the_arguments_are_saved_as_the_script_gave_them(three, tmp_path):

@@ -199,8 +199,8 @@ class TrainingLoop:
                 yield Pause.BEFORE_UPDATE
 
     @property
-    def was_stopped(self) -> bool:
-        """Whether the script of some worker has requested that training ends."""
+    def is_stopping(self) -> bool:
+        """Whether the workers have agreed that the last committed step is the last one of this loop."""
         return bool(self._status.flags & Note.STOP)
 
     def position(self) -> dict[str, Any]:

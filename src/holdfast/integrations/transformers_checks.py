@@ -11,6 +11,9 @@ from holdfast.comm.launchers import chosen
 from holdfast.config import RESPAWNS, Settings
 from holdfast.errors import ConfigError
 
+_started: list[Settings] = []
+"""The jobs that Trainers of this process have joined."""
+
 _STRATEGIES = ("rollback", "forward")
 
 
@@ -99,6 +102,17 @@ def check_training(settings: Settings, *, has_trained: bool, resumes: bool) -> N
         raise ConfigError("--resume and resume_from_checkpoint name two states to resume from: leave out one of them")
     if has_trained and resumes:
         raise ConfigError("resume_from_checkpoint is only supported in the first call of train in a process")
+
+
+def check_alone(settings: Settings) -> None:
+    """Check that no other Trainer of this process is part of the job.
+
+    Raises:
+        ConfigError: if one is: after a failure, a second one would wait for workers that are lost.
+    """
+    if _started and not is_single_process(settings):
+        raise ConfigError("a second Trainer in one process is not supported: train its model in a job of its own")
+    _started.append(settings)
 
 
 def check_model(model: Any, session_model: Any) -> None:

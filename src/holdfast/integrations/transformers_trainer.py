@@ -24,7 +24,7 @@ import transformers
 import transformers.trainer
 from torch import optim
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import EarlyStoppingCallback, ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from holdfast.comm.launchers import chosen
@@ -93,6 +93,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._resumed: str | None = None
         self._kept: dict[str, Any] = {}
         self._skips = 0
+        self._asks_to_stop = False
         self._owed: dict[str, Callable[[], None]] = {}
         self._best: dict[str, torch.Tensor] | None = None
         super().__init__(*args, **kwargs)
@@ -102,6 +103,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._holdfast_settings = checks.check_arguments(self.args)
         self._follow_lead()
         super().create_accelerator_and_postprocess()
+        self._accumulate = self.args.gradient_accumulation_steps  # which Accelerate's own settings may have changed
 
     @property
     def holdfast_loop(self) -> PreparedLoop:
@@ -220,7 +222,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the size of the mini-batch of the job."""
-        return int(super().get_total_train_batch_size(args)) * self._accumulate
+        return int(super().get_total_train_batch_size(args)) * (self._accumulate if self.is_in_train else 1)
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Create the optimizer, and the session that decides when it runs."""
@@ -232,6 +234,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return optimizer
 
     def _start_session(self, optimizer: optim.Optimizer) -> PreparedOptimizer:
+        checks.check_alone(self._holdfast_settings)
         settings = checks.settings_of(self.args)
         slices = self._slices()
         if slices:
@@ -268,6 +271,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
+        if self._asks_to_stop and self.holdfast_loop.step is not None:
+            self.holdfast_loop.step.stop()
         made = self.holdfast_loop.compute_items(lambda slice_: self._loss_of(model, slice_), _FIGURES)
         self._owed.clear()  # the lead has voted on this step, so it has written them
         self._follow_lead()
@@ -279,7 +284,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._complete_saves()  # weights are those of the last step, also where the lead failed while it saved them
         inputs = self._prepare_inputs(slice_)
         items, expected = self.slice_items(inputs)
-        totals = {_FLOPS: float(super().floating_point_ops(inputs)), _TOKENS: self._tokens_of(inputs)}
+        totals = {_FLOPS: float(self.floating_point_ops(inputs)), _TOKENS: self._tokens_of(inputs)}
         if not items:  # the mean over no label is not a number; a sum over none is zero
             return SliceLoss(next(p for p in model.parameters() if p.requires_grad).sum() * 0.0, 0.0, totals)
         with self.compute_loss_context_manager():
@@ -297,7 +302,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         Returns:
             The number of items, and ``num_items_in_batch`` for :meth:`compute_loss`.
         """
-        counted = super()._get_num_items_in_batch([inputs], self.args.device)
+        counted = self._get_num_items_in_batch([inputs], self.args.device)
         if counted is not None:
             return float(counted), counted
         labels = inputs.get("labels")
@@ -368,9 +373,23 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._follow_lead()
         self._complete_saves()
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Log, evaluate and save after a step, and agree with the other workers on a stop that a callback asks for."""
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        control, state = self.control, self.state
+        if self.holdfast_loop.is_stopping:
+            control.should_training_stop = True
+        elif control.should_training_stop and state.global_step < state.max_steps and not self._stops_by_metric:
+            control.should_training_stop, self._asks_to_stop = False, True  # all stop after the next step
+
+    @property
+    def _stops_by_metric(self) -> bool:
+        """Whether a metric stops training, which is the same on every worker."""
+        return any(isinstance(one, EarlyStoppingCallback) for one in self.callback_handler.callbacks)
+
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Finish training; the loop itself ends with the script, because the lead may still save the model."""
-        loop = self.holdfast_loop
+        loop, self._asks_to_stop = self.holdfast_loop, False
         if checks.is_single_process(self._holdfast_settings):
             self.end_loop()
         elif loop.is_open:
@@ -449,7 +468,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _write_checkpoint(self, folder: Path) -> None:
         session = self.holdfast_loop.session
-        if read_job(folder).get("job") == session.job_name:
+        if session.job_name and read_job(folder).get("job") == session.job_name:
             return  # the previous lead failed after it had written it
         remove_unfinished(folder.parent, PREFIX_CHECKPOINT_DIR)
         with complete_folder(folder, replaces=True) as part:

@@ -317,7 +317,7 @@ class PreparedLoop:
     def _close(self) -> None:
         self.is_open, self.step, self.phase = False, None, LoopPhase.OUTSIDE
         if self._opened is not None and self._opened.run is not None:
-            self.has_stopped |= self._opened.run.was_stopped
+            self.has_stopped |= self._opened.run.is_stopping
         gradient_hook.remove(self)
 
     # -- gradients
@@ -414,6 +414,11 @@ class PreparedLoop:
         if self._resume() is not Pause.BEFORE_STEP:
             raise InternalError(f"step {self.number} was not applied")
         self.phase = LoopPhase.APPLIED
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the workers have agreed, since one called ``stop`` on a step, that the committed step is the last one."""
+        return self._opened is not None and self._opened.run is not None and self._opened.run.is_stopping
 
     @property
     def model(self) -> nn.Module:

@@ -386,8 +386,8 @@ class Session:
 
     @property
     def job_name(self) -> str:
-        """A name of this run that no other has."""
-        return f"{self._settings.run_dir} {self._settings.origin_s}"
+        """A name of this run that no other has; "" without a launcher."""
+        return f"{self._settings.run_dir} {self._settings.origin_s}" if self._settings.run_dir else ""
 
     @property
     def num_slices(self) -> int:
