@@ -100,11 +100,11 @@ def test_one_worker_of_five_survives_kills_in_every_phase_and_nothing_differs(al
     done = job(
         SCRIPT,
         tmp_path / "job",
-        *("-n", "5", "--inject", "kill:rank=3,step=1", "--inject", "kill:rank=2,step=3,phase=allreduce"),
-        env={"KILL": "0:save:3,1:evaluate:3"},
+        *("-n", "5", "--inject", "kill:rank=2,step=3,phase=allreduce"),
+        env={"KILL": "0:save:3,1:evaluate:3,3:forward:2"},
     )
 
-    assert done.keys() == {4}, "ranks 0 (saving), 1 (evaluating), 2 and 3 were killed"
+    assert done.keys() == {4}, "ranks 0 (saving), 1 (evaluating), 2 (in the sum) and 3 (forward) were killed"
     own = {"best": done[4]["best"].replace(str(tmp_path / "job"), str(out))}
     assert done[4] | own == expected
     assert rows(tmp_path / "job") == rows(out), "each row once, though the lead was killed twice"
