@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("lightning")
 
 from jobs import clean_env, holdfast
+from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
@@ -24,8 +25,14 @@ from lightning.pytorch.callbacks import (
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from torchmetrics.classification import MulticlassAccuracy
 
-from holdfast.errors import CheckpointCorrupt, ConfigError, ScriptError
-from holdfast.integrations.lightning import HoldfastCheckpointIO, HoldfastEnvironment, HoldfastStrategy
+from holdfast.errors import CheckpointCorrupt, ConfigError, JobError, ScriptError
+from holdfast.integrations.lightning import (
+    HoldfastCheckpointIO,
+    HoldfastEnvironment,
+    HoldfastStrategy,
+    agreement,
+    support,
+)
 from holdfast.session.session import forget_sessions
 
 HERE = Path(__file__).parent
@@ -93,11 +100,11 @@ def test_one_worker_of_five_survives_kills_in_every_phase_and_nothing_differs(al
     done = job(
         SCRIPT,
         tmp_path / "job",
-        *("-n", "5", "--inject", "kill:rank=3,step=1", "--inject", "kill:rank=2,step=3,phase=allreduce"),
-        env={"KILL": "0:save:3,1:evaluate:3"},
+        *("-n", "5", "--inject", "kill:rank=2,step=3,phase=allreduce"),
+        env={"KILL": "0:save:3,1:evaluate:3,3:forward:2"},
     )
 
-    assert done.keys() == {4}, "ranks 0 (saving), 1 (evaluating), 2 and 3 were killed"
+    assert done.keys() == {4}, "ranks 0 (saving), 1 (evaluating), 2 (in the sum) and 3 (forward) were killed"
     own = {"best": done[4]["best"].replace(str(tmp_path / "job"), str(out))}
     assert done[4] | own == expected
     assert rows(tmp_path / "job") == rows(out), "each row once, though the lead was killed twice"
@@ -146,11 +153,11 @@ def test_fabric_survives_and_ends_with_the_bits_of_one_process(tmp_path):
     done = job(
         HERE / "train_fabric.py",
         tmp_path / "job",
-        *("-n", "4", "--slices", "5", "--inject", "kill:rank=2,step=2,phase=allreduce"),
+        *("-n", "5", "--inject", "kill:rank=3,step=1", "--inject", "kill:rank=2,step=2,phase=allreduce"),
         env={"KILL": "0:save:2,1:evaluate:3", "PYTHONPATH": str(HERE)},
     )
 
-    assert done == {3: expected}
+    assert done == {4: expected}, "ranks 0 (saving), 1 (evaluating), 2 and 3 were killed"
     assert len(expected["losses"]) == 12
     assert all(one["half"] == pytest.approx(one["loss"] / 2) for one in expected["losses"])
     assert expected["gathered"] == 1.0
@@ -290,6 +297,76 @@ def test_what_is_not_supported_is_one_clear_line(module, options, error, match, 
     assert "\n" not in str(refused.value)
 
 
+def start_of(run_dir, **about):
+    """Set what a worker of ``holdfast run`` finds."""
+    (run_dir / "job.json").write_text(json.dumps(about))
+    return {"HOLDFAST_RUN_DIR": str(run_dir), "HOLDFAST_RANK": "0", "HOLDFAST_RANKS": "0"}
+
+
+@pytest.mark.parametrize(
+    ("about", "more", "match"),
+    [
+        ({"respawns": 16}, {}, "--respawn"),
+        ({"respawns": 0}, {"HOLDFAST_RANK": "7"}, "--respawn"),
+        ({"respawns": 0}, {"HOLDFAST_CHECKPOINT_DIR": "x"}, "--checkpoint-dir"),
+    ],
+    ids=["job", "newcomer", "checkpoints"],
+)
+def test_what_a_job_is_started_with_is_checked_at_the_start(about, more, match, tmp_path, monkeypatch):
+    for name, value in (start_of(tmp_path, **about) | more).items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(ConfigError, match=match):
+        train_lightning.fit(tmp_path)
+
+
+def test_a_second_training_in_a_job_is_refused(monkeypatch):
+    monkeypatch.setattr(support, "_trainings", [])
+    monkeypatch.setenv("HOLDFAST_RUN_DIR", "x")
+    support.check_first_training()
+
+    with pytest.raises(ConfigError, match=r"a second trainer\.fit"):
+        support.check_first_training()
+
+
+def test_prepare_data_runs_in_one_process_after_another(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOLDFAST_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(agreement, "_LONGEST_TURN_S", 0.1)
+
+    assert agreement.in_turn(agreement.in_turn(lambda: "done"))() == "done", "wrapped again by trainer.validate"
+    with pytest.raises(JobError, match="prepare_data"):
+        agreement.in_turn(lambda: agreement.in_turn(print)())()  # the first turn has not ended
+
+
+def test_a_scheduler_that_fabric_does_not_know_is_refused():
+    fabric = Fabric(accelerator="cpu", strategy="holdfast")
+    fabric.launch()
+    model = torch.nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(train_lightning.loaders()[0])
+
+    x, y = next(iter(loader))
+    fabric.backward(torch.nn.functional.cross_entropy(model(x), y))
+
+    with pytest.raises(ConfigError, match="scheduler=scheduler"):
+        optimizer.step()
+
+
+def test_a_reduction_of_a_slice_in_fabric_is_refused():
+    fabric = Fabric(accelerator="cpu", strategy="holdfast")
+    fabric.launch()
+    model = torch.nn.Linear(8, 3)
+    model, _ = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    slices = iter(fabric.setup_dataloaders(train_lightning.loaders()[0]))
+    loss = model(next(slices)[0]).mean()
+
+    with pytest.raises(ScriptError, match=r"loader\.holdfast\.log"):
+        fabric.all_reduce(loss)
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         yield from torch.utils.data.default_convert([([0.0] * 8, 1)] * 40)
@@ -396,6 +473,17 @@ def test_a_save_that_is_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one
     plugin.save_checkpoint({"x": "newer"}, path)
     assert plugin.load_checkpoint(path) == {"x": "newer"}
     assert {one.name for one in tmp_path.iterdir()} == {"last.ckpt", "last.ckpt.digest.json"}
+
+
+def test_a_link_to_a_checkpoint_is_verified_like_the_checkpoint(tmp_path):
+    plugin = HoldfastCheckpointIO(fallback=False)
+    plugin.save_checkpoint({"x": 1}, tmp_path / "a.ckpt")
+    (tmp_path / "last.ckpt").symlink_to("a.ckpt")
+
+    assert plugin.load_checkpoint(tmp_path / "last.ckpt") == {"x": 1}
+    damage(tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointCorrupt, match="is damaged"):
+        plugin.load_checkpoint(tmp_path / "last.ckpt")
 
 
 def test_a_checkpoint_that_was_never_saved_is_not_replaced_by_another(tmp_path):

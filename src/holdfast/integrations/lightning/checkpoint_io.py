@@ -130,6 +130,7 @@ def verified(path: Path, *, require_digest: bool = True) -> bytes:
         CheckpointMissing: if there is no such file.
         CheckpointCorrupt: if it has no digest, or another content than the one that was saved.
     """
+    path = path.resolve()  # ModelCheckpoint(save_last="link") makes a link, beside which there is no digest
     if not path.is_file():
         raise CheckpointMissing(f"{path} does not exist")
     records, data = _records(path), path.read_bytes()

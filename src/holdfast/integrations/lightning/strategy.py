@@ -370,7 +370,8 @@ class HoldfastStrategy(SingleDeviceStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint; ``trainer.fit`` continues the order of the samples at its position."""
-        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        options = {} if weights_only is None else {"weights_only": weights_only}  # Lightning 2.5 does not have it
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, **options)
         if self._trainer().state.fn == TrainerFn.FITTING:
             self._loaded_position = loaded.get(_POSITION)
             if self._loaded_position is None and loaded.get("global_step"):
