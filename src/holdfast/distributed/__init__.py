@@ -24,6 +24,7 @@ def autoload() -> None:
 import torch.distributed as dist  # noqa: E402
 
 from holdfast.distributed.frameworks import adapt_frameworks  # noqa: E402
+from holdfast.distributed.rendezvous import watch_rendezvous  # noqa: E402
 from holdfast.errors import RanksLost  # noqa: E402
 
 __all__ = ["RanksLost", "alive"]
@@ -71,3 +72,4 @@ if dist.is_available() and BACKEND not in dist.Backend.backend_list:
     _set_torchrun_variables()
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
     adapt_frameworks()
+    watch_rendezvous()
