@@ -72,6 +72,7 @@ MAY_IMPORT = {
         "torch_private",
         "records",
         "comm",
+        "membership",
         "faults",
         "engine",
         "recovery",
