@@ -9,6 +9,7 @@ rank alive does in the rendezvous what the dead ranks would have done.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -33,11 +34,24 @@ def watch_rendezvous() -> None:
         meet = handlers["env"]
 
         def watched(url: str, timeout: timedelta = timedelta(minutes=30), **kwargs: Any) -> Iterator[Any]:
+            _leave_if_new()
             its = meet(url, timeout=timeout, **kwargs)
             yield _first_of(its, timeout)
             yield from its
 
         handlers["env"] = watched
+
+
+def _leave_if_new() -> None:
+    """End a worker that was started in place of a failed one: a process group takes no new ranks."""
+    from holdfast.config import Settings
+
+    settings = Settings.from_env()
+    if str(settings.rank) not in settings.ranks.split(","):
+        sys.stderr.write(
+            f"holdfast: rank {settings.rank} ends: a torch.distributed job takes no new ranks, start it without --respawn\n"
+        )
+        raise SystemExit(0)  # with another code the launcher would start one more
 
 
 def _first_of(its: Iterator[Any], timeout: timedelta) -> Any:
