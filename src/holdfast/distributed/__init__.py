@@ -1,10 +1,11 @@
 """A ``torch.distributed`` backend: ``init_process_group("holdfast")`` is the only change that a DDP script needs.
 
 Importing this module registers the backend. torch imports it through an entry point where Holdfast is installed, so the
-backend name alone is enough. Start with ``holdfast run -n 4 SCRIPT`` or ``mpirun --with-ft ulfm -n 4 python SCRIPT``.
+backend name alone is enough. Start with ``holdfast run -n 4 SCRIPT``, with ``--fabric gloo`` where there is no MPI, or
+with ``mpirun --with-ft ulfm -n 4 python SCRIPT``.
 
 When a rank fails, the all-reduces of ``DistributedDataParallel`` are retried over the survivors and averaged over them.
-Any other collective raises :class:`~holdfast.errors.RanksLost` once, on every survivor, and works again afterwards.
+In a gather of metrics a survivor's value stands in for the failed rank's (``--empty-seats``). Any other collective raises :class:`~holdfast.errors.RanksLost` once, on every survivor, and works again afterwards.
 Ranks and group sizes do not change; :func:`alive` returns the surviving ranks.
 """
 
