@@ -8,6 +8,7 @@ tests another one. Not listed here are the methods through which torch calls a p
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -34,6 +35,7 @@ __all__ = [
     "logging_data",
     "offset_in_file",
     "parameters_of",
+    "rendezvous_handlers",
     "source_of",
     "task_of_backward",
     "tree_flatten",
@@ -155,6 +157,13 @@ def gloo_options(timeout: timedelta, devices: list[Any]) -> Any:
 def gather_flat(group: Any, out: torch.Tensor, part: torch.Tensor) -> Any:
     """Start an all-gather of equal parts into ``out``, in rank order, and return the work."""
     return group._allgather_base(out, part)
+
+
+def rendezvous_handlers() -> dict[str, Any]:
+    """Return the mutable dict of the functions that make a process group's store, by the scheme of their URL."""
+    # torch.distributed.rendezvous is a function, which hides the module of that name.
+    handlers: dict[str, Any] = vars(importlib.import_module("torch.distributed.rendezvous"))["_rendezvous_handlers"]
+    return handlers
 
 
 def source_of(work: Any) -> int:

@@ -467,6 +467,98 @@ def test_a_death_that_a_small_group_finds_is_told_to_the_whole_world(tmp_path, f
     assert [line["again"] for line in lines] == [{"result": [8.0] * 5}] * 3
 
 
+EARLY = """
+import os, pathlib, signal, sys
+import torch
+import torch.distributed as dist
+import holdfast.distributed
+if os.environ["RANK"] == sys.argv[2] and not (died := pathlib.Path(sys.argv[1])).exists():
+    died.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.init_process_group("holdfast")
+total = torch.ones(1)
+for _ in range(2):
+    try:
+        dist.all_reduce(total)
+        break
+    except holdfast.distributed.RanksLost as error:
+        print("lost", *error.ranks)
+group = dist.new_group(holdfast.distributed.alive())
+dist.barrier(group)
+print("sum", total.item(), "of", dist.get_world_size())
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@every_fabric
+def test_a_rank_that_dies_before_the_group_is_made_does_not_hold_the_others(tmp_path, fabric, victim):
+    """torch would wait for it for half an hour. Over Open MPI the job restarts, over Gloo it begins without the rank."""
+    script = tmp_path / "early.py"
+    script.write_text(EARLY)
+
+    report = run_report(tmp_path, "-n", 3, "--fabric", fabric, script, tmp_path / "died", victim, timeout=JOB_S)
+
+    assert report["restarts"] == (1 if fabric == "ulfm" else 0)
+    assert report["_stdout"].count(f"lost {victim}\n") == (0 if fabric == "ulfm" else 2)
+    assert report["_stdout"].count(f"sum 2.0 of {2 if fabric == 'ulfm' else 3}") == 2
+    assert {rank for rank, code in exit_codes(report).items() if code == 0} == {0, 1, 2} - {victim}
+
+
+STEPS = """
+import os, pathlib, sys, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+is_new, came = int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]), pathlib.Path(sys.argv[1])
+if is_new:
+    came.touch()
+dist.init_process_group("holdfast")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+left, end = 30, time.monotonic() + 90
+while left and time.monotonic() < end:
+    model(torch.ones(2, 4)).sum().backward()
+    time.sleep(0.2)
+    left -= came.exists()
+print("rank", dist.get_rank(), "of", dist.get_world_size(), "ends")
+"""
+
+
+def test_over_gloo_a_job_that_all_ranks_left_restarts_with_other_numbers(tmp_path):
+    """The launcher's numbers of the ranks then differ from those of torch."""
+    script, came = tmp_path / "steps.py", tmp_path / "came"
+    script.write_text(STEPS)
+    came.touch()
+    specs = [f"{kind}:rank={rank},step=3,phase=backward" for rank, kind in enumerate(("kill", "segfault", "segfault"))]
+
+    report = run_report(
+        tmp_path,
+        "-n", 3, "--fabric", "gloo", *inject(*specs), script, came,
+        timeout=JOB_S,
+    )  # fmt: skip
+
+    assert report["restarts"] == 1
+    assert report["workers"]["ranks_finished"] == [3]
+    assert "rank 0 of 1 ends" in report["_stdout"]
+
+
+def test_over_gloo_a_new_worker_ends_with_one_line_because_a_group_takes_no_new_ranks(tmp_path):
+    script = tmp_path / "steps.py"
+    script.write_text(STEPS)
+
+    report = run_report(
+        tmp_path,
+        "-n", 2, "--fabric", "gloo", "--respawn", *inject("kill:rank=1,step=1,phase=backward"), script,
+        tmp_path / "came",
+        timeout=JOB_S,
+    )  # fmt: skip
+
+    assert exit_codes(report) == {0: 0, 1: -9, 2: 0}
+    assert report["workers"]["ranks_finished"] == [0]
+    said = [line for line in (report["_stdout"] + report["_stderr"]).splitlines() if line.startswith("[2]")]
+    assert said == ["[2] holdfast: rank 2 ends: a torch.distributed job takes no new ranks, start it without --respawn"]
+
+
 # -- with other things
 
 

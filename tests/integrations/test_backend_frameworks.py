@@ -68,6 +68,19 @@ def test_survivors_finish_with_equal_weights(tmp_path, name):
     assert found[0].get("environment", "LightningEnvironment") == "LightningEnvironment"
 
 
+def test_without_filling_no_rank_finishes(tmp_path):
+    """The other policy, which shows that filling is what lets them finish."""
+    kills = {1: "backward:3"}
+
+    report = run_report(
+        tmp_path, "-n", 3, "--max-restarts", 0, "--empty-seats", "raise", SCRIPTS / "ddp_loop.py",
+        exit_code=1, timeout=JOB_S, env=env_of(tmp_path, kills),
+    )  # fmt: skip
+
+    assert said(tmp_path) == {}
+    assert "all_gather did not complete: it got one tensor per initial rank" in report["_stderr"]
+
+
 def test_over_plain_gloo_a_death_ends_every_rank(tmp_path):
     """The negative control."""
     with socket.socket() as probe:

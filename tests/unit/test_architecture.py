@@ -74,6 +74,7 @@ MAY_IMPORT = {
         "torch_private",
         "records",
         "comm",
+        "membership",
         "faults",
         "engine",
         "recovery",

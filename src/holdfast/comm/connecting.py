@@ -6,7 +6,7 @@ import os
 
 from holdfast.comm.base import Communicator, MessageCommunicator
 from holdfast.comm.fabrics.base import Endpoint
-from holdfast.comm.fabrics.registry import make_fabric
+from holdfast.comm.fabrics.registry import DEFAULT, make_fabric
 from holdfast.comm.launchers import chosen, others_started
 from holdfast.errors import ConfigError
 
@@ -39,12 +39,12 @@ def connect_messages(
 ) -> MessageCommunicator:
     """Return the communicator of this process for the ``torch.distributed`` backend.
 
-    The arguments are those of :func:`connect`.
+    The arguments are those of :func:`connect`; ``fabric`` "" is ``ulfm``, because each rank needs a process.
 
     Raises:
         ConfigError: if the fabric cannot work here, or has no such communicator.
     """
-    return make_fabric(chosen(fabric)).connect_messages(_endpoint(workers, ranks, rank, store, token))
+    return make_fabric(fabric or DEFAULT).connect_messages(_endpoint(workers, ranks, rank, store, token))
 
 
 def _endpoint(workers: int, ranks: str, rank: int, store: str, token: str) -> Endpoint:

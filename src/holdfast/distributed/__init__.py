@@ -1,10 +1,11 @@
 """A ``torch.distributed`` backend: ``init_process_group("holdfast")`` is the only change that a DDP script needs.
 
 Importing this module registers the backend. torch imports it through an entry point where Holdfast is installed, so the
-backend name alone is enough. Start with ``holdfast run -n 4 SCRIPT`` or ``mpirun --with-ft ulfm -n 4 python SCRIPT``.
+backend name alone is enough. Start with ``holdfast run -n 4 SCRIPT``, with ``--fabric gloo`` where there is no MPI, or
+with ``mpirun --with-ft ulfm -n 4 python SCRIPT``.
 
 When a rank fails, the all-reduces of ``DistributedDataParallel`` are retried over the survivors and averaged over them.
-Any other collective raises :class:`~holdfast.errors.RanksLost` once, on every survivor, and works again afterwards.
+In a gather of metrics a survivor's value stands in for the failed rank's (``--empty-seats``). Any other collective raises :class:`~holdfast.errors.RanksLost` once, on every survivor, and works again afterwards.
 Ranks and group sizes do not change; :func:`alive` returns the surviving ranks.
 """
 
@@ -28,6 +29,7 @@ def autoload() -> None:
 import torch.distributed as dist  # noqa: E402
 
 from holdfast.distributed.frameworks import adapt_frameworks  # noqa: E402
+from holdfast.distributed.rendezvous import watch_rendezvous  # noqa: E402
 from holdfast.errors import RanksLost  # noqa: E402
 
 __all__ = ["RanksLost", "alive"]
@@ -75,3 +77,4 @@ if dist.is_available() and BACKEND not in dist.Backend.backend_list:
     _set_torchrun_variables()
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
     adapt_frameworks()
+    watch_rendezvous()

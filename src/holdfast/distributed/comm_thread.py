@@ -5,8 +5,9 @@ So, on one communicator, the number of collectives that two ranks have completed
 rank has completed a collective, *every* rank has entered its last barrier, and has its own result.
 
 After a failure all survivors run the recovery protocol (R1 to R4) and exchange the progress of each group. If any
-survivor has completed the collective in progress, it counts as completed on all. Otherwise an all-reduce of DDP is
-retried over the survivors, from its inputs, which are intact, and any other collective fails on every survivor.
+survivor has completed the collective in progress, it counts as completed on all. Otherwise an all-reduce of DDP, a
+gather of metrics or a collective of a framework is retried over the survivors, from its inputs, which are intact, and
+any other collective fails on every survivor.
 """
 
 from __future__ import annotations

@@ -88,6 +88,5 @@ class Fabric(ABC):
         """
         raise ConfigError(
             f"the torch.distributed backend does not work over the fabric {self.name}, it needs a process for each rank:"
-            " start with `holdfast run -n 4 SCRIPT`, `holdfast run --fabric gloo -n 4 SCRIPT` or"
-            " `mpirun --with-ft ulfm -n 4 python SCRIPT`"
+            " start with `holdfast run -n 4 SCRIPT` or `holdfast run --fabric gloo -n 4 SCRIPT`"
         )
