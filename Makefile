@@ -47,7 +47,7 @@ test-torch:  ## Contract, backend and exactness with another torch: make test-to
 	.venv-torch-$(VERSION)/bin/python -m pytest -n 2 --dist loadfile $(TORCH_TESTS)
 
 integrations: .venv-integrations/.ready  ## The frameworks that Holdfast works with, as published, in an environment of their own
-	.venv-integrations/bin/python -m pytest -n 2 --dist load tests/integrations
+	.venv-integrations/bin/python -m pytest -n 2 --dist load $(if $(ONLY),-m $(ONLY)) tests/integrations
 
 check: $(READY)  ## Style, format, types, and the tests that start no job: a minute
 	$(VENV)/bin/ruff check
