@@ -12,7 +12,7 @@ CORE = (
     # Of each framework: deaths in training with the bits of the undisturbed run, and what its scripts change.
     "test_accelerate.py::test_deaths_in_training_change_no_bit[gloo]",
     "test_accelerate.py::test_only_the_import_changes",
-    "test_backend_frameworks.py::test_survivors_finish_with_equal_weights[trainer",
+    "test_backend_frameworks.py::test_survivors_finish_with_equal_weights[hf_trainer",
     "test_data_huggingface.py::test_the_state_of_a_shuffle_buffer_is_not_believed",
     "test_data_torchdata.py::test_its_sampler_is_drawn_alike",
     "test_data_webdataset.py::test_workers_of_a_job_read_all_shards",
