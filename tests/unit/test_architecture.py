@@ -62,7 +62,7 @@ MAY_IMPORT = {
     "engine": LOOP | {"data", "integrity", "models", "state", "session"},
     "session": LOOP | {"data", "integrity", "models", "state", "engine"},
     "doctor": {"errors", "torch_private", "data", "models", "state", "session"},
-    "integrations": {"_lazy", "errors", "config", "data.seeds", "session"},
+    "integrations": {"_lazy", "errors", "config", "session"},
     "distributed": {
         "errors",
         "integrations.discovery",
