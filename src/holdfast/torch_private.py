@@ -86,6 +86,11 @@ def copy_each(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     torch._foreach_copy_(into, values)
 
 
+def scale_each(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply each tensor in place, all in one call."""
+    torch._foreach_mul_(tensors, factor)
+
+
 def is_parameter(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a parameter, another leaf with a gradient, or a view of one."""
     base = tensor if tensor._base is None else tensor._base

@@ -211,6 +211,14 @@ def test_a_checkpoint_of_another_batch_size_is_refused(alone, tmp_path, monkeypa
         train_lightning.fit(tmp_path, ckpt_path=str(out / "each" / "step=6.ckpt"))
 
 
+def test_a_checkpoint_without_a_position_is_refused(tmp_path):
+    plugins = [HoldfastCheckpointIO()]
+    train_lightning.fit(tmp_path, strategy="auto", plugins=plugins, max_epochs=1)
+
+    with pytest.raises(ConfigError, match="load_from_checkpoint"):
+        train_lightning.fit(tmp_path / "on", ckpt_path=str(tmp_path / "checkpoints" / "last.ckpt"))
+
+
 # -- what is not supported
 
 

@@ -379,7 +379,7 @@ def test_records_tell_the_run(tmp_path):
     [
         ({"strategy": "hope"}, "strategy must be one of rollback, forward, restart, reinit, partial, got 'hope'"),
         ({"slices": -1}, "slices must be at least 0, got -1"),
-        ({"schedule": "year"}, "schedule must be 'step' or 'epoch', got 'year'"),
+        ({"schedule": "year"}, "schedule must be 'step', 'epoch' or 'script', got 'year'"),
         ({"speed": 3}, "unknown setting 'speed'"),
         ({"fabric": "ulfm", "workers": 1}, "start with `holdfast run"),
     ],

@@ -33,6 +33,7 @@ from holdfast.session.prepared_objects import (
 )
 from holdfast.session.session import OpenedLoop, Session
 from holdfast.session.step import Step
+from holdfast.torch_private import scale_each, version_of
 
 
 class LoopPhase(enum.Enum):
@@ -181,7 +182,7 @@ class PreparedLoop:
             return {"loss": math.nan, **dict.fromkeys(names, 0.0)}
         factor = 1 / means[ITEMS] if means[ITEMS] else 0.0
         gradients = [p.grad for p in self._part.buckets.parameters if p.grad is not None]
-        torch._foreach_mul_(gradients, factor)
+        scale_each(gradients, factor)
         self._part.loss_divisor, self._part.unlogged = ITEMS, (ITEMS, *names)
         assert self.step is not None
         return {"loss": means["loss"] * factor, **{name: means[name] * self.step.samples for name in names}}
@@ -348,7 +349,7 @@ class PreparedLoop:
         if len(self._optimizers) == 1:
             self._end_slice()
         else:
-            self._versions = {id(p): p.grad._version for p in self._part.buckets.parameters if p.grad is not None}
+            self._versions = {id(p): version_of(p.grad) for p in self._part.buckets.parameters if p.grad is not None}
 
     def capture(self, number: int) -> None:
         """With several optimizers: keep the slice's gradients for optimizer ``number``, which has finished with it.
@@ -362,7 +363,7 @@ class PreparedLoop:
         kept = self._captured[number] = []
         for parameter in (p for group in self._optimizers[number].param_groups for p in group["params"]):
             if parameter.grad is not None:
-                if self._versions.get(id(parameter)) != parameter.grad._version:
+                if self._versions.get(id(parameter)) != version_of(parameter.grad):
                     raise ScriptError(
                         "with several optimizers gradients cannot be modified between backward and step, because they are"
                         " those of one slice: pass clip_grad_norm to holdfast.prepare instead of clipping in the loop"

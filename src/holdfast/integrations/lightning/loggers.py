@@ -21,8 +21,11 @@ def agree_on_versions(loggers: Sequence[Any]) -> None:
     Otherwise a process that looks after the lead has created its directory would take the next number.
     """
     for number, logger in enumerate(loggers):
-        if hasattr(logger, "_get_next_version") and getattr(logger, "_version", "") is None:
-            logger._version = agreed(f"{number} {logger.root_dir}", logger._get_next_version)
+        choose = getattr(
+            logger, "_get_next_version", None
+        )  # of loggers that number directories; called if none is given
+        if choose is not None:
+            logger._get_next_version = functools.partial(agreed, f"{number} {logger.root_dir}", choose)
 
 
 class LoggerRelay:

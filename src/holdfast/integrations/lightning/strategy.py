@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
@@ -16,7 +18,6 @@ from lightning.pytorch.strategies.single_device import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn, optim
 
-from holdfast.data.seeds import generator_states, set_generator_states
 from holdfast.errors import ConfigError, InternalError, ScriptError
 from holdfast.integrations.lightning.agreement import in_turn
 from holdfast.integrations.lightning.checkpoint_io import HoldfastCheckpointIO
@@ -57,7 +58,7 @@ class TrainingRun:
         self._position: Mapping[str, Any] | None = None
         self._slices: Iterator[Any] = iter(())
         self._inputs: Any = None
-        self._generators: dict[str, Any] = {}
+        self._generators = _generators()
         self._is_first = False
         self.is_computing = False
 
@@ -96,7 +97,7 @@ class TrainingRun:
             yield inputs
 
     def _begin(self, inputs: Any, *, is_first: bool) -> None:
-        self._inputs, self._is_first, self._generators = inputs, is_first, generator_states()
+        self._inputs, self._is_first, self._generators = inputs, is_first, _generators()
 
     def inputs_of_slice(self, batch: Any, transferred: Callable[[Any], Any]) -> Any:
         """Return the inputs of the slice in progress, with the random generators as they were when it was loaded.
@@ -106,7 +107,7 @@ class TrainingRun:
             transferred: Does with another slice's inputs what Lightning does with a batch.
         """
         inputs = batch if self._is_first else transferred(self._inputs)
-        set_generator_states(self._generators)  # hooks of callbacks have run since, in the first slice alone
+        _set_generators(self._generators)  # hooks of callbacks have run since, in the first slice alone
         return inputs
 
     def compute(self, closure: Callable[[], Any]) -> Any:
@@ -115,9 +116,8 @@ class TrainingRun:
         try:
             with self.metrics.kept():
                 result = closure()
-                if isinstance(
-                    closure, Closure
-                ):  # its hooks run once a step; each slice begins without gradients anyway
+                # Hooks of zero_grad run once a step: each slice begins without gradients anyway.
+                if isinstance(closure, Closure):
                     closure._zero_grad_fn = None
                 for inputs in self._slices:
                     self._begin(inputs, is_first=False)
@@ -127,6 +127,17 @@ class TrainingRun:
             self._inputs = None
         self.metrics.log_means()
         return result
+
+
+def _generators() -> tuple[torch.Tensor, Any, Any]:
+    """Return the states of the global generators, for this process alone."""
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _set_generators(states: tuple[torch.Tensor, Any, Any]) -> None:
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
 
 
 class _SlicedLoader:
