@@ -90,6 +90,19 @@ def test_the_loss_is_the_mean_over_the_labels_of_the_mini_batch(three, tmp_path,
     assert [row["grad_norm"] for row in ours[:3]] == pytest.approx([row["grad_norm"] for row in theirs[:3]], rel=1e-4)
 
 
+@pytest.mark.parametrize("model", [lambda: tiny_model(dropout=0.0), Tagger], ids=["causal", "tagger"])
+def test_a_slice_without_a_label_counts_for_nothing(three, tmp_path, model):
+    dataset = tokens(6, ragged=True)
+    for sample in dataset[2:4]:  # the second of three slices
+        sample["labels"] = torch.full_like(sample["labels"], -100)
+    models = [model(), model()]
+    for kind, one in zip((Trainer, transformers.Trainer), models, strict=True):
+        args = arguments(tmp_path, max_steps=2, train_sampling_strategy="sequential", optim="sgd")
+        kind(model=one, args=args, train_dataset=dataset).train()
+
+    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict())
+
+
 def test_a_mean_over_samples_counts_samples(three, tmp_path):
     """The last mini-batch has five samples, and its slices two, two and one."""
 

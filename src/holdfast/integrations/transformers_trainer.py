@@ -83,7 +83,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     """A ``transformers.Trainer`` that survives the loss of workers with the bits of the undisturbed run.
 
     The mini-batch of the job has ``per_device_train_batch_size * gradient_accumulation_steps`` samples, whatever the
-    number of workers.
+    number of workers. With ``dataloader_drop_last``, a mini-batch that is not complete is left out.
+
+    Args:
+        *args: Those of ``transformers.Trainer``.
+        **kwargs: Likewise.
+
+    Raises:
+        ConfigError: if an argument or a setting cannot be used with Holdfast.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -246,13 +253,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return PreparedOptimizer(loop, optimizer, 0, 1)
 
     def _slices(self) -> int:
-        """Return the number of slices: that of the checkpoint, or enough that none is larger than a batch of one device."""
+        """Return the number of slices: that of the checkpoint, or enough that none is larger than a batch of one device.
+
+        0 leaves it to the session.
+        """
         settings = self._holdfast_settings
         if settings.slices or settings.auto_slices >= 0 or self._kept:
             return int(settings.slices)
         if self._resumed is not None and (kept := read_job(Path(self._resumed))):
             return int(kept["slices"])
-        return settings.workers * -(-self._accumulate // settings.workers)
+        workers = len(settings.ranks.split(",")) - settings.spares if settings.ranks else settings.workers
+        slices = workers * -(-self._accumulate // workers)
+        return slices if slices > workers else 0  # one for each worker is the default
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Create the scheduler; its state is restored with the model's."""
