@@ -7,7 +7,6 @@ import pytest
 
 from holdfast.session.session import forget_sessions
 
-
 CORE = (
     # Of each framework: deaths in training with the bits of the undisturbed run, and what its scripts change.
     "test_accelerate.py::test_deaths_in_training_change_no_bit[gloo]",

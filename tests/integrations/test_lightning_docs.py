@@ -14,7 +14,7 @@ from jobs import clean_env
 from tutorials import comparable, executed
 
 ROOT = Path(__file__).parents[2]
-PLAIN, SURVIVES = (ROOT / "examples" / "lightning" / name for name in ("plain.py", "survives.py"))
+PLAIN, SURVIVES = (ROOT / "examples" / "frameworks" / name for name in ("lightning_before.py", "lightning_after.py"))
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 

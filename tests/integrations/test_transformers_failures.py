@@ -83,10 +83,10 @@ def test_the_changed_lines_of_a_script_are_two():
     before, after = (
         [
             line
-            for line in (ROOT / "examples" / "integrations" / name).read_text().split("import torch\n")[1].splitlines()
+            for line in (ROOT / "examples" / "frameworks" / name).read_text().split("import torch\n")[1].splitlines()
             if line
         ]
-        for name in ("hf_trainer_before.py", "hf_trainer.py")
+        for name in ("transformers_before.py", "transformers_after.py")
     )
 
     assert len([line for line in after if line not in before]) == 2

@@ -526,7 +526,7 @@ class Session:
 
 def at_exit() -> None:
     """When the script has ended, check that no session was left in the middle of training."""
-    for session in _sessions:
+    for session in _sessions:  # ending a loop removes it
         if session.ends_loop is not None:
             session.ends_loop()
         session.check_finished()

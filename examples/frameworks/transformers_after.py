@@ -3,11 +3,11 @@
 What you will see: two of three workers die, and the last one finishes with the weights of the undisturbed run.
 
 Run:
-    holdfast run -n 3 --fabric gloo --inject kill:rank=0,step=3,phase=allreduce --inject kill:rank=2,step=8 examples/integrations/hf_trainer.py
-    holdfast run -n 3 --fabric gloo examples/integrations/hf_trainer.py    undisturbed
-    HOLDFAST_SLICES=3 python examples/integrations/hf_trainer.py           one process, the same weights
+    holdfast run -n 3 --fabric gloo --inject kill:rank=0,step=3,phase=allreduce --inject kill:rank=2,step=8 examples/frameworks/transformers_after.py
+    holdfast run -n 3 --fabric gloo examples/frameworks/transformers_after.py    undisturbed
+    HOLDFAST_SLICES=3 python examples/frameworks/transformers_after.py           one process, the same weights
 
-*Covers:* holdfast.integrations.transformers.Trainer. The script without Holdfast is hf_trainer_before.py.
+*Covers:* holdfast.integrations.transformers.Trainer. The script without Holdfast is transformers_before.py.
 """
 
 import torch

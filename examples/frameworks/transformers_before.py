@@ -1,4 +1,4 @@
-"""A script with the Trainer of Transformers, before two of its lines change: see hf_trainer.py."""
+"""A script with the Trainer of Transformers, before two of its lines change: see transformers_after.py."""
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments

@@ -1,12 +1,9 @@
-"""The script of ``plain.py``, which survives the loss of workers: only the line with the ``Trainer`` differs.
+"""A plain Lightning script: train on handwritten digits, evaluate after each epoch, keep the best checkpoint.
 
-What you will see: two of three workers are killed, the last one ends with the weights that one process computes.
+``lightning_after.py`` beside it is the same script with one line changed.
 
 Run:
-    holdfast run -n 3 --fabric gloo --inject kill:rank=0,step=30 --inject kill:rank=1,step=60 examples/lightning/survives.py
-    HOLDFAST_SLICES=3 python examples/lightning/survives.py                one process: compare the weights
-
-*Covers:* Trainer(strategy="holdfast").
+    python examples/frameworks/lightning_before.py
 """
 
 import hashlib
@@ -46,7 +43,7 @@ images, labels = load_digits(return_X_y=True)
 dataset = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
 training, held_out = torch.utils.data.Subset(dataset, range(1500)), torch.utils.data.Subset(dataset, range(1500, 1797))
 best = ModelCheckpoint(monitor="accuracy", mode="max")
-trainer = Trainer(max_epochs=4, accelerator="cpu", strategy="holdfast", gradient_clip_val=1.0, callbacks=[best])
+trainer = Trainer(max_epochs=4, accelerator="cpu", strategy="auto", gradient_clip_val=1.0, callbacks=[best])
 model = Digits()
 trainer.fit(model, DataLoader(training, batch_size=60, shuffle=True), DataLoader(held_out, batch_size=297))
 
