@@ -14,7 +14,7 @@ from holdfast.errors import ScriptError
 
 
 class _Loop(Protocol):
-    """What they need of the prepared loop; see :class:`~holdfast.session.prepared.PreparedLoop`."""
+    """What they need of the prepared loop; see :class:`~holdfast.session.prepared_loop.PreparedLoop`."""
 
     @property
     def counts(self) -> bool: ...

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,10 +18,7 @@ from holdfast.clock import SystemClock
 from holdfast.comm import Communicator, VirtualCommunicator, connect
 from holdfast.comm.waiting import waiting
 from holdfast.config import MOST_WORKERS, Settings
-from holdfast.data.assignment import choose_slices
-from holdfast.data.loader import DataSource
-from holdfast.data.plan import SamplePlan
-from holdfast.data.source import DataOptions, OpenedSource, open_source
+from holdfast.data.source import DataOptions, open_source
 from holdfast.engine import exits
 from holdfast.engine.context import CommittedState, JobContext, LiveSettings, LoopState
 from holdfast.engine.injection import check_faults, make_faults, reach_point
@@ -39,23 +35,12 @@ from holdfast.records.paths import records_path, stop_path
 from holdfast.recovery.messages import Note
 from holdfast.session import gradient_hook
 from holdfast.session.models import Pipeline, Sharded
+from holdfast.session.opened import OpenedLoop, choose_job_slices, plan_of
 from holdfast.session.reinit_context import application, note_session, take_over
 from holdfast.session.step import Step
 from holdfast.state.manager import CheckpointManager
 from holdfast.state.platform_check import compare_with_others, platform_of_worker
 from holdfast.torch_private import check_version
-
-
-@dataclass(slots=True)
-class OpenedLoop:
-    """What one training loop needs, and the loop itself once it has begun."""
-
-    job: JobContext
-    plan: SamplePlan
-    source: DataSource
-    run: TrainingLoop | None = None
-    is_over: bool = False  # the next loop begins with the next epoch
-
 
 _sessions: list[Session] = []
 """Sessions with an open loop: one that was left early must be found at exit even if the script has dropped it."""
@@ -224,8 +209,8 @@ class Session:
         self._say_once(job, *opened.notes)
         if opened.stream is not None:
             opened.stream.say = functools.partial(self._say_once, job)
-        job.loops.slices = job.loops.slices or self._choose_slices(job, opened.batch_size)
-        plan = self._plan(job, opened, epochs)
+        job.loops.slices = job.loops.slices or choose_job_slices(job, opened.batch_size)
+        plan = plan_of(job, opened, epochs)
         if plan.stream is None and not plan.epoch_samples:
             raise ConfigError(
                 f"drop_last leaves no batch: batch_size must be at most len(dataset) ({opened.num_samples}), got"
@@ -478,38 +463,6 @@ class Session:
         if settings.faults:
             points.arm(lambda name: reach_point(job, name))
         return job
-
-    def _choose_slices(self, job: JobContext, batch_size: int) -> int:
-        """Return the number of slices unless a checkpoint fixes it: one per worker, or enough for some losses."""
-        settings = self._settings
-        workers = len(job.first_members) - settings.spares
-        if settings.auto_slices < 0:
-            return workers
-        choice = choose_slices(workers, settings.auto_slices, batch_size)
-        if job.comm.members and job.is_lead and not settings.resume:
-            sys.stderr.write(f"holdfast: {choice.line}\n")
-            sys.stderr.flush()
-        return choice.slices
-
-    def _plan(self, job: JobContext, opened: OpenedSource, epochs: int) -> SamplePlan:
-        settings = self._settings
-        return SamplePlan(
-            num_samples=opened.num_samples,
-            batch_size=opened.batch_size,
-            first_epoch=job.loops.epoch,
-            first_offset=job.loops.offset,
-            epochs=epochs,
-            seed=settings.seed,
-            shuffle=opened.shuffle,
-            drop_last=opened.drop_last,
-            slices=job.loops.slices,
-            members=job.first_members[: len(job.first_members) - settings.spares],
-            split=settings.split,
-            batch=settings.batch,
-            in_tree=settings.order == "tree",
-            sampler=opened.sampler,
-            stream=opened.stream,
-        )
 
     def _on_sigterm(self, job: JobContext) -> None:
         """Handle SIGTERM: all workers stop if the launcher requests it or there is none; else only this one leaves."""

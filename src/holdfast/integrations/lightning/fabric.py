@@ -17,7 +17,8 @@ from holdfast.integrations.lightning.checkpoint_io import HoldfastCheckpointIO
 from holdfast.integrations.lightning.duties import LeadDuties
 from holdfast.integrations.lightning.environment import HoldfastEnvironment, started_as_lead
 from holdfast.integrations.lightning.support import check_first_training, check_settings
-from holdfast.session.prepared import LoopPhase, PreparedLoader, PreparedLoop
+from holdfast.session.prepared import PreparedLoader
+from holdfast.session.prepared_loop import LoopPhase, PreparedLoop
 from holdfast.session.prepared_objects import OptimizerGroup, PreparedScheduler
 from holdfast.session.session import Session
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from holdfast.errors import ScriptError
-from holdfast.session.prepared import PreparedLoop
+from holdfast.session.prepared_loop import PreparedLoop
 
 _MEANS = ("mean", "avg", torch.mean)
 

@@ -33,7 +33,7 @@ from holdfast.integrations.lightning.support import (
     check_settings,
     check_trainer,
 )
-from holdfast.session.prepared import PreparedLoop
+from holdfast.session.prepared_loop import PreparedLoop
 from holdfast.session.session import Session
 
 _POSITION = "holdfast"
