@@ -72,8 +72,9 @@ def load_newest(storage: Where, on_damaged: OnDamaged | None = None, into: Any =
 def _newest(storage: Where, on_damaged: OnDamaged | None, read: Callable[[int], Any]) -> Any:
     storage = as_storage(storage)
     passed: set[int] = set()
-    # Listed again each time: a step may have been removed meanwhile, because a newer one was completed.
-    while left := [step for step in steps(storage) if step not in passed]:
+    # Listed again each time: a step may have been removed meanwhile, because a newer one was completed. Twice where there
+    # is none: a listing of a directory that changes meanwhile may miss both the one that goes and the one that comes.
+    while left := _left(storage, passed) or _left(storage, passed):
         step = left[-1]
         passed.add(step)
         try:
@@ -84,6 +85,10 @@ def _newest(storage: Where, on_damaged: OnDamaged | None, read: Callable[[int], 
             if on_damaged is not None:
                 on_damaged(step, error)
     return None
+
+
+def _left(storage: Storage, passed: Container[int]) -> list[int]:
+    return [step for step in steps(storage) if step not in passed]
 
 
 def verify(storage: Where, step: int) -> Manifest:
