@@ -305,23 +305,18 @@ def test_what_is_not_supported_is_one_clear_line(module, options, error, match, 
     assert "\n" not in str(refused.value)
 
 
-def start_of(run_dir, **about):
-    """Set what a worker of ``holdfast run`` finds."""
-    (run_dir / "job.json").write_text(json.dumps(about))
-    return {"HOLDFAST_RUN_DIR": str(run_dir), "HOLDFAST_RANK": "0", "HOLDFAST_RANKS": "0"}
-
-
 @pytest.mark.parametrize(
-    ("about", "more", "match"),
+    ("more", "match"),
     [
-        ({"respawns": 16}, {}, "--respawn"),
-        ({"respawns": 0}, {"HOLDFAST_RANK": "7"}, "--respawn"),
-        ({"respawns": 0}, {"HOLDFAST_CHECKPOINT_DIR": "x"}, "--checkpoint-dir"),
+        ({"HOLDFAST_RESPAWNS": "16"}, "--respawn"),
+        ({"HOLDFAST_RANK": "7"}, "--respawn"),
+        ({"HOLDFAST_CHECKPOINT_DIR": "x"}, "--checkpoint-dir"),
     ],
     ids=["job", "newcomer", "checkpoints"],
 )
-def test_what_a_job_is_started_with_is_checked_at_the_start(about, more, match, tmp_path, monkeypatch):
-    for name, value in (start_of(tmp_path, **about) | more).items():
+def test_what_a_job_is_started_with_is_checked_at_the_start(more, match, tmp_path, monkeypatch):
+    worker = {"HOLDFAST_RUN_DIR": str(tmp_path), "HOLDFAST_RANK": "0", "HOLDFAST_RANKS": "0"}
+    for name, value in (worker | more).items():
         monkeypatch.setenv(name, value)
 
     with pytest.raises(ConfigError, match=match):

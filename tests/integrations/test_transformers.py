@@ -20,8 +20,9 @@ from holdfast.errors import ConfigError  # noqa: E402
 from holdfast.faults.kinds import parse  # noqa: E402
 from holdfast.faults.plan import FaultPlan  # noqa: E402
 from holdfast.integrations import transformers_checks as checks  # noqa: E402
+from holdfast.integrations.folders import complete_folder  # noqa: E402
 from holdfast.integrations.transformers import HoldfastCallback, Seq2SeqTrainer, Trainer  # noqa: E402
-from holdfast.integrations.transformers_files import complete_folder, read_job  # noqa: E402
+from holdfast.integrations.transformers_files import read_job  # noqa: E402
 from holdfast.session.session import Session  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]  # Transformers warns

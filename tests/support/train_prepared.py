@@ -1,6 +1,6 @@
 """A training loop as people write it, with ``holdfast.prepare`` in it.
 
-    train_prepared.py [--dies-evaluating RANK] [--features clip,scheduler,average] [--epochs N]
+    train_prepared.py [--dies-evaluating RANK] [--epochs N]
 
 The rank kills itself in the evaluation between two steps, after step 9.
 """

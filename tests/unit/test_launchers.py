@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 import holdfast
 from holdfast.comm import VirtualCommunicator, connect
 from holdfast.comm.launchers import others_started
+from holdfast.config import Settings, leads_at_start, rank_at_start
 from holdfast.errors import ConfigError
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -96,3 +97,25 @@ def test_a_session_that_would_train_alone_is_refused_and_leaves_no_folder(tmp_pa
 @pytest.mark.usefixtures("under_torchrun")
 def test_virtual_workers_that_are_asked_for_by_name_are_meant():
     assert isinstance(connect("virtual", 2, ""), VirtualCommunicator)
+
+
+@pytest.mark.parametrize(
+    ("env", "rank", "leads"),
+    [
+        ({}, 0, True),
+        ({"HOLDFAST_RANK": "2", "HOLDFAST_RANKS": "0,1,2"}, 2, False),
+        ({"HOLDFAST_RANK": "1", "HOLDFAST_RANKS": "1,3"}, 1, True),  # a restart with the ranks that were left
+        ({"HOLDFAST_RANK": "7", "HOLDFAST_RANKS": "0,1"}, 7, False),  # a newcomer
+        ({"OMPI_COMM_WORLD_RANK": "1", "HOLDFAST_RANKS": "1,3"}, 3, False),
+        ({"OMPI_COMM_WORLD_RANK": "0", "HOLDFAST_RANKS": "1,3"}, 1, True),
+        ({"PMIX_RANK": "2"}, 2, False),
+    ],
+)
+def test_a_worker_knows_its_rank_and_the_lead_before_it_is_connected(monkeypatch, env, rank, leads):
+    for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "HOLDFAST_RANK", "HOLDFAST_RANKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    settings = Settings.from_env()
+
+    assert (rank_at_start(settings), leads_at_start(settings)) == (rank, leads)

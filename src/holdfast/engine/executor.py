@@ -63,9 +63,8 @@ class StepExecutor:
         number, times = self._count
         self._count = (batch.step, times + 1 if number == batch.step else 0)
         self._points.alter_state(self._trainable, batch.step)
-        self._trainable.begin_step(
-            self._points.enter
-        )  # before anything that can fail: a rollback returns to this point
+        # Before anything that can fail: a rollback returns to this point.
+        self._trainable.begin_step(self._points.enter)
         if not self._trainable.num_buckets:
             self._sum.open()  # without buckets, no all-reduce before the commit vote would open it
         self._points.enter("forward")

@@ -327,11 +327,8 @@ class TrainingLoop:
 
     def _vote(self, step: int) -> CommitVote:
         """Return this worker's vote on the step, which it is ready to commit."""
-        job, asked, parts = (
-            self._job,
-            self._job.pending.notes,
-            self._job.pending.leaves,
-        )  # read once: a signal may arrive meanwhile
+        job = self._job
+        asked, parts = job.pending.notes, job.pending.leaves  # read once: a signal may arrive meanwhile
         return CommitVote(
             guard=self._guard.fill(step, is_last=self._position.is_last(self._executor.in_progress())),
             parts=self._fingerprint.parts,

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,13 +18,12 @@ from accelerate.state import DistributedType, PartialState
 from torch import nn, optim
 from torch.utils.data import BatchSampler, DataLoader
 
-from holdfast.config import Settings
+from holdfast.config import Settings, leads_at_start, rank_at_start
 from holdfast.errors import ConfigError
+from holdfast.integrations.folders import complete_folder
 from holdfast.session.prepared import PreparedLoader, prepare
 from holdfast.session.prepared_objects import PreparedOptimizer, PreparedScheduler
 from holdfast.session.session import Session
-
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate has no types here
@@ -59,7 +56,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         self._session: Session | None = None
         self._loader: PreparedLoader | None = None
         self._trackers_given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._rank = _first_rank()
+        self._settings = Settings.from_env()
+        self._rank = rank_at_start(self._settings)
         self._note_lead()
 
     # -- preparing
@@ -150,7 +148,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
     def _note_lead(self) -> bool:
         """Return whether this worker leads, and let Accelerate's own state know, which decides what is printed."""
-        is_lead = self._rank <= 0 if self._session is None else self._session.is_lead
+        is_lead = leads_at_start(self._settings) if self._session is None else self._session.is_lead
         state = PartialState()
         state.process_index = state.local_process_index = 0 if is_lead else max(1, self._rank)
         return is_lead
@@ -217,14 +215,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
             raise ConfigError("automatic_checkpoint_naming is not supported: pass a directory to save_state")
         if not self.is_main_process:
             return None
-        final, part = Path(output_dir), Path(f"{output_dir}.{self._rank}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        with contextlib.nullcontext() if self._session is None else self._session.busy():
+        busy = contextlib.nullcontext() if self._session is None else self._session.busy()
+        with busy, complete_folder(Path(output_dir), replaces=True) as part:
             super().save_state(str(part), safe_serialization=safe_serialization, **kwargs)
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(part, final)
-        return str(final)
+        return str(output_dir)
 
 
 class _AcceleratedLoader(PreparedLoader):
@@ -276,15 +270,6 @@ def _larger(loader: DataLoader[Any], times: int) -> DataLoader[Any]:
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
-
-
-def _first_rank() -> int:
-    """Return this worker's rank before it is connected, 0 without a launcher."""
-    settings = Settings.from_env()
-    if settings.rank >= 0:
-        return settings.rank
-    index = next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
-    return int(settings.ranks.split(",")[index]) if settings.ranks else index
 
 
 __all__ = ["Accelerator"]

@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from holdfast.distributed import BACKEND, alive
 from holdfast.errors import ConfigError, RanksLost
-from holdfast.integrations.transformers_files import complete_folder
+from holdfast.integrations.folders import complete_folder
 
 
 class HoldfastCallback(TrainerCallback):  # type: ignore[misc]

@@ -17,11 +17,6 @@ _started: list[Settings] = []
 _STRATEGIES = ("rollback", "forward")
 
 
-def rank_of(settings: Settings) -> int:
-    """Return this worker's rank as the launcher assigned it."""
-    return settings.rank if settings.rank >= 0 else int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
-
-
 def is_single_process(settings: Settings) -> bool:
     """Return whether all workers of the job are in this process."""
     return chosen(settings.fabric) == "virtual"

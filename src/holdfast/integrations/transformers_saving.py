@@ -14,7 +14,8 @@ import transformers.trainer
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from holdfast.integrations.transformers_files import complete_folder, read_job, remove_unfinished, write_job
+from holdfast.integrations.folders import complete_folder, remove_unfinished
+from holdfast.integrations.transformers_files import read_job, write_job
 
 _CHECKPOINT = "checkpoint "
 

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_callback import EarlyStoppingCallback
 
 from holdfast.comm.launchers import chosen
-from holdfast.config import Settings
+from holdfast.config import Settings, leads_at_start, rank_at_start
 from holdfast.errors import ConfigError
 from holdfast.integrations import transformers_checks as checks
 from holdfast.integrations.transformers_files import kept_state, read_job
@@ -122,13 +122,11 @@ class Trainer(SavingTrainer):
     def _is_lead(self) -> bool:
         if self._holdfast is not None:
             return self._holdfast.session.is_lead
-        settings = self._holdfast_settings
-        first = min((int(rank) for rank in settings.ranks.split(",")), default=0) if settings.ranks else 0
-        return checks.rank_of(settings) == first
+        return leads_at_start(self._holdfast_settings)
 
     def _follow_lead(self) -> None:
         """Let ``args.should_save`` and everything else that asks for the main process name the lead."""
-        index = 0 if self._is_lead else max(1, checks.rank_of(self._holdfast_settings))
+        index = 0 if self._is_lead else max(1, rank_at_start(self._holdfast_settings))
         where = self.args.distributed_state
         where.process_index = where.local_process_index = index
         state = getattr(self, "state", None)
@@ -191,12 +189,12 @@ class Trainer(SavingTrainer):
     def steps_of_epoch(self, loader: Any) -> Iterator[Any]:
         """Yield the steps of one epoch, each once."""
         self.end_loop()
-        steps = self.holdfast_loop.steps(loader)
+        steps = self.holdfast_loop.steps(loader, hooks=False)
         first = next(steps, None)
         for _ in range(self._skips):  # loops before the one in which the checkpoint of --resume was saved have no steps
             if first is not None:
                 break
-            steps = self.holdfast_loop.steps(loader)
+            steps = self.holdfast_loop.steps(loader, hooks=False)
             first = next(steps, None)
         self._skips = 0
         if first is not None:

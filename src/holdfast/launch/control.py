@@ -41,7 +41,6 @@ class RunningJob:
     split: str
     min_workers: int
     saves: bool  # whether the job has a checkpoint directory
-    respawns: int = 0  # maximum number of replacement workers
     folder: str = ""  # directory in which the launcher was started; "" if an older launcher did not record it
     run_dir: Path = Path()  # directory of its files
 
@@ -55,7 +54,6 @@ class RunningJob:
             script=job.script.name,
             slices=job.slices,
             saves=saves,
-            respawns=job.max_respawns,
             folder=str(Path.cwd()),
             **told,
         )

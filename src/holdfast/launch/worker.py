@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from holdfast.clock import SystemClock
-from holdfast.config import Settings
+from holdfast.config import Settings, mpi_rank, rank_at_start
 from holdfast.errors import ConfigError, HoldfastError, InternalError
 from holdfast.launch.processes import (
     Process,
@@ -71,12 +71,6 @@ _PUBLISH_S = 1.0
 """Interval at which a worker's files are synced to the other machines."""
 _LONGER = 0.5
 """Additional share of the grace period for a worker that waits for others, which may be the unresponsive ones."""
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK")
-
-
-def mpi_rank() -> int:
-    """Return the rank that mpirun assigned to this process, 0 without mpirun."""
-    return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
 
 
 def main() -> NoReturn:
@@ -128,10 +122,7 @@ def _worker_name() -> tuple[Settings, int]:
         settings = Settings.from_env()
     except ConfigError:  # reported by the worker
         settings = Settings()
-    if settings.rank >= 0:
-        return settings, settings.rank
-    index = mpi_rank()
-    return settings, int(settings.ranks.split(",")[index]) if settings.ranks else index
+    return settings, rank_at_start(settings)
 
 
 def _note_pair(run_dir: Path, rank: int, worker_pid: int, watcher_pid: int) -> None:

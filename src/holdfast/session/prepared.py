@@ -17,7 +17,6 @@ from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel
 
 from holdfast.errors import ConfigError, ScriptError
-from holdfast.models.loss import check_name, figure_of
 from holdfast.models.part import Stateful
 from holdfast.session.prepared_loop import LoopPhase, PreparedLoop
 from holdfast.session.prepared_objects import (
@@ -100,12 +99,8 @@ class PreparedLoader:
             ScriptError: if the slice is complete, or there is none.
             ConfigError: if a name cannot be encoded.
         """
-        loop = self._loop
-        if loop.phase is not LoopPhase.SLICE or loop.step is None:
-            raise ScriptError("loader.log must be called inside the loop, before loss.backward()")
         for name, value in metrics.items():
-            check_name(name)
-            loop.step.keep_metric(name, figure_of(value))
+            self._loop.log(name, value)
 
     def stop(self) -> None:
         """End training on all workers once the current step is committed, whichever worker calls it.

@@ -91,7 +91,7 @@ class PreparedLoop:
         """Yield this worker's slices of all mini-batches of one pass over ``loader``."""
         if self.has_stopped:
             return
-        self._open(loader)
+        self._open(loader, hooks=True)
         try:
             while self._next_step():
                 yield from self._slices()
@@ -102,7 +102,7 @@ class PreparedLoop:
                 self.session.note_busy(busy=True)
             raise
 
-    def _open(self, loader: Any, *, hooks: bool = True) -> None:
+    def _open(self, loader: Any, *, hooks: bool) -> None:
         self.finish()
         self._opened = self.session.open_loop(loader)
         self._driver = self.session.drive(self._opened)
@@ -110,12 +110,17 @@ class PreparedLoop:
         if hooks:
             gradient_hook.install(self)
 
-    def steps(self, loader: Any) -> Iterator[Step]:
-        """Yield each step of one pass over ``loader`` once, for a framework that calls :meth:`compute` and :meth:`apply`.
+    def steps(self, loader: Any, *, hooks: bool) -> Iterator[Step]:
+        """Yield each step of one pass over ``loader`` once, for a framework that computes and applies it.
 
         The framework may leave the loop after a step, at the same one on every worker, and end it with :meth:`finish`.
+
+        Args:
+            loader: The loader.
+            hooks: The framework loops over :meth:`slices` and calls ``loss.backward()`` itself; otherwise it calls
+                :meth:`compute_items`, which receives the loss.
         """
-        self._open(loader, hooks=False)  # nothing to hook: `compute` receives the loss itself
+        self._open(loader, hooks=hooks)
         while self._next_step():
             assert self.step is not None
             yield self.step
@@ -123,28 +128,15 @@ class PreparedLoop:
                 raise ScriptError(f"step {self.number} ended without an optimizer step")
         self._close()
 
-    def compute(self, loss_of: Callable[[Any], torch.Tensor]) -> float:
-        """Compute the step, again after each failure, until it is committed and parameters have their mean gradients.
-
-        Args:
-            loss_of: Receives the inputs of a slice, returns the mean loss over it, a scalar. It is called once a slice and
-                attempt, with the random generators seeded for that slice.
-
-        Returns:
-            The mean loss over the mini-batch, equal on all workers.
-        """
-        for inputs in self._inputs_until_decided():
-            self.backward(loss_of(inputs))
-        return self._part.gradients.metrics(())["loss"]
-
     def compute_items(self, loss_of: Callable[[Any], SliceLoss], names: Sequence[str]) -> dict[str, float]:
-        """Compute the step like :meth:`compute`, where the loss is a mean over items and not over samples.
+        """Compute the step, whose loss is a mean over items and not over samples, again after each failure until it is committed.
 
-        Slices add up by their items, and the sum is divided once by the items of the mini-batch. So the mean does not
+        Then parameters have their mean gradients. Slices add up by their items, and the sum is divided once by the items of the mini-batch. So the mean does not
         depend on how the items are distributed over slices, or slices over workers.
 
         Args:
-            loss_of: Receives the inputs of a slice.
+            loss_of: Receives the inputs of a slice. It is called once a slice and attempt, with the random generators
+                seeded for that slice.
             names: Names of the ``totals`` of every slice.
 
         Returns:
@@ -163,7 +155,7 @@ class PreparedLoop:
         return self._divide_by_items(names)
 
     def _divide_by_items(self, names: Sequence[str]) -> dict[str, float]:
-        means = self._part.gradients.metrics((*names, ITEMS))
+        means = self.metrics((*names, ITEMS))
         if ITEMS not in means:  # strategy forward lost every slice of the step
             return {"loss": math.nan, **dict.fromkeys(names, 0.0)}
         factor = 1 / means[ITEMS] if means[ITEMS] else 0.0
@@ -204,20 +196,6 @@ class PreparedLoop:
             yield inputs
             self._check_iteration()
 
-    def mini_batches(self, loader: Any) -> Iterator[Step]:
-        """Yield each step of one pass over ``loader`` once, for a framework whose code calls ``loss.backward()``.
-
-        For each step the framework loops over :meth:`slices` and calls :meth:`apply`. It may leave the loop after a step,
-        at the same one on every worker, and end it with :meth:`finish`.
-        """
-        self._open(loader)
-        while self._next_step():
-            assert self.step is not None
-            yield self.step
-            if self.phase is not LoopPhase.APPLIED:
-                raise ScriptError(f"step {self.number} ended without an optimizer step")
-        self._close()
-
     def slices(self) -> Iterator[Any]:
         """Yield the inputs of slices, again after each failure, until the step is committed.
 
@@ -234,7 +212,7 @@ class PreparedLoop:
     def log(self, name: str, value: torch.Tensor | float) -> None:
         """Keep a metric of the slice in progress, a mean over its samples."""
         if self.phase is not LoopPhase.SLICE or self.step is None:
-            raise ScriptError("a metric of a slice must be logged before its loss.backward()")
+            raise ScriptError("a metric of a slice must be logged inside the loop, before loss.backward()")
         check_name(name)
         self.step.keep_metric(name, figure_of(value))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
 
@@ -55,9 +53,3 @@ class HoldfastEnvironment(ClusterEnvironment):
     def node_rank(self) -> int:
         """Return 0."""
         return 0
-
-
-def started_as_lead() -> bool:
-    """Return whether this process has the lowest rank at the start of the job, or is alone."""
-    rank = os.environ.get("HOLDFAST_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
-    return int(rank) == 0

@@ -12,10 +12,11 @@ from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import nn, optim
 
+from holdfast.config import Settings, leads_at_start
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.integrations.lightning.checkpoint_io import HoldfastCheckpointIO
 from holdfast.integrations.lightning.duties import LeadDuties
-from holdfast.integrations.lightning.environment import HoldfastEnvironment, started_as_lead
+from holdfast.integrations.lightning.environment import HoldfastEnvironment
 from holdfast.integrations.lightning.support import check_first_training, check_settings
 from holdfast.session.prepared import PreparedLoader
 from holdfast.session.prepared_loop import LoopPhase, PreparedLoop
@@ -202,7 +203,11 @@ class HoldfastFabricStrategy(SingleDeviceStrategy):
 
     def _note_lead(self) -> bool:
         is_connected = self._loop is not None and self._duties is not None
-        is_lead = self._loop.session.is_lead if is_connected and self._loop is not None else started_as_lead()
+        is_lead = (
+            self._loop.session.is_lead
+            if is_connected and self._loop is not None
+            else leads_at_start(Settings.from_env())
+        )
         rank_zero_only.rank = 0 if is_lead else 1
         if self._duties is not None and is_lead:
             self._duties.take_over(self.checkpoint_io)

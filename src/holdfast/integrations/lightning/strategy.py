@@ -18,11 +18,12 @@ from lightning.pytorch.strategies.single_device import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn, optim
 
+from holdfast.config import Settings, leads_at_start
 from holdfast.errors import ConfigError, InternalError, ScriptError
 from holdfast.integrations.lightning.agreement import in_turn
 from holdfast.integrations.lightning.checkpoint_io import HoldfastCheckpointIO
 from holdfast.integrations.lightning.duties import LeadDuties
-from holdfast.integrations.lightning.environment import HoldfastEnvironment, started_as_lead
+from holdfast.integrations.lightning.environment import HoldfastEnvironment
 from holdfast.integrations.lightning.loggers import agree_on_versions
 from holdfast.integrations.lightning.slice_metrics import SliceMetrics
 from holdfast.integrations.lightning.support import (
@@ -90,7 +91,7 @@ class TrainingRun:
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield, once per mini-batch, the inputs of this worker's first slice."""
         self._find_position(loader)
-        for _ in self.loop.mini_batches(loader):
+        for _ in self.loop.steps(loader, hooks=True):
             self._slices = self.loop.slices()
             inputs = next(self._slices)
             self._begin(inputs, is_first=True)
@@ -280,7 +281,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         self._note_lead()
 
     def _note_lead(self) -> bool:
-        is_lead = started_as_lead() if self._session is None else self._session.is_lead
+        is_lead = leads_at_start(Settings.from_env()) if self._session is None else self._session.is_lead
         rank_zero_only.rank = 0 if is_lead else 1
         if self._run is not None and is_lead:
             self._run.duties.take_over(self.checkpoint_io)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -21,7 +19,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from holdfast.config import Settings
+from holdfast.config import RESPAWNS, Settings
 from holdfast.errors import ConfigError
 
 _NOT_CALLBACKS = {
@@ -45,7 +43,7 @@ def check_settings(given: Mapping[str, Any]) -> None:
     """
     settings = Settings.from_env(**given)
     is_newcomer = settings.rank >= 0 and str(settings.rank) not in settings.ranks.split(",")
-    if is_newcomer or _respawns(settings.run_dir):
+    if is_newcomer or RESPAWNS in os.environ:
         raise _refused("--respawn", "a new worker cannot enter a running trainer.fit; survivors take over the slices")
     if settings.spares:
         raise _refused("--spares", "a spare worker cannot enter a running trainer.fit; survivors take over the slices")
@@ -56,12 +54,6 @@ def check_settings(given: Mapping[str, Any]) -> None:
     if settings.checkpoint_dir or settings.resume:
         option = "--resume" if settings.resume else "--checkpoint-dir"
         raise _refused(option, "use ModelCheckpoint, and trainer.fit(ckpt_path=...) to resume")
-
-
-def _respawns(run_dir: str) -> bool:
-    """Return whether the launcher of this job starts replacements."""
-    about = Path(run_dir) / "job.json"
-    return bool(run_dir) and about.is_file() and bool(json.loads(about.read_text()).get("respawns"))
 
 
 def check_first_training() -> None:
