@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "registered": {"errors"},
     "_lazy": set(),
     "_moved": set(),
+    "on_import": set(),
     "notice": set(),
     "temporary": set(),
     "torch_private": set(),
@@ -66,6 +67,7 @@ MAY_IMPORT = {
     "distributed": {
         "errors",
         "integrations.discovery",
+        "on_import",
         "events",
         "clock",
         "notice",
@@ -81,6 +83,7 @@ MAY_IMPORT = {
     },
     "integrations": {
         "_lazy",
+        "on_import",
         "errors",
         "config",
         "comm.launchers",
@@ -170,6 +173,7 @@ WITHOUT_TORCH = (
     "faults.plan",
     "integrity.hash_chain",
     "integrations.discovery",
+    "on_import",
     "state.platform",
     "lab.simulate",
     "lab.pages",

@@ -6,14 +6,11 @@ any other backend, they stay as they are.
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+from holdfast.on_import import Change, when_imported
 
 _BACKEND = "holdfast"
 
@@ -23,34 +20,7 @@ def adapt_frameworks() -> None:
     with_ulfm = os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112 - Open MPI's spelling
     if not with_ulfm and not os.environ.get("HOLDFAST_STORE"):
         return
-    for name, change in _CHANGES.items():
-        if name in sys.modules:
-            change(sys.modules[name])
-    sys.meta_path.insert(0, _ChangingFinder({n: c for n, c in _CHANGES.items() if n not in sys.modules}))
-
-
-class _ChangingFinder(MetaPathFinder):
-    """Finds some modules as all others do, and lets a function change each of them once it is loaded."""
-
-    def __init__(self, changes: dict[str, Callable[[ModuleType], None]]) -> None:
-        self._changes = changes
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        change = self._changes.pop(fullname, None)
-        if change is None:
-            return None
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def load_and_change(module: ModuleType) -> None:
-                load(module)
-                change(module)
-
-            spec.loader.exec_module = load_and_change  # type: ignore[method-assign]
-        return spec
+    when_imported(_CHANGES)
 
 
 def _accept_backend(module: ModuleType) -> None:
@@ -82,7 +52,7 @@ def _do_not_start_mpi(module: ModuleType) -> None:
         environment.detect = staticmethod(lambda: False)
 
 
-_CHANGES: dict[str, Callable[[ModuleType], None]] = {
+_CHANGES: dict[str, Change] = {
     "accelerate.state": _accept_backend,
     "lightning.fabric.plugins.environments.mpi": _do_not_start_mpi,
     "lightning_fabric.plugins.environments.mpi": _do_not_start_mpi,
