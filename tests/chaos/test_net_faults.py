@@ -13,7 +13,7 @@ from netns import ip, make_hosts
 
 from holdfast.launch import network_partition as cut
 from holdfast.launch.processes import value_of
-from holdfast.launch.worker import LAUNCHER
+from holdfast.launch.worker_context import LAUNCHER
 from holdfast.records.beacon import Beacon
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]

@@ -21,7 +21,7 @@ from holdfast.launch.processes import Process, WatchedWorker, end, pair_path, st
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.starting import StartupStatus
 from holdfast.launch.tail import LineTail, RecordTail
-from holdfast.launch.worker import ALL_STOP, GRACE_S, LAUNCHER, LAUNCHER_NODE, LOG_DIR
+from holdfast.launch.worker_context import ALL_STOP, GRACE_S, LAUNCHER, LAUNCHER_NODE, LOG_DIR
 from holdfast.records.beacon import UNCONNECTED, Beacon, BeaconPosition
 from holdfast.records.paths import beacon_path, records_path
 from holdfast.records.types import Record, WorkerEnded

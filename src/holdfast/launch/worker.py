@@ -1,12 +1,7 @@
-"""One worker: ``python -m holdfast.launch.worker SCRIPT [ARGS]...``, started by mpirun.
+"""One worker: ``python -m holdfast.launch.worker SCRIPT [ARGS]...``, started by mpirun or by the launcher.
 
-The process that mpirun starts forks immediately. The child runs the script. The parent, the *watcher*, waits for it,
-records how it ended, and kills itself with SIGKILL unless the child exited with 0: Open MPI notifies the other workers
-of a killed worker, but not of one that exits with another code, which they would wait for forever.
-
-The watcher also cleans up: it kills the children of a worker that has ended, the worker when mpirun has ended, and all
-of them when the launcher has; in the last case, the worker is first asked to save and stop. If the watcher is stopped
-(SIGSTOP) at that moment, its worker resumes it, and so do the other watchers.
+The process forks immediately. The child runs the script; the parent is its watcher, see
+:mod:`holdfast.launch.watcher`.
 """
 
 from __future__ import annotations
@@ -24,59 +19,36 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from holdfast.clock import SystemClock
-from holdfast.config import Settings, mpi_rank, rank_at_start
+from holdfast.config import Settings, mpi_rank
 from holdfast.errors import ConfigError, HoldfastError, InternalError
-from holdfast.launch.processes import (
-    Process,
-    WatchedWorker,
-    adopt_orphans,
-    die_with_parent,
-    end_children,
-    end_gently,
-    name_of,
-    outlive_parent,
-    pair_path,
-    this_node,
-    value_of,
-    wait_for_end,
+from holdfast.launch.processes import adopt_orphans, die_with_parent, wait_for_end
+from holdfast.launch.watcher import mpirun_above, watch
+from holdfast.launch.worker_context import (
+    LOG_DIR,
+    STOPPED,
+    launcher_process,
+    log_beside,
+    note_pair,
+    read_our_clock,
+    worker_name,
 )
-from holdfast.records.beacon import Beacon, show_life
-from holdfast.records.files import FileRecorder
-from holdfast.records.logger import Logger
-from holdfast.records.paths import beacon_path, launcher_lost_path, records_path, stop_path
-from holdfast.records.types import ScriptFailed, WorkerEnded
+from holdfast.records.beacon import show_life
+from holdfast.records.paths import beacon_path, stop_path
+from holdfast.records.types import ScriptFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import TracebackType
 
     from typing_extensions import Buffer
 
-LOG_DIR = "HOLDFAST_LOG_DIR"
-"""Directory in which each worker's output is kept; if not set, output is not redirected."""
-LAUNCHER = "HOLDFAST_LAUNCHER"
-"""The launcher's process: the workers end with it, even if mpirun hangs."""
-STOPPED = 4
-"""Exit code of a script whose session saved its state on request (SIGTERM)."""
-ALL_STOP = "HOLDFAST_ALL_STOP"
-"""Whether all workers of the job stop when the launcher is gone, not only those of this node."""
-LAUNCHER_NODE = "HOLDFAST_LAUNCHER_NODE"
-"""Set if workers may be on other machines than the launcher: the name of its machine, and ``origin_s`` as Unix time."""
-GRACE_S = "HOLDFAST_GRACE_S"
-"""Time that workers may take to save and exit when the launcher is gone, in seconds."""
 _WAKE_S = 1.0
 """Interval at which a worker resumes its watcher after the launcher is gone."""
-_PUBLISH_S = 1.0
-"""Interval at which a worker's files are synced to the other machines."""
-_LONGER = 0.5
-"""Additional share of the grace period for a worker that waits for others, which may be the unresponsive ones."""
 
 
 def main() -> NoReturn:
     """Fork, run the script in the child, watch it in the parent."""
-    _read_our_clock()
-    launcher, mpirun = _launcher(), _mpirun()
+    read_our_clock()
+    launcher, mpirun = launcher_process(), mpirun_above()
     if launcher is None or os.getppid() != launcher.pid:  # until _wait monitors it
         die_with_parent(signal.SIGKILL)
     adopt_orphans()
@@ -86,201 +58,12 @@ def main() -> NoReturn:
         die_with_parent(signal.SIGKILL, watcher)
         _wake_without_launcher(watcher)
         run_script(Path(sys.argv[1]), sys.argv[2:])
-    watch_launcher(pid, mpirun)
-
-
-# -- the watcher
-
-
-def watch_launcher(pid: int, mpirun: Process | None) -> NoReturn:
-    """Wait for the worker ``pid``, record how it ended, and end so that the other workers are notified."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the worker, which saves; the watcher outlives it
-    exit_code: int | None = None
-    try:
-        settings, rank = _worker_name()
-        tell = _make_notifier(settings, rank, pid)
-        exit_code = _wait(pid, mpirun, settings, rank)
-        if exit_code is not None:
-            tell(exit_code)
-        end_children()
-        if mpirun is not None and _is_last(settings):
-            _end_mpirun(mpirun)
-    except BaseException:
-        with contextlib.suppress(OSError):  # a full disk may be the problem
-            sys.excepthook(*sys.exc_info())
-            sys.stderr.flush()
-    finally:  # in any case: the other workers wait until Open MPI has seen this process end
-        if exit_code == 0:
-            os._exit(0)
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
-
-
-def _worker_name() -> tuple[Settings, int]:
-    try:
-        settings = Settings.from_env()
-    except ConfigError:  # reported by the worker
-        settings = Settings()
-    return settings, rank_at_start(settings)
-
-
-def _note_pair(run_dir: Path, rank: int, worker_pid: int, watcher_pid: int) -> None:
-    worker, watcher = Process.of(worker_pid), Process.of(watcher_pid)
-    if worker is not None and watcher is not None:
-        WatchedWorker(worker, watcher, this_node() if LAUNCHER_NODE in os.environ else "").note(
-            pair_path(run_dir, rank)
-        )
-
-
-def _is_elsewhere() -> bool:
-    """Return whether the launcher is on another machine."""
-    return LAUNCHER_NODE in os.environ and os.environ[LAUNCHER_NODE].split()[0] != this_node()
-
-
-def _read_our_clock() -> None:
-    """On another machine than the launcher's, set the start of the job on this machine's monotonic clock."""
-    if _is_elsewhere():
-        began = float(os.environ[LAUNCHER_NODE].split()[1])
-        os.environ["HOLDFAST_ORIGIN_S"] = str(time.monotonic() - (time.time() - began))
-
-
-def _launcher() -> Process | None:
-    """Return the launcher; None if it is on another machine, where Open MPI's local daemon is monitored instead."""
-    return None if _is_elsewhere() else Process.parse(os.environ.get(LAUNCHER, ""))
-
-
-def _mpirun() -> Process | None:
-    """Return the parent process, if it is mpirun: neither the launcher nor an unrelated process that adopted us."""
-    parent, launcher = os.getppid(), os.environ.get(LAUNCHER)
-    if _is_elsewhere():
-        return Process.of(parent) if name_of(parent) == "prted" else None
-    return Process.of(parent) if launcher and value_of(parent, LAUNCHER) == launcher else None
-
-
-def _wait(pid: int, mpirun: Process | None, settings: Settings, rank: int) -> int | None:
-    """Return the exit code of the worker ``pid``; if the launcher ends first, make the worker save and exit.
-
-    None if mpirun ended first: the worker was then killed, which is no failure of its own.
-    """
-    watched = {"launcher": _launcher(), "mpirun": mpirun}
-    opened = {name: process.open() for name, process in watched.items() if process is not None}
-    handles = {name: handle for name, handle in opened.items() if handle is not None} | {"worker": os.pidfd_open(pid)}
-    if "mpirun" in handles:
-        outlive_parent()
-    ended = opened.keys() - handles.keys() or _wait_and_publish(handles, settings, rank)
-    if ended == {"launcher"}:
-        handles.pop("launcher", None)
-        _wake_watchers(settings)
-        _request_stop(pid, settings)
-        ended = _wait_for_stop(handles, settings, rank)
-    if "worker" not in ended:
-        os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    return None if "mpirun" in ended else os.waitstatus_to_exitcode(status)
-
-
-def _wait_and_publish(handles: dict[str, int], settings: Settings, rank: int) -> set[str]:
-    """Return which processes have ended. Until then, sync the worker's files to other machines."""
-    if LAUNCHER_NODE not in os.environ or not settings.run_dir:
-        return wait_for_end(handles)
-    run_dir = Path(settings.run_dir)
-    while not (ended := wait_for_end(handles, _PUBLISH_S)):
-        for path in (beacon_path(run_dir, rank), records_path(run_dir, str(rank))):
-            _publish(path)
-    return ended
-
-
-def _publish(path: Path) -> None:
-    """Sync a file to its file system, including mapped memory, whose changes network file systems do not notice."""
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # not created yet, or the run is over and its directory removed
-        return
-    with contextlib.suppress(OSError):  # retried in the next second
-        os.fsync(file)
-    os.close(file)
-
-
-def _request_stop(pid: int, settings: Settings) -> None:
-    """Ask the worker ``pid``, whose launcher is gone, to save and stop: with all workers, or to leave the job."""
-    run_dir = Path(settings.run_dir)
-    if os.environ.get(ALL_STOP) == "1" and settings.run_dir and run_dir.is_dir():
-        stop_path(run_dir).touch()
-        launcher_lost_path(run_dir).touch()
-    os.kill(pid, signal.SIGTERM)
-
-
-def _wake_watchers(settings: Settings) -> None:
-    """Resume the other watchers on this machine, which may be stopped: their workers may be hung or have ended."""
-    for pair in _pairs(settings):
-        if pair.node in ("", this_node()):
-            pair.watcher.send(signal.SIGCONT)
-
-
-def _pairs(settings: Settings) -> list[WatchedWorker]:
-    """Return all workers of this start, alive or not, with their watchers."""
-    paths = Path(settings.run_dir).glob("process-*[0-9]") if settings.run_dir else ()
-    return [pair for path in paths if (pair := WatchedWorker.read(path)) is not None]
-
-
-def _wait_for_stop(handles: dict[str, int], settings: Settings, rank: int) -> set[str]:
-    """Return whether worker or mpirun has ended within the grace period; an empty set if neither has."""
-    grace_s = float(os.environ.get(GRACE_S, "30"))
-    ended = wait_for_end(handles, grace_s)
-    position = Beacon.read(beacon_path(Path(settings.run_dir), rank)) if settings.run_dir else None
-    if ended or position is None or not position.waits:
-        return ended
-    return wait_for_end(handles, _LONGER * grace_s)  # it waits for a worker that is killed now, and can save then
-
-
-def _is_last(settings: Settings) -> bool:
-    """Return whether the launcher is gone, and this was the last worker of the job to end."""
-    launcher = _launcher()
-    if launcher is None or launcher.is_alive() or not settings.run_dir or LAUNCHER_NODE in os.environ:
-        return False  # workers on other machines are not known here; mpirun ends after them
-    return not any(pair.worker.is_alive() for pair in _pairs(settings))
-
-
-def _end_mpirun(mpirun: Process) -> None:
-    """End mpirun, from a separate process: mpirun kills this one when it is asked to end."""
-    if os.fork() == 0:
-        os.setsid()
-        end_gently(mpirun)
-        os._exit(0)
-
-
-def _make_notifier(settings: Settings, rank: int, pid: int) -> Callable[[int], None]:
-    """Return a function that records how the worker ended; the file is opened now, as the others wait for us then."""
-    if not settings.run_dir:
-        return lambda exit_code: None
-    run_dir = Path(settings.run_dir)
-    _note_pair(run_dir, rank, pid, os.getpid())
-    log = _log_beside(settings, rank, f"watch-{rank}")
-
-    def tell(exit_code: int) -> None:
-        log.write(WorkerEnded(exit_code=exit_code, pid=pid))
-
-    return tell
-
-
-def _log_beside(settings: Settings, rank: int, name: str) -> Logger:
-    """Return a logger that writes to ``name`` in the run directory, with the step from a worker's beacon."""
-    run_dir = Path(settings.run_dir)
-
-    def where() -> tuple[int, int]:
-        position = Beacon.read(beacon_path(run_dir, rank))
-        return rank, -1 if position is None else position.step
-
-    return Logger(SystemClock(settings.origin_s), where, FileRecorder(records_path(run_dir, name)))
-
-
-# -- the worker
+    watch(pid, mpirun)
 
 
 def _wake_without_launcher(watcher: int) -> None:
     """Resume the watcher periodically once the launcher has ended: the watcher must then end this worker."""
-    launcher = _launcher()
+    launcher = launcher_process()
     handle = None if launcher is None else launcher.open()
     if handle is None:
         return
@@ -298,7 +81,7 @@ def run_script(script: Path, args: list[str]) -> NoReturn:
     """Run ``script`` as if it had been started directly, and end the process as the script ended."""
     exit_code = 0
     try:
-        settings, rank = _worker_name()
+        settings, rank = worker_name()
         _remember_notice(settings)
         _have_children_end_with_us()
         _redirect_output(rank)
@@ -382,7 +165,7 @@ def _show_life(settings: Settings, rank: int) -> None:
         return
     run_dir = Path(settings.run_dir)
     try:
-        _note_pair(run_dir, rank, os.getpid(), os.getppid())
+        note_pair(run_dir, rank, os.getpid(), os.getppid())
         show_life(beacon_path(run_dir, rank), settings.pulse_every_s)
     except OSError as error:
         raise ConfigError(
@@ -419,9 +202,9 @@ def _check_trained() -> None:
 
 def _report_failure(error: BaseException, script: Path) -> int:
     failed = describe(error, script)
-    settings, rank = _worker_name()
+    settings, rank = worker_name()
     if settings.run_dir:
-        _log_beside(settings, rank, str(rank)).write(failed)
+        log_beside(settings, rank, str(rank)).write(failed)
     sys.stdout.flush()
     sys.stderr.write(failed.traceback or f"{failed.message}\n")
     return failed.exit_code

@@ -1,0 +1,192 @@
+"""The watcher of a worker: waits for it, records how it ended, and cleans up after it.
+
+The watcher kills itself with SIGKILL unless the worker exited with 0: Open MPI notifies the other workers of a killed
+worker, but not of one that exits with another code, which they would wait for forever.
+
+It also kills the children of a worker that has ended, the worker when mpirun has ended, and all of them when the
+launcher has; in the last case, the worker is first asked to save and stop. If the watcher is stopped (SIGSTOP) at that
+moment, its worker resumes it, and so do the other watchers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from holdfast.config import Settings
+from holdfast.launch.processes import (
+    Process,
+    WatchedWorker,
+    end_children,
+    end_gently,
+    name_of,
+    outlive_parent,
+    this_node,
+    value_of,
+    wait_for_end,
+)
+from holdfast.launch.worker_context import (
+    ALL_STOP,
+    GRACE_S,
+    LAUNCHER,
+    LAUNCHER_NODE,
+    is_elsewhere,
+    launcher_process,
+    log_beside,
+    note_pair,
+    worker_name,
+)
+from holdfast.records.beacon import Beacon
+from holdfast.records.paths import beacon_path, launcher_lost_path, records_path, stop_path
+from holdfast.records.types import WorkerEnded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_PUBLISH_S = 1.0
+"""Interval at which a worker's files are synced to the other machines."""
+_LONGER = 0.5
+"""Additional share of the grace period for a worker that waits for others, which may be the unresponsive ones."""
+
+
+def watch(pid: int, mpirun: Process | None) -> NoReturn:
+    """Wait for the worker ``pid``, record how it ended, and end so that the other workers are notified."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # meant for the worker, which saves; the watcher outlives it
+    exit_code: int | None = None
+    try:
+        settings, rank = worker_name()
+        tell = _make_notifier(settings, rank, pid)
+        exit_code = _wait(pid, mpirun, settings, rank)
+        if exit_code is not None:
+            tell(exit_code)
+        end_children()
+        if mpirun is not None and _is_last(settings):
+            _end_mpirun(mpirun)
+    except BaseException:
+        with contextlib.suppress(OSError):  # a full disk may be the problem
+            sys.excepthook(*sys.exc_info())
+            sys.stderr.flush()
+    finally:  # in any case: the other workers wait until Open MPI has seen this process end
+        if exit_code == 0:
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def mpirun_above() -> Process | None:
+    """Return the parent process, if it is mpirun: neither the launcher nor an unrelated process that adopted us."""
+    parent, launcher = os.getppid(), os.environ.get(LAUNCHER)
+    if is_elsewhere():
+        return Process.of(parent) if name_of(parent) == "prted" else None
+    return Process.of(parent) if launcher and value_of(parent, LAUNCHER) == launcher else None
+
+
+def _wait(pid: int, mpirun: Process | None, settings: Settings, rank: int) -> int | None:
+    """Return the exit code of the worker ``pid``; if the launcher ends first, make the worker save and exit.
+
+    None if mpirun ended first: the worker was then killed, which is no failure of its own.
+    """
+    watched = {"launcher": launcher_process(), "mpirun": mpirun}
+    opened = {name: process.open() for name, process in watched.items() if process is not None}
+    handles = {name: handle for name, handle in opened.items() if handle is not None} | {"worker": os.pidfd_open(pid)}
+    if "mpirun" in handles:
+        outlive_parent()
+    ended = opened.keys() - handles.keys() or _wait_and_publish(handles, settings, rank)
+    if ended == {"launcher"}:
+        handles.pop("launcher", None)
+        _wake_watchers(settings)
+        _request_stop(pid, settings)
+        ended = _wait_for_stop(handles, settings, rank)
+    if "worker" not in ended:
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    return None if "mpirun" in ended else os.waitstatus_to_exitcode(status)
+
+
+def _wait_and_publish(handles: dict[str, int], settings: Settings, rank: int) -> set[str]:
+    """Return which processes have ended. Until then, sync the worker's files to other machines."""
+    if LAUNCHER_NODE not in os.environ or not settings.run_dir:
+        return wait_for_end(handles)
+    run_dir = Path(settings.run_dir)
+    while not (ended := wait_for_end(handles, _PUBLISH_S)):
+        for path in (beacon_path(run_dir, rank), records_path(run_dir, str(rank))):
+            _publish(path)
+    return ended
+
+
+def _publish(path: Path) -> None:
+    """Sync a file to its file system, including mapped memory, whose changes network file systems do not notice."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # not created yet, or the run is over and its directory removed
+        return
+    with contextlib.suppress(OSError):  # retried in the next second
+        os.fsync(file)
+    os.close(file)
+
+
+def _request_stop(pid: int, settings: Settings) -> None:
+    """Ask the worker ``pid``, whose launcher is gone, to save and stop: with all workers, or to leave the job."""
+    run_dir = Path(settings.run_dir)
+    if os.environ.get(ALL_STOP) == "1" and settings.run_dir and run_dir.is_dir():
+        stop_path(run_dir).touch()
+        launcher_lost_path(run_dir).touch()
+    os.kill(pid, signal.SIGTERM)
+
+
+def _wake_watchers(settings: Settings) -> None:
+    """Resume the other watchers on this machine, which may be stopped: their workers may be hung or have ended."""
+    for pair in _pairs(settings):
+        if pair.node in ("", this_node()):
+            pair.watcher.send(signal.SIGCONT)
+
+
+def _pairs(settings: Settings) -> list[WatchedWorker]:
+    """Return all workers of this start, alive or not, with their watchers."""
+    paths = Path(settings.run_dir).glob("process-*[0-9]") if settings.run_dir else ()
+    return [pair for path in paths if (pair := WatchedWorker.read(path)) is not None]
+
+
+def _wait_for_stop(handles: dict[str, int], settings: Settings, rank: int) -> set[str]:
+    """Return whether worker or mpirun has ended within the grace period; an empty set if neither has."""
+    grace_s = float(os.environ.get(GRACE_S, "30"))
+    ended = wait_for_end(handles, grace_s)
+    position = Beacon.read(beacon_path(Path(settings.run_dir), rank)) if settings.run_dir else None
+    if ended or position is None or not position.waits:
+        return ended
+    return wait_for_end(handles, _LONGER * grace_s)  # it waits for a worker that is killed now, and can save then
+
+
+def _is_last(settings: Settings) -> bool:
+    """Return whether the launcher is gone, and this was the last worker of the job to end."""
+    launcher = launcher_process()
+    if launcher is None or launcher.is_alive() or not settings.run_dir or LAUNCHER_NODE in os.environ:
+        return False  # workers on other machines are not known here; mpirun ends after them
+    return not any(pair.worker.is_alive() for pair in _pairs(settings))
+
+
+def _end_mpirun(mpirun: Process) -> None:
+    """End mpirun, from a separate process: mpirun kills this one when it is asked to end."""
+    if os.fork() == 0:
+        os.setsid()
+        end_gently(mpirun)
+        os._exit(0)
+
+
+def _make_notifier(settings: Settings, rank: int, pid: int) -> Callable[[int], None]:
+    """Return a function that records how the worker ended; the file is opened now, as the others wait for us then."""
+    if not settings.run_dir:
+        return lambda exit_code: None
+    run_dir = Path(settings.run_dir)
+    note_pair(run_dir, rank, pid, os.getpid())
+    log = log_beside(settings, rank, f"watch-{rank}")
+
+    def tell(exit_code: int) -> None:
+        log.write(WorkerEnded(exit_code=exit_code, pid=pid))
+
+    return tell
