@@ -13,12 +13,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from holdfast.config import RESPAWNS, Settings
+from holdfast.launch.fork_server import ForkServer
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import cause_of_death
 from holdfast.launch.mpi_hosts import MpiHosts
 from holdfast.launch.ports import shut_ports
 from holdfast.launch.processes import Process, WatchedWorker, end, pair_path, start, this_node
 from holdfast.launch.run_paths import RunPaths
+from holdfast.launch.starter import FORK_SERVER
 from holdfast.launch.starting import StartupStatus
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker_context import ALL_STOP, GRACE_S, LAUNCHER, LAUNCHER_NODE, LOG_DIR
@@ -45,6 +47,7 @@ class JobAttempt:
         paths: Directories of the run.
         all_stop: Whether all workers of the job stop when this launcher dies, or only its own.
         hosts: Hosts that mpirun uses; None for this machine only.
+        fork_server: Forks the workers of this machine; None: each starts and imports torch on its own.
     """
 
     def __init__(
@@ -56,9 +59,11 @@ class JobAttempt:
         *,
         all_stop: bool = True,
         hosts: MpiHosts | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
         self._run_dir = run_dir = paths.run_dir
         self._hosts = hosts
+        self._fork_server = fork_server
         self.processes = tuple(ranks[:1] if job.is_virtual else ranks)
         for rank in ranks:
             for stale in (beacon_path(run_dir, rank), pair_path(run_dir, rank)):
@@ -67,6 +72,8 @@ class JobAttempt:
         self._locks = paths.locks
         self._env = _environment(settings, paths, job.grace_s)
         self._env[ALL_STOP] = str(int(all_stop))
+        if fork_server is not None:
+            self._env |= fork_server.variables
         if job.max_respawns:
             self._env[RESPAWNS] = str(job.max_respawns)
         if hosts is not None:
@@ -199,7 +206,8 @@ class JobAttempt:
 
     def end(self) -> None:
         """Kill every process that still runs."""
-        (end if self._hosts is None else self._hosts.end)(self._started, self.pairs())
+        forked_by = None if self._fork_server is None else self._fork_server.process.pid
+        (end if self._hosts is None else self._hosts.end)(self._started, self.pairs(), forked_by)
 
 
 def _living(started: subprocess.Popen[bytes]) -> list[Process]:
@@ -254,7 +262,7 @@ class AttemptFiles:
 
 
 def _command(job: Job, num_workers: int, hosts: Sequence[str] | None) -> list[str]:
-    worker = [sys.executable, "-m", "holdfast.launch.worker", str(job.script), *job.args]
+    worker = [sys.executable, "-m", "holdfast.launch.starter", str(job.script), *job.args]
     return [*job.fabric.launch_command(num_workers, hosts), *worker]
 
 
@@ -263,11 +271,11 @@ def _command(job: Job, num_workers: int, hosts: Sequence[str] | None) -> list[st
 _ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 
-def _environment(settings: Settings, paths: RunPaths, grace_s: float) -> dict[str, str]:
-    theirs = {f"HOLDFAST_{field.name.upper()}" for field in dataclasses.fields(Settings)}
+def common_environment(paths: RunPaths) -> dict[str, str]:
+    """Return the part of the workers' environment that is the same for all starts of a job."""
+    theirs = {f"HOLDFAST_{field.name.upper()}" for field in dataclasses.fields(Settings)} | {FORK_SERVER}
     env = {name: value for name, value in os.environ.items() if name not in theirs and not name.startswith(_NESTED)}
     env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; a count derived from the workers would change bits
-    env.setdefault("MASTER_PORT", str(_free_port()))
     if not any(name in env for name in _ALLOCATOR):
         env |= _ALLOCATOR
     if paths.memory_dir is not None:
@@ -275,8 +283,13 @@ def _environment(settings: Settings, paths: RunPaths, grace_s: float) -> dict[st
             env.setdefault(name, str(paths.memory_dir))
     if not paths.is_shared:  # files of one machine do not belong in a shared directory
         env[_SESSION_VARIABLE] = str(paths.run_dir)
-    ours = {LOG_DIR: str(paths.log_dir), LAUNCHER: str(Process.of(os.getpid())), GRACE_S: f"{grace_s:g}"}
-    return env | settings.to_env() | ours
+    return env | {LOG_DIR: str(paths.log_dir), LAUNCHER: str(Process.of(os.getpid()))}
+
+
+def _environment(settings: Settings, paths: RunPaths, grace_s: float) -> dict[str, str]:
+    env = common_environment(paths)
+    env.setdefault("MASTER_PORT", str(_free_port()))
+    return env | settings.to_env() | {GRACE_S: f"{grace_s:g}"}
 
 
 def _free_port() -> int:

@@ -147,6 +147,15 @@ class Job:
         group="Failure detection",
         has_default=True,
     )
+    preload: bool = option(
+        True,
+        help="Import torch once, and fork the workers from there.",
+        manual="import torch once on each node, and fork the workers from there; without it each worker imports torch. It is not used for a script that sets a variable which torch reads while it is imported, such as `OMP_NUM_THREADS`",
+        usual="`--preload`",
+        group="Workers",
+        flags=("--preload/--no-preload",),
+        has_default=True,
+    )
     mtbf_s: float = option(
         0.0,
         help="Chaos mode: kill random workers, with this mean time between kills.",

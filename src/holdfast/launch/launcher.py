@@ -11,9 +11,10 @@ from holdfast.clock import SystemClock
 from holdfast.config import Settings
 from holdfast.errors import StoreLost
 from holdfast.faults.plan import FaultPlan
-from holdfast.launch.attempt import AttemptFiles, JobAttempt
+from holdfast.launch.attempt import AttemptFiles, JobAttempt, common_environment
 from holdfast.launch.elasticity import ElasticWorkers
 from holdfast.launch.exit_status import explain, unsaid, why_not_again
+from holdfast.launch.fork_server import ForkServer, is_useful
 from holdfast.launch.health import HealthMonitor
 from holdfast.launch.job import Job, JobOutcome, check
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
@@ -86,6 +87,9 @@ class Launcher:
         report_logs = None if job.report_dir is None else job.report_dir / "logs"
         self._paths = RunPaths.make(job.log_dir or report_logs, shared_folder(job))
         undo.callback(self._paths.clear)
+        self._fork_server = self._start_fork_server()
+        if self._fork_server is not None:
+            undo.callback(self._fork_server.close)
         if job.hosts:
             self._hosts = MpiHosts(job, self._paths)
             undo.callback(self._hosts.close)
@@ -112,6 +116,14 @@ class Launcher:
         self._node_faults = NodeFaults(run, self._bus, self._plan)
         undo.callback(self._node_faults.close)
         undo.callback(self._end_attempt)
+
+    def _start_fork_server(self) -> ForkServer | None:
+        """Start it first: it imports torch while everything else is prepared."""
+        job, paths = self._job, self._paths
+        starts_several = not job.is_virtual and (job.settings.workers + job.settings.spares > 1 or job.max_respawns > 0)
+        if not (job.preload and starts_several and is_useful(job.script)):
+            return None
+        return ForkServer(paths.own[0].path, common_environment(paths), paths.log_dir / "mpirun.log", paths.locks)
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()
@@ -146,7 +158,9 @@ class Launcher:
         self._elastic.begin(start)
         self._files.follow(own, own[:1] if self._job.is_virtual else own)
         job, settings, all_stop = self._watched_job(), self._settings(start), self._decides_for_all()
-        self._attempt = attempt = JobAttempt(job, settings, own, self._paths, all_stop=all_stop, hosts=self._hosts)
+        self._attempt = attempt = JobAttempt(
+            job, settings, own, self._paths, all_stop=all_stop, hosts=self._hosts, fork_server=self._fork_server
+        )
         verdict = None
         while verdict is None:
             running = self._is_running(attempt)  # before reading: a process that has ended has written all records

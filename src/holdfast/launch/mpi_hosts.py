@@ -256,13 +256,15 @@ class MpiHosts:
         worker, watcher = (RemoteProcess(p.pid, p.started, name, self._agent) for p in (pair.worker, pair.watcher))
         return WatchedWorker(worker, watcher, pair.node)
 
-    def end(self, processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[WatchedWorker]) -> None:
+    def end(
+        self, processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[WatchedWorker], forked_by: int | None
+    ) -> None:
         """Kill mpirun and all processes below it; on hosts that do not answer, that is left to Open MPI."""
         here = [pair for pair in pairs if pair.node == this_node()]
         if any(process.poll() is None for process in processes):
             kills = self._kills(pair for pair in pairs if pair not in here)
             self._agent.request({name: "; ".join(words) for name, words in kills.items()}, _END_S)
-        end(processes, here)
+        end(processes, here, forked_by)
 
     def _kills(self, pairs: Iterable[WatchedWorker]) -> dict[str, list[str]]:
         """Return, by host, the commands that kill these processes there."""

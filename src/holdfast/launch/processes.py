@@ -258,14 +258,18 @@ def start(
         )
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[WatchedWorker]) -> None:
+def end(
+    processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[WatchedWorker], forked_by: int | None = None
+) -> None:
     """Kill the processes from :func:`start`, the workers below them, and their children; returns once all ended.
 
-    Watchers and workers that have not recorded themselves, and are not in ``pairs``, are found below ``processes``.
+    Watchers and workers that have not recorded themselves, and are not in ``pairs``, are found below ``processes``, and
+    below the fork server ``forked_by``, which goes on.
     """
     known = [pair.worker.pid for pair in pairs if pair.worker.is_alive()]
     running = [process.pid for process in processes if process.poll() is None]
-    below = [child for pid in (*running, *known) for child in descendants_of(pid)]
+    servers = [] if forked_by is None else [forked_by]
+    below = [child for pid in (*running, *known, *servers) for child in descendants_of(pid)]
     for pair in pairs:  # watchers first, so that none records a death that we caused
         pair.watcher.send(signal.SIGKILL)
         pair.worker.send(signal.SIGKILL)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -29,6 +30,7 @@ from holdfast.launch.processes import (
     value_of,
     wait_for_end,
 )
+from holdfast.launch.starter import SUCCEEDED, peer
 from holdfast.launch.worker_context import (
     ALL_STOP,
     GRACE_S,
@@ -45,7 +47,7 @@ from holdfast.records.paths import beacon_path, launcher_lost_path, records_path
 from holdfast.records.types import WorkerEnded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 _PUBLISH_S = 1.0
 """Interval at which a worker's files are synced to the other machines."""
@@ -53,7 +55,29 @@ _LONGER = 0.5
 """Additional share of the grace period for a worker that waits for others, which may be the unresponsive ones."""
 
 
-def watch(pid: int, mpirun: Process | None) -> NoReturn:
+class Starter:
+    """The process that mpirun or the launcher started, if a fork server forked the watcher: it ends as the watcher does.
+
+    Args:
+        connection: Its connection to this process. If it ends unexpectedly, so does the worker.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        pid, _ = peer(connection)
+        self.process = Process.of(pid) or Process(pid, -1)  # one that has ended already
+
+    def report_success(self) -> None:
+        """Let it exit with 0; without this, it ends by SIGKILL as soon as this process has ended."""
+        with contextlib.suppress(OSError):  # it was killed: its exit code is its own
+            self._connection.sendall(SUCCEEDED)
+
+    def close(self) -> None:
+        """Close the connection, in a process that is not the watcher."""
+        self._connection.close()
+
+
+def watch(pid: int, mpirun: Process | None, starter: Starter | None = None) -> NoReturn:
     """Wait for the worker ``pid``, record how it ended, and end so that the other workers are notified."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the worker, which saves; the watcher outlives it
@@ -61,7 +85,9 @@ def watch(pid: int, mpirun: Process | None) -> NoReturn:
     try:
         settings, rank = worker_name()
         tell = _make_notifier(settings, rank, pid)
-        exit_code = _wait(pid, mpirun, settings, rank)
+        exit_code = _wait(
+            pid, {"mpirun": mpirun, "starter": None if starter is None else starter.process}, settings, rank
+        )
         if exit_code is not None:
             tell(exit_code)
         end_children()
@@ -73,25 +99,27 @@ def watch(pid: int, mpirun: Process | None) -> NoReturn:
             sys.stderr.flush()
     finally:  # in any case: the other workers wait until Open MPI has seen this process end
         if exit_code == 0:
+            if starter is not None:
+                starter.report_success()
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
 
-def mpirun_above() -> Process | None:
-    """Return the parent process, if it is mpirun: neither the launcher nor an unrelated process that adopted us."""
-    parent, launcher = os.getppid(), os.environ.get(LAUNCHER)
+def mpirun_above(parent: int) -> Process | None:
+    """Return the process ``parent``, if it is mpirun: neither the launcher nor an unrelated process that adopted us."""
+    launcher = os.environ.get(LAUNCHER)
     if is_elsewhere():
         return Process.of(parent) if name_of(parent) == "prted" else None
     return Process.of(parent) if launcher and value_of(parent, LAUNCHER) == launcher else None
 
 
-def _wait(pid: int, mpirun: Process | None, settings: Settings, rank: int) -> int | None:
+def _wait(pid: int, above: Mapping[str, Process | None], settings: Settings, rank: int) -> int | None:
     """Return the exit code of the worker ``pid``; if the launcher ends first, make the worker save and exit.
 
-    None if mpirun ended first: the worker was then killed, which is no failure of its own.
+    None if mpirun or the starter (``above``) ended first: the worker was then killed, which is no failure of its own.
     """
-    watched = {"launcher": launcher_process(), "mpirun": mpirun}
+    watched = {"launcher": launcher_process(), **above}
     opened = {name: process.open() for name, process in watched.items() if process is not None}
     handles = {name: handle for name, handle in opened.items() if handle is not None} | {"worker": os.pidfd_open(pid)}
     if "mpirun" in handles:
@@ -105,7 +133,7 @@ def _wait(pid: int, mpirun: Process | None, settings: Settings, rank: int) -> in
     if "worker" not in ended:
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
-    return None if "mpirun" in ended else os.waitstatus_to_exitcode(status)
+    return None if ended & above.keys() else os.waitstatus_to_exitcode(status)
 
 
 def _wait_and_publish(handles: dict[str, int], settings: Settings, rank: int) -> set[str]:

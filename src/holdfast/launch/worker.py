@@ -1,7 +1,7 @@
 """One worker: ``python -m holdfast.launch.worker SCRIPT [ARGS]...``, started by mpirun or by the launcher.
 
 The process forks immediately. The child runs the script; the parent is its watcher, see
-:mod:`holdfast.launch.watcher`.
+:mod:`holdfast.launch.watcher`. With a fork server, see :mod:`holdfast.launch.fork_server`, both are forked from there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from holdfast.config import Settings, mpi_rank
 from holdfast.errors import ConfigError, HoldfastError, InternalError
 from holdfast.launch.processes import adopt_orphans, die_with_parent, wait_for_end
-from holdfast.launch.watcher import mpirun_above, watch
+from holdfast.launch.watcher import Starter, mpirun_above, watch
 from holdfast.launch.worker_context import (
     LOG_DIR,
     STOPPED,
@@ -37,9 +37,12 @@ from holdfast.records.paths import beacon_path, stop_path
 from holdfast.records.types import ScriptFailed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
     from typing_extensions import Buffer
+
+    from holdfast.launch.processes import Process
 
 _WAKE_S = 1.0
 """Interval at which a worker resumes its watcher after the launcher is gone."""
@@ -48,17 +51,24 @@ _WAKE_S = 1.0
 def main() -> NoReturn:
     """Fork, run the script in the child, watch it in the parent."""
     read_our_clock()
-    launcher, mpirun = launcher_process(), mpirun_above()
-    if launcher is None or os.getppid() != launcher.pid:  # until _wait monitors it
+    launcher, mpirun = launcher_process(), mpirun_above(os.getppid())
+    if launcher is None or os.getppid() != launcher.pid:  # until the watcher monitors it
         die_with_parent(signal.SIGKILL)
+    run_watched(sys.argv[1:], mpirun)  # before MPI and torch are loaded: neither survives a fork
+
+
+def run_watched(words: Sequence[str], mpirun: Process | None, starter: Starter | None = None) -> NoReturn:
+    """Fork; run the script, the first of ``words``, in the child, and watch it in this process."""
     adopt_orphans()
     watcher = os.getpid()
-    pid = os.fork()  # before MPI and torch are loaded: neither survives a fork
+    pid = os.fork()
     if pid == 0:
         die_with_parent(signal.SIGKILL, watcher)
+        if starter is not None:
+            starter.close()
         _wake_without_launcher(watcher)
-        run_script(Path(sys.argv[1]), sys.argv[2:])
-    watch(pid, mpirun)
+        run_script(Path(words[0]), list(words[1:]))
+    watch(pid, mpirun, starter)
 
 
 def _wake_without_launcher(watcher: int) -> None:

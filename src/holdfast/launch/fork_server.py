@@ -1,0 +1,192 @@
+"""The fork server of a node: a process that imports torch once, and forks the workers of this node from itself.
+
+A worker, a spare or a replacement then starts in milliseconds instead of importing torch for seconds, and the pages of
+the imported modules are shared. Each starter, see :mod:`holdfast.launch.starter`, asks the server for a watcher; the
+watcher forks the worker, as it does without a server. Nothing depends on the server afterwards: it may be killed at any
+time, and starters that reach none start their workers without it.
+
+Torch survives a fork as long as it has computed nothing: no threads, no CUDA context. A process with threads serves
+nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+from holdfast.launch.processes import die_with_parent
+from holdfast.launch.starter import FORK_SERVER, GO, READY, peer, surroundings
+
+_SOCKET = "fork-server"
+_REQUEST_S = 10.0
+"""Time that a starter may take to send its request; it sends it at once."""
+_PRELOADED = ("torch", "torch._dynamo", "holdfast.session.session", "holdfast.comm.c10d")
+"""The first optimizer of a process imports torch's compiler, to exclude itself from compilation."""
+_READ_AT_IMPORT = re.compile(rb"(?:OMP|GOMP|KMP|MKL|OPENBLAS|BLIS|TORCH|TORCHDYNAMO|TORCHINDUCTOR|PYTORCH)_[A-Z]+")
+"""Variables that torch and its libraries read while they are imported: a script that sets one imports torch itself."""
+
+
+def is_useful(script: Path) -> bool:
+    """Return whether a script's workers can be forked after the import of torch: it needs torch, and does not set it up."""
+    try:
+        text = script.read_bytes()
+    except OSError:  # reported by the worker
+        return False
+    needs_torch = re.search(rb"\b(?:torch|holdfast)\b", text) is not None
+    return needs_torch and not (b"environ" in text and _READ_AT_IMPORT.search(text))
+
+
+class ForkServer:
+    """A running fork server, for the launcher.
+
+    Args:
+        run_dir: Directory of this machine in which its socket is created.
+        env: Environment of the workers, as far as they share it.
+        log: File to which its output is appended.
+        files: Descriptors that it and all workers inherit.
+    """
+
+    def __init__(self, run_dir: Path, env: Mapping[str, str], log: Path, files: Sequence[int] = ()) -> None:
+        self._path = run_dir / _SOCKET
+        self._listener = _listen(self._path)
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "holdfast.launch.fork_server", str(self._listener.fileno())],
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,  # Ctrl-C is for the launcher
+                pass_fds=(self._listener.fileno(), *files),
+            )
+        self._listener.close()
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """Variables by which starters find it."""
+        return {FORK_SERVER: str(self._path)}
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The process."""
+        return self._process
+
+    def close(self) -> None:
+        """End the server. The workers that it forked go on."""
+        self._process.kill()
+        self._process.wait()
+        self._path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        listener.bind(f"/proc/self/fd/{folder}/{path.name}")  # a path may be longer than an address
+        listener.listen(1024)  # starters wait here while torch is imported
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.close(folder)
+    return listener
+
+
+# -- the server
+
+
+def serve(listener: socket.socket) -> NoReturn:
+    """Import torch, then fork a watcher with a worker for each request, until the launcher has ended."""
+    die_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the watchers: the kernel reaps them
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    if len(os.listdir("/proc/self/task")) > 1:
+        sys.exit("the fork server ends, because importing torch started threads; each worker imports torch itself")
+    gc.collect()
+    gc.freeze()  # the collector of a worker would otherwise touch, and so copy, all pages
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            request = _receive(connection)
+            if request is not None and os.fork() == 0:
+                listener.close()
+                _become_watcher(connection, *request)
+            for file in request[1] if request is not None else ():
+                os.close(file)
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Return a request and the descriptors of the starter's output; None if it is not for this server."""
+    connection.settimeout(_REQUEST_S)
+    files: list[int] = []
+    try:
+        head, files, _, _ = socket.recv_fds(connection, 4, 3)
+        with connection.makefile("rb") as stream:
+            request = json.loads(stream.read(int.from_bytes(head, "big")))
+        is_ours = peer(connection)[1] == os.getuid() and request["surroundings"] == surroundings()
+    except (OSError, ValueError):  # the starter was killed
+        is_ours = False
+    connection.settimeout(None)
+    if is_ours:
+        return request, files
+    for file in files:
+        os.close(file)
+    return None
+
+
+def _become_watcher(connection: socket.socket, request: dict[str, Any], files: list[int]) -> NoReturn:
+    """Take over the surroundings of the starter, and be the watcher of its worker."""
+    from holdfast.launch.watcher import Starter, mpirun_above
+    from holdfast.launch.worker import run_watched
+    from holdfast.launch.worker_context import read_our_clock
+
+    try:
+        _take_over(request, files)
+        connection.sendall(READY)
+        if connection.recv(1) != GO:  # it gave up waiting, or was killed
+            os._exit(1)
+    except OSError:
+        os._exit(1)
+    read_our_clock()
+    run_watched(request["words"], mpirun_above(request["parent"]), Starter(connection))
+
+
+def _take_over(request: dict[str, Any], files: list[int]) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for target, file in enumerate(files):
+        os.dup2(file, target)
+        os.close(file)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.environ.pop(FORK_SERVER)
+    os.sched_setaffinity(0, request["cores"])
+    for name, limits in request["limits"].items():
+        resource.setrlimit(getattr(resource, name), tuple(limits))
+    with contextlib.suppress(PermissionError):  # a group of another session
+        os.setpgid(0, request["group"])
+    if (random := sys.modules.get("numpy.random")) is not None:
+        random.seed()  # as in a process that has just imported it; Python does so itself for its own
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))
