@@ -22,6 +22,7 @@ from holdfast.comm.fabrics import ulfm
 from holdfast.config import Settings
 from holdfast.launch.job import Job
 from holdfast.launch.launcher import launch
+from holdfast.launch.processes import children_of, name_of
 from holdfast.temporary import MARKER
 
 FAKE = Path(__file__).with_name("fake_training.py")
@@ -316,7 +317,7 @@ def test_a_second_request_stops_at_once(shell):
 def test_nothing_outlives_a_launcher_that_is_killed(shell):
     job = shell.start("-n", 2, script=("--steps", 5000))
     shell.wait_for(job, "2 workers, 5000 steps")
-    assert len(shell.processes()) == 6  # the launcher, mpirun, two watchers, two workers
+    assert len(shell.processes()) == 9  # the launcher, its fork server, mpirun, two starters, two watchers, two workers
 
     job.kill()
     shell.finish(job)
@@ -330,10 +331,10 @@ def test_nothing_outlives_a_launcher_that_is_killed(shell):
 def test_nothing_outlives_mpirun(shell, tmp_path):
     job = shell.start("-n", 2, "--max-restarts", 0, script=("--steps", 5000))
     shell.wait_for(job, "2 workers, 5000 steps")
-    (mpirun,) = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    (mpirun,) = [pid for pid in children_of(job.pid) if name_of(pid) == "prterun"]
     assert list(tmp_path.rglob("ompi.*")), "it has a folder of its own"
 
-    os.kill(int(mpirun), signal.SIGKILL)
+    os.kill(mpirun, signal.SIGKILL)
     done = shell.finish(job)
 
     assert done.code == 1
@@ -344,9 +345,9 @@ def test_nothing_outlives_mpirun(shell, tmp_path):
 def test_nothing_is_left_of_an_mpirun_that_is_stopped(shell, tmp_path):
     job = shell.start("-n", 2)
     shell.wait_for(job, "2 workers")
-    (mpirun,) = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    (mpirun,) = [pid for pid in children_of(job.pid) if name_of(pid) == "prterun"]
 
-    os.kill(int(mpirun), signal.SIGSTOP)
+    os.kill(mpirun, signal.SIGSTOP)
     done = shell.finish(job)
 
     assert done.code == 0, done.err

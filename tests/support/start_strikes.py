@@ -1,12 +1,13 @@
 """Strikes at a job during its start: ``python tests/support/start_strikes.py [--seed S] [--plans N]``.
 
-A seed determines a plan: fabric, spares, the target (a worker, a watcher, mpirun, the launcher), the signal, and the
-time. The job must end within the start timeout and a minute, with the bits of the undisturbed run or with one line that
-gives the reason. It must leave nothing behind: no process, nothing in ``TMPDIR`` and in ``/dev/shm``.
+A seed determines a plan: fabric, spares, the target (a worker, a watcher, mpirun, the fork server, the launcher), the
+signal, and the time. The job must end within the start timeout and a minute, with the bits of the undisturbed run or
+with one line that gives the reason. It must leave nothing behind: no process, nothing in ``TMPDIR`` and in ``/dev/shm``.
 """
 
 import argparse
 import functools
+import json
 import random
 import shutil
 import signal
@@ -22,13 +23,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 import reference
 from jobs import ROOT, clean_env
 
-from holdfast.launch.processes import Process, children_of, name_of
+from holdfast.launch.processes import Process, WatchedWorker, children_of, name_of, value_of
 
 SCRIPT = Path(__file__).with_name("train_slow_start.py")
 WORKERS = 3
 START_S, HANG_S = 8.0, 4.0
 LIMIT_S = START_S + 60.0
-TARGETS = ("worker",) * 4 + ("watcher",) * 2 + ("mpirun",) * 2 + ("launcher",)
+DEADLINE_S = 120.0
+TARGETS = ("worker",) * 4 + ("watcher",) * 2 + ("mpirun",) * 2 + ("fork server",) * 2 + ("launcher",)
 SIGNALS = (signal.SIGKILL,) * 3 + (signal.SIGSTOP,) * 3 + (signal.SIGTERM, signal.SIGINT, signal.SIGSEGV, signal.SIGHUP)
 reference_hash = functools.cache(reference.train)
 
@@ -63,7 +65,7 @@ class Plan:
         )
 
     def __str__(self):
-        whom = self.target if self.target in ("mpirun", "launcher") else f"{self.target} {self.rank}"
+        whom = self.target if self.target in ("mpirun", "launcher", "fork server") else f"{self.target} {self.rank}"
         return f"seed {self.seed}: {self.fabric}, {self.number.name} to {whom} after {self.after_s:.2f} s, {self.spares} spares"
 
 
@@ -102,12 +104,77 @@ def find(plan, launcher):
     mpiruns = [pid for pid in below if name_of(pid) in ("mpirun", "prterun")]
     if plan.target == "mpirun":
         return Process.of(mpiruns[0]) if mpiruns else None
-    watchers = [pid for parent in mpiruns for pid in children_of(parent)] if plan.fabric == "ulfm" else below
-    for watcher in watchers:
-        if rank_of(watcher) == plan.rank:
-            pid = watcher if plan.target == "watcher" else next(iter(children_of(watcher)), None)
-            return None if pid is None else Process.of(pid)
+    if plan.target == "fork server":
+        return next((Process.of(pid) for pid in below if b"holdfast.launch.fork_server" in words_of(pid)), None)
+    starters = [pid for parent in mpiruns for pid in children_of(parent)] if plan.fabric == "ulfm" else below
+    for starter in starters:
+        if rank_of(starter) == plan.rank:
+            return watched(launcher, starter, plan)
     return None
+
+
+def watched(launcher, starter, plan):
+    """The watcher or worker of a starter; the starter itself is the watcher without a fork server, or not yet replaced."""
+    for path in Path(value_of(launcher, "TMPDIR") or "/tmp").glob(f"holdfast-*/process-{plan.rank}"):
+        if (pair := WatchedWorker.read(path)) is not None:
+            return pair.watcher if plan.target == "watcher" else pair.worker
+    return Process.of(starter) if plan.target == "watcher" else None
+
+
+def words_of(pid):
+    """The command line of a process, nothing if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+class StartingJob:
+    """A job of three workers that is being started."""
+
+    def __init__(self, folder, fabric, *options, script=()):
+        self.folder = folder
+        self.report = folder / "report"
+        self.temporary = folder / "t"
+        self.temporary.mkdir()
+        words = ("run", "-n", 3, "--fabric", fabric, "--no-page", "--report", self.report, *options, SCRIPT, *script)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "holdfast", *map(str, words)],
+            env=clean_env(TMPDIR=str(self.temporary)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+        )
+        self.plan = Plan(0, fabric, "worker", 1, signal.SIGKILL, 0.0, 0.0, 0)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
+
+    def until(self, is_so):
+        ends_s = time.monotonic() + DEADLINE_S
+        while not (found := is_so()):
+            assert time.monotonic() < ends_s
+            assert self.process.poll() is None, self.process.communicate()[0]
+            time.sleep(0.005)
+        return found
+
+    def end(self):
+        """Its records, once it has ended and nothing of it is left."""
+        self.said, _ = self.process.communicate(timeout=DEADLINE_S)
+        assert processes_in(self.temporary) == []
+        assert files_in(self.temporary) == []
+        return [json.loads(line) for line in (self.report / "events.jsonl").read_text().splitlines()]
+
+    def check_bits(self):
+        report = json.loads((self.report / "report.json").read_text())
+        assert self.process.returncode == 0
+        assert report["replicas"]["state_sha256"] == reference.train("mlp", "sgd")
+        return report
 
 
 def strike(plan, job, ends_s):

@@ -77,6 +77,7 @@ def test_every_option_is_said_again_but_for_the_secret():
         "--rdzv-token",
         "--json",
         "--page",
+        "--preload",
         "--baseline",
         "--help-all",
         "--update",

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from holdfast.config import RESPAWNS, Settings
+from holdfast.launch.fork_protocol import FORK_SERVER
 from holdfast.launch.fork_server import ForkServer
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import cause_of_death
@@ -20,7 +21,6 @@ from holdfast.launch.mpi_hosts import MpiHosts
 from holdfast.launch.ports import shut_ports
 from holdfast.launch.processes import Process, WatchedWorker, end, pair_path, start, this_node
 from holdfast.launch.run_paths import RunPaths
-from holdfast.launch.starter import FORK_SERVER
 from holdfast.launch.starting import StartupStatus
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker_context import ALL_STOP, GRACE_S, LAUNCHER, LAUNCHER_NODE, LOG_DIR
@@ -130,6 +130,8 @@ class JobAttempt:
         elif rank in self._watchers and self.pair(rank) is None:
             processes = _living(self._watchers[rank])
         is_stopped = any(process.is_stopped() for process in processes)
+        if pair is None and self._fork_server is not None and self._fork_server.is_importing():
+            return StartupStatus("launch", pulse=time.monotonic_ns(), is_stopped=is_stopped)
         if position is None:
             return StartupStatus(is_stopped=is_stopped)
         return StartupStatus(position.phase, position.pulse, position.beats, position.waits, is_stopped)

@@ -18,6 +18,7 @@ import json
 import os
 import re
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -26,8 +27,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+from holdfast.launch.fork_protocol import FORK_SERVER, GO, READY, peer, surroundings
 from holdfast.launch.processes import die_with_parent
-from holdfast.launch.starter import FORK_SERVER, GO, READY, peer, surroundings
 
 _SOCKET = "fork-server"
 _REQUEST_S = 10.0
@@ -56,22 +57,28 @@ class ForkServer:
         env: Environment of the workers, as far as they share it.
         log: File to which its output is appended.
         files: Descriptors that it and all workers inherit.
+        words: The script and its arguments, for the command line that the system shows of all workers.
     """
 
-    def __init__(self, run_dir: Path, env: Mapping[str, str], log: Path, files: Sequence[int] = ()) -> None:
+    def __init__(
+        self, run_dir: Path, env: Mapping[str, str], log: Path, files: Sequence[int] = (), words: Sequence[str] = ()
+    ) -> None:
         self._path = run_dir / _SOCKET
-        self._listener = _listen(self._path)
+        listener = _listen(self._path)
+        self._importing, ready = os.pipe()
+        ours = listener.fileno(), ready
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.launch.fork_server", str(self._listener.fileno())],
+                [sys.executable, "-m", "holdfast.launch.fork_server", *map(str, ours), *words],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 process_group=0,  # Ctrl-C is for the launcher
-                pass_fds=(self._listener.fileno(), *files),
+                pass_fds=(*ours, *files),
             )
-        self._listener.close()
+        listener.close()
+        os.close(ready)
 
     @property
     def variables(self) -> Mapping[str, str]:
@@ -83,10 +90,15 @@ class ForkServer:
         """The process."""
         return self._process
 
+    def is_importing(self) -> bool:
+        """Return whether it is not ready yet, so that starters wait for it."""
+        return not select.select([self._importing], [], [], 0.0)[0]  # it closes the other end, or ends
+
     def close(self) -> None:
         """End the server. The workers that it forked go on."""
         self._process.kill()
         self._process.wait()
+        os.close(self._importing)
         self._path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
@@ -113,8 +125,8 @@ def _listen(path: Path) -> socket.socket:
 # -- the server
 
 
-def serve(listener: socket.socket) -> NoReturn:
-    """Import torch, then fork a watcher with a worker for each request, until the launcher has ended."""
+def serve(listener: socket.socket, ready: int) -> NoReturn:
+    """Import torch and close ``ready``, then fork a watcher with a worker for each request, until the launcher has ended."""
     die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the watchers: the kernel reaps them
     for name in _PRELOADED:
@@ -123,6 +135,7 @@ def serve(listener: socket.socket) -> NoReturn:
         sys.exit("the fork server ends, because importing torch started threads; each worker imports torch itself")
     gc.collect()
     gc.freeze()  # the collector of a worker would otherwise touch, and so copy, all pages
+    os.close(ready)
     while True:
         connection, _ = listener.accept()
         with connection:
@@ -142,7 +155,8 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | No
         head, files, _, _ = socket.recv_fds(connection, 4, 3)
         with connection.makefile("rb") as stream:
             request = json.loads(stream.read(int.from_bytes(head, "big")))
-        is_ours = peer(connection)[1] == os.getuid() and request["surroundings"] == surroundings()
+        asked_from = request.get("surroundings") if isinstance(request, dict) else None
+        is_ours = peer(connection)[1] == os.getuid() and asked_from == surroundings()
     except (OSError, ValueError):  # the starter was killed
         is_ours = False
     connection.settimeout(None)
@@ -189,4 +203,4 @@ def _take_over(request: dict[str, Any], files: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

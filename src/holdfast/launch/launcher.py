@@ -123,7 +123,10 @@ class Launcher:
         starts_several = not job.is_virtual and (job.settings.workers + job.settings.spares > 1 or job.max_respawns > 0)
         if not (job.preload and starts_several and is_useful(job.script)):
             return None
-        return ForkServer(paths.own[0].path, common_environment(paths), paths.log_dir / "mpirun.log", paths.locks)
+        words = (str(job.script), *job.args)
+        return ForkServer(
+            paths.own[0].path, common_environment(paths), paths.log_dir / "mpirun.log", paths.locks, words
+        )
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()

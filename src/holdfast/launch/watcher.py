@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.config import Settings
+from holdfast.launch.fork_protocol import SUCCEEDED, peer
 from holdfast.launch.processes import (
     Process,
     WatchedWorker,
@@ -30,7 +31,6 @@ from holdfast.launch.processes import (
     value_of,
     wait_for_end,
 )
-from holdfast.launch.starter import SUCCEEDED, peer
 from holdfast.launch.worker_context import (
     ALL_STOP,
     GRACE_S,
