@@ -13,12 +13,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from holdfast.config import RESPAWNS, Settings
+from holdfast.launch.gpus import for_workers
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import cause_of_death
 from holdfast.launch.mpi_hosts import MpiHosts
 from holdfast.launch.ports import shut_ports
 from holdfast.launch.processes import Process, WatchedWorker, end, pair_path, start, this_node
 from holdfast.launch.run_paths import RunPaths
+from holdfast.launch.slots import Slots
 from holdfast.launch.starting import StartupStatus
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import ALL_STOP, GRACE_S, LAUNCHER, LAUNCHER_NODE, LOG_DIR
@@ -67,6 +69,8 @@ class JobAttempt:
         self._locks = paths.locks
         self._env = _environment(settings, paths, job.grace_s)
         self._env[ALL_STOP] = str(int(all_stop))
+        self._env |= for_workers(job.gpus, one_process=job.is_virtual, elsewhere=hosts is not None)
+        self._slots = Slots(ranks)
         if job.max_respawns:
             self._env[RESPAWNS] = str(job.max_respawns)
         if hosts is not None:
@@ -87,7 +91,8 @@ class JobAttempt:
         """Start a single worker, if the fabric starts each; a worker that is started later is a newcomer."""
         if rank not in self.processes:
             self.processes = (*self.processes, rank)
-        self._watchers[rank] = start(self._command, self._env | {"HOLDFAST_RANK": str(rank)}, self._log, self._locks)
+        env = self._env | {"HOLDFAST_RANK": str(rank)} | self._slots.variables(rank, self.is_ended)
+        self._watchers[rank] = start(self._command, env, self._log, self._locks)
         self._started.append(self._watchers[rank])
 
     def is_ended(self, rank: int) -> bool:

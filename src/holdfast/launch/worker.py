@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from holdfast.clock import SystemClock
 from holdfast.config import Settings, mpi_rank, rank_at_start
 from holdfast.errors import ConfigError, HoldfastError, InternalError
+from holdfast.launch.gpus import for_slot
 from holdfast.launch.processes import (
     Process,
     WatchedWorker,
@@ -41,6 +42,7 @@ from holdfast.launch.processes import (
     value_of,
     wait_for_end,
 )
+from holdfast.launch.slots import slot_at_start
 from holdfast.records.beacon import Beacon, show_life
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
@@ -391,14 +393,14 @@ def _show_life(settings: Settings, rank: int) -> None:
 
 
 def _set_torchrun_variables(settings: Settings) -> None:
-    """Set the variables that torchrun sets; RANK counts this start's workers from 0 without gaps."""
-    size, rank = os.environ.get("OMPI_COMM_WORLD_SIZE", "1"), str(mpi_rank())
-    local = os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", rank), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", size)
+    """Set the variables that torchrun sets, and the GPU; RANK counts this start's workers from 0 without gaps."""
+    size, rank = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")), mpi_rank()
     if settings.rank >= 0:
         ranks = [int(rank) for rank in settings.ranks.split(",")]
-        size, rank = str(len(ranks)), str(ranks.index(settings.rank) if settings.rank in ranks else settings.rank)
-        local = rank, size
-    os.environ.update(RANK=rank, LOCAL_RANK=local[0], WORLD_SIZE=size, LOCAL_WORLD_SIZE=local[1])
+        size, rank = len(ranks), ranks.index(settings.rank) if settings.rank in ranks else settings.rank
+    slot, slots = slot_at_start(rank, size, is_numbered=settings.rank >= 0)
+    places = {"RANK": rank, "LOCAL_RANK": slot, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": slots}
+    os.environ.update({name: str(place) for name, place in places.items()} | for_slot(slot))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
 
