@@ -135,6 +135,10 @@ class ScriptInspector:
         """Do not batch slices."""
         return ONE_BY_ONE
 
+    def free_memory(self, error: RuntimeError, batch: MiniBatch, number: int) -> bool:
+        """Let every error end the computation."""
+        return False
+
     def between_slices(self, batch: MiniBatch) -> None:
         """Seed as in training."""
         seed_slice(self._plan.seed, batch.step, -1)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from holdfast.clock import SystemClock
 from holdfast.config import Settings, mpi_rank, rank_at_start
 from holdfast.errors import ConfigError, HoldfastError, InternalError
+from holdfast.launch.device_loss import device_loss
 from holdfast.launch.gpus import for_slot
 from holdfast.launch.processes import (
     Process,
@@ -47,7 +48,7 @@ from holdfast.records.beacon import Beacon, show_life
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
 from holdfast.records.paths import beacon_path, launcher_lost_path, records_path, stop_path
-from holdfast.records.types import ScriptFailed, WorkerEnded
+from holdfast.records.types import DeviceLost, ScriptFailed, WorkerEnded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -317,6 +318,8 @@ def run_script(script: Path, args: list[str]) -> NoReturn:
                 raise
         _check_trained()
     except BaseException as error:
+        if (lost := device_loss(error)) is not None:
+            _end_without_device(lost)
         exit_code = _report_failure(error, script)
     _leave(exit_code)
 
@@ -417,6 +420,18 @@ def _check_trained() -> None:
     engine = sys.modules.get("holdfast.distributed.comm_thread")
     if engine is not None:
         engine.leave()
+
+
+def _end_without_device(lost: DeviceLost) -> NoReturn:
+    """Record that the device is lost, and end this worker like a killed one: exit handlers might use the device."""
+    settings, rank = _worker_name()
+    if settings.run_dir:
+        _log_beside(settings, rank, str(rank)).write(lost)
+    sys.stdout.flush()
+    sys.stderr.write(f"{lost.message}\n")
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
 
 
 def _report_failure(error: BaseException, script: Path) -> int:

@@ -485,6 +485,15 @@ def at_exit() -> None:
         session.check_finished()
 
 
+def has_taken_over() -> bool:
+    """Return whether a session in training computes more than it began with, because workers have failed."""
+    jobs = [(session._trainable, session._job) for session in _sessions if session._job is not None]
+    return any(
+        job.load.has_grown or (not trainable.is_replicated and len(job.comm.members) < len(job.first_members))
+        for trainable, job in jobs
+    )
+
+
 def forget_sessions() -> None:
     """Forget the sessions of an application that was torn down: their loops are open, and will not be continued."""
     _sessions.clear()
