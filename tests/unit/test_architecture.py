@@ -179,6 +179,7 @@ WITHOUT_TORCH = (
     "integrations.discovery",
     "on_import",
     "state.platform",
+    "state.gpu_platform",
     "lab.simulate",
     "lab.pages",
     "lab.commands",

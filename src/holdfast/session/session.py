@@ -39,7 +39,7 @@ from holdfast.session.opened import OpenedLoop, choose_job_slices, plan_of
 from holdfast.session.reinit_context import application, note_session, take_over
 from holdfast.session.step import Step
 from holdfast.state.manager import CheckpointManager
-from holdfast.state.platform_check import compare_with_others, platform_of_worker
+from holdfast.state.platform_check import compare_with_others, platform_of_worker, promise_line
 from holdfast.torch_private import check_version
 
 _sessions: list[Session] = []
@@ -235,8 +235,10 @@ class Session:
         if job.loops.loaded is not None and job.loop < job.loops.loaded.info["loop"]:
             job.loops.end(plan.epochs)
             return
-        job.platform.properties = platform_of_worker()
+        job.platform.properties = platform_of_worker(self._trainable.device)
         is_newcomer = not job.comm.members
+        if line := promise_line(job):
+            self._say_once(job, line)
         if is_newcomer:
             compare_with_others(job)
         if is_newcomer and not job.comm.join(job.loop):
