@@ -156,6 +156,15 @@ def test_a_new_worker_takes_the_lowest_slot_of_the_dead_and_others_keep_theirs()
     assert slots.variables(7, dead.__contains__) == {"HOLDFAST_SLOT": "1", "HOLDFAST_SLOTS": "4"}
 
 
+def test_a_node_that_comes_back_has_the_slots_that_it_once_had():
+    slots = Slots([], 2)
+
+    assert [slots.variables(rank, lambda _: False) for rank in (7, 8)] == [
+        {"HOLDFAST_SLOT": "0", "HOLDFAST_SLOTS": "2"},
+        {"HOLDFAST_SLOT": "1", "HOLDFAST_SLOTS": "2"},
+    ]
+
+
 def test_a_worker_knows_its_slot_from_the_launcher_or_from_mpirun():
     both = {"HOLDFAST_SLOT": "1", "HOLDFAST_SLOTS": "2"}
     both |= {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}

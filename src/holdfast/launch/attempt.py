@@ -70,7 +70,7 @@ class JobAttempt:
         self._env = _environment(settings, paths, job.grace_s)
         self._env[ALL_STOP] = str(int(all_stop))
         self._env |= for_workers(job.gpus, one_process=job.is_virtual, elsewhere=hosts is not None)
-        self._slots = Slots(ranks)
+        self._slots = Slots(ranks, job.settings.workers + job.settings.spares)
         if job.max_respawns:
             self._env[RESPAWNS] = str(job.max_respawns)
         if hosts is not None:

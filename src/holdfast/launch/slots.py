@@ -19,11 +19,12 @@ class Slots:
 
     Args:
         ranks: Workers that this node begins with.
+        wanted: Workers that it should have; it begins with none if it comes back to a running job.
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
+    def __init__(self, ranks: Iterable[int], wanted: int = 1) -> None:
         self._slots = {rank: slot for slot, rank in enumerate(sorted(ranks))}
-        self._count = len(self._slots)
+        self._count = len(self._slots) or wanted
 
     def take(self, rank: int, is_ended: Callable[[int], bool]) -> int:
         """Return the slot of ``rank``; a worker without one gets the lowest slot whose worker has ended, or a new one."""
