@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from train_kinds import train
 
 from holdfast.config import Settings
 from holdfast.data import seeds
@@ -125,6 +126,16 @@ def test_the_line_at_the_start_is_for_gpus_and_for_settings_that_promise_bits():
     assert platform_check.promise_line(job(with_gpu)).startswith("on GPUs, this run is reproducible")
     assert platform_check.promise_line(job(CPU)) == ""
     assert platform_check.promise_line(job(with_gpu, "forward")) == ""
+
+
+def test_a_session_says_once_at_the_start_which_promise_holds(monkeypatch, capsys):
+    kind = CPU | gpu_properties(replace(EXACT, deterministic=False))
+    monkeypatch.setattr("holdfast.session.session.platform_of_worker", lambda device: kind)
+
+    train(workers=2, fabric="virtual")
+
+    said = [line for line in capsys.readouterr().err.splitlines() if "GPU" in line]
+    assert said == [f"holdfast: {line_of(kind['promise'])}"]
 
 
 def started(rank, kind):
