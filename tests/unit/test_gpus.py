@@ -13,6 +13,7 @@ from holdfast.launch.gpus import (
     find_gpus,
     for_slot,
     for_workers,
+    hint_for,
     parse_smi,
     parse_visible,
 )
@@ -212,6 +213,13 @@ def test_workers_in_one_process_see_all_gpus(installed):
 
     assert told == {gpus.GPUS: "", gpus.VISIBLE: "0,1", gpus.WORKSPACE: ":4096:8"}
     assert for_slot(0, told) == {}
+
+
+def test_a_script_that_takes_another_gpu_than_its_own_is_told_so():
+    wrong = "torch.AcceleratorError: CUDA error: invalid device ordinal"
+
+    assert hint_for(wrong, {gpus.GPUS: "0,1"}) == "; each worker sees one GPU only, as cuda:0 (--gpus)"
+    assert hint_for(wrong, {}) == hint_for("a bug", {gpus.GPUS: "0,1"}) == ""
 
 
 def test_workers_on_other_machines_find_their_gpus_there(installed):

@@ -180,3 +180,11 @@ def for_slot(slot: int, env: Mapping[str, str] | None = None) -> dict[str, str]:
 def _visible(gpus: str, env: Mapping[str, str] | None = None) -> dict[str, str]:
     env = os.environ if env is None else env
     return {VISIBLE: gpus, WORKSPACE: env.get(WORKSPACE, WORKSPACE_USED)}
+
+
+def hint_for(message: str, env: Mapping[str, str] | None = None) -> str:
+    """Return what to add to the message of an exception, "" if it has nothing to do with the assignment of GPUs."""
+    is_assigned = bool((os.environ if env is None else env).get(GPUS))
+    if not is_assigned or "invalid device ordinal" not in message:
+        return ""
+    return "; each worker sees one GPU only, as cuda:0 (--gpus)"

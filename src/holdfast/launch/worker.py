@@ -28,7 +28,7 @@ from holdfast.clock import SystemClock
 from holdfast.config import Settings, mpi_rank, rank_at_start
 from holdfast.errors import ConfigError, HoldfastError, InternalError
 from holdfast.launch.device_loss import device_loss
-from holdfast.launch.gpus import for_slot
+from holdfast.launch.gpus import for_slot, hint_for
 from holdfast.launch.processes import (
     Process,
     WatchedWorker,
@@ -319,7 +319,7 @@ def run_script(script: Path, args: list[str]) -> NoReturn:
         _check_trained()
     except BaseException as error:
         if (lost := device_loss(error)) is not None:
-            _end_without_device(lost)
+            _end_without_device(lost, _line_in(error.__traceback__, script))
         exit_code = _report_failure(error, script)
     _leave(exit_code)
 
@@ -422,13 +422,13 @@ def _check_trained() -> None:
         engine.leave()
 
 
-def _end_without_device(lost: DeviceLost) -> NoReturn:
+def _end_without_device(lost: DeviceLost, where: str) -> NoReturn:
     """Record that the device is lost, and end this worker like a killed one: exit handlers might use the device."""
     settings, rank = _worker_name()
     if settings.run_dir:
         _log_beside(settings, rank, str(rank)).write(lost)
     sys.stdout.flush()
-    sys.stderr.write(f"{lost.message}\n")
+    sys.stderr.write(f"{lost.message}{where}\n")
     sys.stderr.flush()
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
@@ -461,6 +461,7 @@ def describe(error: BaseException, script: Path) -> ScriptFailed:
     else:
         text = "".join(traceback.format_exception(type(error), error, frames))
         message = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+        message += hint_for(message)
     exit_code = 2 if isinstance(error, ConfigError) else 1
     return ScriptFailed(exit_code=exit_code, message=message, traceback=text)
 
