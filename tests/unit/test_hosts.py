@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
-from holdfast.launch import worker
+from holdfast.launch import worker_context
 from holdfast.launch.control import announce, find
 from holdfast.launch.hostlist import Host, parse_hosts
 from holdfast.launch.job import Job, resume_command
@@ -232,10 +232,10 @@ def test_workers_on_another_machine_count_time_from_the_same_moment(monkeypatch)
     monkeypatch.setattr(time, "monotonic", lambda: 7.0)
     monkeypatch.setenv("HOLDFAST_ORIGIN_S", "55555")
 
-    monkeypatch.setenv(worker.LAUNCHER_NODE, f"{os.uname().nodename} 1000000.0")
-    worker._read_our_clock()
+    monkeypatch.setenv(worker_context.LAUNCHER_NODE, f"{os.uname().nodename} 1000000.0")
+    worker_context.read_our_clock()
     assert os.environ["HOLDFAST_ORIGIN_S"] == "55555", "it was said by the clock of this machine"
 
-    monkeypatch.setenv(worker.LAUNCHER_NODE, "another-machine 1000000.0")
-    worker._read_our_clock()
+    monkeypatch.setenv(worker_context.LAUNCHER_NODE, "another-machine 1000000.0")
+    worker_context.read_our_clock()
     assert float(os.environ["HOLDFAST_ORIGIN_S"]) == 7.0 - 100.0
