@@ -9,8 +9,8 @@ metrics and the model's buffers, so that they cost no message of their own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -57,10 +57,17 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class SliceGradients:
-    """The contribution of one slice: a flat vector per bucket, and views for each gradient."""
+    """The contribution of one slice: a flat vector per bucket, and views for each gradient.
+
+    Args:
+        row: Number of its memory; see :meth:`OrderedAllReduce.room`.
+        begun: The version of each gradient in the buckets of which the copy to the host has begun, by bucket.
+    """
 
     flat: list[torch.Tensor]
     views: list[list[torch.Tensor]]
+    row: int = 0
+    begun: dict[int, list[int]] = field(default_factory=dict)
 
 
 class BucketLayout:
@@ -94,6 +101,9 @@ class BucketLayout:
         self.parameters: tuple[nn.Parameter, ...] = tuple(p for _, p in named)
         self._hooks: list[RemovableHandle] = []
         self._target: SliceGradients | None = None
+        self._incomplete: list[set[int]] = []
+        self.copies: Callable[[SlotSpan, int], None] | None = None
+        """Starts the copy of a bucket to the host, given its row, as soon as a slice is complete there; None on the CPU."""
         self._private: list[torch.Tensor] = []
         self._given: list[tuple[int, list[torch.Tensor]]] = [(0, [])] * len(layouts)
 
@@ -101,10 +111,13 @@ class BucketLayout:
         """Return the number of buckets."""
         return len(self.layouts)
 
-    def terms_in(self, memory: torch.Tensor) -> SliceGradients:
-        """Return the views in ``memory`` (``size_bytes`` bytes) for the terms of a slice."""
+    def terms_in(self, memory: torch.Tensor, row: int = 0) -> SliceGradients:
+        """Return the views in ``memory`` (``size_bytes`` bytes), that of the ``row``-th slice, for its terms."""
         flat = [b.span.of(memory) for b in self.layouts]
-        return SliceGradients(flat, [_views(b, term) for b, term in zip(self.layouts, flat, strict=True)])
+        views = [_views(b, term) for b, term in zip(self.layouts, flat, strict=True)]
+        if self.copies is not None:  # each with a version of its own, instead of one for all of the memory
+            views = [[view.data for view in some] for some in views]
+        return SliceGradients(flat, views, row)
 
     def aim(self, terms: SliceGradients) -> None:
         """From now on, move each gradient into ``terms`` as soon as the backward pass has finished it.
@@ -115,9 +128,12 @@ class BucketLayout:
         if not self._hooks:
             for bucket, places in enumerate(layout.places for layout in self.layouts):
                 for i, place in enumerate(places):
-                    take = functools.partial(self._take, bucket, i)
+                    take = functools.partial(self._take if self.copies is None else self._take_and_copy, bucket, i)
                     self._hooks.append(place.parameter.register_post_accumulate_grad_hook(take))
         self._target = terms
+        if self.copies is not None:
+            terms.begun.clear()
+            self._incomplete = [set(range(len(layout.places))) for layout in self.layouts[:-1]]
 
     def _take(self, bucket: int, i: int, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
@@ -127,6 +143,37 @@ class BucketLayout:
         if gradient is not view:
             # Detached, for create_graph; torch.no_grad() for each parameter would take three times as long.
             parameter.grad = view.copy_(gradient.detach())
+
+    def _take_and_copy(self, bucket: int, i: int, parameter: torch.Tensor) -> None:
+        """Take a gradient; that of the last parameter of a bucket starts its copy. The last bucket lacks its figures."""
+        self._take(bucket, i, parameter)
+        if self._target is not None and bucket < len(self._incomplete) and self._incomplete[bucket]:
+            self._incomplete[bucket].discard(i)
+            if not self._incomplete[bucket]:
+                layout = self.layouts[bucket]
+                self._target.flat[bucket][layout.gradients_end : layout.figures_at] = 1.0
+                self._start_copy(bucket, self._target)
+
+    def _start_copy(self, bucket: int, terms: SliceGradients) -> None:
+        assert self.copies is not None
+        terms.begun[bucket] = [version_of(view) for view in terms.views[bucket]]
+        self.copies(self.layouts[bucket].span, terms.row)
+
+    def start_copies(self, terms: SliceGradients) -> None:
+        """Start the copies of a complete slice to the host, except of buckets that have not changed since theirs began.
+
+        A second backward pass, or the script, may have changed a gradient; then the later copy counts.
+        """
+        if self.copies is None:
+            return
+        for bucket, views in enumerate(terms.views):
+            if terms.begun.get(bucket) != [version_of(view) for view in views] or bucket == len(self) - 1:
+                self._start_copy(bucket, terms)
+
+    def restart_copies(self, terms: SliceGradients) -> None:
+        """Start all copies of a slice again, because its terms were altered."""
+        terms.begun.clear()
+        self.start_copies(terms)
 
     def collect(self, terms: SliceGradients) -> None:
         """Check that all gradients of a slice are in ``terms`` and dense, and remove them from the parameters."""
@@ -144,9 +191,10 @@ class BucketLayout:
         self.clear()
 
     def put(self, terms: SliceGradients, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
-        """Move a slice's gradients, buffers and metrics into ``terms``; see :meth:`put_figures`."""
+        """Complete ``terms`` with a slice's gradients, buffers and metrics; see :meth:`put_figures`."""
         self.collect(terms)
         self.put_figures(terms.flat[-1], metrics, samples)
+        self.start_copies(terms)
 
     def named(self, terms: SliceGradients) -> dict[str, torch.Tensor]:
         """Return views of the gradients of a slice by parameter name."""

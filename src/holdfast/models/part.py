@@ -88,6 +88,18 @@ class ModelPart:
         self.unlogged: tuple[str, ...] = ()
         """Metrics that the records leave out."""
 
+    def check_device(self) -> None:
+        """Check that the parameters are still on the device for which their gradients are laid out.
+
+        Raises:
+            ConfigError: if the script has moved them since.
+        """
+        if moved := {str(p.device) for p in self.buckets.parameters if p.device != self.device}:
+            raise ConfigError(
+                f"the model was moved from {self.device} to {', '.join(sorted(moved))} after it was passed to the session:"
+                " move it before"
+            )
+
     # -- a step
 
     def begin(self) -> None:

@@ -63,5 +63,6 @@ class BucketReducer:
         """Carry out planned flips in the terms that other workers read."""
         for due in self.faults.flips("message", step, rank, number):
             mine = {number for number, owner in owners.items() if owner == rank}
-            if message := self.part.gradients.message_of(bucket, mine):  # a hot spare or standby has no terms
+            message = self.part.gradients.message_of(bucket, mine, self.adds.shared_room)
+            if message:  # a hot spare or standby has no terms
                 self.faults.carry_out(due, message)

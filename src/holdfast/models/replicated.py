@@ -50,6 +50,7 @@ class ReplicatedModel(ModelPart, Trainable):
     def begin_loop(self, job: JobContext, log: RunLog) -> None:
         """From the first loop on, overlap the optimizer if configured."""
         super().begin_loop(job, log)
+        self.check_device()
         if job.settings.update == "eager":
             self.overlap_optimizer(job.clock, job.spent, beside=not isinstance(job.comm, VirtualCommunicator))
 

@@ -30,6 +30,7 @@ class SliceRunner(Runner):
         self._enter = trainable.enter
         self._part = part
         self._room = context.total.room
+        part.buckets.copies = context.total.start_copy
         self._reducer = BucketReducer(context.total, part, context.job.faults, context.job.altered)
         self._at_once = SliceBatching(part, context.job.clock)
         self._loaded: dict[int, Any] = {}
@@ -90,6 +91,7 @@ class SliceRunner(Runner):
         self.names = dict.fromkeys(metrics)
         for due in self._job.faults.flips("gradients", batch.step, batch.owners[number]):
             self._job.faults.carry_out(due, gradients.of_slice(number))
+            self._part.buckets.restart_copies(gradients.terms[number])
 
     # -- slice batching
 
@@ -170,9 +172,9 @@ class SliceRunner(Runner):
         if has_it:
             inside[list(gradients.summed_slices[bucket])] = 1
         comm.broadcast(inside, source)
-        data = torch.empty(layout.length, dtype=layout.dtype, device=layout.device)
+        data = torch.empty(layout.length, dtype=layout.dtype)  # in host memory, as workers can send it
         if has_it:  # a copy, because a broadcast writes its argument, and others may still read the result
             data.copy_(gradients.sums[bucket])
         comm.broadcast(data, source)
         if not has_it:
-            self._part.add_sum(data, [int(i) for i in inside.nonzero()])
+            self._part.add_sum(data.to(layout.device), [int(i) for i in inside.nonzero()])

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from holdfast.comm import Communicator, Mailbox, OrderedAllReduce, Subgroup, checksum
+from holdfast.comm import Communicator, Mailbox, OrderedAllReduce, Subgroup, checksum, device_of, make_allreduce
 from holdfast.comm.allreduce.checksums import note_altered
 from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
@@ -82,6 +82,8 @@ class StageExecutor:
         """Begin an attempt; called by all members."""
         self._work = _Work()
         self._sums = {part: known for part, known in self._sums.items() if part in self._resident.held}
+        for _, known in self._sums.values():
+            known.begin()
         self.mailbox.begin()
 
     def compute(self, batch: MiniBatch, seed: int, fetch: Callable[[int], Any], reach: Reach) -> None:
@@ -259,10 +261,11 @@ class StageExecutor:
         known = self._sums.get(part)
         if known is None or known[0] != holders:
             size_bytes = self._resident.held[part].buckets.size_bytes
-            made = OrderedAllReduce(
+            made = make_allreduce(
                 Subgroup(self._comm, holders),
                 self._settings.order,
                 size_bytes,
+                device=device_of(self._resident.held[part].device),
                 shared_bytes=self._settings.shared_bytes,
             )
             known = self._sums[part] = (holders, made)

@@ -45,7 +45,7 @@ class StepGradients:
     def row(self, number: int, room: Room) -> SliceGradients:
         """Return the memory for the terms of the ``number``-th local slice of the step, from 0."""
         while len(self._rows) <= number:
-            self._rows.append(self._buckets.terms_in(room(len(self._rows))))
+            self._rows.append(self._buckets.terms_in(room(len(self._rows)), len(self._rows)))
         return self._rows[number]
 
     def end_slice(self, number: int, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
@@ -64,10 +64,11 @@ class StepGradients:
         for number, terms in self.terms.items():
             yield number, (terms.flat[0], terms.flat[-1][start : start + 2 * MAX_METRICS])
 
-    def message_of(self, bucket: int, slices: Collection[int]) -> dict[str, torch.Tensor]:
-        """Return the terms of a bucket for some local slices."""
+    def message_of(self, bucket: int, slices: Collection[int], shared: Room) -> dict[str, torch.Tensor]:
+        """Return the terms of a bucket for some local slices, in the memory that other workers read: that in ``shared``."""
         mine = {number: terms for number, terms in self.terms.items() if number in slices}
-        return {f"slices/{number}/buckets/{bucket}": terms.flat[bucket] for number, terms in mine.items()}
+        span = self._buckets.layouts[bucket].span
+        return {f"slices/{number}/buckets/{bucket}": span.of(shared(terms.row)) for number, terms in mine.items()}
 
     # -- all-reduces
 

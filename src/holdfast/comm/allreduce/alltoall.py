@@ -48,6 +48,8 @@ class AllToAllReduce:
     """The all-reduce for processes without (enough) shared memory; ``terms`` is the memory of each slot here, bytes."""
 
     def __init__(self, comm: Collectives, terms: Sequence[torch.Tensor]) -> None:
+        self.result_memory = None
+        """See :attr:`SharedMemoryReduce.result_memory`."""
         self._comm = comm
         self._terms = terms
         self._last = torch.empty(0)

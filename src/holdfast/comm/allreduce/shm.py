@@ -221,6 +221,11 @@ class SharedMemoryReduce:
         largest: list[int] = self._words[:, places].max(0).tolist()
         return largest
 
+    @property
+    def result_memory(self) -> torch.Tensor | None:
+        """The memory of the results as this process writes it, bytes; None if they lie in no memory of their own."""
+        return self._memory.result
+
     def result(self, span: SlotSpan) -> torch.Tensor:
         """Return the last result; it is complete once *any* worker has completed the all-reduce."""
         return span.of(self._memory.given)
