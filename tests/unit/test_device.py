@@ -66,7 +66,9 @@ def trained(seed, skips=(), generations=1):
         steps = range(STEPS * comm.generation, STEPS * (comm.generation + 1))
         return train(comm, made[rank], add, steps=steps)
 
-    done = [result for generation in range(generations) for result in side_by_side((0, 1, 2), work, generation).values()]
+    done = [
+        result for generation in range(generations) for result in side_by_side((0, 1, 2), work, generation).values()
+    ]
     errors = [result for result in done if isinstance(result, Exception)]
     for device in made.values() if not errors else ():
         try:

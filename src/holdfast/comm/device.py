@@ -83,6 +83,10 @@ class Device(ABC):
     def wait(self, event: Event, why: Wait) -> None:
         """Block the caller until ``event`` is complete."""
 
+    def synchronize(self) -> None:
+        """Block the caller until everything computed so far is complete."""
+        torch.accelerator.synchronize(self.device)
+
     @abstractmethod
     def copy(self, into: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Queue a copy between host memory and the device; the host memory must exist until it is complete."""
@@ -111,6 +115,9 @@ class CpuDevice(Device):
         """Do nothing."""
 
     def wait(self, event: Event, why: Wait) -> None:
+        """Return immediately."""
+
+    def synchronize(self) -> None:
         """Return immediately."""
 
     def copy(self, into: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:

@@ -32,6 +32,8 @@ _LIKE_NUMPYS = frozenset({torch.float32, torch.float64, torch.float16, torch.int
 """Data types that NumPy views without a conversion."""
 _MOST_PIECES = 64
 """Maximum number of tensors in a window: each costs a few us, however small it is."""
+_AT_ONCE = 64
+"""Maximum number of pieces copied from another device at once: 4 MiB, unless rows are longer than a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +216,11 @@ class _Digest:
         self._hash = xxhash.xxh3_64()
         self._any = False
 
-    def add(self, pieces: Iterable[HashPiece]) -> None:
-        for piece in pieces:
-            self._any = True
-            self._hash.update(raw(piece.rows(self._optimizer)))
+    def add(self, pieces: Sequence[HashPiece]) -> None:
+        for start in range(0, len(pieces), _AT_ONCE):
+            for rows in in_host([piece.rows(self._optimizer) for piece in pieces[start : start + _AT_ONCE]]):
+                self._any = True
+                self._hash.update(raw(rows))
 
     def copy(self) -> _Digest:
         other = _Digest(self._optimizer)
@@ -251,6 +254,16 @@ def _packed(pieces: Iterable[tuple[HashPiece, int]]) -> Iterator[list[tuple[Hash
         size += size_bytes
     if window:
         yield window
+
+
+def in_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors in host memory; those of another device are copied together, as each copy waits for it."""
+    away = [tensor for tensor in tensors if not tensor.is_cpu]
+    if not away:
+        return tensors
+    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in away]
+    copied = iter(torch.cat(flat).cpu().split([len(data) for data in flat]))
+    return [tensor if tensor.is_cpu else next(copied) for tensor in tensors]
 
 
 def raw(rows: torch.Tensor) -> Any:

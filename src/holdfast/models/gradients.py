@@ -105,7 +105,7 @@ class BucketLayout:
         self.copies: Callable[[SlotSpan, int], None] | None = None
         """Starts the copy of a bucket to the host, given its row, as soon as a slice is complete there; None on the CPU."""
         self._private: list[torch.Tensor] = []
-        self._given: list[tuple[int, list[torch.Tensor]]] = [(0, [])] * len(layouts)
+        self._given: list[tuple[int, list[torch.Tensor]]] = [(-1, [])] * len(layouts)
 
     def __len__(self) -> int:
         """Return the number of buckets."""
@@ -164,16 +164,15 @@ class BucketLayout:
 
         A second backward pass, or the script, may have changed a gradient; then the later copy counts.
         """
-        if self.copies is None:
-            return
         for bucket, views in enumerate(terms.views):
             if terms.begun.get(bucket) != [version_of(view) for view in views] or bucket == len(self) - 1:
                 self._start_copy(bucket, terms)
 
     def restart_copies(self, terms: SliceGradients) -> None:
         """Start all copies of a slice again, because its terms were altered."""
-        terms.begun.clear()
-        self.start_copies(terms)
+        if self.copies is not None:
+            terms.begun.clear()
+            self.start_copies(terms)
 
     def collect(self, terms: SliceGradients) -> None:
         """Check that all gradients of a slice are in ``terms`` and dense, and remove them from the parameters."""
@@ -194,7 +193,8 @@ class BucketLayout:
         """Complete ``terms`` with a slice's gradients, buffers and metrics; see :meth:`put_figures`."""
         self.collect(terms)
         self.put_figures(terms.flat[-1], metrics, samples)
-        self.start_copies(terms)
+        if self.copies is not None:
+            self.start_copies(terms)
 
     def named(self, terms: SliceGradients) -> dict[str, torch.Tensor]:
         """Return views of the gradients of a slice by parameter name."""
@@ -242,15 +242,16 @@ class BucketLayout:
         sums: list[float] = result[start : start + 2 * MAX_METRICS].tolist()
         return sums
 
-    def set_gradients(self, results: Sequence[torch.Tensor], *, private: bool) -> None:
+    def set_gradients(self, results: Sequence[torch.Tensor], in_host: Sequence[torch.Tensor], *, private: bool) -> None:
         """Set every parameter's ``.grad`` to its mean gradient in the results of all buckets.
 
         If ``private``, use copies that may be modified, for instance by clipping: other workers read the results.
+        ``in_host`` are the results in host memory, where presences can be read without waiting for the device.
         """
-        for i, (_, result) in enumerate(zip(self.layouts, results, strict=True)):
-            self.set_gradients_of(i, result, private=private)
+        for i, (_, result, readable) in enumerate(zip(self.layouts, results, in_host, strict=True)):
+            self.set_gradients_of(i, result, readable, private=private)
 
-    def set_gradients_of(self, i: int, result: torch.Tensor, *, private: bool) -> None:
+    def set_gradients_of(self, i: int, result: torch.Tensor, in_host: torch.Tensor, *, private: bool) -> None:
         """Do so for the parameters of bucket ``i`` with its ``result``; see :meth:`set_gradients`."""
         bucket = self.layouts[i]
         if not bucket.places:
@@ -258,7 +259,7 @@ class BucketLayout:
         if private and not self._private:
             self._private = [torch.empty(b.gradients_end, dtype=b.dtype, device=b.device) for b in self.layouts]
         gradients = self._private[i].copy_(result[: bucket.gradients_end]) if private else result
-        present = result[bucket.places[0].presence : bucket.places[-1].presence + 1].tolist()
+        present = in_host[bucket.places[0].presence : bucket.places[-1].presence + 1].tolist()
         for place, gradient, times in zip(bucket.places, self._views_of(i, gradients), present, strict=True):
             place.parameter.grad = gradient if times > 0 else None
 
@@ -273,9 +274,13 @@ class BucketLayout:
             self._given[i] = (flat.data_ptr(), _views(self.layouts[i], flat))
         return self._given[i][1]
 
-    def set_buffers(self, result: torch.Tensor, num_slices: int) -> None:
-        """Set the model's buffers to their mean over the slices in ``result``, the result of the last bucket."""
-        self.buffers.set_mean(result[self.layouts[-1].figures_at + 2 * MAX_METRICS :], num_slices)
+    def set_buffers(self, result: torch.Tensor, in_host: torch.Tensor, num_slices: int) -> None:
+        """Set the model's buffers to their mean over the slices in ``result``, the result of the last bucket.
+
+        ``in_host`` is the same in host memory.
+        """
+        start = self.layouts[-1].figures_at + 2 * MAX_METRICS
+        self.buffers.set_mean(result[start:], in_host[start:], num_slices)
 
     def name_at(self, bucket: int, index: int) -> str:
         """Return the name of the parameter whose gradient lies at an index of a bucket."""
@@ -363,11 +368,11 @@ class StepBuffers:
         )
         torch.cat([value.detach().flatten().to(into.device) for value in values], out=into)
 
-    def set_mean(self, figures: torch.Tensor, num_slices: int) -> None:
-        """Set the buffers from the sum over ``num_slices`` slices."""
+    def set_mean(self, figures: torch.Tensor, in_host: torch.Tensor, num_slices: int) -> None:
+        """Set the buffers from the sum over ``num_slices`` slices, which ``in_host`` holds in host memory."""
         if not self._places:
             return
-        values, changes = figures.split((len(self._buffer_of), len(self._places)))
+        values, changes = figures[: len(self._buffer_of)], in_host[len(self._buffer_of) :]
         means = (values / num_slices).split(self._sizes)
         ends = [
             start if not changed else mean.view_as(start) if start.is_floating_point() else _advanced(start, mean)

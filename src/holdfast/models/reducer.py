@@ -57,7 +57,7 @@ class BucketReducer:
             midway=midway,
             altered=functools.partial(note_altered, self.altered, name, owners),
         )
-        self.part.add_sum(result, slices)
+        self.part.add_sum(result, slices, self.adds.in_host)
 
     def _alter_message(self, step: int, rank: int, number: int, bucket: int, owners: Mapping[int, int]) -> None:
         """Carry out planned flips in the terms that other workers read."""

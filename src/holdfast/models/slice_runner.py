@@ -177,4 +177,4 @@ class SliceRunner(Runner):
             data.copy_(gradients.sums[bucket])
         comm.broadcast(data, source)
         if not has_it:
-            self._part.add_sum(data.to(layout.device), [int(i) for i in inside.nonzero()])
+            self._part.add_sum(data.to(layout.device), [int(i) for i in inside.nonzero()], data)

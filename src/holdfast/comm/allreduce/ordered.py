@@ -64,6 +64,8 @@ class OrderedAllReduce:
         self._taken: Path | None = None
         self._made_for: tuple[int, tuple[int, ...]] = (-1, ())
         self._warned = shared_bytes == 0
+        self.in_host: torch.Tensor | None = None
+        """The last result in host memory, if the returned one is not."""
 
     def room(self, row: int) -> torch.Tensor:
         """Return the memory for the terms of this process's ``row``-th slice, bytes, shape ``(size_bytes,)``."""

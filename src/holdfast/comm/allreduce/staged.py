@@ -104,6 +104,7 @@ class StagedAllReduce(OrderedAllReduce):
     def _send(self, span: SlotSpan, result: torch.Tensor) -> torch.Tensor:
         """Copy a result to the device, and return it there."""
         assert self._taken is not None
+        self.in_host = result
         if self._results is None:
             self._results = self._on.allocate(self._size_bytes)
         memory = self._taken.result_memory

@@ -1,0 +1,222 @@
+"""Models that are not on the CPU, through every entry point: each trains there, or is refused in one line."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from elsewhere import META, HostReads, elsewhere
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, TensorDataset
+
+import holdfast
+from holdfast.distributed.tensors import check_device
+from holdfast.errors import ConfigError
+from holdfast.faults.plan import FaultPlan, parse
+from holdfast.models import slice_batching
+
+SAMPLES, BATCH, STEPS = 32, 8, 4
+VIRTUAL = {"fabric": "virtual", "workers": 4, "slices": 4, "bucket_bytes": 64}
+
+
+def dataset():
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(SAMPLES, 4, generator=generator), torch.randint(0, 3, (SAMPLES,), generator=generator)
+    )
+
+
+def net(norm=nn.BatchNorm1d):
+    return nn.Sequential(nn.Linear(4, 8), norm(8), nn.Linear(8, 3)).to(META)
+
+
+def on_fake_cuda():
+    """A model whose parameters say that they are on a GPU; no operation on them works without one."""
+    model = nn.Linear(4, 3)
+    with FakeTensorMode() as mode, torch.no_grad():
+        for name in ("weight", "bias"):
+            fake = torch.empty(getattr(model, name).shape, device="cuda:0")
+            setattr(model, name, nn.Parameter(fake))
+    assert mode
+    return model
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+# -- in front of the door: devices where nothing can be trained
+
+
+def session_of(fabric):
+    return lambda model: next(holdfast.Session(model, adam(model), fabric=fabric).steps(dataset(), BATCH))
+
+
+def prepared(model):
+    _, _, loader = holdfast.prepare(model, adam(model), DataLoader(dataset(), BATCH))
+    next(iter(loader))
+
+
+def pipeline(model):
+    holdfast.Session(holdfast.Pipeline([model], F.cross_entropy), torch.optim.Adam)
+
+
+def built_pipeline(model):
+    session = holdfast.Session(holdfast.Pipeline([lambda: model], F.cross_entropy), torch.optim.Adam)
+    next(session.steps(dataset(), BATCH))
+
+
+def sharded(model):
+    holdfast.Session(holdfast.Sharded(model), torch.optim.Adam)
+
+
+def ddp(model):
+    check_device(next(model.parameters()).detach(), "all_reduce")
+
+
+DOORS = {
+    "session": session_of(""),
+    "session-virtual": session_of("virtual"),
+    "session-gloo": session_of("gloo"),
+    "session-ulfm": session_of("ulfm"),
+    "prepare": prepared,
+    "pipeline": pipeline,
+    "pipeline-built": built_pipeline,
+    "sharded": sharded,
+    "ddp": ddp,
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a model on this GPU is not refused")
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 3, device="meta"), on_fake_cuda], ids=["meta", "fake-cuda"])
+@pytest.mark.parametrize("door", DOORS)
+def test_where_nothing_can_be_trained_every_door_says_so_in_one_line(door, make):
+    model = make()
+    device = str(next(model.parameters()).device)
+
+    with pytest.raises(ConfigError) as refused:
+        DOORS[door](model)
+
+    said = str(refused.value)
+    assert device in said
+    assert "cpu" in said.lower(), "what to do"
+    assert "\n" not in said
+
+
+# -- behind it: a device that is not the host, with the reads that make the host wait
+
+
+def train(*, norm=nn.BatchNorm1d, compute=False, average=False, faults=(), **settings):
+    """Train replicated; return where the host read numbers of the device, and how often."""
+    model = net(norm)
+    more = {"average": AveragedModel(model)} if average else {}
+    if faults:
+        more["faults"] = FaultPlan(tuple(map(parse, faults))).to_json()
+    session = holdfast.Session(model, adam(model), **(VIRTUAL | more | settings))
+    with HostReads() as reads:
+        for step in session.steps(dataset(), BATCH):
+            if step.number == 0:
+                reads.counts.clear()  # of the beginning
+            if compute:
+                step.compute(lambda x: model(x.to(META)), lambda output, y: F.cross_entropy(output, y.to(META)))
+                continue
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x.to(META)), y.to(META)))
+            if step.number == STEPS - 1:
+                counts = dict(reads.counts)
+    assert session.step == STEPS
+    return {} if compute else counts
+
+
+def prepare(*, faults=(), **settings):
+    model = net()
+    more = {"faults": FaultPlan(tuple(map(parse, faults))).to_json()} if faults else {}
+    model, optimizer, loader = holdfast.prepare(
+        model, adam(model), DataLoader(dataset(), BATCH), **(VIRTUAL | more | settings)
+    )
+    with HostReads() as reads:
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x.to(META)), y.to(META)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if loader.step == STEPS - 1:
+                counts = dict(reads.counts)
+    assert loader.step == STEPS
+    return counts
+
+
+KILL = ("kill:rank=1,step=2,phase=allreduce,bucket=1",)
+HASHED = "integrity/fingerprint.py:in_host"
+WHOLE = "integrity/fingerprint.py:raw"  # at the beginning of a loop
+WAYS = {
+    "plain": (train, {}, {HASHED}),
+    "tree": (train, {"order": "tree"}, {HASHED}),
+    "clip": (train, {"clip_grad_norm": 1.0}, {HASHED}),
+    "average": (train, {"average": True}, {HASHED}),
+    "checksums": (train, {"guard_sums": True}, {HASHED}),
+    "no-guard": (train, {"guard": "off", "certificate": False}, set()),
+    "heal": (train, {"guard": "heal"}, {HASHED, WHOLE, "integrity/ranges.py:look_at"}),
+    "kill": (train, {"faults": KILL}, {HASHED}),
+    "kill-forward": (train, {"faults": KILL, "strategy": "forward"}, {HASHED}),
+    "kill-restart": (train, {"faults": KILL, "strategy": "restart"}, {HASHED}),
+    "prepare": (prepare, {}, {HASHED, WHOLE}),
+    "prepare-kill": (prepare, {"faults": KILL}, {HASHED, WHOLE}),
+}
+"""Name: how it trains, its options, and where the host may wait for the device. These lists may only become shorter."""
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_on_another_device_everything_stays_there_and_the_host_waits_only_where_it_is_listed(name):
+    how, options, allowed = WAYS[name]
+
+    with elsewhere():
+        counts = how(**options)
+
+    assert set(counts) == allowed
+
+
+def test_a_step_reads_the_device_twice():
+    """One read for the part of the state that is compared between replicas, one for the buffers in the certificate."""
+    with elsewhere():
+        counts = train()
+
+    assert counts == {HASHED: 2 * (STEPS - 1)}, "the first step has begun before the count does"
+
+
+def test_slices_that_are_computed_in_one_pass_stay_there(monkeypatch):
+    monkeypatch.setattr(slice_batching, "WORTH", float("inf"))
+
+    with elsewhere():
+        train(norm=nn.LayerNorm, compute=True)
+
+
+def test_reading_a_number_is_noticed():
+    with HostReads() as reads:
+        torch.zeros(3, device=META).tolist()
+        float(torch.zeros((), device=META))
+        torch.zeros(3, device=META).cpu()
+
+    assert reads.counts == {"the script": 3}
+
+
+def test_mixing_devices_is_noticed():
+    with HostReads(), pytest.raises(AssertionError, match="mixes devices"):
+        torch.zeros(3, device=META).add_(torch.zeros(3))
+
+
+def test_a_model_that_moves_after_the_session_has_seen_it_is_refused():
+    model = nn.Linear(4, 3)
+    session = holdfast.Session(model, adam(model), **VIRTUAL)
+    model.to(META)
+
+    with pytest.raises(ConfigError, match="the model was moved from cpu to meta after it was passed to the session"):
+        next(session.steps(dataset(), BATCH))
+
+
+@pytest.mark.parametrize("fabric", ["gloo", "ulfm"])
+def test_an_optimizer_in_a_thread_needs_host_memory(fabric):
+    model = net()
+
+    with elsewhere(), pytest.raises(ConfigError, match=r"--overlap-optimizer needs a model in CPU memory.* on meta"):
+        next(holdfast.Session(model, adam(model), update="eager", fabric=fabric).steps(dataset(), BATCH))
