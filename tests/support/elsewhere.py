@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import holdfast
+from holdfast.checkpoint import format
 from holdfast.comm import device as devices
 from holdfast.comm.device import CpuDevice, Stream
 from holdfast.comm.fabrics.base import Fabric
@@ -86,15 +87,25 @@ class HostReads(TorchDispatchMode):
             self.counts[f"{file}:{frame.f_code.co_qualname.split('.')[-1]}"] += 1
 
 
+def take_leaf(leaf, where, taken, take=format._take_leaf):
+    """Let a tensor on the meta device be saved, which is refused otherwise, because it has no numbers."""
+    if not (isinstance(leaf, torch.Tensor) and leaf.device == META):
+        return take(leaf, where, taken)
+    path = format.tensor_path(where)
+    taken.leaves[path] = leaf
+    return {"tensor": path}
+
+
 @contextlib.contextmanager
 def elsewhere():
     """Let models on the meta device be trained."""
-    before = Fabric.devices
+    before, take = Fabric.devices, format._take_leaf
+    format._take_leaf = take_leaf
     devices.DEVICES["meta"], Fabric.devices = MetaDevice, (*before, "meta")
     devices.device_of.cache_clear()
     try:
         yield
     finally:
-        Fabric.devices = before
+        Fabric.devices, format._take_leaf = before, take
         del devices.DEVICES["meta"]
         devices.device_of.cache_clear()

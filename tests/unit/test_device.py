@@ -9,7 +9,6 @@ from threads import side_by_side
 
 from holdfast.comm import MeanDivisor, OrderedAllReduce, SlotSpan, VirtualCommunicator, make_allreduce
 from holdfast.comm import device as devices
-from holdfast.comm.allreduce import shm
 from holdfast.comm.allreduce.staged import StagedAllReduce
 from holdfast.comm.device import CpuDevice, Wait, device_of
 from holdfast.errors import ConfigError
@@ -43,8 +42,8 @@ def train(comm, device, add, *, steps=range(STEPS)):
         add.begin()
         for span in SPANS:
             for row, number in enumerate(mine):
-                view = span.of(add.room(row))
-                device.compute(lambda view=view, values=term(step, span, number): view.copy_(values))
+                view, values = span.of(add.room(row)), term(step, span, number)
+                device.compute(lambda view=view, values=values: view.copy_(values))
         for span in SPANS:
             result = add(span, OWNERS, mean=MeanDivisor(3, span.length))
             device.compute(lambda result=result, step=step, span=span: read.append((step, span, result.clone())))

