@@ -56,6 +56,8 @@ LONG = (
     "chaos/test_rejoin.py::test_under_restart_a_newcomer_goes_back_with_the_others",
     "chaos/test_devices.py::test_killed_workers_change_no_bit_where_copies_lag[ulfm]",
     "chaos/test_devices.py::test_with_real_workers_a_model_stays_on_its_device_when_one_dies_and_when_one_joins[respawn]",
+    "chaos/test_devices.py::test_with_real_workers_a_model_stays_on_its_device_when_one_dies_and_when_one_joins[pipeline]",
+    "chaos/test_devices.py::test_with_real_workers_a_model_stays_on_its_device_when_one_dies_and_when_one_joins[replicated]",
     "chaos/test_devices.py::test_without_the_wait_for_terms_the_bits_are_others",
     "chaos/test_ddp.py::test_a_death_in_the_session_changes_none_of_its_bits_and_the_next_collective_says_so",
     "chaos/test_ddp.py::test_a_session_and_collectives_live_in_one_script",

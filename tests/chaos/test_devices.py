@@ -28,12 +28,16 @@ def test_without_the_wait_for_terms_the_bits_are_others(tmp_path):
     assert report["replicas"]["state_sha256"] != reference_hash("mlp", "sgd")
 
 
-@pytest.mark.parametrize("more", [(), ("--respawn",)], ids=["kill", "respawn"])
-def test_with_real_workers_a_model_stays_on_its_device_when_one_dies_and_when_one_joins(tmp_path, more):
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("replicated", ()), ("replicated", ("--respawn",)), ("sharded", ()), ("pipeline", ())],
+    ids=["replicated", "respawn", "sharded", "pipeline"],
+)
+def test_with_real_workers_a_model_stays_on_its_device_when_one_dies_and_when_one_joins(tmp_path, kind, more):
     pause = 1.0 if more else 0.0
     kill = ("--inject", "kill:rank=1,step=1,phase=allreduce,bucket=0")
 
-    report = run_report(tmp_path, "--fabric", "gloo", "-n", 3, *more, *kill, ELSEWHERE, pause)
+    report = run_report(tmp_path, "--fabric", "gloo", "-n", 3, *more, *kill, ELSEWHERE, pause, kind)
 
     assert_landed(report, 1)
     assert report["workers"]["ranks_finished"] == ([0, 2, 3] if more else [0, 2])

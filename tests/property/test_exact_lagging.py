@@ -79,6 +79,42 @@ def test_the_bits_are_those_of_host_memory(name):
     assert (state != reference_hash("cnn", "adam")) is (name in OTHER_BITS)
 
 
+def train_parts(kind, *specs):
+    """Train a model whose parts are on several workers; return the sha256 of its weights."""
+    module = reference.make_model("cnn")
+    model = {
+        "sharded": lambda: holdfast.Sharded(module),
+        "pipeline": lambda: holdfast.Pipeline([module[:3], module[3:]], F.cross_entropy),
+    }[kind]()
+    session = holdfast.Session(
+        model,
+        lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+        workers=4,
+        slices=4,
+        bucket_bytes=4096,
+        seed=reference.SEED,
+        faults=plan(*specs),
+    )
+    for step in session.steps(TensorDataset(*reference.data()), reference.BATCH, 1):
+        if kind == "pipeline":
+            step.compute()
+        else:
+            for x, y in step:
+                step.backward(F.cross_entropy(module(x), y))
+    return model_sha256(module if kind == "sharded" else model.module)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "pipeline"])
+def test_models_in_parts_have_the_bits_of_host_memory(kind):
+    expected = train_parts(kind)
+
+    with lagging(longest_s=0.001) as made:
+        states = {train_parts(kind), train_parts(kind, "kill:rank=1,step=2,phase=allreduce")}
+
+    assert states == {expected}
+    assert made[0].copies
+
+
 @pytest.mark.parametrize("wait", [Wait.COPIED, Wait.ARRIVED], ids=lambda wait: wait.name)
 def test_a_missing_wait_is_seen_in_training(wait):
     try:

@@ -73,6 +73,9 @@ class LaggingDevice(Device):
 
         self._queues[Stream.COMPUTE].put(late)
 
+    def synchronize(self):
+        self.settle()
+
     def settle(self):
         """Wait until all streams are empty; raise what went wrong in one of them."""
         for stream in self._queues:

@@ -128,6 +128,29 @@ def train(*, norm=nn.BatchNorm1d, compute=False, average=False, faults=(), **set
     return {} if compute else counts
 
 
+def train_parts(kind, **settings):
+    """Train a model whose parts are on several workers; return where the host read numbers of the device."""
+    model = net()
+    given = {
+        "sharded": holdfast.Sharded(model),
+        "pipeline": holdfast.Pipeline([model[:2], lambda: model[2]], F.cross_entropy),
+    }[kind]
+    session = holdfast.Session(given, lambda parameters: torch.optim.Adam(parameters), **(VIRTUAL | settings))
+    with HostReads() as reads:
+        for step in session.steps(dataset(), BATCH):
+            if step.number == 0:
+                reads.counts.clear()
+            if kind == "pipeline":
+                step.compute()
+            else:
+                for x, y in step:
+                    step.backward(F.cross_entropy(model(x.to(META)), y.to(META)))
+            if step.number == STEPS - 1:
+                counts = dict(reads.counts)
+    assert session.step == STEPS
+    return counts
+
+
 def prepare(*, faults=(), **settings):
     model = net()
     more = {"faults": FaultPlan(tuple(map(parse, faults))).to_json()} if faults else {}
@@ -161,6 +184,9 @@ WAYS = {
     "kill": (train, {"faults": KILL}, {HASHED}),
     "kill-forward": (train, {"faults": KILL, "strategy": "forward"}, {HASHED}),
     "kill-restart": (train, {"faults": KILL, "strategy": "restart"}, {HASHED}),
+    "sharded": (train_parts, {"kind": "sharded"}, {HASHED}),
+    "pipeline": (train_parts, {"kind": "pipeline"}, {HASHED}),
+    "pipeline-clip": (train_parts, {"kind": "pipeline", "clip_grad_norm": 1.0}, {HASHED, "models/part.py:norm"}),
     "prepare": (prepare, {}, {HASHED, WHOLE, EQUAL}),
     "prepare-kill": (prepare, {"faults": KILL}, {HASHED, WHOLE, EQUAL}),
 }
@@ -213,6 +239,23 @@ def test_a_model_that_moves_after_the_session_has_seen_it_is_refused():
 
     with pytest.raises(ConfigError, match="the model was moved from cpu to meta after it was passed to the session"):
         next(session.steps(dataset(), BATCH))
+
+
+def test_delta_standbys_need_host_memory():
+    settings = VIRTUAL | {"strategy": "partial", "mirror": 1, "mirror_every": 4}
+
+    with elsewhere(), pytest.raises(ConfigError, match=r"mirror_every above 1 needs a model in CPU memory, .* on meta"):
+        holdfast.Session(holdfast.Sharded(net()), torch.optim.Adam, **settings)
+
+
+def test_a_model_on_two_devices_is_refused():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3).to(META))
+
+    with (
+        elsewhere(),
+        pytest.raises(ConfigError, match=r"must be on one device, got 0.weight on cpu and 1.weight on meta"),
+    ):
+        holdfast.Session(holdfast.Sharded(model), torch.optim.Adam)
 
 
 @pytest.mark.parametrize("fabric", ["gloo", "ulfm"])

@@ -26,7 +26,7 @@ from holdfast.engine.flips import flip_outputs
 from holdfast.errors import ScriptError
 from holdfast.faults.process import Injector
 from holdfast.models.gradients import SliceGradients
-from holdfast.models.loss import checked, loss_of
+from holdfast.models.loss import checked, loss_of, on_device
 from holdfast.models.pipeline_scaler import PipelineScaler
 from holdfast.models.reducer import BucketReducer
 from holdfast.models.resident_parts import ResidentParts
@@ -165,11 +165,11 @@ class StageExecutor:
         targets: Sequence[Any] = ()
         given = None
         if part == 0 or last:
-            first, *targets = checked(fetch(number))
+            first, *targets = on_device(checked(fetch(number)), stage.device)
         if part == 0:
             inputs = first
         else:
-            given = inputs = self._receive(batch, number, part - 1, part, back=False).requires_grad_()
+            given = inputs = self._receive(batch, number, part - 1, part, back=False).to(stage.device).requires_grad_()
         stage.buckets.buffers.lend()
         seed_slice(seed, batch.step, number, part)
         rank = chain_of(self._resident.now, batch, number)[part]
@@ -209,7 +209,7 @@ class StageExecutor:
         if part == self._resident.now.parts - 1:
             (passed.output if self._scaling is None else self._scaling.scale(passed.output)).backward()
         else:
-            passed.output.backward(self._receive(batch, number, part + 1, part, back=True))
+            passed.output.backward(self._receive(batch, number, part + 1, part, back=True).to(stage.device))
         if passed.given is not None:
             if passed.given.grad is None:
                 raise ScriptError(
