@@ -261,7 +261,13 @@ class BucketLayout:
         gradients = self._private[i].copy_(result[: bucket.gradients_end]) if private else result
         present = in_host[bucket.places[0].presence : bucket.places[-1].presence + 1].tolist()
         for place, gradient, times in zip(bucket.places, self._views_of(i, gradients), present, strict=True):
-            place.parameter.grad = gradient if times > 0 else None
+            parameter = place.parameter
+            if times <= 0:
+                parameter.grad = None
+            elif parameter.is_contiguous():
+                parameter.grad = gradient
+            else:  # a fused optimizer reads both in the order of memory
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
     def drop_gradients_of(self, i: int) -> None:
         """Remove the gradients of the parameters of bucket ``i``."""

@@ -160,7 +160,7 @@ class OrderedAllReduce:
     def _choose_path(self, slots: Slots, order: str) -> Path:
         path = self._path_of_generation(slots)
         if isinstance(path, HierarchicalReduce) and order != ORDER_BETWEEN_HOSTS:
-            return AllToAllReduce(self._comm, self._room)  # for this call only
+            return AllToAllReduce(self._comm, self._room, self._size_bytes)  # for this call only
         return path
 
     def _path_of_generation(self, slots: Slots) -> Path:
@@ -186,7 +186,7 @@ class OrderedAllReduce:
         if self._device.type == "cpu" and self._shared_bytes:  # the same on every process
             known = MemoryExchange(self._comm, self._segments, self._size_bytes, self._opened)
             if not known.is_one_host and self._order != ORDER_BETWEEN_HOSTS:
-                return AllToAllReduce(self._comm, self._room), none  # expected, no warning
+                return AllToAllReduce(self._comm, self._room, self._size_bytes), none  # expected, no warning
             memory = known.open()
             if not isinstance(memory, str):
                 made = (
@@ -197,7 +197,7 @@ class OrderedAllReduce:
                 return made, [len(row.slots) for row in known.told]
             why = memory
         self._warn(why)
-        return AllToAllReduce(self._comm, self._room), none
+        return AllToAllReduce(self._comm, self._room, self._size_bytes), none
 
     def _warn(self, why: str) -> None:
         if not self._warned and self._comm.members[0] in self._comm.local_ranks:
