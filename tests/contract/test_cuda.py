@@ -10,7 +10,7 @@ from jobs import ROOT, assert_landed, run_report
 
 from holdfast.comm import VirtualCommunicator
 from holdfast.comm import device as devices
-from holdfast.comm.device import CudaDevice, Stream, Wait
+from holdfast.comm.device import CudaDevice, DeviceStream, Wait
 from holdfast.comm.memory import SharedSegment
 from holdfast.testing.contract import check_ordered_sum
 
@@ -57,9 +57,9 @@ def test_every_call_of_torch_cuda_has_the_arguments_that_it_takes(fake_cuda):
 
     device.pin(segment.bytes)
     device.pin(torch.zeros(64, dtype=torch.uint8, device="cpu")[1:])
-    device.hold(Stream.TO_HOST, device.mark(Stream.COMPUTE), Wait.COMPUTED)
-    device.copy(segment.bytes[:64], memory, Stream.TO_HOST)
-    device.wait(device.mark(Stream.TO_HOST), Wait.COPIED)
+    device.hold(DeviceStream.TO_HOST, device.mark(DeviceStream.COMPUTE), Wait.COMPUTED)
+    device.copy(segment.bytes[:64], memory, DeviceStream.TO_HOST)
+    device.wait(device.mark(DeviceStream.TO_HOST), Wait.COPIED)
     device.unpin(segment.bytes)
 
     address = segment.bytes.data_ptr()

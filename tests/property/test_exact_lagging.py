@@ -17,7 +17,7 @@ from train_reference import train
 import holdfast
 from holdfast.comm import VirtualCommunicator
 from holdfast.comm import device as devices
-from holdfast.comm.device import Stream, Wait
+from holdfast.comm.device import DeviceStream, Wait
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.models import slice_batching
 from holdfast.models.training_state import model_sha256
@@ -140,7 +140,7 @@ class Noting(LaggingDevice):
         self.noted = []
 
     def copy(self, into, source, stream):
-        if stream is Stream.TO_HOST:
+        if stream is DeviceStream.TO_HOST:
             self.noted.append("copy")
         super().copy(into, source, stream)
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 import holdfast
 from holdfast.checkpoint import format
 from holdfast.comm import device as devices
-from holdfast.comm.device import CpuDevice, Stream
+from holdfast.comm.device import CpuDevice, DeviceStream
 from holdfast.comm.fabrics.base import Fabric
 
 META = torch.device("meta")
@@ -36,12 +36,12 @@ class MetaDevice(CpuDevice):
         return torch.zeros(size_bytes, dtype=torch.uint8, device=META)
 
     def copy(self, into, source, stream):
-        to, of = (into, source) if stream is Stream.TO_HOST else (source, into)
+        to, of = (into, source) if stream is DeviceStream.TO_HOST else (source, into)
         assert to.device.type == "cpu"
         assert of.device.type == "meta"
         assert to.shape == of.shape
         assert to.dtype == of.dtype
-        if stream is Stream.TO_HOST:
+        if stream is DeviceStream.TO_HOST:
             to.fill_(1)
 
 

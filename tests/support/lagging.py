@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from holdfast.comm import device as devices
-from holdfast.comm.device import Device, Stream
+from holdfast.comm.device import Device, DeviceStream
 
 PATIENCE_S = 60
 POISON = 0xFF
@@ -43,8 +43,8 @@ class LaggingDevice(Device):
         self._random = random.Random(seed)
         self._longest_s = longest_s
         self._free = {}
-        self._pinned = set()
-        streams = Stream if computes_late else (Stream.TO_HOST, Stream.TO_DEVICE)
+        self.pinned = set()
+        streams = DeviceStream if computes_late else (DeviceStream.TO_HOST, DeviceStream.TO_DEVICE)
         self._queues = {stream: queue.SimpleQueue() for stream in streams}
         for work in self._queues.values():
             threading.Thread(target=self._run, args=(work,), daemon=True).start()
@@ -63,7 +63,7 @@ class LaggingDevice(Device):
 
     def compute(self, do):
         """Queue ``do`` in the compute stream."""
-        if Stream.COMPUTE not in self._queues:
+        if DeviceStream.COMPUTE not in self._queues:
             do()
             return
 
@@ -71,7 +71,7 @@ class LaggingDevice(Device):
             self._lag()
             do()
 
-        self._queues[Stream.COMPUTE].put(late)
+        self._queues[DeviceStream.COMPUTE].put(late)
 
     def synchronize(self):
         self.settle()
@@ -98,10 +98,10 @@ class LaggingDevice(Device):
         self._free[size_bytes].append(block)
 
     def pin(self, memory):
-        self._pinned.add(memory.untyped_storage().data_ptr())
+        self.pinned.add(memory.untyped_storage().data_ptr())
 
     def unpin(self, memory):
-        self._pinned.remove(memory.untyped_storage().data_ptr())
+        self.pinned.remove(memory.untyped_storage().data_ptr())
 
     def mark(self, stream):
         event = threading.Event()
@@ -127,8 +127,8 @@ class LaggingDevice(Device):
 
     def copy(self, into, source, stream):
         assert into.shape == source.shape
-        host = (into if stream is Stream.TO_HOST else source).untyped_storage().data_ptr()
-        was_pinned = host in self._pinned
+        host = (into if stream is DeviceStream.TO_HOST else source).untyped_storage().data_ptr()
+        was_pinned = host in self.pinned
 
         def late():
             self._lag()
@@ -137,7 +137,7 @@ class LaggingDevice(Device):
             self._lag()
             into.copy_(values)
             self.copies += 1
-            assert not was_pinned or host in self._pinned, "memory was unpinned during a copy"
+            assert not was_pinned or host in self.pinned, "memory was unpinned during a copy"
 
         self._queues[stream].put(late)
 

@@ -121,7 +121,7 @@ def test_freed_memory_is_poisoned_and_used_again_only_after_its_copies():
     device = LaggingDevice(CPU)
     memory = device.allocate(64)
     address = memory.data_ptr()
-    device.copy(torch.zeros(64, dtype=torch.uint8), memory, devices.Stream.TO_HOST)
+    device.copy(torch.zeros(64, dtype=torch.uint8), memory, devices.DeviceStream.TO_HOST)
     device.settle()
 
     del memory
@@ -144,3 +144,15 @@ def test_a_device_without_training_is_refused_by_name(device, said):
 
     with pytest.raises(ConfigError, match=re.escape(said)):
         device_of(torch.device(device))
+
+
+def test_closing_waits_for_copies_and_unpins_all_memory():
+    device = LaggingDevice(CPU, computes_late=True)
+    add = StagedAllReduce(VirtualCommunicator(3), "fold", SIZE, device)
+    train(VirtualCommunicator(3), device, add, steps=range(2))
+    assert device.pinned
+
+    add.close()
+
+    assert not device.pinned
+    device.settle()

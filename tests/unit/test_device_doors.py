@@ -118,7 +118,7 @@ def train(*, norm=nn.BatchNorm1d, compute=False, average=False, faults=(), **set
             if step.number == 0:
                 reads.counts.clear()  # of the beginning
             if compute:
-                step.compute(lambda x: model(x.to(META)), lambda output, y: F.cross_entropy(output, y.to(META)))
+                step.compute(model, F.cross_entropy)
                 continue
             for x, y in step:
                 step.backward(F.cross_entropy(model(x.to(META)), y.to(META)))
@@ -211,11 +211,12 @@ def test_a_step_reads_the_device_twice():
     assert counts == {HASHED: 2 * (STEPS - 1)}, "the first step has begun before the count does"
 
 
-def test_slices_that_are_computed_in_one_pass_stay_there(monkeypatch):
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d], ids=["in-one-pass", "one-by-one"])
+def test_step_compute_moves_inputs_and_stays_there(norm, monkeypatch):
     monkeypatch.setattr(slice_batching, "WORTH", float("inf"))
 
     with elsewhere():
-        train(norm=nn.LayerNorm, compute=True)
+        train(norm=norm, compute=True)
 
 
 def test_reading_a_number_is_noticed():

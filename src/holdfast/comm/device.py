@@ -18,11 +18,11 @@ import torch
 
 from holdfast.errors import ConfigError, JobError
 
-Event = Any
+DeviceEvent = Any
 """A point in a stream, complete once all work before it is; only the device that made it knows its type."""
 
 
-class Stream(enum.Enum):
+class DeviceStream(enum.Enum):
     """A queue of work of a device. Work in one stream runs in order, and beside that of the others."""
 
     COMPUTE = enum.auto()
@@ -72,15 +72,15 @@ class Device(ABC):
         """Undo :meth:`pin`. No copy may be using the memory."""
 
     @abstractmethod
-    def mark(self, stream: Stream) -> Event:
+    def mark(self, stream: DeviceStream) -> DeviceEvent:
         """Return an event that is complete once everything queued in ``stream`` so far is."""
 
     @abstractmethod
-    def hold(self, stream: Stream, event: Event, why: Wait) -> None:
+    def hold(self, stream: DeviceStream, event: DeviceEvent, why: Wait) -> None:
         """Make everything queued in ``stream`` from now on wait for ``event``; does not block the caller."""
 
     @abstractmethod
-    def wait(self, event: Event, why: Wait) -> None:
+    def wait(self, event: DeviceEvent, why: Wait) -> None:
         """Block the caller until ``event`` is complete."""
 
     def synchronize(self) -> None:
@@ -88,7 +88,7 @@ class Device(ABC):
         torch.accelerator.synchronize(self.device)
 
     @abstractmethod
-    def copy(self, into: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+    def copy(self, into: torch.Tensor, source: torch.Tensor, stream: DeviceStream) -> None:
         """Queue a copy between host memory and the device; the host memory must exist until it is complete."""
 
 
@@ -107,20 +107,20 @@ class CpuDevice(Device):
     def unpin(self, memory: torch.Tensor) -> None:
         """Do nothing."""
 
-    def mark(self, stream: Stream) -> Event:
+    def mark(self, stream: DeviceStream) -> DeviceEvent:
         """Return an event that is complete."""
         return None
 
-    def hold(self, stream: Stream, event: Event, why: Wait) -> None:
+    def hold(self, stream: DeviceStream, event: DeviceEvent, why: Wait) -> None:
         """Do nothing."""
 
-    def wait(self, event: Event, why: Wait) -> None:
+    def wait(self, event: DeviceEvent, why: Wait) -> None:
         """Return immediately."""
 
     def synchronize(self) -> None:
         """Return immediately."""
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+    def copy(self, into: torch.Tensor, source: torch.Tensor, stream: DeviceStream) -> None:
         """Copy immediately."""
         into.copy_(source)
 
@@ -142,16 +142,16 @@ class CudaDevice(Device):
                 " and a torch with CUDA"
             )
         super().__init__(device)
-        self._copying = {stream: torch.cuda.Stream(device) for stream in (Stream.TO_HOST, Stream.TO_DEVICE)}
+        self._copying = {stream: torch.cuda.Stream(device) for stream in (DeviceStream.TO_HOST, DeviceStream.TO_DEVICE)}
 
-    def _stream(self, stream: Stream) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device) if stream is Stream.COMPUTE else self._copying[stream]
+    def _stream(self, stream: DeviceStream) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device) if stream is DeviceStream.COMPUTE else self._copying[stream]
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """Return zeroed GPU memory; the allocator does not reuse it before both streams have caught up."""
         memory = torch.zeros(size_bytes, dtype=torch.uint8, device=self.device)
         for stream in self._copying.values():
-            stream.wait_stream(self._stream(Stream.COMPUTE))  # zeroing comes before every copy
+            stream.wait_stream(self._stream(DeviceStream.COMPUTE))  # zeroing comes before every copy
             memory.record_stream(stream)
         return memory
 
@@ -178,21 +178,21 @@ class CudaDevice(Device):
             runtime: Any = torch.cuda.cudart()
             runtime.cudaHostUnregister(mapping.data_ptr())
 
-    def mark(self, stream: Stream) -> Event:
+    def mark(self, stream: DeviceStream) -> DeviceEvent:
         """Record a CUDA event."""
         event = torch.cuda.Event(blocking=True)  # a process that waits for it leaves the core to others
         event.record(self._stream(stream))
         return event
 
-    def hold(self, stream: Stream, event: Event, why: Wait) -> None:
+    def hold(self, stream: DeviceStream, event: DeviceEvent, why: Wait) -> None:
         """Let a CUDA stream wait for a CUDA event."""
         self._stream(stream).wait_event(event)
 
-    def wait(self, event: Event, why: Wait) -> None:
+    def wait(self, event: DeviceEvent, why: Wait) -> None:
         """Block until the GPU has reached the event."""
         event.synchronize()
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+    def copy(self, into: torch.Tensor, source: torch.Tensor, stream: DeviceStream) -> None:
         """Queue a copy; torch makes one from or to memory that is not pinned wait for its completion."""
         with torch.cuda.stream(self._stream(stream)):
             into.copy_(source, non_blocking=True)

@@ -98,7 +98,7 @@ class Evaluation:
             chain = self._chain(number)
             for part in (part for part in range(last + 1) if chain[part] in self.comm.local_ranks):
                 device = self.parts.held[part].device
-                inputs = on_device(self.load(number), device) if part in (0, last) else ()
+                inputs: Sequence[Any] = on_device(self.load(number), device) if part in (0, last) else ()
                 given = inputs[0] if part == 0 else self._take(chain, number, part, kept).to(device)
                 self.begin(number, part)
                 self.parts.held[part].own.enter(chain[part])

@@ -50,9 +50,8 @@ def checked(inputs: Any) -> Sequence[Any]:
     )
 
 
-def on_device(inputs: Sequence[Any], device: torch.device) -> Sequence[Any]:
+def on_device(inputs: Any, device: torch.device) -> Any:
     """Return the inputs of a slice with all tensors on ``device``; samples are loaded into host memory."""
     if device.type == "cpu":
         return inputs
-    moved: Sequence[Any] = tree_map(lambda item: item.to(device) if isinstance(item, torch.Tensor) else item, inputs)
-    return moved
+    return tree_map(lambda item: item.to(device) if isinstance(item, torch.Tensor) else item, inputs)

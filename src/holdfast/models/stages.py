@@ -81,7 +81,8 @@ class StageExecutor:
     def begin(self) -> None:
         """Begin an attempt; called by all members."""
         self._work = _Work()
-        self._sums = {part: known for part, known in self._sums.items() if part in self._resident.held}
+        for part in self._sums.keys() - self._resident.held.keys():
+            self._sums.pop(part)[1].close()
         for _, known in self._sums.values():
             known.begin()
         self.mailbox.begin()
@@ -268,6 +269,8 @@ class StageExecutor:
                 device=device_of(self._resident.held[part].device),
                 shared_bytes=self._settings.shared_bytes,
             )
+            if known is not None:
+                known[1].close()
             known = self._sums[part] = (holders, made)
             self._resident.held[part].forget_room()
         return known[1]

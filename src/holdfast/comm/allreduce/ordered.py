@@ -82,6 +82,9 @@ class OrderedAllReduce:
         """A function that starts the copy of a complete term to the host, given its row; None if it needs none."""
         return None
 
+    def close(self) -> None:
+        """Release what the process would keep otherwise; there is no further call."""
+
     def begin(self) -> None:
         """Begin an attempt at a step: every term will be written again."""
 

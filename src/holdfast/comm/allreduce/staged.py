@@ -22,7 +22,7 @@ from holdfast.comm.allreduce.checksums import Altered, Midway, ignore_corruption
 from holdfast.comm.allreduce.ordered import OrderedAllReduce, Path
 from holdfast.comm.allreduce.shm import SlotSpan
 from holdfast.comm.base import Collectives
-from holdfast.comm.device import Device, Event, Stream, Wait
+from holdfast.comm.device import Device, DeviceEvent, DeviceStream, Wait
 from holdfast.comm.virtual import VirtualCommunicator
 
 
@@ -39,9 +39,9 @@ class StagedAllReduce(OrderedAllReduce):
         self._on = device
         self._terms: list[torch.Tensor] = []
         self._results: torch.Tensor | None = None
-        self._copies: dict[tuple[int, int], Event] = {}
+        self._copies: dict[tuple[int, int], DeviceEvent] = {}
         """The copies to the host in this attempt, by row and start of the span."""
-        self._sending: dict[int, Event] = {}
+        self._sending: dict[int, DeviceEvent] = {}
         """The last copy of a result to the device, by start of the span."""
         self._pinned: torch.Tensor | None = None
 
@@ -50,6 +50,14 @@ class StagedAllReduce(OrderedAllReduce):
         while len(self._terms) <= row:
             self._terms.append(self._on.allocate(self._size_bytes))
         return self._terms[row]
+
+    def close(self) -> None:
+        """See :meth:`OrderedAllReduce.close`. Memory must not be unmapped while it is pinned."""
+        for stream in (DeviceStream.TO_HOST, DeviceStream.TO_DEVICE):
+            self._on.wait(self._on.mark(stream), Wait.UNPINNED)
+        for memory in (*self._room, *([] if self._pinned is None else [self._pinned])):
+            self._on.unpin(memory)
+        self._room, self._pinned = [], None
 
     def begin(self) -> None:
         """See :meth:`OrderedAllReduce.begin`. Copies of an earlier attempt may go on: later ones overwrite theirs."""
@@ -61,9 +69,9 @@ class StagedAllReduce(OrderedAllReduce):
         return self._start_copy
 
     def _start_copy(self, span: SlotSpan, row: int) -> None:
-        self._on.hold(Stream.TO_HOST, self._on.mark(Stream.COMPUTE), Wait.COMPUTED)
-        self._on.copy(span.of(self.shared_room(row)), span.of(self.room(row)), Stream.TO_HOST)
-        self._copies[row, span.start] = self._on.mark(Stream.TO_HOST)
+        self._on.hold(DeviceStream.TO_HOST, self._on.mark(DeviceStream.COMPUTE), Wait.COMPUTED)
+        self._on.copy(span.of(self.shared_room(row)), span.of(self.room(row)), DeviceStream.TO_HOST)
+        self._copies[row, span.start] = self._on.mark(DeviceStream.TO_HOST)
 
     def seal(self, span: SlotSpan, rows: int) -> None:
         """See :meth:`OrderedAllReduce.seal`; checksums are those of the terms in host memory."""
@@ -109,10 +117,10 @@ class StagedAllReduce(OrderedAllReduce):
             self._results = self._on.allocate(self._size_bytes)
         memory = self._taken.result_memory
         into = span.of(self._results)
-        self._on.hold(Stream.TO_DEVICE, self._on.mark(Stream.COMPUTE), Wait.CONSUMED)
-        self._on.copy(into, result if memory is None else span.of(memory), Stream.TO_DEVICE)
-        self._sending[span.start] = event = self._on.mark(Stream.TO_DEVICE)
-        self._on.hold(Stream.COMPUTE, event, Wait.ARRIVED)
+        self._on.hold(DeviceStream.TO_DEVICE, self._on.mark(DeviceStream.COMPUTE), Wait.CONSUMED)
+        self._on.copy(into, result if memory is None else span.of(memory), DeviceStream.TO_DEVICE)
+        self._sending[span.start] = event = self._on.mark(DeviceStream.TO_DEVICE)
+        self._on.hold(DeviceStream.COMPUTE, event, Wait.ARRIVED)
         return into
 
     # -- setup
