@@ -10,6 +10,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
+from holdfast.comm import MeanDivisor, OrderedAllReduce, SlotSpan, VirtualCommunicator
+from holdfast.comm.fabrics.gloo import GlooFabric
 from holdfast.distributed.tensors import check_device
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import FaultPlan, parse
@@ -240,6 +242,40 @@ def test_a_model_that_moves_after_the_session_has_seen_it_is_refused():
 
     with pytest.raises(ConfigError, match="the model was moved from cpu to meta after it was passed to the session"):
         next(session.steps(dataset(), BATCH))
+
+
+def test_a_process_that_runs_all_workers_adds_on_the_device_in_few_calls():
+    """As many for a million numbers as for a hundred; in host memory it goes tile by tile."""
+    calls = []
+
+    class Calls(HostReads):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(func)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    for length in (100, 1_000_000):
+        span = SlotSpan(0, length, torch.float32)
+        add = OrderedAllReduce(VirtualCommunicator(3), "fold", span.end, device=META)
+        for row in range(3):
+            add.room(row)
+        add(span, {0: 0, 1: 1, 2: 2})
+        with Calls():
+            add(span, {0: 0, 1: 1, 2: 2}, mean=MeanDivisor(3, length))
+
+    assert 2 * (len(calls) // 2) == len(calls)
+    assert calls[: len(calls) // 2] == calls[len(calls) // 2 :]
+    assert calls.count(torch.ops.aten.add_.Tensor) == 2
+
+
+def test_a_fabric_that_does_not_train_there_says_so(monkeypatch):
+    monkeypatch.setattr(GlooFabric, "devices", ("cpu",))
+    model = net()
+
+    with (
+        elsewhere(),
+        pytest.raises(ConfigError, match="the model is on meta, but the fabric gloo trains models on cpu"),
+    ):
+        next(holdfast.Session(model, adam(model), fabric="gloo").steps(dataset(), BATCH))
 
 
 def test_delta_standbys_need_host_memory():
