@@ -75,7 +75,7 @@ class Settings:
     fabric: str = option(
         "",
         help="Communication backend: Open MPI, Gloo, or a single process.",
-        manual="communication backend: Open MPI with ULFM; Gloo, which also admits new workers and spans nodes; or one process for all workers. Models must be in CPU memory; with `virtual`, a replicated model may be on a GPU",
+        manual="communication backend: Open MPI with ULFM; Gloo, which also admits new workers and spans nodes; or one process for all workers. Models may be on an NVIDIA GPU",
         usual="`ulfm`",
         group="Workers",
         is_basic=True,

@@ -1,6 +1,7 @@
 """The reference's training as a script over Holdfast: ``train_reference.py MODEL OPTIMIZER [--features a,b] [--broken a]``."""
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -11,9 +12,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import reference
 import torch
 import torch.nn.functional as F
+from lagging import lagging
 from torch.utils.data import TensorDataset
 
 import holdfast
+from holdfast.comm.device import Wait
 from holdfast.models import slice_batching as at_once
 
 
@@ -156,6 +159,10 @@ if __name__ == "__main__":
     parser.add_argument("--no-recovery", action="store_true")
     parser.add_argument("--no-undo", action="store_true")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, so that newcomers can join")
+    parser.add_argument(
+        "--lagging", type=int, metavar="SEED", help="train on a device whose copies lag; see lagging.py"
+    )
+    parser.add_argument("--skips", type=Wait.__getitem__, help="a wait that it leaves out")
     parser.add_argument("--slices", type=int, default=reference.SLICES, help="0: chosen by the job")
     parser.add_argument("--features", type=lambda text: tuple(text.split(",")) if text else (), default=())
     parser.add_argument("--compute", action="store_true", help="call step.compute instead of a loop over the slices")
@@ -168,4 +175,9 @@ if __name__ == "__main__":
         at_once.WORTH = float("inf")  # whichever is faster: the test is about bits
     if options.no_undo:
         turn_undo_off()
-    holdfast.reinit(lambda: main(options))
+    device = contextlib.nullcontext()
+    if options.lagging is not None:
+        rank = os.environ.get("HOLDFAST_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+        device = lagging(seed=options.lagging + int(rank), skips={options.skips})
+    with device:
+        holdfast.reinit(lambda: main(options))

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from threads import Threads, side_by_side
 
-from holdfast.comm import OrderedAllReduce, SlotSpan
+from holdfast.comm import OrderedAllReduce, SlotSpan, VirtualCommunicator
 from holdfast.comm.allreduce.adding import ORDERS, addable
+from holdfast.comm.allreduce.alltoall import AllToAllReduce
 
 LENGTH = 3000
 
@@ -129,3 +130,38 @@ def test_in_a_tree_many_slices_are_sent_like_one_and_in_a_fold_each_by_itself():
     assert (rows("tree", thirds), rows("fold", thirds)) == (3, 5)
     assert rows("fold", {0: 0, 1: 0, 2: 0, 3: 1}) == 1
     assert not torch.equal(in_one_hand("tree", range(16)), in_one_hand("fold", range(16))), "the order shows"
+
+
+# -- buffers
+
+
+def made_in(rounds, spans, slot_bytes):
+    """Return how many buffers are made in each round of sums of some spans."""
+    add = AllToAllReduce(VirtualCommunicator(1), [torch.zeros(slot_bytes, dtype=torch.uint8)], slot_bytes)
+    made = []
+    make = add._make_buffers
+    add._make_buffers = lambda *arguments: made.append(1) or make(*arguments)
+    counts = []
+    for _ in range(rounds):
+        for span in spans:
+            add(span, ((0,),), "fold", None, lambda: None)
+        counts.append(len(made))
+        made.clear()
+    return counts, add
+
+
+def test_the_buffers_of_all_buckets_of_a_model_are_kept():
+    spans = [SlotSpan(start, 16, torch.float32) for start in range(0, 64 * 100, 64)]
+
+    assert made_in(3, spans, 64 * 100)[0] == [100, 0, 0]
+
+
+def test_buffers_of_collectives_of_many_lengths_take_no_more_memory_than_a_slot():
+    spans = [SlotSpan(0, length, torch.float32) for length in range(16, 1616, 16)]
+
+    counts, add = made_in(2, spans, 6400)
+
+    assert counts == [100, 100]
+    assert sum(span.end - span.start for span, _ in add._buffers) <= 6400
+    assert len(add._buffers) == 1
+    assert len(made_in(1, spans[:20], 6400)[1]._buffers) == 5, "of 256 to 320 numbers"

@@ -252,7 +252,7 @@ def test_a_message_that_is_altered_whenever_it_is_sent_is_no_soft_error(tmp_path
 
     def seal_and_alter(add, span, rows):
         seal(add, span, rows)
-        flip(span.of(add.room(0)), 0)
+        flip(span.of(add.shared_room(0)), 0)
 
     monkeypatch.setattr(OrderedAllReduce, "seal", seal_and_alter)
 

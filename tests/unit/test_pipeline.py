@@ -672,7 +672,7 @@ flat = lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3))  # noqa: E731
             [flat, lambda: nn.Linear(3, 3, device="meta")],
             loss_of,
             ConfigError,
-            "stage 1 of a Pipeline must be in CPU memory, got weight on meta",
+            "stage 1 of a Pipeline must be on cpu or cuda, got weight on meta",
         ),
     ],
 )

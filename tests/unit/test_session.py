@@ -232,6 +232,40 @@ def test_a_pass_that_makes_a_graph_gives_the_same_gradients():
     assert torch.equal(*trained)
 
 
+FUSED = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("update", ["lazy", "eager"])
+@pytest.mark.parametrize("name", FUSED)
+def test_gradients_lie_in_memory_like_their_parameters(name, update):
+    """A fused optimizer goes through the memory of both, and would mix up the numbers of a layer in channels_last."""
+
+    def conv():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten()).to(memory_format=torch.channels_last)
+
+    x = torch.randn(8, 3, 5, 5, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, torch.arange(8))
+    plain, model = conv(), conv()
+    optimizer = FUSED[name](plain.parameters())
+    for part in torch.arange(8).split(4):
+        optimizer.zero_grad()
+        F.cross_entropy(plain(x[part]), part).backward()
+        optimizer.step()
+
+    session = holdfast.Session(model, FUSED[name](model.parameters()), slices=1, update=update)
+    for step in session.steps(data, 4, shuffle=False):
+        for inputs, labels in step:
+            step.backward(F.cross_entropy(model(inputs), labels))
+
+    assert not model[0].weight.is_contiguous()
+    assert torch.equal(model[0].weight, plain[0].weight)
+
+
 def test_a_parameter_without_gradient_is_left_alone():
     torch.manual_seed(0)
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})

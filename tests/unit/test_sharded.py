@@ -336,7 +336,7 @@ def session_of(model=None, optimizer=OPTIMIZERS["sgd"], **arguments):
         ("average must be a .*AveragedModel of the model, got function", lambda: holdfast.Session(make("odd"), OPTIMIZERS["sgd"](make("odd").parameters()), average=make_average)),
         ("needs a function .* got an optimizer", lambda: session_of(optimizer=OPTIMIZERS["sgd"](make("odd").parameters()))),
         ("strategy must be rollback, restart, reinit or partial for a Sharded model, got forward", lambda: session_of(strategy="forward")),
-        (r"a Sharded model must be in CPU memory, got \S+ on meta: move it there", lambda: session_of(make("odd").to("meta"))),
+        (r"a Sharded model must be on cpu or cuda, got \S+ on meta: move it there", lambda: session_of(make("odd").to("meta"))),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_at_once(said, begin):

@@ -15,8 +15,10 @@ from holdfast._lazy import lazy
 if TYPE_CHECKING:
     from holdfast.comm.allreduce.checksums import checksum
     from holdfast.comm.allreduce.ordered import SUM, MeanDivisor, OrderedAllReduce, SlotSpan
+    from holdfast.comm.allreduce.staged import make_allreduce
     from holdfast.comm.base import Communicator, MessageCommunicator, broadcast_bytes
     from holdfast.comm.connecting import connect
+    from holdfast.comm.device import device_of
     from holdfast.comm.p2p import Mailbox
     from holdfast.comm.subgroup import Subgroup
     from holdfast.comm.virtual import VirtualCommunicator
@@ -24,8 +26,10 @@ if TYPE_CHECKING:
 _NAMES = {
     "allreduce.checksums": ("checksum",),
     "allreduce.ordered": ("SUM", "MeanDivisor", "OrderedAllReduce", "SlotSpan"),
+    "allreduce.staged": ("make_allreduce",),
     "base": ("Communicator", "MessageCommunicator", "broadcast_bytes"),
     "connecting": ("connect",),
+    "device": ("device_of",),
     "p2p": ("Mailbox",),
     "subgroup": ("Subgroup",),
     "virtual": ("VirtualCommunicator",),
@@ -45,6 +49,8 @@ __all__ = [
     "broadcast_bytes",
     "checksum",
     "connect",
+    "device_of",
+    "make_allreduce",
 ]
 
 __getattr__ = lazy(

@@ -65,6 +65,7 @@ class StepExecutor:
         self._points.alter_state(self._trainable, batch.step)
         # Before anything that can fail: a rollback returns to this point.
         self._trainable.begin_step(self._points.enter)
+        self._sum.begin()
         if not self._trainable.num_buckets:
             self._sum.open()  # without buckets, no all-reduce before the commit vote would open it
         self._points.enter("forward")

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator
 from typing import Any, NoReturn
 
 from holdfast.checkpoint.writer import WriteResult
-from holdfast.comm import OrderedAllReduce
+from holdfast.comm import OrderedAllReduce, device_of, make_allreduce
 from holdfast.data.ledger import SampleCounts
 from holdfast.data.loader import DataSource
 from holdfast.data.plan import MiniBatch, SamplePlan
@@ -142,11 +142,11 @@ class TrainingLoop:
         """Return the all-reduce, which keeps its memory in the job context from one training loop to the next."""
         job, trainable = self._job, self._trainable
         if job.loops.sum is None:
-            job.loops.sum = OrderedAllReduce(
+            job.loops.sum = make_allreduce(
                 job.comm,
                 job.settings.order,
                 trainable.size_bytes,
-                device=trainable.device,
+                device=device_of(trainable.device),
                 shared_bytes=job.settings.shared_bytes,
             )
         return job.loops.sum

@@ -16,7 +16,7 @@ from torch import nn
 
 from holdfast.comm import Communicator, Mailbox
 from holdfast.errors import ScriptError
-from holdfast.models.loss import loss_of
+from holdfast.models.loss import loss_of, on_device
 from holdfast.models.resident_parts import ResidentParts
 from holdfast.session.models import Pipeline
 from holdfast.state.transfer import as_message, broadcast, of_message
@@ -97,8 +97,9 @@ class Evaluation:
         for number in numbers:
             chain = self._chain(number)
             for part in (part for part in range(last + 1) if chain[part] in self.comm.local_ranks):
-                inputs = self.load(number) if part in (0, last) else ()
-                given = inputs[0] if part == 0 else self._take(chain, number, part, kept)
+                device = self.parts.held[part].device
+                inputs: Sequence[Any] = on_device(self.load(number), device) if part in (0, last) else ()
+                given = inputs[0] if part == 0 else self._take(chain, number, part, kept).to(device)
                 self.begin(number, part)
                 self.parts.held[part].own.enter(chain[part])
                 output = modules[part](given)

@@ -16,8 +16,9 @@ BLOCK_BYTES = 64
 
 
 def in_row(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """Move parameters of one dtype into one flat tensor, and return it."""
-    row = torch.zeros(sum(map(_padded_numel, parameters)), dtype=parameters[0].dtype)
+    """Move parameters of one dtype and device into one flat tensor there, and return it."""
+    first = parameters[0]
+    row = torch.zeros(sum(map(_padded_numel, parameters)), dtype=first.dtype, device=first.device)
     for parameter, place in views(parameters, row):
         parameter.data = place.copy_(parameter.detach())
     return row
@@ -34,6 +35,16 @@ def views(parameters: Sequence[nn.Parameter], row: torch.Tensor) -> Iterator[tup
 def _padded_numel(parameter: nn.Parameter) -> int:
     step = BLOCK_BYTES // parameter.element_size()
     return -(-parameter.numel() // step) * step
+
+
+def check_in_host(device: torch.device) -> None:
+    """Check that a part can be saved in blocks.
+
+    Raises:
+        ConfigError: if it is not in CPU memory.
+    """
+    if device.type != "cpu":
+        raise ConfigError(f"mirror_every above 1 needs a model in CPU memory, got one on {device}: leave it out")
 
 
 class FlatParams:

@@ -9,8 +9,8 @@ metrics and the model's buffers, so that they cost no message of their own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from holdfast.comm import SlotSpan
 from holdfast.errors import ConfigError, ScriptError
-from holdfast.torch_private import buffers_of, copy_each, version_of
+from holdfast.models.buffers import StepBuffers
+from holdfast.torch_private import version_of
 
 MAX_METRICS = 16
 """Maximum number of metrics that a script may log in a step, including the loss."""
@@ -57,10 +58,17 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class SliceGradients:
-    """The contribution of one slice: a flat vector per bucket, and views for each gradient."""
+    """The contribution of one slice: a flat vector per bucket, and views for each gradient.
+
+    Args:
+        row: Number of its memory; see :meth:`OrderedAllReduce.room`.
+        begun: The version of each gradient in the buckets of which the copy to the host has begun, by bucket.
+    """
 
     flat: list[torch.Tensor]
     views: list[list[torch.Tensor]]
+    row: int = 0
+    begun: dict[int, list[int]] = field(default_factory=dict)
 
 
 class BucketLayout:
@@ -94,17 +102,23 @@ class BucketLayout:
         self.parameters: tuple[nn.Parameter, ...] = tuple(p for _, p in named)
         self._hooks: list[RemovableHandle] = []
         self._target: SliceGradients | None = None
+        self._incomplete: list[set[int]] = []
+        self.copies: Callable[[SlotSpan, int], None] | None = None
+        """Starts the copy of a bucket to the host, given its row, as soon as a slice is complete there; None on the CPU."""
         self._private: list[torch.Tensor] = []
-        self._given: list[tuple[int, list[torch.Tensor]]] = [(0, [])] * len(layouts)
+        self._given: list[tuple[int, list[torch.Tensor]]] = [(-1, [])] * len(layouts)
 
     def __len__(self) -> int:
         """Return the number of buckets."""
         return len(self.layouts)
 
-    def terms_in(self, memory: torch.Tensor) -> SliceGradients:
-        """Return the views in ``memory`` (``size_bytes`` bytes) for the terms of a slice."""
+    def terms_in(self, memory: torch.Tensor, row: int = 0) -> SliceGradients:
+        """Return the views in ``memory`` (``size_bytes`` bytes), that of the ``row``-th slice, for its terms."""
         flat = [b.span.of(memory) for b in self.layouts]
-        return SliceGradients(flat, [_views(b, term) for b, term in zip(self.layouts, flat, strict=True)])
+        views = [_views(b, term) for b, term in zip(self.layouts, flat, strict=True)]
+        if self.copies is not None:  # each with a version of its own, instead of one for all of the memory
+            views = [[view.data for view in some] for some in views]
+        return SliceGradients(flat, views, row)
 
     def aim(self, terms: SliceGradients) -> None:
         """From now on, move each gradient into ``terms`` as soon as the backward pass has finished it.
@@ -115,9 +129,12 @@ class BucketLayout:
         if not self._hooks:
             for bucket, places in enumerate(layout.places for layout in self.layouts):
                 for i, place in enumerate(places):
-                    take = functools.partial(self._take, bucket, i)
+                    take = functools.partial(self._take if self.copies is None else self._take_and_copy, bucket, i)
                     self._hooks.append(place.parameter.register_post_accumulate_grad_hook(take))
         self._target = terms
+        if self.copies is not None:
+            terms.begun.clear()
+            self._incomplete = [set(range(len(layout.places))) for layout in self.layouts[:-1]]
 
     def _take(self, bucket: int, i: int, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
@@ -127,6 +144,36 @@ class BucketLayout:
         if gradient is not view:
             # Detached, for create_graph; torch.no_grad() for each parameter would take three times as long.
             parameter.grad = view.copy_(gradient.detach())
+
+    def _take_and_copy(self, bucket: int, i: int, parameter: torch.Tensor) -> None:
+        """Take a gradient; that of the last parameter of a bucket starts its copy. The last bucket lacks its figures."""
+        self._take(bucket, i, parameter)
+        if self._target is not None and bucket < len(self._incomplete) and self._incomplete[bucket]:
+            self._incomplete[bucket].discard(i)
+            if not self._incomplete[bucket]:
+                layout = self.layouts[bucket]
+                self._target.flat[bucket][layout.gradients_end : layout.figures_at] = 1.0
+                self._start_copy(bucket, self._target)
+
+    def _start_copy(self, bucket: int, terms: SliceGradients) -> None:
+        assert self.copies is not None
+        terms.begun[bucket] = [version_of(view) for view in terms.views[bucket]]
+        self.copies(self.layouts[bucket].span, terms.row)
+
+    def start_copies(self, terms: SliceGradients) -> None:
+        """Start the copies of a complete slice to the host, except of buckets that have not changed since theirs began.
+
+        A second backward pass, or the script, may have changed a gradient; then the later copy counts.
+        """
+        for bucket, views in enumerate(terms.views):
+            if terms.begun.get(bucket) != [version_of(view) for view in views] or bucket == len(self) - 1:
+                self._start_copy(bucket, terms)
+
+    def restart_copies(self, terms: SliceGradients) -> None:
+        """Start all copies of a slice again, because its terms were altered."""
+        if self.copies is not None:
+            terms.begun.clear()
+            self.start_copies(terms)
 
     def collect(self, terms: SliceGradients) -> None:
         """Check that all gradients of a slice are in ``terms`` and dense, and remove them from the parameters."""
@@ -144,9 +191,11 @@ class BucketLayout:
         self.clear()
 
     def put(self, terms: SliceGradients, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
-        """Move a slice's gradients, buffers and metrics into ``terms``; see :meth:`put_figures`."""
+        """Complete ``terms`` with a slice's gradients, buffers and metrics; see :meth:`put_figures`."""
         self.collect(terms)
         self.put_figures(terms.flat[-1], metrics, samples)
+        if self.copies is not None:
+            self.start_copies(terms)
 
     def named(self, terms: SliceGradients) -> dict[str, torch.Tensor]:
         """Return views of the gradients of a slice by parameter name."""
@@ -194,15 +243,16 @@ class BucketLayout:
         sums: list[float] = result[start : start + 2 * MAX_METRICS].tolist()
         return sums
 
-    def set_gradients(self, results: Sequence[torch.Tensor], *, private: bool) -> None:
+    def set_gradients(self, results: Sequence[torch.Tensor], in_host: Sequence[torch.Tensor], *, private: bool) -> None:
         """Set every parameter's ``.grad`` to its mean gradient in the results of all buckets.
 
         If ``private``, use copies that may be modified, for instance by clipping: other workers read the results.
+        ``in_host`` are the results in host memory, where presences can be read without waiting for the device.
         """
-        for i, (_, result) in enumerate(zip(self.layouts, results, strict=True)):
-            self.set_gradients_of(i, result, private=private)
+        for i, (_, result, readable) in enumerate(zip(self.layouts, results, in_host, strict=True)):
+            self.set_gradients_of(i, result, readable, private=private)
 
-    def set_gradients_of(self, i: int, result: torch.Tensor, *, private: bool) -> None:
+    def set_gradients_of(self, i: int, result: torch.Tensor, in_host: torch.Tensor, *, private: bool) -> None:
         """Do so for the parameters of bucket ``i`` with its ``result``; see :meth:`set_gradients`."""
         bucket = self.layouts[i]
         if not bucket.places:
@@ -210,9 +260,15 @@ class BucketLayout:
         if private and not self._private:
             self._private = [torch.empty(b.gradients_end, dtype=b.dtype, device=b.device) for b in self.layouts]
         gradients = self._private[i].copy_(result[: bucket.gradients_end]) if private else result
-        present = result[bucket.places[0].presence : bucket.places[-1].presence + 1].tolist()
+        present = in_host[bucket.places[0].presence : bucket.places[-1].presence + 1].tolist()
         for place, gradient, times in zip(bucket.places, self._views_of(i, gradients), present, strict=True):
-            place.parameter.grad = gradient if times > 0 else None
+            parameter = place.parameter
+            if times <= 0:
+                parameter.grad = None
+            elif parameter.is_contiguous():
+                parameter.grad = gradient
+            else:  # a fused optimizer reads both in the order of memory
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
     def drop_gradients_of(self, i: int) -> None:
         """Remove the gradients of the parameters of bucket ``i``."""
@@ -225,9 +281,13 @@ class BucketLayout:
             self._given[i] = (flat.data_ptr(), _views(self.layouts[i], flat))
         return self._given[i][1]
 
-    def set_buffers(self, result: torch.Tensor, num_slices: int) -> None:
-        """Set the model's buffers to their mean over the slices in ``result``, the result of the last bucket."""
-        self.buffers.set_mean(result[self.layouts[-1].figures_at + 2 * MAX_METRICS :], num_slices)
+    def set_buffers(self, result: torch.Tensor, in_host: torch.Tensor, num_slices: int) -> None:
+        """Set the model's buffers to their mean over the slices in ``result``, the result of the last bucket.
+
+        ``in_host`` is the same in host memory.
+        """
+        start = self.layouts[-1].figures_at + 2 * MAX_METRICS
+        self.buffers.set_mean(result[start:], in_host[start:], num_slices)
 
     def name_at(self, bucket: int, index: int) -> str:
         """Return the name of the parameter whose gradient lies at an index of a bucket."""
@@ -238,127 +298,6 @@ class BucketLayout:
         self._target = None
         for parameter in self.parameters:
             parameter.grad = None
-
-
-class StepBuffers:
-    """The model's buffers during a step: every slice starts from their values at the step's beginning.
-
-    Floating-point buffers end as the mean over the slices' values. Integer ones advance by the mean change, rounded
-    (``num_batches_tracked``: by one). A buffer that no slice changed keeps its bits. Large buffers (masks, tables) are
-    treated as constants, because sending them with every slice would cost more than the step.
-    """
-
-    MAX_NUMEL = 1 << 16
-    """A forward pass must not change a larger buffer."""
-
-    def __init__(self, model: nn.Module) -> None:
-        found = {
-            id(buffer): (f"{path}.{name}".lstrip("."), module, name, buffer)
-            for path, module in model.named_modules()
-            for name, buffer in module.named_buffers(recurse=False)
-            if buffer.numel()
-        }
-        self._places = [(module, name, b) for _, module, name, b in found.values() if b.numel() <= self.MAX_NUMEL]
-        self._constants = [place for place in found.values() if place[3].numel() > self.MAX_NUMEL]
-        self._versions = [version_of(buffer) for *_, buffer in self._constants]
-        self._paths = [path for path, *_, b in found.values() if b.numel() <= self.MAX_NUMEL]
-        buffers = [b for *_, b in self._places]
-        self._start = [b.detach().clone() for b in buffers]
-        self._flat_start = torch.empty(0)
-        self.dtype = torch.float64 if any(b.dtype == torch.float64 for b in buffers) else torch.float32
-        self._sizes = [b.numel() for b in buffers]
-        self._buffer_of = torch.repeat_interleave(torch.tensor(self._sizes, dtype=torch.int64))
-        self.numel = sum(self._sizes) + len(buffers)
-
-    def initial(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the buffers by name, with their saved values from the beginning of the current step."""
-        return list(zip(self._paths, self._start, strict=True))
-
-    def begin_step(self) -> None:
-        """Save the buffers at the beginning of a step."""
-        _copy(self._start, self._collected())
-        self._flat_start = torch.empty(0)
-        self._versions = [version_of(buffer) for *_, buffer in self._constants]
-
-    def rewind(self) -> None:
-        """Restore the buffers to the beginning of the step."""
-        _copy(self._collected(), self._start)
-
-    def lend(self) -> None:
-        """Give the next forward pass its own buffers, from the step's beginning: its backward pass may need them."""
-        for (module, name, _), start in zip(self._places, self._start, strict=True):
-            buffers_of(module)[name] = start.clone()
-
-    def write_to(self, figures: torch.Tensor) -> None:
-        """Write a slice's buffers, followed by the number of changed elements of each.
-
-        Raises:
-            ScriptError: if a forward pass changed a buffer that is treated as a constant.
-        """
-        self._check_constants()
-        if not self._places:
-            return
-        values, changes = figures.split((len(self._buffer_of), len(self._places)))
-        if not len(self._flat_start):
-            self._buffer_of = self._buffer_of.to(figures.device)
-            self._flat_start = torch.empty_like(values)
-            self._flatten(self._start, self._flat_start)
-        self._flatten(self._collected(), values)
-        is_other = _bits(values) != _bits(self._flat_start)
-        changes.zero_().index_add_(0, self._buffer_of, is_other.to(changes.dtype))
-
-    def _flatten(self, buffers: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-        """Flatten all buffers into one vector; integer ones as their change since the beginning of the step."""
-        values = (
-            buffer if buffer.is_floating_point() else buffer.long() - start.long()
-            for buffer, start in zip(buffers, self._start, strict=True)
-        )
-        torch.cat([value.detach().flatten().to(into.device) for value in values], out=into)
-
-    def set_mean(self, figures: torch.Tensor, num_slices: int) -> None:
-        """Set the buffers from the sum over ``num_slices`` slices."""
-        if not self._places:
-            return
-        values, changes = figures.split((len(self._buffer_of), len(self._places)))
-        means = (values / num_slices).split(self._sizes)
-        ends = [
-            start if not changed else mean.view_as(start) if start.is_floating_point() else _advanced(start, mean)
-            for start, mean, changed in zip(self._start, means, changes.tolist(), strict=True)
-        ]
-        _copy(self._collected(), ends)
-
-    def _collected(self) -> list[torch.Tensor]:
-        """Return the buffers; a new tensor that the forward pass assigned is copied into the original one."""
-        for module, name, buffer in self._places:
-            now = buffers_of(module)[name]
-            if now is not buffer and now is not None:
-                buffer.copy_(now.detach())
-                buffers_of(module)[name] = buffer
-        return [buffer for *_, buffer in self._places]
-
-    def _check_constants(self) -> None:
-        for (path, module, name, buffer), version in zip(self._constants, self._versions, strict=True):
-            if version_of(buffer) != version or buffers_of(module)[name] is not buffer:
-                raise ScriptError(
-                    f"the forward pass changed the buffer {path} of {buffer.numel()} elements; buffers of more than "
-                    f"{self.MAX_NUMEL} must stay constant during a step, because they are not averaged"
-                )
-
-
-def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Copy each value into its tensor, in one call, because separate calls would take longer than the copies."""
-    if into:
-        copy_each(into, values)
-
-
-def _advanced(start: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """Return integers advanced by a mean change, rounded."""
-    return start.long() + mean.view_as(start).round().long()
-
-
-def _bits(flat: torch.Tensor) -> torch.Tensor:
-    """Return an integer view for bitwise comparison: a NaN equals itself, and the signs of zeros count."""
-    return flat.view(torch.int64 if flat.dtype == torch.float64 else torch.int32)
 
 
 def _views(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import ConfigError, ScriptError
+from holdfast.torch_private import tree_map
 
 Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]]
 """Maps the model's output and the other items of the batch to the mean loss, or to that and a dict of metrics."""
@@ -47,3 +48,10 @@ def checked(inputs: Any) -> Sequence[Any]:
     raise ScriptError(
         f"step.compute and step.evaluate need a dataset of tuples, the model's input first, got {type(inputs).__name__}"
     )
+
+
+def on_device(inputs: Any, device: torch.device) -> Any:
+    """Return the inputs of a slice with all tensors on ``device``; samples are loaded into host memory."""
+    if device.type == "cpu":
+        return inputs
+    return tree_map(lambda item: item.to(device) if isinstance(item, torch.Tensor) else item, inputs)

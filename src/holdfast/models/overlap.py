@@ -173,7 +173,7 @@ class OverlappedOptimizer:
     def _update(self, bucket: int, result: torch.Tensor) -> None:
         """Run an optimizer step with the gradients of this bucket only: it skips parameters without a gradient."""
         began_s = self._clock.now_s()
-        self._buckets.set_gradients_of(bucket, result, private=may_write_gradients(self._optimizer))
+        self._buckets.set_gradients_of(bucket, result, result, private=may_write_gradients(self._optimizer))
         self._copies[bucket].take()
         copied_s = self._clock.now_s()
         self._optimizer.step()

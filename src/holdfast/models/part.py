@@ -88,6 +88,18 @@ class ModelPart:
         self.unlogged: tuple[str, ...] = ()
         """Metrics that the records leave out."""
 
+    def check_device(self) -> None:
+        """Check that the parameters are still on the device for which their gradients are laid out.
+
+        Raises:
+            ConfigError: if the script has moved them since.
+        """
+        if moved := {str(p.device) for p in self.model.parameters() if p.requires_grad and p.device != self.device}:
+            raise ConfigError(
+                f"the model was moved from {self.device} to {', '.join(sorted(moved))} after it was passed to the session:"
+                " move it before"
+            )
+
     # -- a step
 
     def begin(self) -> None:
@@ -129,9 +141,9 @@ class ModelPart:
         total = loss * samples
         return total if self._scaler is None else self._scaler.scale(total)
 
-    def add_sum(self, result: torch.Tensor, slices: Sequence[int]) -> None:
-        """Keep the result of the next bucket's all-reduce, which includes ``slices``."""
-        self.gradients.add_sum(result, slices)
+    def add_sum(self, result: torch.Tensor, slices: Sequence[int], in_host: torch.Tensor | None = None) -> None:
+        """Keep the result of the next bucket's all-reduce, which includes ``slices``; see :meth:`StepGradients.add_sum`."""
+        self.gradients.add_sum(result, slices, in_host)
 
     def wait_updated(self) -> None:
         """Wait until no parameter update is running; returns immediately unless the optimizer is overlapped."""

@@ -21,7 +21,7 @@ from holdfast.errors import CheckpointError, ConfigError, ScriptError
 from holdfast.integrity.hash_chain import in_order
 from holdfast.models.evaluation import Evaluation
 from holdfast.models.factories import PartFactories
-from holdfast.models.flat_params import in_row
+from holdfast.models.flat_params import check_in_host, in_row
 from holdfast.models.loss import checked
 from holdfast.models.model_parallel import ModelParallel, shape_of
 from holdfast.models.pipeline_scaler import PipelineScaler, ScaledStage
@@ -71,6 +71,7 @@ class PipelineModel(ModelParallel):
                 f"stage {part} of the Pipeline has no trainable parameters: merge it into a stage that has some"
             )
         if self.sends_copies:  # delta standbys need flattened parameters
+            check_in_host(next(module.parameters()).device)
             self._rows[part] = in_row(list(module.parameters()))
         stage = self._factories.part(
             ScaledStage, "stage", module, clip_grad_norm=self._clip_grad_norm, checked=self._settings.guard_sums
@@ -173,7 +174,8 @@ class PipelineModel(ModelParallel):
         for part in self.resident.held.values():
             part.apply(batch, (), self._metrics)
         if self._scaling is not None:
-            self._scaling.update(self.device)
+            devices = [part.device for part in self.resident.held.values()]  # none on a spare
+            self._scaling.update(devices[0] if devices else self.device)
         return self._metrics
 
     def computing(self, batch: MiniBatch, lost: Collection[int]) -> set[int]:

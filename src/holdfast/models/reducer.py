@@ -57,11 +57,12 @@ class BucketReducer:
             midway=midway,
             altered=functools.partial(note_altered, self.altered, name, owners),
         )
-        self.part.add_sum(result, slices)
+        self.part.add_sum(result, slices, self.adds.in_host)
 
     def _alter_message(self, step: int, rank: int, number: int, bucket: int, owners: Mapping[int, int]) -> None:
         """Carry out planned flips in the terms that other workers read."""
         for due in self.faults.flips("message", step, rank, number):
             mine = {number for number, owner in owners.items() if owner == rank}
-            if message := self.part.gradients.message_of(bucket, mine):  # a hot spare or standby has no terms
+            message = self.part.gradients.message_of(bucket, mine, self.adds.shared_room)
+            if message:  # a hot spare or standby has no terms
                 self.faults.carry_out(due, message)

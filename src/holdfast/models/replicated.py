@@ -50,6 +50,7 @@ class ReplicatedModel(ModelPart, Trainable):
     def begin_loop(self, job: JobContext, log: RunLog) -> None:
         """From the first loop on, overlap the optimizer if configured."""
         super().begin_loop(job, log)
+        self.check_device()
         if job.settings.update == "eager":
             self.overlap_optimizer(job.clock, job.spent, beside=not isinstance(job.comm, VirtualCommunicator))
 
@@ -81,9 +82,9 @@ class ReplicatedModel(ModelPart, Trainable):
         self.discard()
         self._take_back_registered()
 
-    def add_sum(self, result: torch.Tensor, slices: Sequence[int]) -> None:
+    def add_sum(self, result: torch.Tensor, slices: Sequence[int], in_host: torch.Tensor | None = None) -> None:
         """Keep the result of the next bucket, which includes ``slices``, and update its parameters if overlapped."""
-        super().add_sum(result, slices)
+        super().add_sum(result, slices, in_host)
         if (overlapped := self._early) is not None:
             overlapped.update(len(self.gradients.sums) - 1, result)
 

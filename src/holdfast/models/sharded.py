@@ -23,7 +23,7 @@ from holdfast.engine.context import JobContext
 from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointError, StateLost
 from holdfast.models.factories import PartFactories
-from holdfast.models.flat_params import in_row, views
+from holdfast.models.flat_params import check_in_host, in_row, views
 from holdfast.models.model_parallel import ModelParallel, shape_of
 from holdfast.models.optimizers import may_write_gradients
 from holdfast.models.part import ModelPart
@@ -31,7 +31,7 @@ from holdfast.models.runner import Reach, Runner, StepContext
 from holdfast.models.slice_runner import SliceRunner
 from holdfast.recovery.registry import strategy_class
 from holdfast.recovery.strategy import SHARDED
-from holdfast.session.models import Sharded, check_on_cpu
+from holdfast.session.models import Sharded, check_device
 from holdfast.state.transfer import broadcast
 
 
@@ -55,7 +55,7 @@ class ShardedModel(ModelParallel):
         self, model: Sharded, factories: PartFactories, scaler: Any, clip_grad_norm: float | None, settings: Settings
     ) -> None:
         strategy_class(settings.strategy).check(self.kind)
-        check_on_cpu(model.module, "a Sharded model")
+        check_device(model.module, "a Sharded model")
         self._given = model
         self._model = model.module
         self._parameters = dict(model.module.named_parameters())
@@ -69,6 +69,8 @@ class ShardedModel(ModelParallel):
         self.size_bytes = self.flow.size_bytes
         self.device = self.flow.device
         self.numel = self.flow.numel
+        if self.sends_copies:
+            check_in_host(self.device)
 
     def begin_loop(self, job: JobContext, log: RunLog) -> None:
         super().begin_loop(job, log)
@@ -138,7 +140,7 @@ class ShardedModel(ModelParallel):
             if part not in self.resident.held:
                 parameters = [self._parameters[name] for name in shard.names]
                 for dtype in dict.fromkeys(p.dtype for p in parameters):
-                    row = self._mailbox.receive(givers[part])
+                    row = self._mailbox.receive(givers[part]).to(self.device)
                     for parameter, place in views([p for p in parameters if p.dtype == dtype], row):
                         parameter.data = place
 

@@ -31,6 +31,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from holdfast.clock import Clock
+from holdfast.comm import device_of
 from holdfast.data.seeds import generator_states
 from holdfast.device_errors import DeviceFailure, classify
 from holdfast.models.gradients import SliceGradients
@@ -141,8 +142,8 @@ class SliceBatching:
 
     def now_s(self, tried: BatchingTrial) -> float:
         """Return the time, after waiting for the device where a duration is measured."""
-        if not tried.is_over and self._part.device.type != "cpu":
-            torch.accelerator.synchronize(self._part.device)
+        if not tried.is_over:
+            device_of(self._part.device).synchronize()
         return self._clock.now_s()
 
     def _torch_states(self) -> list[bytes]:

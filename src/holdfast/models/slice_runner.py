@@ -16,7 +16,7 @@ from holdfast.data.seeds import seed_slice
 from holdfast.device_errors import DeviceFailure, classify
 from holdfast.engine.flips import NOT_WATCHED, flip_outputs
 from holdfast.errors import ScriptError
-from holdfast.models.loss import Forward, Loss, checked
+from holdfast.models.loss import Forward, Loss, checked, on_device
 from holdfast.models.part import ModelPart
 from holdfast.models.reducer import BucketReducer
 from holdfast.models.runner import Runner, StepContext
@@ -33,9 +33,11 @@ class SliceRunner(Runner):
         self._enter = trainable.enter
         self._part = part
         self._room = context.total.room
+        part.buckets.copies = context.total.start_copy
         self._reducer = BucketReducer(context.total, part, context.job.faults, context.job.altered)
         self._at_once = SliceBatching(part, context.job.clock)
         self._loaded: dict[int, Any] = {}
+        self._moves_inputs = False
         self._watched = NOT_WATCHED
 
     def step(self, batch: MiniBatch, slices: list[int], attempt: int) -> Step:
@@ -51,7 +53,8 @@ class SliceRunner(Runner):
         self._enter(owner)
         self._part.gradients.begin_slice(self._room)
         self._watched = flip_outputs(self._part.model, faults.flips("activations", batch.step, owner), faults)
-        return self._inputs(batch, number)
+        inputs = self._inputs(batch, number)
+        return on_device(inputs, self._part.device) if self._moves_inputs else inputs
 
     def _inputs(self, batch: MiniBatch, number: int) -> Any:
         seed = self._context.position.plan.seed
@@ -107,6 +110,7 @@ class SliceRunner(Runner):
         self.names = dict.fromkeys(metrics)
         for due in self._job.faults.flips("gradients", batch.step, batch.owners[number]):
             self._job.faults.carry_out(due, gradients.of_slice(number))
+            self._part.buckets.restart_copies(gradients.terms[number])
 
     # -- slice batching
 
@@ -116,8 +120,20 @@ class SliceRunner(Runner):
     ) -> Iterator[Collection[int]]:
         """Compute slices in one pass if that is known to be bit-identical; yield those that are computed, all or none.
 
-        During the trials both are computed: the batch first, then one by one within this context, and compared.
+        During the trials both are computed: the batch first, then one by one within this context, and compared. Inputs
+        are moved to the device of the model.
         """
+        self._moves_inputs = True
+        try:
+            with self._tried_at_once(batch, numbers, forward, loss) as done:
+                yield done
+        finally:
+            self._moves_inputs = False
+
+    @contextlib.contextmanager
+    def _tried_at_once(
+        self, batch: MiniBatch, numbers: Sequence[int], forward: Forward, loss: Loss
+    ) -> Iterator[Collection[int]]:
         if not self._may_go_at_once(batch, numbers):
             yield ()
             return
@@ -154,7 +170,8 @@ class SliceRunner(Runner):
     def _load(self, batch: MiniBatch, numbers: Sequence[int]) -> list[Slice]:
         """Return slices with their inputs, which are kept for computing them one by one."""
         gradients = self._part.gradients
-        self._loaded = {number: checked(self._inputs(batch, number)) for number in numbers}
+        device = self._part.device
+        self._loaded = {number: on_device(checked(self._inputs(batch, number)), device) for number in numbers}
         self._job.beacon.mark("forward", batch.step, numbers[0], batch.slices[numbers[0]])
         gradients.begin_slice(self._room)
         first = len(gradients.terms)
@@ -187,9 +204,9 @@ class SliceRunner(Runner):
         if has_it:
             inside[list(gradients.summed_slices[bucket])] = 1
         comm.broadcast(inside, source)
-        data = torch.empty(layout.length, dtype=layout.dtype, device=layout.device)
+        data = torch.empty(layout.length, dtype=layout.dtype)  # in host memory, as workers can send it
         if has_it:  # a copy, because a broadcast writes its argument, and others may still read the result
             data.copy_(gradients.sums[bucket])
         comm.broadcast(data, source)
         if not has_it:
-            self._part.add_sum(data, [int(i) for i in inside.nonzero()])
+            self._part.add_sum(data.to(layout.device), [int(i) for i in inside.nonzero()], data)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from holdfast.comm import Communicator, Mailbox, OrderedAllReduce, Subgroup, checksum
+from holdfast.comm import Communicator, Mailbox, OrderedAllReduce, Subgroup, checksum, device_of, make_allreduce
 from holdfast.comm.allreduce.checksums import note_altered
 from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
@@ -26,7 +26,7 @@ from holdfast.engine.flips import flip_outputs
 from holdfast.errors import ScriptError
 from holdfast.faults.process import Injector
 from holdfast.models.gradients import SliceGradients
-from holdfast.models.loss import checked, loss_of
+from holdfast.models.loss import checked, loss_of, on_device
 from holdfast.models.pipeline_scaler import PipelineScaler
 from holdfast.models.reducer import BucketReducer
 from holdfast.models.resident_parts import ResidentParts
@@ -81,7 +81,10 @@ class StageExecutor:
     def begin(self) -> None:
         """Begin an attempt; called by all members."""
         self._work = _Work()
-        self._sums = {part: known for part, known in self._sums.items() if part in self._resident.held}
+        for part in self._sums.keys() - self._resident.held.keys():
+            self._sums.pop(part)[1].close()
+        for _, known in self._sums.values():
+            known.begin()
         self.mailbox.begin()
 
     def compute(self, batch: MiniBatch, seed: int, fetch: Callable[[int], Any], reach: Reach) -> None:
@@ -163,11 +166,11 @@ class StageExecutor:
         targets: Sequence[Any] = ()
         given = None
         if part == 0 or last:
-            first, *targets = checked(fetch(number))
+            first, *targets = on_device(checked(fetch(number)), stage.device)
         if part == 0:
             inputs = first
         else:
-            given = inputs = self._receive(batch, number, part - 1, part, back=False).requires_grad_()
+            given = inputs = self._receive(batch, number, part - 1, part, back=False).to(stage.device).requires_grad_()
         stage.buckets.buffers.lend()
         seed_slice(seed, batch.step, number, part)
         rank = chain_of(self._resident.now, batch, number)[part]
@@ -207,7 +210,7 @@ class StageExecutor:
         if part == self._resident.now.parts - 1:
             (passed.output if self._scaling is None else self._scaling.scale(passed.output)).backward()
         else:
-            passed.output.backward(self._receive(batch, number, part + 1, part, back=True))
+            passed.output.backward(self._receive(batch, number, part + 1, part, back=True).to(stage.device))
         if passed.given is not None:
             if passed.given.grad is None:
                 raise ScriptError(
@@ -259,12 +262,15 @@ class StageExecutor:
         known = self._sums.get(part)
         if known is None or known[0] != holders:
             size_bytes = self._resident.held[part].buckets.size_bytes
-            made = OrderedAllReduce(
+            made = make_allreduce(
                 Subgroup(self._comm, holders),
                 self._settings.order,
                 size_bytes,
+                device=device_of(self._resident.held[part].device),
                 shared_bytes=self._settings.shared_bytes,
             )
+            if known is not None:
+                known[1].close()
             known = self._sums[part] = (holders, made)
             self._resident.held[part].forget_room()
         return known[1]

@@ -26,7 +26,9 @@ class StepGradients:
         self.terms: dict[int, SliceGradients] = {}
         """The terms of each local slice."""
         self.sums: list[torch.Tensor] = []
-        """All-reduce results of the first buckets."""
+        """All-reduce results of the first buckets, on the device of the model."""
+        self._host_sums: list[torch.Tensor] = []
+        """The same in host memory: a number is read there without waiting for the device."""
         self.summed_slices: list[tuple[int, ...]] = []
         """The slices included in each of them."""
 
@@ -45,7 +47,7 @@ class StepGradients:
     def row(self, number: int, room: Room) -> SliceGradients:
         """Return the memory for the terms of the ``number``-th local slice of the step, from 0."""
         while len(self._rows) <= number:
-            self._rows.append(self._buckets.terms_in(room(len(self._rows))))
+            self._rows.append(self._buckets.terms_in(room(len(self._rows)), len(self._rows)))
         return self._rows[number]
 
     def end_slice(self, number: int, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
@@ -64,10 +66,11 @@ class StepGradients:
         for number, terms in self.terms.items():
             yield number, (terms.flat[0], terms.flat[-1][start : start + 2 * MAX_METRICS])
 
-    def message_of(self, bucket: int, slices: Collection[int]) -> dict[str, torch.Tensor]:
-        """Return the terms of a bucket for some local slices."""
+    def message_of(self, bucket: int, slices: Collection[int], shared: Room) -> dict[str, torch.Tensor]:
+        """Return the terms of a bucket for some local slices, in the memory that other workers read: that in ``shared``."""
         mine = {number: terms for number, terms in self.terms.items() if number in slices}
-        return {f"slices/{number}/buckets/{bucket}": terms.flat[bucket] for number, terms in mine.items()}
+        span = self._buckets.layouts[bucket].span
+        return {f"slices/{number}/buckets/{bucket}": span.of(shared(terms.row)) for number, terms in mine.items()}
 
     # -- all-reduces
 
@@ -80,9 +83,13 @@ class StepGradients:
         divisor = inside if rescale == "survivors" else batch.full_size
         return MeanDivisor(divisor, self._buckets.layouts[bucket].gradients_end)
 
-    def add_sum(self, result: torch.Tensor, slices: Sequence[int]) -> None:
-        """Keep the result of the next bucket's all-reduce, which includes ``slices``."""
+    def add_sum(self, result: torch.Tensor, slices: Sequence[int], in_host: torch.Tensor | None = None) -> None:
+        """Keep the result of the next bucket's all-reduce, which includes ``slices``.
+
+        ``in_host`` is the same in host memory, if the model is on another device.
+        """
         self.sums.append(result)
+        self._host_sums.append(result if in_host is None else in_host)
         self.summed_slices.append(tuple(slices))
 
     def missing_slices(self, batch: MiniBatch) -> dict[int, tuple[int, ...]]:
@@ -99,16 +106,16 @@ class StepGradients:
 
     def metrics(self, names: Sequence[str]) -> dict[str, float]:
         """Return the means of the metrics ``names`` and of the loss, after all all-reduces."""
-        return self._buckets.read_metrics(self.sums[-1], names)
+        return self._buckets.read_metrics(self._host_sums[-1], names)
 
     def figures(self) -> list[float]:
         """Return all metrics of the step, after all all-reduces; see :meth:`BucketLayout.read_figures`."""
-        return self._buckets.read_figures(self.sums[-1])
+        return self._buckets.read_figures(self._host_sums[-1])
 
     def set_buffers(self) -> None:
         """Set the model's buffers to their mean over the slices of the last all-reduce."""
-        self._buckets.set_buffers(self.sums[-1], max(1, len(self.summed_slices[-1])))
+        self._buckets.set_buffers(self.sums[-1], self._host_sums[-1], max(1, len(self.summed_slices[-1])))
 
     def set_gradients(self, *, private: bool) -> None:
         """Set every parameter's ``.grad`` to the mean; see :meth:`BucketLayout.set_gradients`."""
-        self._buckets.set_gradients(self.sums, private=private)
+        self._buckets.set_gradients(self.sums, self._host_sums, private=private)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from holdfast.comm.device import DEVICES, device_of
 from holdfast.data.seeds import seed_of, seeded
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.models.loss import Loss
@@ -29,7 +30,7 @@ class Pipeline:
     Args:
         stages: Factories of the stages, each called only where its stage is needed, with the global generators seeded
             by the job's seed and the stage; or the stages themselves, identical on all workers, which then keep all of
-            them in memory throughout. A stage maps one tensor to one tensor, and is in CPU memory.
+            them in memory throughout. A stage maps one tensor to one tensor. It gets its input on its own device.
         loss: See :data:`holdfast.models.loss.Loss`; it receives the output of the last stage.
 
     Raises:
@@ -52,16 +53,16 @@ class Pipeline:
         return len(self._stages)
 
     def build(self, part: int, seed: int) -> nn.Module:
-        """Return a stage in its initial state, in CPU memory."""
+        """Return a stage in its initial state."""
         made = _made(self._stages[part], seed_of("part", seed, part))
-        check_on_cpu(made, f"stage {part} of a Pipeline")
+        check_device(made, f"stage {part} of a Pipeline")
         return made
 
     def check_devices(self) -> None:
-        """Check that the stages that were passed as modules are in CPU memory."""
+        """Check that the stages that were passed as modules can be trained on their devices."""
         for part, stage in enumerate(self._stages):
             if isinstance(stage, nn.Module):
-                check_on_cpu(stage, f"stage {part} of a Pipeline")
+                check_device(stage, f"stage {part} of a Pipeline")
 
 
 class Sharded:
@@ -82,7 +83,7 @@ class Sharded:
     one shard, and its hot standby is the worker at the same place in the other group.
 
     Args:
-        model: The complete model, in CPU memory; it must be built identically on all workers.
+        model: The complete model; it must be built identically on all workers.
         shards: Number of shards, ``>= 1``, fixed for the job; 0: the number of workers that the job starts with.
 
     Raises:
@@ -121,17 +122,22 @@ class Sharded:
         return groups
 
 
-def check_on_cpu(module: nn.Module, what: str) -> None:
-    """Check that a module is in CPU memory, where parts of a model are lent and transferred.
+def check_device(module: nn.Module, what: str) -> None:
+    """Check that a module is on one device, and can be trained there.
 
     Raises:
-        ConfigError: if a parameter or a buffer is on another device.
+        ConfigError: if not.
     """
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.device.type != "cpu":
+    named = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in named:
+        if tensor.device.type not in DEVICES:
+            said = f"{what} must be on {' or '.join(DEVICES)}, got {name} on {tensor.device}: move it there"
+            raise ConfigError(said)
+        if tensor.device != named[0][1].device:
             raise ConfigError(
-                f"{what} must be in CPU memory, got {name} on {tensor.device}: move it there with .to('cpu')"
+                f"{what} must be on one device, got {named[0][0]} on {named[0][1].device} and {name} on {tensor.device}"
             )
+        device_of(tensor.device)
 
 
 def _made(stage: Callable[[], nn.Module] | nn.Module, seed: int) -> nn.Module:

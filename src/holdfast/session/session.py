@@ -15,7 +15,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from holdfast import notice
 from holdfast.clock import SystemClock
-from holdfast.comm import Communicator, VirtualCommunicator, connect
+from holdfast.comm import Communicator, VirtualCommunicator, connect, device_of
+from holdfast.comm.fabrics.registry import make_fabric
+from holdfast.comm.launchers import chosen
 from holdfast.comm.waiting import waiting
 from holdfast.config import MOST_WORKERS, Settings
 from holdfast.data.source import DataOptions, open_source
@@ -205,6 +207,7 @@ class Session:
             raise ConfigError(
                 f"slices must be at most {MOST_WORKERS}, or batch_size if that is more, got {self._settings.slices}"
             )
+        self._check_device()
         job = self._connect()
         self._say_once(job, *opened.notes)
         if opened.stream is not None:
@@ -221,6 +224,25 @@ class Session:
             end = self._total_steps or end
             check_faults(self._settings.faults, self._trainable, end, in_framework=self.in_framework)
         return OpenedLoop(job, plan, opened.source)
+
+    def _check_device(self) -> None:
+        """Check, before connecting, that the model can be trained on its device, over the configured fabric.
+
+        Raises:
+            ConfigError: if not.
+        """
+        device = self._trainable.device
+        device_of(device)
+        fabric = make_fabric(chosen(self._settings.fabric))
+        if device.type not in fabric.devices:
+            raise ConfigError(
+                f"the model is on {device}, but the fabric {fabric.name} trains models on {' or '.join(fabric.devices)}"
+            )
+        if self._settings.update == "eager" and device.type != "cpu" and not fabric.one_process:
+            raise ConfigError(
+                f"--overlap-optimizer needs a model in CPU memory, because it runs the optimizer in a thread; the model is on"
+                f" {device}: leave the option out"
+            )
 
     def _say_once(self, job: JobContext, *notes: str) -> None:
         """Print lines for the user, at the lead, and each of them once."""
@@ -452,10 +474,6 @@ class Session:
             live=LiveSettings.of(settings),
         )
         real = not isinstance(comm, VirtualCommunicator)
-        if real and self._trainable.device.type != "cpu":
-            raise ConfigError(
-                "workers all-reduce tensors in CPU memory, but the model is on another device: move it to 'cpu'"
-            )
         if real and not settings.run_dir:
             exits.end_job_on_errors(at_exit)
         if real:

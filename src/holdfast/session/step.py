@@ -218,7 +218,7 @@ class Step:
         one. A batched pass needs the memory of all slices together; loop over the step where that is too much.
 
         Args:
-            forward: The model, or a function that calls it; receives the first item of a batch.
+            forward: The model, or a function that calls it; receives the first item of a batch, on the model's device.
             loss: Receives the output, then the other items of the batch; returns the mean over the slice, a scalar, or
                 that and a dict of metrics to log; see :meth:`log`. Enter ``torch.autocast`` inside both.
 

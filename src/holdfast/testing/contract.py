@@ -9,8 +9,18 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from holdfast.comm import Communicator, Mailbox, MeanDivisor, OrderedAllReduce, SlotSpan, Subgroup
+from holdfast.comm import (
+    Communicator,
+    Mailbox,
+    MeanDivisor,
+    OrderedAllReduce,
+    SlotSpan,
+    Subgroup,
+    device_of,
+    make_allreduce,
+)
 from holdfast.comm.base import Collectives
+from holdfast.comm.device import Device
 from holdfast.errors import PeerFailed
 from holdfast.recovery.messages import Note, Progress
 
@@ -194,8 +204,12 @@ def _receive_some(mailbox: Mailbox, me: int, source: int, attempt: int) -> None:
         assert torch.equal(letter, expected), "messages must arrive complete and in order"
 
 
-def check_ordered_sum(comm: Communicator) -> None:
-    """Check that the all-reduce has the bits of plain accumulation in slice order, whichever ranks own the slices."""
+def check_ordered_sum(comm: Communicator, device: Device | None = None) -> None:
+    """Check that the all-reduce has the bits of plain accumulation in slice order, whichever ranks own the slices.
+
+    The terms are in the memory of ``device``; default: the CPU's.
+    """
+    device = device or device_of(torch.device("cpu"))
     slices = 5
     terms = {n: torch.randn(1003, generator=torch.Generator().manual_seed(n)) * 10.0**n for n in range(slices)}
     expected = terms[0].clone()
@@ -205,8 +219,8 @@ def check_ordered_sum(comm: Communicator) -> None:
     assert not torch.equal(expected, tree), "the terms must make the order of additions visible"
     members = comm.members
     for shared_bytes in (-1, 0):  # through shared memory if there is any; by messages
-        fold = OrderedAllReduce(comm, "fold", 2 * SPAN.end, shared_bytes=shared_bytes)
-        treelike = OrderedAllReduce(comm, "tree", SPAN.end, shared_bytes=shared_bytes)
+        fold = make_allreduce(comm, "fold", 2 * SPAN.end, device=device, shared_bytes=shared_bytes)
+        treelike = make_allreduce(comm, "tree", SPAN.end, device=device, shared_bytes=shared_bytes)
         for owners in (
             {n: members[n * len(members) // slices] for n in range(slices)},
             {n: members[n % len(members)] for n in range(slices)},
@@ -232,12 +246,13 @@ def _sum(
     mean: MeanDivisor | None = None,
 ) -> torch.Tensor:
     mine = sorted(n for n, rank in owners.items() if rank in comm.local_ranks)
+    add.begin()
     for row, n in enumerate(mine):
         span.of(add.room(row)).copy_(terms[n])
-    result = add(span, owners, mean=mean).clone()
+    result = add(span, owners, mean=mean).clone().cpu()
     comm.barrier()  # no process may write the next terms before all have used these
     for row, n in enumerate(mine):
-        assert torch.equal(span.of(add.room(row)), terms[n]), "an all-reduce must not modify its terms"
+        assert torch.equal(span.of(add.room(row)).cpu(), terms[n]), "an all-reduce must not modify its terms"
     return result
 
 

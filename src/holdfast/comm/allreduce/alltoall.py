@@ -16,7 +16,7 @@ from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, M
 from holdfast.comm.allreduce.shm import LEFT_OUT, Slots, SlotSpan, aligned
 from holdfast.comm.base import Collectives
 
-_MOST_KEPT = 64
+_MOST_KEPT = 512
 """Maximum number of spans whose buffers are kept from step to step."""
 
 
@@ -45,11 +45,20 @@ class _Buffers:
 
 
 class AllToAllReduce:
-    """The all-reduce for processes without (enough) shared memory; ``terms`` is the memory of each slot here, bytes."""
+    """The all-reduce for processes without (enough) shared memory.
 
-    def __init__(self, comm: Collectives, terms: Sequence[torch.Tensor]) -> None:
+    Args:
+        comm: The members.
+        terms: The memory of each slot here, bytes.
+        slot_bytes: Its size, also where there is none.
+    """
+
+    def __init__(self, comm: Collectives, terms: Sequence[torch.Tensor], slot_bytes: int) -> None:
+        self.result_memory = None
+        """See :attr:`SharedMemoryReduce.result_memory`."""
         self._comm = comm
         self._terms = terms
+        self._slot_bytes = slot_bytes
         self._last = torch.empty(0)
         self._me = comm.processes.index(comm.local_ranks)
         self._buffers: dict[tuple[SlotSpan, str], _Buffers] = {}
@@ -86,12 +95,23 @@ class AllToAllReduce:
         return self._last.view(-1)[: span.length]
 
     def _get_buffers(self, span: SlotSpan, slots: Slots, order: str) -> _Buffers:
-        if len(self._buffers) > _MOST_KEPT:  # collectives may be of any length
-            self._buffers.clear()
         known = self._buffers.get((span, order))
         if known is None or known.slots != slots:
+            self._evict(span, order)
             known = self._buffers[span, order] = self._make_buffers(span, slots, order)
         return known
+
+    def _evict(self, span: SlotSpan, order: str) -> None:
+        """Drop the oldest buffers until those of ``span`` and of the rest would fit into a slot, side by side.
+
+        The buckets of a model do fit, so their buffers are all kept. Collectives may be of any length.
+        """
+        self._buffers.pop((span, order), None)
+        size_bytes = sum(kept.end - kept.start for kept, _ in (*self._buffers, (span, order)))
+        while self._buffers and (size_bytes > self._slot_bytes or len(self._buffers) >= _MOST_KEPT):
+            oldest = next(iter(self._buffers))
+            del self._buffers[oldest]
+            size_bytes -= oldest[0].end - oldest[0].start
 
     def _make_buffers(self, span: SlotSpan, slots: Slots, order: str) -> _Buffers:
         cut, rows = _Cut(span, len(slots)), _rows(slots, order)

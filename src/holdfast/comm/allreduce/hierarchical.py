@@ -105,6 +105,11 @@ class HierarchicalReduce:
         self._gather_phases(span)  # B: all shares are there, on all hosts
         return self.result(span)
 
+    @property
+    def result_memory(self) -> torch.Tensor | None:
+        """The memory of the results as this process writes it, bytes; None if they lie in no memory of their own."""
+        return self._memory.result
+
     def result(self, span: SlotSpan) -> torch.Tensor:
         """Return the last result; it is complete once *any* worker, on any host, has completed the all-reduce."""
         return span.of(self._memory.given)

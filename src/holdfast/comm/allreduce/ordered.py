@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -64,17 +64,34 @@ class OrderedAllReduce:
         self._taken: Path | None = None
         self._made_for: tuple[int, tuple[int, ...]] = (-1, ())
         self._warned = shared_bytes == 0
+        self.in_host: torch.Tensor | None = None
+        """The last result in host memory, if the returned one is not."""
 
     def room(self, row: int) -> torch.Tensor:
-        """Return the memory of the ``row``-th slice that this process owns, bytes, shape ``(size_bytes,)``."""
+        """Return the memory for the terms of this process's ``row``-th slice, bytes, shape ``(size_bytes,)``."""
+        return self.shared_room(row)
+
+    def shared_room(self, row: int) -> torch.Tensor:
+        """Return the memory from which the terms of this process's ``row``-th slice are added, by any process."""
         while len(self._room) <= row:
             self._room.append(self._more_room())
         return self._room[row]
 
+    @property
+    def start_copy(self) -> Callable[[SlotSpan, int], None] | None:
+        """A function that starts the copy of a complete term to the host, given its row; None if it needs none."""
+        return None
+
+    def close(self) -> None:
+        """Release what the process would keep otherwise; there is no further call."""
+
+    def begin(self) -> None:
+        """Begin an attempt at a step: every term will be written again."""
+
     def seal(self, span: SlotSpan, rows: int) -> None:
         """Before the all-reduce, compute the checksums of this process's first ``rows`` terms if the span has any."""
         for row in range(rows if span.checked else 0):
-            span.vector(self.room(row)).seal()
+            span.vector(self.shared_room(row)).seal()
 
     def __call__(
         self,
@@ -146,7 +163,7 @@ class OrderedAllReduce:
     def _choose_path(self, slots: Slots, order: str) -> Path:
         path = self._path_of_generation(slots)
         if isinstance(path, HierarchicalReduce) and order != ORDER_BETWEEN_HOSTS:
-            return AllToAllReduce(self._comm, self._room)  # for this call only
+            return AllToAllReduce(self._comm, self._room, self._size_bytes)  # for this call only
         return path
 
     def _path_of_generation(self, slots: Slots) -> Path:
@@ -165,14 +182,14 @@ class OrderedAllReduce:
     def _make_path(self, rows: int) -> tuple[Path, Sequence[int]]:
         """Return the transport, and how many slots of each process it maps, or 0 where that does not matter."""
         none = (0,) * len(self._comm.processes)
-        self.room(max(0, rows - 1))  # at least one: a hot spare must have it ready when it is assigned a slice
+        self.shared_room(max(0, rows - 1))  # at least one: a hot spare must have it ready when it is assigned a slice
         if len(self._comm.processes) == 1:
             return sum_alone(self._comm, self._room, self._size_bytes, self._device), none
         why = f"tensors are on {self._device}"
         if self._device.type == "cpu" and self._shared_bytes:  # the same on every process
             known = MemoryExchange(self._comm, self._segments, self._size_bytes, self._opened)
             if not known.is_one_host and self._order != ORDER_BETWEEN_HOSTS:
-                return AllToAllReduce(self._comm, self._room), none  # expected, no warning
+                return AllToAllReduce(self._comm, self._room, self._size_bytes), none  # expected, no warning
             memory = known.open()
             if not isinstance(memory, str):
                 made = (
@@ -183,7 +200,7 @@ class OrderedAllReduce:
                 return made, [len(row.slots) for row in known.told]
             why = memory
         self._warn(why)
-        return AllToAllReduce(self._comm, self._room), none
+        return AllToAllReduce(self._comm, self._room, self._size_bytes), none
 
     def _warn(self, why: str) -> None:
         if not self._warned and self._comm.members[0] in self._comm.local_ranks:

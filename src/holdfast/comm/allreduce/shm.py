@@ -221,6 +221,11 @@ class SharedMemoryReduce:
         largest: list[int] = self._words[:, places].max(0).tolist()
         return largest
 
+    @property
+    def result_memory(self) -> torch.Tensor | None:
+        """The memory of the results as this process writes it, bytes; None if they lie in no memory of their own."""
+        return self._memory.result
+
     def result(self, span: SlotSpan) -> torch.Tensor:
         """Return the last result; it is complete once *any* worker has completed the all-reduce."""
         return span.of(self._memory.given)
@@ -235,8 +240,10 @@ class SharedMemoryReduce:
             terms = sorted(
                 (n, (process, row)) for process, held in enumerate(slots) for row, n in enumerate(held) if n != LEFT_OUT
             )
-            vectors = [(n, span.vector(self._memory.terms[process][row])[mine]) for n, (process, row) in terms]
-            out = ChecksummedVector(span.of(self._memory.result)[mine], tile=span.tile)
+            vectors = [(n, _share(span, self._memory.terms[process][row], mine)) for n, (process, row) in terms]
+            out = ChecksummedVector(
+                span.of(self._memory.result)[mine], tile=vectors[0][1].tile if vectors else span.tile
+            )
             known = self._additions[span, order] = (slots, TiledSum(vectors, out, mine.start, order))
         return known[1]
 
@@ -254,6 +261,13 @@ class SharedMemoryReduce:
             self._comm.barrier()
         if (self._words[:, 2] < self._phase).any() or (self._words[:, :2] != self._known).any():
             raise PeerFailed(f"not every worker has reached phase {self._phase}: {self._words[:, :3].tolist()}")
+
+
+def _share(span: SlotSpan, memory: torch.Tensor, part: slice) -> ChecksummedVector:
+    """Return a part of a term. Tiles are for the cache of a core: on another device they would only cost more calls."""
+    if span.checked or memory.is_cpu:
+        return span.vector(memory)[part]
+    return ChecksummedVector(span.of(memory)[part], tile=max(1, span.length))
 
 
 # -- setup, part of a recovery: all members take part, and all return the same decision

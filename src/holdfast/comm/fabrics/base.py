@@ -50,8 +50,8 @@ class Fabric(ABC):
     """A job on several nodes continues when one is lost; each node has a launcher of its own."""
     spans_hosts: ClassVar[bool] = False
     """One launcher can start workers on several nodes (``--hosts``)."""
-    devices: ClassVar[tuple[str, ...]] = ("cpu",)
-    """Device types that models can be on."""
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    """Types of devices that models can be on. The communicator itself only ever gets tensors in host memory."""
 
     @property
     def has_parent_process(self) -> bool:

@@ -1,0 +1,152 @@
+"""The all-reduce of a model that is not in host memory: its terms are copied there, added, and the results copied back.
+
+::
+
+    the backward pass completes a gradient    in device memory
+    copy to the host                          beside the rest of the backward pass, into memory that workers share
+    all-reduce in host memory                 see holdfast.comm.allreduce.ordered: same order, same bits
+    copy to the device                        beside the all-reduces of the following buckets
+    the optimizer reads the result            in device memory that belongs to this worker
+
+Each :class:`~holdfast.comm.device.Wait` below prevents the accident that it names; a test removes each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from holdfast.comm.allreduce.adding import MeanDivisor
+from holdfast.comm.allreduce.checksums import Altered, Midway, ignore_corruption
+from holdfast.comm.allreduce.ordered import OrderedAllReduce, Path
+from holdfast.comm.allreduce.shm import SlotSpan
+from holdfast.comm.base import Collectives
+from holdfast.comm.device import Device, DeviceEvent, DeviceStream, Wait
+from holdfast.comm.virtual import VirtualCommunicator
+
+
+class StagedAllReduce(OrderedAllReduce):
+    """All-reduces terms in the memory of ``device``; the other arguments are those of :class:`OrderedAllReduce`.
+
+    The result lies in device memory, too. It is this worker's own: no other process reads it.
+    """
+
+    def __init__(
+        self, comm: Collectives, order: str, size_bytes: int, device: Device, *, shared_bytes: int = -1
+    ) -> None:
+        super().__init__(comm, order, size_bytes, shared_bytes=shared_bytes)
+        self._on = device
+        self._terms: list[torch.Tensor] = []
+        self._results: torch.Tensor | None = None
+        self._copies: dict[tuple[int, int], DeviceEvent] = {}
+        """The copies to the host in this attempt, by row and start of the span."""
+        self._sending: dict[int, DeviceEvent] = {}
+        """The last copy of a result to the device, by start of the span."""
+        self._pinned: torch.Tensor | None = None
+
+    def room(self, row: int) -> torch.Tensor:
+        """See :meth:`OrderedAllReduce.room`; this memory is on the device."""
+        while len(self._terms) <= row:
+            self._terms.append(self._on.allocate(self._size_bytes))
+        return self._terms[row]
+
+    def close(self) -> None:
+        """See :meth:`OrderedAllReduce.close`. Memory must not be unmapped while it is pinned."""
+        for stream in (DeviceStream.TO_HOST, DeviceStream.TO_DEVICE):
+            self._on.wait(self._on.mark(stream), Wait.UNPINNED)
+        for memory in (*self._room, *([] if self._pinned is None else [self._pinned])):
+            self._on.unpin(memory)
+        self._room, self._pinned = [], None
+
+    def begin(self) -> None:
+        """See :meth:`OrderedAllReduce.begin`. Copies of an earlier attempt may go on: later ones overwrite theirs."""
+        self._copies.clear()
+
+    @property
+    def start_copy(self) -> Callable[[SlotSpan, int], None]:
+        """See :attr:`OrderedAllReduce.start_copy`."""
+        return self._start_copy
+
+    def _start_copy(self, span: SlotSpan, row: int) -> None:
+        self._on.hold(DeviceStream.TO_HOST, self._on.mark(DeviceStream.COMPUTE), Wait.COMPUTED)
+        self._on.copy(span.of(self.shared_room(row)), span.of(self.room(row)), DeviceStream.TO_HOST)
+        self._copies[row, span.start] = self._on.mark(DeviceStream.TO_HOST)
+
+    def seal(self, span: SlotSpan, rows: int) -> None:
+        """See :meth:`OrderedAllReduce.seal`; checksums are those of the terms in host memory."""
+        self._await_terms(span, rows)
+        super().seal(span, rows)
+
+    def __call__(
+        self,
+        span: SlotSpan,
+        owners: Mapping[int, int],
+        *,
+        rows: Sequence[int] = (),
+        order: str = "",
+        mean: MeanDivisor | None = None,
+        midway: Midway = lambda: None,
+        altered: Altered = ignore_corruption,
+    ) -> torch.Tensor:
+        """Return the all-reduce of one span; see :meth:`OrderedAllReduce.__call__`."""
+        local = self._comm.local_ranks
+        self._await_terms(span, len(rows) or sum(rank in local for rank in owners.values()))
+        if span.start in self._sending:
+            self._on.wait(self._sending.pop(span.start), Wait.SENT)
+        result = super().__call__(span, owners, rows=rows, order=order, mean=mean, midway=midway, altered=altered)
+        return self._send(span, result)
+
+    def result(self, span: SlotSpan) -> torch.Tensor:
+        """See :meth:`OrderedAllReduce.result`."""
+        return self._send(span, super().result(span))
+
+    def _await_terms(self, span: SlotSpan, rows: int) -> None:
+        """Wait until the first ``rows`` terms are in host memory."""
+        for row in range(rows):
+            if (row, span.start) not in self._copies:
+                self._start_copy(span, row)
+        for row in range(rows):
+            self._on.wait(self._copies[row, span.start], Wait.COPIED)
+
+    def _send(self, span: SlotSpan, result: torch.Tensor) -> torch.Tensor:
+        """Copy a result to the device, and return it there."""
+        assert self._taken is not None
+        self.in_host = result
+        if self._results is None:
+            self._results = self._on.allocate(self._size_bytes)
+        memory = self._taken.result_memory
+        into = span.of(self._results)
+        self._on.hold(DeviceStream.TO_DEVICE, self._on.mark(DeviceStream.COMPUTE), Wait.CONSUMED)
+        self._on.copy(into, result if memory is None else span.of(memory), DeviceStream.TO_DEVICE)
+        self._sending[span.start] = event = self._on.mark(DeviceStream.TO_DEVICE)
+        self._on.hold(DeviceStream.COMPUTE, event, Wait.ARRIVED)
+        return into
+
+    # -- setup
+
+    def _more_room(self) -> torch.Tensor:
+        memory = super()._more_room()
+        self._on.pin(memory)
+        return memory
+
+    def _make_path(self, rows: int) -> tuple[Path, Sequence[int]]:
+        path, told = super()._make_path(rows)
+        for event in self._sending.values():
+            self._on.wait(event, Wait.UNPINNED)
+        self._sending.clear()
+        if self._pinned is not None:
+            self._on.unpin(self._pinned)
+        self._pinned = path.result_memory
+        if self._pinned is not None:
+            self._on.pin(self._pinned)
+        return path, told
+
+
+def make_allreduce(
+    comm: Collectives, order: str, size_bytes: int, *, device: Device, shared_bytes: int = -1
+) -> OrderedAllReduce:
+    """Return the all-reduce for terms in the memory of ``device``; for the arguments see :class:`OrderedAllReduce`."""
+    if device.is_host or (device.adds and isinstance(comm, VirtualCommunicator)):
+        return OrderedAllReduce(comm, order, size_bytes, device=device.device, shared_bytes=shared_bytes)
+    return StagedAllReduce(comm, order, size_bytes, device, shared_bytes=shared_bytes)

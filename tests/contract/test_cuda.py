@@ -1,0 +1,101 @@
+"""The calls of CUDA: that they exist, and, where there is a GPU, what they do. The second part has never run."""
+
+import contextlib
+import inspect
+from unittest import mock
+
+import pytest
+import torch
+from jobs import ROOT, assert_landed, run_report
+
+from holdfast.comm import VirtualCommunicator
+from holdfast.comm import device as devices
+from holdfast.comm.device import CudaDevice, DeviceStream, Wait
+from holdfast.comm.memory import SharedSegment
+from holdfast.testing.contract import check_ordered_sum
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+GPU = torch.device("cuda", 0)
+
+
+def maker(kind):
+    """Return what makes objects of a class of torch, whose arguments and methods are those of the installed one."""
+    takes = inspect.signature(kind.__new__)
+
+    def make(*args, **options):
+        takes.bind(kind, *args, **options)
+        return mock.create_autospec(kind, instance=True)
+
+    return make
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """``torch.cuda`` without a GPU: every function takes what the installed torch says that it takes, and does nothing."""
+    runtime = mock.Mock(spec=["cudaHostRegister", "cudaHostUnregister"])
+    runtime.cudaHostRegister.return_value = 0
+    stream, event = maker(torch.cuda.Stream), maker(torch.cuda.Event)
+    fakes = {
+        "is_available": lambda: True,
+        "cudart": lambda: runtime,
+        "Stream": stream,
+        "Event": event,
+        "current_stream": mock.create_autospec(torch.cuda.current_stream, return_value=stream(GPU)),
+        "stream": mock.create_autospec(torch.cuda.stream, side_effect=lambda _: contextlib.nullcontext()),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    zeros = torch.zeros
+    monkeypatch.setattr(devices.torch, "zeros", lambda *args, device, **more: zeros(*args, **more))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    return runtime
+
+
+def test_every_call_of_torch_cuda_has_the_arguments_that_it_takes(fake_cuda):
+    device = CudaDevice(GPU)
+    memory, segment = device.allocate(64), SharedSegment(8192)
+
+    device.pin(segment.bytes)
+    device.pin(torch.zeros(64, dtype=torch.uint8, device="cpu")[1:])
+    device.hold(DeviceStream.TO_HOST, device.mark(DeviceStream.COMPUTE), Wait.COMPUTED)
+    device.copy(segment.bytes[:64], memory, DeviceStream.TO_HOST)
+    device.wait(device.mark(DeviceStream.TO_HOST), Wait.COPIED)
+    device.unpin(segment.bytes)
+
+    address = segment.bytes.data_ptr()
+    assert fake_cuda.cudaHostRegister.mock_calls == [mock.call(address, 8192, 0)], "other memory is not whole pages"
+    assert fake_cuda.cudaHostUnregister.mock_calls == [mock.call(address)]
+
+
+def test_a_driver_that_refuses_memory_is_named(fake_cuda):
+    fake_cuda.cudaHostRegister.return_value = 2
+
+    with pytest.raises(devices.JobError, match=r"CUDA cannot page-lock 8192 bytes .*cudaHostRegister: error 2"):
+        CudaDevice(GPU).pin(SharedSegment(8192).bytes)
+
+
+def test_a_call_that_torch_does_not_have_is_noticed(fake_cuda):
+    with pytest.raises(TypeError):
+        torch.cuda.Event(blocks=True)
+    with pytest.raises(AttributeError):
+        torch.cuda.Stream(GPU).wait_for(torch.cuda.Event())
+
+
+@needs_gpu
+@pytest.mark.parametrize("adds", [True, False], ids=["on-the-gpu", "through-the-host"])
+def test_the_contract_of_the_sum_holds_on_a_gpu(adds, monkeypatch):
+    monkeypatch.setattr(CudaDevice, "adds", adds)
+
+    check_ordered_sum(VirtualCommunicator(3), CudaDevice(GPU))
+
+
+@needs_gpu
+@pytest.mark.chaos
+def test_two_workers_on_one_gpu_survive_a_kill(tmp_path):
+    script = ROOT / "tests" / "support" / "train_cuda.py"
+    alone = run_report(tmp_path / "alone", "--fabric", "gloo", "-n", 2, script)
+    killed = run_report(tmp_path / "killed", "--fabric", "gloo", "-n", 2, "--inject", "kill:rank=1,step=2", script)
+
+    assert_landed(killed, 1)
+    assert killed["replicas"]["state_sha256"] == alone["replicas"]["state_sha256"]
+    assert killed["samples"] == alone["samples"]
