@@ -30,6 +30,14 @@ def test_what_is_done_aside_returns_its_result_or_raises_its_error():
         wait(ThreadedWork(fail), lambda: None)
 
 
+@pytest.mark.parametrize(
+    "text", ["CUDA error: uncorrectable ECC error encountered", "CUDA out of memory. Tried to allocate 2 GiB"]
+)
+def test_an_error_of_the_own_device_is_not_the_failure_of_a_peer(text):
+    with pytest.raises(RuntimeError, match=text), as_peer_failure():
+        raise RuntimeError(text)
+
+
 def test_who_hears_of_a_death_waits_no_longer_and_the_work_goes_on_by_itself():
     may_end, has_ended = threading.Event(), threading.Event()
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from holdfast.device_errors import DeviceFailure, classify
 from holdfast.errors import PeerFailed
 from holdfast.membership import Store
 from holdfast.torch_private import gloo_options
@@ -119,10 +120,12 @@ class PendingSends:
 
 @contextmanager
 def as_peer_failure() -> Iterator[None]:
-    """Convert any error of a process group (closed, reset, timed out) to ``PeerFailed``."""
+    """Convert any error of a process group (closed, reset, timed out) to ``PeerFailed``, but not one of our own device."""
     try:
         yield
     except RuntimeError as error:
+        if classify(error) in (DeviceFailure.LOST, DeviceFailure.OUT_OF_MEMORY):
+            raise
         raise PeerFailed(str(error)) from error
 
 
