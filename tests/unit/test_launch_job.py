@@ -31,6 +31,12 @@ def test_a_command_line_holds_what_is_not_the_default():
     )
 
 
+def test_a_command_line_names_a_module():
+    assert command_line(job("package/train.py", module="package.train", args=("-x",))) == (
+        "holdfast run -n 4 -m package.train -x"
+    )
+
+
 def test_a_command_line_says_how_checkpoints_are_taken():
     given = job(checkpoint_dir="s3://b/run", checkpoint_auto=True, keep_last=3, keep_every=100, grace_s=5.0)
 
@@ -80,6 +86,7 @@ def test_every_option_is_said_again_but_for_the_secret():
         "--preload",
         "--baseline",
         "--help-all",
+        "--module",
         "--update",
         "--kinds",
     }

@@ -16,6 +16,7 @@ from holdfast.comm.fabrics.base import Fabric
 from holdfast.comm.fabrics.registry import DEFAULT, make_fabric
 from holdfast.config import MOST_WORKERS, POLICIES, Settings
 from holdfast.errors import ConfigError
+from holdfast.launch.target import MODULE
 from holdfast.options import fields_of, option
 from holdfast.recovery.registry import strategy_class
 
@@ -33,11 +34,13 @@ class Job:
     Args:
         script: The file.
         args: ``sys.argv[1:]`` of the script.
+        module: The name under which the file is run as a module, as by ``python -m``; "" for a script.
         settings: Settings of the workers; ``workers`` is their number. The launcher sets ``run_dir`` and ``origin_s``.
     """
 
     script: Path
     args: tuple[str, ...] = ()
+    module: str = ""
     settings: Settings
     max_restarts: int = option(
         3, help="Maximum number of restarts of the whole job.", group="Recovery", metavar="R", has_default=True
@@ -195,6 +198,11 @@ class Job:
     )
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """The script or module and its arguments, as on a command line."""
+        return (*((MODULE, self.module) if self.module else (str(self.script),)), *self.args)
+
+    @property
     def is_virtual(self) -> bool:
         """Whether all workers are in one process."""
         return self.fabric.one_process
@@ -244,7 +252,8 @@ def check(job: Job) -> None:
     """Raise a ConfigError that says what to change, if the job cannot be started."""
     settings = job.settings
     if not job.script.is_file():
-        refuse(f"there is no script {str(job.script)!r}")
+        hint = "" if job.script.suffix else "; a command must be python SCRIPT or python -m MODULE"
+        refuse(f"there is no script {str(job.script)!r}{hint}")
     if settings.min_workers > job.workers:
         refuse(f"--min-workers must be at most the number of workers ({job.workers}), got {settings.min_workers}")
     if settings.auto_slices >= max(1, job.workers) and not settings.resume:
@@ -372,7 +381,7 @@ def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
     words += _output_tail(job, _JOB_OPTIONS, Job(script=job.script, settings=settings))
     for fault in faults:
         words += ["--inject", fault]
-    return shlex.join([*words, str(job.script), *job.args])
+    return shlex.join([*words, *job.words])
 
 
 def _output_tail(given: object, options: Sequence[tuple[str, str, bool]], usual: object) -> list[str]:

@@ -123,9 +123,8 @@ class Launcher:
         starts_several = not job.is_virtual and (job.settings.workers + job.settings.spares > 1 or job.max_respawns > 0)
         if not (job.preload and starts_several and is_useful(job.script)):
             return None
-        words = (str(job.script), *job.args)
         return ForkServer(
-            paths.own[0].path, common_environment(paths), paths.log_dir / "mpirun.log", paths.locks, words
+            paths.own[0].path, common_environment(paths), paths.log_dir / "mpirun.log", paths.locks, job.words
         )
 
     def __exit__(self, *_: object) -> None:

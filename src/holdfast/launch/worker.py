@@ -1,4 +1,4 @@
-"""One worker: ``python -m holdfast.launch.worker SCRIPT [ARGS]...``, started by mpirun or by the launcher.
+"""One worker: ``python -m holdfast.launch.worker SCRIPT [ARGS]...`` (or ``-m MODULE``), started by mpirun or by the launcher.
 
 The process forks immediately. The child runs the script; the parent is its watcher, see
 :mod:`holdfast.launch.watcher`. With a fork server, see :mod:`holdfast.launch.fork_server`, both are forked from there.
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from holdfast.config import Settings, mpi_rank
 from holdfast.errors import ConfigError, HoldfastError, InternalError
 from holdfast.launch.processes import adopt_orphans, die_with_parent, wait_for_end
+from holdfast.launch.target import Target
 from holdfast.launch.watcher import Starter, mpirun_above, watch
 from holdfast.launch.worker_context import (
     LOG_DIR,
@@ -58,7 +59,7 @@ def main() -> NoReturn:
 
 
 def run_watched(words: Sequence[str], mpirun: Process | None, starter: Starter | None = None) -> NoReturn:
-    """Fork; run the script, the first of ``words``, in the child, and watch it in this process."""
+    """Fork; run the script or module that ``words`` name, in the child, and watch it in this process."""
     adopt_orphans()
     watcher = os.getpid()
     pid = os.fork()
@@ -67,7 +68,7 @@ def run_watched(words: Sequence[str], mpirun: Process | None, starter: Starter |
         if starter is not None:
             starter.close()
         _wake_without_launcher(watcher)
-        run_script(Path(words[0]), list(words[1:]))
+        run_script(words)
     watch(pid, mpirun, starter)
 
 
@@ -87,9 +88,10 @@ def _wake_without_launcher(watcher: int) -> None:
     threading.Thread(target=wake, name="holdfast-wake", daemon=True).start()
 
 
-def run_script(script: Path, args: list[str]) -> NoReturn:
-    """Run ``script`` as if it had been started directly, and end the process as the script ended."""
+def run_script(words: Sequence[str]) -> NoReturn:
+    """Run ``SCRIPT [ARGS]...`` or ``-m MODULE [ARGS]...`` as Python would, and end the process as it ended."""
     exit_code = 0
+    script = Path(words[0])
     try:
         settings, rank = worker_name()
         _remember_notice(settings)
@@ -97,10 +99,10 @@ def run_script(script: Path, args: list[str]) -> NoReturn:
         _redirect_output(rank)
         _show_life(settings, rank)
         _set_torchrun_variables(settings)
-        sys.argv = [str(script), *args]
-        sys.path[0] = str(script.resolve().parent)
+        target = Target.of_words(words)
+        script = target.script
         try:
-            runpy.run_path(str(script), run_name="__main__")
+            _run(target)
         except SystemExit as end:
             if end.code == STOPPED:
                 _leave(STOPPED)
@@ -110,6 +112,16 @@ def run_script(script: Path, args: list[str]) -> NoReturn:
     except BaseException as error:
         exit_code = _report_failure(error, script)
     _leave(exit_code)
+
+
+def _run(target: Target) -> None:
+    sys.argv = [str(target.script), *target.args]
+    if target.module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(target.module, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(target.script.resolve().parent)
+        runpy.run_path(str(target.script), run_name="__main__")
 
 
 def _remember_notice(settings: Settings) -> None:
