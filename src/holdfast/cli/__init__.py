@@ -60,7 +60,7 @@ def options(
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and exit: 0 done, 1 failed, 2 wrong usage, 3 damaged data, 4 stopped with its state saved."""
+    """Run a command and exit: 0 done, 1 failed, 2 wrong usage, 3 damaged data, 4 stopped with its state saved, 93 failed for good."""
     words = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in words[:2]  # before the command or directly after it; later words may be the script's
     words = [word for place, word in enumerate(words) if place > 1 or word != "--debug"]

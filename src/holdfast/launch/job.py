@@ -45,6 +45,14 @@ class Job:
     max_restarts: int = option(
         3, help="Maximum number of restarts of the whole job.", group="Recovery", metavar="R", has_default=True
     )
+    max_no_progress: int = option(
+        3,
+        help="Give up after this many restarts without a new committed step; 0: never.",
+        manual="give up after this many restarts in a row without a new committed step, with the exit code of `--no-requeue-code`; 0: never",
+        group="Recovery",
+        metavar="N",
+        has_default=True,
+    )
     max_respawns: int = option(
         0,
         help="Maximum number of replacement workers.",
@@ -171,6 +179,14 @@ class Job:
         group="Resume and stop",
         has_default=True,
     )
+    no_requeue_code: int = option(
+        93,
+        help="Exit code for a failure that would happen again: a bug, bad samples, no progress.",
+        manual="exit code for a failure that would happen again, so that the job should not be requeued: an exception of the script, samples that kill workers, no progress. 1, or from 5 to 125: [exit-codes.md](exit-codes.md)",
+        group="Resume and stop",
+        metavar="CODE",
+        has_default=True,
+    )
     log_dir: Path | None = option(
         None,
         help="Write each worker's output to a file in this directory.",
@@ -239,7 +255,7 @@ class Job:
 class JobOutcome:
     """Outcome of a run."""
 
-    exit_code: int  # 0 done, 1 failed, 2 wrong setting, 4 stopped with its state saved
+    exit_code: int  # 0 done, 1 failed, 2 wrong setting, 4 stopped with its state saved, 93 failed and would again
     message: str  # one line that gives the reason, "" if the run is done
     traceback: str  # traceback of the first worker whose script raised, or ""
     mpirun_output: str  # output of mpirun, if no worker recorded why the run failed, or ""
@@ -304,9 +320,14 @@ def _check_amounts(job: Job) -> None:
     if in_all > MOST_WORKERS:
         where = f"on all {job.nnodes} nodes together" if job.nnodes > 1 else "together"
         refuse(f"workers and spares must be at most {MOST_WORKERS} {where}, got {in_all}")
-    for flag, times in (("--max-restarts", job.max_restarts), ("--max-respawns", job.max_respawns)):
+    counts = {"restarts": job.max_restarts, "respawns": job.max_respawns, "no-progress": job.max_no_progress}
+    for flag, times in ((f"--max-{name}", count) for name, count in counts.items()):
         if times < 0:
             refuse(f"{flag} must be at least 0, got {times}")
+    if job.no_requeue_code not in (1, *range(5, 126)):
+        refuse(
+            f"--no-requeue-code must be 1, or from 5 to 125, got {job.no_requeue_code}: the other exit codes have a meaning already"
+        )
     for flag, time_s in (("--rdzv-timeout", job.rdzv_timeout_s), ("--grace", job.grace_s)):
         if not 0 < time_s < math.inf:
             refuse(f"{flag} must be more than 0 seconds and finite, got {time_s:g}")

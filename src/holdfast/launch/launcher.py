@@ -324,7 +324,16 @@ class Launcher:
     def _restart(self, lost: JobLost, ranks: tuple[int, ...]) -> Verdict | None:
         """Prepare a restart on ``ranks``; return the verdict if it is not allowed."""
         stopping, distributed = self._stopping.is_requested, self._bus.is_distributed
-        refused = why_not_again(self._job, lost, self._restarts, len(ranks), stopping=stopping, distributed=distributed)
+        is_blind = distributed and self._state.last_step < 0  # the script has no steps that Holdfast knows of
+        refused = why_not_again(
+            self._job,
+            lost,
+            self._restarts,
+            len(ranks),
+            in_vain=0 if is_blind else self._state.restarts_in_vain,
+            stopping=stopping,
+            distributed=distributed,
+        )
         if refused is not None:
             return refused
         self._restarts += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import io
 import os
 import runpy
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from holdfast.config import Settings, mpi_rank
-from holdfast.errors import ConfigError, HoldfastError, InternalError
+from holdfast.errors import ConfigError, HoldfastError, InternalError, ScriptError
 from holdfast.launch.processes import adopt_orphans, die_with_parent, wait_for_end
 from holdfast.launch.target import Target
 from holdfast.launch.watcher import Starter, mpirun_above, watch
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
     from holdfast.launch.processes import Process
 
+_WRONG_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EINVAL)
+"""Errors of the system that are due to what the script asked for."""
 _WAKE_S = 1.0
 """Interval at which a worker resumes its watcher after the launcher is gone."""
 
@@ -250,7 +253,21 @@ def describe(error: BaseException, script: Path) -> ScriptFailed:
         text = "".join(traceback.format_exception(type(error), error, frames))
         message = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
     exit_code = 2 if isinstance(error, ConfigError) else 1
-    return ScriptFailed(exit_code=exit_code, message=message, traceback=text)
+    return ScriptFailed(exit_code=exit_code, message=message, traceback=text, is_bug=is_bug(error))
+
+
+def is_bug(error: BaseException) -> bool:
+    """Return whether the script would raise ``error`` again, as opposed to one that other machines or a later try avoid.
+
+    Lost workers, unreachable storage, a full disk and lack of memory may pass. Nothing is known of an exit code of the
+    script's own.
+    """
+    if isinstance(error, HoldfastError):
+        return isinstance(error, ScriptError)
+    if isinstance(error, OSError):
+        return error.errno in _WRONG_PATH
+    may_pass = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's
+    return isinstance(error, Exception) and not may_pass
 
 
 def _script_frames(frames: TracebackType | None, script: Path) -> TracebackType | None:
