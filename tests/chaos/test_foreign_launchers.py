@@ -38,6 +38,10 @@ for step in session.steps(TensorDataset(torch.ones(8, 2)), 4, epochs=50):
 """
 
 
+FORK_AND_WAIT = "import os; os.fork() or (os.closerange(0, 3), time.sleep(20), os._exit(0)); time.sleep(60)"
+"""The child inherits all connections, and must not keep them open when its parent is killed."""
+
+
 def start_torchrun(folder, processes, script, *options, **env):
     """Start torchrun on this machine."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
@@ -150,18 +154,22 @@ def test_tasks_of_srun_join_where_their_step_begins_and_end_with_the_first_that_
 
 
 def test_when_rank_0_is_killed_the_store_goes_with_it_and_all_end(tmp_path):
-    (tmp_path / "train.py").write_text(SMALL.format(deed="time.sleep(60)"))
+    script = SMALL.replace(" and session.rank == 1", "").format(deed=FORK_AND_WAIT)
+    (tmp_path / "train.py").write_text(script)
     mpi = {"PMI_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(20000 + os.getpid() % 12000)}
     first, second = (start([sys.executable, "train.py"], tmp_path, **mpi, PMI_RANK=str(rank)) for rank in range(2))
     try:
         assert second.stdout.readline() == "at step 3\n"
         first.send_signal(signal.SIGKILL)
+        killed_s = time.monotonic()
         code, _, err = finish(second)
+        took_s = time.monotonic() - killed_s
     finally:
         second.kill()
         first_code, _, _ = finish(first)
 
     assert (first_code, code) == (-9, 1)
+    assert took_s < 10
     assert "holdfast: rank 1 ends: rank 0 has failed: " in err
 
 

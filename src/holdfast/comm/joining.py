@@ -10,6 +10,7 @@ and they resume from the newest checkpoint.
 
 =======================  ============================================================
 =======================  ============================================================
+``seat/RANK``            this process has joined
 ``alive/RANK``           leased: this process lives
 ``done/RANK``            it has ended in order, and needs no other any more
 =======================  ============================================================
@@ -43,8 +44,6 @@ _LEASE_S = 30.0
 _RETRY_S = 0.1
 _LET_OTHERS_HEAR_S = 0.3
 """Time for the hub to tell the others which process failed first, before it ends with rank 0."""
-_BEGUN = "holdfast/begun"
-"""Key of the launcher's store, kept over restarts: training has begun, so that checkpoints are this job's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +79,13 @@ class JoinedGroup:
         self._failed = self._is_leaving = False
         self._meeting = _open_meeting(group)
         self._invitation = self._host() if group.rank == 0 else None
-        self._store = self._enter()
-        try:
+        with contextlib.ExitStack() as undo:
+            if self._hub is not None:
+                undo.callback(self._hub.close)
+            self._store = self._enter()
+            undo.callback(self._store.close)
             self._await_all()
-        except BaseException:
-            self._store.close()
-            raise
+            undo.pop_all()
         if not group.has_store:
             self._meeting = None  # the script may open a process group of its own there
         threading.Thread(target=self._watch, name="holdfast-fail-stop", daemon=True).start()
@@ -112,7 +112,7 @@ class JoinedGroup:
         """Note for later starts of this job that training has begun."""
         if self.group.rank == 0 and self._meeting is not None:
             with contextlib.suppress(RuntimeError):  # the launcher has gone: there will be no later start
-                self._meeting.set(_BEGUN, "1")
+                self._meeting.set(self._kept_key, "1")
 
     def end_in_order(self, check: Callable[[], None]) -> None:
         """From this call on, tell the others at the end of the script that this process has ended in order.
@@ -148,7 +148,7 @@ class JoinedGroup:
         host, token = self._own_address(), secrets.token_hex(16)
         self._hub = hub = Hub(token, host, lease_s=_LEASE_S, ends_with_connection=True)
         os.register_at_fork(after_in_child=hub.forget)
-        has_begun = self.group.has_store and bool(self._meeting.check([_BEGUN]))
+        has_begun = self.group.has_store and bool(self._meeting.check([self._kept_key]))
         invitation = Invitation(hub.address, token, has_begun)
         self._meeting.set(self._key("invitation"), json.dumps([hub.address, token, has_begun]))
         return invitation
@@ -184,10 +184,19 @@ class JoinedGroup:
             raise StoreLost(f"the processes of {self.group.launcher} did not meet within {START_S:g} s") from error
 
     def _key(self, name: str) -> str:
-        return f"holdfast/{self.group.attempt}/{name}"
+        return f"holdfast/{self.group.job}/{self.group.size}/{self.group.attempt}/{name}"
+
+    @property
+    def _kept_key(self) -> str:
+        """Key of the launcher's store, kept over restarts: training has begun, so that checkpoints are this job's own."""
+        return f"holdfast/{self.group.job}/begun"
 
     def _await_all(self) -> None:
         group, store = self.group, self._store
+        if not store.create(f"seat/{group.rank}", ""):
+            raise StoreLost(
+                f"another rank {group.rank} has joined: does another job meet at {group.host}:{group.port}, too?"
+            )
         store.put(f"alive/{group.rank}", "", leased=True)
         ranks = range(group.size)
 
@@ -256,10 +265,7 @@ def _open_meeting(group: LaunchedGroup) -> Any:
     try:
         if group.rank or group.has_store:
             return opened(hosts=False)
-        try:
-            return opened(hosts=True)
-        except RuntimeError:  # the port is in use: the script's own process group hosts a store there
-            return opened(hosts=False)
+        return opened(hosts=not dist.is_initialized())  # the script's own process group hosts one there
     except RuntimeError as error:
         where = f"{group.host}:{group.port}"
         raise StoreLost(

@@ -46,6 +46,8 @@ _LOCAL_SIZES = {
 _WITHOUT_SIZE = {"PMIX_RANK": "a PMIx launcher", "RAY_JOB_ID": "Ray"}
 """Variables that launchers set in every process that they start, without the number of processes."""
 
+_JOBS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "RAY_JOB_ID", "FLUX_JOB_ID")
+"""Variables that identify a job, the same in all its processes."""
 _FIRST_PORT, _PORTS = 20000, 12000
 
 
@@ -63,6 +65,7 @@ class LaunchedGroup:
         has_store: Whether the launcher hosts that store, and keeps it over restarts; otherwise rank 0 hosts it.
         restarts_all: Whether the launcher starts all processes again when one has failed.
         attempt: Restarts so far.
+        job: Tells it from other groups that may meet at the same place; "" if the environment does not.
     """
 
     launcher: str
@@ -74,6 +77,7 @@ class LaunchedGroup:
     has_store: bool = False
     restarts_all: bool = False
     attempt: int = 0
+    job: str = ""
 
 
 def under_mpirun() -> bool:
@@ -96,9 +100,19 @@ def chosen(fabric: str) -> str:
         return fabric
     if under_mpirun() and has_ulfm():
         return "ulfm"
-    if launched_group(os.environ) is not None:
+    if own_group() is not None:
         return "gloo"
     return "ulfm" if under_mpirun() else "virtual"
+
+
+_own: list[LaunchedGroup] = []
+
+
+def own_group() -> LaunchedGroup | None:
+    """Return the :func:`launched_group` of this process, also if a framework has changed its environment since."""
+    if not _own and (group := launched_group(os.environ)) is not None:
+        _own.append(group)
+    return _own[0] if _own else None
 
 
 def launched_group(env: Mapping[str, str]) -> LaunchedGroup | None:
@@ -121,6 +135,7 @@ def launched_group(env: Mapping[str, str]) -> LaunchedGroup | None:
         has_store=counted == "WORLD_SIZE" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restarts_all=is_torchrun and counted == "WORLD_SIZE",
         attempt=(number(env, "TORCHELASTIC_RESTART_COUNT") or 0) if is_torchrun else 0,
+        job=" ".join(env[name] for name in _JOBS if name in env),
     )
 
 
@@ -139,7 +154,7 @@ def _meeting_place(env: Mapping[str, str], counted: str, size: int) -> tuple[str
         if step is not None:
             host, port = host or step.first_host, port or step.port
     elif counted == "OMPI_COMM_WORLD_SIZE" and _is_local(env, counted, size) and (job := env.get("PMIX_NAMESPACE")):
-        host, port = host or "127.0.0.1", port or _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
+        host, port = "127.0.0.1", _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
     return (host, port) if host and port else None
 
 
@@ -162,7 +177,10 @@ def others_started(env: Mapping[str, str]) -> str:
 
 def _several(env: Mapping[str, str]) -> str:
     """Return the variable that says that there are several processes, or ""."""
-    return next((name for name in _SIZES if _size(env, name) > 1), "")
+    found = [name for name in _SIZES if _size(env, name) > 1]
+    if "OMPI_COMM_WORLD_SIZE" in found and "TORCHELASTIC_RUN_ID" not in env:
+        return "OMPI_COMM_WORLD_SIZE"  # the backend for torch.distributed adds torch's variables
+    return next(iter(found), "")
 
 
 def _size(env: Mapping[str, str], name: str) -> int:

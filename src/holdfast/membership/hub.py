@@ -180,10 +180,9 @@ class Hub:
 
     def forget(self) -> None:
         """After a fork, in the child: close the parent's sockets, or clients would not notice that the parent has died."""
-        connections = [connection.get_extra_info("socket") for connection in self._connections]
-        for each in (*self._server.sockets, *connections):
-            with contextlib.suppress(OSError):
-                os.close(each.fileno())
+        sockets = [*self._server.sockets, *(each.get_extra_info("socket") for each in self._connections)]
+        for number in {each.fileno() for each in sockets if each is not None} - {-1}:
+            os.close(number)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

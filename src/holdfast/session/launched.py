@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import sys
 from typing import TYPE_CHECKING
 
-from holdfast.comm.launchers import LaunchedGroup, chosen, launched_group
+from holdfast.comm.launchers import LaunchedGroup, chosen, own_group
 from holdfast.config import Settings
 from holdfast.records.types import Finished, Record, RunStarted
 
@@ -26,8 +25,9 @@ def as_launched(settings: Settings) -> Settings:
 
 
 def _group(settings: Settings) -> LaunchedGroup | None:
-    is_ours = settings.fabric or settings.store
-    return None if is_ours or chosen("") != "gloo" else launched_group(os.environ)
+    if settings.store or chosen(settings.fabric) != "gloo":
+        return None
+    return own_group()
 
 
 def join_launched(settings: Settings) -> tuple[Settings, JoinedGroup | None]:
@@ -41,7 +41,7 @@ def join_launched(settings: Settings) -> tuple[Settings, JoinedGroup | None]:
     """
     if settings.fabric != "gloo" or settings.store:
         return settings, None
-    group = launched_group(os.environ)
+    group = own_group()
     if group is None or group.rank != settings.rank:
         return settings, None
     joined = _join(group)
