@@ -181,3 +181,19 @@ def test_one_process_trains_and_saves(tmp_path):
 
     assert code == 0, err
     assert (tmp_path / "saved").is_dir()
+
+
+def test_they_resume_on_another_number_of_processes_with_the_same_bits(tmp_path, bits):
+    saved = {"HOLDFAST_CHECKPOINT_DIR": str(tmp_path / "saved"), "HOLDFAST_CHECKPOINT_EVERY": "20"}
+    job = start_torchrun(tmp_path, 2, EXAMPLE, **saved)
+    wait_until((tmp_path / "saved" / "step-00000040" / "manifest.json").exists, job)
+    job.send_signal(signal.SIGTERM)
+    code, _, err = finish(job)
+    assert code != 0, err
+    assert "stopped before step" in err
+
+    code, _, err = finish(start_torchrun(tmp_path, 3, EXAMPLE, HOLDFAST_RESUME="1", **saved))
+
+    assert code == 0, err
+    assert "training resumes at step" in err
+    assert sha256_in(err) == [bits(2)]

@@ -124,7 +124,7 @@ def test_processes_join_where_the_environment_says_enough(name):
 
 
 @pytest.mark.parametrize("name", [*SEVERAL, *ALONE])
-def test_others_join_nobody(name):
+def test_other_processes_do_not_join(name):
     env = SEVERAL[name][0] if name in SEVERAL else ALONE[name]
 
     assert launched_group(env) is None

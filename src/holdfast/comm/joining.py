@@ -47,7 +47,7 @@ _LET_OTHERS_HEAR_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Invitation:
+class HubAddress:
     """What rank 0 tells the others.
 
     Args:
@@ -77,8 +77,8 @@ class JoinedGroup:
         self._hub: Hub | None = None
         self._pid = os.getpid()
         self._failed = self._is_leaving = False
-        self._meeting = _open_meeting(group)
-        self._invitation = self._host() if group.rank == 0 else None
+        self._rendezvous = _open_rendezvous(group)
+        self._hub_address = self._host() if group.rank == 0 else None
         with contextlib.ExitStack() as undo:
             if self._hub is not None:
                 undo.callback(self._hub.close)
@@ -87,32 +87,32 @@ class JoinedGroup:
             self._await_all()
             undo.pop_all()
         if not group.has_store:
-            self._meeting = None  # the script may open a process group of its own there
+            self._rendezvous = None  # the script may open a process group of its own there
         threading.Thread(target=self._watch, name="holdfast-fail-stop", daemon=True).start()
 
     @property
     def url(self) -> str:
         """URL of the membership store."""
-        assert self._invitation is not None
-        return f"holdfast://{self._invitation.address}/group"
+        assert self._hub_address is not None
+        return f"holdfast://{self._hub_address.address}/group"
 
     @property
     def token(self) -> str:
         """Token of the membership store."""
-        assert self._invitation is not None
-        return self._invitation.token
+        assert self._hub_address is not None
+        return self._hub_address.token
 
     @property
     def has_begun(self) -> bool:
         """Whether an earlier start of this job has begun to train, as far as the launcher's store knows."""
-        assert self._invitation is not None
-        return self._invitation.has_begun
+        assert self._hub_address is not None
+        return self._hub_address.has_begun
 
     def note_begun(self) -> None:
         """Note for later starts of this job that training has begun."""
-        if self.group.rank == 0 and self._meeting is not None:
+        if self.group.rank == 0 and self._rendezvous is not None:
             with contextlib.suppress(RuntimeError):  # the launcher has gone: there will be no later start
-                self._meeting.set(self._kept_key, "1")
+                self._rendezvous.set(self._kept_key, "1")
 
     def end_in_order(self, check: Callable[[], None]) -> None:
         """From this call on, tell the others at the end of the script that this process has ended in order.
@@ -143,15 +143,15 @@ class JoinedGroup:
 
     # -- joining
 
-    def _host(self) -> Invitation:
+    def _host(self) -> HubAddress:
         """Host the membership store, and publish where it is."""
         host, token = self._own_address(), secrets.token_hex(16)
         self._hub = hub = Hub(token, host, lease_s=_LEASE_S, ends_with_connection=True)
         os.register_at_fork(after_in_child=hub.forget)
-        has_begun = self.group.has_store and bool(self._meeting.check([self._kept_key]))
-        invitation = Invitation(hub.address, token, has_begun)
-        self._meeting.set(self._key("invitation"), json.dumps([hub.address, token, has_begun]))
-        return invitation
+        has_begun = self.group.has_store and bool(self._rendezvous.check([self._kept_key]))
+        published = HubAddress(hub.address, token, has_begun)
+        self._rendezvous.set(self._key("hub"), json.dumps([hub.address, token, has_begun]))
+        return published
 
     def _own_address(self) -> str:
         """Return the address at which the others reach this process."""
@@ -160,16 +160,16 @@ class JoinedGroup:
         return _route_to(self._read("last").decode())  # this machine's own name may mean a loopback address
 
     def _enter(self) -> Store:
-        """Connect to the hub; an invitation may be that of an earlier start, which rank 0 is about to replace."""
+        """Connect to the hub; the published one may be that of an earlier start, which rank 0 is about to replace."""
         group = self.group
         if not group.is_local and group.rank == group.size - 1:
-            self._meeting.set(self._key("last"), _route_to(group.host))
+            self._rendezvous.set(self._key("last"), _route_to(group.host))
         while True:
             if group.rank:
-                self._invitation = Invitation(*json.loads(self._read("invitation")))
-            assert self._invitation is not None
+                self._hub_address = HubAddress(*json.loads(self._read("hub")))
+            assert self._hub_address is not None
             try:
-                return open_store(f"holdfast://{self._invitation.address}/lives", self._invitation.token)
+                return open_store(f"holdfast://{self._hub_address.address}/liveness", self._hub_address.token)
             except (StoreLost, ConfigError) as error:
                 if time.monotonic() > self._ends_s:
                     raise StoreLost(f"rank 0 cannot be reached: {error}") from error
@@ -178,8 +178,8 @@ class JoinedGroup:
     def _read(self, name: str) -> bytes:
         left_s = max(1.0, self._ends_s - time.monotonic())
         try:
-            self._meeting.wait([self._key(name)], timedelta(seconds=left_s))
-            return bytes(self._meeting.get(self._key(name)))
+            self._rendezvous.wait([self._key(name)], timedelta(seconds=left_s))
+            return bytes(self._rendezvous.get(self._key(name)))
         except RuntimeError as error:
             raise StoreLost(f"the processes of {self.group.launcher} did not meet within {START_S:g} s") from error
 
@@ -252,7 +252,7 @@ class JoinedGroup:
         return all(self._store.get(f"alive/{rank}") is None for rank in others) or None
 
 
-def _open_meeting(group: LaunchedGroup) -> Any:
+def _open_rendezvous(group: LaunchedGroup) -> Any:
     """Return the TCPStore where the processes meet; rank 0 hosts it if the launcher does not."""
     import torch.distributed as dist
 

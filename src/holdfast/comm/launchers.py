@@ -121,7 +121,7 @@ def launched_group(env: Mapping[str, str]) -> LaunchedGroup | None:
     if not counted or counted not in _RANKS:
         return None
     size, rank = _size(env, counted), number(env, _RANKS[counted])
-    where = _meeting_place(env, counted, size)
+    where = _rendezvous(env, counted, size)
     if rank is None or rank >= size or where is None:
         return None
     is_torchrun = "TORCHELASTIC_RUN_ID" in env
@@ -146,7 +146,7 @@ def _is_local(env: Mapping[str, str], counted: str, size: int) -> bool:
     return number(env, _LOCAL_SIZES.get(counted, "")) == size
 
 
-def _meeting_place(env: Mapping[str, str], counted: str, size: int) -> tuple[str, int] | None:
+def _rendezvous(env: Mapping[str, str], counted: str, size: int) -> tuple[str, int] | None:
     """Return host and port of the store where all processes meet, None if the environment does not say."""
     host, port = env.get("MASTER_ADDR", ""), number(env, "MASTER_PORT")
     if counted == "SLURM_STEP_NUM_TASKS":
