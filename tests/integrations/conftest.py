@@ -15,12 +15,12 @@ CORE = (
     "test_data_huggingface.py::test_the_state_of_a_shuffle_buffer_is_not_believed",
     "test_data_torchdata.py::test_its_sampler_is_drawn_alike",
     "test_data_webdataset.py::test_workers_of_a_job_read_all_shards",
-    "test_lightning.py::test_fabric_survives_and_ends_with_the_bits_of_one_process",
+    "test_lightning.py::test_fabric_survives_and_ends_with_the_bits_of_one_process[gloo]",
     "test_lightning.py::test_nothing_is_unpickled_before_its_digest_is_verified",
-    "test_lightning.py::test_one_worker_of_five_survives_kills_in_every_phase_and_nothing_differs",
+    "test_lightning.py::test_one_worker_of_five_survives_kills_in_every_phase_and_nothing_differs[gloo]",
     "test_lightning_docs.py::test_one_line_of_a_lightning_script_changes",
     "test_transformers_failures.py::test_the_changed_lines_of_a_script_are_two",
-    "test_transformers_failures.py::test_workers_die_in_a_step_in_an_evaluation_and_while_saving",
+    "test_transformers_failures.py::test_workers_die_in_a_step_in_an_evaluation_and_while_saving[gloo]",
 )
 """Beginnings of the names of the tests that continuous integration runs; ``make integrations`` runs all."""
 

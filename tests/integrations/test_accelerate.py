@@ -90,12 +90,13 @@ def test_deaths_in_training_change_no_bit(tmp_path, fabric):
     assert lines[-1][0] == "1"
 
 
+@pytest.mark.parametrize("fabric", ["ulfm", "gloo"])
 @pytest.mark.parametrize(("where", "dead", "alive"), [("evaluating", 1, (0, 2)), ("saving", 0, (1, 2))])
-def test_a_death_outside_training_changes_no_bit_and_leaves_no_half_folder(tmp_path, where, dead, alive):
+def test_a_death_outside_training_changes_no_bit_and_leaves_no_half_folder(tmp_path, fabric, where, dead, alive):
     script = tmp_path / "struck.py"
     script.write_text(STRUCK)
 
-    report = run_report(tmp_path, "-n", 3, "--fabric", "gloo", script, where, tmp_path / "states")
+    report = run_report(tmp_path, "-n", 3, "--fabric", fabric, script, where, tmp_path / "states")
 
     assert_landed(report, dead)
     assert weights(report["_stdout"]) == {undisturbed()}

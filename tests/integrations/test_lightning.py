@@ -44,10 +44,13 @@ import train_lightning  # noqa: E402
 pytestmark = [pytest.mark.chaos, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(150)]
 
 
-def job(script, out, *arguments, env=None):
+FABRICS = pytest.mark.parametrize("fabric", ["gloo", "ulfm"])
+
+
+def job(script, out, *arguments, fabric="gloo", env=None):
     """Run a script on several workers; return what the surviving ones wrote, by rank."""
     out.mkdir(exist_ok=True)
-    done = holdfast("run", "--fabric", "gloo", *arguments, script, out, timeout=120, env=env)
+    done = holdfast("run", "--fabric", fabric, *arguments, script, out, timeout=120, env=env)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return {int(path.stem.split("-")[1]): json.loads(path.read_text()) for path in out.glob("done-*.json")}
 
@@ -94,13 +97,15 @@ def same(a, b):
     return a == b
 
 
-def test_one_worker_of_five_survives_kills_in_every_phase_and_nothing_differs(alone, tmp_path):
+@FABRICS
+def test_one_worker_of_five_survives_kills_in_every_phase_and_nothing_differs(alone, tmp_path, fabric):
     out, expected = alone
 
     done = job(
         SCRIPT,
         tmp_path / "job",
         *("-n", "5", "--inject", "kill:rank=2,step=3,phase=allreduce"),
+        fabric=fabric,
         env={"KILL": "0:save:3,1:evaluate:3,3:forward:2"},
     )
 
@@ -142,7 +147,8 @@ def test_negative_control_under_ddp_a_killed_rank_ends_the_job(tmp_path):
     assert list(tmp_path.glob("done-*.json")) == []
 
 
-def test_fabric_survives_and_ends_with_the_bits_of_one_process(tmp_path):
+@FABRICS
+def test_fabric_survives_and_ends_with_the_bits_of_one_process(tmp_path, fabric):
     (tmp_path / "one").mkdir()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -154,6 +160,7 @@ def test_fabric_survives_and_ends_with_the_bits_of_one_process(tmp_path):
         HERE / "train_fabric.py",
         tmp_path / "job",
         *("-n", "5", "--inject", "kill:rank=3,step=1", "--inject", "kill:rank=2,step=2,phase=allreduce"),
+        fabric=fabric,
         env={"KILL": "0:save:2,1:evaluate:3", "PYTHONPATH": str(HERE)},
     )
 

@@ -50,11 +50,12 @@ def saved(folder: Path) -> str:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_workers_die_in_a_step_in_an_evaluation_and_while_saving(tmp_path, undisturbed):
+@pytest.mark.parametrize("fabric", ["gloo", "ulfm"])
+def test_workers_die_in_a_step_in_an_evaluation_and_while_saving(tmp_path, undisturbed, fabric):
     """Rank 2 in the all-reduce, rank 0 in an evaluation by a plain SIGKILL, rank 1, then the lead, in its last save."""
     faults = ("--inject", "kill:rank=2,step=1,phase=allreduce", "--inject", "kill:rank=1,step=8,phase=save")
     report = run_report(
-        tmp_path, "-n", 4, "--fabric", "gloo", *faults, SCRIPT, tmp_path / "out", env={"KILL": "0:4:evaluate"}
+        tmp_path, "-n", 4, "--fabric", fabric, *faults, SCRIPT, tmp_path / "out", env={"KILL": "0:4:evaluate"}
     )
 
     assert_landed(report, 0, 1, 2)

@@ -73,8 +73,16 @@ def _set_torchrun_variables() -> None:
         os.environ.setdefault("MASTER_PORT", "29500")
 
 
-if dist.is_available() and BACKEND not in dist.Backend.backend_list:
+def adapt_to_job() -> None:
+    """Adapt torch and the frameworks to the job that the environment describes; once in a process of a job.
+
+    A worker that is forked with torch imported calls it again: it has another environment than its parent.
+    """
     _set_torchrun_variables()
-    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
     adapt_frameworks()
     watch_rendezvous()
+
+
+if dist.is_available() and BACKEND not in dist.Backend.backend_list:
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+    adapt_to_job()

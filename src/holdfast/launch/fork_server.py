@@ -33,7 +33,7 @@ from holdfast.launch.processes import die_with_parent
 _SOCKET = "fork-server"
 _REQUEST_S = 10.0
 """Time that a starter may take to send its request; it sends it at once."""
-_PRELOADED = ("torch", "torch._dynamo", "holdfast.session.session", "holdfast.comm.c10d")
+_PRELOADED = ("torch", "torch._dynamo", "holdfast.distributed", "holdfast.session.session", "holdfast.comm.c10d")
 """The first optimizer of a process imports torch's compiler, to exclude itself from compilation."""
 _READ_AT_IMPORT = re.compile(rb"(?:OMP|GOMP|KMP|MKL|OPENBLAS|BLIS|TORCH|TORCHDYNAMO|TORCHINDUCTOR|PYTORCH)_[A-Z]+")
 """Variables that torch and its libraries read while they are imported: a script that sets one imports torch itself."""
@@ -200,6 +200,7 @@ def _take_over(request: dict[str, Any], files: list[int]) -> None:
         os.setpgid(0, request["group"])
     if (random := sys.modules.get("numpy.random")) is not None:
         random.seed()  # as in a process that has just imported it; Python does so itself for its own
+    sys.modules["holdfast.distributed"].adapt_to_job()
 
 
 if __name__ == "__main__":
