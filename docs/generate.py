@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -22,6 +23,8 @@ from holdfast.records.encoding import RECORDS
 OF_THE_LAUNCHER = ("ranks", "rank", "store", "run_dir", "origin_s")
 """Settings that only the launcher gives to its workers."""
 REFERENCE = Path(__file__).parent / "reference"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+"""Where benchmarks that were run on a GPU leave ``gpu-NAME.json``."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -77,6 +80,29 @@ def exit_codes() -> str:
     return table(("error", "code", "meaning"), sorted(rows, key=lambda row: (row[1], row[0])))
 
 
+EVIDENCE = ("benchmark", "command", "card", "cards", "driver", "torch", "commit", "date")
+"""What each result of a GPU must say: a text, except for ``cards``, their number."""
+
+
+def gpu_evidence(results: Path = RESULTS) -> str:
+    """Return a row for each figure in ``gpu-*.json`` of a folder: what was measured, and on which card.
+
+    Raises:
+        ValueError: if a file lacks one of :data:`EVIDENCE`, or ``figures``, texts by their names.
+    """
+    rows = []
+    for path in sorted(results.glob("gpu-*.json")):
+        result = json.loads(path.read_text())
+        if missing := [name for name in (*EVIDENCE, "figures") if not result.get(name)]:
+            raise ValueError(f"{path.name} must say {', '.join(missing)}")
+        card = f"{result['cards']} x {result['card']}, driver {result['driver']}, torch {result['torch']}"
+        made = f"`{result['command']}`", card, f"{result['commit'][:9]}, {result['date']}"
+        rows += [(result["benchmark"], f"{name}: {figure}", *made) for name, figure in result["figures"].items()]
+    if not rows:
+        return "There is no result: **nothing of Holdfast was run on a GPU** so far."
+    return table(("benchmark", "result", "command", "card", "commit"), rows)
+
+
 def _first_sentence(kind: type) -> str:
     words = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
     return re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", words.replace("``", "`"))
@@ -87,6 +113,7 @@ GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "settings": ("configuration.md", settings),
     "fields of records": ("records.md", records),
     "exit codes of errors": ("exit-codes.md", exit_codes),
+    "results on GPUs": ("gpu-evidence.md", gpu_evidence),
 }
 """Name of a generated part: its page, and what writes it."""
 

@@ -39,6 +39,8 @@ LONG = (
     "chaos/test_partial.py::test_with_too_few_workers_the_lost_part_is_restored_and_all_is_saved",
     "chaos/test_pipeline.py::test_a_job_goes_on_from_its_checkpoints_with_other_numbers_of_workers",
     "chaos/test_pipeline.py::test_new_workers_get_a_part_and_compute_it_though_all_who_began_are_gone",
+    "chaos/test_sick_devices.py::test_a_computation_that_never_ends",
+    "chaos/test_sick_devices.py::test_a_device_that_is_lost_in_an_all_reduce",
     # With other parameters, or on the other fabric, what a neighbour shows in every run.
     "chaos/test_flips.py::test_real_workers_are_altered_as_virtual_ones_are[ulfm]",
     "chaos/test_flips.py::test_what_goes_into_the_sum_leaves_replicas_equal_and_wrong",

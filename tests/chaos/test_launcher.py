@@ -194,6 +194,52 @@ def test_a_script_finds_what_torchrun_gives_it_and_what_python_does(shell):
     ]
 
 
+SLOTS = """
+import os, signal, time
+names = 'RANK LOCAL_RANK LOCAL_WORLD_SIZE CUDA_VISIBLE_DEVICES CUBLAS_WORKSPACE_CONFIG'.split()
+print(*[os.environ[name] for name in names], flush=True)
+open(f"here-{os.environ['RANK']}", "w").close()
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+ends_s = time.monotonic() + 60
+while not all(os.path.exists(f"here-{rank}") for rank in range(4)):
+    assert time.monotonic() < ends_s
+    time.sleep(0.01)
+"""
+
+
+def test_each_worker_sees_the_gpu_of_its_slot_and_a_new_one_that_of_the_dead(shell, monkeypatch, tmp_path):
+    """The GPUs are names only: no process here uses one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    shell.script.write_text(SLOTS)
+
+    done = shell.run("--fabric", "gloo", "-n", 3, "--respawn", "--report", tmp_path / "out")
+
+    said = [line for line in done.out.splitlines() if line.startswith("[")]
+    assert sorted(said) == [
+        "[0] 0 0 3 5 :4096:8",
+        "[1] 1 1 3 7 :4096:8",
+        "[2] 2 2 3 5 :4096:8",
+        "[3] 3 1 3 7 :4096:8",
+    ]
+    assert "3 workers share 2 GPUs, 1 or 2 on each: they divide its memory and time" in done.err
+    events = map(json.loads, (tmp_path / "out" / "events.jsonl").read_text().splitlines())
+    assert (1, -signal.SIGKILL) in {(e["rank"], e["exit_code"]) for e in events if e["event"] == "WorkerEnded"}
+
+
+def test_more_gpus_than_there_are_start_nothing(shell, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+
+    done = shell.run("-n", 2, "--gpus", 2)
+
+    assert done.code == 2
+    assert done.err.strip() == (
+        "error: --gpus 2 needs as many GPUs on each node, and here CUDA_VISIBLE_DEVICES and nvidia-smi show 1; "
+        "give a smaller number, or auto"
+    )
+
+
 VIRTUAL = """
 import sys
 from pathlib import Path

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from holdfast.errors import ConfigError
 from holdfast.faults.alteration import Alteration
 from holdfast.faults.flip import TARGETS, Flip
+from holdfast.faults.kinds import DEVICE_PHASES
 from holdfast.faults.plan import (
     FLIP,
     KINDS,
     NOBODY,
+    OF_DEVICES,
     OF_NODES,
     PHASES,
     SCRIPT_PHASES,
@@ -50,11 +52,11 @@ def faults(draw):
     phase = draw(st.sampled_from(PHASES + SPLIT_PHASES + SCRIPT_PHASES))
     number = draw(st.none() | _numbers) if phase == "handover" else None
     bucket = draw(st.none() | _numbers) if phase == "allreduce" else None
-    kind = draw(st.sampled_from(KINDS))
+    kind = draw(st.sampled_from([kind for kind in KINDS if phase in DEVICE_PHASES or kind not in OF_DEVICES]))
     if kind == FLIP:
         return flips(draw, draw(_numbers), draw(_numbers))
     some_s = st.floats(0.001, 1e6) | st.integers(1, 10**6)
-    lasts = {"slow": some_s} | dict.fromkeys((*STUCK, "partition"), st.none() | some_s)
+    lasts = {"slow": some_s} | dict.fromkeys((*STUCK, "partition", "gpu-hang"), st.none() | some_s)
     victim = {"rank": NOBODY, "node": draw(_numbers)} if kind in OF_NODES else {"rank": draw(_numbers)}
     seconds = draw(lasts.get(kind, st.none()))
     return Fault(kind, step=draw(_numbers), phase=phase, bucket=bucket, seconds=seconds, slice=number, **victim)

@@ -23,6 +23,7 @@ RUNTIME, LAB = "holdfast", "holdfast_lab"
 
 LOOP = {
     "errors",
+    "device_errors",
     "clock",
     "notice",
     "options",
@@ -39,6 +40,7 @@ LOOP = {
 MAY_IMPORT = {
     "errors": set(),
     "registered": {"errors"},
+    "device_errors": {"errors"},
     "_lazy": set(),
     "_moved": set(),
     "on_import": set(),
@@ -105,6 +107,7 @@ MAY_IMPORT = {
     "report": {"errors", "recovery", "integrity.hash_chain", "records"},
     "launch": {
         "errors",
+        "device_errors",
         "comm.fabrics",
         "recovery",
         "clock",
@@ -167,6 +170,7 @@ EVERYTHING = {"cli", "lab.commands", "__init__", "__main__", "lab.__init__"}
 
 WITHOUT_TORCH = (
     "errors",
+    "device_errors",
     "registered",
     "notice",
     "events",
@@ -188,6 +192,7 @@ WITHOUT_TORCH = (
     "integrations.discovery",
     "on_import",
     "state.platform",
+    "state.gpu_platform",
     "lab.simulate",
     "lab.pages",
     "lab.commands",

@@ -289,7 +289,7 @@ def test_the_license_is_whole():
     assert digest == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30", "not the text of apache.org"
 
 
-@pytest.mark.parametrize("failing", [None, "test", "test-torch"])
+@pytest.mark.parametrize("failing", [None, "test", "test-torch", "integrations"])
 def test_continuous_integration_runs_the_tests_and_fails_with_them(failing, tmp_path):
     from holdfast.torch_private import TRIED
 
@@ -300,8 +300,8 @@ def test_continuous_integration_runs_the_tests_and_fails_with_them(failing, tmp_
     ended = subprocess.run([ROOT / ".ci" / "run"], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, check=False)
 
     called = (tmp_path / "called").read_text().splitlines()
-    wanted = ["test", f"test-torch VERSION={TRIED}"]
-    assert called == (wanted[:1] if failing == "test" else wanted)
+    wanted = ["test", f"test-torch VERSION={TRIED}", "integrations ONLY=core"]
+    assert called == wanted[: {"test": 1, "test-torch": 2}.get(failing, 3)]
     assert (ended.returncode == 0) == (failing is None)
 
 

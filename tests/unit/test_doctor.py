@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,15 +13,18 @@ from torch import nn
 from train_broken import BREAKS, train
 
 from holdfast import Session, Sharded
+from holdfast.cli.doctor import doctor
 from holdfast.doctor.checks import Findings, examine
 from holdfast.doctor.findings import ScriptFindings, blame
 from holdfast.doctor.layers import usual_subjects
+from holdfast.doctor.machine import why_unusable
 from holdfast.doctor.report import checks_of, is_exact, lines_of
 from holdfast.doctor.script import ScriptInspected, ScriptInspector
 from holdfast.doctor.subprocesses import inspect
-from holdfast.doctor.target import DoctorTarget, is_misaligned
+from holdfast.doctor.target import DoctorTarget, is_misaligned, results_of
 from holdfast.errors import ConfigError
 from holdfast.session.reinit_context import application
+from holdfast.state.gpu_platform import GpuDescription, gpu_properties
 
 NAMES = {name: made.__name__ for name, made in BREAKS.items()}
 FACTS = {
@@ -167,6 +171,43 @@ def test_a_script_that_is_not_there_and_a_model_that_is_split_are_refused(tmp_pa
 
 
 # -- layers by themselves
+
+
+def test_the_usual_layers_can_be_placed_on_another_device():
+    """``meta`` has shapes and no values; mixing it with the CPU raises, as it would on a GPU."""
+    refused_by_meta = {"CTC", "SGD (fused)", "Adam (fused)"}  # it has no kernels for these
+    for subject in usual_subjects("meta"):
+        if subject.name not in refused_by_meta:
+            assert {value.device.type for value in results_of(subject).values()} == {"meta"}, subject.name
+
+
+def test_a_layer_that_makes_a_tensor_on_the_cpu_cannot_be_placed_elsewhere():
+    """The negative control."""
+    subject = DoctorTarget(name="odd", compute=lambda x: x + torch.ones(5), args=(torch.ones(5),))
+
+    with pytest.raises(RuntimeError, match="device"):
+        results_of(subject.on(torch.device("meta")))
+
+
+def test_a_device_that_is_not_there_is_refused_with_what_torch_says():
+    assert why_unusable("cpu") == ""
+    assert why_unusable("meta") == "Cannot copy out of meta tensor; no data!"
+    assert why_unusable("gpu").startswith("Expected one of cpu, cuda, ")
+    with pytest.raises(ConfigError, match=r"--device cuda is for common layers: a script's model is on the device"):
+        doctor(SCRIPT, device="cuda")
+
+
+def test_what_the_settings_promise_on_a_gpu_is_a_line():
+    gpu = GpuDescription(name="NVIDIA H100", multiprocessors=132, deterministic=True, workspace=":4096:8")
+    for description, verdict, what in (
+        (gpu, "ok", "reproducible"),
+        (dataclasses.replace(gpu, benchmark=True), "missing", "in place, not reproducible"),
+    ):
+        facts = FACTS | {"kind": FACTS["kind"] | gpu_properties(description)}
+        lines = {check.name: check for check in checks_of({"layers": [], "machine": facts}, {"layers": []})}
+        assert (lines["promise"].verdict, lines["promise"].what) == (verdict, what)
+    assert "cudnn.benchmark" in lines["promise"].advice
+    assert "promise" not in {check.name for check in checks_of({"layers": [], "machine": FACTS}, {"layers": []})}
 
 
 def test_samples_beside_others_are_compared_row_by_row():

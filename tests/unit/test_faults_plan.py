@@ -103,14 +103,19 @@ def test_a_spec_says_what_happens_to_whom_and_when(spec, fault):
         ("kill:rank=1,step=2,bucket=1", "bucket is only allowed with phase=allreduce, got phase=forward"),
         ("kill:rank=1,step=2,slice=1", "slice is only allowed with phase=handover, got kill in phase=forward"),
         ("kill:rank=1,step=2,phase=handover,slice=x", "slice must be a whole number of at least 0, got 'x'"),
+        (
+            "gpu-error:rank=1,step=2,phase=checkpoint",
+            "phase must be one of forward, backward, allreduce, optimizer for gpu-error, got checkpoint",
+        ),
         ("slow:rank=1,step=2", "slow needs seconds, as in slow:rank=1,step=20,seconds=0.5"),
         ("slow:rank=1,step=2,seconds=", "seconds needs a value, as in seconds=1"),
         *(
             (
                 f"{fault},seconds=1",
-                f"seconds is only allowed with hang, gil, spin, deadlock, slow, partition, got {kind}",
+                f"seconds is only allowed with hang, gil, spin, deadlock, slow, partition, gpu-hang, got {kind}",
             )
             for fault, kind in (
+                ("gpu-oom:rank=1,step=2", "gpu-oom"),
                 ("kill:rank=1,step=2", "kill"),
                 ("leave:rank=1,step=2", "leave"),
                 ("nodeloss:node=1,step=2", "nodeloss"),

@@ -9,6 +9,7 @@ import pytest
 from holdfast.launch.job_state import VAIN_RECOVERIES, JobBroken, JobCompleted, JobLost, JobState
 from holdfast.records.beacon import BeaconPosition
 from holdfast.records.types import (
+    DeviceLost,
     FaultFired,
     Finished,
     Left,
@@ -219,6 +220,21 @@ def test_workers_that_never_started_are_not_started_again():
     judge.begin((0, 1))
 
     assert judge.verdict(1.0, running=False) == JobBroken("the workers did not start", unexplained=True)
+
+
+def test_the_error_of_a_device_that_samples_break_is_said_with_them(judge):
+    for rank in (0, 1, 2):
+        judge.apply(
+            DeviceLost(t_s=1.0, rank=rank, step=4, what="lost", message="CUDA error: device-side assert triggered")
+        )
+        judge.apply(ended(rank, -9), at("backward"))
+
+    verdict = judge.verdict(1.0, running=True)
+    assert isinstance(verdict, JobBroken)
+    assert verdict.message == (
+        "workers 0, 1, 2 died one after another at the same place, slice 2 of step 4 (backward, lost its device: CUDA error: "
+        "device-side assert triggered): its samples are the likely cause: 7, 8"
+    )
 
 
 def test_three_deaths_at_the_same_slice_blame_its_samples(judge):

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from holdfast.launch.live import EventFormatter, PlainView, RunStatus, _panel
 from holdfast.records.types import (
+    DeviceLost,
     FaultFired,
     Left,
     Recovered,
@@ -110,6 +111,18 @@ def test_a_worker_that_is_fenced_says_why():
         "hang of rank 1 at step 5, forward",
         "rank 1 is killed: no sign of life for 1.0 s",
     ]
+
+
+def test_a_worker_that_lost_its_gpu_says_which_and_why():
+    ended = WorkerEnded(t_s=1.1, rank=1, step=5, exit_code=-9, pid=1)
+    lost = DeviceLost(t_s=1.0, rank=1, step=5, what="lost", message="CUDA error: unspecified launch failure", gpu="3")
+    short = DeviceLost(t_s=1.0, rank=1, step=5, what="memory", message="CUDA out of memory.")
+
+    assert told(lost, ended) == [
+        "rank 1 lost its GPU (3): CUDA error: unspecified launch failure",
+        "rank 1 died at step 5: killed by SIGKILL",
+    ]
+    assert told(short)[0] == "rank 1 took over slices, and its device has too little memory: CUDA out of memory."
 
 
 def test_a_flip_says_what_it_altered_and_excuses_no_death():

@@ -11,6 +11,7 @@ from holdfast.errors import ConfigError
 from holdfast.records.files import load_events
 from holdfast.records.types import (
     CheckpointSaved,
+    DeviceLost,
     FailureSeen,
     FaultFired,
     Finished,
@@ -614,6 +615,23 @@ def test_a_worker_that_was_fenced_says_for_how_long_it_was_silent(faults, kind):
     assert (failure["kind"], failure["silent_s"], failure["why"]) == (kind, 0.7, "no sign of life for 0.7 s")
     assert headline(report).startswith("Worker 1 of 4 got stuck at step 5 and was ended; training resumed after")
     assert "ended by the launcher after 700 ms without a sign of life" in summary_lines(report)[2]
+
+
+@pytest.mark.parametrize(
+    ("faults", "kind"), [((), "device"), ([fired(1.5, 1, 5, "forward", "gpu-error")], "gpu-error")]
+)
+def test_a_worker_that_lost_its_device_says_why(faults, kind):
+    lost = DeviceLost(t_s=1.51, rank=1, step=5, what="lost", message="CUDA error: unspecified launch failure", gpu="3")
+    kill = [r for r in one_kill() if not isinstance(r, FaultFired)]
+
+    (failure,) = report_of([*faults, lost, *kill])["failures"]
+
+    assert (failure["kind"], failure["injected"]) == (kind, bool(faults))
+    assert failure["why"] == "CUDA error: unspecified launch failure"
+
+
+def test_memory_that_was_short_for_a_moment_is_no_failure():
+    assert report_of([fired(1.5, 1, 5, "backward", "gpu-oom"), *undisturbed()])["failures"] == []
 
 
 def test_a_hang_that_passed_is_no_failure():

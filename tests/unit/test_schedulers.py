@@ -48,13 +48,15 @@ FOUND = {
         SEVERAL | {"rdzv": "etcd://e:2379/job7"},
     ),
     "a worker a core": ({"PET_NPROC_PER_NODE": "cpu"}, {}, {"workers": 6}),
+    "a worker a GPU": ({"PET_NPROC_PER_NODE": "gpu"}, {}, {"workers": 2}),
+    "a worker a GPU, if there are any": ({"PET_NPROC_PER_NODE": "auto"}, {}, {"workers": 2}),
     "options win": (
         KUBEFLOW,
         {"nnodes": 3, "node_rank": 2, "workers": 1, "rdzv": "holdfast://h:1", "fabric": "gloo"},
         {},
     ),
     "an option wins over a value that cannot be used": (
-        KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"},
+        KUBEFLOW | {"PET_NPROC_PER_NODE": "many"},
         {"workers": 8, "fabric": "ulfm"},
         {"nnodes": 2, "node_rank": 1, "rdzv": "holdfast://job-node-0-0.job:29500"},
     ),
@@ -95,9 +97,9 @@ WRONG = {
     ),
     "a range": ({"PET_NNODES": "1:3"}, {}, "PET_NNODES=1:3 is a range"),
     "workers by device": (
-        {"PET_NPROC_PER_NODE": "auto"},
+        {"PET_NPROC_PER_NODE": "gpu"},
         {},
-        "PET_NPROC_PER_NODE=auto is not a number of workers: give -n",
+        "PET_NPROC_PER_NODE=gpu asks for a worker for each GPU, and this node has none: give -n",
     ),
     "no workers": ({"PET_NPROC_PER_NODE": "0"}, {}, "PET_NPROC_PER_NODE must be a whole number, at least 1, got '0'"),
     "another rendezvous": (
@@ -128,7 +130,7 @@ WRONG = {
 def test_what_a_scheduler_sets(name):
     env, given, values = FOUND[name]
 
-    assert read_scheduler(env, given, cores=6).values == values
+    assert read_scheduler(env, given, cores=6, find_gpus=lambda: ("0", "1")).values == values
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -140,6 +142,10 @@ def test_values_that_cannot_be_used_are_one_line(name):
 
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_without_gpus_auto_is_a_worker_a_core():
+    assert read_scheduler({"PET_NPROC_PER_NODE": "auto"}, {}, cores=6).values == {"workers": 6}
 
 
 def test_one_line_says_what_was_taken_from_where():

@@ -12,6 +12,7 @@ from typer import Argument, Option
 
 from holdfast.cli.signals import sigterm_as_interrupt
 from holdfast.config import MOST_WORKERS
+from holdfast.errors import ConfigError
 
 _BREAKS = 1
 _STOPPED = 4
@@ -35,6 +36,9 @@ def doctor(
             help="Number of workers of the job, which determines the size of a slice.",
         ),
     ] = 4,
+    device: Annotated[
+        str, Option(metavar="DEVICE", help="Device of the common layers; a script's model is where the script puts it.")
+    ] = "cpu",
     timeout: Annotated[float, Option(metavar="SECONDS", help="Limit for the whole check.")] = 600.0,
     as_json: Annotated[bool, Option("--json", help="Print all findings as JSON.")] = False,
 ) -> int:
@@ -45,13 +49,17 @@ def doctor(
 
     Example: holdfast doctor train.py --epochs 3
     """
+    if script is not None and device != "cpu":
+        raise ConfigError(
+            f"--device {device} is for common layers: a script's model is on the device that the script chooses"
+        )
     from holdfast.cli.tables import say
     from holdfast.doctor.report import checks_of, is_exact, lines_of
     from holdfast.doctor.subprocesses import inspect
 
     try:
         with sigterm_as_interrupt():
-            said = inspect(script, args or (), workers=workers, timeout_s=timeout)
+            said = inspect(script, args or (), workers=workers, timeout_s=timeout, device=device)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return _STOPPED

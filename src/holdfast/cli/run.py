@@ -131,12 +131,13 @@ def run(
 
 def _take_scheduled(context: Context, given: dict[str, Any]) -> str:
     """Add the options that a scheduler sets to ``given``; return a line that says which."""
+    from holdfast.launch.gpus import find_gpus
     from holdfast.launch.schedulers import read_scheduler
 
     sources = {name: context.get_parameter_source(name) for name in (*_SCHEDULED, "hosts")}
     known = {name: given[name] for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
     known |= {name: os.environ[variable(name)] for name in ("workers", "fabric") if variable(name) in os.environ}
-    scheduled = read_scheduler(os.environ, known, len(os.sched_getaffinity(0)))
+    scheduled = read_scheduler(os.environ, known, len(os.sched_getaffinity(0)), find_gpus)
     given.update(scheduled.values)
     return scheduled.said
 

@@ -1,7 +1,8 @@
-"""A checking process: ``python -m holdfast.doctor full|brief FOLDER [SCRIPT [ARGS]...]``.
+"""A checking process: ``python -m holdfast.doctor full|brief FOLDER DEVICE [SCRIPT [ARGS]...]``.
 
 It writes its findings to ``FOLDER/full.json`` or ``FOLDER/brief.json``. The brief process computes everything once, for
-digests that are compared with those of the full process. Without a script, common layers are checked.
+digests that are compared with those of the full process. Without a script, common layers are checked on the device; a
+script's model is on the device that the script chooses.
 """
 
 from __future__ import annotations
@@ -20,27 +21,31 @@ from holdfast.errors import ConfigError
 def main() -> None:
     """Run the checks, and write the findings."""
     environment = dict(os.environ)
-    how, folder, *words = sys.argv[1:]
+    how, folder, device, *words = sys.argv[1:]
     briefly = how == "brief"
     if words:
         said = _look_at_script(Path(words[0]), words[1:], Path(folder, "shared.pt"), briefly=briefly)
     else:
-        said = {"layers": _look_at_layers(briefly=briefly)}
+        said = _look_at_layers(device, briefly=briefly)
     if not briefly:
         from holdfast.doctor.machine import machine_info
 
-        said["machine"] = machine_info(environment)
+        said["machine"] = machine_info(environment, said.get("device", "cpu"))
     made = Path(folder, f"{how}.new")
     made.write_text(json.dumps(said))
     made.rename(made.with_suffix(".json"))
 
 
-def _look_at_layers(*, briefly: bool) -> list[dict[str, Any]]:
+def _look_at_layers(device: str, *, briefly: bool) -> dict[str, Any]:
     from holdfast.doctor.checks import examine, thread_counts
     from holdfast.doctor.layers import usual_subjects
+    from holdfast.doctor.machine import why_unusable
 
-    threads = thread_counts()
-    return [examine(subject, threads, briefly=briefly).as_json() for subject in usual_subjects()]
+    if why := why_unusable(device):
+        return {"refused": f"--device {device} cannot be used: {why}"}
+    threads = thread_counts() if device == "cpu" else ()
+    found = [examine(subject, threads, briefly=briefly).as_json() for subject in usual_subjects(device)]
+    return {"layers": found, "device": device}
 
 
 def _look_at_script(script: Path, args: list[str], shared: Path, *, briefly: bool) -> dict[str, Any]:
@@ -53,7 +58,7 @@ def _look_at_script(script: Path, args: list[str], shared: Path, *, briefly: boo
     try:
         runpy.run_path(str(script), run_name="__main__")
     except ScriptInspected:
-        return {"seen": look.seen.as_json()}
+        return {"seen": look.seen.as_json(), "device": str(look.device)}
     except SystemExit as end:
         return {"error": f"{script.name} ended with sys.exit({end.code!r}) before its first step"}
     except Exception as error:

@@ -15,10 +15,11 @@ from holdfast.doctor.target import DoctorTarget
 _SAMPLES = 16
 
 
-def usual_subjects() -> list[DoctorTarget]:
-    """Return the common layers, with inputs and weights that depend only on this module."""
+def usual_subjects(device: str = "cpu") -> list[DoctorTarget]:
+    """Return the common layers on a device, with inputs and weights that depend only on this module."""
     with seeded(seed_of("usual layers")):
-        return [*_dense(), *_images(), *_sequences(), *_indexed(), *_losses(), *_optimizers()]
+        made = [*_dense(), *_images(), *_sequences(), *_indexed(), *_losses(), *_optimizers()]
+    return made if device == "cpu" else [subject.on(torch.device(device)) for subject in made]
 
 
 def _of(name: str, compute: Callable[..., Any], *args: Any, rows: int | None = 0) -> DoctorTarget:
@@ -84,9 +85,9 @@ def _indexed() -> list[DoctorTarget]:
         DoctorTarget.of(
             "embedding bag (sum, offsets)", nn.EmbeddingBag(50, 96, mode="sum"), ids.flatten(), offsets, rows=None
         ),
-        _of("index_add", lambda x: torch.zeros(40, 16).index_add(0, places, x), source, rows=None),
-        _of("scatter_add", lambda x: torch.zeros(40, 16).scatter_add(0, columns, x), source, rows=None),
-        _of("gather by repeated ids", lambda x: x[places % 16], torch.randn(16, 300), rows=None),
+        _of("index_add", lambda x, to: torch.zeros_like(x[:40]).index_add(0, to, x), source, places, rows=None),
+        _of("scatter_add", lambda x, to: torch.zeros_like(x[:40]).scatter_add(0, to, x), source, columns, rows=None),
+        _of("gather by repeated ids", lambda x, ids: x[ids], torch.randn(16, 300), places % 16, rows=None),
     ]
 
 
@@ -99,7 +100,7 @@ def _losses() -> list[DoctorTarget]:
         _of("cross-entropy of each", lambda x, y: F.cross_entropy(x, y, reduction="none"), scores, labels),
         _of("NLL", lambda x, y: F.nll_loss(x.log_softmax(-1), y), scores, labels, rows=None),
         _of("MSE", F.mse_loss, scores, torch.randn(64, 515), rows=None),
-        _of("CTC", lambda x: F.ctc_loss(x, texts, torch.full((8,), 50), lengths), spoken, rows=None),
+        _of("CTC", lambda x, y: F.ctc_loss(x, y, torch.full((8,), 50), lengths), spoken, texts, rows=None),
     ]
 
 

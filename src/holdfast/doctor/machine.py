@@ -24,15 +24,25 @@ _PREFIXES = ("MKL_", "ONEDNN_", "DNNL_", "OMP_", "KMP_", "ATEN_", "CUBLAS_", "NV
 _ASK_S = 20.0
 
 
-def machine_info(environment: Mapping[str, str]) -> dict[str, Any]:
+def why_unusable(device: str) -> str:
+    """Return why torch cannot compute on a device, "" if it can."""
+    try:
+        torch.zeros(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return ""
+
+
+def machine_info(environment: Mapping[str, str], device: str = "cpu") -> dict[str, Any]:
     """Return, as plain data: the platform of a worker, versions, variables, GPUs, fabrics, shared memory, limits.
 
     Args:
         environment: Variables at the start of this process; libraries add some.
+        device: The device that was checked.
     """
     memory = Path("/dev/shm")  # noqa: S108 - only its size is read
     return {
-        "kind": platform_of_worker(),
+        "kind": platform_of_worker(torch.device(device)),
         "cpus": len(os.sched_getaffinity(0)),
         "versions": {
             "python": platform.python_version(),

@@ -61,6 +61,7 @@ def _machine(facts: Mapping[str, Any]) -> list[CheckResult]:
     lines = [
         CheckResult("CPU", OK, f"{kind['cpu']}, {kind['capability']}, {facts['cpus']} CPUs; {libraries}"),
         CheckResult("GPU", OK, ", ".join(facts["gpus"]) or "none"),
+        *_on_gpu(kind),
         CheckResult("versions", OK, ", ".join(f"{name} {version}" for name, version in versions.items())),
         CheckResult("worker", HELD, f"{threads} {'thread' if threads == 1 else 'threads'}, the same for all workers"),
         CheckResult("flags", OK, f"{kind['flags']}; kernels {kind['kernels']}"),
@@ -75,6 +76,19 @@ def _machine(facts: Mapping[str, Any]) -> list[CheckResult]:
         few = f"{facts['open_files']} open files per process"
         lines.append(CheckResult("limits", MISSING, few, f"ulimit -n {_LEAST_FILES}"))
     return lines
+
+
+def _on_gpu(kind: Mapping[str, str]) -> list[CheckResult]:
+    """Return what the settings promise on a GPU, if one was checked; a difference that is found is reported apart."""
+    if "promise" not in kind:
+        return []
+    name, _, why = kind["promise"].partition(": ")
+    what = f"{kind['gpu']}; driver {kind['gpu_driver'] or 'unknown'}; {kind['gpu_libraries']}"
+    lines = [CheckResult("GPU checked", OK, what), CheckResult("GPU flags", OK, kind["gpu_flags"])]
+    return [
+        *lines,
+        CheckResult("promise", MISSING, f"{name}, not reproducible", why) if why else CheckResult("promise", OK, name),
+    ]
 
 
 def _variables(given: Mapping[str, str], threads: int) -> list[CheckResult]:

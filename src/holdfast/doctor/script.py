@@ -49,6 +49,8 @@ class ScriptInspector:
         self._shared = shared
         self._briefly = briefly
         self._inputs: Any = None
+        self.device = torch.device("cpu")
+        """The device of the script's model."""
         self._loss = torch.zeros(())
 
     def __call__(self, body: Trainable, plan: SamplePlan, dataset: Any, collate: Any) -> Iterator[Step]:
@@ -68,6 +70,7 @@ class ScriptInspector:
         self._model, self._plan, self._dataset, self._collate = whole.model, plan, dataset, collate
         self._number = min(batch.owners)
         self._buffers = {name: value.clone() for name, value in whole.model.named_buffers()}
+        self.device = body.device
         self.seen.parameters, self.seen.samples = body.numel, len(batch.slices[self._number])
         self._use_same_start(batch)
         try:
@@ -135,6 +138,10 @@ class ScriptInspector:
         """Do not batch slices."""
         return ONE_BY_ONE
 
+    def free_memory(self, error: RuntimeError, batch: MiniBatch, number: int) -> bool:
+        """Let every error end the computation."""
+        return False
+
     def between_slices(self, batch: MiniBatch) -> None:
         """Seed as in training."""
         seed_slice(self._plan.seed, batch.step, -1)
@@ -178,7 +185,9 @@ class ScriptInspector:
     def _take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         shared = _read(self._shared)
         given = iter(shared["samples"].values())
-        self._inputs = tree_map(lambda value: next(given) if isinstance(value, torch.Tensor) else value, self._inputs)
+        self._inputs = tree_map(
+            lambda value: next(given).to(value.device) if isinstance(value, torch.Tensor) else value, self._inputs
+        )
         with torch.no_grad():
             for path, tensor in tensors.items():
                 tensor.copy_(shared["weights"][path])

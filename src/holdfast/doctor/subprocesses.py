@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError, JobError
+from holdfast.state.gpu_platform import WORKSPACES
 
 _HOWS = ("full", "brief")
 _POLL_S = 0.05
+_NVIDIA = Path("/proc/driver/nvidia")
 
 
-def inspect(script: Path | None, args: Sequence[str], *, workers: int, timeout_s: float) -> dict[str, Any]:
+def inspect(
+    script: Path | None, args: Sequence[str], *, workers: int, timeout_s: float, device: str = "cpu"
+) -> dict[str, Any]:
     """Return the findings of the full and the brief process.
 
     Args:
@@ -27,6 +31,7 @@ def inspect(script: Path | None, args: Sequence[str], *, workers: int, timeout_s
         args: Arguments of the script.
         workers: Number of workers of the job, which determines the size of a slice.
         timeout_s: Limit for all checks, in seconds.
+        device: Device of the common layers, as torch names it.
 
     Raises:
         ConfigError: if the script cannot be checked.
@@ -40,7 +45,7 @@ def inspect(script: Path | None, args: Sequence[str], *, workers: int, timeout_s
         started = {}
         for number, how in enumerate(_HOWS, 1):
             log = closing.enter_context(Path(folder, f"{how}.log").open("w"))
-            command = [sys.executable, "-m", "holdfast.doctor", how, name, *words]
+            command = [sys.executable, "-m", "holdfast.doctor", how, name, device, *words]
             env = worker_environment(workers, number)
             started[how] = process = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -61,6 +66,8 @@ def worker_environment(workers: int, number: int) -> dict[str, str]:
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
     env.setdefault("OMP_NUM_THREADS", "1")  # as the launcher does
+    if _NVIDIA.is_dir():
+        env.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACES[0])  # as well
     env.setdefault("PYTHONHASHSEED", str(number))
     here = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
     return env | here | {"HOLDFAST_FABRIC": "virtual", "HOLDFAST_WORKERS": str(workers)}

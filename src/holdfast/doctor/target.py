@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,6 +47,22 @@ class DoctorTarget:
         """Return a module as a target."""
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         return cls(name=name, compute=module, args=args, kwargs=kwargs, parameters=parameters, module=module, rows=rows)
+
+    def on(self, device: torch.device) -> DoctorTarget:
+        """Return the target on a device, with the same bits in its inputs and weights."""
+        module = None if self.module is None else self.module.to(device)
+        parameters = {} if module is None else {name: p for name, p in module.named_parameters() if p.requires_grad}
+        args, kwargs = tree_map(
+            lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, (self.args, dict(self.kwargs))
+        )
+        return dataclasses.replace(
+            self,
+            compute=self.compute if module is None else module,
+            args=args,
+            kwargs=kwargs,
+            parameters=parameters,
+            module=module,
+        )
 
 
 def results_of(

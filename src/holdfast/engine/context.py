@@ -173,6 +173,24 @@ class PlatformState:
     given_up: str = ""
 
 
+@dataclass(slots=True)
+class SliceLoad:
+    """How many slices this worker computes. Written by :mod:`holdfast.engine.executor`."""
+
+    now: int = 0  # in the step in progress
+    least: int | None = None  # in any step so far
+
+    def note(self, slices: int) -> None:
+        """Note the slices of a step that begins."""
+        self.now = slices
+        self.least = slices if self.least is None else min(self.least, slices)
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether this worker has taken over slices: it once began a step with fewer."""
+        return self.least is not None and self.now > self.least
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
     """The job context that outlives one training loop. Its fields are never reassigned.
@@ -197,6 +215,7 @@ class JobContext:
         spent: Time spent on updating buckets before the commit vote. Written by :mod:`holdfast.models.overlap`.
         altered: Senders of messages of the step in progress that arrived corrupted here; -1 for the result of an
             all-reduce. Written where messages arrive, emptied by :mod:`holdfast.integrity.checksums`.
+        load: How many slices this worker computes.
     """
 
     settings: Settings
@@ -215,6 +234,7 @@ class JobContext:
     platform: PlatformState = field(default_factory=PlatformState)
     spent: OverlapCost = field(default_factory=OverlapCost)
     altered: dict[str, int] = field(default_factory=dict)
+    load: SliceLoad = field(default_factory=SliceLoad)
 
     @property
     def step(self) -> int:

@@ -69,7 +69,9 @@ class StepExecutor:
             self._sum.open()  # without buckets, no all-reduce before the commit vote would open it
         self._points.enter("forward")
         self._runner.between_slices(batch)
-        return self._runner.step(batch, self._slices(batch), self._count[1])
+        slices = self._slices(batch)
+        self._job.load.note(len(slices))
+        return self._runner.step(batch, slices, self._count[1])
 
     def _slices(self, batch: MiniBatch) -> list[int]:
         return self._trainable.slices(batch, self._job.comm.local_ranks)

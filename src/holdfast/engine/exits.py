@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from holdfast.device_errors import DeviceFailure, classify
 from holdfast.errors import ScriptError
 
 _DAEMONS = ("prterun", "prted", "mpirun")
@@ -55,6 +56,8 @@ def end_job_on_errors(check: Callable[[], None]) -> None:
 
     def on_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         show(kind, error, traceback)
+        if classify(error) is DeviceFailure.LOST:
+            kill_self()  # the other workers continue
         end_job()
 
     def on_exit() -> None:

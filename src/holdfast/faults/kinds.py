@@ -16,12 +16,16 @@ STUCK = ("hang", "gil", "spin", "deadlock")
 """Kinds after which the process exists but makes no progress, for some seconds or forever."""
 OF_WORKERS = (*ENDS, *STUCK, "slow", "leave")
 """Kinds that strike one worker."""
+OF_DEVICES = ("gpu-error", "gpu-oom", "gpu-hang")
+"""Kinds that strike the device of one worker, while it computes."""
 FLIP = "flip"
 """The kind that alters values of one worker, which continues without noticing."""
 OF_NODES = ("nodeloss", "partition")
 """Kinds that strike a node, with all processes that its launcher has started."""
-KINDS = (*OF_WORKERS, FLIP, *OF_NODES)
+KINDS = (*OF_WORKERS, *OF_DEVICES, FLIP, *OF_NODES)
 PHASES = ("forward", "backward", "allreduce", "optimizer", "recovery", "checkpoint", "rejoin")
+DEVICE_PHASES = ("forward", "backward", "allreduce", "optimizer")
+"""Phases in which a worker uses its device."""
 SPLIT_PHASES = ("handover", "rehome", "mirror")
 """Phases of split models: before a slice is handed over, when parts move, while standbys are updated."""
 SCRIPT_PHASES = ("evaluate", "save")
@@ -31,7 +35,7 @@ NOBODY = -1
 """The rank of a fault that strikes a node, until the node's first worker is known."""
 
 _SHORTEST_S, _LONGEST_S = 0.001, 1e6
-_LASTING = (*STUCK, "slow", "partition")
+_LASTING = (*STUCK, "slow", "partition", "gpu-hang")
 _FLIP_EXAMPLE = "flip:rank=1,step=20,target=weights"
 
 _NUMBERS = ("rank", "node", "step", "bucket", "slice")
@@ -52,7 +56,9 @@ class Fault:
             busy-waits; ``deadlock``: it waits for a lock that it holds. ``slow``: the step takes ``seconds`` longer. ``leave``:
             it receives SIGTERM, as on a preempted node. In ``checkpoint`` it strikes whichever thread writes the manifest.
             ``nodeloss``: all processes of a node end by SIGKILL at the same time, including its launcher; ``partition``: the
-            network of a node is cut. The node's launcher carries both out. ``flip``: values are altered.
+            network of a node is cut. The node's launcher carries both out. ``flip``: values are altered. ``gpu-error``: the
+            device fails, so that it is lost to the process; ``gpu-oom``: it has no memory left, once; ``gpu-hang``: a
+            computation never ends. On a CPU, the same exceptions are raised, and a computation of the CPU never ends.
         rank: The worker that it strikes; ranks are numbers of the initial job, kept for life. With ``node``: that
             node's first worker, which triggers the fault, or :data:`NOBODY` until that worker is known.
         step: The step, counted from 0.
@@ -103,6 +109,8 @@ class Fault:
             self._check_flip(self.flip)
         if self.bucket is not None and self.phase != "allreduce":
             refuse(f"bucket is only allowed with phase=allreduce, got phase={self.phase}")
+        if self.kind in OF_DEVICES and self.phase not in DEVICE_PHASES:
+            refuse(f"phase must be one of {', '.join(DEVICE_PHASES)} for {self.kind}, got {self.phase}")
         if self.slice is not None and (self.phase != "handover" or self.flip is not None):
             refuse(f"slice is only allowed with phase=handover, got {self.kind} in phase={self.phase}")
         if self.seconds is not None:

@@ -169,6 +169,10 @@ def strike(fault: Fault) -> None:
             lock.acquire(timeout=limit_s)
         case "slow":
             time.sleep(limit_s)
+        case "gpu-error" | "gpu-oom" | "gpu-hang":
+            from holdfast.faults.devices import strike_device
+
+            strike_device(fault.kind, limit_s)
         case "leave":
             os.kill(os.getpid(), signal.SIGTERM)
 

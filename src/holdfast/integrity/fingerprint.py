@@ -4,6 +4,9 @@ Weights, optimizer state and buffers are cut into *windows*, and each step hashe
 once all windows have been hashed. The window of a step depends only on the step and on the set of tensors: not on
 when a worker joined, nor on where its tensors are in memory.
 
+Bytes in the memory of the CPU are hashed by xxh3, those on a device by :mod:`~holdfast.integrity.device_digest`, whose eight
+bytes enter the hash at the end.
+
 One pass over the bytes gives two digests. The certificate's covers the step's window of each kind. The guard's covers weights
 and optimizer state only, and extends over further windows where the length of a rotation is limited.
 """
@@ -17,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 from torch import nn
+
+from holdfast.integrity import device_digest
 
 WINDOW_BYTES = 64 << 10
 """Size of a window in bytes. Hashing one takes about 5 us."""
@@ -128,13 +133,13 @@ class RotatingDigest:
         if self._buffers:
             certified.add(self._buffers[step % len(self._buffers)])
         digest.add(further)
-        return StateDigests(digest.number, certified.number)
+        return StateDigests(*_numbers(digest, certified))
 
     def of_step(self, step: int, halves: Sequence[str] = HALVES) -> int:
         """Return the digest compared in a step, or of :data:`EVERYTHING`, restricted to some kinds; see :attr:`StateDigests.replicas`."""
         digest = _Digest(self._optimizer)
         digest.add(self.pieces(step, halves))
-        return digest.number
+        return _numbers(digest)[0]
 
     def pieces(self, step: int, halves: Sequence[str] = HALVES) -> list[HashPiece]:
         """Return the pieces compared in a step, in hashing order."""
@@ -213,20 +218,42 @@ class _Digest:
         self._optimizer = optimizer
         self._hash = xxhash.xxh3_64()
         self._any = False
+        self._words = 0
+        self.on_devices: dict[torch.device, torch.Tensor] = {}
+        """Digests of what is on devices, and stays there until they are read."""
 
     def add(self, pieces: Iterable[HashPiece]) -> None:
         for piece in pieces:
             self._any = True
-            self._hash.update(raw(piece.rows(self._optimizer)))
+            rows = piece.rows(self._optimizer)
+            if is_on_device(rows):
+                self._add_on_device(rows)
+            else:
+                self._hash.update(raw(rows))
+
+    def _add_on_device(self, rows: torch.Tensor) -> None:
+        total = device_digest.mixed_sum(rows, self._words)
+        self._words += device_digest.num_words(rows)
+        before = self.on_devices.get(rows.device)
+        self.on_devices[rows.device] = total if before is None else before + total
 
     def copy(self) -> _Digest:
         other = _Digest(self._optimizer)
         other._hash, other._any = self._hash.copy(), self._any
+        other._words, other.on_devices = self._words, dict(self.on_devices)
         return other
 
-    @property
-    def number(self) -> int:
+    def number(self, on_devices: Iterable[int]) -> int:
+        """Return the digest, given the values of :attr:`on_devices`."""
+        for value in on_devices:
+            self._hash.update(value.to_bytes(8, "little"))
         return self._hash.intdigest() >> 2 if self._any else 0
+
+
+def _numbers(*digests: _Digest) -> list[int]:
+    """Return the numbers of digests, which are complete; the host waits for devices once."""
+    values = iter(device_digest.read([total for digest in digests for total in digest.on_devices.values()]))
+    return [digest.number([next(values) for _ in digest.on_devices]) for digest in digests]
 
 
 def _pieces(tensors: Sequence[tuple[torch.Tensor, str, str, torch.Tensor]]) -> Iterator[tuple[HashPiece, int]]:
@@ -251,6 +278,24 @@ def _packed(pieces: Iterable[tuple[HashPiece, int]]) -> Iterator[list[tuple[Hash
         size += size_bytes
     if window:
         yield window
+
+
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is hashed where it is, because its bytes are not in the memory of the CPU."""
+    return not tensor.is_cpu
+
+
+def digests_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """Return the digest of each tensor, by its name; the host waits for devices once, at the end."""
+    found: dict[str, str] = {}
+    on_devices: dict[str, torch.Tensor] = {}
+    for name, tensor in named:
+        if is_on_device(tensor):
+            found[name], on_devices[name] = "", device_digest.mixed_sum(tensor)
+        else:
+            found[name] = xxhash.xxh3_64_hexdigest(raw(tensor))
+    read = device_digest.read(list(on_devices.values()))
+    return found | {name: f"{value:016x}" for name, value in zip(on_devices, read, strict=True)}
 
 
 def raw(rows: torch.Tensor) -> Any:

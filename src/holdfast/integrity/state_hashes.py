@@ -9,13 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
-import xxhash
-
 from holdfast.comm import Communicator
 from holdfast.config import Settings
 from holdfast.engine.vote import MinMax
 from holdfast.integrity.certified import HashedState
-from holdfast.integrity.fingerprint import RotatingDigest, StateDigests, raw
+from holdfast.integrity.fingerprint import RotatingDigest, StateDigests, digests_of
 from holdfast.integrity.hash_chain import WHOLE_EVERY
 
 
@@ -94,4 +92,4 @@ class Fingerprint(ABC):
 
 def hash_tensors(digest: RotatingDigest) -> dict[str, str]:
     """Return the digest of each tensor, by path."""
-    return {path: xxhash.xxh3_64_hexdigest(raw(tensor)) for path, tensor in digest.tensors()}
+    return digests_of(digest.tensors())

@@ -15,12 +15,14 @@ from pathlib import Path
 from holdfast.config import RESPAWNS, Settings
 from holdfast.launch.fork_protocol import FORK_SERVER
 from holdfast.launch.fork_server import ForkServer
+from holdfast.launch.gpus import for_workers
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import cause_of_death
 from holdfast.launch.mpi_hosts import MpiHosts
 from holdfast.launch.ports import shut_ports
 from holdfast.launch.processes import Process, WatchedWorker, end, pair_path, start, this_node
 from holdfast.launch.run_paths import RunPaths
+from holdfast.launch.slots import Slots
 from holdfast.launch.starting import StartupStatus
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker_context import ALL_STOP, GRACE_S, LAUNCHER, LAUNCHER_NODE, LOG_DIR
@@ -74,6 +76,8 @@ class JobAttempt:
         self._env[ALL_STOP] = str(int(all_stop))
         if fork_server is not None:
             self._env |= fork_server.variables
+        self._env |= for_workers(job.gpus, one_process=job.is_virtual, elsewhere=hosts is not None)
+        self._slots = Slots(ranks, job.settings.workers + job.settings.spares)
         if job.max_respawns:
             self._env[RESPAWNS] = str(job.max_respawns)
         if hosts is not None:
@@ -94,7 +98,8 @@ class JobAttempt:
         """Start a single worker, if the fabric starts each; a worker that is started later is a newcomer."""
         if rank not in self.processes:
             self.processes = (*self.processes, rank)
-        self._watchers[rank] = start(self._command, self._env | {"HOLDFAST_RANK": str(rank)}, self._log, self._locks)
+        env = self._env | {"HOLDFAST_RANK": str(rank)} | self._slots.variables(rank, self.is_ended)
+        self._watchers[rank] = start(self._command, env, self._log, self._locks)
         self._started.append(self._watchers[rank])
 
     def is_ended(self, rank: int) -> bool:

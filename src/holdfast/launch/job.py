@@ -53,6 +53,14 @@ class Job:
         metavar="N",
         has_default=True,
     )
+    gpus: str = option(
+        "auto",
+        help="GPUs of a node that its workers use: all, none, or the first N.",
+        manual="GPUs of a node that its workers use: all, none, or the first N of them. Each worker sees one: [gpus.md](../how-to/gpus.md)",
+        group="Workers",
+        metavar="auto|none|N",
+        has_default=True,
+    )
     max_respawns: int = option(
         0,
         help="Maximum number of replacement workers.",

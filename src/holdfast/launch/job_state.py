@@ -10,6 +10,7 @@ from holdfast.faults.plan import ENDS
 from holdfast.records.beacon import BeaconPosition
 from holdfast.records.types import (
     CheckpointSaved,
+    DeviceLost,
     FaultFired,
     Finished,
     Left,
@@ -111,6 +112,7 @@ class JobState:
         self._stall_timeout_s = stall_timeout_s
         self._highest = -1
         self._poison: list[tuple[WorkerEnded, BeaconPosition]] = []
+        self._devices: dict[int, str] = {}
         self._start = _Start((), ())
         self._closed = True
         self.killed: set[int] = set()
@@ -185,6 +187,8 @@ class JobState:
                     self.last_step, self.restarts_in_vain = record.step, 0
             case CheckpointSaved():
                 self.saved = record
+            case DeviceLost():
+                self._devices[record.rank] = record.message
             case FaultFired():
                 self.fired.add(record.fault)
                 if record.kind in ENDS:
@@ -344,7 +348,7 @@ class JobState:
         more = len(position.samples) - _NAMED_SAMPLES
         return JobBroken(
             f"workers {ranks} died one after another at the same place, slice {position.slice} of step "
-            f"{position.step} ({position.phase}, {cause_of_death(last.exit_code)}): its samples are the likely cause: "
+            f"{position.step} ({position.phase}, {self._cause(last)}): its samples are the likely cause: "
             f"{named}{f' and {more} more' if more > 0 else ''}",
             is_final=True,
         )
@@ -370,7 +374,12 @@ class JobState:
         ends = self._start.ended
         if len(ends) < len(self._start.processes):
             return "mpirun ended before the workers did"
-        return "; ".join(f"rank {r} {cause_of_death(end.exit_code)}" for r, end in sorted(ends.items()))
+        return "; ".join(f"rank {r} {self._cause(end)}" for r, end in sorted(ends.items()))
+
+    def _cause(self, end: WorkerEnded) -> str:
+        """Return a phrase for how a worker ended; one whose device was lost has killed itself."""
+        lost = self._devices.get(end.rank)
+        return cause_of_death(end.exit_code) if lost is None else f"lost its device: {lost}"
 
     def stand_still(self, ranks: Iterable[int], now_s: float) -> bool:
         """Return whether all of these workers wait, and none has sent a heartbeat for too long."""

@@ -15,6 +15,7 @@ from holdfast.launch.attempt import AttemptFiles, JobAttempt, common_environment
 from holdfast.launch.elasticity import ElasticWorkers
 from holdfast.launch.exit_status import explain, unsaid, why_not_again
 from holdfast.launch.fork_server import ForkServer, is_useful
+from holdfast.launch.gpus import check_gpus, sharing_line
 from holdfast.launch.health import HealthMonitor
 from holdfast.launch.job import Job, JobOutcome, check
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
@@ -48,6 +49,7 @@ def launch(job: Job, view: RunView | None = None) -> JobOutcome:
     check(job)
     check_hosts(job)
     check_node_faults(job)
+    check_gpus(job.gpus, elsewhere=bool(job.hosts))
     with Launcher(job, view or RunView()) as launcher:
         return launcher.run()
 
@@ -106,6 +108,8 @@ class Launcher:
             files=self._files,
             clock=SystemClock(self._origin_s),
         )
+        if line := sharing_line(job.gpus, 0 if job.is_virtual or job.hosts else len(job.ranks) // job.nnodes):
+            self._view.print_line(line)
         self._bus = RecordBus(run)
         self._health = HealthMonitor(run, self._bus)
         self._elastic = ElasticWorkers(run)

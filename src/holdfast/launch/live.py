@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 from holdfast.launch.job_state import cause_of_death
 from holdfast.records.types import (
     CheckpointSaved,
+    DeviceLost,
     FaultFired,
     Finished,
     JobRestarted,
@@ -178,6 +179,8 @@ class EventFormatter:
             case FaultFired():
                 victim = f"rank {record.rank}" if record.node < 0 else f"node {record.node}"
                 return ("fault", record.fault), f"{record.kind} of {victim} at step {record.step}, {record.phase}"
+            case DeviceLost():
+                return ("device", record.rank), _device(record)
             case WorkerFenced():
                 return ("fenced", record.rank), f"rank {record.rank} is killed: {record.reason}"
             case SettingChanged():
@@ -250,6 +253,12 @@ def _changed(record: SettingChanged) -> str:
     if record.name == "speeds":
         return f"from step {record.step} on, slices are assigned by worker speed"
     return f"from step {record.step} on, {record.name} is {record.value}"
+
+
+def _device(record: DeviceLost) -> str:
+    gpu = f"its GPU ({record.gpu})" if record.gpu else "its device"
+    what = f"lost {gpu}" if record.what == "lost" else f"took over slices, and {gpu} has too little memory"
+    return f"rank {record.rank} {what}: {clean(record.message)}"
 
 
 def _begin(record: RunStarted) -> str:

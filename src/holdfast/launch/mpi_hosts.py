@@ -113,7 +113,7 @@ _MARK = "holdfast-node"
 _FIRST_CODE = 91
 _PROBES = 3
 _END_S = 5.0
-_HANDED_ON = ("HOLDFAST_", "OMP_", "MKL_", "MALLOC_", "MASTER_", "PYTHON", "CUDA_", "NCCL_", "TORCH")
+_HANDED_ON = ("HOLDFAST_", "OMP_", "MKL_", "MALLOC_", "MASTER_", "PYTHON", "CUDA_", "CUBLAS_", "NCCL_", "TORCH")
 """Prefixes of the variables that workers on all hosts receive; mpirun itself passes those that begin with OMPI_."""
 
 

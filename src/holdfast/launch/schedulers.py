@@ -15,7 +15,7 @@ An option that is given wins. Two schedulers that contradict each other are an e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +36,16 @@ class Scheduled:
     said: str = ""
 
 
-def read_scheduler(env: Mapping[str, str], given: Mapping[str, Any], cores: int) -> Scheduled:
+def read_scheduler(
+    env: Mapping[str, str], given: Mapping[str, Any], cores: int, find_gpus: Callable[[], Sequence[str]] = tuple
+) -> Scheduled:
     """Return the options that the environment sets.
 
     Args:
         env: The environment.
         given: Values of the options that were given, by parameter name.
         cores: CPU cores that this process may use.
+        find_gpus: Returns the GPUs that it may use; called if the number of workers depends on it.
 
     Raises:
         ConfigError: if a variable has a value that cannot be used, or two contradict each other.
@@ -50,7 +53,7 @@ def read_scheduler(env: Mapping[str, str], given: Mapping[str, Any], cores: int)
     if given.get("hosts") is not None:
         return Scheduled({})  # one launcher starts the workers of all hosts
     found = _Found(env, given)
-    _read_kubeflow(found, cores)
+    _read_kubeflow(found, cores, find_gpus)
     _read_slurm(found)
     _read_kubernetes(found)
     return found.result()
@@ -106,10 +109,10 @@ class _Found:
         return Scheduled(values, said)
 
 
-def _read_kubeflow(found: _Found, cores: int) -> None:
+def _read_kubeflow(found: _Found, cores: int, find_gpus: Callable[[], Sequence[str]]) -> None:
     found.offer("nnodes", ["PET_NNODES"], lambda: _nodes(found))
     found.offer("node_rank", ["PET_NODE_RANK"], lambda: found.number("PET_NODE_RANK"))
-    found.offer("workers", ["PET_NPROC_PER_NODE"], lambda: _workers(found, cores))
+    found.offer("workers", ["PET_NPROC_PER_NODE"], lambda: _workers(found, cores, find_gpus))
     found.offer("max_restarts", ["PET_MAX_RESTARTS"], lambda: found.number("PET_MAX_RESTARTS"))
     if found.num_nodes > 1:
         found.offer("rdzv", ["PET_RDZV_ENDPOINT"], lambda: _rendezvous(found, found.env["PET_RDZV_ENDPOINT"]))
@@ -128,12 +131,16 @@ def _nodes(found: _Found) -> int:
     return int(least)
 
 
-def _workers(found: _Found, cores: int) -> int:
+def _workers(found: _Found, cores: int, find_gpus: Callable[[], Sequence[str]]) -> int:
+    """Return the workers of this node; the words mean what they mean to torchrun."""
     text = found.env["PET_NPROC_PER_NODE"]
     if text == "cpu":
         return cores
     if text in ("auto", "gpu"):
-        raise ConfigError(f"PET_NPROC_PER_NODE={text} is not a number of workers: give -n, the workers of this node")
+        gpus = len(find_gpus())
+        if text == "gpu" and not gpus:
+            raise ConfigError("PET_NPROC_PER_NODE=gpu asks for a worker for each GPU, and this node has none: give -n")
+        return gpus or cores
     return found.number("PET_NPROC_PER_NODE", least=1)
 
 

@@ -22,7 +22,10 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from holdfast.config import Settings, mpi_rank
 from holdfast.errors import ConfigError, HoldfastError, InternalError, ScriptError
+from holdfast.launch.device_loss import device_loss
+from holdfast.launch.gpus import for_slot, hint_for
 from holdfast.launch.processes import adopt_orphans, die_with_parent, wait_for_end
+from holdfast.launch.slots import slot_at_start
 from holdfast.launch.target import Target
 from holdfast.launch.watcher import Starter, mpirun_above, watch
 from holdfast.launch.worker_context import (
@@ -36,7 +39,7 @@ from holdfast.launch.worker_context import (
 )
 from holdfast.records.beacon import show_life
 from holdfast.records.paths import beacon_path, stop_path
-from holdfast.records.types import ScriptFailed
+from holdfast.records.types import DeviceLost, ScriptFailed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,6 +116,8 @@ def run_script(words: Sequence[str]) -> NoReturn:
                 raise
         _check_trained()
     except BaseException as error:
+        if (lost := device_loss(error)) is not None:
+            _end_without_device(lost, _line_in(error.__traceback__, script))
         exit_code = _report_failure(error, script)
     _leave(exit_code)
 
@@ -199,14 +204,14 @@ def _show_life(settings: Settings, rank: int) -> None:
 
 
 def _set_torchrun_variables(settings: Settings) -> None:
-    """Set the variables that torchrun sets; RANK counts this start's workers from 0 without gaps."""
-    size, rank = os.environ.get("OMPI_COMM_WORLD_SIZE", "1"), str(mpi_rank())
-    local = os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", rank), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", size)
+    """Set the variables that torchrun sets, and the GPU; RANK counts this start's workers from 0 without gaps."""
+    size, rank = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")), mpi_rank()
     if settings.rank >= 0:
         ranks = [int(rank) for rank in settings.ranks.split(",")]
-        size, rank = str(len(ranks)), str(ranks.index(settings.rank) if settings.rank in ranks else settings.rank)
-        local = rank, size
-    os.environ.update(RANK=rank, LOCAL_RANK=local[0], WORLD_SIZE=size, LOCAL_WORLD_SIZE=local[1])
+        size, rank = len(ranks), ranks.index(settings.rank) if settings.rank in ranks else settings.rank
+    slot, slots = slot_at_start(rank, size, is_numbered=settings.rank >= 0)
+    places = {"RANK": rank, "LOCAL_RANK": slot, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": slots}
+    os.environ.update({name: str(place) for name, place in places.items()} | for_slot(slot))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
 
@@ -223,6 +228,18 @@ def _check_trained() -> None:
     engine = sys.modules.get("holdfast.distributed.comm_thread")
     if engine is not None:
         engine.leave()
+
+
+def _end_without_device(lost: DeviceLost, where: str) -> NoReturn:
+    """Record that the device is lost, and end this worker like a killed one: exit handlers might use the device."""
+    settings, rank = worker_name()
+    if settings.run_dir:
+        log_beside(settings, rank, str(rank)).write(lost)
+    sys.stdout.flush()
+    sys.stderr.write(f"{lost.message}{where}\n")
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
 
 
 def _report_failure(error: BaseException, script: Path) -> int:
@@ -252,6 +269,7 @@ def describe(error: BaseException, script: Path) -> ScriptFailed:
     else:
         text = "".join(traceback.format_exception(type(error), error, frames))
         message = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+        message += hint_for(message)
     exit_code = 2 if isinstance(error, ConfigError) else 1
     return ScriptFailed(exit_code=exit_code, message=message, traceback=text, is_bug=is_bug(error))
 

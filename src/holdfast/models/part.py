@@ -119,8 +119,10 @@ class ModelPart:
             return
         parameters = self.buckets.parameters
         hook = parameters[len(parameters) // 2].register_post_accumulate_grad_hook(lambda _: midway())
-        total.backward()
-        hook.remove()
+        try:
+            total.backward()
+        finally:
+            hook.remove()
 
     def total(self, loss: torch.Tensor, samples: int) -> torch.Tensor:
         """Return the value to differentiate: the loss summed over the slice, scaled if there is a scaler."""

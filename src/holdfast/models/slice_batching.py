@@ -32,6 +32,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from holdfast.clock import Clock
 from holdfast.data.seeds import generator_states
+from holdfast.device_errors import DeviceFailure, classify
 from holdfast.models.gradients import SliceGradients
 from holdfast.models.loss import Forward, Loss, figure_of, loss_of
 from holdfast.models.part import ModelPart
@@ -222,6 +223,8 @@ def _script() -> Iterator[None]:
     except CannotSplitError:
         raise
     except Exception as error:
+        if classify(error) is DeviceFailure.LOST:  # it would be lost in the unbatched pass, too
+            raise
         raise CannotSplitError(
             f"in one batch it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         ) from error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import traceback
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from holdfast.data.plan import MiniBatch
 from holdfast.data.seeds import seed_slice
+from holdfast.device_errors import DeviceFailure, classify
 from holdfast.engine.flips import NOT_WATCHED, flip_outputs
 from holdfast.errors import ScriptError
 from holdfast.models.loss import Forward, Loss, checked
@@ -69,6 +72,20 @@ class SliceRunner(Runner):
         self._part.gradients.end_slice(number, metrics, len(batch.slices[number]))
         self._watched.close()
         self._end(batch, number, metrics)
+
+    def free_memory(self, error: RuntimeError, batch: MiniBatch, number: int) -> bool:
+        """Free what a slice has left that failed for want of memory, and say so; return False for any other error."""
+        if classify(error) is not DeviceFailure.OUT_OF_MEMORY:
+            return False
+        message = str(error).partition("\n")[0]
+        self._context.log.warn(f"slice {number} of step {batch.step} is computed again, with memory freed: {message}")
+        traceback.clear_frames(error.__traceback__)  # they refer to what the slice had computed
+        self._watched.close()
+        self._part.buckets.clear()
+        if self._part.device.type != "cpu":
+            gc.collect()
+            torch.accelerator.empty_cache()  # memory that torch keeps for later
+        return True
 
     def begin_uncounted(self, batch: MiniBatch) -> Any:
         """Prepare for a slice that belongs to another worker and return its inputs; its gradients are not kept."""

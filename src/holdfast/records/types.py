@@ -458,6 +458,22 @@ class WorkerEnded(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLost(Record):
+    """``rank`` can no longer use its GPU, and ends by SIGKILL; written just before. The other workers continue.
+
+    Args:
+        what: ``"lost"``: an error after which a process must not use the device; ``"memory"``: too little memory for the
+            slices that it took over from failed workers.
+        message: The first line of the exception.
+        gpu: The GPU, as ``CUDA_VISIBLE_DEVICES`` names it; "" if the launcher assigned none.
+    """
+
+    what: str
+    message: str
+    gpu: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerSeen(Record):
     """``rank`` has been slower than the other workers for some time.
 

@@ -13,7 +13,7 @@ DISTRIBUTED = "torch.distributed"
 """``api`` of a run whose script uses ``torch.distributed`` and not a session."""
 
 _KILLS = ("kill", "oom", "segfault", "nodeloss")
-_STUCK = ("hang", "gil", "spin", "deadlock")
+_STUCK = ("hang", "gil", "spin", "deadlock", "gpu-hang")
 _SMALL = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from holdfast.records.types import (
+    DeviceLost,
     FailureSeen,
     FaultFired,
     Finished,
@@ -198,9 +199,9 @@ class History:
             for recovery in life.recoveries:
                 explained |= set(recovery.lost)
                 for rank in sorted(set(recovery.lost) - life.left):
-                    yield _fenced(life, self._recovered(life, recovery, rank, recoveries))
+                    yield _explained(life, self._recovered(life, recovery, rank, recoveries))
                 recoveries += 1
-            yield from (_fenced(life, f) for f in self._unrecovered(life, explained | life.left, recoveries))
+            yield from (_explained(life, f) for f in self._unrecovered(life, explained | life.left, recoveries))
             recoveries += life.restart is not None
 
     def _recovered(self, life: JobLife, recovery: Recovery, rank: int, number: int) -> LostWorker:
@@ -297,6 +298,8 @@ def _was_fatal(life: JobLife, fault: FaultFired, rank: int) -> bool:
     """Return whether ``fault`` ended a worker: one that was only stuck or cut off for a while may have continued."""
     if fault.kind in _ENDS or fault.kind in ("slow", "leave", "flip"):
         return fault.kind in _ENDS
+    if fault.kind in ("gpu-error", "gpu-oom"):
+        return any(r.rank == rank and r.t_s >= fault.t_s for r in life.of(DeviceLost))
     if fault.kind == "partition":
         return rank not in life.left and not any(r.rank == rank for r in life.of(Finished))
     return any(r.rank == rank and r.t_s >= fault.t_s for r in life.of(WorkerFenced))
@@ -306,8 +309,11 @@ def _injected(fault: FaultFired, rank: int) -> LostWorker:
     return LostWorker(rank=rank, kind=fault.kind, step=fault.step, phase=fault.phase, injected=True, t_s=fault.t_s)
 
 
-def _fenced(life: JobLife, failure: LostWorker) -> LostWorker:
-    """Return ``failure`` with the reason that the launcher recorded when it ended the worker, if it did."""
+def _explained(life: JobLife, failure: LostWorker) -> LostWorker:
+    """Return ``failure`` with its reason, if the launcher ended the worker or the worker itself for its device."""
+    for lost in life.of(DeviceLost):
+        if lost.rank == failure.rank:
+            return dataclasses.replace(failure, why=lost.message)
     for record in life.of(WorkerFenced):
         if record.rank == failure.rank:
             return dataclasses.replace(failure, silent_s=record.silent_s, why=record.reason)
@@ -317,6 +323,8 @@ def _fenced(life: JobLife, failure: LostWorker) -> LostWorker:
 def _kind(life: JobLife, rank: int) -> str:
     if any(r.rank == rank for r in life.of(WorkerFenced)):
         return "hang"
+    if any(r.rank == rank for r in life.of(DeviceLost)):
+        return "device"
     return "exception" if any(r.rank == rank for r in life.of(ScriptFailed)) else "kill"
 
 

@@ -28,7 +28,8 @@ class LostWorker:
     Args:
         rank: The lost rank.
         kind: The kind of the injected fault; if none was injected, ``"hang"`` if the launcher ended a worker without
-            progress, ``"exception"`` if the script raised, else ``"kill"``.
+            progress, ``"device"`` if the worker ended itself because its device is lost, ``"exception"`` if the script
+            raised, else ``"kill"``.
         step: Step in progress: of the worker if the fault was injected, otherwise of the first survivor that detected
             it; -1 if there is none.
         phase: The phase of that step, "" if unknown.
@@ -39,7 +40,7 @@ class LostWorker:
         recovery: Number of the recovery from it, counted over the run; workers lost in the same recovery
             share it and its times. None if there was no recovery.
         silent_s: Seconds since the worker's last sign of life when the launcher ended it; None if it did not.
-        why: The launcher's reason, "" if it did not end the worker.
+        why: The launcher's reason for ending the worker, or the error of its device; "" if neither is known.
         orders: How often each action of the protocol was carried out in that recovery: the maximum over survivors.
         times_s: The longest time that a survivor took for each action.
     """

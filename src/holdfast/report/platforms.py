@@ -11,7 +11,7 @@ from holdfast.report.history import History
 def workers_platforms(history: History) -> dict[str, Any] | None:
     """Return the platforms, their workers, what differing ones gave up, and refused workers; None if not recorded.
 
-    ``given_up`` is "" for a single platform, or an inexact strategy. The last platform of a worker counts.
+    ``promise`` is only there if GPUs were used: what holds of the bits, and why. ``given_up`` is "" for a single platform, or an inexact strategy. The last platform of a worker counts.
     """
     starts = [record for record in history.of(RunStarted) if record.kind]
     if not starts:
@@ -23,8 +23,10 @@ def workers_platforms(history: History) -> dict[str, Any] | None:
         if group is None:
             groups.append(group := {"ranks": [], "kind": kind})
         group["ranks"].append(rank)
+    promises = sorted({kind["promise"] for kind in kinds.values() if "promise" in kind})
     return {
         "of": groups,
+        **({"promise": "; ".join(promises)} if promises else {}),
         "given_up": next((record.given_up for record in starts if record.given_up), ""),
         "refused": [{"rank": r.rank, "t_s": round(r.t_s, 6), "why": r.why} for r in history.of(WorkerRefused)],
     }

@@ -35,7 +35,7 @@ def summary_lines(report: Mapping[str, Any], directory: Path | None = None) -> l
     lines.append(_iteration_cost(report.get("iteration_cost")))
     lines += [_parts_held(held) for held in report.get("parts_held", ())]
     lines.append(_overlap_cost(report.get("eager", ())))
-    lines += [_samples(report), _replicas(report), _platforms(report.get("kinds"))]
+    lines += [_samples(report), _replicas(report), _platforms(report.get("kinds")), _promise(report.get("kinds"))]
     if directory is not None:
         lines.append(f"report   {directory / 'report.json'}   (as a page: holdfast report {directory})")
     return [clean(line) for line in lines if line]
@@ -119,6 +119,10 @@ def _samples(report: Mapping[str, Any]) -> str:
 
 def _platforms(kinds: Mapping[str, Any] | None) -> str:
     return f"kinds    {kinds['given_up']}" if kinds and kinds["given_up"] else ""
+
+
+def _promise(kinds: Mapping[str, Any] | None) -> str:
+    return f"bits     {kinds['promise']}" if kinds and kinds.get("promise") else ""
 
 
 def _replicas(report: Mapping[str, Any]) -> str:

@@ -40,7 +40,7 @@ from holdfast.session.opened import OpenedLoop, choose_job_slices, plan_of
 from holdfast.session.reinit_context import application, note_session, take_over
 from holdfast.session.step import Step
 from holdfast.state.manager import CheckpointManager
-from holdfast.state.platform_check import compare_with_others, platform_of_worker
+from holdfast.state.platform_check import compare_with_others, platform_of_worker, promise_line
 from holdfast.torch_private import check_version
 
 _sessions: list[Session] = []
@@ -238,8 +238,10 @@ class Session:
         if job.loops.loaded is not None and job.loop < job.loops.loaded.info["loop"]:
             job.loops.end(plan.epochs)
             return
-        job.platform.properties = platform_of_worker()
+        job.platform.properties = platform_of_worker(self._trainable.device)
         is_newcomer = not job.comm.members
+        if line := promise_line(job):
+            self._say_once(job, line)
         if is_newcomer:
             compare_with_others(job)
         if is_newcomer and not job.comm.join(job.loop):
@@ -493,6 +495,15 @@ def at_exit() -> None:
         if session.ends_loop is not None:
             session.ends_loop()
         session.check_finished()
+
+
+def has_taken_over() -> bool:
+    """Return whether a session in training computes more than it began with, because workers have failed."""
+    jobs = [(session._trainable, session._job) for session in _sessions if session._job is not None]
+    return any(
+        job.load.has_grown or (not trainable.is_replicated and len(job.comm.members) < len(job.first_members))
+        for trainable, job in jobs
+    )
 
 
 def forget_sessions() -> None:

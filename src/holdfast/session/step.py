@@ -28,6 +28,7 @@ class _SliceWork(_StepWork, Protocol):
     def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None: ...
     def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None: ...
     def between_slices(self, batch: MiniBatch) -> None: ...
+    def free_memory(self, error: RuntimeError, batch: MiniBatch, number: int) -> bool: ...
     def at_once(
         self, batch: MiniBatch, numbers: Sequence[int], forward: Forward, loss: Loss
     ) -> AbstractContextManager[Collection[int]]: ...
@@ -228,11 +229,28 @@ class Step:
             raise ScriptError("step.compute computes all slices: call it instead of `for ... in step`")
         with self._work.at_once(self._batch, tuple(self._pending), forward, loss) as done:
             self._pending = [number for number in self._pending if number not in done]
-            for inputs in self:
-                first, *targets = checked(inputs)
-                value, more = loss_of(loss, forward(first), targets)
-                self.backward(value)
-                self.log(**more)
+            while self._pending:
+                self._compute_slice(forward, loss)
+            self.end()
+
+    def _compute_slice(self, forward: Forward, loss: Loss) -> None:
+        """Compute the next slice, once more if its device runs out of memory: it may hold memory that nothing needs."""
+        try:
+            self._try_slice(forward, loss)
+        except RuntimeError as error:
+            if not self._work.free_memory(error, self._batch, self._pending[0]):
+                raise
+        else:
+            return
+        self._current = -1
+        self._try_slice(forward, loss)
+
+    def _try_slice(self, forward: Forward, loss: Loss) -> None:
+        first, *targets = checked(self.begin_slice())
+        value, more = loss_of(loss, forward(first), targets)
+        self.backward(value)
+        self.log(**more)
+        self.end_slice()
 
     def stop(self) -> None:
         """End training on all workers once this step is committed, whichever worker calls it."""

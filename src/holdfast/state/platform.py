@@ -30,6 +30,9 @@ FIELDS = {
     "capability": _Field("CPU capability", ""),  # the advice depends on the values
     "cpu": _Field("CPU", "start all workers on machines with the same CPU model"),
     "gpu": _Field("GPU", "start all workers on machines with the same GPU model"),
+    "gpu_driver": _Field("GPU driver", "install the same GPU driver everywhere"),
+    "gpu_libraries": _Field("GPU libraries", "install the same torch with the same libraries for GPUs everywhere"),
+    "gpu_flags": _Field("GPU flags", "set the same flags, and CUBLAS_WORKSPACE_CONFIG, everywhere"),
     "torch": _Field("torch", "install the same torch everywhere"),
     "numpy": _Field("NumPy", "install the same NumPy everywhere: samples may be drawn with it"),
     "python": _Field("Python", "install the same Python everywhere: samples may be drawn with its random"),

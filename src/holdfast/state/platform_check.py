@@ -23,6 +23,8 @@ from holdfast.checkpoint.format import tensor_bytes
 from holdfast.comm import broadcast_bytes
 from holdfast.errors import ConfigError
 from holdfast.records.types import WorkerRefused
+from holdfast.state.gpu_check import describe_gpu
+from holdfast.state.gpu_platform import PROMISE, gpu_properties, line_of
 from holdfast.state.platform import Platform, PlatformDifference, between, difference, number_of, promises_bits
 
 if TYPE_CHECKING:
@@ -31,9 +33,14 @@ if TYPE_CHECKING:
 _LETTERS = 12
 
 
-def platform_of_worker() -> dict[str, str]:
-    """Return this worker's platform under torch's current settings; see :data:`holdfast.state.platform.FIELDS`."""
+def platform_of_worker(device: torch.device | None = None) -> dict[str, str]:
+    """Return this worker's platform under torch's current settings; see :data:`holdfast.state.platform.FIELDS`.
+
+    Args:
+        device: The device of the model. A GPU adds the properties of :mod:`holdfast.state.gpu_platform`.
+    """
     flags = ", ".join(f"{name} {value}" for name, value in _flags().items())
+    on_gpu = gpu_properties(describe_gpu(device)) if device is not None and device.type == "cuda" else {}
     return {
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cpu": cpu_model(),
@@ -46,7 +53,7 @@ def platform_of_worker() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "flags": flags,
         "kernels": _digest_of_kernels(torch.get_num_threads(), flags),
-    }
+    } | on_gpu
 
 
 @functools.cache
@@ -108,6 +115,12 @@ def _adam_step(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     mean = torch.zeros_like(weight).lerp_(gradient, 0.1)
     square = torch.zeros_like(weight).addcmul_(gradient, gradient, value=0.001)
     return weight.addcdiv(mean, square.sqrt().div_(0.0316).add_(1e-8), value=-0.01)
+
+
+def promise_line(job: JobContext) -> str:
+    """Return a line about what holds of this job's bits on GPUs; "" if none is used, or its settings promise no bits."""
+    promise = job.platform.properties.get(PROMISE, "")
+    return line_of(promise) if promise and _promises(job) else ""
 
 
 # -- handling differences

@@ -414,6 +414,10 @@ class VirtualDdp:
         """Do not batch slices further."""
         return ONE_BY_ONE
 
+    def free_memory(self, error: RuntimeError, batch: MiniBatch, number: int) -> bool:
+        """Let every error end the computation."""
+        return False
+
     def between_slices(self, batch: MiniBatch) -> None:
         """Make random numbers that the script draws between the groups independent of the groups."""
         seed_slice(self._plan.seed, batch.step, -1)

@@ -1,0 +1,132 @@
+"""A slice that runs out of a device's memory is computed once more, alone, with the same bits. Memory is short by decree here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import holdfast
+from holdfast.engine import exits
+from holdfast.models.training_state import model_tensors
+
+SAMPLES, SLICES = 64, 4
+SHORT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+LOST = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+class Model(nn.Module):
+    """Draws random numbers and changes buffers; or, ``plain``, has rows that can be batched."""
+
+    def __init__(self, *, plain=False):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(6, 12)
+        self.norm = nn.LayerNorm(12) if plain else nn.BatchNorm1d(12)
+        self.drop = nn.Identity() if plain else nn.Dropout(0.3)
+        self.last = nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.last(self.drop(F.relu(self.norm(self.first(x)))))
+
+
+def train(model, forward=None):
+    """Train by ``step.compute``; return all tensors of the model."""
+    generator = torch.Generator().manual_seed(6)
+    data = TensorDataset(
+        torch.randn(SAMPLES, 6, generator=generator), torch.randint(3, (SAMPLES,), generator=generator)
+    )
+    optimizer = torch.optim.Adam(model.parameters())
+    session = holdfast.Session(model, optimizer, workers=1, slices=SLICES, fabric="virtual")
+    for step in session.steps(data, 16, epochs=3):
+        step.compute(forward or model, F.cross_entropy)
+    return {name: tensor.clone() for name, tensor in model_tensors(model)}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def failing(model, *calls, error=SHORT, larger_than=0):
+    """Return a forward function of which these calls, counted from 1, raise after they have computed."""
+    count = 0
+
+    def forward(x):
+        nonlocal count
+        made = model(x)
+        if len(x) > larger_than:
+            count += 1
+            if count in calls:
+                raise error
+        return made
+
+    return forward
+
+
+def test_a_slice_that_ran_out_of_memory_has_the_same_bits_when_it_is_computed_again(capsys):
+    expected = train(Model())
+    model = Model()
+
+    got = train(model, failing(model, 6, 19))
+
+    assert same(got, expected)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "computed again" in line]
+    # Call 6 is slice 1 of step 1, and the seventh call computes it again.
+    assert lines == [
+        f"holdfast: worker 0: slice {place} is computed again, with memory freed: CUDA out of memory. Tried to allocate 2.00 GiB."
+        for place in ("1 of step 1", "1 of step 4")
+    ]
+
+
+def test_without_memory_for_the_second_time_the_error_reaches_the_script():
+    model = Model()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        train(model, failing(model, 6, 7))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), LOST], ids=repr)
+def test_any_other_error_is_not_tried_again(error):
+    model, calls = Model(), []
+    forward = failing(model, 6, error=error)
+
+    with pytest.raises(type(error)):
+        train(model, lambda x: (calls.append(1), forward(x))[1])
+
+    assert len(calls) == 6
+
+
+def test_slices_that_do_not_fit_together_are_computed_one_by_one():
+    expected = train(Model(plain=True))
+    model = Model(plain=True)
+    alone = 16 // SLICES
+
+    got = train(model, failing(model, *range(1, 100), larger_than=alone))
+
+    assert same(got, expected)
+
+
+def test_a_device_that_is_lost_while_slices_are_computed_together_ends_the_step():
+    model = Model(plain=True)
+
+    with pytest.raises(torch.AcceleratorError):
+        train(model, failing(model, 1, error=LOST, larger_than=16 // SLICES))
+
+
+@pytest.mark.parametrize(
+    ("error", "ended"), [(LOST, ["worker", "job"]), (SHORT, ["job"]), (ValueError(), ["job"])], ids=repr
+)
+def test_without_a_launcher_a_lost_device_ends_the_worker_and_another_error_the_job(monkeypatch, error, ended):
+    """Ending the worker does not return, but here both are only written down."""
+    done, hooks = [], {}
+    monkeypatch.setattr(exits, "kill_self", lambda: done.append("worker"))
+    monkeypatch.setattr(exits, "end_job", lambda: done.append("job"))
+    monkeypatch.setattr(exits.sys, "excepthook", lambda *_: None)
+    monkeypatch.setattr(exits.atexit, "register", lambda at_exit: hooks.setdefault("exit", at_exit))
+
+    exits.end_job_on_errors(lambda: None)
+    exits.sys.excepthook(type(error), error, None)
+
+    assert done == ended
