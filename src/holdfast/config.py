@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from holdfast.comm.fabrics.registry import BUILT_IN as FABRICS_BUILT_IN
 from holdfast.comm.fabrics.registry import make_fabric
+from holdfast.comm.launchers import own_group
 from holdfast.errors import ConfigError
 from holdfast.options import check, choices, losses_of, option, parse, variable
 from holdfast.recovery.registry import BUILT_IN, strategy_class
@@ -503,6 +504,8 @@ def rank_at_start(settings: Settings) -> int:
     """Return the rank of this worker before it is connected, 0 without a launcher."""
     if settings.rank >= 0:
         return settings.rank
+    if not settings.fabric and (group := own_group()) is not None:
+        return group.rank
     index = mpi_rank()
     return int(settings.ranks.split(",")[index]) if settings.ranks else index
 

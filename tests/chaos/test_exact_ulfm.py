@@ -83,7 +83,7 @@ def test_forward_goes_on_over_the_survivors_and_lists_what_it_lost(tmp_path):
 
 
 def test_a_sample_that_kills_whoever_reads_it_stops_the_job_and_is_named(tmp_path):
-    report = run_report(tmp_path, "-n", 4, "--slices", 8, SCRIPT.with_name("train_poison.py"), exit_code=1)
+    report = run_report(tmp_path, "-n", 4, "--slices", 8, SCRIPT.with_name("train_poison.py"), exit_code=93)
 
     last = report["_stderr"].strip().splitlines()[-1]
     assert "slice 7 of step 1" in last
@@ -94,7 +94,7 @@ def test_a_sample_that_kills_whoever_reads_it_stops_the_job_and_is_named(tmp_pat
 
 
 def test_a_script_that_raises_is_reported_once(tmp_path):
-    report = run_report(tmp_path, "-n", 3, SCRIPT, "mlp", "sgd", "--raise-at", 3, exit_code=1)
+    report = run_report(tmp_path, "-n", 3, SCRIPT, "mlp", "sgd", "--raise-at", 3, exit_code=93)
 
     assert report["_stderr"].strip().splitlines()[-1] == "ValueError: the script has a bug"
     assert report["error"]["message"] == "ValueError: the script has a bug"

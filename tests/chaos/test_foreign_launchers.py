@@ -1,48 +1,199 @@
-"""A session that torchrun starts: several processes are refused before they save anything, one process trains."""
+"""A session that another launcher starts: the processes join each other and end with the bits of `holdfast run`.
+
+When one is killed, all end, and resume from the newest checkpoint where the launcher starts them again.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
-from jobs import clean_env
+from jobs import ROOT, clean_env, run_report
+
+from holdfast.launch.processes import children_of, value_of
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
 
-SCRIPT = """
+EXAMPLE = ROOT / "examples" / "01_survive_a_kill.py"
+DEADLINE_S = 120.0
+
+SMALL = """
+import sys, time
 import torch, holdfast
 from torch.utils.data import TensorDataset
 
 model = torch.nn.Linear(2, 1)
-session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.1), checkpoint_dir="saved", checkpoint_every=1)
-for step in session.steps(TensorDataset(torch.ones(4, 2)), 2):
+session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in session.steps(TensorDataset(torch.ones(8, 2)), 4, epochs=50):
+    if session.step == 3 and session.rank == 1:
+        print("at step 3", flush=True)
+        {deed}
     for (x,) in step:
         step.backward(model(x).sum())
 """
 
 
-def torchrun(folder, processes):
-    """Run the script in so many processes."""
-    (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return subprocess.run(
-        [*command, "train.py"], cwd=folder, env=clean_env(), capture_output=True, text=True, timeout=120, check=False
+FORK_AND_WAIT = "import os; os.fork() or (os.closerange(0, 3), time.sleep(20), os._exit(0)); time.sleep(60)"
+"""The child inherits all connections, and must not keep them open when its parent is killed."""
+
+
+def start_torchrun(folder, processes, script, *options, **env):
+    """Start torchrun on this machine."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return start([*torchrun, *options, str(script)], folder, **env)
+
+
+def start(command, folder, **env):
+    return subprocess.Popen(
+        command, cwd=folder, env=clean_env(**env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
-def test_two_processes_are_refused_in_one_line_and_save_nothing(tmp_path):
-    done = torchrun(tmp_path, 2)
+def finish(job):
+    """Return exit code and both outputs of a job, which has a deadline."""
+    try:
+        out, err = job.communicate(timeout=DEADLINE_S)
+    finally:
+        job.kill()
+    return job.returncode, out, err
 
-    said = {line for line in done.stderr.splitlines() if "errors.ConfigError: " in line}
-    assert done.returncode != 0
-    assert len(said) == 1, done.stderr
-    assert "WORLD_SIZE=2 (torchrun) says that this process is one of several" in said.pop()
-    assert not (tmp_path / "saved").exists()
+
+def sha256_in(said):
+    return re.findall(r"done before step \d+, sha256 ([0-9a-f]{64})", said)
+
+
+def wait_until(is_so, job):
+    ends_s = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert job.poll() is None, job.communicate()
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def bits(tmp_path_factory):
+    """The sha256 of the example under `holdfast run`, by the number of workers."""
+    found = {}
+
+    def of(workers):
+        if workers not in found:
+            folder = tmp_path_factory.mktemp("reference")
+            found[workers] = run_report(folder, "--fabric", "gloo", "--no-page", "-n", workers, EXAMPLE)
+        return found[workers]["replicas"]["sha256"]
+
+    return of
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_of_torchrun_end_with_the_bits_of_holdfast_run(tmp_path, bits, processes):
+    code, out, err = finish(start_torchrun(tmp_path, processes, EXAMPLE))
+
+    assert code == 0, err
+    assert out.count("144 steps") == 1, "one of them leads"
+    assert f"{processes} processes of torchrun have joined; when one fails, all end" in err
+    assert "start from the beginning, because there is no checkpoint directory" in err
+    assert sha256_in(err) == [bits(processes)]
+
+
+def test_torchrun_restarts_all_when_one_is_killed_and_no_bit_changes(tmp_path, bits):
+    saved = {"HOLDFAST_CHECKPOINT_DIR": str(tmp_path / "saved"), "HOLDFAST_CHECKPOINT_EVERY": "20"}
+    job = start_torchrun(tmp_path, 2, EXAMPLE, "--max-restarts", "1", **saved)
+    wait_until((tmp_path / "saved" / "step-00000020" / "manifest.json").exists, job)
+    (victim,) = [pid for pid in children_of(job.pid) if value_of(pid, "RANK") == "1"]
+    os.kill(victim, signal.SIGKILL)
+
+    code, _, err = finish(job)
+
+    assert code == 0, err
+    assert f"exitcode: -9) local_rank: 1 (pid: {victim})" in err, "the fault landed"
+    assert "holdfast: rank 0 ends: rank 1 has failed, for torchrun to restart all" in err
+    assert [int(step) >= 20 for step in re.findall(r"training resumes at step (\d+)", err)] == [True]
+    assert sha256_in(err) == [bits(2)]
+
+
+def test_each_survivor_ends_when_a_process_raises_or_leaves_training(tmp_path):
+    """Without restarts: training of the others must not go on, or wait."""
+    for deed in ("raise ValueError('a bug')", "sys.exit(0)"):
+        (tmp_path / "train.py").write_text(SMALL.format(deed=deed))
+
+        code, out, err = finish(start_torchrun(tmp_path, 2, "train.py"))
+
+        assert code == 1, err
+        assert "at step 3" in out
+        assert "holdfast: rank 0 ends: rank 1 has failed" in err
+        assert "a bug" in err or "rank 1 ends: training was left at step 3 before its end" in err
+        assert sha256_in(err) == []
+
+
+def test_tasks_of_srun_join_where_their_step_begins_and_end_with_the_first_that_fails(tmp_path):
+    """The environment of a step; nothing restarts them, so they say how to."""
+    (tmp_path / "train.py").write_text(SMALL.format(deed="time.sleep(60)"))
+    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1"}
+    step |= {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "localhost"}
+    tasks = [start([sys.executable, "train.py"], tmp_path, **step, SLURM_PROCID=str(task)) for task in range(3)]
+    try:
+        assert tasks[1].stdout.readline() == "at step 3\n"
+        tasks[1].send_signal(signal.SIGKILL)
+        killed_s = time.monotonic()
+        ended = [finish(task) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+
+    assert time.monotonic() - killed_s < 10
+    assert [code for code, _, _ in ended] == [1, -9, 1]
+    assert "3 processes of srun have joined" in ended[0][2]
+    assert "started again with HOLDFAST_RESUME=1" in ended[0][2]
+    for rank in (0, 2):
+        assert f"holdfast: rank {rank} ends: rank 1 has failed\n" in ended[rank][2]
+
+
+def test_when_rank_0_is_killed_the_store_goes_with_it_and_all_end(tmp_path):
+    script = SMALL.replace(" and session.rank == 1", "").format(deed=FORK_AND_WAIT)
+    (tmp_path / "train.py").write_text(script)
+    mpi = {"PMI_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(20000 + os.getpid() % 12000)}
+    first, second = (start([sys.executable, "train.py"], tmp_path, **mpi, PMI_RANK=str(rank)) for rank in range(2))
+    try:
+        assert second.stdout.readline() == "at step 3\n"
+        first.send_signal(signal.SIGKILL)
+        killed_s = time.monotonic()
+        code, _, err = finish(second)
+        took_s = time.monotonic() - killed_s
+    finally:
+        second.kill()
+        first_code, _, _ = finish(first)
+
+    assert (first_code, code) == (-9, 1)
+    assert took_s < 10
+    assert "holdfast: rank 1 ends: rank 0 has failed: " in err
 
 
 def test_one_process_trains_and_saves(tmp_path):
-    done = torchrun(tmp_path, 1)
+    (tmp_path / "train.py").write_text(SMALL.format(deed="pass"))
+    saved = {"HOLDFAST_CHECKPOINT_DIR": "saved", "HOLDFAST_CHECKPOINT_EVERY": "20"}
 
-    assert done.returncode == 0, done.stderr
+    code, _, err = finish(start_torchrun(tmp_path, 1, "train.py", **saved))
+
+    assert code == 0, err
     assert (tmp_path / "saved").is_dir()
+
+
+def test_they_resume_on_another_number_of_processes_with_the_same_bits(tmp_path, bits):
+    saved = {"HOLDFAST_CHECKPOINT_DIR": str(tmp_path / "saved"), "HOLDFAST_CHECKPOINT_EVERY": "20"}
+    job = start_torchrun(tmp_path, 2, EXAMPLE, **saved)
+    wait_until((tmp_path / "saved" / "step-00000040" / "manifest.json").exists, job)
+    job.send_signal(signal.SIGTERM)
+    code, _, err = finish(job)
+    assert code != 0, err
+    assert "stopped before step" in err
+
+    code, _, err = finish(start_torchrun(tmp_path, 3, EXAMPLE, HOLDFAST_RESUME="1", **saved))
+
+    assert code == 0, err
+    assert "training resumes at step" in err
+    assert sha256_in(err) == [bits(2)]

@@ -124,7 +124,7 @@ def test_survivors_of_a_kill_go_on_and_the_plan_can_be_replayed(shell, tmp_path)
 def test_an_exception_ends_the_job_and_its_traceback_stands_last(shell):
     done = shell.run("-n", 3, script=("raise:1:4",))
 
-    assert done.code == 1
+    assert done.code == 93
     lines = done.err.splitlines()
     assert lines[-1] == "ValueError: rank 1 cannot go on"
     assert done.err.count("Traceback") == 1
@@ -141,17 +141,17 @@ def test_a_wrong_setting_in_the_script_is_one_line_and_exit_code_2(shell):
 
 
 @pytest.mark.parametrize(
-    ("deed", "message"),
+    ("deed", "message", "code"),
     [
-        ("os_exit", "rank 1, step 4: train.py ended with exit code 3"),
-        ("sys_exit", "rank 1, step 4: train.py ended with sys.exit(3)"),
-        ("leave", "rank 1 left training at step 4 before its end: train.py returned"),
+        ("os_exit", "rank 1, step 4: train.py ended with exit code 3", 1),
+        ("sys_exit", "rank 1, step 4: train.py ended with sys.exit(3)", 1),
+        ("leave", "rank 1 left training at step 4 before its end: train.py returned", 93),
     ],
 )
-def test_a_worker_that_ends_too_early_ends_the_job(shell, deed, message):
+def test_a_worker_that_ends_too_early_ends_the_job(shell, deed, message, code):
     done = shell.run("-n", 3, script=(f"{deed}:1:4",))
 
-    assert done.code == 1
+    assert done.code == code
     assert done.err.splitlines()[-1] == f"error: {message}"
 
 
@@ -169,9 +169,9 @@ while not all(os.path.exists(f"here-{rank}") for rank in range(2)):
 def test_a_script_that_does_not_train_is_told_so(shell):
     shell.script.write_text(f"print('hello')\n{MEET}")
 
-    done = shell.run("-n", 2)
+    done = shell.run("-n", 2, "--no-requeue-code", 7)
 
-    assert done.code == 1
+    assert done.code == 7
     assert sorted(done.out.splitlines()) == ["[0] hello", "[1] hello"]
     assert done.err.splitlines()[-1] == ("error: train.py ended without training: it never ran session.steps(...)")
 
@@ -296,10 +296,17 @@ def test_restarts_have_an_end(shell):
     assert "error: the job was lost twice, and --max-restarts is 1: rank 1 killed by SIGKILL" in done.err
 
 
+def test_a_job_that_makes_no_progress_is_not_to_be_requeued(shell):
+    done = shell.run("-n", 1, "--max-no-progress", 2, script=("kill:any:4",))
+
+    assert done.code == 93
+    assert "error: no new step was committed since 2 restarts (--max-no-progress 2): rank 2 killed" in done.err
+
+
 def test_samples_that_kill_every_worker_are_named(shell):
     done = shell.run("-n", 3, script=("choke:any:4",))
 
-    assert done.code == 1
+    assert done.code == 93
     assert done.err.splitlines()[-1] == (
         "error: workers 2, 1, 0 died one after another at the same place, slice 2 of step 4 (forward, killed by "
         "SIGKILL): its samples are the likely cause: 7, 8, 9"

@@ -29,6 +29,11 @@ BAD = {
         "--hang-timeout must be at least 0.1 seconds and finite, or 0 for never, got -1",
     ),
     "a hang between two pulses": (["--hang-timeout", "0.001"], "--hang-timeout must be at least 0.1 seconds"),
+    "an exit code that means resume": (
+        ["--no-requeue-code", "4"],
+        "--no-requeue-code must be 1, or from 5 to 125, got 4",
+    ),
+    "less than no progress": (["--max-no-progress", "-1"], "--max-no-progress must be at least 0, got -1"),
     "no nodes": (["--fabric", "gloo", "--nnodes", "0"], "--nnodes must be at least 1, got 0"),
     "a limit to nothing": (["--fabric", "gloo", "--max-respawns", "2"], "--max-respawns 2 needs --respawn"),
     "nobody to replace the slow": (["--stragglers", "replace"], "--stragglers replace needs --spares or --respawn"),

@@ -16,6 +16,7 @@ from holdfast.records.types import (
     Recovered,
     RunStarted,
     ScriptFailed,
+    StepCommitted,
     WorkerEnded,
 )
 
@@ -39,8 +40,10 @@ def ended(rank, exit_code, step=4, t_s=5.0):
     return WorkerEnded(t_s=t_s, rank=rank, step=step, exit_code=exit_code, pid=1)
 
 
-def failed(rank, t_s=5.0, exit_code=1):
-    return ScriptFailed(t_s=t_s, rank=rank, step=4, exit_code=exit_code, message=f"boom {rank}", traceback="T")
+def failed(rank, t_s=5.0, exit_code=1, *, is_bug=False):
+    return ScriptFailed(
+        t_s=t_s, rank=rank, step=4, exit_code=exit_code, message=f"boom {rank}", traceback="T", is_bug=is_bug
+    )
 
 
 def killed(rank):
@@ -85,6 +88,36 @@ def test_a_job_is_done_when_all_that_are_not_dead_have_finished_and_ended(judge)
     assert judge.verdict(1.0, running=True) == JobCompleted(finished(0))
 
 
+def test_a_bug_of_the_script_is_final(judge):
+    judge.apply(failed(1, is_bug=True))
+    judge.apply(recovered(0, lost=(1,)))
+
+    assert judge.verdict(1.0, running=True) == JobBroken("rank 1, step 4: boom 1", 1, "T", is_final=True)
+
+
+@pytest.mark.parametrize("loss", [ended(2, -9, t_s=4.0), replace(recovered(0, lost=(2,)), t_s=4.0)])
+def test_an_exception_after_a_loss_may_be_due_to_it(judge, loss):
+    judge.apply(loss)
+    judge.apply(failed(1, is_bug=True))
+
+    assert judge.verdict(1.0, running=True) == JobBroken("rank 1, step 4: boom 1", 1, "T")
+
+
+def committed(step):
+    return StepCommitted(t_s=5.0, rank=0, step=step, epoch=0, samples=4, workers=3, metrics={})
+
+
+def test_only_new_steps_are_progress():
+    judge, seen = JobState("train.py"), []
+    for steps in ((0, 1), (0, 1), (), (2,), (1, 2)):
+        judge.begin((0,))
+        for step in steps:
+            judge.apply(committed(step))
+        seen.append(judge.restarts_in_vain)
+
+    assert seen == [0, 1, 2, 0, 1]
+
+
 def test_mpirun_being_gone_does_not_make_a_job_fail_that_finished(judge):
     for rank in (0, 1, 2):
         judge.apply(finished(rank))
@@ -119,7 +152,9 @@ def test_leaving_training_early_ends_the_job(judge):
 
     verdict = judge.verdict(1.0, running=True)
 
-    assert verdict == JobBroken("rank 1 left training at step 4 before its end: train.py returned", rank=1, step=4)
+    assert verdict == JobBroken(
+        "rank 1 left training at step 4 before its end: train.py returned", rank=1, step=4, is_final=True
+    )
 
 
 def test_a_script_that_never_trains_is_told_so():

@@ -190,6 +190,25 @@ def run(text, tmp_path):
     raise AssertionError("it did not raise")
 
 
+@pytest.mark.parametrize(
+    ("line", "is_bug"),
+    [
+        ("1 / 0", True),
+        ("raise __import__('holdfast').errors.ScriptError('twice')", True),
+        ("open('no such file')", True),
+        ("raise OSError(28, 'No space left on device')", False),
+        ("raise ConnectionResetError('storage')", False),
+        ("raise MemoryError", False),
+        ("raise __import__('holdfast').errors.StoreLost('gone')", False),
+        ("raise __import__('holdfast').errors.CheckpointError('no storage')", False),
+        ("raise SystemExit(3)", False),
+        ("raise KeyboardInterrupt", False),
+    ],
+)
+def test_an_error_that_another_try_may_avoid_is_no_bug(tmp_path, line, is_bug):
+    assert run(line, tmp_path).is_bug is is_bug
+
+
 def test_a_traceback_begins_in_the_script(tmp_path):
     failed = run("def f():\n    1 / 0\nf()\n", tmp_path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from zlib import crc32
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast.comm import VirtualCommunicator, connect
-from holdfast.comm.launchers import others_started
+from holdfast.comm import VirtualCommunicator, connect, launchers
+from holdfast.comm.launchers import LaunchedGroup, chosen, launched_group, others_started
 from holdfast.config import Settings, leads_at_start, rank_at_start
 from holdfast.errors import ConfigError
+from holdfast.session.launched import as_launched
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -75,6 +77,71 @@ def test_a_launcher_of_several_processes_is_named_with_what_works(name):
 @pytest.mark.parametrize("name", ALONE)
 def test_one_process_is_left_alone(name):
     assert others_started(ALONE[name]) == ""
+
+
+MEETING = {"MASTER_ADDR": "h", "MASTER_PORT": "29500"}
+OMPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+
+JOINED = {
+    "torchrun": (
+        TORCHRUN | MEETING | {"WORLD_SIZE": "4", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"},
+        LaunchedGroup(
+            launcher="torchrun", rank=1, size=4, is_local=True, host="h", port=29500, has_store=True, restarts_all=True,
+            attempt=2, job="none",
+        ),
+    ),
+    "Kubeflow's PyTorchJob": (
+        MEETING | {"WORLD_SIZE": "3", "RANK": "2"},
+        LaunchedGroup(launcher="another launcher", rank=2, size=3, is_local=False, host="h", port=29500),
+    ),
+    "srun": (
+        STEP | {"SLURM_PROCID": "3", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n[3-4]"},
+        LaunchedGroup(launcher="srun", rank=3, size=4, is_local=False, host="n3", port=20217, job="7 0"),
+    ),
+    "srun with torch's variables for the meeting place": (
+        STEP | MEETING | {"SLURM_STEP_NODELIST": "n3"},
+        LaunchedGroup(launcher="srun", rank=0, size=4, is_local=True, host="h", port=29500, job="7 0"),
+    ),
+    "MPICH": (
+        MEETING | {"PMI_SIZE": "3", "PMI_RANK": "0", "MPI_LOCALNRANKS": "3"},
+        LaunchedGroup(launcher="an MPI launcher", rank=0, size=3, is_local=True, host="h", port=29500),
+    ),
+    "Open MPI on one machine": (
+        OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-a-1@1"},
+        LaunchedGroup(launcher="mpirun", rank=1, size=2, is_local=True, host="127.0.0.1", port=20000 + crc32(b"prterun-a-1@1") % 12000, job="prterun-a-1@1"),
+    ),
+    "Open MPI on two machines": (OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "PMIX_NAMESPACE": "a@1"}, None),
+    "no rank": (MEETING | {"WORLD_SIZE": "3"}, None),
+    "a rank beyond the size": (MEETING | {"WORLD_SIZE": "3", "RANK": "3"}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_processes_join_where_the_environment_says_enough(name):
+    env, group = JOINED[name]
+
+    assert launched_group(env) == group
+
+
+@pytest.mark.parametrize("name", [*SEVERAL, *ALONE])
+def test_other_processes_do_not_join(name):
+    env = SEVERAL[name][0] if name in SEVERAL else ALONE[name]
+
+    assert launched_group(env) is None
+
+
+def test_a_framework_that_shows_itself_one_process_does_not_hide_the_others(monkeypatch):
+    monkeypatch.setattr(launchers, "_own", [])
+    monkeypatch.setattr(os, "environ", clean_env(**TORCHRUN, **MEETING, WORLD_SIZE="4"))
+    assert chosen("") == "gloo"
+
+    os.environ.update(WORLD_SIZE="1", RANK="0")
+
+    assert chosen("") == "gloo"
+    settings = as_launched(Settings())
+    assert (settings.fabric, settings.rank, settings.workers, settings.ranks) == ("gloo", 1, 4, "0,1,2,3")
+    assert (rank_at_start(Settings()), leads_at_start(Settings())) == (1, False)
+    assert as_launched(Settings(fabric="virtual")).fabric == "virtual"
 
 
 @pytest.fixture

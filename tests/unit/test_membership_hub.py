@@ -320,6 +320,21 @@ with Hub("secret", lease_s=float(sys.argv[1])) as hub:
 """
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_leased_keys_go_with_the_connection_only_on_request(ends):
+    with Hub(TOKEN, ends_with_connection=ends) as hub:
+        leaver, store = HubStore(hub.address, TOKEN, "j"), HubStore(hub.address, TOKEN, "j")
+        leaver.put("kept", "1")
+        leaver.put("leased", "1", leased=True)
+        leaver.close()
+
+        gone = store.wait(lambda: True if store.get("leased") is None else None, WAIT_S if ends else 0.3)
+
+        assert bool(gone) is ends
+        assert store.get("kept") == "1"
+        store.close()
+
+
 @pytest.fixture
 def host():
     """A hub in a process of its own: its address and the process."""

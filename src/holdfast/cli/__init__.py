@@ -17,7 +17,7 @@ from holdfast.cli.doctor import doctor
 from holdfast.cli.given import GroupedCommand
 from holdfast.cli.lab import COMMANDS, CommandGroup, placeholder
 from holdfast.cli.report import report
-from holdfast.cli.run import RunCommand, run
+from holdfast.cli.run import RunCommand, our_name, run
 from holdfast.cli.tables import need_command
 from holdfast.cli.verify import verify
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError, HoldfastError, InternalError
@@ -31,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)
+app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False, "token_normalize_func": our_name})(run)
 app.command(context_settings={"allow_interspersed_args": False})(doctor)
 app.command()(scale)
 app.command(name="set")(set_)
@@ -60,7 +60,7 @@ def options(
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and exit: 0 done, 1 failed, 2 wrong usage, 3 damaged data, 4 stopped with its state saved."""
+    """Run a command and exit: 0 done, 1 failed, 2 wrong usage, 3 damaged data, 4 stopped with its state saved, 93 failed for good."""
     words = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in words[:2]  # before the command or directly after it; later words may be the script's
     words = [word for place, word in enumerate(words) if place > 1 or word != "--debug"]

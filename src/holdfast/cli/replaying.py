@@ -68,9 +68,22 @@ class ReplayPlan:
             **{name: getattr(self.started, name) for name in _DECIDE},
         )
         args = tuple(self.job["args"])
-        job = Job(script=self.script, args=args, settings=settings, max_restarts=0, log_dir=folder / "logs")
+        module = self.job.get("module", "")
+        if module:
+            _check_module(module, self.script)
+        job = Job(
+            script=self.script, args=args, module=module, settings=settings, max_restarts=0, log_dir=folder / "logs"
+        )
         with _environment({FIRM: "1", "OMP_NUM_THREADS": self.job["threads"]}):
             return launch(job, make_view(sys.stderr) if sys.stderr.isatty() else None)
+
+
+def _check_module(module: str, script: Path) -> None:
+    """Raise a ConfigError if the module that would be run here is in another file."""
+    from holdfast.launch.target import module_file
+
+    if module_file(module).resolve() != script.resolve():
+        raise ConfigError(f"module {module!r} is another file here than {script}: change to the directory of that run")
 
 
 @contextmanager

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from holdfast.cli.given import GroupedCommand, show_all, takes
 from holdfast.cli.signals import sigterm_as_interrupt
 from holdfast.config import MOST_WORKERS, Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.job import MAX_RESPAWNS, Job
-from holdfast.options import DeclaredOption, declared, fields_of, losses_of, option
+from holdfast.options import DeclaredOption, declared, fields_of, losses_of, option, variable
 
 if TYPE_CHECKING:
     from holdfast.launch.job import JobOutcome
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
 class RunArguments:
     """Options that only the command itself uses."""
 
+    module: bool = option(
+        False,
+        help="SCRIPT is the name of a module, as for python -m.",
+        manual="`SCRIPT` is the name of a module, such as `package.train`, which is run as by `python -m`",
+        group="Workers",
+        is_basic=True,
+        flags=("--module", "-m"),
+    )
     respawn: bool = option(
         False,
         help="Start a replacement for each failed worker; --fabric gloo.",
@@ -61,6 +70,16 @@ class RunArguments:
 OPTIONS = declared(RunArguments, Settings, Job)
 _CONVERTED = ("token", "slices", "checkpoint_every")
 """Settings whose value is not that of the option."""
+_OF_TORCHRUN = {"nproc-per-node": "workers", "rdzv-endpoint": "rdzv"}
+"""Options of torchrun that mean the same as ours, and have another name."""
+_SCHEDULED = ("nnodes", "node_rank", "workers", "rdzv", "max_restarts", "fabric")
+"""Parameters that a scheduler may set; see :mod:`holdfast.launch.schedulers`."""
+
+
+def our_name(name: str) -> str:
+    """Return our name of an option; torchrun's names are accepted, too, and underscores for hyphens, as there."""
+    name = name.replace("_", "-")
+    return _OF_TORCHRUN.get(name, name)
 
 
 class RunCommand(GroupedCommand):
@@ -71,7 +90,10 @@ class RunCommand(GroupedCommand):
 
 @takes(OPTIONS)
 def run(
-    script: Annotated[Path, Argument(metavar="SCRIPT", help="The training script.", show_default=False)],
+    context: Context,
+    script: Annotated[
+        Path, Argument(metavar="SCRIPT", help="The training script, or -- python SCRIPT.", show_default=False)
+    ],
     args: Annotated[list[str] | None, Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
     *,
     help_all: Annotated[
@@ -88,6 +110,8 @@ def run(
     from holdfast.launch.launcher import launch
     from holdfast.launch.live import make_view
 
+    if said := _take_scheduled(context, given):
+        print(f"holdfast: {said}", file=sys.stderr)
     _check(given)
     asked = RunArguments(**{each.name: given[each.parameter] or each.default for each in fields_of(RunArguments)})
     job = _job(script, args or [], given, asked)
@@ -103,6 +127,19 @@ def run(
         _add_cost(outcome.report, report_dir, asked.baseline)
     _show(outcome, report_dir, as_json=asked.as_json)
     return outcome.exit_code
+
+
+def _take_scheduled(context: Context, given: dict[str, Any]) -> str:
+    """Add the options that a scheduler sets to ``given``; return a line that says which."""
+    from holdfast.launch.gpus import find_gpus
+    from holdfast.launch.schedulers import read_scheduler
+
+    sources = {name: context.get_parameter_source(name) for name in (*_SCHEDULED, "hosts")}
+    known = {name: given[name] for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
+    known |= {name: os.environ[variable(name)] for name in ("workers", "fabric") if variable(name) in os.environ}
+    scheduled = read_scheduler(os.environ, known, len(os.sched_getaffinity(0)), find_gpus)
+    given.update(scheduled.values)
+    return scheduled.said
 
 
 def _check(given: dict[str, Any]) -> None:
@@ -123,9 +160,14 @@ def _check(given: dict[str, Any]) -> None:
 def _job(script: Path, args: list[str], given: dict[str, Any], asked: RunArguments) -> Job:
     """Return the job for the launcher; the ConfigError names an option whose value is not allowed."""
     from holdfast.launch.hostlist import parse_hosts
+    from holdfast.launch.schedulers import with_port
+    from holdfast.launch.target import find_target
 
     newcomers = _newcomers(given["max_respawns"], respawn=asked.respawn)
     script_args, last_report = _split_off_report(args)
+    target = find_target(str(script), script_args, is_module=asked.module)
+    if given["rdzv"] is not None and "://" not in given["rdzv"]:
+        given["rdzv"] = f"holdfast://{with_port(given['rdzv'])}" if given["rdzv"] else None
     machines = parse_hosts(given["hosts"]) if given["hosts"] is not None else ()
     if given["workers"] is None:
         given["workers"] = max(1, sum(host.slots for host in machines) - (given["spares"] or 0))
@@ -138,7 +180,7 @@ def _job(script: Path, args: list[str], given: dict[str, Any], asked: RunArgumen
         "hosts": machines,
         "report_dir": given["report"] or last_report,
     }
-    return Job(script=script, args=script_args, settings=settings, **for_launcher)
+    return Job(script=target.script, args=target.args, module=target.module, settings=settings, **for_launcher)
 
 
 def _newcomers(max_respawns: int | None, *, respawn: bool) -> int:

@@ -1,61 +1,196 @@
-"""Detects from the environment that another launcher (torchrun, srun, ...) started this process as one of several."""
+"""Detects from the environment that another launcher (torchrun, srun, ...) started this process as one of several.
+
+Where the environment says which one, and where all meet, they join each other: :mod:`holdfast.comm.joining`. Otherwise
+this process is refused, because each would train alone. Nothing here imports torch or MPI.
+"""
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from holdfast.comm.ulfm import under_mpirun
+from holdfast.slurm import number, read_step
 
 _SIZES = {
     "WORLD_SIZE": "",  # set by torchrun, and by Ray Train, Accelerate, DeepSpeed and others
     "SLURM_STEP_NUM_TASKS": "srun",  # not SLURM_NTASKS, which is also set in a batch script, a single process
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
     "PMI_SIZE": "an MPI launcher",
     "MV2_COMM_WORLD_SIZE": "an MPI launcher",
     "FLUX_JOB_SIZE": "Flux",
     "HOROVOD_SIZE": "horovodrun",
     "PET_NNODES": "Kubeflow",  # a range MIN:MAX for an elastic job
 }
-"""Variables with the number of processes, and their launcher. Open MPI's is missing: the ``ulfm`` fabric handles it."""
+"""Variables with the number of processes, and their launcher."""
 
+_RANKS = {
+    "WORLD_SIZE": "RANK",
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+    "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
+    "FLUX_JOB_SIZE": "FLUX_TASK_RANK",
+    "HOROVOD_SIZE": "HOROVOD_RANK",
+}
+"""Variables with the rank of a process among them."""
+_LOCAL_SIZES = {
+    "WORLD_SIZE": "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMI_SIZE": "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_LOCAL_SIZE",
+    "HOROVOD_SIZE": "HOROVOD_LOCAL_SIZE",
+}
+"""Variables with the number of processes on this machine."""
 _WITHOUT_SIZE = {"PMIX_RANK": "a PMIx launcher", "RAY_JOB_ID": "Ray"}
 """Variables that launchers set in every process that they start, without the number of processes."""
 
-_STEPS_OF_SLURM = 0xFFFFFFFA
-"""Slurm reserves step numbers from this one on for batch scripts and the shell of ``salloc``. Each is a single process,
-although that shell sees the number of tasks of the allocation."""
+_JOBS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "RAY_JOB_ID", "FLUX_JOB_ID")
+"""Variables that identify a job, the same in all its processes."""
+_FIRST_PORT, _PORTS = 20000, 12000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedGroup:
+    """The processes that another launcher started, as this one of them knows them.
+
+    Args:
+        launcher: Its name.
+        rank: This process.
+        size: Number of processes, ``>= 2``.
+        is_local: Whether all are on this machine.
+        host: Where they meet: a TCPStore of torch.
+        port: Its port.
+        has_store: Whether the launcher hosts that store, and keeps it over restarts; otherwise rank 0 hosts it.
+        restarts_all: Whether the launcher starts all processes again when one has failed.
+        attempt: Restarts so far.
+        job: Tells it from other groups that may meet at the same place; "" if the environment does not.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    is_local: bool
+    host: str
+    port: int
+    has_store: bool = False
+    restarts_all: bool = False
+    attempt: int = 0
+    job: str = ""
+
+
+def under_mpirun() -> bool:
+    """Return whether Open MPI's mpirun started this process."""
+    return "OMPI_COMM_WORLD_SIZE" in os.environ
+
+
+def has_ulfm() -> bool:
+    """Return whether mpirun was started with fault tolerance."""
+    return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112 - Open MPI's spelling
 
 
 def chosen(fabric: str) -> str:
-    """Return the fabric of this process: the requested one, else ``ulfm`` under mpirun and ``virtual`` elsewhere."""
-    return fabric or ("ulfm" if under_mpirun() else "virtual")
+    """Return the fabric of this process: the requested one, or the one that works under its launcher.
+
+    That is ``ulfm`` under mpirun, if it has fault tolerance; ``gloo`` among the processes of another launcher; and
+    ``virtual`` elsewhere.
+    """
+    if fabric:
+        return fabric
+    if under_mpirun() and has_ulfm():
+        return "ulfm"
+    if own_group() is not None:
+        return "gloo"
+    return "ulfm" if under_mpirun() else "virtual"
+
+
+_own: list[LaunchedGroup] = []
+
+
+def own_group() -> LaunchedGroup | None:
+    """Return the :func:`launched_group` of this process, also if a framework has changed its environment since."""
+    if not _own and (group := launched_group(os.environ)) is not None:
+        _own.append(group)
+    return _own[0] if _own else None
+
+
+def launched_group(env: Mapping[str, str]) -> LaunchedGroup | None:
+    """Return the processes that this one can join; None if it is alone, or the environment does not say enough."""
+    counted = _several(env)
+    if not counted or counted not in _RANKS:
+        return None
+    size, rank = _size(env, counted), number(env, _RANKS[counted])
+    where = _rendezvous(env, counted, size)
+    if rank is None or rank >= size or where is None:
+        return None
+    is_torchrun = "TORCHELASTIC_RUN_ID" in env
+    return LaunchedGroup(
+        launcher=_launcher(env, counted) or "another launcher",
+        rank=rank,
+        size=size,
+        is_local=_is_local(env, counted, size),
+        host=where[0],
+        port=where[1],
+        has_store=counted == "WORLD_SIZE" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        restarts_all=is_torchrun and counted == "WORLD_SIZE",
+        attempt=(number(env, "TORCHELASTIC_RESTART_COUNT") or 0) if is_torchrun else 0,
+        job=" ".join(env[name] for name in _JOBS if name in env),
+    )
+
+
+def _is_local(env: Mapping[str, str], counted: str, size: int) -> bool:
+    if counted == "SLURM_STEP_NUM_TASKS":
+        step = read_step(env)
+        return step is not None and step.num_nodes == 1
+    return number(env, _LOCAL_SIZES.get(counted, "")) == size
+
+
+def _rendezvous(env: Mapping[str, str], counted: str, size: int) -> tuple[str, int] | None:
+    """Return host and port of the store where all processes meet, None if the environment does not say."""
+    host, port = env.get("MASTER_ADDR", ""), number(env, "MASTER_PORT")
+    if counted == "SLURM_STEP_NUM_TASKS":
+        step = read_step(env)
+        if step is not None:
+            host, port = host or step.first_host, port or step.port
+    elif counted == "OMPI_COMM_WORLD_SIZE" and _is_local(env, counted, size) and (job := env.get("PMIX_NAMESPACE")):
+        host, port = "127.0.0.1", _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
+    return (host, port) if host and port else None
 
 
 def others_started(env: Mapping[str, str]) -> str:
     """Return the error message if a launcher started this process as one of several, else ""."""
-    sizes = {name: size for name in _SIZES if (size := _size(env, name)) > 0}
-    saw = next((name for name, size in sizes.items() if size > 1), "")
-    if not saw and not sizes:
+    saw = _several(env)
+    if not saw and not any(_size(env, name) for name in _SIZES):
         saw = next((name for name in _WITHOUT_SIZE if name in env), "")
     if not saw:
         return ""
-    size, launcher = sizes.get(saw, 0), _launcher(env, saw)
+    size, launcher = _size(env, saw), _launcher(env, saw)
     what = "is" if size else "may be"
+    meet = ", or set MASTER_ADDR and MASTER_PORT to where rank 0 listens" if saw in _RANKS else ""
     return (
         f"{saw}={env[saw]}{f' ({launcher})' if launcher else ''} says that this process {what} one of several, "
         "and each would train alone: "
-        f'start {_instead(env, saw, size)}, or let it train alone with fabric="virtual" or HOLDFAST_FABRIC=virtual'
+        f'start {_instead(env, saw, size)}{meet}, or let it train alone with fabric="virtual" or HOLDFAST_FABRIC=virtual'
     )
+
+
+def _several(env: Mapping[str, str]) -> str:
+    """Return the variable that says that there are several processes, or ""."""
+    found = [name for name in _SIZES if _size(env, name) > 1]
+    if "OMPI_COMM_WORLD_SIZE" in found and "TORCHELASTIC_RUN_ID" not in env:
+        return "OMPI_COMM_WORLD_SIZE"  # the backend for torch.distributed adds torch's variables
+    return next(iter(found), "")
 
 
 def _size(env: Mapping[str, str], name: str) -> int:
     """Return the largest number of processes that a variable allows, 0 if it is not set or holds no number."""
-    if name == "SLURM_STEP_NUM_TASKS" and _number(env.get("SLURM_STEP_ID", "")) >= _STEPS_OF_SLURM:
-        return 1
-    return _number(env.get(name, "").rpartition(":")[2])
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else 0
+    if name not in _SIZES:
+        return 0
+    if name == "SLURM_STEP_NUM_TASKS" and number(env, name) is not None:
+        step = read_step(env)
+        return 1 if step is None else step.num_tasks
+    return number({name: env.get(name, "").rpartition(":")[2]}, name) or 0
 
 
 def _launcher(env: Mapping[str, str], saw: str) -> str:
@@ -70,7 +205,7 @@ def _instead(env: Mapping[str, str], saw: str, size: int) -> str:
     """Return the command that starts the same number of workers."""
     if saw == "SLURM_STEP_NUM_TASKS":
         return "`holdfast run --hosts slurm SCRIPT` in the allocation, without srun"
-    here = _number(env.get("LOCAL_WORLD_SIZE", "")) if saw == "WORLD_SIZE" else 0
+    here = number(env, "LOCAL_WORLD_SIZE") or 0 if saw == "WORLD_SIZE" else 0
     nodes = size if saw == "PET_NNODES" else size // here if here else 1
     if nodes > 1:
         return f"`holdfast run --nnodes {nodes} -n {here or 'N'} ... SCRIPT` on each machine (docs/how-to/several-nodes.md)"

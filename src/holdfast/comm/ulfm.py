@@ -25,6 +25,7 @@ from holdfast.comm.base import (
     Placed,
     SingleRankCommunicator,
 )
+from holdfast.comm.launchers import has_ulfm, under_mpirun
 from holdfast.comm.memory import as_bytes
 from holdfast.comm.waiting import waiting
 from holdfast.errors import ConfigError, PeerFailed
@@ -41,18 +42,13 @@ _LOOK_EVERY_S = 1e-3
 """Interval at which a worker that waits for a peer checks for failures of other workers."""
 
 
-def under_mpirun() -> bool:
-    """Return whether Open MPI's mpirun started this process."""
-    return "OMPI_COMM_WORLD_SIZE" in os.environ
-
-
 def _load_mpi() -> Any:
     if not under_mpirun():
         raise ConfigError(
             "the ulfm fabric needs Open MPI's launcher: start with `holdfast run -n 4 SCRIPT` or"
             " `mpirun --with-ft ulfm -n 4 python SCRIPT`"
         )
-    if os.environ.get("OMPI_MCA_mpi_ft_enable") != "1":  # noqa: SIM112 - Open MPI's spelling
+    if not has_ulfm():
         raise ConfigError(
             "mpirun was started without fault tolerance, so any failure would end the job: add `--with-ft ulfm`"
         )

@@ -269,7 +269,7 @@ class AttemptFiles:
 
 
 def _command(job: Job, num_workers: int, hosts: Sequence[str] | None) -> list[str]:
-    worker = [sys.executable, "-m", "holdfast.launch.starter", str(job.script), *job.args]
+    worker = [sys.executable, "-m", "holdfast.launch.starter", *job.words]
     return [*job.fabric.launch_command(num_workers, hosts), *worker]
 
 

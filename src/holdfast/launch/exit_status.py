@@ -20,7 +20,8 @@ def explain(job: Job, verdict: Verdict, state: JobState) -> tuple[int, str, str]
         case JobBroken(exit_code=2):
             return 2, verdict.message, verdict.traceback
         case JobBroken():
-            return verdict.exit_code, f"{verdict.message}{_saved(job, state.saved, workers)}", verdict.traceback
+            code = job.no_requeue_code if verdict.is_final else verdict.exit_code
+            return code, f"{verdict.message}{_saved(job, state.saved, workers)}", verdict.traceback
     raise AssertionError(verdict)
 
 
@@ -47,17 +48,20 @@ def _go_on(job: Job, step: int, checkpoint: str, workers: int) -> str:
 
 
 def why_not_again(
-    job: Job, lost: JobLost, restarts: int, workers: int, *, stopping: bool, distributed: bool
+    job: Job, lost: JobLost, restarts: int, workers: int, *, in_vain: int, stopping: bool, distributed: bool
 ) -> JobBroken | None:
     """Return the verdict if a lost job must not be restarted, None if it may be.
 
-    ``restarts`` counts the restarts so far, ``workers`` the workers of the next start; ``distributed``: the script uses
-    ``torch.distributed``.
+    ``restarts`` counts the restarts so far, ``in_vain`` those since a step was committed for the first time, ``workers``
+    the workers of the next start; ``distributed``: the script uses ``torch.distributed``.
     """
     if stopping and distributed:
         return JobBroken(f"stopped on request: {lost.reason}")
     if stopping:
         return JobBroken(f"stopped on request, but the workers died before they could save: {lost.reason}")
+    if 0 < job.max_no_progress <= in_vain:
+        message = f"no new step was committed since {in_vain} restarts (--max-no-progress {job.max_no_progress})"
+        return JobBroken(f"{message}: {lost.reason}", unexplained=True, is_final=True)
     if restarts >= job.max_restarts:
         times = {1: "once", 2: "twice"}.get(restarts + 1, f"{restarts + 1} times")
         message = f"the job was lost {times}, and --max-restarts is {job.max_restarts}: {lost.reason}"
@@ -71,4 +75,4 @@ def why_not_again(
 def unsaid(broken: JobBroken) -> ScriptFailed:
     """Return the record of why the run failed, if no worker has written one."""
     rank, step, message = broken.rank, broken.step, broken.message
-    return ScriptFailed(rank=rank, step=step, exit_code=1, message=message, traceback="")
+    return ScriptFailed(rank=rank, step=step, exit_code=1, message=message, traceback="", is_bug=broken.is_final)

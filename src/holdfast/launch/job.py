@@ -16,6 +16,7 @@ from holdfast.comm.fabrics.base import Fabric
 from holdfast.comm.fabrics.registry import DEFAULT, make_fabric
 from holdfast.config import MOST_WORKERS, POLICIES, Settings
 from holdfast.errors import ConfigError
+from holdfast.launch.target import MODULE
 from holdfast.options import fields_of, option
 from holdfast.recovery.registry import strategy_class
 
@@ -33,14 +34,24 @@ class Job:
     Args:
         script: The file.
         args: ``sys.argv[1:]`` of the script.
+        module: The name under which the file is run as a module, as by ``python -m``; "" for a script.
         settings: Settings of the workers; ``workers`` is their number. The launcher sets ``run_dir`` and ``origin_s``.
     """
 
     script: Path
     args: tuple[str, ...] = ()
+    module: str = ""
     settings: Settings
     max_restarts: int = option(
         3, help="Maximum number of restarts of the whole job.", group="Recovery", metavar="R", has_default=True
+    )
+    max_no_progress: int = option(
+        3,
+        help="Give up after this many restarts without a new committed step; 0: never.",
+        manual="give up after this many restarts in a row without a new committed step, with the exit code of `--no-requeue-code`; 0: never",
+        group="Recovery",
+        metavar="N",
+        has_default=True,
     )
     gpus: str = option(
         "auto",
@@ -176,6 +187,14 @@ class Job:
         group="Resume and stop",
         has_default=True,
     )
+    no_requeue_code: int = option(
+        93,
+        help="Exit code for a failure that would happen again: a bug, bad samples, no progress.",
+        manual="exit code for a failure that would happen again, so that the job should not be requeued: an exception of the script, samples that kill workers, no progress. 1, or from 5 to 125: [exit-codes.md](exit-codes.md)",
+        group="Resume and stop",
+        metavar="CODE",
+        has_default=True,
+    )
     log_dir: Path | None = option(
         None,
         help="Write each worker's output to a file in this directory.",
@@ -201,6 +220,11 @@ class Job:
         flags=("--page/--no-page",),
         has_default=True,
     )
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The script or module and its arguments, as on a command line."""
+        return (*((MODULE, self.module) if self.module else (str(self.script),)), *self.args)
 
     @property
     def is_virtual(self) -> bool:
@@ -239,7 +263,7 @@ class Job:
 class JobOutcome:
     """Outcome of a run."""
 
-    exit_code: int  # 0 done, 1 failed, 2 wrong setting, 4 stopped with its state saved
+    exit_code: int  # 0 done, 1 failed, 2 wrong setting, 4 stopped with its state saved, 93 failed and would again
     message: str  # one line that gives the reason, "" if the run is done
     traceback: str  # traceback of the first worker whose script raised, or ""
     mpirun_output: str  # output of mpirun, if no worker recorded why the run failed, or ""
@@ -252,7 +276,8 @@ def check(job: Job) -> None:
     """Raise a ConfigError that says what to change, if the job cannot be started."""
     settings = job.settings
     if not job.script.is_file():
-        refuse(f"there is no script {str(job.script)!r}")
+        hint = "" if job.script.suffix else "; a command must be python SCRIPT or python -m MODULE"
+        refuse(f"there is no script {str(job.script)!r}{hint}")
     if settings.min_workers > job.workers:
         refuse(f"--min-workers must be at most the number of workers ({job.workers}), got {settings.min_workers}")
     if settings.auto_slices >= max(1, job.workers) and not settings.resume:
@@ -303,9 +328,14 @@ def _check_amounts(job: Job) -> None:
     if in_all > MOST_WORKERS:
         where = f"on all {job.nnodes} nodes together" if job.nnodes > 1 else "together"
         refuse(f"workers and spares must be at most {MOST_WORKERS} {where}, got {in_all}")
-    for flag, times in (("--max-restarts", job.max_restarts), ("--max-respawns", job.max_respawns)):
+    counts = {"restarts": job.max_restarts, "respawns": job.max_respawns, "no-progress": job.max_no_progress}
+    for flag, times in ((f"--max-{name}", count) for name, count in counts.items()):
         if times < 0:
             refuse(f"{flag} must be at least 0, got {times}")
+    if job.no_requeue_code not in (1, *range(5, 126)):
+        refuse(
+            f"--no-requeue-code must be 1, or from 5 to 125, got {job.no_requeue_code}: the other exit codes have a meaning already"
+        )
     for flag, time_s in (("--rdzv-timeout", job.rdzv_timeout_s), ("--grace", job.grace_s)):
         if not 0 < time_s < math.inf:
             refuse(f"{flag} must be more than 0 seconds and finite, got {time_s:g}")
@@ -380,7 +410,7 @@ def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
     words += _output_tail(job, _JOB_OPTIONS, Job(script=job.script, settings=settings))
     for fault in faults:
         words += ["--inject", fault]
-    return shlex.join([*words, str(job.script), *job.args])
+    return shlex.join([*words, *job.words])
 
 
 def _output_tail(given: object, options: Sequence[tuple[str, str, bool]], usual: object) -> list[str]:

@@ -55,7 +55,8 @@ class JobBroken(Verdict):
     """The job must not continue.
 
     ``exit_code`` is 2 for a wrong setting. ``unexplained``: no worker recorded a reason, so mpirun's output may give it.
-    ``rank`` and ``step``: the worker whose script failed without a record, and its step; -1 for none.
+    ``rank`` and ``step``: the worker whose script failed without a record, and its step; -1 for none. ``is_final``: the
+    same would happen again, so that the job must not be requeued.
     """
 
     message: str
@@ -64,6 +65,7 @@ class JobBroken(Verdict):
     unexplained: bool = False
     rank: int = -1
     step: int = -1
+    is_final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +119,12 @@ class JobState:
         self.fired: set[int] = set()
         self.saved: CheckpointSaved | None = None
         self.last_step = -1
+        self.restarts_in_vain = -1
+        """Restarts since a step was committed for the first time; -1 before the first start."""
 
     def begin(self, ranks: Sequence[int]) -> None:
         """Begin a start of the job on ``ranks``."""
+        self.restarts_in_vain += 1
         self._start = _Start(tuple(ranks), tuple(ranks[:1] if self._virtual else ranks))
         self._highest = max((self._highest, *ranks))
         self._closed = False
@@ -178,7 +183,8 @@ class JobState:
         """Take one record; ``position`` is the last position of a worker that has ended."""
         match record:
             case StepCommitted():
-                self.last_step = max(self.last_step, record.step)
+                if record.step > self.last_step:
+                    self.last_step, self.restarts_in_vain = record.step, 0
             case CheckpointSaved():
                 self.saved = record
             case DeviceLost():
@@ -297,7 +303,12 @@ class JobState:
         if failed:
             first = min(failed, key=lambda f: (f.t_s, f.rank))
             where = "" if first.exit_code == 2 else self._where(first.rank, first.step)
-            return JobBroken(f"{where}{first.message}", first.exit_code, first.traceback)
+            return JobBroken(
+                f"{where}{first.message}",
+                first.exit_code,
+                first.traceback,
+                is_final=first.is_bug and not self._had_lost(first),
+            )
         for rank, end in start.ended.items():
             if end.exit_code > 0 and rank not in excused:
                 message = f"{self._script} ended with exit code {end.exit_code}"
@@ -311,12 +322,18 @@ class JobState:
                 return self._left_early(rank, end)
         return None
 
+    def _had_lost(self, failed: ScriptFailed) -> bool:
+        """Return whether a worker was lost before the script raised, which may be the reason."""
+        deaths = {rank: end.t_s for rank, end in self._start.ended.items() if end.exit_code < 0}
+        lost_s = [t_s for rank, t_s in (self._start.lost_s | deaths).items() if rank != failed.rank]
+        return any(t_s < failed.t_s for t_s in lost_s)
+
     def _left_early(self, rank: int, end: WorkerEnded) -> JobBroken:
         if rank in self._start.begun:
             message = f"rank {rank} left training at step {end.step} before its end: {self._script} returned"
         else:
             message = f"{self._script} ended without training: it never ran session.steps(...)"
-        return JobBroken(message, rank=rank, step=end.step)
+        return JobBroken(message, rank=rank, step=end.step, is_final=True)
 
     @staticmethod
     def _where(rank: int, step: int) -> str:
@@ -332,7 +349,8 @@ class JobState:
         return JobBroken(
             f"workers {ranks} died one after another at the same place, slice {position.slice} of step "
             f"{position.step} ({position.phase}, {self._cause(last)}): its samples are the likely cause: "
-            f"{named}{f' and {more} more' if more > 0 else ''}"
+            f"{named}{f' and {more} more' if more > 0 else ''}",
+            is_final=True,
         )
 
     def _all_over(self, running: bool, crash: str) -> Verdict | None:

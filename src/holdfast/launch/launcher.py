@@ -127,9 +127,8 @@ class Launcher:
         starts_several = not job.is_virtual and (job.settings.workers + job.settings.spares > 1 or job.max_respawns > 0)
         if not (job.preload and starts_several and is_useful(job.script)):
             return None
-        words = (str(job.script), *job.args)
         return ForkServer(
-            paths.own[0].path, common_environment(paths), paths.log_dir / "mpirun.log", paths.locks, words
+            paths.own[0].path, common_environment(paths), paths.log_dir / "mpirun.log", paths.locks, job.words
         )
 
     def __exit__(self, *_: object) -> None:
@@ -329,7 +328,16 @@ class Launcher:
     def _restart(self, lost: JobLost, ranks: tuple[int, ...]) -> Verdict | None:
         """Prepare a restart on ``ranks``; return the verdict if it is not allowed."""
         stopping, distributed = self._stopping.is_requested, self._bus.is_distributed
-        refused = why_not_again(self._job, lost, self._restarts, len(ranks), stopping=stopping, distributed=distributed)
+        is_blind = distributed and self._state.last_step < 0  # the script has no steps that Holdfast knows of
+        refused = why_not_again(
+            self._job,
+            lost,
+            self._restarts,
+            len(ranks),
+            in_vain=0 if is_blind else self._state.restarts_in_vain,
+            stopping=stopping,
+            distributed=distributed,
+        )
         if refused is not None:
             return refused
         self._restarts += 1

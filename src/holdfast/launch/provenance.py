@@ -32,6 +32,7 @@ def job_provenance(job: Job) -> dict[str, Any]:
         "path": str(job.script.resolve()),
         "sha256": _sha256(job.script),
         "args": list(job.args),
+        **({"module": job.module} if job.module else {}),
         "folder": str(Path.cwd()),
         "settings": {name: value for name, value in settings.items() if name not in _NOT_THE_JOB},
         "threads": os.environ.get("OMP_NUM_THREADS", "1"),

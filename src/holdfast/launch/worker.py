@@ -1,4 +1,4 @@
-"""One worker: ``python -m holdfast.launch.worker SCRIPT [ARGS]...``, started by mpirun or by the launcher.
+"""One worker: ``python -m holdfast.launch.worker SCRIPT [ARGS]...`` (or ``-m MODULE``), started by mpirun or by the launcher.
 
 The process forks immediately. The child runs the script; the parent is its watcher, see
 :mod:`holdfast.launch.watcher`. With a fork server, see :mod:`holdfast.launch.fork_server`, both are forked from there.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import io
 import os
 import runpy
@@ -20,11 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from holdfast.config import Settings, mpi_rank
-from holdfast.errors import ConfigError, HoldfastError, InternalError
+from holdfast.errors import ConfigError, HoldfastError, InternalError, ScriptError
 from holdfast.launch.device_loss import device_loss
 from holdfast.launch.gpus import for_slot, hint_for
 from holdfast.launch.processes import adopt_orphans, die_with_parent, wait_for_end
 from holdfast.launch.slots import slot_at_start
+from holdfast.launch.target import Target
 from holdfast.launch.watcher import Starter, mpirun_above, watch
 from holdfast.launch.worker_context import (
     LOG_DIR,
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 
     from holdfast.launch.processes import Process
 
+_WRONG_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EINVAL)
+"""Errors of the system that are due to what the script asked for."""
 _WAKE_S = 1.0
 """Interval at which a worker resumes its watcher after the launcher is gone."""
 
@@ -61,7 +65,7 @@ def main() -> NoReturn:
 
 
 def run_watched(words: Sequence[str], mpirun: Process | None, starter: Starter | None = None) -> NoReturn:
-    """Fork; run the script, the first of ``words``, in the child, and watch it in this process."""
+    """Fork; run the script or module that ``words`` name, in the child, and watch it in this process."""
     adopt_orphans()
     watcher = os.getpid()
     pid = os.fork()
@@ -70,7 +74,7 @@ def run_watched(words: Sequence[str], mpirun: Process | None, starter: Starter |
         if starter is not None:
             starter.close()
         _wake_without_launcher(watcher)
-        run_script(Path(words[0]), list(words[1:]))
+        run_script(words)
     watch(pid, mpirun, starter)
 
 
@@ -90,9 +94,10 @@ def _wake_without_launcher(watcher: int) -> None:
     threading.Thread(target=wake, name="holdfast-wake", daemon=True).start()
 
 
-def run_script(script: Path, args: list[str]) -> NoReturn:
-    """Run ``script`` as if it had been started directly, and end the process as the script ended."""
+def run_script(words: Sequence[str]) -> NoReturn:
+    """Run ``SCRIPT [ARGS]...`` or ``-m MODULE [ARGS]...`` as Python would, and end the process as it ended."""
     exit_code = 0
+    script = Path(words[0])
     try:
         settings, rank = worker_name()
         _remember_notice(settings)
@@ -100,10 +105,10 @@ def run_script(script: Path, args: list[str]) -> NoReturn:
         _redirect_output(rank)
         _show_life(settings, rank)
         _set_torchrun_variables(settings)
-        sys.argv = [str(script), *args]
-        sys.path[0] = str(script.resolve().parent)
+        target = Target.of_words(words)
+        script = target.script
         try:
-            runpy.run_path(str(script), run_name="__main__")
+            _run(target)
         except SystemExit as end:
             if end.code == STOPPED:
                 _leave(STOPPED)
@@ -115,6 +120,16 @@ def run_script(script: Path, args: list[str]) -> NoReturn:
             _end_without_device(lost, _line_in(error.__traceback__, script))
         exit_code = _report_failure(error, script)
     _leave(exit_code)
+
+
+def _run(target: Target) -> None:
+    sys.argv = [str(target.script), *target.args]
+    if target.module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(target.module, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(target.script.resolve().parent)
+        runpy.run_path(str(target.script), run_name="__main__")
 
 
 def _remember_notice(settings: Settings) -> None:
@@ -256,7 +271,21 @@ def describe(error: BaseException, script: Path) -> ScriptFailed:
         message = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
         message += hint_for(message)
     exit_code = 2 if isinstance(error, ConfigError) else 1
-    return ScriptFailed(exit_code=exit_code, message=message, traceback=text)
+    return ScriptFailed(exit_code=exit_code, message=message, traceback=text, is_bug=is_bug(error))
+
+
+def is_bug(error: BaseException) -> bool:
+    """Return whether the script would raise ``error`` again, as opposed to one that other machines or a later try avoid.
+
+    Lost workers, unreachable storage, a full disk and lack of memory may pass. Nothing is known of an exit code of the
+    script's own.
+    """
+    if isinstance(error, HoldfastError):
+        return isinstance(error, ScriptError)
+    if isinstance(error, OSError):
+        return error.errno in _WRONG_PATH
+    may_pass = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's
+    return isinstance(error, Exception) and not may_pass
 
 
 def _script_frames(frames: TracebackType | None, script: Path) -> TracebackType | None:

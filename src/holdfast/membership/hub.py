@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -128,14 +129,24 @@ class Hub:
         host: Address to listen on.
         port: Port to listen on; 0 for any free one.
         lease_s: A client without a heartbeat for this long loses its leased keys.
+        ends_with_connection: Whether a client also loses them as soon as its connection ends.
 
     Raises:
         ConfigError: if it cannot listen there.
     """
 
-    def __init__(self, token: str, host: str = "127.0.0.1", port: int = 0, *, lease_s: float = LEASE_S) -> None:
+    def __init__(
+        self,
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        lease_s: float = LEASE_S,
+        ends_with_connection: bool = False,
+    ) -> None:
         self._token = token
         self._lease_s = lease_s
+        self._ends_with_connection = ends_with_connection
         self._jobs: dict[str, _Job] = {}
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._seldom = RateLimitedLog()
@@ -166,6 +177,12 @@ class Hub:
         with contextlib.suppress(RuntimeError):  # the thread and its loop have already ended
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+    def forget(self) -> None:
+        """After a fork, in the child: close the parent's sockets, or clients would not notice that the parent has died."""
+        sockets = [*self._server.sockets, *(each.get_extra_info("socket") for each in self._connections)]
+        for number in {each.fileno() for each in sockets if each is not None} - {-1}:
+            os.close(number)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -232,6 +249,8 @@ class Hub:
         finally:
             if client is not None:
                 client.job.clients.discard(client)
+                if self._ends_with_connection:
+                    self._end_leases_of(client.job, {client})
             writer.close()
 
     async def _first(self, incoming: _Incoming, writer: asyncio.StreamWriter) -> bytes | None:
@@ -302,9 +321,16 @@ class Hub:
         self._seldom.flush()
         for job in self._jobs.values():
             silent = {owner for owner in set(job.leases.values()) if owner.silence.is_too_long()}
-            for key in [key for key, owner in job.leases.items() if owner in silent]:
+            for key in self._end_leases_of(job, silent):
                 logger.warning("hub: no heartbeat from the owner of %s for %g s", key, self._lease_s)
-                job.change(key, None)
+
+    @staticmethod
+    def _end_leases_of(job: _Job, owners: set[_Client]) -> list[str]:
+        """Remove the leased keys of these clients, and return them."""
+        ended = [key for key, owner in job.leases.items() if owner in owners]
+        for key in ended:
+            job.change(key, None)
+        return ended
 
     def _note_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log in one line what asyncio would print with a traceback."""

@@ -435,11 +435,13 @@ class ScriptFailed(Record):
         exit_code: 2 for a wrong setting (:class:`~holdfast.errors.ConfigError`), otherwise 1.
         message: One line.
         traceback: The script's own frames, or "".
+        is_bug: Whether the script would raise it again: neither lost workers nor the storage are the cause.
     """
 
     exit_code: int
     message: str
     traceback: str
+    is_bug: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

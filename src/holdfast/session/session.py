@@ -36,6 +36,7 @@ from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path, stop_path
 from holdfast.recovery.messages import Note
 from holdfast.session import gradient_hook
+from holdfast.session.launched import LaunchReport, as_launched, join_launched
 from holdfast.session.models import Pipeline, Sharded
 from holdfast.session.opened import OpenedLoop, choose_job_slices, plan_of
 from holdfast.session.reinit_context import application, note_session, take_over
@@ -102,6 +103,8 @@ class Session:
         if schedule not in ("step", "epoch", "script"):
             raise ConfigError(f"schedule must be 'step', 'epoch' or 'script', got {schedule!r}")
         self._settings = Settings.from_env(**settings)
+        if comm is None:
+            self._settings = as_launched(self._settings)
         self._trainable = make_trainable(
             model,
             optimizer,
@@ -444,6 +447,9 @@ class Session:
         self._job = take_over()
         if self._job is not None:
             return self._job
+        joined = None
+        if self._given_comm is None:
+            self._settings, joined = join_launched(self._settings)
         settings = self._settings
         publish_connecting()
         comm = self._given_comm or connect(
@@ -460,6 +466,8 @@ class Session:
         log = Logger(clock, lambda: (comm.local_ranks[0], committed.step))
         if settings.run_dir:
             log.subscribe(FileRecorder(records_path(run_dir, str(rank))))
+        if joined is not None:
+            log.subscribe(LaunchReport(joined))
         self._job = job = JobContext(
             settings=settings,
             comm=comm,
@@ -474,7 +482,9 @@ class Session:
             live=LiveSettings.of(settings),
         )
         real = not isinstance(comm, VirtualCommunicator)
-        if real and not settings.run_dir:
+        if joined is not None:
+            joined.end_in_order(at_exit)
+        elif real and not settings.run_dir:
             exits.end_job_on_errors(at_exit)
         if real:
             waiting.on_wait(job.beacon.publish_waits)

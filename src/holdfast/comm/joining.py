@@ -1,0 +1,281 @@
+"""Joins the processes that another launcher started, such as torchrun, srun or mpirun: fail-stop.
+
+Rank 0 hosts the membership store, a :class:`~holdfast.membership.hub.Hub`. The others learn its address and token from a
+TCPStore of torch at the meeting place of the launcher, which is not needed afterwards. Each process holds a leased key
+for as long as it lives; it ends with the process's connection.
+
+No launcher of Holdfast is there to report a dead worker to the others, or to replace it. So when one fails, every other
+ends, too, with a non-zero exit code and a line that says why. A launcher that restarts all processes (torchrun) does so,
+and they resume from the newest checkpoint.
+
+=======================  ============================================================
+=======================  ============================================================
+``seat/RANK``            this process has joined
+``alive/RANK``           leased: this process lives
+``done/RANK``            it has ended in order, and needs no other any more
+=======================  ============================================================
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from holdfast.comm.launchers import LaunchedGroup
+from holdfast.errors import ConfigError, ScriptError, StoreLost
+from holdfast.membership import Hub, Store, open_store
+
+START_S = 300.0
+"""How long processes wait for each other at the start."""
+_LEASE_S = 30.0
+"""A process that is silent for this long has failed: its machine is lost, or it is stopped."""
+_RETRY_S = 0.1
+_LET_OTHERS_HEAR_S = 0.3
+"""Time for the hub to tell the others which process failed first, before it ends with rank 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubAddress:
+    """What rank 0 tells the others.
+
+    Args:
+        address: ``HOST:PORT`` of its hub.
+        token: Token of the hub.
+        has_begun: Whether an earlier start of this job has begun to train.
+    """
+
+    address: str
+    token: str
+    has_begun: bool
+
+
+class JoinedGroup:
+    """This process among those that another launcher started. The constructor waits until all have joined.
+
+    Args:
+        group: What the environment says of them.
+
+    Raises:
+        StoreLost: if not all of them arrive within ``START_S``, or one fails meanwhile.
+    """
+
+    def __init__(self, group: LaunchedGroup) -> None:
+        self.group = group
+        self._ends_s = time.monotonic() + START_S
+        self._hub: Hub | None = None
+        self._pid = os.getpid()
+        self._failed = self._is_leaving = False
+        self._rendezvous = _open_rendezvous(group)
+        self._hub_address = self._host() if group.rank == 0 else None
+        with contextlib.ExitStack() as undo:
+            if self._hub is not None:
+                undo.callback(self._hub.close)
+            self._store = self._enter()
+            undo.callback(self._store.close)
+            self._await_all()
+            undo.pop_all()
+        if not group.has_store:
+            self._rendezvous = None  # the script may open a process group of its own there
+        threading.Thread(target=self._watch, name="holdfast-fail-stop", daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        """URL of the membership store."""
+        assert self._hub_address is not None
+        return f"holdfast://{self._hub_address.address}/group"
+
+    @property
+    def token(self) -> str:
+        """Token of the membership store."""
+        assert self._hub_address is not None
+        return self._hub_address.token
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an earlier start of this job has begun to train, as far as the launcher's store knows."""
+        assert self._hub_address is not None
+        return self._hub_address.has_begun
+
+    def note_begun(self) -> None:
+        """Note for later starts of this job that training has begun."""
+        if self.group.rank == 0 and self._rendezvous is not None:
+            with contextlib.suppress(RuntimeError):  # the launcher has gone: there will be no later start
+                self._rendezvous.set(self._kept_key, "1")
+
+    def end_in_order(self, check: Callable[[], None]) -> None:
+        """From this call on, tell the others at the end of the script that this process has ended in order.
+
+        Without that, after an exception or if training is not complete, they end, too.
+
+        Args:
+            check: Raises :class:`ScriptError` if training is not complete.
+        """
+        show = sys.excepthook
+
+        def on_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+            self._failed = True
+            show(kind, error, traceback)
+
+        def on_exit() -> None:
+            if os.getpid() != self._pid:
+                return  # a process that the script has forked
+            try:
+                if not self._failed:
+                    check()
+                    self._leave()
+            except ScriptError as error:
+                self._end(str(error))
+
+        sys.excepthook = on_exception
+        atexit.register(on_exit)
+
+    # -- joining
+
+    def _host(self) -> HubAddress:
+        """Host the membership store, and publish where it is."""
+        host, token = self._own_address(), secrets.token_hex(16)
+        self._hub = hub = Hub(token, host, lease_s=_LEASE_S, ends_with_connection=True)
+        os.register_at_fork(after_in_child=hub.forget)
+        has_begun = self.group.has_store and bool(self._rendezvous.check([self._kept_key]))
+        published = HubAddress(hub.address, token, has_begun)
+        self._rendezvous.set(self._key("hub"), json.dumps([hub.address, token, has_begun]))
+        return published
+
+    def _own_address(self) -> str:
+        """Return the address at which the others reach this process."""
+        if self.group.is_local:
+            return "127.0.0.1"
+        return _route_to(self._read("last").decode())  # this machine's own name may mean a loopback address
+
+    def _enter(self) -> Store:
+        """Connect to the hub; the published one may be that of an earlier start, which rank 0 is about to replace."""
+        group = self.group
+        if not group.is_local and group.rank == group.size - 1:
+            self._rendezvous.set(self._key("last"), _route_to(group.host))
+        while True:
+            if group.rank:
+                self._hub_address = HubAddress(*json.loads(self._read("hub")))
+            assert self._hub_address is not None
+            try:
+                return open_store(f"holdfast://{self._hub_address.address}/liveness", self._hub_address.token)
+            except (StoreLost, ConfigError) as error:
+                if time.monotonic() > self._ends_s:
+                    raise StoreLost(f"rank 0 cannot be reached: {error}") from error
+                time.sleep(_RETRY_S)
+
+    def _read(self, name: str) -> bytes:
+        left_s = max(1.0, self._ends_s - time.monotonic())
+        try:
+            self._rendezvous.wait([self._key(name)], timedelta(seconds=left_s))
+            return bytes(self._rendezvous.get(self._key(name)))
+        except RuntimeError as error:
+            raise StoreLost(f"the processes of {self.group.launcher} did not meet within {START_S:g} s") from error
+
+    def _key(self, name: str) -> str:
+        return f"holdfast/{self.group.job}/{self.group.size}/{self.group.attempt}/{name}"
+
+    @property
+    def _kept_key(self) -> str:
+        """Key of the launcher's store, kept over restarts: training has begun, so that checkpoints are this job's own."""
+        return f"holdfast/{self.group.job}/begun"
+
+    def _await_all(self) -> None:
+        group, store = self.group, self._store
+        if not store.create(f"seat/{group.rank}", ""):
+            raise StoreLost(
+                f"another rank {group.rank} has joined: does another job meet at {group.host}:{group.port}, too?"
+            )
+        store.put(f"alive/{group.rank}", "", leased=True)
+        ranks = range(group.size)
+
+        def missing() -> list[int]:
+            return [rank for rank in ranks if store.get(f"alive/{rank}") is None]
+
+        if not store.wait(lambda: not missing() or None, max(1.0, self._ends_s - time.monotonic())):
+            raise StoreLost(f"ranks {missing()} did not join within {START_S:g} s")
+
+    # -- fail-stop
+
+    def _watch(self) -> None:
+        """End this process as soon as another has failed."""
+        try:
+            why = f"rank {self._store.wait(self._failed_rank)} has failed"
+        except StoreLost as error:
+            if self._store.get("done/0") is not None:
+                return  # rank 0 has ended in order, and with it the store, which is not needed at the end
+            first = self._failed_rank()  # rank 0 may have ended because of it
+            why = f"rank 0 has failed: {error}" if first is None else f"rank {first} has failed"
+        if not self._is_leaving:
+            self._end(why)
+
+    def _failed_rank(self) -> int | None:
+        for rank in range(self.group.size):
+            if self._store.get(f"alive/{rank}") is None and self._store.get(f"done/{rank}") is None:
+                return rank
+        return None
+
+    def _end(self, why: str) -> None:
+        after = f", for {self.group.launcher} to restart all" if self.group.restarts_all else ""
+        sys.stderr.write(f"holdfast: rank {self.group.rank} ends: {why}{after}\n")
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        if self._hub is not None:
+            time.sleep(_LET_OTHERS_HEAR_S)
+        os._exit(1)
+
+    def _leave(self) -> None:
+        """Tell the others that this process ends in order. Rank 0 waits until all have, because it hosts the store."""
+        self._is_leaving = True
+        with contextlib.suppress(StoreLost):
+            self._store.put(f"done/{self.group.rank}", "")
+            if self.group.rank == 0:
+                self._store.wait(self._have_ended)
+        self._store.close()
+        if self._hub is not None:
+            self._hub.close()
+
+    def _have_ended(self) -> bool | None:
+        others = range(1, self.group.size)
+        return all(self._store.get(f"alive/{rank}") is None for rank in others) or None
+
+
+def _open_rendezvous(group: LaunchedGroup) -> Any:
+    """Return the TCPStore where the processes meet; rank 0 hosts it if the launcher does not."""
+    import torch.distributed as dist
+
+    def opened(*, hosts: bool) -> Any:
+        timeout = timedelta(seconds=START_S)
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            group.host, group.port, is_master=hosts, timeout=timeout, wait_for_workers=False
+        )
+
+    try:
+        if group.rank or group.has_store:
+            return opened(hosts=False)
+        return opened(hosts=not dist.is_initialized())  # the script's own process group hosts one there
+    except RuntimeError as error:
+        where = f"{group.host}:{group.port}"
+        raise StoreLost(
+            f"the processes of {group.launcher} cannot meet at {where}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _route_to(host: str) -> str:
+    """Return the address of this machine on the route to ``host``."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])

@@ -1,0 +1,105 @@
+"""A session in processes that another launcher started, such as torchrun or srun: they join each other, fail-stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from typing import TYPE_CHECKING
+
+from holdfast.comm.launchers import LaunchedGroup, chosen, own_group
+from holdfast.config import Settings
+from holdfast.records.types import Finished, Record, RunStarted
+
+if TYPE_CHECKING:
+    from holdfast.comm.joining import JoinedGroup
+
+
+def as_launched(settings: Settings) -> Settings:
+    """Return the settings with rank, size and fabric of the processes that another launcher started, if it did."""
+    group = _group(settings)
+    if group is None:
+        return settings
+    ranks = ",".join(map(str, range(group.size)))
+    return dataclasses.replace(settings, fabric="gloo", workers=group.size, rank=group.rank, ranks=ranks)
+
+
+def _group(settings: Settings) -> LaunchedGroup | None:
+    if settings.store or chosen(settings.fabric) != "gloo":
+        return None
+    return own_group()
+
+
+def join_launched(settings: Settings) -> tuple[Settings, JoinedGroup | None]:
+    """Join the other processes; return settings that connect to them, and whether to resume. None without such a group.
+
+    Args:
+        settings: From :func:`as_launched`.
+
+    Raises:
+        StoreLost: if they do not all arrive.
+    """
+    if settings.fabric != "gloo" or settings.store:
+        return settings, None
+    group = own_group()
+    if group is None or group.rank != settings.rank:
+        return settings, None
+    joined = _join(group)
+    resumes = settings.resume or (joined.has_begun and bool(settings.checkpoint_dir))
+    settings = dataclasses.replace(settings, store=joined.url, token=joined.token, resume=resumes)
+    if group.rank == 0:
+        _say(_announcement(group, settings))
+    return settings, joined
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"holdfast: {line}\n")
+    sys.stderr.flush()
+
+
+@functools.cache
+def _join(group: LaunchedGroup) -> JoinedGroup:
+    from holdfast.comm.joining import JoinedGroup
+
+    return JoinedGroup(group)
+
+
+def _announcement(group: LaunchedGroup, settings: Settings) -> str:
+    """Return a line that says what these processes can survive."""
+    head = f"{group.size} processes of {group.launcher} have joined; when one fails, all end"
+    saves = settings.checkpoint_every > 0 or settings.checkpoint_auto
+    if not settings.checkpoint_dir:
+        how = "start from the beginning, because there is no checkpoint directory (HOLDFAST_CHECKPOINT_DIR)"
+    elif not saves:
+        how = (
+            f"resume from what SIGTERM saved in {settings.checkpoint_dir} (HOLDFAST_CHECKPOINT_EVERY saves more often)"
+        )
+    else:
+        how = f"resume from the newest checkpoint in {settings.checkpoint_dir}"
+    if group.restarts_all:
+        return f"{head}, and those that {group.launcher} starts again {how}"
+    return f"{head}; started again with HOLDFAST_RESUME=1, they {how}"
+
+
+class LaunchReport:
+    """Takes the records of this process: prints where training resumes and how it ended.
+
+    Args:
+        joined: The group of this process.
+    """
+
+    def __init__(self, joined: JoinedGroup) -> None:
+        self._joined = joined
+        self._is_told = False
+
+    def write(self, record: Record) -> None:
+        """Take one record."""
+        if self._joined.group.rank:
+            return
+        if isinstance(record, RunStarted):
+            self._joined.note_begun()
+            if record.step:
+                _say(f"training resumes at step {record.step}")
+        elif isinstance(record, Finished) and not self._is_told:
+            self._is_told = True
+            _say(f"{record.outcome} before step {record.step}, sha256 {record.sha256}")

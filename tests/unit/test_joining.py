@@ -1,0 +1,57 @@
+"""Processes that join each other: one that does not arrive."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from holdfast.comm import joining
+from holdfast.comm.joining import JoinedGroup
+from holdfast.comm.launchers import LaunchedGroup
+from holdfast.errors import StoreLost
+
+
+@pytest.fixture
+def group():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return LaunchedGroup(launcher="srun", rank=0, size=3, is_local=True, host="127.0.0.1", port=port)
+
+
+def test_a_process_that_does_not_arrive_is_named(monkeypatch, group):
+    monkeypatch.setattr(joining, "START_S", 1.0)
+
+    with pytest.raises(StoreLost, match=r"ranks \[1, 2\] did not join within 1 s"):
+        JoinedGroup(group)
+
+
+def test_where_rank_0_does_not_arrive_the_meeting_place_is_named(monkeypatch, group):
+    monkeypatch.setattr(joining, "START_S", 1.0)
+    other = LaunchedGroup(launcher="srun", rank=1, size=3, is_local=True, host="127.0.0.1", port=group.port)
+
+    with pytest.raises(StoreLost, match=f"the processes of srun cannot meet at 127.0.0.1:{group.port}: "):
+        JoinedGroup(other)
+
+
+def test_a_second_job_at_the_same_place_is_refused_and_does_not_disturb_the_first(monkeypatch, group):
+    """Its rank 0 cannot listen there; its other ranks would otherwise take part in the first job."""
+    monkeypatch.setattr(joining, "START_S", 3.0)
+    ranks = [dataclasses.replace(group, rank=rank) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(JoinedGroup, ranks[0])
+        second = pool.submit(JoinedGroup, ranks[1])
+        time.sleep(1.0)  # both wait for rank 2
+        with pytest.raises(StoreLost, match="cannot meet at"):
+            JoinedGroup(ranks[0])
+        with pytest.raises(StoreLost, match="another rank 1 has joined: does another job meet at"):
+            JoinedGroup(ranks[1])
+
+        with pytest.raises(StoreLost, match=r"ranks \[2\] did not join"):
+            first.result()
+        with pytest.raises(StoreLost):
+            second.result()
