@@ -12,6 +12,7 @@ any other collective fails on every survivor.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import threading
@@ -19,15 +20,19 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 
 from holdfast.comm.allreduce.ordered import OrderedAllReduce, SlotSpan
-from holdfast.comm.base import Collectives, Message, MessageCommunicator
+from holdfast.comm.base import Collectives, Message
 from holdfast.comm.connecting import connect_messages
+from holdfast.comm.seated import SeatedCommunicator
 from holdfast.comm.subgroup import Subgroup
 from holdfast.config import Settings
+from holdfast.distributed.joining import Joining
 from holdfast.distributed.recorder import GroupRecorder
+from holdfast.distributed.seating import SeatRow
 from holdfast.distributed.work import PendingWork
 from holdfast.engine import exits
 from holdfast.engine.regroup import pass_gate, regroup
@@ -157,9 +162,10 @@ class CommThread:
 
     Args:
         debug: Compare the calls of all ranks before every collective.
+        waits: Connect however late the others do; for a newcomer, whose script does not meet theirs before.
     """
 
-    def __init__(self, *, debug: bool = False) -> None:
+    def __init__(self, *, debug: bool = False, waits: bool = False) -> None:
         self._debug = debug
         self._inbox: queue.SimpleQueue[Collective | P2PTransfer | _Order | None] = queue.SimpleQueue()
         self._transfers: list[P2PTransfer] = []
@@ -168,19 +174,25 @@ class CommThread:
         self._current: Collective | None = None
         self._history: list[tuple[frozenset[int], dict[int, int]]] = []
         self.recorder: GroupRecorder
-        self.world: MessageCommunicator
+        self.world: SeatedCommunicator
+        self.joining: Joining
+        self.over = threading.Event()
+        """Set once a worker without a seat is not needed any more."""
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="holdfast-dist", daemon=True).start()
         threading.Thread(target=self._complete_futures, name="holdfast-dist-watch", daemon=True).start()
-        self._call(self._connect)
+        self.call(self._connect, limit_s=None if waits else _START_WITHIN_S)
 
     def _connect(self) -> None:
         publish_connecting()
         its = Settings.from_env()
-        self.world = connect_messages(
-            its.fabric, its.workers, its.ranks, rank=its.rank, store=its.store, token=its.token
-        )
-        self.recorder = GroupRecorder(its, self.world.local_ranks[0], self.world.first_size)
+        base = connect_messages(its.fabric, its.workers, its.ranks, rank=its.rank, store=its.store, token=its.token)
+        first = tuple(map(int, its.ranks.split(","))) if its.ranks else base.members
+        self.world = SeatedCommunicator(base, first[: len(first) - its.spares])
+        self.recorder = GroupRecorder(its, base.local_ranks[0], first[: len(first) - its.spares])
+        self.joining = Joining(self.world)
+        if base.local_ranks[0] not in first:
+            self._recover(joins=True)
 
     # -- called by other threads
 
@@ -197,7 +209,7 @@ class CommThread:
                     group.failed.add(known[key])
             self._groups[key] = group
 
-        self._call(add)
+        self.call(add)
         return group
 
     def drop_group(self, group: GroupMembers) -> None:
@@ -206,7 +218,7 @@ class CommThread:
         def drop() -> None:
             group.adder.sums = group.lender.sums = None
 
-        self._call(drop)
+        self.call(drop)
 
     def submit(self, job: Collective | P2PTransfer) -> PendingWork:
         """Queue ``job`` after everything that was submitted before."""
@@ -229,19 +241,61 @@ class CommThread:
         current = self._current
         if current is not None and current.work is work and not current.group.broken:
             current.group.broken = True
-            self.world.revoke_from_outside()
+            self.world.base.revoke_from_outside()
 
     def leave(self) -> None:
         """Return once all survivors call this: a rank must not exit while others may need it to recover."""
         if not self._left:
             self._left = True
-            self._call(self._pass_gate, limit_s=None)
+            if not self.joining.is_seated:
+                self.stay_outside()
+            self.call(self._pass_gate, limit_s=None)
 
-    def _call(self, do: Callable[[], None], limit_s: float | None = _START_WITHIN_S) -> None:
+    def wait_for_offer(self) -> int:
+        """On a newcomer, return the seat that it will take, as soon as one is empty; end this process if the job ends."""
+        self.joining.offered.wait()
+        if self.joining.seat < 0:
+            self.wait_for_end()
+        return self.joining.seat
+
+    def take_seat(self, timeout_s: float) -> None:
+        """Receive the state and take the seat of a failed rank; end this process if the job ends before."""
+        self.call(self._take_seat, limit_s=timeout_s)
+        if not self.joining.is_seated:
+            rank = self.world.base.local_ranks[0]
+            sys.stderr.write(f"holdfast: rank {rank} ends: the others ended before it could take a seat\n")
+            self.wait_for_end()
+
+    def arrive(self, state: Callable[[], Any], timeout_s: float) -> None:
+        """Pass the boundary before the next step; if newcomers wait there, give them ``state()`` and their seats."""
+
+        def meet() -> None:
+            self.joining.state = state()
+            self.call(self._meet, limit_s=timeout_s)
+            self.joining.state = None
+
+        self.joining.arrive(meet, timeout_s)
+
+    def stay_outside(self) -> NoReturn:
+        """On a newcomer whose script does not register what it needs: wait for the end of the job, and end."""
+        rank = self.world.base.local_ranks[0]
+        sys.stderr.write(
+            f"holdfast: rank {rank} cannot take the seat of a failed rank, because the script does not call"
+            " holdfast.distributed.register(model=..., optimizer=..., position=...) before its first step\n"
+        )
+        sys.stderr.flush()
+        self.wait_for_end()
+
+    def wait_for_end(self) -> NoReturn:
+        """On a worker without a seat: wait for the end of the job, and end this process."""
+        self.over.wait()
+        exits.leave_quietly()
+
+    def call(self, do: Callable[[], None], limit_s: float | None = _START_WITHIN_S) -> None:
         order = _Order(do)
         self._inbox.put(order)
         if not order.done.wait(limit_s):
-            raise HoldfastError(f"the communication thread did not answer within {limit_s} s")
+            raise HoldfastError(f"the communication thread did not answer within {limit_s:g} s")
         if order.error is not None:
             raise order.error
 
@@ -281,14 +335,15 @@ class CommThread:
 
     def _poll(self) -> None:
         """Poll messages in flight, and check for failures that other ranks have seen."""
-        if not hasattr(self, "world"):
+        if not hasattr(self, "joining") or self.over.is_set():
             return
         for transfer in self._transfers[:]:
             self._test(transfer)
         if self._transfers:
             time.sleep(_POLL_S)
-        elif self.world.is_revoked():
+        elif self.world.base.is_revoked():
             self._recover()
+            self._end_if_outside()
 
     # -- collectives
 
@@ -310,14 +365,13 @@ class CommThread:
                     self._compare(job)
                 job.exchange()
             except PeerFailed as error:
-                failures += 1
-                before = self.world.members
                 completed = self._recover()
+                failures += not self.joining.has_changed  # a recovery that a newcomer caused says nothing
                 if group.broken:
                     return HoldfastError(f"{job.what} timed out, or failed on another rank")
                 if completed.get(group.key, -1) > group.completed:
                     return None  # completed on some rank, so all, including this one, have entered its last barrier
-                if self.world.members == before and failures >= _ATTEMPTS:
+                if failures >= _ATTEMPTS:
                     return HoldfastError(f"{job.what} failed {failures} times although no rank failed: {error}")
                 if group.completed in group.failed and not job.recovers:
                     return self._lost(job)
@@ -393,28 +447,39 @@ class CommThread:
 
     # -- recovery
 
-    def _recover(self, *, told: bool = False) -> Mapping[int, int]:
+    def _recover(self, *, told: bool = False, joins: bool = False) -> Mapping[int, int]:
         """Recover with the survivors; return for every group how many collectives any survivor has completed."""
-        before = self.world.members
+        before, known = self.world.members, self.world.base.members
         self.recorder.failure_seen()
-        table = regroup(self.world, self._share_progress, told=told)
+        self.joining.begin()
+        table, rows = regroup(self.world, self._share, told=told, joins=joins)
         transfers, self._transfers = self._transfers, []
         for transfer in transfers:
             if transfer.message is not None:
-                self.world.abandon(transfer.message)
+                self.world.base.abandon(transfer.message)
             transfer.work.fail(self._lost(transfer))
-        lost = tuple(rank for rank in before if rank not in self.world.members)
+        lost = () if joins else tuple(rank for rank in before if rank not in self.world.members)
         completed = self._settle(table, lost)
-        self.recorder.recovered(lost, self.world.members, self.world.generation)
+        was_seated = self.joining.is_seated
+        self.joining.settle(rows)
+        if self.joining.is_seated and not was_seated:
+            self._begin_with(completed)
+        now = self.world.base.members
+        gone, joined = (tuple(sorted({*a} - {*b})) for a, b in ((known, now), (() if joins else now, known)))
+        self.recorder.recovered(gone, self.world, joined, self.joining.seating.seated)
         return completed
+
+    def _share(self) -> tuple[list[tuple[int, int, int]], dict[int, SeatRow]]:
+        return self._share_progress(), self.joining.share()
 
     def _share_progress(self) -> list[tuple[int, int, int]]:
         """Return (group, completed, broken) of every group of every survivor."""
+        base = self.world.base
         mine = [(g.key, g.completed, int(g.broken)) for g in self._groups.values()]
-        rows = self.world.maximum([len(mine)])[0]
+        rows = base.maximum([len(mine)])[0]
         part = torch.tensor(mine + [(-1, 0, 0)] * (rows - len(mine)), dtype=torch.int64).view(rows, 3)
-        whole = torch.empty(len(self.world.processes), rows, 3, dtype=torch.int64)
-        self.world.allgather(part, whole)
+        whole = torch.empty(len(base.processes), rows, 3, dtype=torch.int64)
+        base.allgather(part, whole)
         return [(key, completed, broken) for key, completed, broken in whole.view(-1, 3).tolist() if key >= 0]
 
     def _settle(self, table: list[tuple[int, int, int]], lost: tuple[int, ...]) -> Mapping[int, int]:
@@ -432,8 +497,61 @@ class CommThread:
         return top
 
     def _pass_gate(self) -> None:
-        pass_gate(self.world, lambda: self._recover(told=True))
+        self._dismiss_unseated()
+        pass_gate(self.world, self._recover_at_gate)
         self.recorder.finished()
+
+    def _recover_at_gate(self) -> None:
+        self._recover(told=True)
+        self._dismiss_unseated()
+
+    def _dismiss_unseated(self) -> None:
+        """Once the script of every seat has ended, tell the workers without a seat, which then pass the gate, too."""
+        while self.world.unseated and not self.joining.seating.ends:
+            try:
+                self.world.barrier()
+            except PeerFailed:
+                self.joining.be_at_end(ends=False)
+            else:
+                self.joining.be_at_end(ends=True)
+            self._recover()
+
+    # -- newcomers
+
+    def _begin_with(self, completed: Mapping[int, int]) -> None:
+        """Continue where all others are, which have stopped at a boundary."""
+        for group in self._groups.values():
+            group.completed = completed.get(group.key, 0)
+            group.failed.clear()
+
+    def _take_seat(self) -> None:
+        """On a newcomer: make the others stop at a boundary, and receive the state there."""
+        joining = self.joining
+        joining.be_ready()
+        self._recover()
+        while not joining.seating.ends and (not joining.is_seated or joining.must_meet):
+            if not joining.seating.holders:
+                raise HoldfastError("every rank that had the state of the training has failed")
+            self._meet_once()
+        joining.pass_on()
+        self._end_if_outside()
+
+    def _meet(self) -> None:
+        """Let the newcomers that wait at this boundary take their seats."""
+        while self.joining.must_meet:
+            self._meet_once()
+
+    def _meet_once(self) -> None:
+        with contextlib.suppress(PeerFailed):  # in any case, the regrouping decides what has been received
+            self.joining.transfer()
+        self._recover()
+
+    def _end_if_outside(self) -> None:
+        """If the job has ended, and this worker has no seat, let the others end, too."""
+        if self.joining.seating.ends and not self.joining.is_seated:
+            pass_gate(self.world, lambda: self._recover(told=True))
+            self.recorder.finished()
+            self.over.set()
 
 
 def _error_of(act: Callable[[], object]) -> Exception | None:
@@ -448,11 +566,11 @@ def _error_of(act: Callable[[], object]) -> Exception | None:
 _engine: CommThread | None = None
 
 
-def get_engine(*, debug: bool = False) -> CommThread:
+def get_engine(*, debug: bool = False, waits: bool = False) -> CommThread:
     """Return the communication thread of this process; the first call starts it."""
     global _engine
     if _engine is None:
-        _engine = CommThread(debug=debug)
+        _engine = CommThread(debug=debug, waits=waits)
         if not _engine.recorder.is_watched:  # otherwise the watcher knows how the script ended, and lets it exit
             exits.end_job_on_errors(leave)
     return _engine

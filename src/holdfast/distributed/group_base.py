@@ -39,6 +39,16 @@ class GroupBase(ProcessGroup):
     # -- attributes
 
     @property
+    def engine(self) -> CommThread:
+        """The communication thread of this process."""
+        return self._engine
+
+    @property
+    def timeout_s(self) -> float:
+        """Default timeout of a wait."""
+        return self._timeout_s
+
+    @property
     def alive(self) -> tuple[int, ...]:
         """Global ranks that are alive, ascending."""
         return self._members.alive

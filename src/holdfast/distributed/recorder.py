@@ -6,9 +6,9 @@ A step is one backward pass in which ``DistributedDataParallel`` all-reduces gra
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.clock import SystemClock
 from holdfast.comm.launchers import chosen
@@ -20,29 +20,41 @@ from holdfast.records.beacon import Beacon, NoBeacon, connected_beacon
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path
-from holdfast.records.types import FailureSeen, FaultFired, Finished, Recovered, RunStarted, SeatsFilled, StepCommitted
+from holdfast.records.types import (
+    FailureSeen,
+    FaultFired,
+    Finished,
+    Recovered,
+    RunStarted,
+    SeatsFilled,
+    SeatTaken,
+    StepCommitted,
+)
+
+if TYPE_CHECKING:
+    from holdfast.comm.seated import SeatedCommunicator
 
 _PHASES = ("forward", "backward", "allreduce")
 """Phases of planned faults. All are reached at DDP's first gradient bucket, where the backend first sees a step."""
 
 
 class GroupRecorder:
-    """Writes the records of rank ``place`` of a world that had ``size`` ranks at the start.
+    """Writes the records of worker ``rank``, for a job whose seats the workers ``holders`` have at the start.
 
     ``ConfigError`` if the settings hold a fault that cannot be injected here.
     """
 
-    def __init__(self, settings: Settings, place: int, size: int) -> None:
+    def __init__(self, settings: Settings, rank: int, holders: Sequence[int]) -> None:
         self.settings = settings
-        self._numbers = [int(n) for n in settings.ranks.split(",")] if settings.ranks else list(range(size))
-        self._rank = self._numbers[place]
+        self._numbers = list(holders)  # the last worker of each seat
+        self._rank = rank
         self._log = Logger(SystemClock(settings.origin_s), lambda: (self._rank, self._step))
         self._beacon: Beacon | NoBeacon = NoBeacon()
         if settings.run_dir:
             self._log.subscribe(FileRecorder(records_path(Path(settings.run_dir), str(self._rank))))
             # This backend does not report waits, so the health monitor only notices a missing heartbeat.
             self._beacon = connected_beacon(Path(settings.run_dir), self._rank)
-        self._alive = tuple(range(size))
+        self._alive = tuple(range(len(holders)))
         self._task = -1
         self._step = -1
         self._bucket = 0
@@ -78,7 +90,7 @@ class GroupRecorder:
 
     def _commit(self) -> None:
         """Record the previous step: its optimizer has run, because the next one has begun."""
-        if self._step >= 0 and self._alive[0] == self._numbers.index(self._rank) and not _has_session():
+        if self._step >= 0 and self._is_lead() and not _has_session():
             self._log.write(StepCommitted(epoch=0, samples=0, workers=len(self._alive), metrics={}))
 
     # -- failures
@@ -87,18 +99,45 @@ class GroupRecorder:
         """Record that a collective has failed."""
         self._log.write(FailureSeen(step=max(0, self._step), phase="allreduce"))
 
-    def recovered(self, lost: tuple[int, ...], alive: tuple[int, ...], generation: int) -> None:
-        """Record a recovery with its survivors."""
-        self._alive = alive
+    def recovered(
+        self, lost: tuple[int, ...], world: SeatedCommunicator, joined: tuple[int, ...], seated: tuple[int, ...]
+    ) -> None:
+        """Record a recovery.
+
+        Args:
+            lost: Workers that have failed.
+            world: The survivors, by seat.
+            joined: Workers that are members from now on.
+            seated: Workers that have taken an empty seat.
+        """
+        self._alive = world.members
         self._write_filled()
-        dead, left = (tuple(self._numbers[place] for place in places) for places in (lost, alive))
+        for seat, worker in world.holders.items():
+            self._numbers[seat] = worker
         step = max(0, self._step)
-        self._log.write(
-            Recovered(step=step, lost=dead, survivors=left, decision="continue", redone_steps=0, generation=generation)
-        )
-        if alive[0] == self._numbers.index(self._rank) and lost and not self.is_watched:  # otherwise the launcher does
+        how: dict[str, Any] = {"survivors": tuple(sorted(world.base.members)), "generation": world.generation}
+        grows = bool(joined) and not lost
+        how |= {"decision": "grow" if grows else "continue", "redone_steps": 0}
+        self._log.write(Recovered(step=step, lost=lost, joined=joined, **how))
+        for worker in seated:
+            seat = next(seat for seat, holder in world.holders.items() if holder == worker)
+            self._log.write(SeatTaken(step=step, seat=seat, worker=worker))
+        if self._is_lead() and lost and not self.is_watched:  # otherwise the launcher does
             gone = ", ".join(map(str, lost))
-            sys.stderr.write(f"holdfast: lost ranks [{gone}]; continuing with {len(alive)} ranks\n")
+            sys.stderr.write(f"holdfast: lost ranks [{gone}]; continuing with {len(self._alive)} ranks\n")
+
+    def begin_at(self, step: int) -> None:
+        """Begin at ``step``, as the worker that takes the seat of another."""
+        self._step = step
+
+    @property
+    def step(self) -> int:
+        """The step of the last backward pass, -1 before the first."""
+        return self._step
+
+    def _is_lead(self) -> bool:
+        """Return whether this worker holds the lowest seat that is taken."""
+        return bool(self._alive) and self._numbers[self._alive[0]] == self._rank
 
     def filled(self, collective: str, sources: Mapping[int, int]) -> None:
         """Record that survivors' values stood in for failed ranks, by the failed rank."""

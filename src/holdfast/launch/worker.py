@@ -391,13 +391,14 @@ def _show_life(settings: Settings, rank: int) -> None:
 
 
 def _set_torchrun_variables(settings: Settings) -> None:
-    """Set the variables that torchrun sets; RANK counts this start's workers from 0 without gaps."""
+    """Set the variables that torchrun sets; RANK counts this start's workers from 0 without gaps, spares last."""
     size, rank = os.environ.get("OMPI_COMM_WORLD_SIZE", "1"), str(mpi_rank())
     local = os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", rank), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", size)
     if settings.rank >= 0:
         ranks = [int(rank) for rank in settings.ranks.split(",")]
         size, rank = str(len(ranks)), str(ranks.index(settings.rank) if settings.rank in ranks else settings.rank)
         local = rank, size
+    size = str(int(size) - settings.spares)  # spares are not counted: they take the ranks of others
     os.environ.update(RANK=rank, LOCAL_RANK=local[0], WORLD_SIZE=size, LOCAL_WORLD_SIZE=local[1])
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
