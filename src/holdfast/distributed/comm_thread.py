@@ -292,6 +292,7 @@ class CommThread:
         exits.leave_quietly()
 
     def call(self, do: Callable[[], None], limit_s: float | None = _START_WITHIN_S) -> None:
+        """Run ``do`` in the communication thread, after everything that was submitted before; raise what it raises."""
         order = _Order(do)
         self._inbox.put(order)
         if not order.done.wait(limit_s):
@@ -365,8 +366,9 @@ class CommThread:
                     self._compare(job)
                 job.exchange()
             except PeerFailed as error:
+                before = self.world.base.members
                 completed = self._recover()
-                failures += not self.joining.has_changed  # a recovery that a newcomer caused says nothing
+                failures += self.world.base.members == before and not self.joining.has_news
                 if group.broken:
                     return HoldfastError(f"{job.what} timed out, or failed on another rank")
                 if completed.get(group.key, -1) > group.completed:
@@ -466,7 +468,8 @@ class CommThread:
             self._begin_with(completed)
         now = self.world.base.members
         gone, joined = (tuple(sorted({*a} - {*b})) for a, b in ((known, now), (() if joins else now, known)))
-        self.recorder.recovered(gone, self.world, joined, self.joining.seating.seated)
+        seating = self.joining.seating
+        self.recorder.recovered(gone, self.world, joined, seating.seated, is_news=self.joining.has_news or seating.ends)
         return completed
 
     def _share(self) -> tuple[list[tuple[int, int, int]], dict[int, SeatRow]]:

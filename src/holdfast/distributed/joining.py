@@ -33,7 +33,7 @@ class Joining:
         self._world = world
         self._me = world.base.local_ranks[0]
         self._row = SeatRow(seat=world.local_ranks[0] if world.local_ranks else NO_SEAT)
-        self._rows: dict[int, SeatRow] = {}
+        self._news: dict[int, tuple[int, bool]] = {}
         self._settled = threading.Event()
         self._settled.set()
         self.seating = Seating(holders=dict(world.holders))
@@ -44,8 +44,8 @@ class Joining:
         """The state to give, or the state received."""
         self.num_seated = 0
         """Number of newcomers that have taken a seat since this worker holds one."""
-        self.has_changed = False
-        """Whether the last regrouping was about workers that come or go."""
+        self.has_news = False
+        """Whether the last regrouping brought news of newcomers, so that it need not have another cause."""
         self.offered = threading.Event()
         """Set once this worker has a seat, or will never have one."""
 
@@ -99,12 +99,10 @@ class Joining:
     def settle(self, rows: dict[int, SeatRow]) -> None:
         """Carry out the decision of a regrouping, whose end it is."""
         row = self._row
-        self.has_changed = rows.keys() != self._rows.keys() or any(
-            (rows[n].seat, rows[n].offered, rows[n].ready) != (was.seat, was.offered, was.ready)
-            for n, was in self._rows.items()
-        )
-        self._rows = rows
         self.seating = decide(rows, self._world.first_size)
+        offers = {worker: (rows[worker].offered, rows[worker].ready) for worker in self.seating.offered}
+        news = {worker: offer for worker, offer in offers.items() if offer != (NO_SEAT, False)}
+        self._news, self.has_news = news, news != self._news or bool(self.seating.seated)
         self._world.arrange(self.seating.holders)
         if self._me in self.seating.seated:
             # As the others: it has stopped at this boundary, and passes it if no other newcomer waits there.

@@ -48,6 +48,7 @@ class GroupRecorder:
         self.settings = settings
         self._numbers = list(holders)  # the last worker of each seat
         self._rank = rank
+        self._is_seated = rank in holders
         self._log = Logger(SystemClock(settings.origin_s), lambda: (self._rank, self._step))
         self._beacon: Beacon | NoBeacon = NoBeacon()
         if settings.run_dir:
@@ -97,10 +98,17 @@ class GroupRecorder:
 
     def failure_seen(self) -> None:
         """Record that a collective has failed."""
-        self._log.write(FailureSeen(step=max(0, self._step), phase="allreduce"))
+        if self._is_seated:
+            self._log.write(FailureSeen(step=max(0, self._step), phase="allreduce"))
 
     def recovered(
-        self, lost: tuple[int, ...], world: SeatedCommunicator, joined: tuple[int, ...], seated: tuple[int, ...]
+        self,
+        lost: tuple[int, ...],
+        world: SeatedCommunicator,
+        joined: tuple[int, ...] = (),
+        seated: tuple[int, ...] = (),
+        *,
+        is_news: bool = False,
     ) -> None:
         """Record a recovery.
 
@@ -109,22 +117,29 @@ class GroupRecorder:
             world: The survivors, by seat.
             joined: Workers that are members from now on.
             seated: Workers that have taken an empty seat.
+            is_news: It was about newcomers, or about the end of the job, if no worker was lost.
         """
         self._alive = world.members
         self._write_filled()
         for seat, worker in world.holders.items():
             self._numbers[seat] = worker
-        step = max(0, self._step)
-        how: dict[str, Any] = {"survivors": tuple(sorted(world.base.members)), "generation": world.generation}
-        grows = bool(joined) and not lost
-        how |= {"decision": "grow" if grows else "continue", "redone_steps": 0}
-        self._log.write(Recovered(step=step, lost=lost, joined=joined, **how))
-        for worker in seated:
-            seat = next(seat for seat, holder in world.holders.items() if holder == worker)
-            self._log.write(SeatTaken(step=step, seat=seat, worker=worker))
+        if lost or joined or not is_news:
+            self._note_recovered(lost, joined, tuple(sorted(world.base.members)), world.generation)
+        self._is_seated = bool(world.local_ranks)
+        for seat, worker in world.holders.items():
+            if worker in seated and worker != self._rank:
+                self._log.write(SeatTaken(step=self._step + 1, seat=seat, worker=worker))
         if self._is_lead() and lost and not self.is_watched:  # otherwise the launcher does
             gone = ", ".join(map(str, lost))
             sys.stderr.write(f"holdfast: lost ranks [{gone}]; continuing with {len(self._alive)} ranks\n")
+
+    def _note_recovered(
+        self, lost: tuple[int, ...], joined: tuple[int, ...], alive: tuple[int, ...], generation: int
+    ) -> None:
+        if self._is_seated:  # one without a seat knows no step
+            decision = "grow" if joined and not lost else "continue"
+            how: dict[str, Any] = {"decision": decision, "redone_steps": 0, "generation": generation, "joined": joined}
+            self._log.write(Recovered(step=max(0, self._step), lost=lost, survivors=alive, **how))
 
     def begin_at(self, step: int) -> None:
         """Begin at ``step``, as the worker that takes the seat of another."""

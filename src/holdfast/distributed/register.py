@@ -70,6 +70,7 @@ class Registered:
     def __init__(
         self, group: HoldfastGroup, models: Sequence[Any], optimizers: Sequence[optim.Optimizer], parts: dict[str, Any]
     ) -> None:
+        self._group = group
         self._engine: CommThread = group.engine
         self._timeout_s = group.timeout_s
         self._models = models
@@ -84,6 +85,7 @@ class Registered:
         joining = self._engine.joining
         if not joining.is_seated:
             self._engine.take_seat(self._timeout_s)
+            self._group.guard.remove()  # type: ignore[attr-defined]  # a newcomer's group has it
             self._load(joining.state)
             joining.state = None
             self._is_at_boundary = False  # the others have stopped at the one before its first step

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch.distributed import Work
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from holdfast.distributed.comm_thread import CommThread, GroupMembers
 from holdfast.distributed.group_base import GroupBase, Tensors
 from holdfast.distributed.tensors import one, overwrite, plain
 from holdfast.distributed.work import PendingWork
@@ -30,7 +32,8 @@ def _alone(act: Callable[..., list[torch.Tensor]]) -> Callable[..., Work]:
 
     def collective(self: SoloCollectives, *args: Any, **kwargs: Any) -> Work:
         if self._engine.joining.is_seated:
-            return getattr(super(SoloCollectives, self), name)(*args, **kwargs)
+            work: Work = getattr(super(SoloCollectives, self), name)(*args, **kwargs)
+            return work
         return self._completed(act(self, *args, **kwargs), name)
 
     collective.__name__, collective.__doc__ = name, act.__doc__
@@ -38,7 +41,12 @@ def _alone(act: Callable[..., list[torch.Tensor]]) -> Callable[..., Work]:
 
 
 class SoloCollectives(GroupBase):
-    """Collectives of one rank, which stands for all."""
+    """Collectives of one rank, which stands for all, until it has a seat; it must not train before."""
+
+    def __init__(self, engine: CommThread, members: GroupMembers, rank: int, timeout_s: float) -> None:
+        super().__init__(engine, members, rank, timeout_s)
+        self.guard = register_optimizer_step_pre_hook(lambda *_: engine.stay_outside())
+        """Ends a script that trains without having called ``register``, which removes it."""
 
     @_alone
     def broadcast(self, tensors: Tensors, options: Any) -> list[torch.Tensor]:

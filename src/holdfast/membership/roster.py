@@ -132,11 +132,11 @@ class Roster:
     def join_at_once(self) -> None:
         """Join the job, whose members admit newcomers in every shrink: make them shrink, and wait until admitted."""
         self.store.put(f"join/{self.rank}", json.dumps({"loop": 0}))
-        newest = -1
+        revoked = -1
         while not (generation := self._my_generation()):
-            last = newest
-            newest = self.store.wait(lambda: next((g for g in [self._newest()] if g > last), None))  # noqa: B023
+            newest = self._newest_after(revoked)
             self.store.create(f"g/{newest}/revoked", str(self.rank))  # an earlier shrink may have missed the request
+            revoked = newest
         self.store.delete(f"join/{self.rank}")
         self._enter(generation)
 
@@ -193,9 +193,15 @@ class Roster:
         """Return the newest generation that includes this newcomer."""
         return max((number for number, members in self._generations() if self.rank in members), default=None)
 
-    def _newest(self) -> int:
-        """Return the newest generation, -1 before the first."""
-        return max((number for number, _ in self._generations()), default=-1)
+    def _newest_after(self, generation: int) -> int:
+        """Wait for a generation after this one, and return the newest."""
+
+        def newest() -> int | None:
+            return max((number for number, _ in self._generations() if number > generation), default=None)
+
+        found = self.store.wait(newest)
+        assert found is not None
+        return found
 
     def _generations(self) -> list[tuple[int, list[int]]]:
         known = {key: members for key, members in self.store.under("g/").items() if key.endswith("/members")}

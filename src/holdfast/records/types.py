@@ -208,10 +208,10 @@ class SeatsFilled(Record):
 class SeatTaken(Record):
     """A newcomer has taken the seat of a failed rank of ``torch.distributed``, with the state of a survivor.
 
-    Written by every rank, the newcomer included.
+    Written by every other rank.
 
     Args:
-        step: The step before which it takes part.
+        step: The first step in which it takes part.
         seat: The rank that ``torch.distributed`` gives it.
         worker: The newcomer, as the launcher numbers it.
     """

@@ -125,6 +125,7 @@ def _happenings(history: History) -> dict[str, Any]:
         "restored": [_restored(record) for record in history.restored],
         "parts_held": [_rounded(record, *_HELD) for record in history.parts_held],
         "eager": [_rounded(record, *_EAGER) for record in history.updated_eagerly],
+        "seats_taken": [_rounded(record, "step", "t_s", "seat", "worker") for record in history.seats_taken],
         "seats_filled": [_rounded(record, *_FILLED) for record in history.seats_filled],
         "left": [_rounded(record, "rank", "step", "t_s") for record in history.of(Left)],
         "stragglers": [
