@@ -530,6 +530,8 @@ class CommThread:
     def _take_seat(self) -> None:
         """On a newcomer: make the others stop at a boundary, and receive the state there."""
         joining = self.joining
+        if self.over.is_set():
+            return
         joining.be_ready()
         self._recover()
         while not joining.seating.ends and (not joining.is_seated or joining.must_meet):
