@@ -12,7 +12,6 @@ any other collective fails on every survivor.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import sys
 import threading
@@ -20,17 +19,17 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
 
 import torch
 
-from holdfast.comm.allreduce.ordered import OrderedAllReduce, SlotSpan
-from holdfast.comm.base import Collectives, Message
+from holdfast.comm.base import Message
 from holdfast.comm.connecting import connect_messages
 from holdfast.comm.seated import SeatedCommunicator
 from holdfast.comm.subgroup import Subgroup
 from holdfast.config import Settings
 from holdfast.distributed.joining import Joining
+from holdfast.distributed.meeting import Meeting
+from holdfast.distributed.members import WORLD, GroupMembers, GroupReducer
 from holdfast.distributed.recorder import GroupRecorder
 from holdfast.distributed.seating import SeatRow
 from holdfast.distributed.work import PendingWork
@@ -46,73 +45,8 @@ _POLL_S = 5e-5
 _ATTEMPTS = 4
 """A collective that fails this often although no rank failed has another cause."""
 _START_WITHIN_S = 120.0
-_LEAST_BYTES = 1 << 16
 _SIGNATURE_BYTES = 256
 _WATCH_EVERY_S = 0.5
-
-WORLD = 1
-"""Key of the group of all ranks."""
-
-
-@dataclass(slots=True)
-class GroupReducer:
-    """All-reduces of vectors of any length, in memory that grows on demand: see :class:`~holdfast.comm.OrderedAllReduce`."""
-
-    comm: Collectives
-    shared_bytes: int = -1
-    size_bytes: int = 0
-    sums: OrderedAllReduce | None = None
-
-    def up_to(self, span: SlotSpan, order: str) -> OrderedAllReduce:
-        """Return the all-reduce for vectors that end where ``span`` does; ``ScriptError`` if members' calls differ."""
-        size_bytes = span.end
-        if self.sums is not None and size_bytes > self.size_bytes:
-            self.sums.check_same(span, order)  # before a single rank starts to set up more memory
-        if self.sums is None or size_bytes > self.size_bytes:
-            self.size_bytes = max(_LEAST_BYTES, 1 << (size_bytes - 1).bit_length())
-            self.sums = OrderedAllReduce(self.comm, "wide", self.size_bytes, shared_bytes=self.shared_bytes)
-        return self.sums
-
-    def result(self, span: SlotSpan) -> torch.Tensor:
-        """Return the last result; it is valid until the next all-reduce over the same bytes."""
-        assert self.sums is not None, "no all-reduce has been made yet"
-        return self.sums.result(span)
-
-
-@dataclass(slots=True)
-class GroupMembers:
-    """A group of ranks, as the communication thread sees it.
-
-    Args:
-        key: The same number on all members, and different for any other group.
-        ranks: Initial global ranks, ascending.
-        comm: Collectives among the survivors.
-        adder: For collectives whose result is copied to its destination before the next one.
-        lender: For DDP's buckets, which lie one after another: DDP reads the results in place, after its backward pass.
-        completed: Number of collectives that have ended on this rank, including failed ones.
-        broken: A collective of the group timed out; the progress of each rank is no longer known.
-        failed: Numbers of collectives that fail on all ranks, including ranks that have not called them yet.
-    """
-
-    key: int
-    ranks: tuple[int, ...]
-    comm: Collectives
-    adder: GroupReducer
-    lender: GroupReducer
-    completed: int = 0
-    failed: set[int] = field(default_factory=set)
-    broken: bool = False
-
-    @property
-    def alive(self) -> tuple[int, ...]:
-        """The ranks that are alive."""
-        return self.comm.members
-
-    @property
-    def dead(self) -> tuple[int, ...]:
-        """The ranks that have failed."""
-        alive = self.comm.members
-        return tuple(rank for rank in self.ranks if rank not in alive)
 
 
 @dataclass(slots=True)
@@ -176,8 +110,7 @@ class CommThread:
         self.recorder: GroupRecorder
         self.world: SeatedCommunicator
         self.joining: Joining
-        self.over = threading.Event()
-        """Set once a worker without a seat is not needed any more."""
+        self.meeting: Meeting
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="holdfast-dist", daemon=True).start()
         threading.Thread(target=self._complete_futures, name="holdfast-dist-watch", daemon=True).start()
@@ -191,8 +124,10 @@ class CommThread:
         self.world = SeatedCommunicator(base, first[: len(first) - its.spares])
         self.recorder = GroupRecorder(its, base.local_ranks[0], first[: len(first) - its.spares])
         self.joining = Joining(self.world)
+        self.meeting = Meeting(self, self.joining)
         if base.local_ranks[0] not in first:
-            self._recover(joins=True)
+            self.recover(joins=True)
+            self.meeting.end_if_outside()
 
     # -- called by other threads
 
@@ -248,48 +183,8 @@ class CommThread:
         if not self._left:
             self._left = True
             if not self.joining.is_seated:
-                self.stay_outside()
+                self.meeting.stay_outside()
             self.call(self._pass_gate, limit_s=None)
-
-    def wait_for_offer(self) -> int:
-        """On a newcomer, return the seat that it will take, as soon as one is empty; end this process if the job ends."""
-        self.joining.offered.wait()
-        if self.joining.seat < 0:
-            self.wait_for_end()
-        return self.joining.seat
-
-    def take_seat(self, timeout_s: float) -> None:
-        """Receive the state and take the seat of a failed rank; end this process if the job ends before."""
-        self.call(self._take_seat, limit_s=timeout_s)
-        if not self.joining.is_seated:
-            rank = self.world.base.local_ranks[0]
-            sys.stderr.write(f"holdfast: rank {rank} ends: the others ended before it could take a seat\n")
-            self.wait_for_end()
-
-    def arrive(self, state: Callable[[], Any], timeout_s: float) -> None:
-        """Pass the boundary before the next step; if newcomers wait there, give them ``state()`` and their seats."""
-
-        def meet() -> None:
-            self.joining.state = state()
-            self.call(self._meet, limit_s=timeout_s)
-            self.joining.state = None
-
-        self.joining.arrive(meet, timeout_s)
-
-    def stay_outside(self) -> NoReturn:
-        """On a newcomer whose script does not register what it needs: wait for the end of the job, and end."""
-        rank = self.world.base.local_ranks[0]
-        sys.stderr.write(
-            f"holdfast: rank {rank} cannot take the seat of a failed rank, because the script does not call"
-            " holdfast.distributed.register(model=..., optimizer=..., position=...) before its first step\n"
-        )
-        sys.stderr.flush()
-        self.wait_for_end()
-
-    def wait_for_end(self) -> NoReturn:
-        """On a worker without a seat: wait for the end of the job, and end this process."""
-        self.over.wait()
-        exits.leave_quietly()
 
     def call(self, do: Callable[[], None], limit_s: float | None = _START_WITHIN_S) -> None:
         """Run ``do`` in the communication thread, after everything that was submitted before; raise what it raises."""
@@ -336,15 +231,15 @@ class CommThread:
 
     def _poll(self) -> None:
         """Poll messages in flight, and check for failures that other ranks have seen."""
-        if not hasattr(self, "joining") or self.over.is_set():
+        if not hasattr(self, "meeting") or self.meeting.over.is_set():
             return
         for transfer in self._transfers[:]:
             self._test(transfer)
         if self._transfers:
             time.sleep(_POLL_S)
         elif self.world.base.is_revoked():
-            self._recover()
-            self._end_if_outside()
+            self.recover()
+            self.meeting.end_if_outside()
 
     # -- collectives
 
@@ -367,7 +262,7 @@ class CommThread:
                 job.exchange()
             except PeerFailed as error:
                 before = self.world.base.members
-                completed = self._recover()
+                completed = self.recover()
                 failures += self.world.base.members == before and not self.joining.has_news
                 if group.broken:
                     return HoldfastError(f"{job.what} timed out, or failed on another rank")
@@ -381,7 +276,7 @@ class CommThread:
                 return error
             except Exception as error:  # belongs to the caller of the collective
                 group.broken = True  # a recovery tells the other ranks
-                self._recover()
+                self.recover()
                 return error
             else:
                 return None
@@ -421,7 +316,7 @@ class CommThread:
         try:
             transfer.message = transfer.begin()
         except PeerFailed:
-            self._recover()
+            self.recover()
             transfer.work.fail(self._lost(transfer))
         except Exception as error:  # belongs to the caller
             transfer.work.fail(error)
@@ -436,7 +331,7 @@ class CommThread:
         try:
             source = self.world.test(transfer.message)
         except PeerFailed:
-            self._recover()
+            self.recover()
             return
         if source is None:
             return
@@ -449,10 +344,10 @@ class CommThread:
 
     # -- recovery
 
-    def _recover(self, *, told: bool = False, joins: bool = False) -> Mapping[int, int]:
+    def recover(self, *, told: bool = False, joins: bool = False) -> Mapping[int, int]:
         """Recover with the survivors; return for every group how many collectives any survivor has completed."""
         before, known = self.world.members, self.world.base.members
-        self.recorder.failure_seen()
+        self.recorder.failure_seen(is_known=bool(self.world.base.failed()))
         self.joining.begin()
         table, rows = regroup(self.world, self._share, told=told, joins=joins)
         transfers, self._transfers = self._transfers, []
@@ -505,7 +400,7 @@ class CommThread:
         self.recorder.finished()
 
     def _recover_at_gate(self) -> None:
-        self._recover(told=True)
+        self.recover(told=True)
         self._dismiss_unseated()
 
     def _dismiss_unseated(self) -> None:
@@ -517,7 +412,7 @@ class CommThread:
                 self.joining.be_at_end(ends=False)
             else:
                 self.joining.be_at_end(ends=True)
-            self._recover()
+            self.recover()
 
     # -- newcomers
 
@@ -526,37 +421,6 @@ class CommThread:
         for group in self._groups.values():
             group.completed = completed.get(group.key, 0)
             group.failed.clear()
-
-    def _take_seat(self) -> None:
-        """On a newcomer: make the others stop at a boundary, and receive the state there."""
-        joining = self.joining
-        if self.over.is_set():
-            return
-        joining.be_ready()
-        self._recover()
-        while not joining.seating.ends and (not joining.is_seated or joining.must_meet):
-            if not joining.seating.holders:
-                raise HoldfastError("every rank that had the state of the training has failed")
-            self._meet_once()
-        joining.pass_on()
-        self._end_if_outside()
-
-    def _meet(self) -> None:
-        """Let the newcomers that wait at this boundary take their seats."""
-        while self.joining.must_meet:
-            self._meet_once()
-
-    def _meet_once(self) -> None:
-        with contextlib.suppress(PeerFailed):  # in any case, the regrouping decides what has been received
-            self.joining.transfer()
-        self._recover()
-
-    def _end_if_outside(self) -> None:
-        """If the job has ended, and this worker has no seat, let the others end, too."""
-        if self.joining.seating.ends and not self.joining.is_seated:
-            pass_gate(self.world, lambda: self._recover(told=True))
-            self.recorder.finished()
-            self.over.set()
 
 
 def _error_of(act: Callable[[], object]) -> Exception | None:

@@ -15,8 +15,9 @@ from torch.distributed import ProcessGroup, Work
 
 from holdfast import notice
 from holdfast.config import debug_wanted
-from holdfast.distributed.comm_thread import WORLD, P2PTransfer, get_engine
+from holdfast.distributed.comm_thread import P2PTransfer, get_engine
 from holdfast.distributed.group_base import Tensors, nothing
+from holdfast.distributed.members import WORLD
 from holdfast.distributed.moves import MoveCollectives
 from holdfast.distributed.reductions import ReduceCollectives
 from holdfast.distributed.solo import BEFORE_REGISTER, SoloCollectives

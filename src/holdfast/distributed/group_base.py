@@ -13,7 +13,8 @@ import torch
 from torch.distributed import ProcessGroup, Work
 
 from holdfast.distributed.call_site import CallSite
-from holdfast.distributed.comm_thread import Collective, CommThread, GroupMembers
+from holdfast.distributed.comm_thread import Collective, CommThread
+from holdfast.distributed.members import GroupMembers
 from holdfast.distributed.tensors import check_device
 from holdfast.distributed.work import PendingWork
 from holdfast.errors import RanksLost

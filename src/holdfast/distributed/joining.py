@@ -64,6 +64,11 @@ class Joining:
         """Whether this worker has stopped at a boundary at which newcomers wait."""
         return self.at >= self.seating.join_at
 
+    @property
+    def takes_part(self) -> bool:
+        """Whether this worker gives the state, receives it, or waits for those that do."""
+        return self._me in self.seating.takes_part
+
     # -- the script's thread
 
     def arrive(self, meet: Callable[[], None], timeout_s: float) -> None:

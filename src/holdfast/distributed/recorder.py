@@ -49,6 +49,7 @@ class GroupRecorder:
         self._numbers = list(holders)  # the last worker of each seat
         self._rank = rank
         self._is_seated = rank in holders
+        self._seen: FailureSeen | None = None
         self._log = Logger(SystemClock(settings.origin_s), lambda: (self._rank, self._step))
         self._beacon: Beacon | NoBeacon = NoBeacon()
         if settings.run_dir:
@@ -96,10 +97,17 @@ class GroupRecorder:
 
     # -- failures
 
-    def failure_seen(self) -> None:
-        """Record that a collective has failed."""
-        if self._is_seated:
-            self._log.write(FailureSeen(step=max(0, self._step), phase="allreduce"))
+    def failure_seen(self, *, is_known: bool) -> None:
+        """Record that a collective has failed.
+
+        Args:
+            is_known: A failed rank is known. Otherwise it may be a newcomer that has woken the others, and
+                :meth:`recovered` records the failure if it was one.
+        """
+        seen = self._log.stamped(FailureSeen(step=max(0, self._step), phase="allreduce"))
+        self._seen = None if is_known else seen
+        if is_known and self._is_seated:
+            self._log.write(seen)
 
     def recovered(
         self,
@@ -137,6 +145,8 @@ class GroupRecorder:
         self, lost: tuple[int, ...], joined: tuple[int, ...], alive: tuple[int, ...], generation: int
     ) -> None:
         if self._is_seated:  # one without a seat knows no step
+            if self._seen is not None and (lost or not joined):
+                self._log.write(self._seen)
             decision = "grow" if joined and not lost else "continue"
             how: dict[str, Any] = {"decision": decision, "redone_steps": 0, "generation": generation, "joined": joined}
             self._log.write(Recovered(step=max(0, self._step), lost=lost, survivors=alive, **how))

@@ -84,7 +84,7 @@ class Registered:
         """Take a seat, on a newcomer; then watch the steps."""
         joining = self._engine.joining
         if not joining.is_seated:
-            self._engine.take_seat(self._timeout_s)
+            self._engine.meeting.take_seat(self._timeout_s)
             self._group.guard.remove()  # type: ignore[attr-defined]  # a newcomer's group has it
             self._load(joining.state)
             joining.state = None
@@ -103,7 +103,7 @@ class Registered:
             return
         self._is_at_boundary = False
         joining, seated = self._engine.joining, self._engine.joining.num_seated
-        self._engine.arrive(self._state, self._timeout_s)
+        self._engine.meeting.arrive(self._state, self._timeout_s)
         if joining.num_seated > seated:
             self._rebuild_reducers()
 
@@ -115,8 +115,8 @@ class Registered:
             rebuild_reducer(model)
 
     def _state(self) -> dict[str, Any]:
-        """Return what a newcomer needs."""
-        return {
+        """Return what a newcomer needs; ``ConfigError``, on all ranks alike, if it cannot be sent."""
+        state = {
             "models": [
                 {"state": model.module.state_dict(), "buffers": dict(model.module.named_buffers())}
                 for model in self._models
@@ -125,6 +125,8 @@ class Registered:
             "parts": {name: state() for name, (state, _) in self._parts.items()},
             "step": self._engine.recorder.step,
         }
+        _check_plain("model and optimizer", state)
+        return state
 
     def _load(self, state: dict[str, Any]) -> None:
         import torch

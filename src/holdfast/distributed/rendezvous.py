@@ -81,7 +81,7 @@ def _alone() -> Any:
 
     notice.decline()
     engine = get_engine(debug=debug_wanted(), waits=True)
-    seat, size = engine.wait_for_offer(), engine.world.first_size
+    seat, size = engine.meeting.wait_for_offer(), engine.world.first_size
     os.environ.update(RANK=str(seat), WORLD_SIZE=str(size))
     make: Any = getattr(dist, "HashStore")  # noqa: B009 - torch has no stubs for it
     return make(), seat, size

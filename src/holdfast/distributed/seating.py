@@ -58,8 +58,8 @@ class Seating:
         holders: The worker of each seat that is taken.
         seated: The workers that have just taken a seat.
         offered: The seat of each worker that will take one.
-        awaits: Workers that are ready, and wait for the state, ascending.
-        giver: The worker that gives them the state; -1 if no worker is left that has it.
+        giver: The worker that gives the state; -1 if none has taken it over that is alive.
+        awaits: Workers that are ready, and receive the state, ascending.
         join_at: The boundary at which they receive it.
         ends: The script of every seat has ended.
     """
@@ -67,8 +67,8 @@ class Seating:
     holders: dict[int, int] = field(default_factory=dict)
     seated: tuple[int, ...] = ()
     offered: dict[int, int] = field(default_factory=dict)
-    awaits: tuple[int, ...] = ()
     giver: int = -1
+    awaits: tuple[int, ...] = ()
     join_at: int = NEVER
     ends: bool = False
 
@@ -90,13 +90,14 @@ def decide(rows: Mapping[int, SeatRow], num_seats: int) -> Seating:
     empty = sorted(set(range(num_seats)) - holders.keys() - set(offered.values()))
     unoffered = sorted(worker for worker, row in rows.items() if worker not in {*holders.values(), *offered})
     offered |= dict(zip(unoffered, empty, strict=False))
-    awaits = tuple(worker for worker in sorted(offered) if rows[worker].ready)
+    giver = min((worker for worker in holders.values() if rows[worker].received < 0), default=-1)
+    awaits = tuple(worker for worker in sorted(offered) if rows[worker].ready and giver >= 0)
     return Seating(
         holders=holders,
         seated=seated,
         offered=offered,
+        giver=giver,
         awaits=awaits,
-        giver=min((w for w in holders.values() if rows[w].received < 0), default=-1),
         join_at=here if awaits else NEVER,
         ends=bool(before) and all(row.ends for row in before),
     )

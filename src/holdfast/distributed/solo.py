@@ -17,8 +17,9 @@ import torch
 from torch.distributed import Work
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from holdfast.distributed.comm_thread import CommThread, GroupMembers
+from holdfast.distributed.comm_thread import CommThread
 from holdfast.distributed.group_base import GroupBase, Tensors
+from holdfast.distributed.members import GroupMembers
 from holdfast.distributed.tensors import one, overwrite, plain
 from holdfast.distributed.work import PendingWork
 from holdfast.errors import ConfigError
@@ -45,7 +46,7 @@ class SoloCollectives(GroupBase):
 
     def __init__(self, engine: CommThread, members: GroupMembers, rank: int, timeout_s: float) -> None:
         super().__init__(engine, members, rank, timeout_s)
-        self.guard = register_optimizer_step_pre_hook(lambda *_: engine.stay_outside())
+        self.guard = register_optimizer_step_pre_hook(lambda *_: engine.meeting.stay_outside())
         """Ends a script that trains without having called ``register``, which removes it."""
 
     @_alone
@@ -59,7 +60,7 @@ class SoloCollectives(GroupBase):
     def allreduce(self, tensors: Tensors, options: Any = None) -> list[torch.Tensor]:
         """Keep the tensor, as if it were the mean of all ranks."""
         if self._call_site().is_backward:
-            self._engine.stay_outside()
+            self._engine.meeting.stay_outside()
         return list(tensors)
 
     @_alone
