@@ -80,6 +80,8 @@ MAY_IMPORT = {
         "faults",
         "engine",
         "recovery",
+        "checkpoint.format",
+        "state.transfer",
     },
     "integrations": {
         "_lazy",

@@ -30,7 +30,7 @@ def autoload() -> None:
 import torch.distributed as dist  # noqa: E402
 
 from holdfast.distributed.frameworks import adapt_frameworks  # noqa: E402
-from holdfast.distributed.register import register  # noqa: E402
+from holdfast.distributed.registering import register  # noqa: E402
 from holdfast.distributed.rendezvous import watch_rendezvous  # noqa: E402
 from holdfast.errors import RanksLost  # noqa: E402
 

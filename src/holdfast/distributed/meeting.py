@@ -7,17 +7,31 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from holdfast.engine import exits
 from holdfast.engine.regroup import pass_gate
 from holdfast.errors import PeerFailed
 
 if TYPE_CHECKING:
-    from holdfast.distributed.comm_thread import CommThread
+    from holdfast.comm.seated import SeatedCommunicator
     from holdfast.distributed.joining import Joining
+    from holdfast.distributed.recorder import GroupRecorder
 
 _AGAIN_S = 1.0
+
+
+class Engine(Protocol):
+    """What a meeting needs of the communication thread."""
+
+    world: SeatedCommunicator
+    recorder: GroupRecorder
+
+    def call(self, do: Callable[[], None], limit_s: float | None) -> None:
+        """Run ``do`` in the communication thread; raise what it raises, or ``HoldfastError`` after ``limit_s``."""
+
+    def recover(self, *, told: bool = False) -> object:
+        """In the communication thread: regroup; ``told`` if an agreement has returned False."""
 
 
 class Meeting:
@@ -28,7 +42,7 @@ class Meeting:
         joining: The seat of this worker.
     """
 
-    def __init__(self, engine: CommThread, joining: Joining) -> None:
+    def __init__(self, engine: Engine, joining: Joining) -> None:
         self._engine = engine
         self._joining = joining
         self.over = threading.Event()

@@ -49,8 +49,10 @@ class GroupRecorder:
         self._numbers = list(holders)  # the last worker of each seat
         self._rank = rank
         self._is_seated = rank in holders
-        self._seen: FailureSeen | None = None
-        self._log = Logger(SystemClock(settings.origin_s), lambda: (self._rank, self._step))
+        self._seen = FailureSeen(phase="allreduce")
+        self._is_seen_written = False
+        self._clock = SystemClock(settings.origin_s)
+        self._log = Logger(self._clock, lambda: (self._rank, self._step))
         self._beacon: Beacon | NoBeacon = NoBeacon()
         if settings.run_dir:
             self._log.subscribe(FileRecorder(records_path(Path(settings.run_dir), str(self._rank))))
@@ -104,10 +106,10 @@ class GroupRecorder:
             is_known: A failed rank is known. Otherwise it may be a newcomer that has woken the others, and
                 :meth:`recovered` records the failure if it was one.
         """
-        seen = self._log.stamped(FailureSeen(step=max(0, self._step), phase="allreduce"))
-        self._seen = None if is_known else seen
-        if is_known and self._is_seated:
-            self._log.write(seen)
+        self._seen = self._log.stamped(FailureSeen(step=max(0, self._step), phase="allreduce"))
+        self._is_seen_written = is_known and self._is_seated
+        if self._is_seen_written:
+            self._log.write(self._seen)
 
     def recovered(
         self,
@@ -145,11 +147,14 @@ class GroupRecorder:
         self, lost: tuple[int, ...], joined: tuple[int, ...], alive: tuple[int, ...], generation: int
     ) -> None:
         if self._is_seated:  # one without a seat knows no step
-            if self._seen is not None and (lost or not joined):
+            grows = bool(joined) and not lost
+            if not grows and not self._is_seen_written:
                 self._log.write(self._seen)
-            decision = "grow" if joined and not lost else "continue"
-            how: dict[str, Any] = {"decision": decision, "redone_steps": 0, "generation": generation, "joined": joined}
-            self._log.write(Recovered(step=max(0, self._step), lost=lost, survivors=alive, **how))
+            how: dict[str, Any] = {"decision": "grow" if grows else "continue", "redone_steps": 0, "joined": joined}
+            how["held_s"] = self._clock.now_s() - self._seen.t_s if joined else 0.0
+            self._log.write(
+                Recovered(step=max(0, self._step), lost=lost, survivors=alive, generation=generation, **how)
+            )
 
     def begin_at(self, step: int) -> None:
         """Begin at ``step``, as the worker that takes the seat of another."""
