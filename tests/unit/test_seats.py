@@ -85,8 +85,8 @@ def test_a_newcomer_that_has_not_taken_over_its_state_does_not_give_it():
     assert (decided.giver, decided.awaits, decided.join_at) == (-1, (), NEVER)
 
 
-def test_the_job_ends_when_every_seat_says_so():
-    rows = {0: seated(0, ends=True), 1: seated(1), 2: SeatRow()}
+def test_the_job_ends_when_one_seat_knows_that_all_have_come_to_the_end():
+    rows = {0: seated(0), 1: seated(1), 2: SeatRow()}
 
     assert not decide(rows, 2).ends
     rows[1].ends = True

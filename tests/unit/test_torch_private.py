@@ -202,4 +202,4 @@ def test_a_reducer_is_replaced_in_the_middle_of_training_and_no_hook_of_the_old_
         dist.destroy_process_group()
 
     assert counts[3:] == counts[:3], "each bucket is reduced once, as when the model was new"
-    assert min(counts) > 1
+    assert max(counts) > 1

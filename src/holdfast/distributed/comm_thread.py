@@ -12,6 +12,7 @@ any other collective fails on every survivor.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import threading
@@ -406,12 +407,9 @@ class CommThread:
     def _dismiss_unseated(self) -> None:
         """Once the script of every seat has ended, tell the workers without a seat, which then pass the gate, too."""
         while self.world.unseated and not self.joining.seating.ends:
-            try:
-                self.world.barrier()
-            except PeerFailed:
-                self.joining.be_at_end(ends=False)
-            else:
-                self.joining.be_at_end(ends=True)
+            with contextlib.suppress(PeerFailed):
+                self.world.barrier()  # a rank that passes it knows that all have come here, and its news wakes the others
+                self.joining.be_at_end()
             self.recover()
 
     # -- newcomers

@@ -122,9 +122,9 @@ class Joining:
         """Share from now on that this newcomer waits for the state."""
         self._row.ready = True
 
-    def be_at_end(self, *, ends: bool) -> None:
-        """Share from now on whether the script of every seat has ended, as far as this worker knows."""
-        self._row.ends = ends
+    def be_at_end(self) -> None:
+        """Share from now on that the script of every seat has ended."""
+        self._row.ends = True
 
     def transfer(self) -> None:
         """Give or receive the state, or wait for others that do; ``PeerFailed`` if that did not complete here."""

@@ -135,9 +135,9 @@ class GroupRecorder:
             self._numbers[seat] = worker
         if lost or joined or not is_news:
             self._note_recovered(lost, joined, tuple(sorted(world.base.members)), world.generation)
-        self._is_seated = bool(world.local_ranks)
+        was_seated, self._is_seated = self._is_seated, bool(world.local_ranks)
         for seat, worker in world.holders.items():
-            if worker in seated and worker != self._rank:
+            if worker in seated and was_seated:
                 self._log.write(SeatTaken(step=self._step + 1, seat=seat, worker=worker))
         if self._is_lead() and lost and not self.is_watched:  # otherwise the launcher does
             gone = ", ".join(map(str, lost))

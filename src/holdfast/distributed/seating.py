@@ -28,7 +28,7 @@ class SeatRow:
         passed: Number of boundaries passed. A worker that has stopped at one has not passed it.
         stopped: It has stopped at a boundary, and waits there for newcomers.
         received: The boundary of the state that it has received and not taken over yet, or -1.
-        ends: Its script has ended, and that of every other seat.
+        ends: It knows that the script of every seat has ended.
     """
 
     seat: int = NO_SEAT
@@ -99,5 +99,5 @@ def decide(rows: Mapping[int, SeatRow], num_seats: int) -> Seating:
         giver=giver,
         awaits=awaits,
         join_at=here if awaits else NEVER,
-        ends=bool(before) and all(row.ends for row in before),
+        ends=any(row.ends for row in before),
     )

@@ -208,7 +208,7 @@ class SeatsFilled(Record):
 class SeatTaken(Record):
     """A newcomer has taken the seat of a failed rank of ``torch.distributed``, with the state of a survivor.
 
-    Written by every other rank.
+    Written by every rank that was there before.
 
     Args:
         step: The first step in which it takes part.
