@@ -1,6 +1,8 @@
 """Seats of a torch.distributed job: who takes which, what a newcomer does alone, and what register refuses."""
 
+import random
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -132,6 +134,114 @@ def test_a_rank_that_arrives_during_a_regrouping_waits_for_its_decision():
     assert len(met) == 1
     assert joining.seating.holders == {0: 0, 1: 1}
     assert (joining.at, joining.is_stopped, joining.num_seated) == (1, False, 1)
+
+
+class Played:
+    """Ranks 0 and 2 of 3 make steps on threads of their own, while worker 3 comes, and others regroup at any time.
+
+    Each worker has a communication thread, too, as in the product; messages between them are a table and a barrier.
+    """
+
+    STEPS = 60
+    WAIT_S = 20
+
+    def __init__(self, seed):
+        self.chance = random.Random(seed)
+        self.workers = (0, 2, 3)
+        self.table, self.wanted, self.over = {}, 0, False
+        self.all_here = threading.Barrier(len(self.workers))
+        self.changed = threading.Condition()
+        self.meeting, self.seated_at = set(), {}
+        self.joinings = {worker: Joining(self._world_of(worker)) for worker in self.workers}
+        self.done = dict.fromkeys(self.workers, 0)
+
+    def _world_of(self, me):
+        def allgather(part, out):
+            self.table[me] = part
+            self.all_here.wait(self.WAIT_S)
+            out.copy_(torch.stack([self.table[worker] for worker in self.workers]))
+            self.all_here.wait(self.WAIT_S)
+
+        processes = tuple((worker,) for worker in self.workers)
+        base = SimpleNamespace(local_ranks=(me,), members=self.workers, processes=processes, allgather=allgather)
+        return SeatedCommunicator(base, (0, 1, 2))
+
+    def _nap(self):
+        time.sleep(self.chance.random() / 2000)
+
+    def regroup_often(self, me):
+        """The communication thread of one worker."""
+        joining = self.joinings[me]
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.wanted > self.done[me] or self.over, self.WAIT_S)
+                if self.wanted == self.done[me]:
+                    return
+            self._nap()
+            joining.begin()
+            self._nap()
+            rows = joining.share()
+            self._nap()
+            joining.settle(rows)
+            with self.changed:
+                self.done[me] += 1
+                self.changed.notify_all()
+
+    def want_regrouping(self):
+        with self.changed:
+            if len(set(self.done.values())) == 1 and self.wanted == min(self.done.values()):
+                self.wanted += 1
+                self.changed.notify_all()
+
+    def meet(self, me):
+        """Wait at a boundary for the others and the newcomer; all together regroup, which seats it."""
+        joining, newcomer = self.joinings[me], self.joinings[3]
+        self.meeting.add(me)
+        while joining.must_meet:
+            if self.meeting >= {0, 2}:
+                newcomer._row.received = joining.seating.join_at
+                self.want_regrouping()
+            self._nap()
+        self.meeting.discard(me)
+
+    def train(self, me):
+        """The script's thread of one rank."""
+        joining = self.joinings[me]
+        for _ in range(self.STEPS):
+            self._nap()
+            known = joining.num_seated
+            joining.arrive(lambda: self.meet(me), self.WAIT_S)
+            if joining.num_seated > known:
+                self.seated_at[me] = joining.at
+
+    def run(self):
+        threads = [threading.Thread(target=self.regroup_often, args=(worker,)) for worker in self.workers]
+        ranks = [threading.Thread(target=self.train, args=(rank,)) for rank in (0, 2)]
+        for thread in (*threads, *ranks):
+            thread.start()
+        came = self.chance.randrange(5)
+        while any(rank.is_alive() for rank in ranks):
+            if self.done[0] >= came:
+                self.joinings[3].be_ready()
+            if self.chance.random() < 0.5:
+                self.want_regrouping()
+            self._nap()
+        with self.changed:
+            self.over = True
+            self.changed.notify_all()
+        for thread in threads:
+            thread.join(self.WAIT_S)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_all_ranks_stop_for_a_newcomer_at_the_same_boundary_whenever_they_regroup(seed):
+    played = Played(seed)
+
+    played.run()
+
+    assert played.seated_at.keys() == {0, 2}, "the newcomer was not seated"
+    assert set(played.seated_at.values()) == {played.joinings[3].at}
+    assert {joining.seating.holders[1] for joining in played.joinings.values()} == {3}
 
 
 # -- collectives by seat
