@@ -179,6 +179,8 @@ LONG = (
     "chaos/test_seats.py::test_a_newcomer_that_dies_before_it_registers_is_replaced",
     "chaos/test_seats.py::test_a_death_of_the_rank_that_gives_the_state_is_survived[gloo]",
     "chaos/test_seats.py::test_a_script_that_does_not_register_goes_on_without_the_newcomer_which_says_why",
+    "chaos/test_seats.py::test_spares_of_a_session_have_no_rank_in_a_group[group-first]",
+    "chaos/test_seats.py::test_spares_of_a_session_have_no_rank_in_a_group[session-first]",
     "chaos/test_seats.py::test_two_newcomers_take_two_seats",
     "chaos/test_ddp.py::test_ranks_that_died_in_collectives_were_killed_and_the_others_end_well[ulfm-collectives_two]",
     "chaos/test_ddp.py::test_whoever_a_completed_collective_fails_at_has_its_result_too[gloo",

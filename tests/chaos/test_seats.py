@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from jobs import ROOT, assert_landed, exit_codes, run_report
+from jobs import ROOT, assert_landed, exit_codes, holdfast, run_report
 from train_seats import EPOCHS, STEPS_EPOCH, samples_of
 
 pytestmark = pytest.mark.chaos
@@ -154,3 +154,36 @@ def test_a_script_that_does_not_register_goes_on_without_the_newcomer_which_says
         " holdfast.distributed.register(model=..., optimizer=..., position=...) before its first step"
     ]
     assert report["seats_taken"] == []
+
+
+BOTH = """
+import sys, torch, holdfast
+import torch.distributed as dist
+if sys.argv[1] == "group-first":
+    dist.init_process_group(sys.argv[2])
+model = torch.nn.Linear(3, 1)
+holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.1))
+dist.init_process_group(sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (
+            ("group-first", "holdfast"),
+            '--spares cannot be used, because the script has a session and init_process_group("holdfast")',
+        ),
+        (("session-first", "holdfast"), "a group of a script with a session takes no spares"),
+        (("group-first", "gloo"), "a group of the backend gloo takes no spares"),
+    ],
+    ids=["group-first", "session-first", "gloo"],
+)
+def test_spares_of_a_session_have_no_rank_in_a_group(tmp_path, args, why):
+    script = tmp_path / "both.py"
+    script.write_text(BOTH)
+
+    done = holdfast("run", "-n", 2, "--fabric", "gloo", *SPARE, script, *args, timeout=JOB_S)
+
+    assert done.returncode == 2
+    assert f"error: {why}: start without" in done.stderr

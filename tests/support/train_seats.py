@@ -22,7 +22,7 @@ from holdfast.distributed import alive, register
 
 SAMPLES, BATCH, EPOCHS = 120, 4, 3
 STEPS_EPOCH = SAMPLES // 3 // BATCH
-WAIT_BEFORE, NAP_S, WAIT_S = 8, 0.1, 60
+WAIT_BEFORE, NAP_S, WAIT_S = 8, 0.1, 90
 
 
 def samples_of(seat, step):

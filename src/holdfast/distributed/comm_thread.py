@@ -36,7 +36,7 @@ from holdfast.distributed.seating import SeatRow
 from holdfast.distributed.work import PendingWork
 from holdfast.engine import exits
 from holdfast.engine.regroup import pass_gate, regroup
-from holdfast.errors import HoldfastError, PeerFailed, RanksLost, ScriptError
+from holdfast.errors import ConfigError, HoldfastError, PeerFailed, RanksLost, ScriptError
 from holdfast.records.beacon import publish_connecting
 
 _LOOK_EVERY_S = 0.05
@@ -441,6 +441,19 @@ def get_engine(*, debug: bool = False, waits: bool = False) -> CommThread:
         if not _engine.recorder.is_watched:  # otherwise the watcher knows how the script ended, and lets it exit
             exits.end_job_on_errors(leave)
     return _engine
+
+
+def check_session() -> None:
+    """Check, in a script that has made a process group, that a session can be made, too.
+
+    Raises:
+        ConfigError: if there are spares, which have a part in a session and no rank in the group.
+    """
+    both = 'the script has a session and init_process_group("holdfast")'
+    if _engine is not None and _engine.recorder.settings.spares:
+        raise ConfigError(f"--spares cannot be used, because {both}: start without it")
+    if _engine is not None and not _engine.joining.is_seated:
+        _engine.meeting.stay_outside(both)
 
 
 def leave() -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from holdfast.distributed.recorder import GroupRecorder
 
 _AGAIN_S = 1.0
+_UNREGISTERED = "the script does not call holdfast.distributed.register(model=..., optimizer=..., position=...) before its first step"
 
 
 class Engine(Protocol):
@@ -75,13 +76,10 @@ class Meeting:
 
         self._joining.arrive(meet, timeout_s)
 
-    def stay_outside(self) -> NoReturn:
-        """On a newcomer whose script does not register what it needs: wait for the end of the job, and end."""
+    def stay_outside(self, why: str = _UNREGISTERED) -> NoReturn:
+        """On a newcomer that cannot take a seat: say why, wait for the end of the job, and end."""
         rank = self._engine.world.base.local_ranks[0]
-        sys.stderr.write(
-            f"holdfast: rank {rank} cannot take the seat of a failed rank, because the script does not call"
-            " holdfast.distributed.register(model=..., optimizer=..., position=...) before its first step\n"
-        )
+        sys.stderr.write(f"holdfast: rank {rank} cannot take the seat of a failed rank, because {why}\n")
         sys.stderr.flush()
         self.wait_for_end()
 

@@ -94,7 +94,7 @@ class GroupRecorder:
 
     def _commit(self) -> None:
         """Record the previous step: its optimizer has run, because the next one has begun."""
-        if self._step >= 0 and self._is_lead() and not _has_session():
+        if self._step >= 0 and self._is_lead() and not has_session():
             self._log.write(StepCommitted(epoch=0, samples=0, workers=len(self._alive), metrics={}))
 
     # -- failures
@@ -186,7 +186,7 @@ class GroupRecorder:
     # -- start and end
 
     def _announce(self) -> None:
-        if self._announced or _has_session():
+        if self._announced or has_session():
             return
         self._announced = True
         count = len(self._alive)
@@ -199,7 +199,7 @@ class GroupRecorder:
     def finished(self) -> None:
         """Record the end of the job: no other rank needs this one any more."""
         self._write_filled()
-        if _has_session():
+        if has_session():
             return
         self._announce()
         self._commit()
@@ -229,7 +229,7 @@ class GroupRecorder:
         return PlannedFaults(plan, strike, announce)
 
 
-def _has_session() -> bool:
+def has_session() -> bool:
     """Return whether a session writes the records of this process."""
     reinit_context = sys.modules.get("holdfast.session.reinit_context")
     return reinit_context is not None and reinit_context.application.makes_sessions

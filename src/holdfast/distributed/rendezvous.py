@@ -11,9 +11,11 @@ A newcomer meets no other rank: it waits until the seat of a failed rank is empt
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ def watch_rendezvous() -> None:
 def _watched(meet: Callable[..., Iterator[Any]], *, helps: bool) -> Callable[..., Iterator[Any]]:
     def watched(url: str, timeout: timedelta = timedelta(minutes=30), **kwargs: Any) -> Iterator[Any]:
         if _is_newcomer():
+            _check_backend()
             yield _alone()
             return
         its = meet(url, timeout=timeout, **kwargs)
@@ -52,6 +55,30 @@ def _watched(meet: Callable[..., Iterator[Any]], *, helps: bool) -> Callable[...
         yield from its
 
     return watched
+
+
+def _check_backend() -> None:
+    """End a newcomer whose group has another backend, or whose script has a session: those take no new ranks.
+
+    Raises:
+        ConfigError: in a spare, which the others of its session wait for.
+    """
+    from holdfast.config import Settings
+    from holdfast.distributed.recorder import has_session
+    from holdfast.errors import ConfigError
+
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "init_process_group":
+        frame = frame.f_back
+    backend = "" if frame is None else str(frame.f_locals.get("backend")).lower()
+    if "holdfast" in backend and not has_session():
+        return
+    what = "a group of a script with a session" if has_session() else f"a group of the backend {backend or None}"
+    settings = Settings.from_env()
+    if settings.spares:
+        raise ConfigError(f"{what} takes no spares: start without --spares")
+    sys.stderr.write(f"holdfast: rank {settings.rank} ends: {what} takes no new ranks, start without --respawn\n")
+    raise SystemExit(0)  # with another code the launcher would start one more
 
 
 def _first_ranks(settings: Settings) -> list[str]:
