@@ -86,7 +86,7 @@ class Settings:
     spares: int = option(
         0,
         help="Warm spare workers, which replace failed ones.",
-        manual="warm spare workers, in addition to `-n`: they take part in every step without a slice, and replace a failed worker from the interrupted step on",
+        manual="warm spare workers, in addition to `-n`: they take part in every step without a slice, and replace a failed worker from the interrupted step on. In a `torch.distributed` script they wait in `init_process_group`, and take the rank of a failed process if the script calls [`holdfast.distributed.register`](../how-to/own-script-with-torch-distributed.md#replace-dead-ranks)",
         usual="0",
         group="Spare and replacement workers",
         is_basic=True,

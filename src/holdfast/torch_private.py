@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 __all__ = [
     "JOINED",
+    "OBJECT_BROADCAST",
     "OBJECT_GATHERS",
     "TRIED",
     "buffers_of",
@@ -35,6 +36,7 @@ __all__ = [
     "logging_data",
     "offset_in_file",
     "parameters_of",
+    "rebuild_reducer",
     "rendezvous_handlers",
     "source_of",
     "task_of_backward",
@@ -42,6 +44,7 @@ __all__ = [
     "tree_map",
     "untried",
     "version_of",
+    "why_not_rebuilt",
 ]
 
 TRIED = "2.14.1"
@@ -52,6 +55,9 @@ JOINED = "_match_all_reduce_for_bwd_pass"
 
 OBJECT_GATHERS = ("all_gather_object", "gather_object")
 """The functions of ``torch.distributed`` that gather the sizes of pickled objects, and then their bytes."""
+
+OBJECT_BROADCAST = "broadcast_object_list"
+"""The function of ``torch.distributed`` that broadcasts the sizes of pickled objects, and then their bytes."""
 
 
 def untried(version: str) -> str:
@@ -180,3 +186,26 @@ def logging_data(model: Any) -> dict[str, Any]:
     """Return DistributedDataParallel's logging data on its buckets; no public name reports the allocated sizes."""
     data: dict[str, Any] = model._get_ddp_logging_data()
     return data
+
+
+def why_not_rebuilt(model: Any) -> str:
+    """Return why :func:`rebuild_reducer` cannot rebuild the reducer of a DistributedDataParallel, "" if it can."""
+    if model.mixed_precision is not None:
+        return "mixed_precision=..."
+    if getattr(model, "_delay_all_reduce_params", None):
+        return "delay_all_reduce_named_params=..."
+    return ""
+
+
+def rebuild_reducer(model: Any) -> None:
+    """Replace the reducer of a DistributedDataParallel by a new one, as if the model had just been wrapped.
+
+    Its own way of unpickling builds a reducer without any collective. The old reducer goes first, and its gradient
+    hooks with it. Communication hooks are registered with the new one.
+    """
+    state = model.__getstate__()
+    del model.reducer, model.logger
+    model.__setstate__(state)
+    model._static_graph_delay_allreduce_enqueued = False
+    for hook, its_state in model._comm_hooks:
+        torch.distributed._register_comm_hook(model.reducer, its_state, hook)  # type: ignore[attr-defined]

@@ -93,6 +93,8 @@ MAY_IMPORT = {
         "faults",
         "engine",
         "recovery",
+        "checkpoint.format",
+        "state.transfer",
     },
     "integrations": {
         "_lazy",

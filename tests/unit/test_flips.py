@@ -311,7 +311,7 @@ def test_under_torch_distributed_nobody_knows_what_to_alter(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"the torch\.distributed backend does not know the model whose values are to be altered"
     ):
-        GroupRecorder(Settings.from_env(), 0, 2)
+        GroupRecorder(Settings.from_env(), 0, (0, 1))
 
 
 def test_where_copies_are_made_of_what_all_have_nobody_can_have_its_own(tmp_path):

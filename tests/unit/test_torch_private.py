@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer
 
-from holdfast.torch_private import TRIED, untried
+from holdfast.torch_private import TRIED, rebuild_reducer, untried
 
 SOURCE = Path(__file__).parents[2] / "src" / "holdfast"
 FILES = sorted(set(SOURCE.rglob("*.py")) - {SOURCE / "torch_private.py"})
@@ -160,3 +160,46 @@ def python(code, **variables):
         timeout=120,
         check=False,
     )
+
+
+# -- a new reducer for a model that trains
+
+KINDS = [{}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: next(iter(kind), "plain"))
+def test_a_reducer_is_replaced_in_the_middle_of_training_and_no_hook_of_the_old_one_is_left(tmp_path, kind):
+    buckets = []
+
+    def note(_, bucket):
+        buckets.append(bucket.index())
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(
+            nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 3)), bucket_cap_mb=0.001, **kind
+        )
+        model.register_comm_hook(None, note)
+        same = nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 3))
+        same.load_state_dict(model.module.state_dict())
+        counts = []
+        for step in range(6):
+            if step == 3:
+                rebuild_reducer(model)
+            buckets.clear()
+            for one in (model, same):
+                one.zero_grad()
+                one(torch.ones(2, 4) * step).square().sum().backward()
+            counts.append(len(buckets))
+            for mine, its in zip(model.parameters(), same.parameters(), strict=True):
+                assert torch.equal(mine.grad, its.grad)
+                mine.data -= 0.001 * mine.grad
+                its.data -= 0.001 * its.grad
+    finally:
+        dist.destroy_process_group()
+
+    assert counts[3:] == counts[:3], "each bucket is reduced once, as when the model was new"
+    assert max(counts) > 1

@@ -38,7 +38,7 @@ class RunArguments:
     respawn: bool = option(
         False,
         help="Start a replacement for each failed worker; --fabric gloo.",
-        manual="start a replacement for each failed worker; `--fabric gloo` only. It joins between two steps, with the state from a survivor's memory",
+        manual="start a replacement for each failed worker; `--fabric gloo` only. It joins between two steps, with the state from a survivor's memory. A `torch.distributed` script must call [`holdfast.distributed.register`](../how-to/own-script-with-torch-distributed.md#replace-dead-ranks)",
         group="Spare and replacement workers",
         is_basic=True,
     )

@@ -197,10 +197,6 @@ class MessageCommunicator(Communicator, Protocol):
     All calls come from the owning thread, except :meth:`revoke_from_outside`, which comes from any other.
     """
 
-    @property
-    def first_size(self) -> int:
-        """Number of workers that the job was started with."""
-
     def start_send(self, data: torch.Tensor, rank: int, tag: int) -> Message:
         """Start sending ``data`` to the member ``rank``; the message completes when the receiver has it.
 

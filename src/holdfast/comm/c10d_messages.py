@@ -13,6 +13,7 @@ from holdfast.comm.base import Message
 from holdfast.comm.c10d import C10dCommunicator
 from holdfast.comm.groups import ThreadedWork, as_peer_failure
 from holdfast.comm.memory import as_bytes
+from holdfast.comm.waiting import waiting
 from holdfast.errors import PeerFailed
 from holdfast.membership import Store
 from holdfast.membership.scope import StoreScope
@@ -31,34 +32,23 @@ class _Request:
 
 
 class C10dMessageCommunicator(C10dCommunicator):
-    """See :class:`~holdfast.comm.base.MessageCommunicator`. Its ranks count the first members, without gaps.
+    """See :class:`~holdfast.comm.base.MessageCommunicator`.
 
     Args:
         store: The membership store.
-        rank: This worker, as the launcher numbers it.
-        first_members: The workers that the job starts with, as the launcher numbers them.
+        rank: This worker.
+        first_members: The workers that the job starts with; a worker that is not among them joins the job.
     """
 
     def __init__(self, store: Store, rank: int, first_members: Sequence[int]) -> None:
-        self._numbers = tuple(sorted(first_members))
-        super().__init__(StoreScope(store, _SCOPE), rank, self._numbers)
-        self._be(self._numbers.index(rank))
+        is_first = rank in first_members
+        super().__init__(StoreScope(store, _SCOPE), rank, first_members if is_first else None)
+        if not is_first:
+            with waiting:
+                self._roster.join_at_once()
+            return
         with contextlib.suppress(PeerFailed):  # the next collective raises it again
             self.barrier()  # messages need connections, which all members must establish together
-
-    @property
-    def first_size(self) -> int:
-        """Number of workers that the job was started with."""
-        return len(self._numbers)
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Ranks that were alive at the last shrink, ascending."""
-        return tuple(map(self._numbers.index, self._roster.members))
-
-    def failed(self) -> tuple[int, ...]:
-        """Return the members that are known to have failed."""
-        return tuple(map(self._numbers.index, self._roster.dead()))
 
     def start_send(self, data: torch.Tensor, rank: int, tag: int) -> Message:
         """Start a send; see :meth:`MessageCommunicator.start_send`."""

@@ -7,11 +7,19 @@ waits in. A worker in several groups must call their collectives in the same ord
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from holdfast.comm.base import Communicator, Placed
+from holdfast.comm.base import Collectives, Placed
+
+
+class TaggedCollectives(Collectives, Protocol):
+    """Collectives whose messages have tags."""
+
+    def sendrecv(self, send: Placed, receive: Placed, tag: int = 0) -> None:
+        """Exchange tensors; see :meth:`Communicator.sendrecv`."""
 
 
 class Subgroup:
@@ -23,7 +31,7 @@ class Subgroup:
         tag: Separates its messages from others, for groups that are not called in the same order on every rank.
     """
 
-    def __init__(self, world: Communicator, ranks: Sequence[int], tag: int = 0) -> None:
+    def __init__(self, world: TaggedCollectives, ranks: Sequence[int], tag: int = 0) -> None:
         self._world = world
         self._ranks = frozenset(ranks)
         self._tag = tag

@@ -90,11 +90,6 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
         self._abandoned: list[Message] = []  # MPI may still use their memory
         self._posted: list[Message] = []
 
-    @property
-    def first_size(self) -> int:
-        """Number of workers that the job was started with."""
-        return len(self._world)
-
     def _alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
         self._collective(self._comm.Alltoall, _bytes(send), _bytes(out))
 

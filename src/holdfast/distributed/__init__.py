@@ -6,7 +6,8 @@ with ``mpirun --with-ft ulfm -n 4 python SCRIPT``.
 
 When a rank fails, the all-reduces of ``DistributedDataParallel`` are retried over the survivors and averaged over them.
 In a gather of metrics a survivor's value stands in for the failed rank's (``--empty-seats``). Any other collective raises :class:`~holdfast.errors.RanksLost` once, on every survivor, and works again afterwards.
-Ranks and group sizes do not change; :func:`alive` returns the surviving ranks.
+Ranks and group sizes do not change; :func:`alive` returns the surviving ranks. With ``--spares`` or ``--respawn``, a new
+process takes the rank of a failed one, if the script calls :func:`register`.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ def autoload() -> None:
 import torch.distributed as dist  # noqa: E402
 
 from holdfast.distributed.frameworks import adapt_frameworks  # noqa: E402
+from holdfast.distributed.registering import register  # noqa: E402
 from holdfast.distributed.rendezvous import watch_rendezvous  # noqa: E402
 from holdfast.errors import RanksLost  # noqa: E402
 
-__all__ = ["RanksLost", "alive"]
+__all__ = ["RanksLost", "alive", "register"]
 
 BACKEND = "holdfast"
 """Backend name for ``init_process_group``."""
@@ -67,7 +69,8 @@ def _set_torchrun_variables() -> None:
         ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ):
         if source in os.environ:
-            os.environ.setdefault(name, os.environ[source])
+            spares = int(os.environ.get("HOLDFAST_SPARES") or 0) if name == "WORLD_SIZE" else 0
+            os.environ.setdefault(name, str(int(os.environ[source]) - spares))
     if os.environ.get("OMPI_COMM_WORLD_SIZE") == os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", ""):
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator
 from types import FrameType
 
-from holdfast.torch_private import JOINED, OBJECT_GATHERS
+from holdfast.torch_private import JOINED, OBJECT_BROADCAST, OBJECT_GATHERS
 
 _BACKWARD_MODULE = "torch.autograd.graph"
 _DDP_MODULE = "torch.nn.parallel.distributed"
@@ -83,10 +83,18 @@ class CallSite:
     @property
     def gathers_objects(self) -> bool:
         """Whether torch gathers pickled objects: first their sizes, then their bytes."""
+        return self._is_called_in(OBJECT_GATHERS)
+
+    @property
+    def broadcasts_objects(self) -> bool:
+        """Whether torch broadcasts pickled objects: first their sizes, then their bytes."""
+        return self._is_called_in((OBJECT_BROADCAST,))
+
+    def _is_called_in(self, functions: tuple[str, ...]) -> bool:
         for frame in _frames(self._frame):
             if not _module(frame).startswith(_PYTHON_API):
                 return False
-            if frame.f_code.co_name in OBJECT_GATHERS:
+            if frame.f_code.co_name in functions:
                 return True
         return False
 

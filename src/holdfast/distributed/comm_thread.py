@@ -12,6 +12,7 @@ any other collective fails on every survivor.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import threading
@@ -22,16 +23,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from holdfast.comm.allreduce.ordered import OrderedAllReduce, SlotSpan
-from holdfast.comm.base import Collectives, Message, MessageCommunicator
+from holdfast.comm.base import Message
 from holdfast.comm.connecting import connect_messages
+from holdfast.comm.seated import SeatedCommunicator
 from holdfast.comm.subgroup import Subgroup
 from holdfast.config import Settings
+from holdfast.distributed.joining import Joining
+from holdfast.distributed.meeting import Meeting
+from holdfast.distributed.members import WORLD, GroupMembers, GroupReducer
 from holdfast.distributed.recorder import GroupRecorder
+from holdfast.distributed.seating import SeatRow
 from holdfast.distributed.work import PendingWork
 from holdfast.engine import exits
 from holdfast.engine.regroup import pass_gate, regroup
-from holdfast.errors import HoldfastError, PeerFailed, RanksLost, ScriptError
+from holdfast.errors import ConfigError, HoldfastError, PeerFailed, RanksLost, ScriptError
 from holdfast.records.beacon import publish_connecting
 
 _LOOK_EVERY_S = 0.05
@@ -41,73 +46,8 @@ _POLL_S = 5e-5
 _ATTEMPTS = 4
 """A collective that fails this often although no rank failed has another cause."""
 _START_WITHIN_S = 120.0
-_LEAST_BYTES = 1 << 16
 _SIGNATURE_BYTES = 256
 _WATCH_EVERY_S = 0.5
-
-WORLD = 1
-"""Key of the group of all ranks."""
-
-
-@dataclass(slots=True)
-class GroupReducer:
-    """All-reduces of vectors of any length, in memory that grows on demand: see :class:`~holdfast.comm.OrderedAllReduce`."""
-
-    comm: Collectives
-    shared_bytes: int = -1
-    size_bytes: int = 0
-    sums: OrderedAllReduce | None = None
-
-    def up_to(self, span: SlotSpan, order: str) -> OrderedAllReduce:
-        """Return the all-reduce for vectors that end where ``span`` does; ``ScriptError`` if members' calls differ."""
-        size_bytes = span.end
-        if self.sums is not None and size_bytes > self.size_bytes:
-            self.sums.check_same(span, order)  # before a single rank starts to set up more memory
-        if self.sums is None or size_bytes > self.size_bytes:
-            self.size_bytes = max(_LEAST_BYTES, 1 << (size_bytes - 1).bit_length())
-            self.sums = OrderedAllReduce(self.comm, "wide", self.size_bytes, shared_bytes=self.shared_bytes)
-        return self.sums
-
-    def result(self, span: SlotSpan) -> torch.Tensor:
-        """Return the last result; it is valid until the next all-reduce over the same bytes."""
-        assert self.sums is not None, "no all-reduce has been made yet"
-        return self.sums.result(span)
-
-
-@dataclass(slots=True)
-class GroupMembers:
-    """A group of ranks, as the communication thread sees it.
-
-    Args:
-        key: The same number on all members, and different for any other group.
-        ranks: Initial global ranks, ascending.
-        comm: Collectives among the survivors.
-        adder: For collectives whose result is copied to its destination before the next one.
-        lender: For DDP's buckets, which lie one after another: DDP reads the results in place, after its backward pass.
-        completed: Number of collectives that have ended on this rank, including failed ones.
-        broken: A collective of the group timed out; the progress of each rank is no longer known.
-        failed: Numbers of collectives that fail on all ranks, including ranks that have not called them yet.
-    """
-
-    key: int
-    ranks: tuple[int, ...]
-    comm: Collectives
-    adder: GroupReducer
-    lender: GroupReducer
-    completed: int = 0
-    failed: set[int] = field(default_factory=set)
-    broken: bool = False
-
-    @property
-    def alive(self) -> tuple[int, ...]:
-        """The ranks that are alive."""
-        return self.comm.members
-
-    @property
-    def dead(self) -> tuple[int, ...]:
-        """The ranks that have failed."""
-        alive = self.comm.members
-        return tuple(rank for rank in self.ranks if rank not in alive)
 
 
 @dataclass(slots=True)
@@ -157,9 +97,10 @@ class CommThread:
 
     Args:
         debug: Compare the calls of all ranks before every collective.
+        waits: Connect however late the others do; for a newcomer, whose script does not meet theirs before.
     """
 
-    def __init__(self, *, debug: bool = False) -> None:
+    def __init__(self, *, debug: bool = False, waits: bool = False) -> None:
         self._debug = debug
         self._inbox: queue.SimpleQueue[Collective | P2PTransfer | _Order | None] = queue.SimpleQueue()
         self._transfers: list[P2PTransfer] = []
@@ -168,19 +109,26 @@ class CommThread:
         self._current: Collective | None = None
         self._history: list[tuple[frozenset[int], dict[int, int]]] = []
         self.recorder: GroupRecorder
-        self.world: MessageCommunicator
+        self.world: SeatedCommunicator
+        self.joining: Joining
+        self.meeting: Meeting
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="holdfast-dist", daemon=True).start()
         threading.Thread(target=self._complete_futures, name="holdfast-dist-watch", daemon=True).start()
-        self._call(self._connect)
+        self.call(self._connect, limit_s=None if waits else _START_WITHIN_S)
 
     def _connect(self) -> None:
         publish_connecting()
         its = Settings.from_env()
-        self.world = connect_messages(
-            its.fabric, its.workers, its.ranks, rank=its.rank, store=its.store, token=its.token
-        )
-        self.recorder = GroupRecorder(its, self.world.local_ranks[0], self.world.first_size)
+        base = connect_messages(its.fabric, its.workers, its.ranks, rank=its.rank, store=its.store, token=its.token)
+        first = tuple(map(int, its.ranks.split(","))) if its.ranks else base.members
+        self.world = SeatedCommunicator(base, first[: len(first) - its.spares])
+        self.recorder = GroupRecorder(its, base.local_ranks[0], first[: len(first) - its.spares])
+        self.joining = Joining(self.world)
+        self.meeting = Meeting(self, self.joining)
+        if base.local_ranks[0] not in first:
+            self.recover(joins=True)
+            self.meeting.end_if_outside()
 
     # -- called by other threads
 
@@ -197,7 +145,7 @@ class CommThread:
                     group.failed.add(known[key])
             self._groups[key] = group
 
-        self._call(add)
+        self.call(add)
         return group
 
     def drop_group(self, group: GroupMembers) -> None:
@@ -206,7 +154,7 @@ class CommThread:
         def drop() -> None:
             group.adder.sums = group.lender.sums = None
 
-        self._call(drop)
+        self.call(drop)
 
     def submit(self, job: Collective | P2PTransfer) -> PendingWork:
         """Queue ``job`` after everything that was submitted before."""
@@ -229,19 +177,22 @@ class CommThread:
         current = self._current
         if current is not None and current.work is work and not current.group.broken:
             current.group.broken = True
-            self.world.revoke_from_outside()
+            self.world.base.revoke_from_outside()
 
     def leave(self) -> None:
         """Return once all survivors call this: a rank must not exit while others may need it to recover."""
         if not self._left:
             self._left = True
-            self._call(self._pass_gate, limit_s=None)
+            if not self.joining.is_seated:
+                self.meeting.stay_outside()
+            self.call(self._pass_gate, limit_s=None)
 
-    def _call(self, do: Callable[[], None], limit_s: float | None = _START_WITHIN_S) -> None:
+    def call(self, do: Callable[[], None], limit_s: float | None = _START_WITHIN_S) -> None:
+        """Run ``do`` in the communication thread, after everything that was submitted before; raise what it raises."""
         order = _Order(do)
         self._inbox.put(order)
         if not order.done.wait(limit_s):
-            raise HoldfastError(f"the communication thread did not answer within {limit_s} s")
+            raise HoldfastError(f"the communication thread did not answer within {limit_s:g} s")
         if order.error is not None:
             raise order.error
 
@@ -281,14 +232,15 @@ class CommThread:
 
     def _poll(self) -> None:
         """Poll messages in flight, and check for failures that other ranks have seen."""
-        if not hasattr(self, "world"):
+        if not hasattr(self, "meeting") or self.meeting.over.is_set():
             return
         for transfer in self._transfers[:]:
             self._test(transfer)
         if self._transfers:
             time.sleep(_POLL_S)
-        elif self.world.is_revoked():
-            self._recover()
+        elif self.world.base.is_revoked():
+            self.recover()
+            self.meeting.end_if_outside()
 
     # -- collectives
 
@@ -310,14 +262,14 @@ class CommThread:
                     self._compare(job)
                 job.exchange()
             except PeerFailed as error:
-                failures += 1
-                before = self.world.members
-                completed = self._recover()
+                before = self.world.base.members
+                completed = self.recover()
+                failures += self.world.base.members == before and not self.joining.has_news
                 if group.broken:
                     return HoldfastError(f"{job.what} timed out, or failed on another rank")
                 if completed.get(group.key, -1) > group.completed:
                     return None  # completed on some rank, so all, including this one, have entered its last barrier
-                if self.world.members == before and failures >= _ATTEMPTS:
+                if failures >= _ATTEMPTS:
                     return HoldfastError(f"{job.what} failed {failures} times although no rank failed: {error}")
                 if group.completed in group.failed and not job.recovers:
                     return self._lost(job)
@@ -325,7 +277,7 @@ class CommThread:
                 return error
             except Exception as error:  # belongs to the caller of the collective
                 group.broken = True  # a recovery tells the other ranks
-                self._recover()
+                self.recover()
                 return error
             else:
                 return None
@@ -365,7 +317,7 @@ class CommThread:
         try:
             transfer.message = transfer.begin()
         except PeerFailed:
-            self._recover()
+            self.recover()
             transfer.work.fail(self._lost(transfer))
         except Exception as error:  # belongs to the caller
             transfer.work.fail(error)
@@ -380,7 +332,7 @@ class CommThread:
         try:
             source = self.world.test(transfer.message)
         except PeerFailed:
-            self._recover()
+            self.recover()
             return
         if source is None:
             return
@@ -393,28 +345,40 @@ class CommThread:
 
     # -- recovery
 
-    def _recover(self, *, told: bool = False) -> Mapping[int, int]:
+    def recover(self, *, told: bool = False, joins: bool = False) -> Mapping[int, int]:
         """Recover with the survivors; return for every group how many collectives any survivor has completed."""
-        before = self.world.members
-        self.recorder.failure_seen()
-        table = regroup(self.world, self._share_progress, told=told)
+        before, known = self.world.members, self.world.base.members
+        self.recorder.failure_seen(is_known=bool(self.world.base.failed()))
+        self.joining.begin()
+        table, rows = regroup(self.world, self._share, told=told, joins=joins)
         transfers, self._transfers = self._transfers, []
         for transfer in transfers:
             if transfer.message is not None:
-                self.world.abandon(transfer.message)
+                self.world.base.abandon(transfer.message)
             transfer.work.fail(self._lost(transfer))
-        lost = tuple(rank for rank in before if rank not in self.world.members)
+        lost = () if joins else tuple(rank for rank in before if rank not in self.world.members)
         completed = self._settle(table, lost)
-        self.recorder.recovered(lost, self.world.members, self.world.generation)
+        was_seated = self.joining.is_seated
+        self.joining.settle(rows)
+        if self.joining.is_seated and not was_seated:
+            self._begin_with(completed)
+        now = self.world.base.members
+        gone, joined = (tuple(sorted({*a} - {*b})) for a, b in ((known, now), (() if joins else now, known)))
+        seating = self.joining.seating
+        self.recorder.recovered(gone, self.world, joined, seating.seated, is_news=self.joining.has_news or seating.ends)
         return completed
+
+    def _share(self) -> tuple[list[tuple[int, int, int]], dict[int, SeatRow]]:
+        return self._share_progress(), self.joining.share()
 
     def _share_progress(self) -> list[tuple[int, int, int]]:
         """Return (group, completed, broken) of every group of every survivor."""
+        base = self.world.base
         mine = [(g.key, g.completed, int(g.broken)) for g in self._groups.values()]
-        rows = self.world.maximum([len(mine)])[0]
+        rows = base.maximum([len(mine)])[0]
         part = torch.tensor(mine + [(-1, 0, 0)] * (rows - len(mine)), dtype=torch.int64).view(rows, 3)
-        whole = torch.empty(len(self.world.processes), rows, 3, dtype=torch.int64)
-        self.world.allgather(part, whole)
+        whole = torch.empty(len(base.processes), rows, 3, dtype=torch.int64)
+        base.allgather(part, whole)
         return [(key, completed, broken) for key, completed, broken in whole.view(-1, 3).tolist() if key >= 0]
 
     def _settle(self, table: list[tuple[int, int, int]], lost: tuple[int, ...]) -> Mapping[int, int]:
@@ -432,8 +396,29 @@ class CommThread:
         return top
 
     def _pass_gate(self) -> None:
-        pass_gate(self.world, lambda: self._recover(told=True))
+        self._dismiss_unseated()
+        pass_gate(self.world, self._recover_at_gate)
         self.recorder.finished()
+
+    def _recover_at_gate(self) -> None:
+        self.recover(told=True)
+        self._dismiss_unseated()
+
+    def _dismiss_unseated(self) -> None:
+        """Once the script of every seat has ended, tell the workers without a seat, which then pass the gate, too."""
+        while self.world.unseated and not self.joining.seating.ends:
+            with contextlib.suppress(PeerFailed):
+                self.world.barrier()  # a rank that passes it knows that all have come here, and its news wakes the others
+                self.joining.be_at_end()
+            self.recover()
+
+    # -- newcomers
+
+    def _begin_with(self, completed: Mapping[int, int]) -> None:
+        """Continue where all others are, which have stopped at a boundary."""
+        for group in self._groups.values():
+            group.completed = completed.get(group.key, 0)
+            group.failed.clear()
 
 
 def _error_of(act: Callable[[], object]) -> Exception | None:
@@ -448,14 +433,27 @@ def _error_of(act: Callable[[], object]) -> Exception | None:
 _engine: CommThread | None = None
 
 
-def get_engine(*, debug: bool = False) -> CommThread:
+def get_engine(*, debug: bool = False, waits: bool = False) -> CommThread:
     """Return the communication thread of this process; the first call starts it."""
     global _engine
     if _engine is None:
-        _engine = CommThread(debug=debug)
+        _engine = CommThread(debug=debug, waits=waits)
         if not _engine.recorder.is_watched:  # otherwise the watcher knows how the script ended, and lets it exit
             exits.end_job_on_errors(leave)
     return _engine
+
+
+def check_session() -> None:
+    """Check, in a script that has made a process group, that a session can be made, too.
+
+    Raises:
+        ConfigError: if there are spares, which have a part in a session and no rank in the group.
+    """
+    both = 'the script has a session and init_process_group("holdfast")'
+    if _engine is not None and _engine.recorder.settings.spares:
+        raise ConfigError(f"--spares cannot be used, because {both}: start without it")
+    if _engine is not None and not _engine.joining.is_seated:
+        _engine.meeting.stay_outside(both)
 
 
 def leave() -> None:

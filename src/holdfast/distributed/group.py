@@ -15,10 +15,12 @@ from torch.distributed import ProcessGroup, Work
 
 from holdfast import notice
 from holdfast.config import debug_wanted
-from holdfast.distributed.comm_thread import WORLD, P2PTransfer, get_engine
+from holdfast.distributed.comm_thread import P2PTransfer, get_engine
 from holdfast.distributed.group_base import Tensors, nothing
+from holdfast.distributed.members import WORLD
 from holdfast.distributed.moves import MoveCollectives
 from holdfast.distributed.reductions import ReduceCollectives
+from holdfast.distributed.solo import BEFORE_REGISTER, SoloCollectives
 from holdfast.distributed.tensors import bytes_of, one, overwrite
 from holdfast.distributed.work import PendingWork
 from holdfast.errors import ConfigError
@@ -33,21 +35,25 @@ def create(options: Any) -> HoldfastGroup:
     notice.decline()  # a preemption notice is of no use here: this backend saves nothing
     engine = get_engine(debug=debug_wanted())
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    me = ranks[options.group_rank]
-    if engine.world.local_ranks != (me,) or max(ranks) >= engine.world.first_size:
+    me, size = ranks[options.group_rank], engine.world.first_size
+    is_newcomer = not engine.joining.is_seated
+    if me != engine.joining.seat or max(ranks) >= size:
         raise ConfigError(
-            f"RANK and WORLD_SIZE say rank {me} of {options.group_size}, the launcher says rank {engine.world.local_ranks[0]} "
-            f"of {engine.world.first_size}: unset RANK and WORLD_SIZE"
+            f"RANK and WORLD_SIZE say rank {me} of {options.group_size}, the launcher says rank {engine.joining.seat} "
+            f"of {size}: unset RANK and WORLD_SIZE"
         )
-    if me == engine.world.members[0]:
+    if engine.world.members[:1] == (me,):
         check_version()
     if ranks != tuple(sorted(ranks)):
         raise ConfigError(f"the ranks of a group must be ascending, got {', '.join(map(str, ranks))}")
     name = str(options.group_id)
     key = WORLD
     if options.global_ranks_in_group:
+        if is_newcomer:
+            raise ConfigError(f"new_group is not possible {BEFORE_REGISTER}")
         key = 2 + xxhash.xxh3_64_intdigest(f"{name} {ranks}".encode()) % (_TAGS - 2)
-    return HoldfastGroup(engine, engine.add_group(key, ranks), options.group_rank, options.timeout.total_seconds())
+    kind = NewcomerGroup if is_newcomer else HoldfastGroup
+    return kind(engine, engine.add_group(key, ranks), options.group_rank, options.timeout.total_seconds())
 
 
 class HoldfastGroup(ReduceCollectives, MoveCollectives):
@@ -119,3 +125,7 @@ class HoldfastGroup(ReduceCollectives, MoveCollectives):
         finish = nothing if sends else functools.partial(overwrite, tensor, data)
         work = PendingWork([tensor], what, self._timeout_s, lambda _: None)  # it delays no collective
         return self._engine.submit(P2PTransfer(members, what, begin, finish, work))
+
+
+class NewcomerGroup(SoloCollectives, HoldfastGroup):
+    """The group of all ranks on a newcomer: on its own until it has taken a seat, like any other afterwards."""

@@ -13,7 +13,8 @@ import torch
 from torch.distributed import ProcessGroup, Work
 
 from holdfast.distributed.call_site import CallSite
-from holdfast.distributed.comm_thread import Collective, CommThread, GroupMembers
+from holdfast.distributed.comm_thread import Collective, CommThread
+from holdfast.distributed.members import GroupMembers
 from holdfast.distributed.tensors import check_device
 from holdfast.distributed.work import PendingWork
 from holdfast.errors import RanksLost
@@ -37,6 +38,16 @@ class GroupBase(ProcessGroup):
         self._fills_seats = engine.recorder.settings.empty_seats == "fill"
 
     # -- attributes
+
+    @property
+    def engine(self) -> CommThread:
+        """The communication thread of this process."""
+        return self._engine
+
+    @property
+    def timeout_s(self) -> float:
+        """Default timeout of a wait."""
+        return self._timeout_s
 
     @property
     def alive(self) -> tuple[int, ...]:

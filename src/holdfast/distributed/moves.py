@@ -13,8 +13,9 @@ from torch.distributed import Work
 
 from holdfast.comm.allreduce.ordered import SlotSpan
 from holdfast.comm.allreduce.shm import ALIGN
-from holdfast.distributed.comm_thread import CommThread, GroupMembers
+from holdfast.distributed.comm_thread import CommThread
 from holdfast.distributed.group_base import GroupBase, Tensors, nothing
+from holdfast.distributed.members import GroupMembers
 from holdfast.distributed.seats import SeatFiller, is_metric
 from holdfast.distributed.tensors import bytes_of, one, overwrite, plain, split
 

@@ -6,9 +6,9 @@ A step is one backward pass in which ``DistributedDataParallel`` all-reduces gra
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.clock import SystemClock
 from holdfast.comm.launchers import chosen
@@ -20,29 +20,45 @@ from holdfast.records.beacon import Beacon, NoBeacon, connected_beacon
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path
-from holdfast.records.types import FailureSeen, FaultFired, Finished, Recovered, RunStarted, SeatsFilled, StepCommitted
+from holdfast.records.types import (
+    FailureSeen,
+    FaultFired,
+    Finished,
+    Recovered,
+    RunStarted,
+    SeatsFilled,
+    SeatTaken,
+    StepCommitted,
+)
+
+if TYPE_CHECKING:
+    from holdfast.comm.seated import SeatedCommunicator
 
 _PHASES = ("forward", "backward", "allreduce")
 """Phases of planned faults. All are reached at DDP's first gradient bucket, where the backend first sees a step."""
 
 
 class GroupRecorder:
-    """Writes the records of rank ``place`` of a world that had ``size`` ranks at the start.
+    """Writes the records of worker ``rank``, for a job whose seats the workers ``holders`` have at the start.
 
     ``ConfigError`` if the settings hold a fault that cannot be injected here.
     """
 
-    def __init__(self, settings: Settings, place: int, size: int) -> None:
+    def __init__(self, settings: Settings, rank: int, holders: Sequence[int]) -> None:
         self.settings = settings
-        self._numbers = [int(n) for n in settings.ranks.split(",")] if settings.ranks else list(range(size))
-        self._rank = self._numbers[place]
-        self._log = Logger(SystemClock(settings.origin_s), lambda: (self._rank, self._step))
+        self._numbers = list(holders)  # the last worker of each seat
+        self._rank = rank
+        self._is_seated = rank in holders
+        self._seen = FailureSeen(phase="allreduce")
+        self._is_seen_written = False
+        self._clock = SystemClock(settings.origin_s)
+        self._log = Logger(self._clock, lambda: (self._rank, self._step))
         self._beacon: Beacon | NoBeacon = NoBeacon()
         if settings.run_dir:
             self._log.subscribe(FileRecorder(records_path(Path(settings.run_dir), str(self._rank))))
             # This backend does not report waits, so the health monitor only notices a missing heartbeat.
             self._beacon = connected_beacon(Path(settings.run_dir), self._rank)
-        self._alive = tuple(range(size))
+        self._alive = tuple(range(len(holders)))
         self._task = -1
         self._step = -1
         self._bucket = 0
@@ -78,27 +94,80 @@ class GroupRecorder:
 
     def _commit(self) -> None:
         """Record the previous step: its optimizer has run, because the next one has begun."""
-        if self._step >= 0 and self._alive[0] == self._numbers.index(self._rank) and not _has_session():
+        if self._step >= 0 and self._is_lead() and not has_session():
             self._log.write(StepCommitted(epoch=0, samples=0, workers=len(self._alive), metrics={}))
 
     # -- failures
 
-    def failure_seen(self) -> None:
-        """Record that a collective has failed."""
-        self._log.write(FailureSeen(step=max(0, self._step), phase="allreduce"))
+    def failure_seen(self, *, is_known: bool) -> None:
+        """Record that a collective has failed.
 
-    def recovered(self, lost: tuple[int, ...], alive: tuple[int, ...], generation: int) -> None:
-        """Record a recovery with its survivors."""
-        self._alive = alive
+        Args:
+            is_known: A failed rank is known. Otherwise it may be a newcomer that has woken the others, and
+                :meth:`recovered` records the failure if it was one.
+        """
+        self._seen = self._log.stamped(FailureSeen(step=max(0, self._step), phase="allreduce"))
+        self._is_seen_written = is_known and self._is_seated
+        if self._is_seen_written:
+            self._log.write(self._seen)
+
+    def recovered(
+        self,
+        lost: tuple[int, ...],
+        world: SeatedCommunicator,
+        joined: tuple[int, ...] = (),
+        seated: tuple[int, ...] = (),
+        *,
+        is_news: bool = False,
+    ) -> None:
+        """Record a recovery.
+
+        Args:
+            lost: Workers that have failed.
+            world: The survivors, by seat.
+            joined: Workers that are members from now on.
+            seated: Workers that have taken an empty seat.
+            is_news: It was about newcomers, or about the end of the job, if no worker was lost.
+        """
+        self._alive = world.members
         self._write_filled()
-        dead, left = (tuple(self._numbers[place] for place in places) for places in (lost, alive))
-        step = max(0, self._step)
-        self._log.write(
-            Recovered(step=step, lost=dead, survivors=left, decision="continue", redone_steps=0, generation=generation)
-        )
-        if alive[0] == self._numbers.index(self._rank) and lost and not self.is_watched:  # otherwise the launcher does
+        for seat, worker in world.holders.items():
+            self._numbers[seat] = worker
+        if lost or joined or not is_news:
+            self._note_recovered(lost, joined, tuple(sorted(world.base.members)), world.generation)
+        was_seated, self._is_seated = self._is_seated, bool(world.local_ranks)
+        for seat, worker in world.holders.items():
+            if worker in seated and was_seated:
+                self._log.write(SeatTaken(step=self._step + 1, seat=seat, worker=worker))
+        if self._is_lead() and lost and not self.is_watched:  # otherwise the launcher does
             gone = ", ".join(map(str, lost))
-            sys.stderr.write(f"holdfast: lost ranks [{gone}]; continuing with {len(alive)} ranks\n")
+            sys.stderr.write(f"holdfast: lost ranks [{gone}]; continuing with {len(self._alive)} ranks\n")
+
+    def _note_recovered(
+        self, lost: tuple[int, ...], joined: tuple[int, ...], alive: tuple[int, ...], generation: int
+    ) -> None:
+        if self._is_seated:  # one without a seat knows no step
+            grows = bool(joined) and not lost
+            if not grows and not self._is_seen_written:
+                self._log.write(self._seen)
+            how: dict[str, Any] = {"decision": "grow" if grows else "continue", "redone_steps": 0, "joined": joined}
+            how["held_s"] = self._clock.now_s() - self._seen.t_s if joined else 0.0
+            self._log.write(
+                Recovered(step=max(0, self._step), lost=lost, survivors=alive, generation=generation, **how)
+            )
+
+    def begin_at(self, step: int) -> None:
+        """Begin at ``step``, as the worker that takes the seat of another."""
+        self._step = step
+
+    @property
+    def step(self) -> int:
+        """The step of the last backward pass, -1 before the first."""
+        return self._step
+
+    def _is_lead(self) -> bool:
+        """Return whether this worker holds the lowest seat that is taken."""
+        return bool(self._alive) and self._numbers[self._alive[0]] == self._rank
 
     def filled(self, collective: str, sources: Mapping[int, int]) -> None:
         """Record that survivors' values stood in for failed ranks, by the failed rank."""
@@ -117,7 +186,7 @@ class GroupRecorder:
     # -- start and end
 
     def _announce(self) -> None:
-        if self._announced or _has_session():
+        if self._announced or has_session():
             return
         self._announced = True
         count = len(self._alive)
@@ -130,7 +199,7 @@ class GroupRecorder:
     def finished(self) -> None:
         """Record the end of the job: no other rank needs this one any more."""
         self._write_filled()
-        if _has_session():
+        if has_session():
             return
         self._announce()
         self._commit()
@@ -160,7 +229,7 @@ class GroupRecorder:
         return PlannedFaults(plan, strike, announce)
 
 
-def _has_session() -> bool:
+def has_session() -> bool:
     """Return whether a session writes the records of this process."""
     reinit_context = sys.modules.get("holdfast.session.reinit_context")
     return reinit_context is not None and reinit_context.application.makes_sessions

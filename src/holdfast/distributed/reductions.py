@@ -14,8 +14,9 @@ from torch.distributed import ReduceOp, Work
 from holdfast.comm.allreduce.adding import ORDERS, MeanDivisor
 from holdfast.comm.allreduce.ordered import SlotSpan
 from holdfast.distributed.call_site import CallSite
-from holdfast.distributed.comm_thread import CommThread, GroupMembers
+from holdfast.distributed.comm_thread import CommThread
 from holdfast.distributed.group_base import GroupBase, Tensors, nothing
+from holdfast.distributed.members import GroupMembers
 from holdfast.distributed.tensors import ORDER_OF, factor_of, kind_of, name_of, of_its_own, one, overwrite, plain
 
 

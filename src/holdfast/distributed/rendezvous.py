@@ -4,6 +4,8 @@ In an ``env://`` rendezvous rank 0 hosts a store and waits for all ranks, and al
 the timeout of the group: half an hour by default. Under ``mpirun`` the launcher restarts a job in which a rank dies so
 early. Over Gloo the job begins without the dead ranks, and they are missed at the first collective. For that the lowest
 rank alive does in the rendezvous what the dead ranks would have done.
+
+A newcomer meets no other rank: it waits until the seat of a failed rank is empty, and takes its number.
 """
 
 from __future__ import annotations
@@ -11,9 +13,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.config import Settings
 
 # This module is loaded with torch: what only a rendezvous needs is imported there.
 
@@ -26,32 +32,86 @@ _hosted: list[Any] = []
 
 
 def watch_rendezvous() -> None:
-    """Watch each ``env://`` rendezvous of this process, if the job has a membership store."""
-    if os.environ.get("HOLDFAST_STORE"):
-        from holdfast.torch_private import rendezvous_handlers
+    """Watch each rendezvous of this process: of a newcomer, and by ``env://`` if the job has a membership store."""
+    has_store = bool(os.environ.get("HOLDFAST_STORE"))
+    if not has_store and not os.environ.get("HOLDFAST_SPARES"):
+        return
+    from holdfast.torch_private import rendezvous_handlers
 
-        handlers = rendezvous_handlers()
-        meet = handlers["env"]
+    handlers = rendezvous_handlers()
+    for scheme, meet in list(handlers.items()):
+        handlers[scheme] = _watched(meet, helps=has_store and scheme == "env")
 
-        def watched(url: str, timeout: timedelta = timedelta(minutes=30), **kwargs: Any) -> Iterator[Any]:
-            _leave_if_new()
-            its = meet(url, timeout=timeout, **kwargs)
+
+def _watched(meet: Callable[..., Iterator[Any]], *, helps: bool) -> Callable[..., Iterator[Any]]:
+    def watched(url: str, timeout: timedelta = timedelta(minutes=30), **kwargs: Any) -> Iterator[Any]:
+        if _is_newcomer():
+            _check_backend()
+            yield _alone()
+            return
+        its = meet(url, timeout=timeout, **kwargs)
+        if helps:
             yield _first_of(its, timeout)
-            yield from its
+        yield from its
 
-        handlers["env"] = watched
+    return watched
 
 
-def _leave_if_new() -> None:
-    """End a worker that was started in place of a failed one: a process group takes no new ranks."""
+def _check_backend() -> None:
+    """End a newcomer whose group has another backend, or whose script has a session: those take no new ranks.
+
+    Raises:
+        ConfigError: in a spare, which the others of its session wait for.
+    """
     from holdfast.config import Settings
+    from holdfast.distributed.recorder import has_session
+    from holdfast.errors import ConfigError
+
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "init_process_group":
+        frame = frame.f_back
+    backend = "" if frame is None else str(frame.f_locals.get("backend")).lower()
+    if "holdfast" in backend and not has_session():
+        return
+    what = "a group of a script with a session" if has_session() else f"a group of the backend {backend or None}"
+    settings = Settings.from_env()
+    if settings.spares:
+        raise ConfigError(f"{what} takes no spares: start without --spares")
+    sys.stderr.write(f"holdfast: rank {settings.rank} ends: {what} takes no new ranks, start without --respawn\n")
+    raise SystemExit(0)  # with another code the launcher would start one more
+
+
+def _first_ranks(settings: Settings) -> list[str]:
+    """Return the workers that have a rank from the start: all but the spares."""
+    ranks = settings.ranks.split(",")
+    return ranks[: len(ranks) - settings.spares]
+
+
+def _is_newcomer() -> bool:
+    """Return whether this worker has no rank yet: a spare, or one that was started in place of a failed one."""
+    from holdfast.config import Settings, rank_at_start
 
     settings = Settings.from_env()
-    if str(settings.rank) not in settings.ranks.split(","):
-        sys.stderr.write(
-            f"holdfast: rank {settings.rank} ends: a torch.distributed job takes no new ranks, start it without --respawn\n"
-        )
-        raise SystemExit(0)  # with another code the launcher would start one more
+    rank = rank_at_start(settings)
+    if settings.ranks:
+        return str(rank) not in _first_ranks(settings)
+    return rank >= int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) - settings.spares
+
+
+def _alone() -> Any:
+    """Wait for an empty seat, and return the outcome of a rendezvous that needs no other rank."""
+    import torch.distributed as dist
+
+    from holdfast import notice
+    from holdfast.config import debug_wanted
+    from holdfast.distributed.comm_thread import get_engine
+
+    notice.decline()
+    engine = get_engine(debug=debug_wanted(), waits=True)
+    seat, size = engine.meeting.wait_for_offer(), engine.world.first_size
+    os.environ.update(RANK=str(seat), WORLD_SIZE=str(size))
+    make: Any = getattr(dist, "HashStore")  # noqa: B009 - torch has no stubs for it
+    return make(), seat, size
 
 
 def _first_of(its: Iterator[Any], timeout: timedelta) -> Any:
@@ -67,10 +127,10 @@ def _first_of(its: Iterator[Any], timeout: timedelta) -> Any:
     helped: set[int] = set()
     while not meeting.is_completed():
         time.sleep(_LOOK_EVERY_S)
-        for place, rank in enumerate(settings.ranks.split(",")):
+        for place, rank in enumerate(_first_ranks(settings)):
             if store.get(f"dead/{rank}") is not None:
                 seen_s.setdefault(place, time.monotonic())
-        lowest = min(set(range(len(settings.ranks.split(",")))) - seen_s.keys(), default=-1)
+        lowest = min(set(range(len(_first_ranks(settings)))) - seen_s.keys(), default=-1)
         for place, since_s in seen_s.items():
             if place not in helped and os.environ["RANK"] == str(lowest) and time.monotonic() - since_s > _PATIENCE_S:
                 helped.add(place)

@@ -34,6 +34,13 @@ def kill_self() -> NoReturn:
     raise SystemExit(1)  # never reached: SIGKILL cannot be handled
 
 
+def leave_quietly() -> NoReturn:
+    """End this process, which no other waits for, with exit code 0, from any of its threads."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def end_job() -> NoReturn:
     """End all workers by signalling the Open MPI process that started this one; ``mpirun`` then exits with 1."""
     sys.stdout.flush()

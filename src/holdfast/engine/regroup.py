@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from holdfast.errors import PeerFailed
 from holdfast.recovery.messages import (
@@ -32,7 +32,6 @@ from holdfast.recovery.messages import (
 from holdfast.recovery.regroup import RegroupLine, line_after
 
 if TYPE_CHECKING:
-    from holdfast.comm import Communicator
     from holdfast.engine.context import JobContext
     from holdfast.engine.executor import StepExecutor
     from holdfast.engine.injection import FaultPoints
@@ -47,15 +46,29 @@ if TYPE_CHECKING:
 Known = TypeVar("Known")
 
 
-def regroup(comm: Communicator, share: Callable[[], Known], *, told: bool = False) -> Known:
+class Agreeing(Protocol):
+    """The part of a :class:`~holdfast.comm.Communicator` that regroups its workers."""
+
+    def revoke(self) -> None:
+        """Wake all members; see :meth:`Communicator.revoke`."""
+
+    def agree(self, flag: bool) -> bool:
+        """Return the AND of all flags; see :meth:`Communicator.agree`."""
+
+    def shrink(self) -> object:
+        """Start a new generation; see :meth:`Communicator.shrink`."""
+
+
+def regroup(comm: Agreeing, share: Callable[[], Known], *, told: bool = False, joins: bool = False) -> Known:
     """Regroup the survivors, through all further failures, and return the shared knowledge of all survivors.
 
     Args:
         comm: The communicator with a failed member; afterwards its members are the survivors.
         share: Exchanges the progress of all survivors; raises PeerFailed if that did not complete here.
         told: An agreement on ``comm`` returned False, so every survivor regroups without a revoke.
+        joins: This worker was admitted in the shrink.
     """
-    line: RegroupLine | None = RegroupLine.SHRINK if told else RegroupLine.REVOKE
+    line: RegroupLine | None = RegroupLine.SHRINK if told else RegroupLine.FENCE if joins else RegroupLine.REVOKE
     while True:
         succeeded = True
         match line:
@@ -77,7 +90,7 @@ def regroup(comm: Communicator, share: Callable[[], Known], *, told: bool = Fals
         line = line_after(line, succeeded=succeeded)
 
 
-def pass_gate(comm: Communicator, recover: Callable[[], object]) -> None:
+def pass_gate(comm: Agreeing, recover: Callable[[], object]) -> None:
     """Return once all members call this, so that no worker leaves while another may need it to recover.
 
     Args:

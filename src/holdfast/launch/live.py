@@ -19,6 +19,7 @@ from holdfast.records.types import (
     Recovered,
     RunStarted,
     SamplesLost,
+    SeatTaken,
     SettingChanged,
     StepCommitted,
     StragglerSeen,
@@ -195,6 +196,8 @@ class EventFormatter:
                 return ("end", record.rank), f"rank {record.rank} died{where}: {cause_of_death(record.exit_code)}"
             case Recovered() if record.rank in record.joined:
                 return (), None  # it did not pause the others, and does not know for how long they paused
+            case SeatTaken():
+                return ("seat", record.worker), _seat_taken(record)
             case Recovered():
                 return ("recovered", record.generation), self._recovery(record)
             case SamplesLost():
@@ -231,6 +234,10 @@ class EventFormatter:
         if record.decision in ("redo", "grow") and not record.redone_steps and not self._injected.intersection(lost):
             return [f"{_ranks(lost)} {'has' if len(lost) == 1 else 'have'} ended"]
         return [f"lost {_ranks(lost)}"]
+
+
+def _seat_taken(record: SeatTaken) -> str:
+    return f"rank {record.worker} takes the place of rank {record.seat} from step {record.step} on"
 
 
 def _altered(record: ValuesAltered) -> str:

@@ -204,13 +204,14 @@ def _show_life(settings: Settings, rank: int) -> None:
 
 
 def _set_torchrun_variables(settings: Settings) -> None:
-    """Set the variables that torchrun sets, and the GPU; RANK counts this start's workers from 0 without gaps."""
+    """Set the variables that torchrun sets, and the GPU; RANK counts this start's workers from 0, spares last."""
     size, rank = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")), mpi_rank()
     if settings.rank >= 0:
         ranks = [int(rank) for rank in settings.ranks.split(",")]
         size, rank = len(ranks), ranks.index(settings.rank) if settings.rank in ranks else settings.rank
     slot, slots = slot_at_start(rank, size, is_numbered=settings.rank >= 0)
-    places = {"RANK": rank, "LOCAL_RANK": slot, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": slots}
+    members = size - settings.spares  # spares are not counted: they take the ranks of others
+    places = {"RANK": rank, "LOCAL_RANK": slot, "WORLD_SIZE": members, "LOCAL_WORLD_SIZE": slots}
     os.environ.update({name: str(place) for name, place in places.items()} | for_slot(slot))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")

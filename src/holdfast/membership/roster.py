@@ -129,6 +129,17 @@ class Roster:
         self._enter(generation)
         return True
 
+    def join_at_once(self) -> None:
+        """Join the job, whose members admit newcomers in every shrink: make them shrink, and wait until admitted."""
+        self.store.put(f"join/{self.rank}", json.dumps({"loop": 0}))
+        revoked = -1
+        while not (generation := self._my_generation()):
+            newest = self._newest_after(revoked)
+            self.store.create(f"g/{newest}/revoked", str(self.rank))  # an earlier shrink may have missed the request
+            revoked = newest
+        self.store.delete(f"join/{self.rank}")
+        self._enter(generation)
+
     # -- acts
 
     def _next_act(self) -> str:
@@ -180,9 +191,21 @@ class Roster:
 
     def _my_generation(self) -> int | None:
         """Return the newest generation that includes this newcomer."""
+        return max((number for number, members in self._generations() if self.rank in members), default=None)
+
+    def _newest_after(self, generation: int) -> int:
+        """Wait for a generation after this one, and return the newest."""
+
+        def newest() -> int | None:
+            return max((number for number, _ in self._generations() if number > generation), default=None)
+
+        found = self.store.wait(newest)
+        assert found is not None
+        return found
+
+    def _generations(self) -> list[tuple[int, list[int]]]:
         known = {key: members for key, members in self.store.under("g/").items() if key.endswith("/members")}
-        mine = (int(key.partition("/")[0]) for key, members in known.items() if self.rank in json.loads(members))
-        return max(mine, default=None)
+        return [(int(key.partition("/")[0]), json.loads(members)) for key, members in known.items()]
 
     def _enter(self, generation: int, *, leaves: bool = False) -> None:
         members = self.store.wait(lambda: self.store.get(self._members_key(generation)))

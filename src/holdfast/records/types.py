@@ -205,6 +205,22 @@ class SeatsFilled(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SeatTaken(Record):
+    """A newcomer has taken the seat of a failed rank of ``torch.distributed``, with the state of a survivor.
+
+    Written by every rank that was there before.
+
+    Args:
+        step: The first step in which it takes part.
+        seat: The rank that ``torch.distributed`` gives it.
+        worker: The newcomer, as the launcher numbers it.
+    """
+
+    seat: int
+    worker: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reinitialised(Record):
     """``rank`` has rebuilt its application in the same process and resumes. Written with :class:`Recovered`.
 

@@ -61,7 +61,8 @@ def build_report(
     beside them. Workers that joined later are in ``joined``, workers that left after SIGTERM in ``left``; neither is a
     failure. ``reinitialised`` has one entry for each rebuild of the application by the survivors, with the times of the
     slowest. ``restored`` has one for each part of a split model that ``partial`` restored, with its number of blocks
-    and their age in steps; ``optimizer_stale_steps`` is null unless its optimizer state was kept. ``seats_filled`` has
+    and their age in steps; ``optimizer_stale_steps`` is null unless its optimizer state was kept. ``seats_taken`` has
+    one for each newcomer that took the rank of a failed process of ``torch.distributed``, and ``seats_filled``
     one for each kind of collective in which survivors' values stood in for failed ranks. ``flips`` has one for
     each injected flip that struck, with its target and the first altered values. ``parts_held`` lists the parts of a
     split model in each worker's memory at the end, in bytes. ``eager`` is the cost at each worker of updating buckets
@@ -125,6 +126,7 @@ def _happenings(history: History) -> dict[str, Any]:
         "restored": [_restored(record) for record in history.restored],
         "parts_held": [_rounded(record, *_HELD) for record in history.parts_held],
         "eager": [_rounded(record, *_EAGER) for record in history.updated_eagerly],
+        "seats_taken": [_rounded(record, "step", "t_s", "seat", "worker") for record in history.seats_taken],
         "seats_filled": [_rounded(record, *_FILLED) for record in history.seats_filled],
         "left": [_rounded(record, "rank", "step", "t_s") for record in history.of(Left)],
         "stragglers": [

@@ -112,6 +112,10 @@ def happenings(report: Mapping[str, Any]) -> list[tuple[float, str]]:
     ]
     found += [(r["t_s"], _reinitialised(r)) for r in report.get("reinitialised", ())]
     found += [(r["t_s"], _restored(r)) for r in report.get("restored", ())]
+    found += [
+        (r["t_s"], f"{one} {r['worker']} took the place of {one} {r['seat']} from step {r['step']} on")
+        for r in report.get("seats_taken", ())
+    ]
     found += [(r["t_s"], _filled(r)) for r in report.get("seats_filled", ())]
     slow: dict[int, list[Mapping[str, Any]]] = {}
     for r in report.get("stragglers", ()):

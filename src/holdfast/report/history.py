@@ -25,6 +25,7 @@ from holdfast.records.types import (
     SamplesLost,
     ScriptFailed,
     SeatsFilled,
+    SeatTaken,
     SettingChanged,
     StepCommitted,
     UpdatedEagerly,
@@ -115,6 +116,15 @@ class History:
             for record in life.of(SeatsFilled):
                 key = (life.number, record.rank, record.collective, record.seats, record.sources)
                 first[key] = dataclasses.replace(first.get(key, record), count=record.count)
+        return list(first.values())
+
+    @property
+    def seats_taken(self) -> list[SeatTaken]:
+        """Newcomers that took the seat of a failed rank, as the first of the others recorded each."""
+        first: dict[tuple[int, int], SeatTaken] = {}
+        for life in self.lives:
+            for record in life.of(SeatTaken):
+                first.setdefault((life.number, record.worker), record)
         return list(first.values())
 
     @property

@@ -116,6 +116,8 @@ class Session:
             clip_grad_norm=clip_grad_norm,
         )
         application.makes_sessions = True
+        if (backend := sys.modules.get("holdfast.distributed.comm_thread")) is not None:
+            backend.check_session()
         note_session(self._settings, is_replicated=self._trainable.is_replicated)
         self._total_steps = total_steps
         self._given_comm = comm

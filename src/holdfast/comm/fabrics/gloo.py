@@ -33,10 +33,6 @@ class GlooFabric(Fabric):
         from holdfast.comm.c10d_messages import C10dMessageCommunicator
 
         store, world = _store_and_world(endpoint)
-        if endpoint.rank not in world:
-            raise ConfigError(
-                f"rank {endpoint.rank} cannot join a torch.distributed job that is running: its ranks are {list(world)}"
-            )
         return C10dMessageCommunicator(store, endpoint.rank, world)
 
 

@@ -46,10 +46,10 @@ class UlfmFabric(Fabric):
         return UlfmCommunicator(endpoint.ranks)
 
     def connect_messages(self, endpoint: Endpoint) -> MessageCommunicator:
-        """Return the communicator of a process that mpirun started, with MPI's ranks."""
+        """Return the communicator of a process that mpirun started."""
         from holdfast.comm.ulfm import UlfmCommunicator
 
-        return UlfmCommunicator()
+        return UlfmCommunicator(endpoint.ranks)
 
 
 def mpirun_command(num_workers: int, hosts: Sequence[str] | None = None) -> list[str]:
