@@ -173,14 +173,23 @@ def test_when_rank_0_is_killed_the_store_goes_with_it_and_all_end(tmp_path):
     assert "holdfast: rank 1 ends: rank 0 has failed: " in err
 
 
-def test_one_process_trains_and_saves(tmp_path):
-    (tmp_path / "train.py").write_text(SMALL.format(deed="pass"))
-    saved = {"HOLDFAST_CHECKPOINT_DIR": "saved", "HOLDFAST_CHECKPOINT_EVERY": "20"}
+def test_one_process_that_is_killed_resumes_too(tmp_path):
+    """An elastic torchrun may start one where there were several."""
+    (tmp_path / "train.py").write_text(
+        SMALL.replace("== 3 and session.rank == 1", "== 50").format(deed="time.sleep(2)")
+    )
+    saved = {"HOLDFAST_CHECKPOINT_DIR": str(tmp_path / "saved"), "HOLDFAST_CHECKPOINT_EVERY": "20"}
+    job = start_torchrun(tmp_path, 1, "train.py", "--max-restarts", "1", **saved)
+    wait_until((tmp_path / "saved" / "step-00000040" / "manifest.json").exists, job)
+    (victim,) = [pid for pid in children_of(job.pid) if value_of(pid, "RANK") == "0"]
+    os.kill(victim, signal.SIGKILL)
 
-    code, _, err = finish(start_torchrun(tmp_path, 1, "train.py", **saved))
+    code, _, err = finish(job)
 
     assert code == 0, err
-    assert (tmp_path / "saved").is_dir()
+    assert f"exitcode: -9) local_rank: 0 (pid: {victim})" in err
+    assert "training resumes at step 40" in err
+    assert len(sha256_in(err)) == 1
 
 
 def test_they_resume_on_another_number_of_processes_with_the_same_bits(tmp_path, bits):

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import holdfast
 from holdfast.comm import VirtualCommunicator, connect, launchers
-from holdfast.comm.launchers import LaunchedGroup, chosen, launched_group, others_started
+from holdfast.comm.launchers import LaunchedGroup, chosen, launched_group, others_started, sole_process
 from holdfast.config import Settings, leads_at_start, rank_at_start
 from holdfast.errors import ConfigError
 from holdfast.session.launched import as_launched
@@ -121,6 +121,18 @@ def test_processes_join_where_the_environment_says_enough(name):
     env, group = JOINED[name]
 
     assert launched_group(env) == group
+
+
+def test_a_process_that_torchrun_started_alone_may_have_to_resume():
+    env = TORCHRUN | MEETING | {"WORLD_SIZE": "1", "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+    group = sole_process(env)
+
+    assert group is not None
+    assert (group.rank, group.size, group.has_store) == (0, 1, True)
+    assert launched_group(env) is None
+    assert sole_process(env | {"WORLD_SIZE": "2"}) is None
+    assert sole_process(env | {"TORCHELASTIC_USE_AGENT_STORE": "False"}) is None
 
 
 @pytest.mark.parametrize("name", [*SEVERAL, *ALONE])

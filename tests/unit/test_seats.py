@@ -69,7 +69,7 @@ def test_a_newcomer_with_the_state_is_seated_once_all_have_stopped_there():
     assert (decided.awaits, decided.join_at) == ((), NEVER)
 
 
-def test_the_state_of_an_earlier_boundary_seats_nobody():
+def test_the_state_of_an_earlier_boundary_seats_no_newcomer():
     rows = {0: seated(0, 6, stopped=True), 3: SeatRow(offered=1, ready=True, received=6)}
 
     decided = decide(rows, 2)

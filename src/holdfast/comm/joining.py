@@ -111,8 +111,7 @@ class JoinedGroup:
     def note_begun(self) -> None:
         """Note for later starts of this job that training has begun."""
         if self.group.rank == 0 and self._rendezvous is not None:
-            with contextlib.suppress(RuntimeError):  # the launcher has gone: there will be no later start
-                self._rendezvous.set(self._kept_key, "1")
+            _note_begun(self.group, self._rendezvous)
 
     def end_in_order(self, check: Callable[[], None]) -> None:
         """From this call on, tell the others at the end of the script that this process has ended in order.
@@ -148,7 +147,7 @@ class JoinedGroup:
         host, token = self._own_address(), secrets.token_hex(16)
         self._hub = hub = Hub(token, host, lease_s=_LEASE_S, ends_with_connection=True)
         os.register_at_fork(after_in_child=hub.forget)
-        has_begun = self.group.has_store and bool(self._rendezvous.check([self._kept_key]))
+        has_begun = self.group.has_store and _has_begun(self.group, self._rendezvous)
         published = HubAddress(hub.address, token, has_begun)
         self._rendezvous.set(self._key("hub"), json.dumps([hub.address, token, has_begun]))
         return published
@@ -185,11 +184,6 @@ class JoinedGroup:
 
     def _key(self, name: str) -> str:
         return f"holdfast/{self.group.job}/{self.group.size}/{self.group.attempt}/{name}"
-
-    @property
-    def _kept_key(self) -> str:
-        """Key of the launcher's store, kept over restarts: training has begun, so that checkpoints are this job's own."""
-        return f"holdfast/{self.group.job}/begun"
 
     def _await_all(self) -> None:
         group, store = self.group, self._store
@@ -250,6 +244,41 @@ class JoinedGroup:
     def _have_ended(self) -> bool | None:
         others = range(1, self.group.size)
         return all(self._store.get(f"alive/{rank}") is None for rank in others) or None
+
+
+class SoleProcess:
+    """This process, which the launcher started alone: it has nothing to join, but may have to resume.
+
+    Args:
+        group: What the environment says of it.
+    """
+
+    def __init__(self, group: LaunchedGroup) -> None:
+        self.group = group
+        self._store = _open_rendezvous(group)
+        self.has_begun = _has_begun(group, self._store)
+        """Whether an earlier start of this job, perhaps of several processes, has begun to train."""
+
+    def note_begun(self) -> None:
+        """Note for later starts of this job that training has begun."""
+        _note_begun(self.group, self._store)
+
+    def end_in_order(self, check: Callable[[], None]) -> None:
+        """Do nothing: no other process waits for this one."""
+
+
+def _has_begun(group: LaunchedGroup, store: Any) -> bool:
+    return bool(store.check([_begun_key(group)]))
+
+
+def _note_begun(group: LaunchedGroup, store: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the launcher has gone: there will be no later start
+        store.set(_begun_key(group), "1")
+
+
+def _begun_key(group: LaunchedGroup) -> str:
+    """Return a key of the launcher's store, kept over restarts: training has begun, so checkpoints are this job's own."""
+    return f"holdfast/{group.job}/begun"
 
 
 def _open_rendezvous(group: LaunchedGroup) -> Any:

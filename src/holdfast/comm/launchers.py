@@ -58,7 +58,7 @@ class LaunchedGroup:
     Args:
         launcher: Its name.
         rank: This process.
-        size: Number of processes, ``>= 2``.
+        size: Number of processes.
         is_local: Whether all are on this machine.
         host: Where they meet: a TCPStore of torch.
         port: Its port.
@@ -118,8 +118,16 @@ def own_group() -> LaunchedGroup | None:
 def launched_group(env: Mapping[str, str]) -> LaunchedGroup | None:
     """Return the processes that this one can join; None if it is alone, or the environment does not say enough."""
     counted = _several(env)
-    if not counted or counted not in _RANKS:
-        return None
+    return _group(env, counted) if counted in _RANKS else None
+
+
+def sole_process(env: Mapping[str, str]) -> LaunchedGroup | None:
+    """Return this process as a group, if torchrun started it alone, perhaps after it had started several."""
+    group = _group(env, "WORLD_SIZE") if _size(env, "WORLD_SIZE") == 1 else None
+    return group if group is not None and group.restarts_all and group.has_store else None
+
+
+def _group(env: Mapping[str, str], counted: str) -> LaunchedGroup | None:
     size, rank = _size(env, counted), number(env, _RANKS[counted])
     where = _rendezvous(env, counted, size)
     if rank is None or rank >= size or where is None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import sys
 from typing import TYPE_CHECKING
 
-from holdfast.comm.launchers import LaunchedGroup, chosen, own_group
+from holdfast.comm.launchers import LaunchedGroup, chosen, own_group, sole_process
 from holdfast.config import Settings
 from holdfast.records.types import Finished, Record, RunStarted
 
 if TYPE_CHECKING:
-    from holdfast.comm.joining import JoinedGroup
+    from holdfast.comm.joining import JoinedGroup, SoleProcess
 
 
 def as_launched(settings: Settings) -> Settings:
@@ -30,7 +31,7 @@ def _group(settings: Settings) -> LaunchedGroup | None:
     return own_group()
 
 
-def join_launched(settings: Settings) -> tuple[Settings, JoinedGroup | None]:
+def join_launched(settings: Settings) -> tuple[Settings, JoinedGroup | SoleProcess | None]:
     """Join the other processes; return settings that connect to them, and whether to resume. None without such a group.
 
     Args:
@@ -39,6 +40,11 @@ def join_launched(settings: Settings) -> tuple[Settings, JoinedGroup | None]:
     Raises:
         StoreLost: if they do not all arrive.
     """
+    if not settings.fabric and settings.checkpoint_dir and (sole := sole_process(os.environ)) is not None:
+        from holdfast.comm.joining import SoleProcess
+
+        alone = SoleProcess(sole)
+        return dataclasses.replace(settings, resume=settings.resume or alone.has_begun), alone
     if settings.fabric != "gloo" or settings.store:
         return settings, None
     group = own_group()
@@ -88,7 +94,7 @@ class LaunchReport:
         joined: The group of this process.
     """
 
-    def __init__(self, joined: JoinedGroup) -> None:
+    def __init__(self, joined: JoinedGroup | SoleProcess) -> None:
         self._joined = joined
         self._is_told = False
 
