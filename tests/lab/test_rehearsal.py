@@ -100,7 +100,7 @@ def test_a_loss_that_tells_nothing_and_a_training_that_fails_are_said_in_one_lin
     assert ended.value.code == 2
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "rehearsal: undisturbed"
-    assert "ended with exit status 1: ValueError: no such thing; to reproduce it: holdfast run -n 2 " in said[1]
+    assert "ended with exit status 93: ValueError: no such thing; to reproduce it: holdfast run -n 2 " in said[1]
     assert len(said) == 2
 
 
