@@ -61,6 +61,7 @@ torch.nn.functional.cross_entropy(ddp(x), y).backward()
 optimizer.step()
 if rank == 0:
     open(sys.argv[1], "w").write(repr(time.time()))
+dist.barrier()
 dist.destroy_process_group()
 """
 )
@@ -119,7 +120,9 @@ def run(command: list[str], stepped: Path) -> tuple[float, float]:
     """Run a job; return the time until its end, and until its first step was made, in seconds."""
     stepped.unlink(missing_ok=True)
     begun_s, began = time.perf_counter(), time.time()
-    subprocess.run([*command, str(stepped)], check=True, capture_output=True, timeout=LIMIT_S)
+    done = subprocess.run([*command, str(stepped)], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
     return time.perf_counter() - begun_s, float(stepped.read_text()) - began
 
 

@@ -25,9 +25,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from holdfast.distributed import alive, register
 
-STEP_S = 0.05  # a larger model would take as long, and a newcomer needs some seconds to start
-
 dist.init_process_group("holdfast")
+step_s = 0.02 * dist.get_world_size()  # a larger model would take as long, and a newcomer needs some seconds to start
 torch.manual_seed(0)
 
 digits = load_digits()
@@ -43,7 +42,7 @@ position = {"epoch": 0, "batch": 0}
 register(model, optimizer, position)  # a newcomer returns from here in the middle of the training
 
 steps = 0
-for epoch in range(position["epoch"], 12):
+for epoch in range(position["epoch"], 8):
     sampler.set_epoch(epoch)
     for batch, (x, y) in enumerate(loader):
         if (epoch, batch) < (position["epoch"], position["batch"]):
@@ -54,7 +53,7 @@ for epoch in range(position["epoch"], 12):
         loss.backward()
         optimizer.step()
         steps += 1
-        time.sleep(STEP_S)
+        time.sleep(step_s)
 
 weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
 print(

@@ -129,6 +129,7 @@ LONG = (
     "contract/test_torch_backend.py::test_every_worker_ends_well[gloo-2]",
     "contract/test_torch_backend.py::test_every_worker_ends_well[gloo-4]",
     "contract/test_torch_backend.py::test_every_worker_ends_well[holdfast-2]",
+    "contract/test_torch_backend.py::test_every_worker_ends_well[holdfast-4]",
     "model/test_shared_sum_explored.py::test_nothing_goes_wrong_when_no_moves_are_joined[forward]",
     "model/test_shared_sum_explored.py::test_nothing_goes_wrong_when_no_moves_are_joined[restart]",
     "chaos/test_model_kinds.py::test_what_changes_the_bits_changes_them_alike_in_both_bodies[rollback-specs3",
