@@ -14,36 +14,26 @@ from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel
 
 from holdfast import notice
-from holdfast.clock import SystemClock
-from holdfast.comm import Communicator, VirtualCommunicator, connect, device_of
-from holdfast.comm.fabrics.registry import make_fabric
-from holdfast.comm.launchers import chosen
-from holdfast.comm.waiting import waiting
+from holdfast.comm import Communicator, VirtualCommunicator
 from holdfast.config import MOST_WORKERS, Settings
 from holdfast.data.source import DataOptions, open_source
-from holdfast.engine import exits
-from holdfast.engine.context import CommittedState, JobContext, LiveSettings, LoopState
-from holdfast.engine.injection import check_faults, make_faults, reach_point
+from holdfast.engine.context import JobContext
+from holdfast.engine.injection import check_faults
 from holdfast.engine.loop import Pause, TrainingLoop
 from holdfast.errors import ConfigError, ScriptError
-from holdfast.faults import points
 from holdfast.models.loss import check_name
 from holdfast.models.part import ModelPart, Stateful
 from holdfast.models.trainables import make_trainable
-from holdfast.records.beacon import NoBeacon, connected_beacon, publish_connecting
-from holdfast.records.files import FileRecorder
-from holdfast.records.logger import Logger
-from holdfast.records.paths import records_path, stop_path
+from holdfast.records.paths import stop_path
 from holdfast.recovery.messages import Note
 from holdfast.session import gradient_hook
-from holdfast.session.launched import LaunchReport, as_launched, join_launched
+from holdfast.session.connecting import check_device, connect_job
+from holdfast.session.launched import as_launched
 from holdfast.session.models import Pipeline, Sharded
 from holdfast.session.opened import OpenedLoop, choose_job_slices, plan_of
 from holdfast.session.reinit_context import application, note_session, take_over
 from holdfast.session.step import Step
-from holdfast.state.manager import CheckpointManager
 from holdfast.state.platform_check import compare_with_others, platform_of_worker, promise_line
-from holdfast.torch_private import check_version
 
 _sessions: list[Session] = []
 """Sessions with an open loop: one that was left early must be found at exit even if the script has dropped it."""
@@ -212,7 +202,7 @@ class Session:
             raise ConfigError(
                 f"slices must be at most {MOST_WORKERS}, or batch_size if that is more, got {self._settings.slices}"
             )
-        self._check_device()
+        check_device(self._trainable.device, self._settings)
         job = self._connect()
         self._say_once(job, *opened.notes)
         if opened.stream is not None:
@@ -229,25 +219,6 @@ class Session:
             end = self._total_steps or end
             check_faults(self._settings.faults, self._trainable, end, in_framework=self.in_framework)
         return OpenedLoop(job, plan, opened.source)
-
-    def _check_device(self) -> None:
-        """Check, before connecting, that the model can be trained on its device, over the configured fabric.
-
-        Raises:
-            ConfigError: if not.
-        """
-        device = self._trainable.device
-        device_of(device)
-        fabric = make_fabric(chosen(self._settings.fabric))
-        if device.type not in fabric.devices:
-            raise ConfigError(
-                f"the model is on {device}, but the fabric {fabric.name} trains models on {' or '.join(fabric.devices)}"
-            )
-        if self._settings.update == "eager" and device.type != "cpu" and not fabric.one_process:
-            raise ConfigError(
-                f"--overlap-optimizer needs a model in CPU memory, because it runs the optimizer in a thread; the model is on"
-                f" {device}: leave the option out"
-            )
 
     def _say_once(self, job: JobContext, *notes: str) -> None:
         """Print lines for the user, at the lead, and each of them once."""
@@ -449,52 +420,9 @@ class Session:
         self._job = take_over()
         if self._job is not None:
             return self._job
-        joined = None
-        if self._given_comm is None:
-            self._settings, joined = join_launched(self._settings)
-        settings = self._settings
-        publish_connecting()
-        comm = self._given_comm or connect(
-            settings.fabric,
-            settings.workers + settings.spares,
-            settings.ranks,
-            rank=settings.rank,
-            store=settings.store,
-            token=settings.token,
-        )
-        rank, run_dir = comm.local_ranks[0], Path(settings.run_dir)
-        clock = SystemClock(settings.origin_s)
-        committed = CommittedState()
-        log = Logger(clock, lambda: (comm.local_ranks[0], committed.step))
-        if settings.run_dir:
-            log.subscribe(FileRecorder(records_path(run_dir, str(rank))))
-        if joined is not None:
-            log.subscribe(LaunchReport(joined))
-        self._job = job = JobContext(
-            settings=settings,
-            comm=comm,
-            clock=clock,
-            log=log,
-            beacon=connected_beacon(run_dir, rank) if settings.run_dir else NoBeacon(),
-            faults=make_faults(settings, comm, committed, log),
-            checkpoints=CheckpointManager(settings, background=not isinstance(comm, VirtualCommunicator)),
-            first_members=comm.members or tuple(int(rank) for rank in settings.ranks.split(",")),
-            committed=committed,
-            loops=LoopState(settings.slices),
-            live=LiveSettings.of(settings),
-        )
-        real = not isinstance(comm, VirtualCommunicator)
-        if joined is not None:
-            joined.end_in_order(at_exit)
-        elif real and not settings.run_dir:
-            exits.end_job_on_errors(at_exit)
-        if real:
-            waiting.on_wait(job.beacon.publish_waits)
-        if job.comm.members and job.is_lead:
-            check_version()
-        if settings.faults:
-            points.arm(lambda name: reach_point(job, name))
-        return job
+        self._job = connect_job(self._settings, self._given_comm, at_exit)
+        self._settings = self._job.settings
+        return self._job
 
     def _on_sigterm(self, job: JobContext) -> None:
         """Handle SIGTERM: all workers stop if the launcher requests it or there is none; else only this one leaves."""
