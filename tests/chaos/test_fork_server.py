@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import start_strikes
-from jobs import holdfast
+from jobs import clean_env, holdfast
 
 from holdfast.launch.fork_protocol import connect_to, surroundings
 from holdfast.launch.fork_server import ForkServer, is_useful
@@ -44,6 +46,26 @@ def test_a_forked_worker_is_as_if_it_had_been_started(tmp_path, fabric):
     assert len({word for worker in workers for word in worker["drawn"].split()}) == 6, "each seeds its own generators"
     places = [f"{os.getcwd()} ['--word', 'x'] {tmp_path} {rank} None" for rank in range(3)]
     assert [worker["place"] for worker in workers] == places
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root makes a PID namespace without a user namespace")
+def test_workers_are_forked_where_the_launcher_is_the_first_process_of_a_container(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(line='print("launcher", os.environ["HOLDFAST_LAUNCHER"].split()[0])'))
+    words = ("run", "-n", "2", "--fabric", "gloo", "--no-page", "--report", tmp_path / "r", script)
+    done = subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-m", "holdfast", *map(str, words)],
+        env=clean_env(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert "ended without training" in done.stderr
+    for rank in range(2):
+        said = (tmp_path / "r" / "logs" / f"rank-{rank}.log").read_text()
+        assert "loaded True\nlauncher 1\n" in said
 
 
 @pytest.mark.parametrize(

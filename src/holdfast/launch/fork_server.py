@@ -69,7 +69,7 @@ class ForkServer:
         ours = listener.fileno(), ready
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.launch.fork_server", *map(str, ours), *words],
+                [sys.executable, "-m", "holdfast.launch.fork_server", *map(str, ours), str(os.getpid()), *words],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -125,9 +125,9 @@ def _listen(path: Path) -> socket.socket:
 # -- the server
 
 
-def serve(listener: socket.socket, ready: int) -> NoReturn:
+def serve(listener: socket.socket, ready: int, launcher: int) -> NoReturn:
     """Import torch and close ``ready``, then fork a watcher with a worker for each request, until the launcher has ended."""
-    die_with_parent(signal.SIGKILL)
+    die_with_parent(signal.SIGKILL, launcher)  # its PID may be 1, in a container
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the watchers: the kernel reaps them
     for name in _PRELOADED:
         importlib.import_module(name)
@@ -204,4 +204,5 @@ def _take_over(request: dict[str, Any], files: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    listener, ready, launcher = map(int, sys.argv[1:4])
+    serve(socket.socket(fileno=listener), ready, launcher)
