@@ -76,7 +76,7 @@ class Settings:
     fabric: str = option(
         "",
         help="Communication backend: Open MPI, Gloo, or a single process.",
-        manual="communication backend: Open MPI with ULFM; Gloo, which also admits new workers and spans nodes; or one process for all workers. Models may be on an NVIDIA GPU",
+        manual="communication backend: Open MPI with ULFM; Gloo, which also admits new workers and spans nodes; or one process for all workers. Models may be on an NVIDIA GPU: [not run on one yet](../how-to/gpus.md)",
         usual="`ulfm`",
         group="Workers",
         is_basic=True,
