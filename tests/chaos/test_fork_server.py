@@ -94,7 +94,7 @@ def test_a_job_goes_on_without_its_fork_server(tmp_path, fabric, begun):
 
 def test_only_a_process_in_the_same_surroundings_is_served(tmp_path):
     log = tmp_path / "log"
-    with ForkServer(tmp_path, os.environ, log) as server:
+    with ForkServer(tmp_path, clean_env(), log) as server:
         path = next(iter(server.variables.values()))
         elsewhere = json.dumps({"surroundings": surroundings() | {"net": "net:[1]"}}).encode()
         for request in (b"", b"not JSON", b"{}", elsewhere):
