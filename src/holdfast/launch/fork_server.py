@@ -5,8 +5,8 @@ the imported modules are shared. Each starter, see :mod:`holdfast.launch.starter
 watcher forks the worker, as it does without a server. Nothing depends on the server afterwards: it may be killed at any
 time, and starters that reach none start their workers without it.
 
-Torch survives a fork as long as it has computed nothing: no threads, no CUDA context. A process with threads serves
-nobody.
+Torch survives a fork as long as it has computed nothing: no threads, no CUDA context. If the import starts threads, the
+server ends.
 """
 
 from __future__ import annotations
