@@ -33,6 +33,7 @@ BAD = {
         ["--no-requeue-code", "4"],
         "--no-requeue-code must be 1, or from 5 to 125, got 4",
     ),
+    "a node that left and failed": (["--left-code", "2"], "--left-code must be 0, or from 4 to 125, got 2"),
     "less than no progress": (["--max-no-progress", "-1"], "--max-no-progress must be at least 0, got -1"),
     "no nodes": (["--fabric", "gloo", "--nnodes", "0"], "--nnodes must be at least 1, got 0"),
     "a limit to nothing": (["--fabric", "gloo", "--max-respawns", "2"], "--max-respawns 2 needs --respawn"),

@@ -75,17 +75,17 @@ FOUND = {
         {"nnodes": 2, "node_rank": 0, "rdzv": "holdfast://h:1", "fabric": "gloo"},
         {},
     ),
-    "an indexed job": (INDEXED, {"nnodes": 2, "rdzv": "holdfast://h:1"}, {"node_rank": 1, "fabric": "gloo"}),
+    "an indexed job": (INDEXED, {"nnodes": 2, "rdzv": "holdfast://h:1"}, {"node_rank": 1, "left_code": 4, "fabric": "gloo"}),
     "an indexed job of one node": (INDEXED, {}, {}),
     "JobSet": (
         JOBSET,
         {"nnodes": 2},
-        {"node_rank": 1, "fabric": "gloo", "rdzv": "holdfast://train-workers-0-0.train:29400"},
+        {"node_rank": 1, "left_code": 4, "fabric": "gloo", "rdzv": "holdfast://train-workers-0-0.train:29400"},
     ),
     "JobSet with several replicated jobs": (
         JOBSET | {"JOB_INDEX": "2", "PROCESSES_IN_JOB": "4"},
         {"nnodes": 12},
-        {"node_rank": 9, "fabric": "gloo", "rdzv": "holdfast://train-workers-0-0.train:29400"},
+        {"node_rank": 9, "left_code": 4, "fabric": "gloo", "rdzv": "holdfast://train-workers-0-0.train:29400"},
     ),
 }
 

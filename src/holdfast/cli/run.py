@@ -72,7 +72,7 @@ _CONVERTED = ("token", "slices", "checkpoint_every")
 """Settings whose value is not that of the option."""
 _OF_TORCHRUN = {"nproc-per-node": "workers", "rdzv-endpoint": "rdzv"}
 """Options of torchrun that mean the same as ours, and have another name."""
-_SCHEDULED = ("nnodes", "node_rank", "workers", "rdzv", "max_restarts", "fabric")
+_SCHEDULED = ("nnodes", "node_rank", "workers", "rdzv", "max_restarts", "left_code", "fabric")
 """Parameters that a scheduler may set; see :mod:`holdfast.launch.schedulers`."""
 
 

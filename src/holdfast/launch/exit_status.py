@@ -14,7 +14,7 @@ def explain(job: Job, verdict: Verdict, state: JobState) -> tuple[int, str, str]
         case JobCompleted(finished=finished) if finished.outcome == "done":
             return 0, "", ""
         case NodeDeparted():
-            return 0, f"the workers of node {job.node_rank} have left as requested; the job continues", ""
+            return job.left_code, f"the workers of node {job.node_rank} have left as requested; the job continues", ""
         case JobCompleted(finished=finished):
             return _explain_early_end(job, finished.outcome, finished.checkpoint, finished.step, workers)
         case JobBroken(exit_code=2):

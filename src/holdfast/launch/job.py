@@ -195,6 +195,14 @@ class Job:
         metavar="CODE",
         has_default=True,
     )
+    left_code: int = option(
+        0,
+        help="Exit code of a node that left on SIGTERM while the job continues.",
+        manual="exit code of a node that left on SIGTERM while the job continues on the others. 0, or from 4 to 125; in an Indexed Job of Kubernetes it is 4, since 0 would say that the index is complete: [kubernetes.md](../how-to/kubernetes.md)",
+        group="Resume and stop",
+        metavar="CODE",
+        has_default=True,
+    )
     log_dir: Path | None = option(
         None,
         help="Write each worker's output to a file in this directory.",
@@ -336,6 +344,8 @@ def _check_amounts(job: Job) -> None:
         refuse(
             f"--no-requeue-code must be 1, or from 5 to 125, got {job.no_requeue_code}: the other exit codes have a meaning already"
         )
+    if job.left_code not in (0, *range(4, 126)):
+        refuse(f"--left-code must be 0, or from 4 to 125, got {job.left_code}: 1, 2 and 3 mean that the run failed")
     for flag, time_s in (("--rdzv-timeout", job.rdzv_timeout_s), ("--grace", job.grace_s)):
         if not 0 < time_s < math.inf:
             refuse(f"{flag} must be more than 0 seconds and finite, got {time_s:g}")

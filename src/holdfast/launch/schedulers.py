@@ -5,7 +5,7 @@
 Kubeflow       ``PET_NNODES``, ``PET_NODE_RANK``, ``PET_NPROC_PER_NODE``, ``PET_RDZV_ENDPOINT`` or
                ``PET_MASTER_ADDR`` and ``PET_MASTER_PORT``, ``PET_RDZV_BACKEND``, ``PET_MAX_RESTARTS``
 Slurm          the variables of a step of ``srun``, see :mod:`holdfast.slurm`
-Kubernetes     ``JOB_COMPLETION_INDEX``, for a job whose number of nodes is known
+Kubernetes     ``JOB_COMPLETION_INDEX``, for a job whose number of nodes is known; the exit code of a node that left
 JobSet         ``JOBSET_NAME``, ``REPLICATED_JOB_NAME``, ``JOB_INDEX``, ``PROCESSES_IN_JOB``: labels that the manifest
                passes on
 =============  =============================================================================================
@@ -24,6 +24,8 @@ from holdfast.slurm import read_step
 
 DEFAULT_PORT = 29400
 """As torchrun's."""
+STARTED_AGAIN = 4
+"""Exit code of a node that left, where 0 would mean that its part is complete and must not be started again."""
 _ADDRESSES = ("rdzv",)
 """Options for which schedulers may have different values, because a host has several names: the first is used."""
 
@@ -182,6 +184,7 @@ def _read_kubernetes(found: _Found) -> None:
     if found.num_nodes == 1:
         return
     found.offer("node_rank", ["JOB_COMPLETION_INDEX"], lambda: _pod(found))
+    found.offer("left_code", ["JOB_COMPLETION_INDEX"], lambda: STARTED_AGAIN)
     labels = ["JOBSET_NAME", "REPLICATED_JOB_NAME"]
 
     def coordinator() -> str:
