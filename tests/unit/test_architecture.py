@@ -101,6 +101,7 @@ MAY_IMPORT = {
         "on_import",
         "errors",
         "config",
+        "records",
         "comm.launchers",
         "data.seeds",
         "session",
@@ -123,6 +124,7 @@ MAY_IMPORT = {
         "slurm",
         "faults.plan",
         "report",
+        "integrations.kubeflow",
     },
     "testing": LOOP | {"data", "models", "engine"},
     # The laboratory: it imports the runtime, never the reverse.
@@ -193,6 +195,7 @@ WITHOUT_TORCH = (
     "faults.plan",
     "integrity.hash_chain",
     "integrations.discovery",
+    "integrations.kubeflow",
     "on_import",
     "state.platform",
     "state.gpu_platform",

@@ -82,7 +82,9 @@ def jobset():
 
 
 def kubeflow():
-    (replicated,) = find("kubeflow-runtime.yaml", "ClusterTrainingRuntime")["spec"]["template"]["spec"]["replicatedJobs"]
+    (replicated,) = find("kubeflow-runtime.yaml", "ClusterTrainingRuntime")["spec"]["template"]["spec"][
+        "replicatedJobs"
+    ]
     spec = replicated["template"]["spec"]
     trainer = find("kubeflow-trainjob.yaml", "TrainJob")["spec"]["trainer"]
     sized = spec | {"completions": trainer["numNodes"], "parallelism": trainer["numNodes"]}
@@ -158,9 +160,12 @@ def test_pods_can_write_where_they_must_and_nowhere_else(made):
     mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
     volumes = {each["name"]: each for each in pod["volumes"]}
 
-    assert mounts == {"runs": "/runs", "tmp": "/tmp", "shm": "/dev/shm"}  # noqa: S108
+    assert mounts == {"runs": "/runs", "tmp": "/tmp", "shm": "/dev/shm"}
     assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
-    assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == find("storage.yaml", "PersistentVolumeClaim")["metadata"]["name"]
+    assert (
+        volumes["runs"]["persistentVolumeClaim"]["claimName"]
+        == find("storage.yaml", "PersistentVolumeClaim")["metadata"]["name"]
+    )
     assert "--checkpoint-dir=/runs/train" in command_of(container, trainer and trainer["args"])
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert container["securityContext"]["readOnlyRootFilesystem"] is True

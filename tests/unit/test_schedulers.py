@@ -75,7 +75,11 @@ FOUND = {
         {"nnodes": 2, "node_rank": 0, "rdzv": "holdfast://h:1", "fabric": "gloo"},
         {},
     ),
-    "an indexed job": (INDEXED, {"nnodes": 2, "rdzv": "holdfast://h:1"}, {"node_rank": 1, "left_code": 4, "fabric": "gloo"}),
+    "an indexed job": (
+        INDEXED,
+        {"nnodes": 2, "rdzv": "holdfast://h:1"},
+        {"node_rank": 1, "left_code": 4, "fabric": "gloo"},
+    ),
     "an indexed job of one node": (INDEXED, {}, {}),
     "JobSet": (
         JOBSET,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from typing import Self
 
@@ -30,11 +31,13 @@ from holdfast.launch.rendezvous import check_nodes
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.stopping import StopProcedure
 from holdfast.records.files import read_run
+from holdfast.records.logger import RecordSink
 from holdfast.records.types import JobRestarted, RunStarted
 
 POLL_S = 0.02
 _FAR_POLL_S = 0.2
 _LINGER_S = 1.0
+_TRAIN_JOB = "KUBEFLOW_TRAINER_SERVER_URL"
 _NO_DAEMON = "A daemon failed to report back after being spawned"
 """Printed by mpirun if a daemon does not start, which also happens temporarily on crowded hosts."""
 
@@ -107,6 +110,7 @@ class Launcher:
             paths=self._paths,
             files=self._files,
             clock=SystemClock(self._origin_s),
+            sinks=self._sinks(undo),
         )
         if line := sharing_line(job.gpus, 0 if job.is_virtual or job.hosts else len(job.ranks) // job.nnodes):
             self._view.print_line(line)
@@ -120,6 +124,18 @@ class Launcher:
         self._node_faults = NodeFaults(run, self._bus, self._plan)
         undo.callback(self._node_faults.close)
         undo.callback(self._end_attempt)
+
+    def _sinks(self, undo: contextlib.ExitStack) -> tuple[RecordSink, ...]:
+        """Return what receives the records besides the view: in a TrainJob of Kubeflow, its status."""
+        if self._job.node_rank != 0 or _TRAIN_JOB not in os.environ:
+            return ()
+        from holdfast.integrations.kubeflow import progress_reporter
+
+        reporter = progress_reporter(os.environ, self._view.print_line)
+        if reporter is None:
+            return ()
+        undo.callback(reporter.close)
+        return (reporter,)
 
     def _start_fork_server(self) -> ForkServer | None:
         """Start it first: it imports torch while everything else is prepared."""

@@ -18,7 +18,7 @@ from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.run_paths import RunPaths
 from holdfast.records.beacon import BeaconPosition
 from holdfast.records.files import FileRecorder
-from holdfast.records.logger import Logger
+from holdfast.records.logger import Logger, RecordSink
 from holdfast.records.paths import records_path
 from holdfast.records.types import (
     FaultFired,
@@ -37,7 +37,7 @@ from holdfast.report.history import is_distributed
 class RunState:
     """One run of a job, over all its starts.
 
-    ``nodes`` is None if the fabric needs no store. The clock's zero is the time when the run began, on the first node.
+    ``nodes`` is None if the fabric needs no store. ``sinks`` receive every record once. The clock's zero is the time when the run began, on the first node.
     """
 
     job: Job
@@ -48,6 +48,7 @@ class RunState:
     paths: RunPaths
     files: AttemptFiles
     clock: Clock
+    sinks: tuple[RecordSink, ...] = ()
 
     @property
     def others(self) -> NodeGroup | None:
@@ -100,6 +101,8 @@ class RecordBus:
     def poll(self, record: Record, position: BeaconPosition | None = None) -> None:
         """Take one record; ``position`` is the last position of a worker that has ended."""
         self._run.state.apply(record, position)
+        for sink in self._run.sinks:
+            sink.write(record)
         match record:
             case RunStarted():
                 self._status = dataclasses.replace(self._status, planned=record.steps_planned)

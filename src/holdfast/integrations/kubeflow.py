@@ -1,0 +1,196 @@
+"""Progress of a job in the status of its TrainJob: Kubeflow Trainer takes it by an authenticated POST.
+
+Trainer sets three variables in each pod if its feature gate ``TrainJobStatus`` is on: a URL, and the files of its CA
+certificate and of a token. The launcher of the first node reports to it, from a thread of its own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import http.client
+import json
+import ssl
+import threading
+import urllib.parse
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast.records.types import JobRestarted, Record, Recovered, RunStarted, StepCommitted
+
+URL, CA_CERT, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
+"""Variables that Kubeflow Trainer sets."""
+EVERY_S = 5.0
+"""Shortest time between two reports; Kubeflow asks for it."""
+LONGEST_S = 60.0
+"""Longest time between two reports to a server that does not take them."""
+_TIMEOUT_S = 5.0
+_LAST_S = 3.0
+"""The end of a job waits this long for the last report."""
+_WINDOW = 100
+"""Steps from which the remaining time is estimated."""
+_MOST_METRICS, _LONGEST_TEXT = 256, 64
+"""Trainer refuses reports with more."""
+
+
+def progress_reporter(env: Mapping[str, str], say: Callable[[str], None]) -> ProgressReporter | None:
+    """Return a reporter if the environment is that of a TrainJob with progress, otherwise None.
+
+    Args:
+        env: The environment.
+        say: Displays a line.
+    """
+    url, ca_cert, token = (env.get(name, "") for name in (URL, CA_CERT, TOKEN))
+    if not (url and ca_cert and token):
+        return None
+    try:
+        return ProgressReporter(url, Path(ca_cert), Path(token), say)
+    except ConfigError as error:
+        say(f"progress is not reported to Kubeflow: {error}")
+        return None
+
+
+class ProgressReporter:
+    """A sink of records that reports progress, remaining time and metrics. Training never waits for it.
+
+    Args:
+        url: Where to, ``https://HOST[:PORT]/PATH``.
+        ca_cert: File of the certificate that the server's is signed with.
+        token: File of the token; read for each report, because tokens expire and are replaced.
+        say: Displays a line.
+        every_s: Shortest time between two reports, in seconds. What happens between them is left out.
+
+    Raises:
+        ConfigError: if the URL is not of this form: without TLS, the token could be read on its way.
+    """
+
+    def __init__(
+        self, url: str, ca_cert: Path, token: Path, say: Callable[[str], None], *, every_s: float = EVERY_S
+    ) -> None:
+        place = urllib.parse.urlsplit(url)
+        if place.scheme != "https" or not place.hostname:
+            raise ConfigError(f"{URL} must be https://HOST[:PORT]/PATH, got {url!r}")
+        self._host, self._port = place.hostname, place.port or 443
+        self._path = place.path or "/"
+        self._ca_cert, self._token, self._say, self._every_s = ca_cert, token, say, every_s
+        self._progress = _Progress()
+        self._changed = threading.Condition()
+        self._newest: dict[str, Any] | None = None
+        self._is_closed = False
+        self._has_complained = False
+        self._thread = threading.Thread(target=self._run, name="holdfast-kubeflow", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Record) -> None:
+        """Take a record; return immediately."""
+        if self._progress.take(record):
+            with self._changed:
+                self._newest = self._progress.status()
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Send the last report, if the server takes it within 3 s."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join(_LAST_S)
+
+    def _run(self) -> None:
+        wait_s = self._every_s
+        while (status := self._next()) is not None:
+            why = self._report(status)
+            wait_s = min(2 * wait_s, LONGEST_S) if why else self._every_s
+            if why and not self._has_complained:
+                self._has_complained = True
+                self._say(f"progress is not reported to Kubeflow: {why}; training is not affected")
+            self._pause(wait_s)
+
+    def _next(self) -> dict[str, Any] | None:
+        """Wait for a new status; return None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._newest is not None or self._is_closed)
+            status, self._newest = self._newest, None
+            return status
+
+    def _pause(self, wait_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed, wait_s)
+
+    def _report(self, status: dict[str, Any]) -> str:
+        """Send a report; return why it did not arrive, or "". The token is in no message."""
+        body = json.dumps({"trainerStatus": status | {"lastUpdatedTime": _now()}})
+        try:
+            token = self._token.read_text().strip()
+            trusted = ssl.create_default_context(cafile=str(self._ca_cert))
+            # Neither a proxy nor a redirection may see the token.
+            connection = http.client.HTTPSConnection(self._host, self._port, timeout=_TIMEOUT_S, context=trusted)
+            try:
+                headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+                connection.request("POST", self._path, body, headers)
+                answer = connection.getresponse()
+                return (
+                    "" if answer.status == http.client.OK else f"{self._host} answers {answer.status} {answer.reason}"
+                )
+            finally:
+                connection.close()
+        except ValueError:  # http.client shows the header that it refuses
+            return f"the token in {self._token} is not one line of text"
+        except (OSError, http.client.HTTPException) as error:
+            return f"{self._host}:{self._port}: {error or type(error).__name__}"
+
+
+class _Progress:
+    """What is known of the progress of a job."""
+
+    def __init__(self) -> None:
+        self._planned = 0
+        self._done = 0
+        self._recoveries: set[tuple[int, int]] = set()
+        self._workers = 0
+        self._metrics: Mapping[str, float] = {}
+        self._commits: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
+
+    def take(self, record: Record) -> bool:
+        """Take a record; return whether it changes the status."""
+        match record:
+            case JobRestarted():
+                self._commits.clear()
+            case RunStarted():
+                self._planned, self._workers = record.steps_planned, record.workers
+                if not self._commits:  # the job begins, maybe at a checkpoint; every worker says so
+                    self._done = max(0, record.step)
+            case StepCommitted():
+                self._done, self._workers, self._metrics = record.step + 1, record.workers, record.metrics
+                self._commits.append((record.t_s, record.step))
+            case Recovered() if record.lost:
+                self._recoveries.add((record.generation, record.step))
+            case _:
+                return False
+        return True
+
+    def status(self) -> dict[str, Any]:
+        """Return the status in Kubeflow's words, without the time."""
+        counts = {"step": self._done, "workers": self._workers, "recoveries": len(self._recoveries)}
+        metrics = {name[:_LONGEST_TEXT]: f"{value:.6g}" for name, value in self._metrics.items() if name}
+        metrics = dict(list(metrics.items())[: _MOST_METRICS - len(counts)])
+        metrics |= {name: str(value) for name, value in counts.items()}
+        status: dict[str, Any] = {"metrics": [{"name": name, "value": value} for name, value in metrics.items()]}
+        if self._planned:  # a stream has no end that is known
+            status["progressPercentage"] = min(100, 100 * self._done // self._planned)
+            if (left_s := self._left_s()) is not None:
+                status["estimatedRemainingSeconds"] = left_s
+        return status
+
+    def _left_s(self) -> int | None:
+        if len(self._commits) < 2:
+            return None
+        (first_s, first), (last_s, last) = self._commits[0], self._commits[-1]
+        if last <= first:
+            return None
+        return max(0, round((self._planned - self._done) * (last_s - first_s) / (last - first)))
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
