@@ -96,16 +96,23 @@ class ProgressReporter:
             self._is_closed = True
             self._changed.notify()
         self._thread.join(_LAST_S)
+        if self._thread.is_alive():
+            self._complain(f"{self._host}:{self._port} does not answer")
 
     def _run(self) -> None:
         wait_s = self._every_s
         while (status := self._next()) is not None:
             why = self._report(status)
             wait_s = min(2 * wait_s, LONGEST_S) if why else self._every_s
-            if why and not self._has_complained:
-                self._has_complained = True
-                self._say(f"progress is not reported to Kubeflow: {why}; training is not affected")
+            if why:
+                self._complain(why)
             self._pause(wait_s)
+
+    def _complain(self, why: str) -> None:
+        """Say it once in a job."""
+        if not self._has_complained:
+            self._has_complained = True
+            self._say(f"progress is not reported to Kubeflow: {why}; training is not affected")
 
     def _next(self) -> dict[str, Any] | None:
         """Wait for a new status; return None at the end."""
@@ -135,10 +142,10 @@ class ProgressReporter:
                 )
             finally:
                 connection.close()
-        except ValueError:  # http.client shows the header that it refuses
-            return f"the token in {self._token} is not one line of text"
         except (OSError, http.client.HTTPException) as error:
             return f"{self._host}:{self._port}: {error or type(error).__name__}"
+        except ValueError:  # http.client shows the header that it refuses
+            return f"the token in {self._token} is not one line of text"
 
 
 class _Progress:
