@@ -110,7 +110,7 @@ def test_links_into_a_page_lead_to_a_heading(page: Path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_a_page_names_are_there(page: Path):
-    named = re.findall(r"`((?:src/holdfast|tests|examples|docs|benchmarks)/[\w./-]*)`", page.read_text())
+    named = re.findall(r"`((?:src/holdfast|tests|examples|docs|benchmarks|deploy)/[\w./-]*)`", page.read_text())
 
     assert [name for name in named if not (ROOT / name).exists()] == []
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 import typer
@@ -191,3 +194,57 @@ def test_the_indexed_job_finds_its_etcd_and_is_let_in():
     assert allowed <= job["spec"]["template"]["metadata"]["labels"].items()
     assert peers["from"][0]["podSelector"]["matchLabels"] == labels
     assert job["spec"]["template"]["spec"]["subdomain"] == find("indexed-job.yaml", "Service")["metadata"]["name"]
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "kubernetes.md"
+
+
+def commands_of_the_page():
+    blocks = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(), flags=re.M | re.S)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("line", commands_of_the_page())
+def test_a_command_of_the_page_names_what_is_there(line):
+    """They need a cluster or an engine: here each is read, and everything that it names must exist."""
+    words = shlex.split(line.replace("$(openssl rand -hex 16)", "secret"))
+    names = {(each["kind"].lower(), each["metadata"]["name"]) for *_, each in DOCUMENTS}
+    secrets = {
+        (source["name"], source["key"])
+        for made in (jobset, kubeflow)
+        for each in made()[1]["containers"][0]["env"]
+        if (source := each.get("valueFrom", {}).get("secretKeyRef"))
+    }
+    image = indexed_job()[1]["containers"][0]["image"]
+
+    match words:
+        case ["docker", "build", "-f", dockerfile, "-t", tag, "."]:
+            assert (FOLDER.parents[1] / dockerfile).is_file()
+            assert tag == image
+        case ["docker", "push", tag]:
+            assert tag == image
+        case ["kubectl", "apply", *files]:
+            assert files[::2] == ["-f"] * (len(files) // 2)
+            assert all((FOLDER.parents[1] / file).is_file() for file in files[1::2])
+        case ["kubectl", "create", "secret", "generic", name, literal]:
+            assert secrets == {(name, literal.removeprefix("--from-literal=").partition("=")[0])}
+        case ["kubectl", "rollout", "status", what] | ["kubectl", "logs", "--follow", what]:
+            assert tuple(what.split("/")) in names
+        case ["kubectl", "delete", kind, name]:
+            assert (kind, name) in names
+        case ["kubectl", "get", kind, name, "-o", path]:
+            assert (kind, name) in names
+            models = pytest.importorskip("kubeflow_trainer_api.models", reason="install the dependency group dev")
+            fields = {each.alias for each in models.TrainerV1alpha1TrainJobStatus.model_fields.values()}
+            assert path.removeprefix("jsonpath={.status.").removesuffix("}") in fields
+        case _:
+            pytest.fail(f"no test reads this command: {line}")
+
+
+def test_every_manifest_and_build_argument_is_on_the_page():
+    text = PAGE.read_text()
+    arguments = re.findall(r"^ARG (\w+)=", (FOLDER.parent / "Dockerfile").read_text(), flags=re.M)
+
+    assert [path.name for path in FOLDER.glob("*.yaml") if f"`{path.name}`" not in text] == []
+    assert len(arguments) == 4
+    assert [name for name in arguments if f"| `{name}` |" not in text] == []
