@@ -130,7 +130,7 @@ def job_of(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("made", "rdzv"),
     [
-        (indexed_job, "etcd://etcd:2379/train"),
+        (indexed_job, "etcd://etcd-0.etcd:2379,etcd-1.etcd:2379,etcd-2.etcd:2379/train"),
         (jobset, "holdfast://train-workers-0-0.train:29400"),
         (kubeflow, "holdfast://train-node-0-0.train:29500"),
     ],
@@ -177,23 +177,26 @@ def test_pods_can_write_where_they_must_and_nowhere_else(made):
 
 def test_the_indexed_job_finds_its_etcd_and_is_let_in():
     job = find("indexed-job.yaml", "Job")
-    services = {each["metadata"]["name"]: each["spec"] for each in documents("etcd.yaml") if each["kind"] == "Service"}
-    members, policy = find("etcd.yaml", "StatefulSet"), find("etcd.yaml", "NetworkPolicy")
-    labels = members["spec"]["template"]["metadata"]["labels"]
-    (args,) = [each["args"] for each in members["spec"]["template"]["spec"]["containers"]]
-    clients, peers = policy["spec"]["ingress"]
+    service, members = find("etcd.yaml", "Service"), find("etcd.yaml", "StatefulSet")["spec"]
+    policy = find("etcd.yaml", "NetworkPolicy")["spec"]
+    labels = members["template"]["metadata"]["labels"]
+    names = [f"etcd-{n}.{members['serviceName']}" for n in range(members["replicas"])]
+    (args,) = [each["args"] for each in members["template"]["spec"]["containers"]]
+    clients, peers = policy["ingress"]
 
-    assert {port["port"] for port in services["etcd"]["ports"]} == {2379}
-    assert all(service["selector"] == labels for service in services.values())
-    assert members["spec"]["serviceName"] in services
-    (cluster,) = [each for each in args if each.startswith("--initial-cluster=")]
-    assert cluster == "--initial-cluster=" + ",".join(
-        f"etcd-{n}=http://etcd-{n}.{members['spec']['serviceName']}:2380" for n in range(members["spec"]["replicas"])
-    )
+    assert members["serviceName"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == policy["podSelector"]["matchLabels"] == labels
+    assert f"--rdzv=etcd://{','.join(f'{name}:2379' for name in names)}/train" in command_of(container_of(job))
+    assert f"--initial-cluster={','.join(f'{name[:6]}=http://{name}:2380' for name in names)}" in args
     allowed = clients["from"][0]["podSelector"]["matchLabels"].items()
     assert allowed <= job["spec"]["template"]["metadata"]["labels"].items()
     assert peers["from"][0]["podSelector"]["matchLabels"] == labels
     assert job["spec"]["template"]["spec"]["subdomain"] == find("indexed-job.yaml", "Service")["metadata"]["name"]
+
+
+def container_of(job):
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    return container
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "kubernetes.md"
