@@ -8,7 +8,7 @@ import signal
 
 import pytest
 from clusters import is_connected, until
-from indexed_job import KILLED, IndexedJob, go_on, stopped
+from indexed_job import KILLED, VOLUME, IndexedJob, go_on, stopped
 from jobs import ROOT, run_report
 from netns import make_hosts
 
@@ -31,6 +31,7 @@ def test_pods_come_back_by_their_index_and_no_bit_changes(hosts, tmp_path, drain
     away, count = (1, *drained), 2 + len(drained)
     with IndexedJob(tmp_path, hosts, count, (EXAMPLE,), (*STOPS, "--node-timeout=4")) as job:
         at_rest = job.await_that(lambda: stopped(hosts.pids(1)), "rank 0 stops at step 10")
+        assert job.newest(0).confinement() == (0, False), "as the manifest says"
         os.kill(job.newest(1).launcher, signal.SIGKILL)
         for index in drained:
             os.kill(job.newest(index).launcher, signal.SIGTERM)
@@ -65,7 +66,7 @@ def is_back(pod):
 
 def test_a_failure_that_would_come_again_is_not_tried_again(hosts, tmp_path):
     (tmp_path / "wrong.py").write_text("raise ValueError('a bug')\n")
-    with IndexedJob(tmp_path, hosts, 2, (tmp_path / "wrong.py",)) as job:
+    with IndexedJob(tmp_path, hosts, 2, (VOLUME / "wrong.py",)) as job:
         until(job.poll, "both pods have ended")
 
         assert job.state == "failed"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import etcd
 from clusters import until
@@ -19,11 +20,18 @@ from manifests import command_of, environment_of, find
 
 POD = """
 unshare --mount --propagation private sh -c '
-    mount -t proc proc /proc && mount -t tmpfs tmpfs /dev/shm && exec "$@"
-' pod "$@" &
+    mount -t proc proc /proc && mount -t tmpfs tmpfs /dev/shm && mount --bind "$0" /mnt &&
+    mount -o remount,bind,ro / && cd / &&
+    exec setpriv --no-new-privs --bounding-set=-all --inh-caps=-all "$@"
+' "$0" "$@" &
 wait "$!"
 """
-"""The first child of this shell is the first process of the pod; the shell ends as the kubelet says it: 137 for SIGKILL."""
+"""Start a pod with a folder as its volume: FOLDER COMMAND...
+
+The root is read-only and the process has no capabilities, as the manifest says. The first child of this shell is the
+first process of the pod, and the shell ends as the kubelet says it: with 137 for SIGKILL.
+"""
+VOLUME = Path("/mnt")
 KILLED = 128 + signal.SIGKILL
 PORT = 2379
 
@@ -43,6 +51,14 @@ class Pod:
         """The PID of its first process, as seen from outside."""
         with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as children:
             return int(children.read().split()[0])
+
+    def confinement(self):
+        """Return the capabilities of the launcher, and whether it can write to the root of its file system."""
+        status = dict(line.split(":\t") for line in Path(f"/proc/{self.launcher}/status").read_text().splitlines())
+        mounts = [line.split() for line in Path(f"/proc/{self.launcher}/mounts").read_text().splitlines()]
+        return int(status["CapEff"], 16), any(
+            place == "/" and "rw" in how.split(",") for _, place, _, how, *_ in mounts
+        )
 
     def output(self):
         return (self.place / "output").read_text()
@@ -141,11 +157,14 @@ class IndexedJob:
         number = len(self.exit_codes(index))
         place = self.folder / f"pod-{index}-{number}"
         (place / "tmp").mkdir(parents=True)
-        own = environment_of(self._container, {}) | {"JOB_COMPLETION_INDEX": str(index), "TMPDIR": str(place / "tmp")}
+        own = environment_of(self._container, {}) | {
+            "JOB_COMPLETION_INDEX": str(index),
+            "TMPDIR": str(VOLUME / place.name / "tmp"),
+        }
         words = [
             *self.hosts.inside(index + 1),
-            *("unshare", "--pid", "sh", "-c", POD, "pod"),
-            *self._command(place),
+            *("unshare", "--pid", "sh", "-c", POD, self.folder),
+            *self._command(place.name),
         ]
         with (place / "output").open("wb") as output:
             process = subprocess.Popen(
@@ -153,13 +172,13 @@ class IndexedJob:
             )
         self.pods.append(Pod(index, number, place, process))
 
-    def _command(self, place):
+    def _command(self, pod):
         """Return the command of the manifest, with what only a cluster has replaced, and options for the test."""
         replaced = {
             "--nnodes": self.count,
             "--rdzv": f"etcd://{self.hosts.address(self.count + 1)}:{PORT}/train",
             "--workers": 1,
-            "--checkpoint-dir": self.folder / "runs",
+            "--checkpoint-dir": VOLUME / "runs",
         }
         program, run, *args = command_of(self._container)
         *options, _ = args
@@ -170,7 +189,7 @@ class IndexedJob:
             f"{name}={replaced[name]}" if name in replaced else option
             for name, option in zip(names, options, strict=True)
         ]
-        extra = ["--no-page", f"--report={place / 'report'}", *self.options]
+        extra = ["--no-page", f"--report={VOLUME / pod / 'report'}", *self.options]
         return [sys.executable, "-m", "holdfast", run, *kept, *extra, *map(str, self.script)]
 
     def _start_etcd(self):

@@ -18,9 +18,10 @@ import pytest
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, TooFewWorkers
 from holdfast.launch.attempt import _environment
+from holdfast.launch.exit_status import explain
 from holdfast.launch.hostlist import Host
 from holdfast.launch.job import Job
-from holdfast.launch.job_state import JobBroken, JobLost
+from holdfast.launch.job_state import JobBroken, JobLost, JobState, NodeDeparted
 from holdfast.launch.launcher import Launcher
 from holdfast.launch.live import EventFormatter, RunStatus, RunView, make_view
 from holdfast.launch.node_faults import KillSchedule
@@ -506,3 +507,13 @@ def test_the_second_ctrl_c_of_a_person_stops_at_once_whoever_else_has_asked(stop
 
     assert stopping.is_requested
     assert (stopping.timed_out() is not None) is at_once
+
+
+@pytest.mark.parametrize("code", [0, 4])
+def test_a_node_that_left_ends_with_the_code_of_its_scheduler(code):
+    job = Job(script=Path("train.py"), settings=Settings(workers=1), nnodes=2, node_rank=1, left_code=code)
+
+    ended, message, traceback = explain(job, NodeDeparted(), JobState("train.py"))
+
+    assert (ended, traceback) == (code, "")
+    assert message == "the workers of node 1 have left as requested; the job continues"
