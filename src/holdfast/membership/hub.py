@@ -1,7 +1,8 @@
 """The built-in store: a server in a thread of the launcher.
 
-It keeps everything in memory for the lifetime of the launcher; a store that must outlive any process is etcd. Clients
-must know the token, and invalid bytes only close their own connection. Nothing is encrypted: use a trusted network.
+It keeps everything in memory for the lifetime of the launcher; a store that must outlive any process is etcd. It counts
+the votes of acts (:mod:`~holdfast.membership.acts`), and notifies clients of decisions only. Clients must know the token,
+and invalid bytes only close their own connection. Nothing is encrypted: use a trusted network.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from holdfast.errors import ConfigError
+from holdfast.membership.acts import Tally, vote_key
 from holdfast.membership.store import LEASE_S, MAX_KEY_BYTES, MAX_VALUE_BYTES, SilenceTimer
 from holdfast.membership.wire import BEAT, HELLO, MAX_HELLO_BYTES, MAX_LINE_BYTES, LineSplitter, dump, parse
 
@@ -106,9 +108,11 @@ class _Job:
         self.items: dict[str, str] = {}
         self.leases: dict[str, _Client] = {}
         self.clients: set[_Client] = set()
+        self._tally = Tally()
 
     def change(self, key: str, value: str | None, owner: _Client | None = None) -> None:
-        """Write a key, or remove it if the value is None, and notify all clients."""
+        """Write a key, or remove it if the value is None, and notify all clients: of decisions, not of votes."""
+        decided = self._tally.note(key, value)
         self.leases.pop(key, None)
         if value is None:
             del self.items[key]
@@ -116,9 +120,13 @@ class _Job:
             self.items[key] = value
             if owner is not None:
                 self.leases[key] = owner
-        line = dump({"key": key, "value": value})
-        for client in self.clients:
-            client.send(line)
+        if vote_key(key) is None:
+            line = dump({"key": key, "value": value})
+            for client in self.clients:
+                client.send(line)
+        for name, decision in decided:
+            if name not in self.items:
+                self.change(name, decision)
 
 
 class Hub:
@@ -284,7 +292,7 @@ class Hub:
         items = client.job.items
         client.job.clients.add(client)
         for key in list(items):
-            if key in items:
+            if key in items and vote_key(key) is None:
                 client.send(dump({"key": key, "value": items[key]}))
                 await writer.drain()
         client.send(dump({"id": 0, "done": True, "lease_s": self._lease_s}))
