@@ -16,6 +16,7 @@ node's launcher casts the votes of its workers together (:class:`NodeVotes`).
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -40,6 +41,10 @@ class RosterVote:
     flag: bool = True
     admits: int = -1
     leaves: bool = False
+
+    def encode(self) -> str:
+        """Return the vote as text, for :func:`parse_vote`."""
+        return json.dumps({"act": self.act, "flag": self.flag, "admits": self.admits, "leaves": self.leaves})
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,7 @@ def decide(votes: Mapping[int, RosterVote], dead: Collection[int], newcomers: Ca
     return json.dumps(sorted({*stay, *admitted}))
 
 
+@functools.lru_cache(maxsize=256)  # most members of a job cast the same votes
 def parse_vote(text: str) -> RosterVote:
     """Return the vote in a text; raise ``ValueError`` if it is none."""
     try:
@@ -173,7 +179,7 @@ class Tally:
 
     def _decision(self, act: _Act, members: frozenset[int]) -> tuple[str, str]:
         if act.key.gathers:
-            return act.key.decision, json.dumps(act.votes)
+            return act.key.decision, json.dumps({rank: text for rank, text in act.votes.items() if text})
         votes = {rank: parse_vote(text) for rank, text in act.votes.items()}
         waiting = self._joins.get(act.key.scope, {})
 
@@ -203,6 +209,7 @@ class NodeVotes:
         self._get = get
         self._ranks = ranks
         self._acts: dict[str, _Act] = {}
+        self._members = ("", frozenset[int]())
 
     def take(self, key: VoteKey, text: str) -> None:
         """Collect a vote; raise ``ValueError`` if it is none."""
@@ -212,9 +219,16 @@ class NodeVotes:
         act.take(key.rank, text)
         act.is_done = False
 
-    def forget(self, prefix: str) -> None:
-        """Forget the acts whose keys begin with ``prefix``."""
-        self._acts = {key: act for key, act in self._acts.items() if not key.startswith(prefix)}
+    def note(self, key: str) -> None:
+        """Forget the acts that ``key`` decides, once it exists."""
+        if found := _MEMBERS.fullmatch(key):
+            ended = f"{found['scope']}g/{int(found['generation']) - 1}/"
+        elif key.endswith("/decision"):
+            ended = key.removesuffix("decision")
+        else:
+            return
+        for act in [act for act in self._acts if act.startswith(ended)]:
+            del self._acts[act]
 
     def complete(self) -> list[tuple[str, str]]:
         """Return the votes to cast now, each once: of acts in which every worker of this node has voted or is dead."""
@@ -224,8 +238,10 @@ class NodeVotes:
         return [(f"{act.key.act}node/{self._node}", json.dumps(act.votes)) for act in ready]
 
     def _is_complete(self, act: _Act) -> bool:
-        members = self._get(f"{act.key.scope}g/{act.key.generation}/members")
-        if members is None:
+        text = self._get(f"{act.key.scope}g/{act.key.generation}/members")
+        if text is None:
             return False
-        missing = set(json.loads(members)).intersection(self._ranks()) - act.votes.keys()
+        if text != self._members[0]:
+            self._members = text, frozenset(json.loads(text))
+        missing = self._members[1].intersection(self._ranks()) - act.votes.keys()
         return all(self._get(f"{_DEAD}{rank}") is not None for rank in missing)

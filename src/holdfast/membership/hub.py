@@ -93,7 +93,7 @@ class _Client:
 
     def send(self, line: bytes) -> None:
         transport = self._writer.transport
-        if transport.is_closing():
+        if not line or transport.is_closing():
             return
         self._writer.write(line)
         if transport.get_write_buffer_size() > _MAX_BACKLOG_BYTES:
@@ -102,17 +102,21 @@ class _Client:
 
 
 class _Job:
-    """The keys and clients of one job."""
+    """The keys and clients of one job; ``tally`` counts the votes of its acts, if this process decides them."""
 
-    def __init__(self) -> None:
+    def __init__(self, tally: Tally | None) -> None:
         self.items: dict[str, str] = {}
         self.leases: dict[str, _Client] = {}
         self.clients: set[_Client] = set()
-        self._tally = Tally()
+        self._tally = tally
+
+    def under(self, key: str) -> list[str]:
+        """Return the keys that deleting ``key`` removes."""
+        return [name for name in self.items if name == key or (key.endswith("/") and name.startswith(key))]
 
     def change(self, key: str, value: str | None, owner: _Client | None = None) -> None:
         """Write a key, or remove it if the value is None, and notify all clients: of decisions, not of votes."""
-        decided = self._tally.note(key, value)
+        decided = [] if self._tally is None else self._tally.note(key, value)
         self.leases.pop(key, None)
         if value is None:
             del self.items[key]
@@ -156,6 +160,7 @@ class Hub:
         self._lease_s = lease_s
         self._ends_with_connection = ends_with_connection
         self._jobs: dict[str, _Job] = {}
+        self._greeting: dict[str, str] = {}
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._seldom = RateLimitedLog()
         self._serving: set[asyncio.Task[None]] = set()
@@ -285,7 +290,10 @@ class Hub:
             self._seldom.write(f"{peer} was refused: {why}")
             writer.write(dump({"refused": why}))
             return None
-        return _Client(writer, self._jobs.setdefault(job, _Job()), self._lease_s)
+        return _Client(writer, self._job(job), self._lease_s)
+
+    def _job(self, name: str) -> _Job:
+        return self._jobs.setdefault(name, _Job(Tally()))
 
     async def _tell_all(self, client: _Client, writer: asyncio.StreamWriter) -> None:
         """Send all keys to a new client, which also receives changes in the meantime."""
@@ -295,7 +303,7 @@ class Hub:
             if key in items and vote_key(key) is None:
                 client.send(dump({"key": key, "value": items[key]}))
                 await writer.drain()
-        client.send(dump({"id": 0, "done": True, "lease_s": self._lease_s}))
+        client.send(dump({"id": 0, "done": True, "lease_s": self._lease_s, **self._greeting}))
 
     # -- requests
 
@@ -303,18 +311,13 @@ class Hub:
         if not line:
             return BEAT
         request = parse(line)
-        return dump({"id": int(request["id"]), "done": self._act(client, request)})
+        check_request(request)
+        return answer_to(request, done=self._act(client, request))
 
     def _act(self, client: _Client, request: dict[str, Any]) -> bool:
         op, key, value, job = request["op"], request["key"], request.get("value", ""), client.job
-        if type(key) is not str or len(key.encode()) > MAX_KEY_BYTES:
-            raise ValueError(f"a key must be a string of at most {MAX_KEY_BYTES} bytes")
-        if op not in ("put", "create", "delete") or type(value) is not str or len(value.encode()) > MAX_VALUE_BYTES:
-            raise ValueError(
-                f"{op!r:.20} is not a request, or its value is not a string of at most {MAX_VALUE_BYTES} bytes"
-            )
         if op == "delete":
-            for gone in [name for name in job.items if name == key or (key.endswith("/") and name.startswith(key))]:
+            for gone in job.under(key):
                 job.change(gone, None)
             return True
         if op == "create" and key in job.items:
@@ -343,3 +346,17 @@ class Hub:
     def _note_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log in one line what asyncio would print with a traceback."""
         self._seldom.write(f"{context.get('message')}: {context.get('exception')!r}")
+
+
+def check_request(request: dict[str, Any]) -> None:
+    """Raise ``ValueError`` or ``KeyError`` if a client's message is not a request."""
+    op, key, value = request["op"], request["key"], request.get("value", "")
+    if type(key) is not str or len(key.encode()) > MAX_KEY_BYTES:
+        raise ValueError(f"a key must be a string of at most {MAX_KEY_BYTES} bytes")
+    if op not in ("put", "create", "delete") or type(value) is not str or len(value.encode()) > MAX_VALUE_BYTES:
+        raise ValueError(f"{op!r:.20} is not a request, or its value is not a string of at most {MAX_VALUE_BYTES} bytes")
+
+
+def answer_to(request: dict[str, Any], *, done: bool) -> bytes:
+    """Return the answer to a request, nothing if it wants none."""
+    return dump({"id": int(request["id"]), "done": done}) if "id" in request else b""

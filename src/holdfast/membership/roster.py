@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from holdfast.errors import InternalError, PeerFailed, VotedOut
@@ -51,6 +51,7 @@ class Roster:
         self.rank = rank
         self.generation = 0
         self.members: tuple[int, ...] = ()
+        self._member_set: frozenset[int] = frozenset()
         self.heard = Agreement()
         self.act = 0
         """Number of the last act of this generation that this member took part in, including acts without a
@@ -99,7 +100,8 @@ class Roster:
 
     def dead(self) -> tuple[int, ...]:
         """Return the members that are known to be dead."""
-        return tuple(rank for rank in self.members if self.store.get(f"dead/{rank}") is not None)
+        known = sorted(int(rank) for rank in self.store.under("dead/"))
+        return tuple(rank for rank in known if rank in self._member_set)
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
         """Return the workers that wait to be admitted to a training loop."""
@@ -131,13 +133,15 @@ class Roster:
     # -- acts
 
     def gather(self, name: str, text: str = "") -> dict[int, str]:
-        """Return the text of every member, by rank, once all have called this; a name is used once in a generation.
+        """Return the texts of the members that are not empty, by rank, once all members have called this.
+
+        A name is used once in a generation.
 
         Raises:
             PeerFailed: if a member is dead, or a peer has revoked this generation.
         """
         prefix = f"g/{self.generation}/gather/{name}/"
-        self.store.put(f"{prefix}{self.rank}", text)
+        self.store.post(f"{prefix}{self.rank}", text)
 
         def all_texts() -> dict[int, str] | None:
             self.check()
@@ -154,7 +158,7 @@ class Roster:
     def _decide(self, vote: RosterVote, key: str) -> Any:
         """Vote, and return the decision."""
         prefix = f"g/{self.generation}/act/{self.act}/"
-        self.store.put(f"{prefix}{self.rank}", json.dumps(asdict(vote)))
+        self.store.post(f"{prefix}{self.rank}", vote.encode())
 
         def next_members() -> str | None:
             return self.store.get(self._members_key(self.generation + 1))
@@ -175,6 +179,8 @@ class Roster:
 
     def _conclude(self, prefix: str, act: str) -> str | None:
         """Return the decision that follows from the votes, None while a vote is missing, or where the store counts."""
+        if self.store.counts_votes:
+            return None
         said = {int(rank): text for rank, text in self.store.under(prefix).items() if rank.isdecimal()}
         dead = self.dead()
         if any(rank not in said and rank not in dead for rank in self.members):
@@ -216,6 +222,7 @@ class Roster:
         members = self.store.wait(lambda: self.store.get(self._members_key(generation)))
         assert members is not None
         self.members = tuple(json.loads(members))
+        self._member_set = frozenset(self.members)
         self.generation, self.act, self._seen, self.heard = generation, 0, -1, Agreement()
         if self.rank not in self.members and not leaves:
             self._stop(generation, members)
@@ -227,9 +234,10 @@ class Roster:
 
 
 def gathered(store: Store, prefix: str, members: Sequence[int]) -> dict[int, str] | None:
-    """Return the texts that the members have gathered under ``prefix``, None while one is missing."""
+    """Return the texts that the members have gathered under ``prefix``, None while the text of a living one is missing."""
     if decision := store.get(f"{prefix}decision"):
-        texts = {int(rank): text for rank, text in json.loads(decision).items()}
-    else:  # this store does not count, or not all have called
-        texts = {int(rank): text for rank, text in store.under(prefix).items() if rank.isdecimal()}
+        return {int(rank): text for rank, text in json.loads(decision).items()}
+    if store.counts_votes:
+        return None
+    texts = {int(rank): text for rank, text in store.under(prefix).items() if rank.isdecimal()}
     return texts if texts.keys() >= set(members) else None
