@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -39,6 +40,7 @@ from holdfast.errors import StoreLost
 from holdfast.launch.job import Job
 from holdfast.launch.rendezvous import LauncherInfo, Rendezvous
 from holdfast.membership import Store
+from holdfast.membership.relay import Relay
 from holdfast.records.beacon import BeaconPosition
 from holdfast.records.encoding import record_from_dict, record_to_dict
 from holdfast.records.types import Record
@@ -52,6 +54,7 @@ class JobStart:
     """One start of the job: the workers' store, all ranks, those of this node, and those alive when it joins."""
 
     store: str
+    token: str
     ranks: tuple[int, ...]
     own: tuple[int, ...]
     alive: tuple[int, ...]
@@ -80,6 +83,7 @@ class NodeGroup(Rendezvous):
 
     def __init__(self, job: Job) -> None:
         self._members: Store | None = None
+        self._relay: Relay | None = None
         super().__init__(job)
         self._requests = 0
         self._own: tuple[int, ...] = ()
@@ -101,16 +105,20 @@ class NodeGroup(Rendezvous):
 
     def close(self) -> None:
         """Close the workers' store, too."""
+        self._close_members()
+        super().close()
+
+    def _close_members(self) -> None:
+        if self._relay is not None:
+            self._relay.close()
         if self._members is not None:
             self._members.close()
-        super().close()
 
     # -- starts
 
     def begin(self, number: int) -> JobStart:
         """Take part in the start of the job with this number."""
-        if self._members is not None:
-            self._members.close()
+        self._close_members()
         self._members = self.open_members(number)
         placement = self._nodes_of_workers(number)
         self.number = number
@@ -125,7 +133,19 @@ class NodeGroup(Rendezvous):
         if self.is_late:
             living.update(rank for seated in self.there().values() for rank in self._ranks(seated))
             living.difference_update(int(rank) for rank in self.store.under(f"gone/{number}/"))
-        return JobStart(self.url(number), tuple(placement), self._own, tuple(sorted(living)))
+        url, token = self._members_address(number)
+        return JobStart(url, token, tuple(placement), self._own, tuple(sorted(living)))
+
+    def _members_address(self, number: int) -> tuple[str, str]:
+        """Return the URL of the workers' store and its token: with several nodes, those of a relay on this one."""
+        if self._job.nnodes == 1:
+            return self.url(number), self.token
+        assert self._members is not None
+        job, token = str(number), secrets.token_hex(16)
+        self._relay = Relay(
+            self._members, job, token, node=str(self._me), ranks=lambda: self._own, lease_s=self._lease_s
+        )
+        return f"holdfast://{self._relay.address}/{job}", token
 
     def _nodes_of_workers(self, number: int) -> dict[int, int]:
         """Return the node of each worker that a start begins with."""

@@ -124,8 +124,10 @@ class Relay(Hub):
             client.send(answer_to(request, done=False))
             return
         self._creating[key] = asyncio.Event()
-        await self._forward(client, request)
-        self._creating.pop(key).set()
+        try:
+            await self._forward(client, request)
+        finally:
+            self._creating.pop(key).set()
 
     async def _forward_write(self, op: str, key: str, value: str) -> bool:
         write: Any = getattr(self._upstream, op)
