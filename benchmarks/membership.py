@@ -149,7 +149,10 @@ def main() -> None:
         parser.error(f"--sizes must be larger than --recoveries, got {min(options.sizes)}")
     threading.stack_size(256 << 10)
     sys.setswitchinterval(10.0)  # else each of thousands of threads asks for the interpreter 200 times a second
-    rows = {size: measure(size, options.per_node, options.recoveries, options.direct, options.addresses) for size in options.sizes}
+    rows = {
+        size: measure(size, options.per_node, options.recoveries, options.direct, options.addresses)
+        for size in options.sizes
+    }
     cells = []
     for size, of_size in rows.items():
         nodes = -(-size // options.per_node)
@@ -186,7 +189,9 @@ def open_stores(stack: contextlib.ExitStack, hub: Hub, size: int, per_node: int,
         if rank % per_node == 0 and not direct:
             upstream = HubStore(hub.address, TOKEN, "job")
             own = range(rank, rank + per_node)
-            relay = Relay(upstream, "job", TOKEN, node=str(rank // per_node), ranks=lambda own=own: own, lease_s=LEASE_S)
+            relay = Relay(
+                upstream, "job", TOKEN, node=str(rank // per_node), ranks=lambda own=own: own, lease_s=LEASE_S
+            )
             stack.callback(upstream.close)
             address = stack.enter_context(relay).address
         store = HubStore(address, TOKEN, "job") if direct else SimulatedStore(relay)
@@ -199,7 +204,10 @@ def recover(hub: CountingHub, launcher: Store, rosters: list[Roster], addresses:
     hub.received = hub.sent = 0
     began_s, used_s = time.monotonic(), processor_s()
     dead = rosters[0].rank - 1
-    in_threads([lambda roster=roster: survive(roster, addresses) for roster in rosters], lambda: launcher.put(f"dead/{dead}", "killed"))
+    in_threads(
+        [lambda roster=roster: survive(roster, addresses) for roster in rosters],
+        lambda: launcher.put(f"dead/{dead}", "killed"),
+    )
     assert all(roster.members == tuple(each.rank for each in rosters) for roster in rosters)
     return Row(hub.received, hub.sent, processor_s() - used_s, time.monotonic() - began_s)
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from holdfast.errors import StoreLost
 from holdfast.membership.acts import NodeVotes, Tally, vote_key
-from holdfast.membership.hub import Hub, _Client, _Job, answer_to, check_request
+from holdfast.membership.hub import Hub, HubClient, HubJob, answer_to, check_request
 from holdfast.membership.store import LEASE_S, Store
 from holdfast.membership.wire import BEAT, parse
 
@@ -49,7 +49,7 @@ class Relay(Hub):
     ) -> None:
         self._upstream = store
         self._name = job
-        self._served = _Job(tally=None)
+        self._served = HubJob(tally=None)
         self._votes = NodeVotes(node, self._served.items.get, ranks)
         self._tally = None if store.counts_votes else Tally()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="holdfast-relay")
@@ -60,7 +60,7 @@ class Relay(Hub):
         self._greeting["address"] = store.own_address
         store.listen(self._hear)
 
-    def _job(self, name: str) -> _Job:
+    def _job(self, name: str) -> HubJob:
         if name != self._name:
             raise ValueError(f"this relay serves the job {self._name!r}, not {name!r:.80}")
         return self._served
@@ -90,7 +90,7 @@ class Relay(Hub):
 
     # -- from the workers
 
-    def _answer(self, client: _Client, line: bytes) -> bytes:
+    def _answer(self, client: HubClient, line: bytes) -> bytes:
         if not line:
             return BEAT
         request = parse(line)
@@ -111,12 +111,12 @@ class Relay(Hub):
         for key, votes in self._votes.complete():
             self._start(self._forward_write("post", key, votes))
 
-    async def _forward(self, client: _Client, request: dict[str, Any]) -> None:
+    async def _forward(self, client: HubClient, request: dict[str, Any]) -> None:
         """Forward a request, and send the answer after the changes that the store made before it answered."""
         done = await self._forward_write(request["op"], request["key"], request.get("value", ""))
         client.send(answer_to(request, done=done))
 
-    async def _create(self, client: _Client, request: dict[str, Any]) -> None:
+    async def _create(self, client: HubClient, request: dict[str, Any]) -> None:
         """Forward the creation of a key, unless another one is on its way: then wait for that, which exists."""
         key = request["key"]
         if (first := self._creating.get(key)) is not None:
