@@ -28,10 +28,12 @@ its workers before the others may restart the job, :data:`FENCE_LEASES` leases a
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import secrets
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -313,6 +315,7 @@ class NodeGroup(Rendezvous):
 _SLOTS = 4096
 """Number of record batches that a launcher may lag behind another; at most fifty are published per second."""
 _BATCH_BYTES = 1 << 18
+_LONG = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +335,7 @@ class RecordReplication:
         self._node = node
         self._next: dict[int, int] = {}
         for key, text in store.under("told/").items():
-            teller, number = int(key.partition("/")[0]), json.loads(text)["number"]
+            teller, number = int(key.partition("/")[0]), json.loads(_unpack(text))["number"]
             self._next[teller] = min(self._next.get(teller, number), number)
         self._old = list(self._receive_from(node))
         self._published = self._next[node] - 1
@@ -341,7 +344,7 @@ class RecordReplication:
         """Publish the records of this node's workers, with the last positions of workers that have ended."""
         for batch in _batches(records):
             self._published += 1
-            text = json.dumps({"number": self._published, "start": start, "records": batch})
+            text = _pack(json.dumps({"number": self._published, "start": start, "records": batch}))
             self._store.put(f"told/{self._node}/{self._published % _SLOTS}", text)
 
     def receive(self, nodes: Iterable[int]) -> list[RemoteRecord]:
@@ -353,7 +356,7 @@ class RecordReplication:
     def _receive_from(self, node: int) -> Iterator[RemoteRecord]:
         self._next.setdefault(node, 1)
         while (text := self._store.get(f"told/{node}/{self._next[node] % _SLOTS}")) is not None:
-            said = json.loads(text)
+            said = json.loads(_unpack(text))
             if said["number"] < self._next[node]:
                 return  # the slot still has an old batch
             self._next[node] = said["number"] + 1
@@ -362,6 +365,15 @@ class RecordReplication:
                     None if position is None else BeaconPosition(**{**position, "samples": tuple(position["samples"])})
                 )
                 yield RemoteRecord(said["start"], record_from_dict(line), where)
+
+
+def _pack(text: str) -> str:
+    """Compress a long text: after a failure all workers of a node report the same survivors to every launcher."""
+    return text if len(text) < _LONG else f"z{base64.b85encode(zlib.compress(text.encode(), 1)).decode()}"
+
+
+def _unpack(text: str) -> str:
+    return zlib.decompress(base64.b85decode(text[1:])).decode() if text.startswith("z") else text
 
 
 def _batches(records: Sequence[tuple[Record, BeaconPosition | None]]) -> Iterator[list[Any]]:
