@@ -1,6 +1,6 @@
-"""How recovery grows with the number of processes: Open MPI's ULFM without torch, many processes on few cores.
+"""How recovery grows with the number of processes: many processes on few cores, without a model.
 
-    python benchmarks/scale.py [--sizes 4,8,16,32,64] [--kills 12] [--seed 0] [--json FILE]
+    python benchmarks/scale.py [--fabric ulfm|gloo] [--sizes 4,8,16,32,64] [--kills 12] [--seed 0] [--json FILE]
 
 Processes all-reduce small vectors in a loop; one kills itself, the others recover and continue; then the next. The
 sequence is that of ``holdfast.recovery.protocol``, reimplemented here because ``holdfast.comm`` imports torch::
@@ -14,6 +14,9 @@ sequence is that of ``holdfast.recovery.protocol``, reimplemented here because `
 ``detect`` is from the SIGKILL until the first survivor detects it, ``agree`` until the last has passed R1, ``rebuild``
 until the last has passed R4, ``sum`` until the last has completed its all-reduce. At most a quarter of a job is killed,
 one by one, so that its size stays close to the table's.
+
+``--fabric ulfm`` is Open MPI alone. ``--fabric gloo`` is the communicator of ``holdfast run --fabric gloo``: one process
+imports torch, hosts the store, forks the workers and reports their deaths.
 """
 
 from __future__ import annotations
@@ -48,10 +51,11 @@ def main() -> None:
     """Measure each size and print the table."""
     options = parse()
     if options.worker:
-        work(json.loads(options.worker))
+        told = json.loads(options.worker)
+        host_gloo(told) if options.fabric == "gloo" else work(told)
         return
-    rows = {size: measure(size, options.kills, options.seed) for size in options.sizes}
-    show(rows)
+    rows = {size: measure(options.fabric, size, options.kills, options.seed) for size in options.sizes}
+    show(options.fabric, rows)
     summary = {size: {part: spread([row[part] for row in got]) for part in PARTS} for size, got in rows.items()}
     write_json(options.json, settings=vars(options), rows=rows, summary=summary)
 
@@ -59,6 +63,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fabric", choices=("ulfm", "gloo"), default="ulfm")
     parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")], default=list(SIZES))
     parser.add_argument("--kills", type=int, default=12, help="kills of each size, at least")
     parser.add_argument("--seed", type=int, default=0)
@@ -70,24 +75,24 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def measure(size: int, kills: int, seed: int) -> list[Row]:
+def measure(fabric: str, size: int, kills: int, seed: int) -> list[Row]:
     """Return a row for each kill among ``size`` processes, from as many jobs as needed."""
     rng = random.Random(f"{seed} {size}")
     rows: list[Row] = []
     while len(rows) < kills:
         victims = rng.sample(range(size), max(1, size // 4))
-        rows += run_job(size, victims, rng.randrange(1 << 30))
+        rows += run_job(fabric, size, victims, rng.randrange(1 << 30))
         print(f"{size} processes: {len(rows)} of {kills} kills", file=sys.stderr)
     return rows
 
 
-def run_job(size: int, victims: list[int], seed: int) -> list[Row]:
+def run_job(fabric: str, size: int, victims: list[int], seed: int) -> list[Row]:
     """Return a row for each kill of one job."""
     with tempfile.TemporaryDirectory() as folder:
-        told = {"folder": folder, "victims": victims, "seed": seed}
-        with Path(folder, "mpirun.log").open("wb") as log:
+        told = {"folder": folder, "victims": victims, "seed": seed, "size": size}
+        with Path(folder, "job.log").open("wb") as log:
             job = subprocess.Popen(
-                [*mpirun(size), sys.executable, __file__, "--worker", json.dumps(told)],
+                [*(mpirun(size) if fabric == "ulfm" else []), sys.executable, __file__, "--fabric", fabric, "--worker", json.dumps(told)],
                 env=environment(), stdout=log, stderr=log, process_group=0,
             )  # fmt: skip
         try:
@@ -119,13 +124,13 @@ def wait_for_results(job: subprocess.Popen[bytes], folder: Path, survivors: set[
     end_s = time.monotonic() + LIMIT_S
     while lacking := {rank for rank in survivors if not (folder / f"{rank}.json").exists()}:
         if job.poll() is not None or time.monotonic() > end_s:
-            said = (folder / "mpirun.log").read_text(errors="replace")[-2000:]
+            said = (folder / "job.log").read_text(errors="replace")[-2000:]
             raise RuntimeError(f"{len(lacking)} of {len(survivors)} survivors gave no result\n{said}")
         time.sleep(0.05)
 
 
 def end(job: subprocess.Popen[bytes]) -> None:
-    """End mpirun, which ends its processes."""
+    """End the process that started the others, which ends them."""
     if job.poll() is None:
         job.terminate()
         try:
@@ -153,7 +158,7 @@ def read_kill(folder: Path, number: int, victims: list[int]) -> Row:
     return dict(zip(PARTS, [*parts, 1e3 * (moments[-1] - kill_s)], strict=True))
 
 
-def show(rows: dict[int, list[Row]]) -> None:
+def show(fabric: str, rows: dict[int, list[Row]]) -> None:
     """Print the table."""
     first = statistics.median(row["whole"] for row in next(iter(rows.values())))
     lines = []
@@ -164,7 +169,7 @@ def show(rows: dict[int, list[Row]]) -> None:
         lines.append([str(size), str(len(got)), *medians, *around, f"{whole['p50'] / first:.1f}"])
     head = ["processes", "kills", *PARTS, "p10", "p90", "max", f"times that at {next(iter(rows))}"]
     print(
-        table(f"Recovery by size: {os.cpu_count()} cores, no torch; medians, ms (p10 to max of the whole)", head, lines)
+        table(f"Recovery by size, {fabric}: {os.cpu_count()} cores; medians, ms (p10 to max of the whole)", head, lines)
     )
 
 
@@ -265,6 +270,81 @@ def leave(comm: Any, path: Path, marks: list[dict[str, Any]]) -> None:
     draft.write_text(json.dumps(marks))
     draft.replace(path)
     os._exit(0)
+
+
+# ---------------------------------------------------------------------------------------------
+# The same over Gloo
+
+
+def host_gloo(told: dict[str, Any]) -> None:
+    """Host the store, fork the workers, report deaths, until all workers have ended."""
+    from holdfast.comm.c10d import C10dCommunicator  # imports torch, once for all workers
+    from holdfast.membership import Hub, HubStore
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    with Hub("benchmark") as hub:
+        living: dict[int, int] = {}
+        try:
+            for rank in range(told["size"]):
+                if not (pid := os.fork()):
+                    hub.forget()
+                    work_gloo(
+                        told,
+                        rank,
+                        C10dCommunicator(HubStore(hub.address, "benchmark", "job"), rank, range(told["size"])),
+                    )
+                living[pid] = rank
+            store = HubStore(hub.address, "benchmark", "job")
+            while living:
+                pid, status = os.wait()
+                store.put(f"dead/{living.pop(pid)}", f"status {status}")
+        finally:
+            for pid in living:
+                os.kill(pid, signal.SIGKILL)
+
+
+def work_gloo(told: dict[str, Any], me: int, comm: Any) -> None:
+    """As :func:`work`; recovery is that of :mod:`holdfast.recovery`, with the real communicator."""
+    from holdfast.errors import PeerFailed
+    from holdfast.recovery.messages import Progress
+
+    rng = random.Random(told["seed"] + me)
+    marks: list[dict[str, Any]] = []
+    completed, die_s = 0, 0.0
+    while len(marks) < len(told["victims"]):
+        if told["victims"][len(marks)] == me:
+            die_s = die_s or time.monotonic() + CALM_S + 0.1 * rng.random()
+            if time.monotonic() > die_s:
+                die(Path(told["folder"]), me, marks)
+        try:
+            maximum(comm)
+            completed += 1
+        except PeerFailed:
+            before, mark = comm.members, {"seen_s": time.monotonic()}
+            comm.revoke()
+            comm.agree(False)
+            mark["heard_s"] = time.monotonic()
+            comm.shrink()
+            fenced = comm.agree(True)
+            progress = [each.completed for each in comm.share_progress(Progress(completed, False)).values()]
+            if not (comm.agree(True) and fenced) or max(progress) - min(progress) > 1:
+                raise RuntimeError(f"a second process was lost, or survivors are apart: {progress}") from None
+            mark["decided_s"] = time.monotonic()
+            completed = max(progress)
+            maximum(comm)
+            marks.append(mark | {"summed_s": time.monotonic(), "lost": sorted(set(before) - set(comm.members))})
+    comm.agree(True)
+    draft = Path(told["folder"], f"{me}.draft")
+    draft.write_text(json.dumps(marks))
+    draft.replace(draft.with_suffix(".json"))
+    os._exit(0)
+
+
+def maximum(comm: Any) -> None:
+    """All-reduce a small vector, and check the result."""
+    highest, lowest = comm.maximum([comm.local_ranks[0], -comm.local_ranks[0]])
+    if (highest, -lowest) != (comm.members[-1], comm.members[0]):
+        raise RuntimeError(f"an all-reduce over {comm.members} gave {highest} and {-lowest}")
 
 
 if __name__ == "__main__":

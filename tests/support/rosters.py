@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from holdfast.errors import VotedOut
+from holdfast.membership.acts import NodeVotes, Tally, vote_key
 from holdfast.membership.roster import Roster
 from holdfast.membership.store import Store
 
@@ -153,9 +154,11 @@ class Explored:
     Args:
         seed: Seed of the generator.
         patience: Maximum number of turns.
+        counts: Whether the store counts votes itself, and shows members its decisions only.
     """
 
-    def __init__(self, seed, patience=2000):
+    def __init__(self, seed, patience=2000, counts=False):
+        self.tally = Tally() if counts else None
         self.rng = random.Random(seed)
         self.log, self.items = [], {}
         self.patience = patience
@@ -163,9 +166,25 @@ class Explored:
         self._seats, self._turn = {}, None
         self._lock = threading.Condition()
 
-    def seat(self, name):
-        self._seats[name] = Seat(self, name)
+    def seat(self, name, relay=None):
+        self._seats[name] = Seat(self, name, relay)
         return self._seats[name]
+
+    def relay(self, name, ranks):
+        self._seats[name] = RelaySeat(self, name, ranks)
+        return self._seats[name]
+
+    def write(self, key, value):
+        decided = [] if self.tally is None else self.tally.note(key, value)
+        if value is None:
+            del self.items[key]
+        else:
+            self.items[key] = value
+        if self.tally is None or vote_key(key) is None:
+            self.log.append((key, value))
+        for name, text in decided:
+            if name not in self.items:
+                self.write(name, text)
 
     def run(self, acts):
         """Run functions, one for each name, each in its own thread, to completion."""
@@ -212,7 +231,7 @@ class Explored:
 
     def _choose(self):
         """Resume a thread that can run: it has changes to see, or is not waiting."""
-        able = [name for name, seat in self._seats.items() if not seat.waits or seat.known < len(self.log)]
+        able = [name for name, seat in self._seats.items() if not seat.waits or seat.has_news]
         self.patience -= 1
         if self._seats and (not able or self.patience < 0):
             self.broken = (
@@ -227,16 +246,28 @@ class Seat(Store):
 
     own_address = ""
 
-    def __init__(self, world, name):
+    def __init__(self, world, name, relay=None):
         super().__init__()
-        self.world, self.name = world, name
+        self.world, self.name, self.relay = world, name, relay
         self.known, self.waits, self.is_ready = 0, False, False
+
+    @property
+    def has_news(self):
+        return self.known < len(self.world.log)
+
+    @property
+    def counts_votes(self):
+        return self.world.tally is not None
 
     def close(self):
         pass
 
     def put(self, key, value, *, leased=False):
-        self._write([(key, value)])
+        if self.relay is not None and vote_key(key) is not None:
+            self.world.yield_(self.name)
+            self.relay.inbox.append((vote_key(key), value))
+        else:
+            self._write([(key, value)])
 
     def create(self, key, value):
         self.world.yield_(self.name)
@@ -262,14 +293,40 @@ class Seat(Store):
         if yields:
             self.world.yield_(self.name)
         for key, value in changes:
-            self.world.log.append((key, value))
-            if value is None:
-                del self.world.items[key]
-            else:
-                self.world.items[key] = value
+            self.world.write(key, value)
         self._learn(len(self.world.log))
 
     def _learn(self, until):
         for key, value in self.world.log[self.known : until]:
             self._note(key, value)
         self.known = until
+
+
+class RelaySeat(Seat):
+    """The relay of a node: it casts the votes of its workers together, and is as late as any member."""
+
+    def __init__(self, world, name, ranks):
+        super().__init__(world, name)
+        self.inbox = []
+        self.votes = NodeVotes(name, self.get, lambda: ranks)
+
+    @property
+    def has_news(self):
+        return bool(self.inbox) or super().has_news
+
+    def serve(self, is_over):
+        while not is_over():
+            self.waits = True
+            self.world.yield_(self.name)
+            self.waits = False
+            if self.known < len(self.world.log):
+                self._learn(self.world.rng.randint(self.known + 1, len(self.world.log)))
+            while self.inbox and self.world.rng.random() < 0.7:
+                self.votes.take(*self.inbox.pop(0))
+            for key, votes in self.votes.complete():
+                self._write([(key, votes)])
+
+    def _note(self, key, value):
+        super()._note(key, value)
+        if value is not None:
+            self.votes.note(key)

@@ -9,8 +9,10 @@ import torch
 from holdfast.comm.groups import AddressExchange, ThreadedWork, as_peer_failure, wait
 from holdfast.comm.memory import as_bytes
 from holdfast.distributed.tensors import bytes_of
-from holdfast.errors import PeerFailed
+from holdfast.errors import InternalError, PeerFailed
 from holdfast.membership import Hub, HubStore
+
+PREFIX = "g/0/gather/addresses/"
 
 
 @pytest.fixture
@@ -53,23 +55,34 @@ def test_who_hears_of_a_death_waits_no_longer_and_the_work_goes_on_by_itself():
 
 
 def test_addresses_come_to_those_who_wait_for_them(store):
-    meeting = AddressExchange(store, "g/0/c10d/cpu/", 30.0)
-    found = ThreadedWork(lambda: meeting.get("1"))
+    store.put("g/0/members", "[3, 5]")
+    meeting, other = (AddressExchange(store, PREFIX, rank, (3, 5), 30.0) for rank in (3, 5))
+    found = ThreadedWork(lambda: meeting.get("0/1"))
 
-    meeting.set("1", b"\x00\xff")
+    meeting.set("0/0", b"mine")
+    assert not meeting.check(["0/0"])
+    other.set("0/1", b"\x00\xff")
 
     assert found.wait(timedelta(seconds=30)) == b"\x00\xff"
-    assert meeting.check(["1"])
-    assert not meeting.check(["1", "2"])
+    assert meeting.check(["0/0", "0/1"])
+    assert not meeting.check(["0/1", "0/2"])
+
+
+def test_a_second_value_is_refused(store):
+    meeting = AddressExchange(store, PREFIX, 0, (0, 1), 30.0)
+    meeting.set("0/0", b"")
+
+    with pytest.raises(InternalError, match="second value, 0/1"):
+        meeting.set("0/1", b"")
 
 
 def test_a_meeting_to_which_not_everybody_comes_ends(store):
     with pytest.raises(PeerFailed, match=r"within 0\.01 s"):
-        AddressExchange(store, "g/0/c10d/cpu/", 0.01).get("1")
+        AddressExchange(store, PREFIX, 0, (0, 1), 0.01).get("1")
 
 
 def test_a_meeting_that_was_given_up_ends_at_the_next_change_of_the_store(store):
-    meeting = AddressExchange(store, "g/0/c10d/cpu/", 3600.0)
+    meeting = AddressExchange(store, PREFIX, 0, (0, 1), 3600.0)
     waits = ThreadedWork(lambda: meeting.get("1"))
 
     meeting.give_up()

@@ -10,14 +10,18 @@ from rosters import Explored, Seen, check, draw_parts, play
 
 from holdfast.errors import InternalError, PeerFailed, VotedOut
 from holdfast.membership import Roster
+from holdfast.membership.acts import NodeVotes, Tally
 
 WORLD = (0, 1, 2, 3)
 
 
-def explore(seed, suspects=0, parts=None):
+KINDS = ("members count", "store counts", "relays")
+
+
+def explore(seed, suspects=0, parts=None, kind="members count"):
     """One play over an explored store; a launcher tells of the deaths, and is wrong about some of the living."""
     parts = draw_parts(seed, len(WORLD)) if parts is None else parts
-    store, seen = Explored(seed), Seen()
+    store, seen = Explored(seed, counts=kind != "members count", patience=4000), Seen()
     suspected = random.Random(seed).sample(WORLD[:-1], suspects)
     launcher = store.seat("launcher")
     told = set()
@@ -37,28 +41,31 @@ def explore(seed, suspects=0, parts=None):
         seat.put(f"ended/{part.rank}", end)  # wakes the launcher
 
     acts = {"launcher": watch}
+    relays = [store.relay(f"relay {i}", range(i, len(parts), 2)) for i in range(2)] if kind == "relays" else []
+    for relay in relays:
+        acts[relay.name] = lambda relay=relay: relay.serve(lambda: len(seen.ends) == len(parts))
     for part in parts:
-        seat = store.seat(part.rank)
+        seat = store.seat(part.rank, relays[part.rank % 2] if relays else None)
         acts[part.rank] = lambda part=part, seat=seat: act(part, seat)
     store.run(acts)
     check(seen, parts, WORLD, suspected)
     return seen
 
 
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32), kind=st.sampled_from(KINDS))
+def test_members_decide_alike_whoever_dies_leaves_or_comes(seed, kind):
+    explore(seed, kind=kind)
+
+
 @settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_members_decide_alike_whoever_dies_leaves_or_comes(seed):
-    explore(seed)
-
-
-@settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 2**32), suspects=st.integers(1, 3))
-def test_who_is_taken_for_dead_and_lives_is_voted_out_and_never_decides_otherwise(seed, suspects):
-    explore(seed, suspects)
+@given(seed=st.integers(0, 2**32), suspects=st.integers(1, 3), kind=st.sampled_from(KINDS))
+def test_who_is_taken_for_dead_and_lives_is_voted_out_and_never_decides_otherwise(seed, suspects, kind):
+    explore(seed, suspects, kind=kind)
 
 
 def test_the_plays_reach_what_they_are_about():
-    ends = [end for seed in range(60) for end in explore(seed, seed % 3).ends.values()]
+    ends = [end for seed in range(60) for end in explore(seed, seed % 3, kind=KINDS[seed % 3]).ends.values()]
 
     assert {end: ends.count(end) > 5 for end in set(ends)} == dict.fromkeys(
         ("finished", "killed", "left", "voted out"), True
@@ -77,6 +84,35 @@ def test_a_roster_that_decides_by_what_it_sees_is_found_out(monkeypatch):
 
     with pytest.raises(AssertionError, match=r"no thread can run|\(\d, \d\): |generation \d: "):
         explore(0)
+
+
+def decide_one_vote_early(tally, acts):
+    decided = []
+    for act in acts:
+        members = tally._members.get((act.key.scope, act.key.generation))
+        if not act.is_done and members and len(act.votes) >= len(members - tally._dead) - 1:
+            act.is_done = True
+            decided.append(tally._decision(act, members))
+    return decided
+
+
+def test_a_store_that_decides_before_all_have_voted_is_found_out(monkeypatch):
+    monkeypatch.setattr(Tally, "_decide", decide_one_vote_early)
+
+    with pytest.raises(AssertionError):
+        explore_many("store counts")
+
+
+def test_a_relay_that_forgets_votes_is_found_out(monkeypatch):
+    monkeypatch.setattr(NodeVotes, "note", lambda votes, key: votes._acts.clear())
+
+    with pytest.raises(AssertionError, match="no thread can run"):
+        explore_many("relays")
+
+
+def explore_many(kind):
+    for seed in range(20):
+        explore(seed, kind=kind)
 
 
 @pytest.fixture

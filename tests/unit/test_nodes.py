@@ -1,6 +1,7 @@
 """The launchers of several nodes as they see each other, over a real store, without workers."""
 
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ from holdfast.launch.job import Job
 from holdfast.launch.nodes import FENCE_LEASES, NodeGroup
 from holdfast.launch.rendezvous import check_nodes, split_address
 from holdfast.records.beacon import BeaconPosition
-from holdfast.records.types import StepCommitted, WorkerEnded
+from holdfast.records.types import Recovered, StepCommitted, WorkerEnded
 
 LEASE_S = 0.6
 DEADLINE_S = 20.0
@@ -129,6 +130,34 @@ def test_many_records_at_once_go_in_pieces_that_a_store_takes(meet, monkeypatch)
 
     assert [entry.record.step for entry in told] == list(range(20))
     assert len(first.store.under("told/")) > 5
+
+
+def test_what_all_workers_report_after_a_failure_crosses_the_network_compressed(meet):
+    here, there = meet()
+    survivors = tuple(range(1, 1024))
+    sent = [
+        (
+            Recovered(
+                t_s=float(rank),
+                rank=rank,
+                step=7,
+                lost=(0,),
+                survivors=survivors,
+                decision="redo",
+                redone_steps=1,
+                generation=1,
+            ),
+            None,
+        )
+        for rank in range(1, 9)
+    ]
+    here.publish(sent)
+
+    told = until(there.receive)
+
+    assert [entry.record for entry in told] == [record for record, _ in sent]
+    (text,) = here.store.under("told/0/").values()
+    assert len(text) < 8000 < len(json.dumps(survivors)) * 8
 
 
 def test_a_silent_node_is_lost_with_its_workers_and_one_that_says_goodbye_is_not(meet):

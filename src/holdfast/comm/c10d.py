@@ -292,9 +292,9 @@ class C10dCommunicator(SingleRankCommunicator):
 
     def _connect(self) -> Any:
         """Create the process group of this generation, together with all members."""
-        prefix = f"g/{self.generation}/c10d/cpu/"
-        self._await_members(f"{prefix}here/")
-        exchange = AddressExchange(self._store, prefix, self._timeout_s)
+        self._roster.gather("here")  # however late: the time limit below is for members that are alive
+        prefix = f"g/{self.generation}/gather/addresses/"
+        exchange = AddressExchange(self._store, prefix, self._me, self.members, self._timeout_s)
         place, size, address = self._index(self._me), len(self.members), self._store.own_address
         making = ThreadedWork(lambda: make_gloo(exchange, place, size, address, self._timeout_s))
         try:
@@ -303,16 +303,6 @@ class C10dCommunicator(SingleRankCommunicator):
             exchange.give_up()
             raise
         return self._group
-
-    def _await_members(self, prefix: str) -> None:
-        """Block until all members have arrived, however late."""
-        self._store.put(f"{prefix}{self._me}", "")
-
-        def all_here() -> bool | None:
-            self._roster.check()
-            return all(self._store.get(f"{prefix}{rank}") is not None for rank in self.members) or None
-
-        self._store.wait(all_here)
 
     def _drop_group(self) -> None:
         """Discard the process group of the previous generation."""

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 from holdfast.device_errors import DeviceFailure, classify
-from holdfast.errors import PeerFailed
+from holdfast.errors import InternalError, PeerFailed
 from holdfast.membership import Store
+from holdfast.membership.roster import gathered
 from holdfast.torch_private import gloo_options
 
 FOREVER = timedelta(days=1)
@@ -130,30 +131,42 @@ def as_peer_failure() -> Iterator[None]:
 
 
 class AddressExchange(dist.Store):  # type: ignore[name-defined,misc]  # torch has no stubs for it
-    """The rendezvous of a process group: its keys live in the membership store, under a prefix."""
+    """The rendezvous of a process group: its members gather what each of them publishes first, its address.
 
-    def __init__(self, store: Store, prefix: str, timeout_s: float) -> None:
+    Args:
+        store: The membership store.
+        prefix: Prefix of the keys of an act that gathers texts, see :mod:`holdfast.membership.acts`.
+        rank: This worker.
+        members: The members of the process group.
+        timeout_s: Time within which all of them must have published their address.
+    """
+
+    def __init__(self, store: Store, prefix: str, rank: int, members: Sequence[int], timeout_s: float) -> None:
         super().__init__()
         self._store = store
         self._prefix = prefix
+        self._rank = rank
+        self._members = members
         self._timeout_s = timeout_s
-        self._given_up = False
+        self._addresses: dict[str, bytes] = {}
+        self._has_published = self._given_up = False
 
     def give_up(self) -> None:
         """Make every wait fail; an abandoned thread ends at the next change of the store."""
         self._given_up = True
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Write a value."""
+        """Publish this worker's address, once."""
+        if self._has_published:
+            raise InternalError(f"a process group has published a second value, {key}")
+        self._has_published = True
         data = value.encode() if isinstance(value, str) else value
-        self._store.put(self._prefix + key, base64.b64encode(data).decode())
+        self._store.put(f"{self._prefix}{self._rank}", f"{key} {base64.b64encode(data).decode()}")
 
     def get(self, key: str) -> bytes:
-        """Return a value, waiting until it exists."""
+        """Return a value, waiting until all members have published theirs."""
         self.wait([key])
-        value = self._store.get(self._prefix + key)
-        assert value is not None
-        return base64.b64decode(value)
+        return self._addresses[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys exist; ``PeerFailed`` on timeout, or if the rendezvous was given up."""
@@ -163,7 +176,10 @@ class AddressExchange(dist.Store):  # type: ignore[name-defined,misc]  # torch h
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys exist."""
-        return all(self._store.get(self._prefix + key) is not None for key in keys)
+        if not self._addresses and (texts := gathered(self._store, self._prefix, self._members)):
+            pairs = (text.split(" ") for text in texts.values())
+            self._addresses = {key: base64.b64decode(value) for key, value in pairs}
+        return all(key in self._addresses for key in keys)
 
     def has_extended_api(self) -> bool:
         """Return False: the extended store API is not implemented."""
@@ -175,6 +191,7 @@ def make_gloo(meeting: AddressExchange, place: int, size: int, address: str, tim
 
     Peers connect to this machine at ``address``, unless ``GLOO_SOCKET_IFNAME`` is set.
     """
+    os.environ["GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"] = "1"  # an address is then as long for any number of peers
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     make = dist.ProcessGroupGloo.create_device
     devices = [make(interface=name) for name in interfaces.split(",") if name] or [make(hostname=address)]

@@ -241,7 +241,7 @@ class Launcher:
     def _begin(self, ranks: tuple[int, ...]) -> JobStart:
         nodes = self._nodes
         if nodes is None:
-            return JobStart("", ranks, ranks, ranks)
+            return JobStart("", "", ranks, ranks, ranks)
         if nodes.is_late:
             self._restarts = nodes.number
         return nodes.begin(self._restarts)
@@ -284,7 +284,7 @@ class Launcher:
             spares=max(0, len(ranks) - self._job.workers),
             ranks=",".join(map(str, ranks)) if again or store else "",
             store=store,
-            token="" if self._nodes is None else self._nodes.token,
+            token=start.token,
             slices=self._slices(),
             resume=given.resume or goes_on,
             mtbf_s=self._mtbf_s(),

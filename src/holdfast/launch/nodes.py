@@ -28,9 +28,12 @@ its workers before the others may restart the job, :data:`FENCE_LEASES` leases a
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
+import secrets
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -39,6 +42,7 @@ from holdfast.errors import StoreLost
 from holdfast.launch.job import Job
 from holdfast.launch.rendezvous import LauncherInfo, Rendezvous
 from holdfast.membership import Store
+from holdfast.membership.relay import Relay
 from holdfast.records.beacon import BeaconPosition
 from holdfast.records.encoding import record_from_dict, record_to_dict
 from holdfast.records.types import Record
@@ -52,6 +56,7 @@ class JobStart:
     """One start of the job: the workers' store, all ranks, those of this node, and those alive when it joins."""
 
     store: str
+    token: str
     ranks: tuple[int, ...]
     own: tuple[int, ...]
     alive: tuple[int, ...]
@@ -80,6 +85,7 @@ class NodeGroup(Rendezvous):
 
     def __init__(self, job: Job) -> None:
         self._members: Store | None = None
+        self._relay: Relay | None = None
         super().__init__(job)
         self._requests = 0
         self._own: tuple[int, ...] = ()
@@ -101,16 +107,20 @@ class NodeGroup(Rendezvous):
 
     def close(self) -> None:
         """Close the workers' store, too."""
+        self._close_members()
+        super().close()
+
+    def _close_members(self) -> None:
+        if self._relay is not None:
+            self._relay.close()
         if self._members is not None:
             self._members.close()
-        super().close()
 
     # -- starts
 
     def begin(self, number: int) -> JobStart:
         """Take part in the start of the job with this number."""
-        if self._members is not None:
-            self._members.close()
+        self._close_members()
         self._members = self.open_members(number)
         placement = self._nodes_of_workers(number)
         self.number = number
@@ -125,7 +135,19 @@ class NodeGroup(Rendezvous):
         if self.is_late:
             living.update(rank for seated in self.there().values() for rank in self._ranks(seated))
             living.difference_update(int(rank) for rank in self.store.under(f"gone/{number}/"))
-        return JobStart(self.url(number), tuple(placement), self._own, tuple(sorted(living)))
+        url, token = self._members_address(number)
+        return JobStart(url, token, tuple(placement), self._own, tuple(sorted(living)))
+
+    def _members_address(self, number: int) -> tuple[str, str]:
+        """Return the URL of the workers' store and its token: with several nodes, those of a relay on this one."""
+        if self._job.nnodes == 1:
+            return self.url(number), self.token
+        assert self._members is not None
+        job, token = str(number), secrets.token_hex(16)
+        self._relay = Relay(
+            self._members, job, token, node=str(self._me), ranks=lambda: self._own, lease_s=self._lease_s
+        )
+        return f"holdfast://{self._relay.address}/{job}", token
 
     def _nodes_of_workers(self, number: int) -> dict[int, int]:
         """Return the node of each worker that a start begins with."""
@@ -293,6 +315,7 @@ class NodeGroup(Rendezvous):
 _SLOTS = 4096
 """Number of record batches that a launcher may lag behind another; at most fifty are published per second."""
 _BATCH_BYTES = 1 << 18
+_LONG = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +335,7 @@ class RecordReplication:
         self._node = node
         self._next: dict[int, int] = {}
         for key, text in store.under("told/").items():
-            teller, number = int(key.partition("/")[0]), json.loads(text)["number"]
+            teller, number = int(key.partition("/")[0]), json.loads(_unpack(text))["number"]
             self._next[teller] = min(self._next.get(teller, number), number)
         self._old = list(self._receive_from(node))
         self._published = self._next[node] - 1
@@ -321,7 +344,7 @@ class RecordReplication:
         """Publish the records of this node's workers, with the last positions of workers that have ended."""
         for batch in _batches(records):
             self._published += 1
-            text = json.dumps({"number": self._published, "start": start, "records": batch})
+            text = _pack(json.dumps({"number": self._published, "start": start, "records": batch}))
             self._store.put(f"told/{self._node}/{self._published % _SLOTS}", text)
 
     def receive(self, nodes: Iterable[int]) -> list[RemoteRecord]:
@@ -333,7 +356,7 @@ class RecordReplication:
     def _receive_from(self, node: int) -> Iterator[RemoteRecord]:
         self._next.setdefault(node, 1)
         while (text := self._store.get(f"told/{node}/{self._next[node] % _SLOTS}")) is not None:
-            said = json.loads(text)
+            said = json.loads(_unpack(text))
             if said["number"] < self._next[node]:
                 return  # the slot still has an old batch
             self._next[node] = said["number"] + 1
@@ -342,6 +365,15 @@ class RecordReplication:
                     None if position is None else BeaconPosition(**{**position, "samples": tuple(position["samples"])})
                 )
                 yield RemoteRecord(said["start"], record_from_dict(line), where)
+
+
+def _pack(text: str) -> str:
+    """Compress a long text: after a failure all workers of a node report the same survivors to every launcher."""
+    return text if len(text) < _LONG else f"z{base64.b85encode(zlib.compress(text.encode(), 1)).decode()}"
+
+
+def _unpack(text: str) -> str:
+    return zlib.decompress(base64.b85decode(text[1:])).decode() if text.startswith("z") else text
 
 
 def _batches(records: Sequence[tuple[Record, BeaconPosition | None]]) -> Iterator[list[Any]]:

@@ -57,6 +57,11 @@ class HubStore(Store):
             raise
 
     @property
+    def counts_votes(self) -> bool:
+        """See :attr:`Store.counts_votes`."""
+        return True
+
+    @property
     def own_address(self) -> str:
         """See :attr:`Store.own_address`."""
         return self._own_address
@@ -70,6 +75,12 @@ class HubStore(Store):
         """See :meth:`Store.create`."""
         check_size(key, value)
         return self._request("create", key=key, value=value)
+
+    def post(self, key: str, value: str) -> None:
+        """See :meth:`Store.post`."""
+        check_size(key, value)
+        with self._sending:
+            self._send({"op": "put", "key": key, "value": value})
 
     def delete(self, key: str) -> None:
         """See :meth:`Store.delete`."""
@@ -175,6 +186,7 @@ class HubStore(Store):
     def _take_answer(self, message: dict[str, Any]) -> None:
         if "lease_s" in message:
             self._keep_time(message["lease_s"])
+            self._own_address = message.get("address", self._own_address)
         with self._changed:
             self._answers[message["id"]] = message["done"]
             self._changed.notify_all()

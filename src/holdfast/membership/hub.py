@@ -1,7 +1,8 @@
 """The built-in store: a server in a thread of the launcher.
 
-It keeps everything in memory for the lifetime of the launcher; a store that must outlive any process is etcd. Clients
-must know the token, and invalid bytes only close their own connection. Nothing is encrypted: use a trusted network.
+It keeps everything in memory for the lifetime of the launcher; a store that must outlive any process is etcd. It counts
+the votes of acts (:mod:`~holdfast.membership.acts`), and notifies clients of decisions only. Clients must know the token,
+and invalid bytes only close their own connection. Nothing is encrypted: use a trusted network.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from holdfast.errors import ConfigError
+from holdfast.membership.acts import Tally, vote_key
 from holdfast.membership.store import LEASE_S, MAX_KEY_BYTES, MAX_VALUE_BYTES, SilenceTimer
 from holdfast.membership.wire import BEAT, HELLO, MAX_HELLO_BYTES, MAX_LINE_BYTES, LineSplitter, dump, parse
 
@@ -81,17 +83,18 @@ class _Incoming:
         return self._ready.popleft()
 
 
-class _Client:
+class HubClient:
     """A connection."""
 
-    def __init__(self, writer: asyncio.StreamWriter, job: _Job, lease_s: float) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, job: HubJob, lease_s: float) -> None:
         self._writer = writer
         self.job = job
         self.silence = SilenceTimer(lease_s, lease_s / _LOOKS)
 
     def send(self, line: bytes) -> None:
+        """Send a line, none if it is empty; a client that does not read is disconnected."""
         transport = self._writer.transport
-        if transport.is_closing():
+        if not line or transport.is_closing():
             return
         self._writer.write(line)
         if transport.get_write_buffer_size() > _MAX_BACKLOG_BYTES:
@@ -99,16 +102,22 @@ class _Client:
             transport.abort()
 
 
-class _Job:
-    """The keys and clients of one job."""
+class HubJob:
+    """The keys and clients of one job; ``tally`` counts the votes of its acts, if this process decides them."""
 
-    def __init__(self) -> None:
+    def __init__(self, tally: Tally | None) -> None:
         self.items: dict[str, str] = {}
-        self.leases: dict[str, _Client] = {}
-        self.clients: set[_Client] = set()
+        self.leases: dict[str, HubClient] = {}
+        self.clients: set[HubClient] = set()
+        self._tally = tally
 
-    def change(self, key: str, value: str | None, owner: _Client | None = None) -> None:
-        """Write a key, or remove it if the value is None, and notify all clients."""
+    def under(self, key: str) -> list[str]:
+        """Return the keys that deleting ``key`` removes."""
+        return [name for name in self.items if name == key or (key.endswith("/") and name.startswith(key))]
+
+    def change(self, key: str, value: str | None, owner: HubClient | None = None) -> None:
+        """Write a key, or remove it if the value is None, and notify all clients: of decisions, not of votes."""
+        decided = [] if self._tally is None else self._tally.note(key, value)
         self.leases.pop(key, None)
         if value is None:
             del self.items[key]
@@ -116,9 +125,13 @@ class _Job:
             self.items[key] = value
             if owner is not None:
                 self.leases[key] = owner
-        line = dump({"key": key, "value": value})
-        for client in self.clients:
-            client.send(line)
+        if vote_key(key) is None:
+            line = dump({"key": key, "value": value})
+            for client in self.clients:
+                client.send(line)
+        for name, decision in decided:
+            if name not in self.items:
+                self.change(name, decision)
 
 
 class Hub:
@@ -147,7 +160,8 @@ class Hub:
         self._token = token
         self._lease_s = lease_s
         self._ends_with_connection = ends_with_connection
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, HubJob] = {}
+        self._greeting: dict[str, str] = {}
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._seldom = RateLimitedLog()
         self._serving: set[asyncio.Task[None]] = set()
@@ -228,7 +242,7 @@ class Hub:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = writer.get_extra_info("peername")
         incoming = _Incoming(reader)
-        client: _Client | None = None
+        client: HubClient | None = None
         try:
             if (hello := await self._first(incoming, writer)) is None:
                 return
@@ -269,7 +283,7 @@ class Hub:
         finally:
             self._strangers.pop(writer, None)
 
-    def _admit(self, hello: dict[str, Any], writer: asyncio.StreamWriter, peer: object) -> _Client | None:
+    def _admit(self, hello: dict[str, Any], writer: asyncio.StreamWriter, peer: object) -> HubClient | None:
         token, job = hello.get("token"), hello.get("job")
         known = type(token) is str and hmac.compare_digest(token.encode(), self._token.encode())
         if not known or hello.get("hello") != HELLO or type(job) is not str:
@@ -277,36 +291,34 @@ class Hub:
             self._seldom.write(f"{peer} was refused: {why}")
             writer.write(dump({"refused": why}))
             return None
-        return _Client(writer, self._jobs.setdefault(job, _Job()), self._lease_s)
+        return HubClient(writer, self._job(job), self._lease_s)
 
-    async def _tell_all(self, client: _Client, writer: asyncio.StreamWriter) -> None:
+    def _job(self, name: str) -> HubJob:
+        return self._jobs.setdefault(name, HubJob(Tally()))
+
+    async def _tell_all(self, client: HubClient, writer: asyncio.StreamWriter) -> None:
         """Send all keys to a new client, which also receives changes in the meantime."""
         items = client.job.items
         client.job.clients.add(client)
         for key in list(items):
-            if key in items:
+            if key in items and vote_key(key) is None:
                 client.send(dump({"key": key, "value": items[key]}))
                 await writer.drain()
-        client.send(dump({"id": 0, "done": True, "lease_s": self._lease_s}))
+        client.send(dump({"id": 0, "done": True, "lease_s": self._lease_s, **self._greeting}))
 
     # -- requests
 
-    def _answer(self, client: _Client, line: bytes) -> bytes:
+    def _answer(self, client: HubClient, line: bytes) -> bytes:
         if not line:
             return BEAT
         request = parse(line)
-        return dump({"id": int(request["id"]), "done": self._act(client, request)})
+        check_request(request)
+        return answer_to(request, done=self._act(client, request))
 
-    def _act(self, client: _Client, request: dict[str, Any]) -> bool:
+    def _act(self, client: HubClient, request: dict[str, Any]) -> bool:
         op, key, value, job = request["op"], request["key"], request.get("value", ""), client.job
-        if type(key) is not str or len(key.encode()) > MAX_KEY_BYTES:
-            raise ValueError(f"a key must be a string of at most {MAX_KEY_BYTES} bytes")
-        if op not in ("put", "create", "delete") or type(value) is not str or len(value.encode()) > MAX_VALUE_BYTES:
-            raise ValueError(
-                f"{op!r:.20} is not a request, or its value is not a string of at most {MAX_VALUE_BYTES} bytes"
-            )
         if op == "delete":
-            for gone in [name for name in job.items if name == key or (key.endswith("/") and name.startswith(key))]:
+            for gone in job.under(key):
                 job.change(gone, None)
             return True
         if op == "create" and key in job.items:
@@ -325,7 +337,7 @@ class Hub:
                 logger.warning("hub: no heartbeat from the owner of %s for %g s", key, self._lease_s)
 
     @staticmethod
-    def _end_leases_of(job: _Job, owners: set[_Client]) -> list[str]:
+    def _end_leases_of(job: HubJob, owners: set[HubClient]) -> list[str]:
         """Remove the leased keys of these clients, and return them."""
         ended = [key for key, owner in job.leases.items() if owner in owners]
         for key in ended:
@@ -335,3 +347,19 @@ class Hub:
     def _note_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log in one line what asyncio would print with a traceback."""
         self._seldom.write(f"{context.get('message')}: {context.get('exception')!r}")
+
+
+def check_request(request: dict[str, Any]) -> None:
+    """Raise ``ValueError`` or ``KeyError`` if a client's message is not a request."""
+    op, key, value = request["op"], request["key"], request.get("value", "")
+    if type(key) is not str or len(key.encode()) > MAX_KEY_BYTES:
+        raise ValueError(f"a key must be a string of at most {MAX_KEY_BYTES} bytes")
+    if op not in ("put", "create", "delete") or type(value) is not str or len(value.encode()) > MAX_VALUE_BYTES:
+        raise ValueError(
+            f"{op!r:.20} is not a request, or its value is not a string of at most {MAX_VALUE_BYTES} bytes"
+        )
+
+
+def answer_to(request: dict[str, Any], *, done: bool) -> bytes:
+    """Return the answer to a request, nothing if it wants none."""
+    return dump({"id": int(request["id"]), "done": done}) if "id" in request else b""

@@ -1,15 +1,15 @@
 """Uniform agreement among live members, built on a store.
 
 In every act of a generation, each member casts a vote and waits. Once all members have voted that are not known to be
-dead, any member that sees this tries to create the decision key. Only the stored decision counts, so it is the same for
-all members, even if they knew of different failures.
+dead, the store or any member that sees this tries to create the decision key. Only the stored decision counts, so it is
+the same for all members, even if they knew of different failures.
 
 ===========================  =================================================
 ===========================  =================================================
 ``g/G/members``              JSON list: the members of generation G
 ``g/G/revoked``              the member that revoked it, if any
-``g/G/act/N/RANK``           the vote of a member in the N-th act
-``g/G/act/N/decision``       the decision, unless the act created generation G + 1
+``g/G/act/N/...``            votes and decision of the N-th act: :mod:`~holdfast.membership.acts`
+``g/G/gather/NAME/...``      texts that all members gather
 ``dead/RANK``                the cause of death; written by the launcher of its node
 ``join/RANK``                JSON: a newcomer waits to be admitted
 """
@@ -18,24 +18,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from holdfast.errors import InternalError, PeerFailed, VotedOut
+from holdfast.membership.acts import MixedVotes, RosterVote, decide, parse_vote
 from holdfast.membership.store import Store
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RosterVote:
-    """A member's vote in an act, ``"agree"`` (with a flag) or ``"shrink"``.
-
-    A shrink may admit newcomers to a training loop (-1: none), and the member may ask to leave.
-    """
-
-    act: str
-    flag: bool = True
-    admits: int = -1
-    leaves: bool = False
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -63,6 +51,7 @@ class Roster:
         self.rank = rank
         self.generation = 0
         self.members: tuple[int, ...] = ()
+        self._member_set: frozenset[int] = frozenset()
         self.heard = Agreement()
         self.act = 0
         """Number of the last act of this generation that this member took part in, including acts without a
@@ -87,12 +76,12 @@ class Roster:
         self._decide(RosterVote(act="shrink", admits=admits, leaves=leaves), self._members_key(self.generation + 1))
         self._enter(self.generation + 1, leaves=leaves)
         if self.generation >= 2 and self.members[:1] == (self.rank,):
-            for done in ("act", "c10d"):
+            for done in ("act", "gather"):
                 self.store.delete(f"g/{self.generation - 2}/{done}/")
 
     def revoke(self) -> None:
         """Make :meth:`check` of all members fail."""
-        self.store.put(f"g/{self.generation}/revoked", str(self.rank))
+        self.store.create(f"g/{self.generation}/revoked", str(self.rank))  # later ones tell the members nothing new
 
     def is_revoked(self) -> bool:
         """Return whether a member has revoked this generation."""
@@ -111,7 +100,8 @@ class Roster:
 
     def dead(self) -> tuple[int, ...]:
         """Return the members that are known to be dead."""
-        return tuple(rank for rank in self.members if self.store.get(f"dead/{rank}") is not None)
+        known = sorted(int(rank) for rank in self.store.under("dead/"))
+        return tuple(rank for rank in known if rank in self._member_set)
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
         """Return the workers that wait to be admitted to a training loop."""
@@ -142,6 +132,25 @@ class Roster:
 
     # -- acts
 
+    def gather(self, name: str, text: str = "") -> dict[int, str]:
+        """Return the texts of the members that are not empty, by rank, once all members have called this.
+
+        A name is used once in a generation.
+
+        Raises:
+            PeerFailed: if a member is dead, or a peer has revoked this generation.
+        """
+        prefix = f"g/{self.generation}/gather/{name}/"
+        self.store.post(f"{prefix}{self.rank}", text)
+
+        def all_texts() -> dict[int, str] | None:
+            self.check()
+            return gathered(self.store, prefix, self.members)
+
+        texts = self.store.wait(all_texts)
+        assert texts is not None
+        return texts
+
     def _next_act(self) -> str:
         self.act += 1
         return f"g/{self.generation}/act/{self.act}/"
@@ -149,12 +158,14 @@ class Roster:
     def _decide(self, vote: RosterVote, key: str) -> Any:
         """Vote, and return the decision."""
         prefix = f"g/{self.generation}/act/{self.act}/"
-        self.store.put(f"{prefix}{self.rank}", json.dumps(asdict(vote)))
+        self.store.post(f"{prefix}{self.rank}", vote.encode())
 
         def next_members() -> str | None:
             return self.store.get(self._members_key(self.generation + 1))
 
         def look() -> str | None:
+            if mixed := self.store.get(f"{prefix}mixed"):
+                self._stop_mixed(prefix, vote.act, json.loads(mixed))
             return self.store.get(key) or next_members() or self._conclude(prefix, vote.act)
 
         while (decided := self.store.get(key)) is None:
@@ -167,21 +178,21 @@ class Roster:
         return json.loads(decided)
 
     def _conclude(self, prefix: str, act: str) -> str | None:
-        """Return the decision that follows from the votes, None while a vote is missing."""
-        said = self.store.under(prefix)
-        dead = set(self.dead())
-        if any(str(rank) not in said and rank not in dead for rank in self.members):
+        """Return the decision that follows from the votes, None while a vote is missing, or where the store counts."""
+        if self.store.counts_votes:
             return None
-        votes = {int(rank): RosterVote(**json.loads(vote)) for rank, vote in said.items() if rank != "decision"}
-        if mixed := sorted(rank for rank, vote in votes.items() if vote.act != act):
-            raise InternalError(f"worker {self.rank} is in {act}, workers {mixed} are not, in act {prefix}")
-        if act == "agree":
-            return json.dumps(not dead and all(vote.flag for vote in votes.values()))
-        alive = {rank: vote for rank, vote in votes.items() if rank not in dead}
-        stay = [rank for rank, vote in alive.items() if not vote.leaves] or list(alive)  # or the state would be lost
-        loops = {vote.admits for vote in alive.values()}
-        admitted = self.newcomers(loops.pop()) if len(loops) == 1 else ()
-        return json.dumps(sorted({*stay, *admitted}))
+        said = {int(rank): text for rank, text in self.store.under(prefix).items() if rank.isdecimal()}
+        dead = self.dead()
+        if any(rank not in said and rank not in dead for rank in self.members):
+            return None
+        votes = {rank: parse_vote(text) for rank, text in said.items()}
+        try:
+            return decide(votes, dead, self.newcomers)
+        except MixedVotes:
+            self._stop_mixed(prefix, act, sorted(rank for rank, vote in votes.items() if vote.act != act))
+
+    def _stop_mixed(self, prefix: str, act: str, others: Sequence[int]) -> NoReturn:
+        raise InternalError(f"worker {self.rank} is in {act}, workers {list(others)} are not, in act {prefix}")
 
     # -- generations
 
@@ -211,6 +222,7 @@ class Roster:
         members = self.store.wait(lambda: self.store.get(self._members_key(generation)))
         assert members is not None
         self.members = tuple(json.loads(members))
+        self._member_set = frozenset(self.members)
         self.generation, self.act, self._seen, self.heard = generation, 0, -1, Agreement()
         if self.rank not in self.members and not leaves:
             self._stop(generation, members)
@@ -219,3 +231,13 @@ class Roster:
         raise VotedOut(
             f"worker {self.rank} was voted out: generation {generation} is {members}; it was cut off, or too slow to answer, and must stop"
         )
+
+
+def gathered(store: Store, prefix: str, members: Sequence[int]) -> dict[int, str] | None:
+    """Return the texts that the members have gathered under ``prefix``, None while the text of a living one is missing."""
+    if decision := store.get(f"{prefix}decision"):
+        return {int(rank): text for rank, text in json.loads(decision).items()}
+    if store.counts_votes:
+        return None
+    texts = {int(rank): text for rank, text in store.under(prefix).items() if rank.isdecimal()}
+    return texts if texts.keys() >= set(members) else None

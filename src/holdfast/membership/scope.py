@@ -34,6 +34,11 @@ class StoreScope(Store):
         return self._store.lost
 
     @property
+    def counts_votes(self) -> bool:
+        """See :attr:`Store.counts_votes`."""
+        return self._store.counts_votes
+
+    @property
     def own_address(self) -> str:
         """See :attr:`Store.own_address`."""
         return self._store.own_address
@@ -45,6 +50,10 @@ class StoreScope(Store):
     def create(self, key: str, value: str) -> bool:
         """See :meth:`Store.create`."""
         return self._store.create(self._key(key), value)
+
+    def post(self, key: str, value: str) -> None:
+        """See :meth:`Store.post`."""
+        self._store.post(self._key(key), value)
 
     def delete(self, key: str) -> None:
         """See :meth:`Store.delete`."""

@@ -36,6 +36,10 @@ def patience_s(lease_s: float) -> float:
     return 0.7 * lease_s
 
 
+Listener = Callable[[str, str | None], None]
+"""Receives every change: a key, and its value or None if it was removed; the key "" once the store is lost."""
+
+
 class Store(ABC):
     """Keys and values that all workers and launchers of a job share, and the local copy of them.
 
@@ -45,9 +49,12 @@ class Store(ABC):
     def __init__(self) -> None:
         _stores.add(self)
         self._items: dict[str, str] = {}
+        self._folders: dict[str, dict[str, str]] = {}
+        """The items whose keys have a ``/``, by what comes before the first one."""
         self._changed = threading.Condition()
         self._version = 0
         self._lost = ""
+        self._listener: Listener | None = None
 
     @property
     def version(self) -> int:
@@ -58,6 +65,11 @@ class Store(ABC):
     def lost(self) -> str:
         """Why the store is lost, or ""."""
         return self._lost
+
+    @property
+    def counts_votes(self) -> bool:
+        """Whether the store decides acts itself (:class:`~holdfast.membership.acts.Tally`)."""
+        return False
 
     @property
     @abstractmethod
@@ -78,6 +90,10 @@ class Store(ABC):
     def create(self, key: str, value: str) -> bool:
         """Write a value unless the key exists; return whether it was written."""
 
+    def post(self, key: str, value: str) -> None:
+        """Write a value, without waiting for the answer where the store allows that."""
+        self.put(key, value)
+
     @abstractmethod
     def delete(self, key: str) -> None:
         """Remove a key; a key that ends in ``/`` removes all keys that begin with it."""
@@ -92,8 +108,19 @@ class Store(ABC):
 
     def under(self, prefix: str) -> dict[str, str]:
         """Return the keys of the local copy that begin with ``prefix``, without it, and their values."""
+        folder, slash, _ = prefix.partition("/")
         with self._changed:
-            return {key[len(prefix) :]: value for key, value in self._items.items() if key.startswith(prefix)}
+            items = self._folders.get(folder, {}) if slash else self._items
+            return {key[len(prefix) :]: value for key, value in items.items() if key.startswith(prefix)}
+
+    def listen(self, listener: Listener) -> None:
+        """Call ``listener`` for all keys, then for every change, in order; it must return quickly and use no store."""
+        with self._changed:
+            for key, value in self._items.items():
+                listener(key, value)
+            if self._lost:
+                listener("", self._lost)
+            self._listener = listener
 
     def wait(self, ready: Callable[[], _Found | None], timeout_s: float | None = None) -> _Found | None:
         """Return the result of ``ready`` as soon as it is not None; ``ready`` is called after every change.
@@ -119,15 +146,21 @@ class Store(ABC):
     def _note(self, key: str, value: str | None) -> None:
         """Apply a change to the local copy; None removes the key."""
         with self._changed:
-            if value is None:
-                self._items.pop(key, None)
-            else:
-                self._items[key] = value
+            folder, slash, _ = key.partition("/")
+            for items in (self._items, self._folders.setdefault(folder, {})) if slash else (self._items,):
+                if value is None:
+                    items.pop(key, None)
+                else:
+                    items[key] = value
+            if self._listener is not None:
+                self._listener(key, value)
             self._version += 1
             self._changed.notify_all()
 
     def _note_lost(self, why: str) -> None:
         with self._changed:
+            if self._listener is not None and not self._lost:
+                self._listener("", why)
             self._lost = self._lost or why
             self._version += 1
             self._changed.notify_all()

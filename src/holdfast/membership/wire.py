@@ -2,10 +2,12 @@ r"""Protocol of the hub and its clients: one JSON object per line.
 
 ===========  ====================================================================
 client       ``{"hello": 2, "token": ..., "job": ...}`` first, then requests
-\            ``{"id": n, "op": "put" | "create" | "delete", "key": ..., "value": ..., "leased": ...}``
+\            ``{"id": n, "op": "put" | "create" | "delete", "key": ..., "value": ..., "leased": ...}``;
+\            without ``id`` there is no answer
 \            an empty line as a heartbeat
 hub          ``{"key": ..., "value": ... | null}`` for every change, all keys first
-\            ``{"id": n, "done": ...}`` in answer to a request, 0 to the hello, with ``lease_s``
+\            ``{"id": n, "done": ...}`` in answer to a request, 0 to the hello, with ``lease_s``, and with
+\            ``address`` where this is not the address of the client's end: its machine's towards the other nodes
 \            ``{"refused": ...}``, then it closes the connection
 \            an empty line in answer to a heartbeat
 ===========  ====================================================================

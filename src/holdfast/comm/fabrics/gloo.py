@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from holdfast.comm.base import Communicator, MessageCommunicator
     from holdfast.membership import Store
 
+_PATIENCE_S = 10.0
+"""Time for which a worker tries to reach the store of its launcher, in seconds."""
+
 
 class GlooFabric(Fabric):
     """Needs only torch. Workers can join a running job, which survives the loss of a node."""
@@ -45,4 +48,4 @@ def _store_and_world(endpoint: Endpoint) -> tuple[Store, Sequence[int]]:
             " `holdfast run --fabric gloo -n 4 SCRIPT`"
         )
     world = range(endpoint.workers) if endpoint.ranks is None else endpoint.ranks
-    return open_store(endpoint.store, endpoint.token), world
+    return open_store(endpoint.store, endpoint.token, patience_s=_PATIENCE_S), world

@@ -1,0 +1,261 @@
+"""What a recovery costs the membership store: many simulated workers in one process, the store and roster that jobs use.
+
+    python benchmarks/membership.py [--sizes 64,256,1024] [--per-node 8] [--recoveries 5] [--direct] [--json FILE]
+
+Each node has a relay, as ``holdfast run`` starts one, with a real connection to a real store. A simulated worker is a
+roster in a thread whose store calls the relay: its connection within the node is left out. A launcher reports a death, and each survivor does what a recovery does with the store: revoke, agree, shrink, agree, agree, and
+gather the addresses of the new generation. Messages are those that a node's launcher sends to the job's store and
+receives from it, without heartbeats; seconds are processor time of the whole process, which plays all nodes.
+``--direct`` connects workers to the store without relays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import resource
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from common import table, write_json
+
+from holdfast.errors import PeerFailed
+from holdfast.membership import Hub, HubStore, Roster, Store
+from holdfast.membership.relay import Relay
+from holdfast.membership.wire import dump, parse
+
+TOKEN = "benchmark"  # noqa: S105
+LEASE_S = 120.0
+ADDRESS = "x" * 208
+"""As long as an address of Gloo in the store."""
+
+
+class CountingHub(Hub):
+    """Counts the lines that cross the network, without heartbeats."""
+
+    received = sent = 0
+
+    def _answer(self, client: Any, line: bytes) -> bytes:
+        if line:
+            self.received += 1
+        return super()._answer(client, line)
+
+    def _admit(self, hello: Any, writer: Any, peer: object) -> Any:
+        client = super()._admit(hello, writer, peer)
+        plain = client.send
+
+        def send(line: bytes) -> None:
+            if line != b"\n":
+                self.sent += 1
+            plain(line)
+
+        client.send = send
+        return client
+
+
+class SimulatedStore(Store):
+    """A worker's store: the relay of its node, without a socket between them."""
+
+    own_address = "127.0.0.1"
+    counts_votes = True
+
+    def __init__(self, relay: Relay) -> None:
+        super().__init__()
+        self._relay = relay
+        self._answers: dict[int, bool] = {}
+        self.job = relay._served
+        in_loop(relay, self._begin)
+
+    def _begin(self) -> None:
+        for key, value in self.job.items.items():
+            self._note(key, value)
+        self.job.clients.add(self)
+
+    def send(self, line: bytes) -> None:
+        """Receive a line of the relay, in its thread."""
+        if not line:
+            return
+        message = parse(line)
+        if "key" in message:
+            self._note(message["key"], message["value"])
+            return
+        with self._changed:
+            self._answers[message["id"]] = message["done"]
+            self._changed.notify_all()
+
+    def put(self, key: str, value: str, *, leased: bool = False) -> None:
+        """See :meth:`Store.put`."""
+        self._ask({"id": 1, "op": "put", "key": key, "value": value})
+
+    def create(self, key: str, value: str) -> bool:
+        """See :meth:`Store.create`."""
+        return self._ask({"id": 1, "op": "create", "key": key, "value": value})
+
+    def post(self, key: str, value: str) -> None:
+        """See :meth:`Store.post`."""
+        self._give({"op": "put", "key": key, "value": value})
+
+    def delete(self, key: str) -> None:
+        """See :meth:`Store.delete`."""
+        self._ask({"id": 1, "op": "delete", "key": key})
+
+    def close(self) -> None:
+        """Do nothing: the relay is closed."""
+
+    def _give(self, request: dict[str, Any]) -> None:
+        line = dump(request).rstrip()
+        self._relay._loop.call_soon_threadsafe(lambda: self.send(self._relay._answer(self, line)))
+
+    def _ask(self, request: dict[str, Any]) -> bool:
+        self._give(request)
+        answer = self.wait(lambda: self._answers.pop(1, None))
+        assert answer is not None
+        return answer
+
+
+def in_loop(relay: Relay, act: Callable[[], None]) -> None:
+    """Call ``act`` in the thread of a relay, and wait for it."""
+    done = threading.Event()
+    relay._loop.call_soon_threadsafe(lambda: (act(), done.set()))
+    done.wait()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recovery."""
+
+    sent: int
+    received: int
+    processor_s: float
+    wall_s: float
+
+
+def main() -> None:
+    """Measure each size and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")], default=[64, 256, 1024])
+    parser.add_argument("--per-node", type=int, default=8)
+    parser.add_argument("--recoveries", type=int, default=5)
+    parser.add_argument("--direct", action="store_true", help="without relays")
+    parser.add_argument("--addresses", action="store_true", help="with the gathering of addresses")
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    if min(options.sizes) <= options.recoveries:
+        parser.error(f"--sizes must be larger than --recoveries, got {min(options.sizes)}")
+    threading.stack_size(256 << 10)
+    sys.setswitchinterval(10.0)  # else each of thousands of threads asks for the interpreter 200 times a second
+    rows = {
+        size: measure(size, options.per_node, options.recoveries, options.direct, options.addresses)
+        for size in options.sizes
+    }
+    cells = []
+    for size, of_size in rows.items():
+        nodes = -(-size // options.per_node)
+        sent, received, processor, wall = (
+            statistics.median(getattr(row, name) for row in of_size)
+            for name in ("sent", "received", "processor_s", "wall_s")
+        )
+        cells.append(
+            [str(size), str(nodes), f"{sent / nodes:.1f}", f"{received / nodes:.1f}", f"{processor:.2f}", f"{wall:.2f}"]
+        )
+    heads = ["workers", "nodes", "sent by a node", "received by a node", "processor time (s)", "seconds"]
+    print(table("A recovery at the membership store", heads, cells))
+    write_json(
+        options.json, settings=vars(options), rows={size: [vars(row) for row in each] for size, each in rows.items()}
+    )
+
+
+def measure(size: int, per_node: int, recoveries: int, direct: bool, addresses: bool) -> list[Row]:
+    """Return a row for each recovery of a job with ``size`` workers."""
+    with contextlib.ExitStack() as stack:
+        hub = stack.enter_context(CountingHub(TOKEN, lease_s=LEASE_S))
+        stores = list(open_stores(stack, hub, size, per_node, direct))
+        rosters = [Roster(store, rank, range(size)) for rank, store in enumerate(stores)]
+        launcher = HubStore(hub.address, TOKEN, "job")
+        stack.callback(launcher.close)
+        print(f"{size} workers are connected", file=sys.stderr)
+        return [recover(hub, launcher, rosters[victim:], addresses) for victim in range(1, recoveries + 1)]
+
+
+def open_stores(stack: contextlib.ExitStack, hub: Hub, size: int, per_node: int, direct: bool) -> Iterator[Store]:
+    """Yield the store of each worker."""
+    address = hub.address
+    for rank in range(size):
+        if rank % per_node == 0 and not direct:
+            upstream = HubStore(hub.address, TOKEN, "job")
+            own = range(rank, rank + per_node)
+            relay = Relay(
+                upstream, "job", TOKEN, node=str(rank // per_node), ranks=lambda own=own: own, lease_s=LEASE_S
+            )
+            stack.callback(upstream.close)
+            address = stack.enter_context(relay).address
+        store = HubStore(address, TOKEN, "job") if direct else SimulatedStore(relay)
+        stack.callback(store.close)
+        yield store
+
+
+def recover(hub: CountingHub, launcher: Store, rosters: list[Roster], addresses: bool) -> Row:
+    """Let the launcher report the death of the worker before the first of ``rosters``, and these recover."""
+    hub.received = hub.sent = 0
+    began_s, used_s = time.monotonic(), processor_s()
+    dead = rosters[0].rank - 1
+    in_threads(
+        [lambda roster=roster: survive(roster, addresses) for roster in rosters],
+        lambda: launcher.put(f"dead/{dead}", "killed"),
+    )
+    assert all(roster.members == tuple(each.rank for each in rosters) for roster in rosters)
+    return Row(hub.received, hub.sent, processor_s() - used_s, time.monotonic() - began_s)
+
+
+def survive(roster: Roster, addresses: bool) -> None:
+    """Do what a recovery does with the store."""
+    while True:
+        version = roster.store.version
+        try:
+            roster.check()
+        except PeerFailed:
+            break
+        roster.store.wait(lambda version=version: True if roster.store.version != version else None)
+    roster.revoke()
+    roster.agree(False)
+    roster.shrink()
+    if not (roster.agree(True) and roster.agree(True)):
+        raise AssertionError("another member was reported dead")
+    roster.gather("here")
+    if addresses:
+        roster.gather("addresses", ADDRESS)
+
+
+def in_threads(acts: list[Callable[[], None]], then: Callable[[], None]) -> None:
+    """Run ``acts`` at the same time, and ``then`` once all of them have started."""
+    errors: list[BaseException] = []
+
+    def run(act: Callable[[], None]) -> None:
+        try:
+            act()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=[act], daemon=True) for act in acts]
+    for thread in threads:
+        thread.start()
+    then()
+    for thread in threads:
+        thread.join(600)
+    if errors:
+        raise errors[0]
+
+
+def processor_s() -> float:
+    """Return the processor time of this process so far."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Acts: the members of a generation each cast a vote, and all of them read one decision.
+
+Votes are many and decisions are few. A store that counts the votes itself (:class:`Tally`) sends only decisions to its
+clients; over any other store each member counts, and the first one creates the decision. Both call :func:`decide`. A
+node's launcher casts the votes of its workers together (:class:`NodeVotes`).
+
+==========================  =================================================
+==========================  =================================================
+``g/G/act/N/RANK``          the vote of a member in the N-th act of generation G
+``g/G/act/N/node/NODE``     JSON: the votes of the members of a node, by rank
+``g/G/act/N/decision``      the decision of an agreement; that of a shrink is ``g/(G + 1)/members``
+``g/G/act/N/mixed``         JSON: members, if some voted for another kind of act than others, which is a bug
+``g/G/gather/NAME/...``     the same for texts: the decision is JSON, the text of each member by rank
+==========================  =================================================
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+_VOTE = re.compile(
+    r"(?P<act>(?P<scope>.*?)g/(?P<generation>[0-9]+)/(?P<kind>act|gather)/[^/]+/)(?:node/[^/]+|(?P<rank>[0-9]+))"
+)
+_MEMBERS = re.compile(r"(?P<scope>.*?)g/(?P<generation>[0-9]+)/members")
+_JOIN = re.compile(r"(?P<scope>.*?)join/(?P<rank>[0-9]+)")
+_DEAD = "dead/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RosterVote:
+    """A member's vote in an act, ``"agree"`` (with a flag) or ``"shrink"``.
+
+    A shrink may admit newcomers to a training loop (-1: none), and the member may ask to leave.
+    """
+
+    act: str
+    flag: bool = True
+    admits: int = -1
+    leaves: bool = False
+
+    def encode(self) -> str:
+        """Return the vote as text, for :func:`parse_vote`."""
+        return json.dumps({"act": self.act, "flag": self.flag, "admits": self.admits, "leaves": self.leaves})
+
+
+@dataclass(frozen=True, slots=True)
+class VoteKey:
+    """What the key of a vote says: its act (a prefix of keys) and the rank; None for the votes of a node."""
+
+    act: str
+    scope: str
+    generation: int
+    gathers: bool
+    rank: int | None
+
+    @property
+    def next_members(self) -> str:
+        """Key of the members of the next generation."""
+        return f"{self.scope}g/{self.generation + 1}/members"
+
+    @property
+    def decision(self) -> str:
+        """Key of the decision, unless the act is a shrink."""
+        return f"{self.act}decision"
+
+
+def vote_key(key: str) -> VoteKey | None:
+    """Return what ``key`` says, None if it is not the key of a vote."""
+    found = _VOTE.fullmatch(key)
+    if found is None:
+        return None
+    rank = None if found["rank"] is None else int(found["rank"])
+    return VoteKey(found["act"], found["scope"], int(found["generation"]), found["kind"] == "gather", rank)
+
+
+class MixedVotes(Exception):
+    """Members take part in different acts at the same point; the argument is a list of them."""
+
+
+def decide(votes: Mapping[int, RosterVote], dead: Collection[int], newcomers: Callable[[int], Collection[int]]) -> str:
+    """Return the decision of an act in which every member has voted that is not dead.
+
+    Args:
+        votes: The votes, also of members that have died since.
+        dead: The members that are known to be dead.
+        newcomers: Returns the workers that wait to be admitted to a training loop.
+
+    Raises:
+        MixedVotes: if not all members take part in the same act.
+    """
+    (act, *others) = dict.fromkeys(vote.act for vote in votes.values())
+    if others:
+        raise MixedVotes(sorted(rank for rank, vote in votes.items() if vote.act != act))
+    if act == "agree":
+        return json.dumps(not dead and all(vote.flag for vote in votes.values()))
+    alive = {rank: vote for rank, vote in votes.items() if rank not in dead}
+    stay = [rank for rank, vote in alive.items() if not vote.leaves] or list(alive)  # or the state would be lost
+    loops = {vote.admits for vote in alive.values()}
+    admitted = newcomers(loops.pop()) if len(loops) == 1 else ()
+    return json.dumps(sorted({*stay, *admitted}))
+
+
+@functools.lru_cache(maxsize=256)  # most members of a job cast the same votes
+def parse_vote(text: str) -> RosterVote:
+    """Return the vote in a text; raise ``ValueError`` if it is none."""
+    try:
+        return RosterVote(**json.loads(text))
+    except TypeError as error:
+        raise ValueError(f"not a vote: {text:.80}") from error
+
+
+@dataclass(slots=True)
+class _Act:
+    """The votes of an act, as texts, and whether it has been decided or cast."""
+
+    key: VoteKey
+    votes: dict[int, str] = field(default_factory=dict)
+    is_done: bool = False
+
+    def take(self, rank: int, text: str) -> None:
+        if not self.key.gathers:
+            parse_vote(text)  # a wrong one is refused now, when its sender is known
+        self.votes[rank] = text
+
+
+class Tally:
+    """Counts votes for a store that sees every change first: each call of :meth:`note` is one change."""
+
+    def __init__(self) -> None:
+        self._acts: dict[str, _Act] = {}
+        self._members: dict[tuple[str, int], frozenset[int]] = {}
+        self._dead: set[int] = set()
+        self._joins: dict[str, dict[int, str]] = {}
+
+    def note(self, key: str, value: str | None) -> list[tuple[str, str]]:
+        """Take note of a change (None: the key was removed); return the keys to create now, with their values."""
+        if vote := vote_key(key):
+            return self._note_vote(vote, value)
+        if key.startswith(_DEAD) and (rank := key[len(_DEAD) :]).isdecimal():
+            (self._dead.discard if value is None else self._dead.add)(int(rank))
+            return self._decide(self._acts.values())
+        if found := _MEMBERS.fullmatch(key):
+            return self._note_members((found["scope"], int(found["generation"])), value)
+        if found := _JOIN.fullmatch(key):
+            waiting = self._joins.setdefault(found["scope"], {})
+            waiting.pop(int(found["rank"]), None)
+            if value is not None:
+                waiting[int(found["rank"])] = value
+        return []
+
+    def _note_vote(self, vote: VoteKey, value: str | None) -> list[tuple[str, str]]:
+        if value is None:
+            self._acts.pop(vote.act, None)
+            return []
+        act = self._acts.setdefault(vote.act, _Act(vote))
+        cast = json.loads(value).items() if vote.rank is None else [(vote.rank, value)]
+        for rank, text in cast:
+            act.take(int(rank), text)
+        return self._decide([act])
+
+    def _note_members(self, at: tuple[str, int], value: str | None) -> list[tuple[str, str]]:
+        self._members.pop(at, None)
+        if value is not None:
+            self._members[at] = frozenset(json.loads(value))
+        return self._decide([act for act in self._acts.values() if (act.key.scope, act.key.generation) == at])
+
+    def _decide(self, acts: Iterable[_Act]) -> list[tuple[str, str]]:
+        decided = []
+        for act in acts:
+            members = self._members.get((act.key.scope, act.key.generation))
+            if not act.is_done and act.votes and members is not None and members - self._dead <= act.votes.keys():
+                act.is_done = True
+                decided.append(self._decision(act, members))
+        return decided
+
+    def _decision(self, act: _Act, members: frozenset[int]) -> tuple[str, str]:
+        if act.key.gathers:
+            return act.key.decision, json.dumps({rank: text for rank, text in act.votes.items() if text})
+        votes = {rank: parse_vote(text) for rank, text in act.votes.items()}
+        waiting = self._joins.get(act.key.scope, {})
+
+        def newcomers(loop: int) -> list[int]:
+            gone = members | self._dead  # a member may not have removed its request yet
+            return [rank for rank, wish in waiting.items() if json.loads(wish)["loop"] == loop and rank not in gone]
+
+        try:
+            decision = decide(votes, members & self._dead, newcomers)
+        except MixedVotes as error:
+            return f"{act.key.act}mixed", json.dumps(error.args[0])
+        shrinks = next(iter(votes.values())).act == "shrink"
+        return (act.key.next_members if shrinks else act.key.decision), decision
+
+
+class NodeVotes:
+    """Collects the votes of the workers of one node, so that they are cast together.
+
+    Args:
+        node: Name of the node, unique in the job.
+        get: Returns the value of a key of the job's store, None if it does not exist.
+        ranks: Returns the workers of this node.
+    """
+
+    def __init__(self, node: str, get: Callable[[str], str | None], ranks: Callable[[], Collection[int]]) -> None:
+        self._node = node
+        self._get = get
+        self._ranks = ranks
+        self._acts: dict[str, _Act] = {}
+        self._members = ("", frozenset[int]())
+
+    def take(self, key: VoteKey, text: str) -> None:
+        """Collect a vote; raise ``ValueError`` if it is none."""
+        if key.rank is None:
+            raise ValueError("the votes of a node are cast by its launcher")
+        act = self._acts.setdefault(key.act, _Act(key))
+        act.take(key.rank, text)
+        act.is_done = False
+
+    def note(self, key: str) -> None:
+        """Forget the acts that ``key`` decides, once it exists."""
+        if found := _MEMBERS.fullmatch(key):
+            ended = f"{found['scope']}g/{int(found['generation']) - 1}/"
+        elif key.endswith("/decision"):
+            ended = key.removesuffix("decision")
+        else:
+            return
+        for act in [act for act in self._acts if act.startswith(ended)]:
+            del self._acts[act]
+
+    def complete(self) -> list[tuple[str, str]]:
+        """Return the votes to cast now, each once: of acts in which every worker of this node has voted or is dead."""
+        ready = [act for act in self._acts.values() if not act.is_done and self._is_complete(act)]
+        for act in ready:
+            act.is_done = True
+        return [(f"{act.key.act}node/{self._node}", json.dumps(act.votes)) for act in ready]
+
+    def _is_complete(self, act: _Act) -> bool:
+        text = self._get(f"{act.key.scope}g/{act.key.generation}/members")
+        if text is None:
+            return False
+        if text != self._members[0]:
+            self._members = text, frozenset(json.loads(text))
+        missing = self._members[1].intersection(self._ranks()) - act.votes.keys()
+        return all(self._get(f"{_DEAD}{rank}") is not None for rank in missing)

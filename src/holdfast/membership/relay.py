@@ -1,0 +1,145 @@
+"""A node's own store: its workers connect to their launcher, and the launcher alone to the job's store.
+
+What a node's workers vote crosses the network as one message, and what the job's store announces comes once to a node.
+Everything else that a worker writes is forwarded; it is answered once the job's store has it, as if there were no relay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from holdfast.errors import StoreLost
+from holdfast.membership.acts import NodeVotes, Tally, vote_key
+from holdfast.membership.hub import Hub, HubClient, HubJob, answer_to, check_request
+from holdfast.membership.store import LEASE_S, Store
+from holdfast.membership.wire import BEAT, parse
+
+_THREADS = 8
+"""Requests that wait for the job's store at the same time."""
+
+
+class Relay(Hub):
+    """Serves ``store`` to the workers of this node, on the loopback interface.
+
+    Args:
+        store: The job's store; it stays open when the relay is closed.
+        job: Name of the job that workers ask for.
+        token: Token that workers must send.
+        node: Name of this node, unique in the job.
+        ranks: Returns the workers of this node, whenever it is called.
+        lease_s: A worker without a heartbeat for this long counts as disconnected.
+
+    Raises:
+        ConfigError: if it cannot listen.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        job: str,
+        token: str,
+        *,
+        node: str,
+        ranks: Callable[[], Collection[int]],
+        lease_s: float = LEASE_S,
+    ) -> None:
+        self._upstream = store
+        self._name = job
+        self._served = HubJob(tally=None)
+        self._votes = NodeVotes(node, self._served.items.get, ranks)
+        self._tally = None if store.counts_votes else Tally()
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="holdfast-relay")
+        self._forwarding: set[asyncio.Task[None]] = set()
+        self._creating: dict[str, asyncio.Event] = {}
+        """Set once the job's store has answered: of several workers that create a key at once, only one asks."""
+        super().__init__(token, lease_s=lease_s)
+        self._greeting["address"] = store.own_address
+        store.listen(self._hear)
+
+    def _job(self, name: str) -> HubJob:
+        if name != self._name:
+            raise ValueError(f"this relay serves the job {self._name!r}, not {name!r:.80}")
+        return self._served
+
+    def close(self) -> None:
+        """Stop serving; workers detect the loss of the store."""
+        self._upstream.listen(lambda key, value: None)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        super().close()
+
+    # -- from the job's store, in its thread
+
+    def _hear(self, key: str, value: str | None) -> None:
+        with contextlib.suppress(RuntimeError):  # closed at this moment
+            self._loop.call_soon_threadsafe(self._pass_on, key, value)
+
+    def _pass_on(self, key: str, value: str | None) -> None:
+        if not key:
+            self._loop.stop()  # the store is lost, for the workers, too
+            return
+        for name, decision in [] if self._tally is None else self._tally.note(key, value):
+            self._start(self._forward_write("create", name, decision))
+        if vote_key(key) is None and not (value is None and key not in self._served.items):
+            self._served.change(key, value)
+            self._votes.note(key)
+            self._cast()
+
+    # -- from the workers
+
+    def _answer(self, client: HubClient, line: bytes) -> bytes:
+        if not line:
+            return BEAT
+        request = parse(line)
+        check_request(request)
+        op, key, value = request["op"], request["key"], request.get("value", "")
+        if request.get("leased") is True:
+            raise ValueError("a worker's keys have no lease: its launcher reports its death")
+        if op != "delete" and (vote := vote_key(key)):
+            self._votes.take(vote, value)
+            self._cast()
+            return answer_to(request, done=True)
+        if op == "create" and key in self._served.items:
+            return answer_to(request, done=False)
+        self._start(self._create(client, request) if op == "create" else self._forward(client, request))
+        return b""
+
+    def _cast(self) -> None:
+        for key, votes in self._votes.complete():
+            self._start(self._forward_write("post", key, votes))
+
+    async def _forward(self, client: HubClient, request: dict[str, Any]) -> None:
+        """Forward a request, and send the answer after the changes that the store made before it answered."""
+        done = await self._forward_write(request["op"], request["key"], request.get("value", ""))
+        client.send(answer_to(request, done=done))
+
+    async def _create(self, client: HubClient, request: dict[str, Any]) -> None:
+        """Forward the creation of a key, unless another one is on its way: then wait for that, which exists."""
+        key = request["key"]
+        if (first := self._creating.get(key)) is not None:
+            await first.wait()
+            client.send(answer_to(request, done=False))
+            return
+        self._creating[key] = asyncio.Event()
+        try:
+            await self._forward(client, request)
+        finally:
+            self._creating.pop(key).set()
+
+    async def _forward_write(self, op: str, key: str, value: str) -> bool:
+        write: Any = getattr(self._upstream, op)
+        arguments = [key] if op == "delete" else [key, value]
+        done = await self._loop.run_in_executor(self._pool, write, *arguments)
+        return done is not False
+
+    def _start(self, work: Any) -> None:
+        task = self._loop.create_task(self._until_lost(work))
+        self._forwarding.add(task)
+        task.add_done_callback(self._forwarding.discard)
+
+    async def _until_lost(self, work: Any) -> None:
+        with contextlib.suppress(StoreLost):  # the listener ends the relay
+            await work
