@@ -1,7 +1,9 @@
 """The built-in store: a server in a thread of the launcher.
 
-It keeps everything in memory for the lifetime of the launcher; a store that must outlive any process is etcd. Clients
-must know the token, and invalid bytes only close their own connection. Nothing is encrypted: use a trusted network.
+It keeps everything in memory for the lifetime of the launcher. The hubs of several launchers form a cluster, in which
+each change is on a quorum of them before it is acknowledged, and another hub takes over when the leading one is lost:
+:mod:`holdfast.membership.peers`. Clients must know the token, and invalid bytes only close their own connection.
+Nothing is encrypted: use a trusted network.
 """
 
 from __future__ import annotations
@@ -11,20 +13,34 @@ import contextlib
 import hmac
 import logging
 import os
+import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from holdfast.errors import ConfigError
+from holdfast.membership.hub_state import Applied, HubState, Operation
+from holdfast.membership.peers import MAX_PEER_LINE_BYTES, Cluster
 from holdfast.membership.store import LEASE_S, MAX_KEY_BYTES, MAX_VALUE_BYTES, SilenceTimer
-from holdfast.membership.wire import BEAT, HELLO, MAX_HELLO_BYTES, MAX_LINE_BYTES, LineSplitter, dump, parse
+from holdfast.membership.wire import (
+    BEAT,
+    EXPIRED,
+    HELLO,
+    MAX_HELLO_BYTES,
+    MAX_LINE_BYTES,
+    NOT_LEADING,
+    LineSplitter,
+    dump,
+    parse,
+)
 
 logger = logging.getLogger(__name__)
 
 _HELLO_S = 10.0
 _CLOSE_S = 1.0
+_LEAVE_LOOK_S = 0.02
 _MAX_READ = 1 << 16
 _MAX_STRANGERS = 256
 """Maximum number of connections that have not sent the token; one more replaces the oldest."""
@@ -82,12 +98,13 @@ class _Incoming:
 
 
 class _Client:
-    """A connection."""
+    """A connection of a client."""
 
-    def __init__(self, writer: asyncio.StreamWriter, job: _Job, lease_s: float) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, job: str, session: str, *, is_numbered: bool) -> None:
         self._writer = writer
-        self.job = job
-        self.silence = SilenceTimer(lease_s, lease_s / _LOOKS)
+        self.job, self.session = job, session
+        self.is_numbered = is_numbered
+        """Whether it numbers its requests, so that it may repeat one."""
 
     def send(self, line: bytes) -> None:
         transport = self._writer.transport
@@ -98,27 +115,9 @@ class _Client:
             logger.warning("hub: %s does not read and was disconnected", self._writer.get_extra_info("peername"))
             transport.abort()
 
-
-class _Job:
-    """The keys and clients of one job."""
-
-    def __init__(self) -> None:
-        self.items: dict[str, str] = {}
-        self.leases: dict[str, _Client] = {}
-        self.clients: set[_Client] = set()
-
-    def change(self, key: str, value: str | None, owner: _Client | None = None) -> None:
-        """Write a key, or remove it if the value is None, and notify all clients."""
-        self.leases.pop(key, None)
-        if value is None:
-            del self.items[key]
-        else:
-            self.items[key] = value
-            if owner is not None:
-                self.leases[key] = owner
-        line = dump({"key": key, "value": value})
-        for client in self.clients:
-            client.send(line)
+    def abort(self) -> None:
+        """End the connection."""
+        self._writer.transport.abort()
 
 
 class Hub:
@@ -130,6 +129,8 @@ class Hub:
         port: Port to listen on; 0 for any free one.
         lease_s: A client without a heartbeat for this long loses its leased keys.
         ends_with_connection: Whether a client also loses them as soon as its connection ends.
+        places: ``HOST:PORT`` of all hubs of a cluster; empty for a hub that is alone.
+        place: Index of this one among them.
 
     Raises:
         ConfigError: if it cannot listen there.
@@ -143,11 +144,15 @@ class Hub:
         *,
         lease_s: float = LEASE_S,
         ends_with_connection: bool = False,
+        places: Sequence[str] = (),
+        place: int = 0,
     ) -> None:
         self._token = token
         self._lease_s = lease_s
         self._ends_with_connection = ends_with_connection
-        self._jobs: dict[str, _Job] = {}
+        self._clients: dict[str, set[_Client]] = {}
+        self._silences: dict[str, SilenceTimer] = {}
+        self._cluster = Cluster(places, place, token, lease_s, self._executed, self._take_over, self._step_down)
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._seldom = RateLimitedLog()
         self._serving: set[asyncio.Task[None]] = set()
@@ -178,15 +183,25 @@ class Hub:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
+    def leave(self, timeout_s: float) -> bool:
+        """Let the other hubs of the cluster do without this one; return whether they do, within ``timeout_s``."""
+        self._cluster.wants_to_leave = True
+        ends_s = time.monotonic() + timeout_s
+        while not self._cluster.has_left and time.monotonic() < ends_s:
+            time.sleep(_LEAVE_LOOK_S)
+        return self._cluster.has_left
+
     def forget(self) -> None:
         """After a fork, in the child: close the parent's sockets, or clients would not notice that the parent has died."""
-        sockets = [*self._server.sockets, *(each.get_extra_info("socket") for each in self._connections)]
+        writers = [*self._connections, *self._cluster.writers]
+        sockets = [*self._server.sockets, *(each.get_extra_info("socket") for each in writers)]
         for number in {each.fileno() for each in sockets if each is not None} - {-1}:
             os.close(number)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
+            self._loop.call_soon(self._cluster.begin)
             self._end_leases()
             self._loop.run_forever()
         finally:  # in any case: a hub that accepts connections but does not answer would be worse
@@ -206,8 +221,9 @@ class Hub:
         self._server.close()
         for connection in self._connections:
             connection.transport.abort()
-        if self._serving:
-            await asyncio.wait(self._serving, timeout=_CLOSE_S)
+        ending = {*self._serving, *self._cluster.end()}
+        if ending:
+            await asyncio.wait(ending, timeout=_CLOSE_S)
         for task in self._serving:
             task.cancel()
         await asyncio.sleep(0)
@@ -230,16 +246,16 @@ class Hub:
         incoming = _Incoming(reader)
         client: _Client | None = None
         try:
-            if (hello := await self._first(incoming, writer)) is None:
+            if (line := await self._first(incoming, writer)) is None:
                 return
-            if (client := self._admit(parse(hello), writer, peer)) is None:
-                return
-            incoming.lines.limit_bytes = MAX_LINE_BYTES
-            await self._tell_all(client, writer)
-            while (line := await incoming.next()) is not None:
-                client.silence.broken(time.monotonic())
-                client.send(self._answer(client, line))
-                await writer.drain()
+            hello = parse(line)
+            if why := self._why_refused(hello):
+                self._seldom.write(f"{peer} was refused: {why}")
+                writer.write(dump({"refused": why}))
+            elif "peer" in hello:
+                await self._serve_peer(str(hello["peer"]), incoming, writer)
+            elif (client := await self._admit(hello, writer)) is not None:
+                await self._serve_client(client, incoming, writer)
         except (OSError, TimeoutError) as error:  # the client is gone, or never sent the token
             logger.debug("hub: %s is gone: %r", peer, error)
         except Exception as error:  # the hub must survive whatever a client sends
@@ -248,10 +264,34 @@ class Hub:
                 client.send(dump({"refused": f"an invalid message: {str(error)[:200]}"}))
         finally:
             if client is not None:
-                client.job.clients.discard(client)
-                if self._ends_with_connection:
-                    self._end_leases_of(client.job, {client})
+                self._part(client)
             writer.close()
+
+    async def _serve_peer(self, hub: str, incoming: _Incoming, writer: asyncio.StreamWriter) -> None:
+        """Answer another hub of the cluster."""
+        consensus = self._cluster.consensus
+        incoming.lines.limit_bytes = MAX_PEER_LINE_BYTES
+        writer.write(dump({"peer": consensus.me, "is_new": consensus.is_new}))
+        try:
+            while (line := await incoming.next()) is not None:
+                writer.write(dump(self._cluster.receive(hub, parse(line))))
+                await writer.drain()
+        finally:
+            self._cluster.disconnected(hub)
+
+    async def _serve_client(self, client: _Client, incoming: _Incoming, writer: asyncio.StreamWriter) -> None:
+        incoming.lines.limit_bytes = MAX_LINE_BYTES
+        await self._tell_all(client, writer)
+        while (line := await incoming.next()) is not None:
+            if (silence := self._silences.get(client.session)) is not None:
+                silence.broken(time.monotonic())
+            self._answer(client, line)
+            await writer.drain()
+
+    def _part(self, client: _Client) -> None:
+        self._clients.setdefault(client.job, set()).discard(client)
+        if self._ends_with_connection:
+            self._end_session(client.session, forget=True)
 
     async def _first(self, incoming: _Incoming, writer: asyncio.StreamWriter) -> bytes | None:
         """Return the first line of a connection, None if there is none."""
@@ -269,69 +309,121 @@ class Hub:
         finally:
             self._strangers.pop(writer, None)
 
-    def _admit(self, hello: dict[str, Any], writer: asyncio.StreamWriter, peer: object) -> _Client | None:
-        token, job = hello.get("token"), hello.get("job")
+    def _why_refused(self, hello: dict[str, Any]) -> str:
+        """Return why a connection is refused at once, or ""."""
+        token = hello.get("token")
+        if hello.get("hello") != HELLO:
+            return "an unknown greeting"
         known = type(token) is str and hmac.compare_digest(token.encode(), self._token.encode())
-        if not known or hello.get("hello") != HELLO or type(job) is not str:
-            why = "a wrong token" if hello.get("hello") == HELLO else "an unknown greeting"
-            self._seldom.write(f"{peer} was refused: {why}")
-            writer.write(dump({"refused": why}))
+        if not known or ("peer" not in hello and type(hello.get("job")) is not str):
+            return "a wrong token"
+        return ""
+
+    async def _admit(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> _Client | None:
+        """Return a client once a quorum knows its session; None if another hub leads, or the session has expired."""
+        consensus, session, job = self._cluster.consensus, hello.get("session"), hello["job"]
+        is_known = session in consensus.state.sessions
+        if not consensus.has_contact():
+            writer.write(dump({"refused": NOT_LEADING, "leader": self._cluster.leader_address}))
             return None
-        return _Client(writer, self._jobs.setdefault(job, _Job()), self._lease_s)
+        if hello.get("again") and not is_known:
+            writer.write(dump({"refused": EXPIRED}))
+            return None
+        client = _Client(writer, job, str(session or secrets.token_hex(8)), is_numbered=session is not None)
+        if not is_known:
+            opened = self._loop.create_future()
+            consensus.append(
+                {"op": "open", "session": client.session, "job": job},
+                lambda done: None if opened.done() else opened.set_result(done),
+            )
+            await asyncio.wait_for(opened, self._lease_s)
+        self._silences[client.session] = self._new_silence()
+        return client
+
+    def _new_silence(self) -> SilenceTimer:
+        return SilenceTimer(self._lease_s, self._lease_s / _LOOKS)
 
     async def _tell_all(self, client: _Client, writer: asyncio.StreamWriter) -> None:
         """Send all keys to a new client, which also receives changes in the meantime."""
-        items = client.job.items
-        client.job.clients.add(client)
+        items = self._cluster.consensus.state.jobs[client.job]
+        self._clients.setdefault(client.job, set()).add(client)
         for key in list(items):
             if key in items:
                 client.send(dump({"key": key, "value": items[key]}))
                 await writer.drain()
         client.send(dump({"id": 0, "done": True, "lease_s": self._lease_s}))
 
+    # -- the cluster
+
+    def _take_over(self) -> None:
+        """Give all clients the time of a lease to come here."""
+        self._silences = {session: self._new_silence() for session in self._cluster.consensus.state.sessions}
+        if self._cluster.places:
+            logger.info("hub: %s leads in epoch %d", self.address, self._cluster.consensus.epoch)
+
+    def _step_down(self) -> None:
+        for clients in self._clients.values():
+            for client in clients:
+                client.abort()
+
+    def _executed(self, operation: Operation, applied: Applied) -> None:
+        """Notify all clients of changes."""
+        for job, key, value in applied.changes:
+            line = dump({"key": key, "value": value})
+            for client in self._clients.get(job, ()):
+                client.send(line)
+
     # -- requests
 
-    def _answer(self, client: _Client, line: bytes) -> bytes:
+    def _answer(self, client: _Client, line: bytes) -> None:
+        consensus = self._cluster.consensus
         if not line:
-            return BEAT
+            if consensus.has_contact():  # otherwise the client looks for another hub
+                client.send(BEAT)
+            return
         request = parse(line)
-        return dump({"id": int(request["id"]), "done": self._act(client, request)})
-
-    def _act(self, client: _Client, request: dict[str, Any]) -> bool:
-        op, key, value, job = request["op"], request["key"], request.get("value", ""), client.job
-        if type(key) is not str or len(key.encode()) > MAX_KEY_BYTES:
-            raise ValueError(f"a key must be a string of at most {MAX_KEY_BYTES} bytes")
-        if op not in ("put", "create", "delete") or type(value) is not str or len(value.encode()) > MAX_VALUE_BYTES:
-            raise ValueError(
-                f"{op!r:.20} is not a request, or its value is not a string of at most {MAX_VALUE_BYTES} bytes"
-            )
-        if op == "delete":
-            for gone in [name for name in job.items if name == key or (key.endswith("/") and name.startswith(key))]:
-                job.change(gone, None)
-            return True
-        if op == "create" and key in job.items:
-            return False
-        if len(job.items) >= _MAX_KEYS and key not in job.items:
-            raise ValueError(f"the store is full: it has {_MAX_KEYS} keys")
-        job.change(key, value, client if request.get("leased") is True else None)
-        return True
+        number = int(request["id"])
+        operation = _checked(request, client, consensus.state)
+        if consensus.serves:
+            consensus.append(operation, lambda done: client.send(dump({"id": number, "done": done})))
 
     def _end_leases(self) -> None:
         self._loop.call_later(self._lease_s / _LOOKS, self._end_leases)
         self._seldom.flush()
-        for job in self._jobs.values():
-            silent = {owner for owner in set(job.leases.values()) if owner.silence.is_too_long()}
-            for key in self._end_leases_of(job, silent):
+        silent = [session for session, silence in self._silences.items() if silence.is_too_long()]
+        if not self._cluster.consensus.has_contact():
+            return
+        connected = {client.session for clients in self._clients.values() for client in clients}
+        for session in silent:
+            for _, key in self._cluster.consensus.state.leased(session):
                 logger.warning("hub: no heartbeat from the owner of %s for %g s", key, self._lease_s)
+            self._end_session(session, forget=session not in connected)
 
-    @staticmethod
-    def _end_leases_of(job: _Job, owners: set[_Client]) -> list[str]:
-        """Remove the leased keys of these clients, and return them."""
-        ended = [key for key, owner in job.leases.items() if owner in owners]
-        for key in ended:
-            job.change(key, None)
-        return ended
+    def _end_session(self, session: str, *, forget: bool) -> None:
+        """Remove the leased keys of a client, and forget it unless it is still connected."""
+        consensus = self._cluster.consensus
+        if forget:
+            self._silences.pop(session, None)
+        if consensus.serves and (forget or consensus.state.leased(session)):
+            consensus.append({"op": "expire", "session": session, "forget": forget})
 
     def _note_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log in one line what asyncio would print with a traceback."""
         self._seldom.write(f"{context.get('message')}: {context.get('exception')!r}")
+
+
+def _checked(request: dict[str, Any], client: _Client, state: HubState) -> Operation:
+    """Return the operation that a client requests; raise ``ValueError`` if it is invalid."""
+    op, key, value = request["op"], request["key"], request.get("value", "")
+    if type(key) is not str or len(key.encode()) > MAX_KEY_BYTES:
+        raise ValueError(f"a key must be a string of at most {MAX_KEY_BYTES} bytes")
+    if op not in ("put", "create", "delete") or type(value) is not str or len(value.encode()) > MAX_VALUE_BYTES:
+        raise ValueError(
+            f"{op!r:.20} is not a request, or its value is not a string of at most {MAX_VALUE_BYTES} bytes"
+        )
+    items = state.jobs[client.job]
+    if op != "delete" and len(items) >= _MAX_KEYS and key not in items:
+        raise ValueError(f"the store is full: it has {_MAX_KEYS} keys")
+    operation = {"op": op, "job": client.job, "key": key, "value": value, "session": client.session}
+    operation["leased"] = request.get("leased") is True
+    return operation | ({"number": int(request["id"])} if client.is_numbered else {})
