@@ -183,11 +183,16 @@ class Hub:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def leave(self, timeout_s: float) -> bool:
-        """Let the other hubs of the cluster do without this one; return whether they do, within ``timeout_s``."""
+    def leave(self, timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> bool:
+        """Let the other hubs of the cluster do without this one; return whether they do.
+
+        Args:
+            timeout_s: When to give up.
+            is_over: Returns whether no client needs any hub more; then this returns at once.
+        """
         self._cluster.wants_to_leave = True
         ends_s = time.monotonic() + timeout_s
-        while not self._cluster.has_left and time.monotonic() < ends_s:
+        while not (self._cluster.has_left or is_over()) and time.monotonic() < ends_s:
             time.sleep(_LEAVE_LOOK_S)
         return self._cluster.has_left
 

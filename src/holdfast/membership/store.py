@@ -43,7 +43,7 @@ def search_s(lease_s: float) -> float:
     A node that is cut off must have killed its workers before the others may restart the job: within
     ``launch.nodes.FENCE_LEASES`` leases after they have noticed, which takes them a lease.
     """
-    return 1.7 * lease_s
+    return 1.5 * lease_s
 
 
 class Store(ABC):
