@@ -381,7 +381,11 @@ def test_a_port_that_is_taken_is_said(make_job):
         ({"rdzv": "holdfast://a:1,b"}, "--rdzv must be holdfast://HOST:PORT.*, got 'b'"),
         ({"rdzv": "holdfast://a:1,b:1,c:1"}, r"--rdzv must name the first nodes, .* as --nnodes \(2\), got"),
         ({"rdzv": "holdfast://a:1,a:1"}, "--rdzv must name the first nodes, each once"),
-        ({"rdzv": "holdfast://127.0.0.1:1,b:1"}, "needs a secret that all nodes share"),
+        (
+            {"rdzv": "holdfast://a:1,b:1"},
+            "--rdzv must name one node, or at least three, .*: of two, the loss of one may",
+        ),
+        ({"rdzv": "holdfast://127.0.0.1:1,b:1,c:1", "nnodes": 3}, "needs a secret that all nodes share"),
         ({"rdzv": "holdfast://host:99999"}, "--rdzv must be holdfast://HOST:PORT"),
         ({"node_timeout_s": 0.0}, "--node-timeout must be between 0.5 and 3600 seconds, got 0"),
         ({"stragglers": "rebalance"}, "--stragglers rebalance works on one node only: .* use warn or replace"),

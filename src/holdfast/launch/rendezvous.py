@@ -344,5 +344,9 @@ def _check_places(job: Job) -> None:
         refuse(
             f"--rdzv must name the first nodes, each once, and at most as many as --nnodes ({job.nnodes}), got {job.rdzv!r}"
         )
+    if len(places) == 2:
+        refuse(
+            f"--rdzv must name one node, or at least three, got {job.rdzv!r}: of two, the loss of one may leave no majority"
+        )
     if not set(hosts).issubset(_LOOPBACK) and not job.settings.token:
         refuse("--rdzv on another machine needs a secret that all nodes share: --rdzv-token, or HOLDFAST_TOKEN")
