@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import math
 import os
 import secrets
 import threading
@@ -41,6 +42,12 @@ logger = logging.getLogger(__name__)
 _HELLO_S = 10.0
 _CLOSE_S = 1.0
 _LEAVE_LOOK_S = 0.02
+_LOOK_S = 0.5
+"""The longest time between two checks of all leases."""
+_RETURN_S = 2.0
+"""A client that lives comes back within this time after its connection has ended."""
+_MOVE_S = 5.0
+"""A client that lives comes to another hub within this time after the leading one has died."""
 _MAX_READ = 1 << 16
 _MAX_STRANGERS = 256
 """Maximum number of connections that have not sent the token; one more replaces the oldest."""
@@ -128,8 +135,9 @@ class Hub:
         host: Address to listen on.
         port: Port to listen on; 0 for any free one.
         lease_s: A client without a heartbeat for this long loses its leased keys.
-        ends_with_connection: Whether a client also loses them as soon as its connection ends.
-        places: ``HOST:PORT`` of all hubs of a cluster; empty for a hub that is alone.
+        ends_with_connection: Whether a client also loses them as soon as its connection ends; in a cluster, unless it
+            comes back at once.
+        places: ``HOST:PORT`` of all hubs of a cluster; empty for a hub that is alone; None until :meth:`form`.
         place: Index of this one among them.
 
     Raises:
@@ -144,7 +152,7 @@ class Hub:
         *,
         lease_s: float = LEASE_S,
         ends_with_connection: bool = False,
-        places: Sequence[str] = (),
+        places: Sequence[str] | None = (),
         place: int = 0,
     ) -> None:
         self._token = token
@@ -152,7 +160,7 @@ class Hub:
         self._ends_with_connection = ends_with_connection
         self._clients: dict[str, set[_Client]] = {}
         self._silences: dict[str, SilenceTimer] = {}
-        self._cluster = Cluster(places, place, token, lease_s, self._executed, self._take_over, self._step_down)
+        self._cluster = Cluster(place, token, lease_s, self._executed, self._take_over, self._step_down)
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._seldom = RateLimitedLog()
         self._serving: set[asyncio.Task[None]] = set()
@@ -169,6 +177,8 @@ class Hub:
         self.port: int = self._server.sockets[0].getsockname()[1]
         self.address = f"{host}:{self.port}"
         self._thread = threading.Thread(target=self._run, name="holdfast-hub", daemon=True)
+        if places is not None:
+            self.form(places)
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -182,6 +192,10 @@ class Hub:
         with contextlib.suppress(RuntimeError):  # the thread and its loop have already ended
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+    def form(self, places: Sequence[str]) -> None:
+        """Form a cluster with the hubs at these places."""
+        self._loop.call_soon_threadsafe(self._cluster.begin, places)
 
     def leave(self, timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> bool:
         """Let the other hubs of the cluster do without this one; return whether they do.
@@ -206,7 +220,6 @@ class Hub:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.call_soon(self._cluster.begin)
             self._end_leases()
             self._loop.run_forever()
         finally:  # in any case: a hub that accepts connections but does not answer would be worse
@@ -294,8 +307,13 @@ class Hub:
             await writer.drain()
 
     def _part(self, client: _Client) -> None:
-        self._clients.setdefault(client.job, set()).discard(client)
-        if self._ends_with_connection:
+        clients = self._clients.setdefault(client.job, set())
+        clients.discard(client)
+        if not self._ends_with_connection or any(each.session == client.session for each in clients):
+            return  # the latter: it has come back already
+        if self._cluster.places:
+            self._silences[client.session] = self._new_silence(_RETURN_S)
+        else:
             self._end_session(client.session, forget=True)
 
     async def _first(self, incoming: _Incoming, writer: asyncio.StreamWriter) -> bytes | None:
@@ -345,8 +363,8 @@ class Hub:
         self._silences[client.session] = self._new_silence()
         return client
 
-    def _new_silence(self) -> SilenceTimer:
-        return SilenceTimer(self._lease_s, self._lease_s / _LOOKS)
+    def _new_silence(self, at_most_s: float = math.inf) -> SilenceTimer:
+        return SilenceTimer(min(self._lease_s, at_most_s), self._lease_s / _LOOKS)
 
     async def _tell_all(self, client: _Client, writer: asyncio.StreamWriter) -> None:
         """Send all keys to a new client, which also receives changes in the meantime."""
@@ -361,8 +379,10 @@ class Hub:
     # -- the cluster
 
     def _take_over(self) -> None:
-        """Give all clients the time of a lease to come here."""
-        self._silences = {session: self._new_silence() for session in self._cluster.consensus.state.sessions}
+        """Give all clients the time of a lease to come here; less if they have all seen that the last leader has died."""
+        at_most_s = _MOVE_S if self._ends_with_connection and self._cluster.leader_ended else math.inf
+        sessions = self._cluster.consensus.state.sessions
+        self._silences = {session: self._new_silence(at_most_s) for session in sessions}
         if self._cluster.places:
             logger.info("hub: %s leads in epoch %d", self.address, self._cluster.consensus.epoch)
 
@@ -393,7 +413,7 @@ class Hub:
             consensus.append(operation, lambda done: client.send(dump({"id": number, "done": done})))
 
     def _end_leases(self) -> None:
-        self._loop.call_later(self._lease_s / _LOOKS, self._end_leases)
+        self._loop.call_later(min(self._lease_s / _LOOKS, _LOOK_S), self._end_leases)
         self._seldom.flush()
         silent = [session for session, silence in self._silences.items() if silence.is_too_long()]
         if not self._cluster.consensus.has_contact():

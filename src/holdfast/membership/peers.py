@@ -26,6 +26,10 @@ _ELECTION = (0.35, 0.5)
 """Shares of a lease: another hub stands for election when it has not heard a leader for a random time between these."""
 _AGAIN = (0.02, 0.1)
 """Shares of a lease: pause before a hub stands for election when the leader's connection has ended, or again."""
+_UNLINKED = 0.2
+"""Share of a lease: a voter without a connection for this long is no voter any more."""
+_AGAIN_AT_MOST_S = 10.0
+"""The lease from which on that pause grows no more."""
 _TICKS = 20
 """Steps within a lease."""
 _MAX_READ = 1 << 16
@@ -107,8 +111,7 @@ class Cluster:
     """One hub's part in the cluster. All methods are called in the loop of the hub, unless they say otherwise.
 
     Args:
-        places: Addresses of all hubs; empty for a hub that is alone.
-        place: Index of this hub.
+        place: Index of this hub among all.
         token: Token of the cluster.
         lease_s: Duration of leases, from which all other times follow.
         executed: Called on the leader after each operation.
@@ -118,7 +121,6 @@ class Cluster:
 
     def __init__(
         self,
-        places: Sequence[str],
         place: int,
         token: str,
         lease_s: float,
@@ -127,13 +129,14 @@ class Cluster:
         stepped_down: Callable[[], None],
     ) -> None:
         self.token, self.lease_s = token, lease_s
-        self.places = tuple(places)
+        self.places: tuple[str, ...] = ()
+        """Addresses of all hubs; empty for a hub that is alone."""
         self._took_over, self._stepped_down = took_over, stepped_down
         self.consensus = Consensus(
             f"{place}.{secrets.token_hex(6)}", self._send, executed, time.monotonic, _FRESH * lease_s
         )
         self._place = place
-        self._links = [PeerLink(n, address, self) for n, address in enumerate(places) if n != place]
+        self._links: list[PeerLink] = []
         self._random = random.Random(self.consensus.me)
         self._tasks: list[asyncio.Task[None]] = []
         self._served = False
@@ -143,11 +146,15 @@ class Cluster:
         self._leaving: set[str] = set()
         self.wants_to_leave = False
         """Set by any thread: this hub is about to end, and the others must not count on it."""
+        self.leader_ended = False
+        """Whether the connection of the last leader has ended, as it does when its process dies."""
         self.has_left = False
         """Read by any thread: no other hub counts on this one."""
 
-    def begin(self) -> None:
-        """Start; a hub that is alone leads at once."""
+    def begin(self, places: Sequence[str]) -> None:
+        """Start, with the hubs at these places; a hub that is alone leads at once."""
+        self.places = tuple(places)
+        self._links = [PeerLink(n, address, self) for n, address in enumerate(places) if n != self._place]
         if not self._links:
             self.consensus.found([self.consensus.me])
             self._note_role()
@@ -200,6 +207,7 @@ class Cluster:
         answer = self.consensus.receive(hub, message)
         if self.consensus.hears_leader():
             self._silence.broken(time.monotonic())
+            self.leader_ended = False
         self._note_role()
         return answer | ({"leaves": True} if self.wants_to_leave else {})
 
@@ -208,6 +216,7 @@ class Cluster:
         was_leader = hub == self.consensus.leader
         self.consensus.forget_leader(hub)
         if was_leader and not self.consensus.leads:
+            self.leader_ended = True
             self._stand_soon()
 
     # -- time
@@ -230,7 +239,7 @@ class Cluster:
 
     def _stand_soon(self) -> None:
         if self._stands is None:
-            pause_s = self.lease_s * self._random.uniform(*_AGAIN)
+            pause_s = min(self.lease_s, _AGAIN_AT_MOST_S) * self._random.uniform(*_AGAIN)
             self._stands = asyncio.get_running_loop().call_later(pause_s, self._stand)
 
     def _stand(self) -> None:
@@ -268,20 +277,24 @@ class Cluster:
 
     def _choose_voters(self) -> None:
         """Keep as voters the hubs that answer and stay, one at each place."""
-        consensus, now_s = self.consensus, time.monotonic()
+        consensus = self.consensus
         if not consensus.may_change or not consensus.has_contact():
             return
         linked = {link.peer for link in self._links}
-        in_touch = set(consensus.in_touch(self.lease_s))
-        if now_s - self._served_since_s < self.lease_s:
-            in_touch.update(consensus.voters.members)
-        stay = in_touch - self._leaving - {consensus.me}
+        stay = self._heard_within(self.lease_s) & linked  # a hub without a connection has most probably died
+        stay |= self._heard_within(_UNLINKED * self.lease_s)
+        stay -= {*self._leaving, consensus.me}
         if not (self.wants_to_leave and stay):
             stay.add(consensus.me)
         by_place = {int(hub.partition(".")[0]): hub for hub in sorted(stay, key=lambda hub: (hub in linked, hub))}
         members = tuple(hub for _, hub in sorted(by_place.items()))
         if members != consensus.voters.members or (consensus.me in members and consensus.voters.tie != consensus.me):
             consensus.change_voters(members)
+
+    def _heard_within(self, within_s: float) -> set[str]:
+        """Return the hubs that have answered within this time, or could not have, since this hub leads for less long."""
+        is_new = time.monotonic() - self._served_since_s < within_s
+        return {*self.consensus.in_touch(within_s), *(self.consensus.voters.members if is_new else ())}
 
     def _drop_silent_links(self) -> None:
         """End connections without an answer for a lease, as after a network was cut: a new one works sooner."""
