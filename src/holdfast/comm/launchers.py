@@ -54,8 +54,8 @@ _FIRST_PORT, _PORTS = 20000, 12000
 ON_DEATH = "HOLDFAST_ON_DEATH"
 """What the processes of another launcher do when one of them dies: ``continue`` or ``end``."""
 _ON_DEATH = ("continue", "end")
-_ENDS_ALL = ("TORCHELASTIC_RUN_ID", "RAY_JOB_ID")
-"""Variables of launchers that set ``WORLD_SIZE``, and end all processes when one has failed."""
+_ENDS_ALL = ("TORCHELASTIC_RUN_ID", "RAY_JOB_ID", "KUBERNETES_SERVICE_HOST")
+"""Variables of launchers that set ``WORLD_SIZE``, and end or restart processes when one has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,8 @@ def leaves_survivors(env: Mapping[str, str], counted: str) -> bool:
     """Return whether the launcher leaves the other processes alone when one has failed, as far as the environment says.
 
     ``HOLDFAST_ON_DEATH`` decides, if it is set. Otherwise torchrun, Ray Train and MPI launchers end all processes; ``srun``
-    does not unless it is told to; and nothing ends processes that were started one by one, as pods are.
+    does not, unless it is told to; and nothing ends processes that were started one by one. A pod that has failed is
+    started again and waits for all others, so these must end, too.
 
     Args:
         env: The environment.
@@ -178,8 +179,6 @@ def leaves_survivors(env: Mapping[str, str], counted: str) -> bool:
         return said == _ON_DEATH[0]
     if counted == "SLURM_STEP_NUM_TASKS":
         return env.get("SLURM_KILL_BAD_EXIT", "0") == "0"
-    if counted == "OMPI_COMM_WORLD_SIZE":
-        return env.get("OMPI_MCA_orte_enable_recovery", "0").lower() in ("1", "true")
     return counted == "WORLD_SIZE" and not any(name in env for name in _ENDS_ALL)
 
 

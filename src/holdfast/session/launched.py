@@ -96,7 +96,7 @@ def _what_survives(group: LaunchedGroup) -> str:
 
     if not group.leaves_survivors:
         return "when one fails, all end"
-    options = " (--no-kill --kill-on-bad-exit=0)" if group.launcher == "srun" else ""
+    options = " (--no-kill --kill-on-bad-exit=0 --wait=0)" if group.launcher == "srun" else ""
     survives = f"when one dies, the others continue, if {group.launcher} leaves them alone{options}"
     hubs = num_hubs(group.size)
     if hubs == 1:
