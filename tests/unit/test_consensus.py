@@ -191,13 +191,16 @@ class DropsWhatIsPending(Consensus):
         self._pending = pending
 
 
-@pytest.mark.parametrize("kind", [OneVoteIsEnough, VotesForAnyone, ChangesVotersAtOnce, DropsWhatIsPending])
-def test_without_a_rule_something_is_lost(kind):
-    assert any(breaks(seed, kind) for seed in range(200))
+@pytest.mark.parametrize(
+    ("kind", "first"), [(OneVoteIsEnough, 2), (VotesForAnyone, 2), (ChangesVotersAtOnce, 33), (DropsWhatIsPending, 6)]
+)
+def test_without_a_rule_something_is_lost(kind, first):
+    """``first``: the first seed that shows it; others do, too."""
+    assert any(breaks(seed, kind) for seed in range(first, 300))
 
 
 def test_a_hub_that_votes_again_after_a_restart_under_its_old_name_loses_something():
-    assert any(breaks(seed, keeps_names=True) for seed in range(200))
+    assert any(breaks(seed, keeps_names=True) for seed in range(660, 2000)), "it takes many deaths at the wrong moment"
 
 
 @pytest.mark.parametrize(

@@ -325,6 +325,16 @@ def test_launchers_that_were_started_differently_are_told_what_differs(meet, mak
         NodeGroup(make_job(1, **({"nnodes": 2} | more)))
 
 
+def test_launchers_with_another_list_of_addresses_are_told_so(meet, make_job):
+    first, _ = meet(2)
+    url = f"{first._url},127.0.0.1:{free_port()},127.0.0.1:{free_port()}"
+
+    with pytest.raises(
+        ConfigError, match=r"with a number of addresses in --rdzv holdfast:// 3, the other nodes with 1"
+    ):
+        NodeGroup(make_job(1, rdzv=url))
+
+
 def test_another_script_of_the_same_name_is_found_out(meet, make_job):
     meet(2)
     make_job(1).script.write_text("print('newer')")

@@ -237,6 +237,7 @@ class Rendezvous:
             **{option: getattr(settings, field) for option, field, _ in OPTIONS if field.startswith(_ALIKE)},
             "--slices": settings.auto_text or settings.slices,
             "--max-restarts": job.max_restarts,
+            "a number of addresses in --rdzv holdfast://": len(self._places),
             "--node-timeout": job.node_timeout_s,
             "SCRIPT": job.script.name,
             "ARGS": list(job.args),

@@ -160,7 +160,7 @@ class Consensus:
 
     def _canvass(self, epoch: int, *, dry: bool) -> None:
         self._campaign, self._granted = (epoch, dry), {self.me}
-        for hub in self._all_voters() - {self.me}:
+        for hub in sorted(self._all_voters() - {self.me}):
             self._send(hub, {"vote": epoch, "last": self.last, "dry": dry})
         self._count_votes()
 
@@ -205,7 +205,7 @@ class Consensus:
     def beat(self) -> None:
         """Show all followers that this leader is alive."""
         now_s = self._clock()
-        for hub in self._following:
+        for hub in sorted(self._following):
             self._send(hub, {"beat": now_s, "epoch": self.epoch})
 
     def append(self, operation: Operation, done: Done | None = None) -> None:
@@ -214,7 +214,7 @@ class Consensus:
         self._index += 1
         self._note_voters(operation)
         self._pending.append(_Entry(self._index, operation, done))
-        for hub in self._following:
+        for hub in sorted(self._following):
             self._send(hub, {"op": operation, "epoch": self.epoch, "index": self._index})
         self._advance()
 
