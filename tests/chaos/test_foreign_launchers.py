@@ -162,6 +162,40 @@ def test_tasks_of_srun_continue_when_one_dies_also_the_one_that_led_the_store(tm
     assert sha256_in(said) == [bits(count)]
 
 
+JOIN_ONLY = """
+import time
+from holdfast.comm import joining, surviving
+joining.LEASE_S = surviving.LEASE_S = 3.0
+from holdfast.comm.launchers import own_group
+group = surviving.SurvivingGroup(own_group())
+print("joined", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.soak
+def test_a_process_that_is_cut_off_from_the_others_ends_itself(tmp_path):
+    (tmp_path / "train.py").write_text(JOIN_ONLY)
+    tasks = start_tasks(3, tmp_path, "train.py")
+    try:
+        assert [task.stdout.readline() for task in tasks] == ["joined\n"] * 3
+        tasks[1].send_signal(signal.SIGSTOP)
+        assert tasks[0].stderr.readline() == "holdfast: rank 1 has died; the others continue: 0, 2\n"
+        tasks[1].send_signal(signal.SIGCONT)
+        code, _, err = finish(tasks[1])
+        assert code == 1
+        assert "holdfast: rank 1 ends: " in err
+
+        tasks[0].send_signal(signal.SIGKILL)  # of the two, the one that leads: the other cannot know that it is dead
+        code, _, err = finish(tasks[2])
+        assert code == 1
+        assert "holdfast: rank 2 ends: it is cut off from the others: " in err
+        assert finish(tasks[0])[0] == -9
+    finally:
+        for task in tasks:
+            task.kill()
+
+
 def test_tasks_of_srun_join_where_their_step_begins_and_end_with_the_first_that_fails(tmp_path):
     """Where srun ends all of them, they say how to go on."""
     (tmp_path / "train.py").write_text(SMALL.format(deed="time.sleep(60)"))

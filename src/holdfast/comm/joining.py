@@ -33,7 +33,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from holdfast.comm.launchers import LaunchedGroup
+from holdfast.comm.launchers import ON_DEATH, LaunchedGroup
 from holdfast.errors import ConfigError, ScriptError, StoreLost
 from holdfast.membership import Hub, Store, open_store
 
@@ -80,6 +80,7 @@ class JoinedGroup:
         self._rendezvous = _open_rendezvous(group)
         if not group.is_local and group.rank == group.size - 1:
             self._rendezvous.set(self._key("last"), _route_to(group.host))
+        self._check_alike()
         self._hub_address = self._host() if group.rank < self._num_hosts else None
         with contextlib.ExitStack() as undo:
             if self._hub is not None:
@@ -92,6 +93,8 @@ class JoinedGroup:
             self._rendezvous = None  # the script may open a process group of its own there
         threading.Thread(target=self._watch, name="holdfast-liveness", daemon=True).start()
 
+    _on_death = "end"
+    """What the other processes do when one dies."""
     _num_hosts = 1
     """Processes that host the membership store: the first ones."""
     _part = "liveness"
@@ -151,6 +154,16 @@ class JoinedGroup:
         atexit.register(on_exit)
 
     # -- joining
+
+    def _check_alike(self) -> None:
+        """Raise ``ConfigError`` if rank 0 was told to do something else when a process dies."""
+        rank, mine, key = self.group.rank, self._on_death, "on-death"
+        if rank == 0:
+            self._rendezvous.set(self._key(key), mine)
+        elif (theirs := self._read(key).decode()) != mine:
+            raise ConfigError(
+                f"when a process dies, rank 0 would {theirs}, but rank {rank} would {mine}: set {ON_DEATH} to the same in all"
+            )
 
     def _host(self) -> HubAddress | None:
         """Host the membership store, and publish where it is."""

@@ -50,6 +50,7 @@ class SurvivingGroup(JoinedGroup):
         StoreLost: if not all of them arrive in time, or one fails meanwhile.
     """
 
+    _on_death = "continue"
     _part = "group"
 
     def __init__(self, group: LaunchedGroup) -> None:
