@@ -40,17 +40,17 @@ class CountingHub(Hub):
 
     received = sent = 0
 
-    def _answer(self, client: Any, line: bytes) -> bytes:
+    def _answer(self, client: Any, line: bytes) -> None:
         if line:
             self.received += 1
-        return super()._answer(client, line)
+        super()._answer(client, line)
 
-    def _admit(self, hello: Any, writer: Any, peer: object) -> Any:
-        client = super()._admit(hello, writer, peer)
+    async def _admit(self, hello: Any, writer: Any) -> Any:
+        client = await super()._admit(hello, writer)
         plain = client.send
 
         def send(line: bytes) -> None:
-            if line != b"\n":
+            if line not in (b"", b"\n"):
                 self.sent += 1
             plain(line)
 
@@ -68,13 +68,12 @@ class SimulatedStore(Store):
         super().__init__()
         self._relay = relay
         self._answers: dict[int, bool] = {}
-        self.job = relay._served
         in_loop(relay, self._begin)
 
     def _begin(self) -> None:
-        for key, value in self.job.items.items():
+        for key, value in self._relay._items.items():
             self._note(key, value)
-        self.job.clients.add(self)
+        self._relay._clients.add(self)
 
     def send(self, line: bytes) -> None:
         """Receive a line of the relay, in its thread."""

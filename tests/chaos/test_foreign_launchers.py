@@ -1,6 +1,7 @@
 """A session that another launcher starts: the processes join each other and end with the bits of `holdfast run`.
 
-When one is killed, all end, and resume from the newest checkpoint where the launcher starts them again.
+When one is killed, the others continue, if the launcher leaves them alone. Otherwise all end, and resume from the newest
+checkpoint where the launcher starts them again.
 """
 
 from __future__ import annotations
@@ -130,12 +131,75 @@ def test_each_survivor_ends_when_a_process_raises_or_leaves_training(tmp_path):
         assert sha256_in(err) == []
 
 
-def test_tasks_of_srun_join_where_their_step_begins_and_end_with_the_first_that_fails(tmp_path):
-    """The environment of a step; nothing restarts them, so they say how to."""
-    (tmp_path / "train.py").write_text(SMALL.format(deed="time.sleep(60)"))
+def start_tasks(count, folder, script, **env):
+    """Start tasks with the environment of a step of srun, which restarts none of them."""
     step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1"}
-    step |= {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "localhost"}
-    tasks = [start([sys.executable, "train.py"], tmp_path, **step, SLURM_PROCID=str(task)) for task in range(3)]
+    step |= {"SLURM_STEP_NUM_TASKS": str(count), "SLURM_STEP_NODELIST": "localhost"} | env
+    return [start([sys.executable, str(script)], folder, **step, SLURM_PROCID=str(task)) for task in range(count)]
+
+
+@pytest.mark.parametrize("victims", [[0], [3, 0]], ids=["3", "4"])
+def test_tasks_of_srun_continue_when_one_dies_also_the_one_that_led_the_store(tmp_path, bits, victims):
+    count = 2 + len(victims)
+    saved = {"HOLDFAST_CHECKPOINT_DIR": str(tmp_path / "saved"), "HOLDFAST_CHECKPOINT_EVERY": "20"}
+    tasks = start_tasks(count, tmp_path, EXAMPLE, **saved)
+    try:
+        for turn, victim in enumerate(victims):
+            at = tmp_path / "saved" / f"step-{20 + 40 * turn:08}" / "manifest.json"
+            wait_until(at.exists, tasks[victim])
+            tasks[victim].send_signal(signal.SIGKILL)
+        ended = [finish(task) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+
+    said = "".join(err for _, _, err in ended)
+    assert [code for code, _, _ in ended] == [-9 if rank in victims else 0 for rank in range(count)], said
+    assert (
+        f"{count} processes of srun have joined; when one dies, the others continue, if srun leaves them alone" in said
+    )
+    assert "holdfast: rank 0 has died; the others continue: 1, 2\n" in said
+    assert sha256_in(said) == [bits(count)]
+
+
+JOIN_ONLY = """
+import time
+from holdfast.comm import joining, surviving
+joining.LEASE_S = surviving.LEASE_S = 3.0
+from holdfast.comm.launchers import own_group
+group = surviving.SurvivingGroup(own_group())
+print("joined", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.soak
+def test_a_process_that_is_cut_off_from_the_others_ends_itself(tmp_path):
+    (tmp_path / "train.py").write_text(JOIN_ONLY)
+    tasks = start_tasks(3, tmp_path, "train.py")
+    try:
+        assert [task.stdout.readline() for task in tasks] == ["joined\n"] * 3
+        tasks[1].send_signal(signal.SIGSTOP)
+        assert tasks[0].stderr.readline() == "holdfast: rank 1 has died; the others continue: 0, 2\n"
+        tasks[1].send_signal(signal.SIGCONT)
+        code, _, err = finish(tasks[1])
+        assert code == 1
+        assert "holdfast: rank 1 ends: " in err
+
+        tasks[0].send_signal(signal.SIGKILL)  # of the two, the one that leads: the other cannot know that it is dead
+        code, _, err = finish(tasks[2])
+        assert code == 1
+        assert "holdfast: rank 2 ends: it is cut off from the others: " in err
+        assert finish(tasks[0])[0] == -9
+    finally:
+        for task in tasks:
+            task.kill()
+
+
+def test_tasks_of_srun_join_where_their_step_begins_and_end_with_the_first_that_fails(tmp_path):
+    """Where srun ends all of them, they say how to go on."""
+    (tmp_path / "train.py").write_text(SMALL.format(deed="time.sleep(60)"))
+    tasks = start_tasks(3, tmp_path, "train.py", SLURM_KILL_BAD_EXIT="1")
     try:
         assert tasks[1].stdout.readline() == "at step 3\n"
         tasks[1].send_signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""One contract, every store: the launcher's hub, and etcd by real servers of it."""
+"""One contract, every store: the launcher's hub, several hubs of which one leads, and etcd by real servers of it."""
 
 import contextlib
 import itertools
@@ -27,12 +27,13 @@ _jobs = itertools.count()
 class Place:
     """A running store, and a job of this test's own in it."""
 
-    def __init__(self, kind, port):
+    def __init__(self, kind, port, addresses=""):
+        self.addresses = addresses
         self.kind, self.port, self.job = kind, port, f"job-{os.getpid()}-{next(_jobs)}"
         self._stack = contextlib.ExitStack()
 
     def open(self, job="", *, port=None, lease_s=None):
-        where = f"127.0.0.1:{port or self.port}"
+        where = self.addresses if self.addresses and not port else f"127.0.0.1:{port or self.port}"
         if lease_s is not None and self.kind == "etcd":
             store = EtcdStore(where, TOKEN, job or self.job, lease_s=lease_s)
         else:
@@ -114,8 +115,25 @@ def etcd(tmp_path_factory):
         yield cluster
 
 
-@pytest.fixture(params=["holdfast", "etcd"])
+@contextlib.contextmanager
+def cluster_of_hubs(count=3):
+    """Hubs in threads of this process; the first one leads."""
+    with contextlib.ExitStack() as ends:
+        hubs = [ends.enter_context(Hub(TOKEN, lease_s=LEASE_S, places=None, place=place)) for place in range(count)]
+        for hub in hubs:
+            hub.form([each.address for each in hubs])
+        yield hubs
+
+
+@pytest.fixture(params=["holdfast", "hubs", "etcd"])
 def place(request):
+    if request.param == "hubs":
+        with cluster_of_hubs() as hubs:
+            addresses = ",".join(hub.address for hub in hubs)
+            with Place("holdfast", hubs[0].port, addresses) as place:
+                place.open()  # waits until one leads
+                yield place
+        return
     if request.param == "etcd":
         with Place("etcd", request.getfixturevalue("etcd").ports[0]) as place:
             yield place

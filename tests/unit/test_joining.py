@@ -12,7 +12,8 @@ import pytest
 from holdfast.comm import joining
 from holdfast.comm.joining import JoinedGroup
 from holdfast.comm.launchers import LaunchedGroup
-from holdfast.errors import StoreLost
+from holdfast.comm.surviving import SurvivingGroup
+from holdfast.errors import ConfigError, StoreLost
 
 
 @pytest.fixture
@@ -36,6 +37,16 @@ def test_where_rank_0_does_not_arrive_the_meeting_place_is_named(monkeypatch, gr
 
     with pytest.raises(StoreLost, match=f"the processes of srun cannot meet at 127.0.0.1:{group.port}: "):
         JoinedGroup(other)
+
+
+def test_processes_that_were_told_different_things_are_refused(monkeypatch, group):
+    monkeypatch.setattr(joining, "START_S", 5.0)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(JoinedGroup, group)
+        with pytest.raises(ConfigError, match="rank 0 would end, but rank 1 would continue: set HOLDFAST_ON_DEATH to"):
+            SurvivingGroup(dataclasses.replace(group, rank=1))
+        with pytest.raises(StoreLost, match="did not join"):
+            first.result()
 
 
 def test_a_second_job_at_the_same_place_is_refused_and_does_not_disturb_the_first(monkeypatch, group):

@@ -13,7 +13,15 @@ from torch.utils.data import TensorDataset
 
 import holdfast
 from holdfast.comm import VirtualCommunicator, connect, launchers
-from holdfast.comm.launchers import LaunchedGroup, chosen, launched_group, others_started, sole_process
+from holdfast.comm.launchers import (
+    LaunchedGroup,
+    chosen,
+    launched_group,
+    leaves_survivors,
+    others_started,
+    sole_process,
+)
+from holdfast.comm.surviving import num_hubs
 from holdfast.config import Settings, leads_at_start, rank_at_start
 from holdfast.errors import ConfigError
 from holdfast.session.launched import as_launched
@@ -91,16 +99,22 @@ JOINED = {
         ),
     ),
     "Kubeflow's PyTorchJob": (
-        MEETING | {"WORLD_SIZE": "3", "RANK": "2"},
+        MEETING | {"WORLD_SIZE": "3", "RANK": "2", "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
         LaunchedGroup(launcher="another launcher", rank=2, size=3, is_local=False, host="h", port=29500),
+    ),
+    "processes that were started one by one": (
+        MEETING | {"WORLD_SIZE": "3", "RANK": "2"},
+        LaunchedGroup(
+            launcher="another launcher", rank=2, size=3, is_local=False, host="h", port=29500, leaves_survivors=True,
+        ),
     ),
     "srun": (
         STEP | {"SLURM_PROCID": "3", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n[3-4]"},
-        LaunchedGroup(launcher="srun", rank=3, size=4, is_local=False, host="n3", port=20217, job="7 0"),
+        LaunchedGroup(launcher="srun", rank=3, size=4, is_local=False, host="n3", port=20217, leaves_survivors=True, job="7 0"),
     ),
     "srun with torch's variables for the meeting place": (
         STEP | MEETING | {"SLURM_STEP_NODELIST": "n3"},
-        LaunchedGroup(launcher="srun", rank=0, size=4, is_local=True, host="h", port=29500, job="7 0"),
+        LaunchedGroup(launcher="srun", rank=0, size=4, is_local=True, host="h", port=29500, leaves_survivors=True, job="7 0"),
     ),
     "MPICH": (
         MEETING | {"PMI_SIZE": "3", "PMI_RANK": "0", "MPI_LOCALNRANKS": "3"},
@@ -121,6 +135,39 @@ def test_processes_join_where_the_environment_says_enough(name):
     env, group = JOINED[name]
 
     assert launched_group(env) == group
+
+
+@pytest.mark.parametrize(
+    ("env", "counted", "continue_"),
+    [
+        ({}, "WORLD_SIZE", True),
+        (TORCHRUN, "WORLD_SIZE", False),
+        (RAY, "WORLD_SIZE", False),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "WORLD_SIZE", False),
+        (STEP, "SLURM_STEP_NUM_TASKS", True),
+        (STEP | {"SLURM_KILL_BAD_EXIT": "0"}, "SLURM_STEP_NUM_TASKS", True),
+        (STEP | {"SLURM_KILL_BAD_EXIT": "1"}, "SLURM_STEP_NUM_TASKS", False),
+        (OMPI, "OMPI_COMM_WORLD_SIZE", False),
+        (OMPI | {"HOLDFAST_ON_DEATH": "continue"}, "OMPI_COMM_WORLD_SIZE", True),
+        ({}, "PMI_SIZE", False),
+        ({}, "FLUX_JOB_SIZE", False),
+        ({"HOLDFAST_ON_DEATH": "continue"}, "PMI_SIZE", True),
+        (RAY | {"HOLDFAST_ON_DEATH": "continue"}, "WORLD_SIZE", True),
+        (STEP | {"HOLDFAST_ON_DEATH": "end"}, "SLURM_STEP_NUM_TASKS", False),
+    ],
+)
+def test_the_others_continue_where_the_launcher_leaves_them_alone(env, counted, continue_):
+    assert leaves_survivors(env, counted) is continue_
+
+
+def test_another_word_for_what_happens_on_death_is_refused():
+    with pytest.raises(ConfigError, match="HOLDFAST_ON_DEATH must be continue or end, got 'stop'"):
+        leaves_survivors({"HOLDFAST_ON_DEATH": "stop"}, "WORLD_SIZE")
+
+
+@pytest.mark.parametrize(("size", "hubs"), [(2, 1), (3, 3), (4, 3), (100, 3)])
+def test_two_hubs_are_never_made(size, hubs):
+    assert num_hubs(size) == hubs
 
 
 def test_a_process_that_torchrun_started_alone_may_have_to_resume():

@@ -15,7 +15,7 @@ from jobs import clean_env
 
 from holdfast.errors import ConfigError, StoreLost
 from holdfast.membership import Hub, HubStore
-from holdfast.membership.hub import RateLimitedLog
+from holdfast.membership.server import RateLimitedLog
 from holdfast.membership.store import LEASE_S, SilenceTimer, beat_s, patience_s
 from holdfast.membership.wire import MAX_HELLO_BYTES, MAX_LINE_BYTES, LineSplitter, dump, parse
 
@@ -203,7 +203,7 @@ def test_strangers_are_counted_once_a_minute(caplog):
 
 
 def test_a_client_that_does_not_read_is_cut_off_and_others_go_on(hub, store, caplog, monkeypatch):
-    monkeypatch.setattr("holdfast.membership.hub._MAX_BACKLOG_BYTES", 4 << 20)
+    monkeypatch.setattr("holdfast.membership.server._MAX_BACKLOG_BYTES", 4 << 20)
     with socket.create_connection(("127.0.0.1", hub.port)) as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.sendall(HELLO)
@@ -215,7 +215,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_others_go_on(hub, store, cap
 
 
 def test_who_comes_to_a_store_with_more_than_the_backlog_gets_all_of_it(hub, store, monkeypatch):
-    monkeypatch.setattr("holdfast.membership.hub._MAX_BACKLOG_BYTES", 4 << 20)
+    monkeypatch.setattr("holdfast.membership.server._MAX_BACKLOG_BYTES", 4 << 20)
     for turn in range(12):
         store.put(f"key/{turn}", "x" * (1 << 20))
 

@@ -13,7 +13,7 @@ from holdfast.errors import ConfigError
 from holdfast.launch import nodes
 from holdfast.launch.job import Job
 from holdfast.launch.nodes import FENCE_LEASES, NodeGroup
-from holdfast.launch.rendezvous import check_nodes, split_address
+from holdfast.launch.rendezvous import check_nodes, hub_places, split_place
 from holdfast.records.beacon import BeaconPosition
 from holdfast.records.types import Recovered, StepCommitted, WorkerEnded
 
@@ -354,6 +354,16 @@ def test_launchers_that_were_started_differently_are_told_what_differs(meet, mak
         NodeGroup(make_job(1, **({"nnodes": 2} | more)))
 
 
+def test_launchers_with_another_list_of_addresses_are_told_so(meet, make_job):
+    first, _ = meet(2)
+    url = f"{first._url},127.0.0.1:{free_port()},127.0.0.1:{free_port()}"
+
+    with pytest.raises(
+        ConfigError, match=r"with a number of addresses in --rdzv holdfast:// 3, the other nodes with 1"
+    ):
+        NodeGroup(make_job(1, rdzv=url))
+
+
 def test_another_script_of_the_same_name_is_found_out(meet, make_job):
     meet(2)
     make_job(1).script.write_text("print('newer')")
@@ -391,7 +401,7 @@ def test_a_node_that_does_not_come_is_named(make_job):
 def test_a_port_that_is_taken_is_said(make_job):
     job = make_job(0)
     with socket.socket() as taken:
-        taken.bind(split_address(job.rdzv))
+        taken.bind(split_place(*hub_places(job.rdzv)))
         taken.listen()
 
         with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:"):
@@ -407,6 +417,14 @@ def test_a_port_that_is_taken_is_said(make_job):
         ({"rdzv": ""}, "--nnodes needs --rdzv"),
         ({"rdzv": "holdfast://10.0.0.1:29400"}, "needs a secret that all nodes share: --rdzv-token, or HOLDFAST_TOKEN"),
         ({"rdzv": "10.0.0.1:29400"}, "--rdzv must be holdfast://HOST:PORT"),
+        ({"rdzv": "holdfast://a:1,b"}, "--rdzv must be holdfast://HOST:PORT.*, got 'b'"),
+        ({"rdzv": "holdfast://a:1,b:1,c:1"}, r"--rdzv must name the first nodes, .* as --nnodes \(2\), got"),
+        ({"rdzv": "holdfast://a:1,a:1"}, "--rdzv must name the first nodes, each once"),
+        (
+            {"rdzv": "holdfast://a:1,b:1"},
+            "--rdzv must name one node, or at least three, .*: of two, the loss of one may",
+        ),
+        ({"rdzv": "holdfast://127.0.0.1:1,b:1,c:1", "nnodes": 3}, "needs a secret that all nodes share"),
         ({"rdzv": "holdfast://host:99999"}, "--rdzv must be holdfast://HOST:PORT"),
         ({"node_timeout_s": 0.0}, "--node-timeout must be between 0.5 and 3600 seconds, got 0"),
         ({"stragglers": "rebalance"}, "--stragglers rebalance works on one node only: .* use warn or replace"),

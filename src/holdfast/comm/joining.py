@@ -33,13 +33,13 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from holdfast.comm.launchers import LaunchedGroup
+from holdfast.comm.launchers import ON_DEATH, LaunchedGroup
 from holdfast.errors import ConfigError, ScriptError, StoreLost
 from holdfast.membership import Hub, Store, open_store
 
 START_S = 300.0
 """How long processes wait for each other at the start."""
-_LEASE_S = 30.0
+LEASE_S = 30.0
 """A process that is silent for this long has failed: its machine is lost, or it is stopped."""
 _RETRY_S = 0.1
 _LET_OTHERS_HEAR_S = 0.3
@@ -78,7 +78,10 @@ class JoinedGroup:
         self._pid = os.getpid()
         self._failed = self._is_leaving = False
         self._rendezvous = _open_rendezvous(group)
-        self._hub_address = self._host() if group.rank == 0 else None
+        if not group.is_local and group.rank == group.size - 1:
+            self._rendezvous.set(self._key("last"), _route_to(group.host))
+        self._check_alike()
+        self._hub_address = self._host() if group.rank < self._num_hosts else None
         with contextlib.ExitStack() as undo:
             if self._hub is not None:
                 undo.callback(self._hub.close)
@@ -88,7 +91,14 @@ class JoinedGroup:
             undo.pop_all()
         if not group.has_store:
             self._rendezvous = None  # the script may open a process group of its own there
-        threading.Thread(target=self._watch, name="holdfast-fail-stop", daemon=True).start()
+        threading.Thread(target=self._watch, name="holdfast-liveness", daemon=True).start()
+
+    _on_death = "end"
+    """What the other processes do when one dies."""
+    _num_hosts = 1
+    """Processes that host the membership store: the first ones."""
+    _part = "liveness"
+    """Part of the store in which processes show that they live."""
 
     @property
     def url(self) -> str:
@@ -131,10 +141,13 @@ class JoinedGroup:
             if os.getpid() != self._pid:
                 return  # a process that the script has forked
             try:
-                if not self._failed:
+                if self._failed:
+                    self._tell_failed()
+                else:
                     check()
                     self._leave()
             except ScriptError as error:
+                self._tell_failed()
                 self._end(str(error))
 
         sys.excepthook = on_exception
@@ -142,10 +155,20 @@ class JoinedGroup:
 
     # -- joining
 
-    def _host(self) -> HubAddress:
+    def _check_alike(self) -> None:
+        """Raise ``ConfigError`` if rank 0 was told to do something else when a process dies."""
+        rank, mine, key = self.group.rank, self._on_death, "on-death"
+        if rank == 0:
+            self._rendezvous.set(self._key(key), mine)
+        elif (theirs := self._read(key).decode()) != mine:
+            raise ConfigError(
+                f"when a process dies, rank 0 would {theirs}, but rank {rank} would {mine}: set {ON_DEATH} to the same in all"
+            )
+
+    def _host(self) -> HubAddress | None:
         """Host the membership store, and publish where it is."""
         host, token = self._own_address(), secrets.token_hex(16)
-        self._hub = hub = Hub(token, host, lease_s=_LEASE_S, ends_with_connection=True)
+        self._hub = hub = Hub(token, host, lease_s=LEASE_S, ends_with_connection=True)
         os.register_at_fork(after_in_child=hub.forget)
         has_begun = self.group.has_store and _has_begun(self.group, self._rendezvous)
         published = HubAddress(hub.address, token, has_begun)
@@ -156,23 +179,26 @@ class JoinedGroup:
         """Return the address at which the others reach this process."""
         if self.group.is_local:
             return "127.0.0.1"
+        if self.group.rank:
+            return _route_to(self.group.host)
         return _route_to(self._read("last").decode())  # this machine's own name may mean a loopback address
 
     def _enter(self) -> Store:
         """Connect to the hub; the published one may be that of an earlier start, which rank 0 is about to replace."""
         group = self.group
-        if not group.is_local and group.rank == group.size - 1:
-            self._rendezvous.set(self._key("last"), _route_to(group.host))
         while True:
-            if group.rank:
-                self._hub_address = HubAddress(*json.loads(self._read("hub")))
-            assert self._hub_address is not None
+            if group.rank or self._hub_address is None:
+                self._hub_address = self._find()
             try:
-                return open_store(f"holdfast://{self._hub_address.address}/liveness", self._hub_address.token)
+                return open_store(f"holdfast://{self._hub_address.address}/{self._part}", self._hub_address.token)
             except (StoreLost, ConfigError) as error:
                 if time.monotonic() > self._ends_s:
                     raise StoreLost(f"rank 0 cannot be reached: {error}") from error
                 time.sleep(_RETRY_S)
+
+    def _find(self) -> HubAddress:
+        """Return where the membership store is."""
+        return HubAddress(*json.loads(self._read("hub")))
 
     def _read(self, name: str) -> bytes:
         left_s = max(1.0, self._ends_s - time.monotonic())
@@ -213,6 +239,9 @@ class JoinedGroup:
             why = f"rank 0 has failed: {error}" if first is None else f"rank {first} has failed"
         if not self._is_leaving:
             self._end(why)
+
+    def _tell_failed(self) -> None:
+        """Do nothing: the others end with this process in any case."""
 
     def _failed_rank(self) -> int | None:
         for rank in range(self.group.size):

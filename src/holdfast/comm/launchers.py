@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from holdfast.errors import ConfigError
 from holdfast.slurm import number, read_step
 
 _SIZES = {
@@ -50,6 +51,12 @@ _JOBS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE
 """Variables that identify a job, the same in all its processes."""
 _FIRST_PORT, _PORTS = 20000, 12000
 
+ON_DEATH = "HOLDFAST_ON_DEATH"
+"""What the processes of another launcher do when one of them dies: ``continue`` or ``end``."""
+_ON_DEATH = ("continue", "end")
+_ENDS_ALL = ("TORCHELASTIC_RUN_ID", "RAY_JOB_ID", "KUBERNETES_SERVICE_HOST")
+"""Variables of launchers that set ``WORLD_SIZE``, and end or restart processes when one has failed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedGroup:
@@ -64,6 +71,8 @@ class LaunchedGroup:
         port: Its port.
         has_store: Whether the launcher hosts that store, and keeps it over restarts; otherwise rank 0 hosts it.
         restarts_all: Whether the launcher starts all processes again when one has failed.
+        leaves_survivors: Whether the launcher leaves the other processes alone when one has failed, so that they can
+            continue.
         attempt: Restarts so far.
         job: Tells it from other groups that may meet at the same place; "" if the environment does not.
     """
@@ -76,6 +85,7 @@ class LaunchedGroup:
     port: int
     has_store: bool = False
     restarts_all: bool = False
+    leaves_survivors: bool = False
     attempt: int = 0
     job: str = ""
 
@@ -142,9 +152,34 @@ def _group(env: Mapping[str, str], counted: str) -> LaunchedGroup | None:
         port=where[1],
         has_store=counted == "WORLD_SIZE" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restarts_all=is_torchrun and counted == "WORLD_SIZE",
+        leaves_survivors=leaves_survivors(env, counted),
         attempt=(number(env, "TORCHELASTIC_RESTART_COUNT") or 0) if is_torchrun else 0,
         job=" ".join(env[name] for name in _JOBS if name in env),
     )
+
+
+def leaves_survivors(env: Mapping[str, str], counted: str) -> bool:
+    """Return whether the launcher leaves the other processes alone when one has failed, as far as the environment says.
+
+    ``HOLDFAST_ON_DEATH`` decides, if it is set. Otherwise torchrun, Ray Train and MPI launchers end all processes; ``srun``
+    does not, unless it is told to; and nothing ends processes that were started one by one. A pod that has failed is
+    started again and waits for all others, so these must end, too.
+
+    Args:
+        env: The environment.
+        counted: The variable with the number of processes.
+
+    Raises:
+        ConfigError: if ``HOLDFAST_ON_DEATH`` has another value.
+    """
+    said = env.get(ON_DEATH, "")
+    if said not in ("", *_ON_DEATH):
+        raise ConfigError(f"{ON_DEATH} must be {' or '.join(_ON_DEATH)}, got {said!r}")
+    if said:
+        return said == _ON_DEATH[0]
+    if counted == "SLURM_STEP_NUM_TASKS":
+        return env.get("SLURM_KILL_BAD_EXIT", "0") == "0"
+    return counted == "WORLD_SIZE" and not any(name in env for name in _ENDS_ALL)
 
 
 def _is_local(env: Mapping[str, str], counted: str, size: int) -> bool:

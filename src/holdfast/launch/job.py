@@ -93,7 +93,7 @@ class Job:
     rdzv: str = option(
         "",
         help="Rendezvous: holdfast://HOST:PORT or etcd://HOST:PORT/JOB.",
-        manual="rendezvous: `holdfast://HOST:PORT`, hosted by node 0, or `etcd://HOST:PORT[,HOST:PORT...]/JOB`",
+        manual="rendezvous: `holdfast://HOST:PORT`, hosted by node 0; `holdfast://HOST:PORT,HOST:PORT,HOST:PORT`, hosted by the first nodes, of which any may be lost; or `etcd://HOST:PORT[,HOST:PORT...]/JOB`",
         group="Multiple nodes with Gloo",
         is_basic=True,
         metavar="URL",

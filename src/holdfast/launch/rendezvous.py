@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import xxhash
 
@@ -22,6 +22,8 @@ from holdfast.launch.job import OPTIONS, Job, refuse
 from holdfast.membership import Hub, Store, open_store
 
 _RETRY_S = 0.5
+_TOGETHER_S = 1.0
+"""Launchers that end within this time end together: no hub needs to take over."""
 _ALIKE = (
     "spares",
     "strategy",
@@ -61,6 +63,7 @@ class Rendezvous:
         self._me = job.node_rank
         self._lease_s = job.node_timeout_s
         self._hub: Hub | None = None
+        self._places = hub_places(job.rdzv)
         self._store: Store | None = None
         self._seat: int | None = None
         self.token = job.settings.token or ("" if job.rdzv else secrets.token_hex(16))
@@ -88,7 +91,7 @@ class Rendezvous:
     @property
     def is_host(self) -> bool:
         """Whether this launcher hosts the store, which no other launcher can do without."""
-        return self._hub is not None
+        return self._hub is not None and len(self._places) < 2
 
     @property
     def seat_lost(self) -> str:
@@ -144,18 +147,24 @@ class Rendezvous:
         if mine is not None and mine.seat == self._seat:
             self.store.put(f"bye/{self._me}/{mine.seat}", "1")
             self.store.delete(f"node/{self._me}")
-        if self._hub is not None:
-            self.store.wait(lambda: None if self.there() else True, self._lease_s)
+        if self._hub is None:
+            return
+        patience_s = self._lease_s if self.is_host else min(_TOGETHER_S, self._lease_s / 4)
+        if not self.store.wait(lambda: None if self.there() else True, patience_s) and not self.is_host:
+            self._hub.leave(self._lease_s, lambda: not self.there())
 
     # -- the store
 
     @property
     def _joins(self) -> bool:
         """Whether another process hosts the store."""
-        return bool(self._job.rdzv) and not (self._job.rdzv.startswith("holdfast://") and self._me == 0)
+        return bool(self._job.rdzv) and self._me >= len(self._places)
 
     def _host(self) -> str:
-        host, port = split_address(self._job.rdzv) if self._job.rdzv else ("127.0.0.1", 0)
+        host, port = split_place(self._places[self._me]) if self._places else ("127.0.0.1", 0)
+        if len(self._places) > 1:
+            self._hub = Hub(self.token, host, port, lease_s=self._lease_s, places=self._places, place=self._me)
+            return self._job.rdzv
         self._hub = Hub(self.token, host, port, lease_s=self._lease_s)
         return f"holdfast://{self._hub.address}"
 
@@ -209,7 +218,9 @@ class Rendezvous:
                 return open_store(f"{self._url}/runs", self.token, lease_s=self._lease_s)
             except StoreLost as error:
                 if time.monotonic() > ends_s:
-                    what = "it" if self._job.rdzv.startswith("etcd://") else "node 0, whose launcher hosts it"
+                    last = len(self._places) - 1
+                    hosts = f"nodes 0 to {last}, whose launchers host" if last > 0 else "node 0, whose launcher hosts"
+                    what = f"{hosts} it" if self._places else "it"
                     raise ConfigError(
                         f"{error}; node {self._me} waited {self._job.rdzv_timeout_s:g} s (--rdzv-timeout) for {what}"
                     ) from error
@@ -226,6 +237,7 @@ class Rendezvous:
             **{option: getattr(settings, field) for option, field, _ in OPTIONS if field.startswith(_ALIKE)},
             "--slices": settings.auto_text or settings.slices,
             "--max-restarts": job.max_restarts,
+            "a number of addresses in --rdzv holdfast://": len(self._places),
             "--node-timeout": job.node_timeout_s,
             "SCRIPT": job.script.name,
             "ARGS": list(job.args),
@@ -278,14 +290,24 @@ class Rendezvous:
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def split_address(url: str) -> tuple[str, int]:
-    """Return host and port of ``holdfast://HOST:PORT``; raise a ConfigError if the URL has another form."""
-    host, _, port = url.removeprefix("holdfast://").rpartition(":")
-    if not url.startswith("holdfast://") or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        refuse(
-            f"--rdzv must be holdfast://HOST:PORT, the address of the first node, or etcd://HOST:PORT[,HOST:PORT...]/JOB, got {url!r}"
-        )
+def hub_places(url: str) -> tuple[str, ...]:
+    """Return the addresses ``HOST:PORT`` in ``holdfast://HOST:PORT[,HOST:PORT...]``; none if etcd is the store."""
+    return tuple(url.removeprefix("holdfast://").split(",")) if url.startswith("holdfast://") else ()
+
+
+def split_place(place: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``; raise a ConfigError if it has another form."""
+    host, _, port = place.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        _refuse_url(place)
     return host.strip("[]"), int(port)
+
+
+def _refuse_url(given: str) -> NoReturn:
+    refuse(
+        "--rdzv must be holdfast://HOST:PORT[,HOST:PORT...], the addresses of the first nodes, or"
+        f" etcd://HOST:PORT[,HOST:PORT...]/JOB, got {given!r}"
+    )
 
 
 def check_nodes(job: Job) -> None:
@@ -311,6 +333,21 @@ def check_nodes(job: Job) -> None:
     if not job.rdzv:
         refuse("--nnodes needs --rdzv, for instance holdfast://HOST:29400, the address of the first node")
     if not job.rdzv.startswith("etcd://"):
-        host, _ = split_address(job.rdzv)
-        if host not in _LOOPBACK and not job.settings.token:
-            refuse("--rdzv on another machine needs a secret that all nodes share: --rdzv-token, or HOLDFAST_TOKEN")
+        _check_places(job)
+
+
+def _check_places(job: Job) -> None:
+    places = hub_places(job.rdzv)
+    if not places:
+        _refuse_url(job.rdzv)
+    hosts = [split_place(place)[0] for place in places]
+    if len(places) > job.nnodes or len(set(places)) < len(places):
+        refuse(
+            f"--rdzv must name the first nodes, each once, and at most as many as --nnodes ({job.nnodes}), got {job.rdzv!r}"
+        )
+    if len(places) == 2:
+        refuse(
+            f"--rdzv must name one node, or at least three, got {job.rdzv!r}: of two, the loss of one may leave no majority"
+        )
+    if not set(hosts).issubset(_LOOPBACK) and not job.settings.token:
+        refuse("--rdzv on another machine needs a secret that all nodes share: --rdzv-token, or HOLDFAST_TOKEN")

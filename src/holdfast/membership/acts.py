@@ -107,10 +107,40 @@ def decide(votes: Mapping[int, RosterVote], dead: Collection[int], newcomers: Ca
 @functools.lru_cache(maxsize=256)  # most members of a job cast the same votes
 def parse_vote(text: str) -> RosterVote:
     """Return the vote in a text; raise ``ValueError`` if it is none."""
+    vote = RosterVote(**json.loads(text))
+    if vote.act not in ("agree", "shrink") or type(vote.admits) is not int:
+        raise ValueError(f"not a vote: {text:.80}")
+    return vote
+
+
+def _loop(wish: str) -> int | None:
+    """Return the training loop that a newcomer waits for."""
     try:
-        return RosterVote(**json.loads(text))
-    except TypeError as error:
-        raise ValueError(f"not a vote: {text:.80}") from error
+        said = json.loads(wish)
+    except ValueError:
+        return None
+    return said.get("loop") if isinstance(said, dict) else None
+
+
+def check_vote(key: str, value: str) -> None:
+    """Raise ``ValueError`` if ``key`` is that of votes or members, and ``value`` does not hold any."""
+    try:
+        if (vote := vote_key(key)) is not None:
+            texts = json.loads(value) if vote.rank is None else {vote.rank: value}
+            for rank, text in texts.items():
+                int(rank)
+                _check_text(vote, text)
+        elif _MEMBERS.fullmatch(key):
+            frozenset(map(int, json.loads(value)))
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"not a value of {key:.80}: {value:.80}") from error
+
+
+def _check_text(vote: VoteKey, text: str) -> None:
+    if type(text) is not str:
+        raise ValueError(f"a vote must be a text, got {text!r:.80}")
+    if not vote.gathers:
+        parse_vote(text)
 
 
 @dataclass(slots=True)
@@ -121,14 +151,12 @@ class _Act:
     votes: dict[int, str] = field(default_factory=dict)
     is_done: bool = False
 
-    def take(self, rank: int, text: str) -> None:
-        if not self.key.gathers:
-            parse_vote(text)  # a wrong one is refused now, when its sender is known
-        self.votes[rank] = text
-
 
 class Tally:
-    """Counts votes for a store that sees every change first: each call of :meth:`note` is one change."""
+    """Counts votes for a store that sees every change first: each call of :meth:`note` is one change.
+
+    What is written must have passed :func:`check_vote`.
+    """
 
     def __init__(self) -> None:
         self._acts: dict[str, _Act] = {}
@@ -159,7 +187,7 @@ class Tally:
         act = self._acts.setdefault(vote.act, _Act(vote))
         cast = json.loads(value).items() if vote.rank is None else [(vote.rank, value)]
         for rank, text in cast:
-            act.take(int(rank), text)
+            act.votes[int(rank)] = text
         return self._decide([act])
 
     def _note_members(self, at: tuple[str, int], value: str | None) -> list[tuple[str, str]]:
@@ -185,7 +213,7 @@ class Tally:
 
         def newcomers(loop: int) -> list[int]:
             gone = members | self._dead  # a member may not have removed its request yet
-            return [rank for rank, wish in waiting.items() if json.loads(wish)["loop"] == loop and rank not in gone]
+            return [rank for rank, wish in waiting.items() if _loop(wish) == loop and rank not in gone]
 
         try:
             decision = decide(votes, members & self._dead, newcomers)
@@ -212,11 +240,11 @@ class NodeVotes:
         self._members = ("", frozenset[int]())
 
     def take(self, key: VoteKey, text: str) -> None:
-        """Collect a vote; raise ``ValueError`` if it is none."""
+        """Collect a vote that has passed :func:`check_vote`; raise ``ValueError`` if it is that of a node."""
         if key.rank is None:
             raise ValueError("the votes of a node are cast by its launcher")
         act = self._acts.setdefault(key.act, _Act(key))
-        act.take(key.rank, text)
+        act.votes[key.rank] = text
         act.is_done = False
 
     def note(self, key: str) -> None:

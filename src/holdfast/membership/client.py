@@ -1,28 +1,51 @@
-"""Client of the built-in store, for workers and for launchers that do not host it."""
+"""Client of the built-in store, for workers and for launchers."""
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from holdfast.errors import ConfigError, StoreLost
-from holdfast.membership.store import LEASE_S, SilenceTimer, Store, beat_s, check_size, patience_s
-from holdfast.membership.wire import BEAT, HELLO, MAX_LINE_BYTES, LineSplitter, dump, parse
+from holdfast.membership.store import (
+    LEASE_S,
+    SilenceTimer,
+    Store,
+    beat_s,
+    best_address,
+    check_size,
+    patience_s,
+    search_s,
+)
+from holdfast.membership.wire import BEAT, EXPIRED, HELLO, MAX_LINE_BYTES, NOT_LEADING, LineSplitter, dump, parse
 
 _MAX_READ = 1 << 16
+_LOOK_S = 0.05
+"""Pause between two rounds of asking all hubs which one leads."""
+
+
+_TRY_BEATS = 0.9
+"""How long one of several hubs may take to accept a connection: less than the search takes for a suspension."""
+
+
+class _Refused(Exception):
+    """The hub refused the connection, for the reason in the message."""
 
 
 class HubStore(Store):
-    """A connection to a :class:`~holdfast.membership.hub.Hub`.
+    """A connection to a :class:`~holdfast.membership.hub.Hub`, or to the one that leads a cluster of them.
 
-    The store is lost when the hub has been silent for :func:`~holdfast.membership.store.patience_s` of its lease.
+    The store is lost when the hub has been silent for :func:`~holdfast.membership.store.patience_s` of its lease. In a
+    cluster the client then looks for the next hub, and repeats its last request there; the store is lost if none answers
+    within :func:`~holdfast.membership.store.search_s`, or if the lease of this client has expired meanwhile.
 
     Args:
-        address: ``HOST:PORT``.
+        address: ``HOST:PORT``, or ``HOST:PORT,HOST:PORT,...`` of a cluster.
         token: Token of the hub.
         job: Name of the job; keys of other jobs are not visible.
 
@@ -33,28 +56,21 @@ class HubStore(Store):
 
     def __init__(self, address: str, token: str, job: str = "") -> None:
         self._address = address
-        self._sending = threading.Lock()
+        self._places = [_split(each) for each in address.split(",")]
+        self._place = 0
+        self._hello = {"hello": HELLO, "token": token, "job": job, "session": secrets.token_hex(8)}
+        self._asking, self._sending = threading.Lock(), threading.Lock()
         self._request_number = 0
+        self._unanswered: tuple[int, bytes] | None = None
         self._answers: dict[int, bool] = {}
-        self._refused = ""
         self._keep_time(LEASE_S)
         self._beaten_s = time.monotonic()
         self._beat_is_answered = True
-        self._socket = _connect(address)
-        self._own_address: str = self._socket.getsockname()[0]
-        super().__init__()  # from here on, a fork closes open sockets
+        self._begin()
+        own_end: str = self._socket.getsockname()[0]
+        self._own_address = self._route or (own_end if len(self._places) == 1 else best_address(self._places))
         self._thread = threading.Thread(target=self._listen, name="holdfast-store", daemon=True)
         self._thread.start()
-        try:
-            self._send({"hello": HELLO, "token": token, "job": job})
-            self._await(0)
-        except StoreLost as error:
-            self.close()
-            if self._refused:
-                raise ConfigError(
-                    f"the store at {address} refused the connection for {self._refused}: --rdzv-token (HOLDFAST_TOKEN) must be the token of its launcher"
-                ) from error
-            raise
 
     @property
     def counts_votes(self) -> bool:
@@ -79,8 +95,11 @@ class HubStore(Store):
     def post(self, key: str, value: str) -> None:
         """See :meth:`Store.post`."""
         check_size(key, value)
+        if len(self._places) > 1:
+            self.put(key, value)  # only a request that awaits its answer is repeated at the next hub
+            return
         with self._sending:
-            self._send({"op": "put", "key": key, "value": value})
+            self._send(dump({"op": "put", "key": key, "value": value}))
 
     def delete(self, key: str) -> None:
         """See :meth:`Store.delete`."""
@@ -98,20 +117,25 @@ class HubStore(Store):
     # -- requests
 
     def _request(self, op: str, **fields: Any) -> bool:
-        with self._sending:
-            self._request_number += 1
-            number = self._request_number
-            self._send({"id": number, "op": op, **fields})
-        return self._await(number)
+        with self._asking:  # one at a time: only the last request is repeated at the next hub
+            with self._sending:
+                self._request_number += 1
+                number = self._request_number
+                line = dump({"id": number, "op": op, **fields})
+                self._unanswered = number, line
+                self._send(line)
+            return self._await(number)
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, line: bytes) -> None:
         if self._lost:
             raise StoreLost(self._lost)
         try:
-            self._socket.sendall(dump(message))
+            self._socket.sendall(line)
         except OSError as error:
-            self._lose(error.strerror or error)
-            raise StoreLost(self._lost) from error
+            if len(self._places) == 1:
+                self._lose(error.strerror or error)
+                raise StoreLost(self._lost) from error
+            # The listening thread notices it, too, and repeats the request at the next hub.
 
     def _await(self, number: int) -> bool:
         """Return the answer; the listening thread ends the wait if there will be none."""
@@ -127,33 +151,131 @@ class HubStore(Store):
     def _keep_time(self, lease_s: float) -> None:
         self._beat_s = beat_s(lease_s)
         self._silence = SilenceTimer(patience_s(lease_s), self._beat_s / 2)
+        self._search = SilenceTimer(search_s(lease_s), self._beat_s / 2)
+
+    # -- connecting
+
+    def _begin(self) -> None:
+        """Connect for the first time; the hubs of a cluster may be looking for a leader."""
+        ends_s = time.monotonic() + patience_s(LEASE_S)
+        try:
+            while not self._try_all(lambda: time.monotonic() > ends_s):
+                time.sleep(_LOOK_S)
+        except _Refused as error:
+            raise ConfigError(
+                f"the store at {self._address} refused the connection for {error}: --rdzv-token (HOLDFAST_TOKEN) must be the token of its launcher"
+            ) from error
+
+    def _try_all(self, is_late: Callable[[], bool]) -> bool:
+        """Connect to the hub that leads; return whether there is one. Raise ``StoreLost`` if it is too late to try again."""
+        for _ in self._places:
+            try:
+                self._connect(self._places[self._place])
+            except StoreLost:
+                self._place = (self._place + 1) % len(self._places)
+                if len(self._places) == 1 or is_late():
+                    raise
+            else:
+                return True
+        return False
+
+    def _connect(self, place: tuple[str, int]) -> None:
+        """Connect to a hub and replace the local copy; raise ``StoreLost`` if there is none, or another one leads."""
+        began_s, where = time.monotonic(), f"{place[0]}:{place[1]}"
+        timeout_s = self._silence.limit_s if len(self._places) == 1 else _TRY_BEATS * self._beat_s
+        try:
+            connection = socket.create_connection(place, timeout=timeout_s)
+        except OSError as error:
+            raise StoreLost(f"there is no store at {where}: {error.strerror or error}") from error
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(dump(self._hello))
+            items, self._lines, self._read = _read_items(connection, self._take_greeting)
+            connection.settimeout(None)
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, (_Refused, StoreLost)):
+                raise
+            if isinstance(error, (OSError, ValueError, KeyError)):
+                raise StoreLost(f"the connection to the store at {where} is lost: {_why(error)}") from error
+            raise
+        self._adopt(connection, items)
+        self._silence.broken(began_s)
+        self._search.broken(began_s)
+        self._beat_is_answered = True
+
+    def _adopt(self, connection: socket.socket, items: dict[str, str]) -> None:
+        """Take a new connection: replace the local copy, and repeat the request that was not answered."""
+        is_first = "again" not in self._hello
+        self._hello["again"] = True
+        if is_first:
+            self._socket = connection
+            super().__init__()  # from here on, a fork closes open sockets
+        with self._changed:
+            for gone in self._items.keys() - items.keys():
+                self._note(gone, None)
+            for key, value in items.items():
+                if self._items.get(key) != value:
+                    self._note(key, value)
+        if is_first:
+            return
+        with self._sending:
+            self._socket.close()
+            self._socket = connection
+            if self._unanswered is not None:
+                connection.sendall(self._unanswered[1])
+
+    def _take_greeting(self, message: dict[str, Any]) -> None:
+        self._route = message.get("address", "")
+        if beat_s(message["lease_s"]) != self._beat_s:
+            self._keep_time(message["lease_s"])
 
     # -- listening, in a thread
 
     def _listen(self) -> None:
-        try:
-            self._read_all()
-        except OSError as error:
-            self._lose(error.strerror or error)
-        except Exception as error:  # any error: otherwise the waiting threads would never wake
-            self._lose(f"it sent an invalid message: {error!r:.200}")
+        while not self._lost:
+            try:
+                why = self._read_all()
+            except OSError as error:
+                why = error.strerror or str(error)
+            except Exception as error:  # any error: otherwise the waiting threads would never wake
+                why = _why(error)
+            with contextlib.suppress(OSError):  # wakes a thread that sends to a hub that does not read
+                self._socket.shutdown(socket.SHUT_RDWR)
+            if not self._lost and not (len(self._places) > 1 and self._find_next()):
+                self._lose(why)
 
-    def _read_all(self) -> None:
-        lines = LineSplitter(2 * MAX_LINE_BYTES)
+    def _find_next(self) -> bool:
+        """Connect to the hub that leads now; return whether there was one in time, and this client's lease was kept."""
+        while not self._lost:
+            try:
+                if self._try_all(self._search.is_too_long):
+                    return True
+            except (_Refused, StoreLost, OSError):
+                return False
+            time.sleep(_LOOK_S)
+        return False
+
+    def _read_all(self) -> str:
+        """Read until the connection ends or the hub is silent; return why."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
+        for line in self._read:
+            self._receive(line)
         while not self._lost:
             self._beat()
             something = poll.poll(self._beat_s * 1000 / 2)
             too_long = self._silence.is_too_long()
+            self._search.is_too_long()
             if not something:
                 if too_long:
-                    self._lose(f"no heartbeat for {self._silence.limit_s:g} s")
+                    return f"no heartbeat for {self._silence.limit_s:g} s"
                 continue
             if not (data := self._socket.recv(_MAX_READ)):
-                self._lose("it closed the connection")
-            for line in lines.feed(data):
+                return "it closed the connection"
+            for line in self._lines.feed(data):
                 self._receive(line)
+        return self._lost
 
     def _beat(self) -> None:
         """Send a heartbeat; the answer is that of the hub."""
@@ -172,23 +294,23 @@ class HubStore(Store):
     def _receive(self, line: bytes) -> None:
         if not line:
             self._silence.broken(self._beaten_s)  # not the current time: the hub counts from when it got the heartbeat
+            self._search.broken(self._beaten_s)
             self._beat_is_answered = True
             return
         message = parse(line)
         if "key" in message:
             self._note(message["key"], message["value"])
         elif "refused" in message:
-            self._refused = message["refused"]
-            self._lose(f"it refused the connection for {self._refused}")
+            self._lose(f"it refused the connection for {message['refused']}")
         else:
-            self._take_answer(message)
+            self._take_answer(message["id"], message["done"])
 
-    def _take_answer(self, message: dict[str, Any]) -> None:
-        if "lease_s" in message:
-            self._keep_time(message["lease_s"])
-            self._own_address = message.get("address", self._own_address)
+    def _take_answer(self, number: int, done: bool) -> None:
+        if self._unanswered is None or number != self._unanswered[0]:
+            return  # it was sent twice, and answered twice
+        self._unanswered = None
         with self._changed:
-            self._answers[message["id"]] = message["done"]
+            self._answers[number] = done
             self._changed.notify_all()
 
     def _sockets(self) -> list[socket.socket]:
@@ -196,17 +318,40 @@ class HubStore(Store):
 
     def _forget(self) -> None:
         super()._forget()
-        self._sending = threading.Lock()
+        self._asking, self._sending = threading.Lock(), threading.Lock()
 
 
-def _connect(address: str) -> socket.socket:
+def _read_items(
+    connection: socket.socket, take_greeting: Callable[[dict[str, Any]], None]
+) -> tuple[dict[str, str], LineSplitter, list[bytes]]:
+    """Return all keys that a hub sends at the beginning, and what it has sent after them."""
+    lines, items = LineSplitter(2 * MAX_LINE_BYTES), dict[str, str]()
+    while data := connection.recv(_MAX_READ):
+        read = lines.feed(data)
+        for number, line in enumerate(read):
+            message = parse(line)
+            if "refused" in message and message["refused"] in (NOT_LEADING, EXPIRED):
+                raise StoreLost(message["refused"]) if message["refused"] == NOT_LEADING else _Refused(EXPIRED)
+            if "refused" in message:
+                raise _Refused(message["refused"])
+            if "key" not in message:
+                take_greeting(message)
+                return items, lines, read[number + 1 :]
+            if message["value"] is None:
+                items.pop(message["key"], None)
+            else:
+                items[message["key"]] = message["value"]
+    raise ConnectionResetError("it closed the connection")
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return f"it sent an invalid message: {error!r:.200}"
+
+
+def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"the address of the store must be HOST:PORT, got {address!r}")
-    try:
-        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s(LEASE_S))
-    except OSError as error:
-        raise StoreLost(f"there is no store at {address}: {error.strerror or error}") from error
-    connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
+    return host.strip("[]"), int(port)

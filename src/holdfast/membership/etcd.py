@@ -9,7 +9,6 @@ access. The connection is not encrypted: use a trusted network.
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import itertools
 import json
@@ -34,7 +33,7 @@ from holdfast.membership.gateway import (
     under,
     wake,
 )
-from holdfast.membership.store import LEASE_S, SilenceTimer, Store, beat_s, check_size, patience_s
+from holdfast.membership.store import LEASE_S, SilenceTimer, Store, beat_s, best_address, check_size, patience_s
 
 _NAP_S = 0.1
 _PAGE = 256
@@ -102,11 +101,7 @@ class EtcdStore(Store):
     @property
     def own_address(self) -> str:
         """See :attr:`Store.own_address`; a member on this machine does not show the route to others."""
-        ways = []
-        for member in self._cluster.members:
-            with contextlib.suppress(OSError):  # no route to this member
-                ways.append(_address_towards(member))
-        return min(ways, key=lambda way: way.startswith("127.") or way == "::1", default="127.0.0.1")
+        return best_address(self._cluster.members)
 
     def put(self, key: str, value: str, *, leased: bool = False) -> None:
         """See :meth:`Store.put`."""
@@ -316,14 +311,6 @@ class EtcdStore(Store):
         super()._forget()
         self._asking = threading.Lock()
         self._closing = threading.Event()
-
-
-def _address_towards(member: tuple[str, int]) -> str:
-    family, kind, protocol, _, address = socket.getaddrinfo(*member, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # sends nothing
-        own: str = probe.getsockname()[0]
-    return own
 
 
 def _value(pair: dict[str, Any]) -> str:

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from holdfast.errors import StoreLost
 from holdfast.membership.acts import NodeVotes, Tally, vote_key
-from holdfast.membership.hub import Hub, HubClient, HubJob, answer_to, check_request
+from holdfast.membership.server import Client, Incoming, LineServer, answer_to, check_request
 from holdfast.membership.store import LEASE_S, Store
-from holdfast.membership.wire import BEAT, parse
+from holdfast.membership.wire import BEAT, MAX_LINE_BYTES, dump, parse
 
 _THREADS = 8
 """Requests that wait for the job's store at the same time."""
 
 
-class Relay(Hub):
+class Relay(LineServer):
     """Serves ``store`` to the workers of this node, on the loopback interface.
 
     Args:
@@ -31,7 +31,7 @@ class Relay(Hub):
         token: Token that workers must send.
         node: Name of this node, unique in the job.
         ranks: Returns the workers of this node, whenever it is called.
-        lease_s: A worker without a heartbeat for this long counts as disconnected.
+        lease_s: From it follows how often workers send heartbeats, and when they consider the relay lost.
 
     Raises:
         ConfigError: if it cannot listen.
@@ -47,29 +47,31 @@ class Relay(Hub):
         ranks: Callable[[], Collection[int]],
         lease_s: float = LEASE_S,
     ) -> None:
-        self._upstream = store
-        self._name = job
-        self._served = HubJob(tally=None)
-        self._votes = NodeVotes(node, self._served.items.get, ranks)
+        super().__init__(token, "127.0.0.1", 0)
+        self._store = store
+        self._job = job
+        self._greeting = {"id": 0, "done": True, "lease_s": lease_s, "address": store.own_address}
+        self._items: dict[str, str] = {}
+        self._clients: set[Client] = set()
+        self._votes = NodeVotes(node, self._items.get, ranks)
         self._tally = None if store.counts_votes else Tally()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="holdfast-relay")
         self._forwarding: set[asyncio.Task[None]] = set()
         self._creating: dict[str, asyncio.Event] = {}
         """Set once the job's store has answered: of several workers that create a key at once, only one asks."""
-        super().__init__(token, lease_s=lease_s)
-        self._greeting["address"] = store.own_address
+        self._thread.start()
         store.listen(self._hear)
-
-    def _job(self, name: str) -> HubJob:
-        if name != self._name:
-            raise ValueError(f"this relay serves the job {self._name!r}, not {name!r:.80}")
-        return self._served
 
     def close(self) -> None:
         """Stop serving; workers detect the loss of the store."""
-        self._upstream.listen(lambda key, value: None)
+        self._store.listen(lambda key, value: None)
         self._pool.shutdown(wait=False, cancel_futures=True)
         super().close()
+
+    def _end(self) -> list[asyncio.Task[None]]:
+        for task in self._forwarding:
+            task.cancel()
+        return list(self._forwarding)
 
     # -- from the job's store, in its thread
 
@@ -82,15 +84,39 @@ class Relay(Hub):
             self._loop.stop()  # the store is lost, for the workers, too
             return
         for name, decision in [] if self._tally is None else self._tally.note(key, value):
-            self._start(self._forward_write("create", name, decision))
-        if vote_key(key) is None and not (value is None and key not in self._served.items):
-            self._served.change(key, value)
-            self._votes.note(key)
-            self._cast()
+            self._start(self._write("create", name, decision))
+        if vote_key(key) is not None:
+            return
+        if value is None:
+            self._items.pop(key, None)
+        else:
+            self._items[key] = value
+        line = dump({"key": key, "value": value})
+        for client in self._clients:
+            client.send(line)
+        self._votes.note(key)
+        self._cast()
 
     # -- from the workers
 
-    def _answer(self, client: HubClient, line: bytes) -> bytes:
+    async def _serve_line(self, hello: dict[str, Any], incoming: Incoming, writer: asyncio.StreamWriter) -> None:
+        if hello.get("job") != self._job:
+            raise ValueError(f"this relay serves the job {self._job!r}, not {hello.get('job')!r:.80}")
+        incoming.lines.limit_bytes = MAX_LINE_BYTES
+        client = Client(writer, self._job)
+        for key, value in self._items.items():
+            client.send(dump({"key": key, "value": value}))
+        client.send(dump(self._greeting))
+        self._clients.add(client)
+        try:
+            while (line := await incoming.next()) is not None:
+                client.send(self._answer(client, line))
+                await writer.drain()
+        finally:
+            self._clients.discard(client)
+
+    def _answer(self, client: Client, line: bytes) -> bytes:
+        """Return what is answered at once."""
         if not line:
             return BEAT
         request = parse(line)
@@ -102,21 +128,21 @@ class Relay(Hub):
             self._votes.take(vote, value)
             self._cast()
             return answer_to(request, done=True)
-        if op == "create" and key in self._served.items:
+        if op == "create" and key in self._items:
             return answer_to(request, done=False)
         self._start(self._create(client, request) if op == "create" else self._forward(client, request))
         return b""
 
     def _cast(self) -> None:
         for key, votes in self._votes.complete():
-            self._start(self._forward_write("post", key, votes))
+            self._start(self._write("post", key, votes))
 
-    async def _forward(self, client: HubClient, request: dict[str, Any]) -> None:
+    async def _forward(self, client: Client, request: dict[str, Any]) -> None:
         """Forward a request, and send the answer after the changes that the store made before it answered."""
-        done = await self._forward_write(request["op"], request["key"], request.get("value", ""))
+        done = await self._write(request["op"], request["key"], request.get("value", ""))
         client.send(answer_to(request, done=done))
 
-    async def _create(self, client: HubClient, request: dict[str, Any]) -> None:
+    async def _create(self, client: Client, request: dict[str, Any]) -> None:
         """Forward the creation of a key, unless another one is on its way: then wait for that, which exists."""
         key = request["key"]
         if (first := self._creating.get(key)) is not None:
@@ -129,17 +155,18 @@ class Relay(Hub):
         finally:
             self._creating.pop(key).set()
 
-    async def _forward_write(self, op: str, key: str, value: str) -> bool:
-        write: Any = getattr(self._upstream, op)
+    async def _write(self, op: str, key: str, value: str) -> bool:
+        """Write to the job's store in a thread; return whether it did, which only ``create`` may not."""
+        write: Any = getattr(self._store, op)
         arguments = [key] if op == "delete" else [key, value]
         done = await self._loop.run_in_executor(self._pool, write, *arguments)
         return done is not False
 
-    def _start(self, work: Any) -> None:
+    def _start(self, work: Coroutine[Any, Any, object]) -> None:
         task = self._loop.create_task(self._until_lost(work))
         self._forwarding.add(task)
         task.add_done_callback(self._forwarding.discard)
 
-    async def _until_lost(self, work: Any) -> None:
+    async def _until_lost(self, work: Coroutine[Any, Any, object]) -> None:
         with contextlib.suppress(StoreLost):  # the listener ends the relay
             await work

@@ -6,13 +6,14 @@ create a key, exactly one succeeds, and all read its value. All clients are noti
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from holdfast.errors import ConfigError, StoreLost
@@ -34,6 +35,15 @@ def beat_s(lease_s: float) -> float:
 def patience_s(lease_s: float) -> float:
     """Return the time without an answer after which a client considers the store lost, before its lease expires."""
     return 0.7 * lease_s
+
+
+def search_s(lease_s: float) -> float:
+    """Return the time without an answer after which a client of several hubs considers the store lost.
+
+    A node that is cut off must have killed its workers before the others may restart the job: within
+    ``launch.nodes.FENCE_LEASES`` leases after they have noticed, which takes them a lease.
+    """
+    return 1.5 * lease_s
 
 
 Listener = Callable[[str, str | None], None]
@@ -176,6 +186,24 @@ class Store(ABC):
         for each in self._sockets():
             if (number := each.detach()) >= 0:
                 os.close(number)
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return the address of this machine on the route to a host; nothing is sent."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        own: str = probe.getsockname()[0]
+    return own
+
+
+def best_address(places: Iterable[tuple[str, int]]) -> str:
+    """Return the address of this machine on the route to one of several; one on this machine does not show the route."""
+    ways = []
+    for host, port in places:
+        with contextlib.suppress(OSError):  # no route there
+            ways.append(address_towards(host, port))
+    return min(ways, key=lambda way: way.startswith("127.") or way == "::1", default="127.0.0.1")
 
 
 _stores: weakref.WeakSet[Store] = weakref.WeakSet()

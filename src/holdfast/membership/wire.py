@@ -1,15 +1,18 @@
 r"""Protocol of the hub and its clients: one JSON object per line.
 
 ===========  ====================================================================
-client       ``{"hello": 2, "token": ..., "job": ...}`` first, then requests
+client       ``{"hello": 2, "token": ..., "job": ...}`` first, then requests; with ``session``, a name of its own, it
+\            may repeat its last request at another hub of a cluster, where ``again`` says that it comes back
 \            ``{"id": n, "op": "put" | "create" | "delete", "key": ..., "value": ..., "leased": ...}``;
 \            without ``id`` there is no answer
 \            an empty line as a heartbeat
 hub          ``{"key": ..., "value": ... | null}`` for every change, all keys first
 \            ``{"id": n, "done": ...}`` in answer to a request, 0 to the hello, with ``lease_s``, and with
 \            ``address`` where this is not the address of the client's end: its machine's towards the other nodes
-\            ``{"refused": ...}``, then it closes the connection
+\            ``{"refused": ...}``, then it closes the connection; with ``leader``, the address of the hub that may lead
 \            an empty line in answer to a heartbeat
+another hub  ``{"hello": 2, "token": ..., "peer": NAME}``, answered by ``{"peer": NAME, "is_new": ...}``; then messages of
+\            :mod:`holdfast.membership.consensus`, and an answer to each
 ===========  ====================================================================
 """
 
@@ -28,6 +31,10 @@ MAX_HELLO_BYTES = 4096
 
 MAX_LINE_BYTES = 8 * MAX_VALUE_BYTES
 """Maximum length of any other line; JSON may need six bytes for a character."""
+
+NOT_LEADING = "another hub leads"
+EXPIRED = "the session has expired"
+"""Why a hub of a cluster refuses a client that knows the token."""
 
 BEAT = b"\n"
 """A single byte is sent completely or not at all."""

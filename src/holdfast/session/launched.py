@@ -1,4 +1,7 @@
-"""A session in processes that another launcher started, such as torchrun or srun: they join each other, fail-stop."""
+"""A session in processes that another launcher started, such as torchrun or srun: they join each other.
+
+When one dies, the others continue if the launcher leaves them alone, and end otherwise.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.comm.launchers import LaunchedGroup, chosen, own_group, sole_process
 from holdfast.config import Settings
-from holdfast.records.types import Finished, Record, RunStarted
+from holdfast.records.types import Finished, Record, Recovered, RunStarted
 
 if TYPE_CHECKING:
     from holdfast.comm.joining import JoinedGroup, SoleProcess
@@ -66,13 +69,14 @@ def _say(line: str) -> None:
 @functools.cache
 def _join(group: LaunchedGroup) -> JoinedGroup:
     from holdfast.comm.joining import JoinedGroup
+    from holdfast.comm.surviving import SurvivingGroup
 
-    return JoinedGroup(group)
+    return SurvivingGroup(group) if group.leaves_survivors else JoinedGroup(group)
 
 
 def _announcement(group: LaunchedGroup, settings: Settings) -> str:
     """Return a line that says what these processes can survive."""
-    head = f"{group.size} processes of {group.launcher} have joined; when one fails, all end"
+    head = f"{group.size} processes of {group.launcher} have joined; {_what_survives(group)}"
     saves = settings.checkpoint_every > 0 or settings.checkpoint_auto
     if not settings.checkpoint_dir:
         how = "start from the beginning, because there is no checkpoint directory (HOLDFAST_CHECKPOINT_DIR)"
@@ -87,6 +91,19 @@ def _announcement(group: LaunchedGroup, settings: Settings) -> str:
     return f"{head}; started again with HOLDFAST_RESUME=1, they {how}"
 
 
+def _what_survives(group: LaunchedGroup) -> str:
+    from holdfast.comm.surviving import num_hubs
+
+    if not group.leaves_survivors:
+        return "when one fails, all end"
+    options = " (--no-kill --kill-on-bad-exit=0 --wait=0)" if group.launcher == "srun" else ""
+    survives = f"when one dies, the others continue, if {group.launcher} leaves them alone{options}"
+    hubs = num_hubs(group.size)
+    if hubs == 1:
+        return f"{survives}; without rank 0, which hosts the membership store, all end"
+    return f"{survives}; the membership store is on ranks 0 to {hubs - 1}, most of which must be alive"
+
+
 class LaunchReport:
     """Takes the records of this process: prints where training resumes and how it ended.
 
@@ -97,10 +114,13 @@ class LaunchReport:
     def __init__(self, joined: JoinedGroup | SoleProcess) -> None:
         self._joined = joined
         self._is_told = False
+        self._lead = 0
 
     def write(self, record: Record) -> None:
         """Take one record."""
-        if self._joined.group.rank:
+        if isinstance(record, Recovered):
+            self._lead = min(record.survivors)
+        if self._joined.group.rank != self._lead:
             return
         if isinstance(record, RunStarted):
             self._joined.note_begun()

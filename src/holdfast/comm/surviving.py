@@ -1,0 +1,147 @@
+"""Processes of another launcher that continue when some of them die, if the launcher leaves them alone.
+
+The first three host hubs of a cluster, so that the membership store survives any of them; of two processes, only the
+first one does. They find each other at a TCPStore of torch, which is not needed afterwards. Each process holds a leased
+key. When the lease ends, as it does soon after the process has died, the others report the death in the store, as the
+launchers of ``holdfast run`` do, and :class:`~holdfast.membership.roster.Roster` continues without it. A process that
+reaches no majority of the hubs, or whose lease has ended, ends itself. So no part of a divided job trains beside another.
+
+=======================  ============================================================
+=======================  ============================================================
+``alive/RANK``           leased: this process lives
+``done/RANK``            it has ended in order
+``failed/RANK``          the script has raised an exception there: all end
+``dead/RANK``            the process has died: the others continue
+=======================  ============================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+import time
+
+from holdfast.comm.joining import LEASE_S, HubAddress, JoinedGroup
+from holdfast.comm.launchers import LaunchedGroup
+from holdfast.errors import StoreLost
+from holdfast.membership import Hub
+
+_HUBS = 3
+_END_S = 10.0
+"""How long a process that hosts a hub waits at the end for the others."""
+_HEAR_S = 0.3
+"""Time for the others to receive what the hub has sent, before it ends."""
+
+
+def num_hubs(size: int) -> int:
+    """Return how many of ``size`` processes host a hub: of two hubs, the loss of one might leave no majority."""
+    return _HUBS if size >= _HUBS else 1
+
+
+class SurvivingGroup(JoinedGroup):
+    """This process among those that continue when some of them die. The constructor waits until all have joined.
+
+    Args:
+        group: What the environment says of them.
+
+    Raises:
+        StoreLost: if not all of them arrive in time, or one fails meanwhile.
+    """
+
+    _on_death = "continue"
+    _part = "group"
+
+    def __init__(self, group: LaunchedGroup) -> None:
+        self._num_hosts = num_hubs(group.size)
+        self._dead: set[int] = set()
+        super().__init__(group)
+
+    # -- joining
+
+    def _host(self) -> HubAddress | None:
+        """Host one of the hubs, and publish where it is."""
+        rank, address = self.group.rank, self._own_address()
+        if rank == 0:
+            self._rendezvous.set(self._key("token"), secrets.token_hex(16))
+        token = self._read("token").decode()
+        self._hub = hub = Hub(
+            token, address, lease_s=LEASE_S, ends_with_connection=True, places=None, place=self.group.rank
+        )
+        os.register_at_fork(after_in_child=hub.forget)
+        self._rendezvous.set(self._key(f"hub/{rank}"), hub.address)
+        places = self._places()
+        hub.form(places if len(places) > 1 else ())
+        return None
+
+    def _places(self) -> list[str]:
+        return [self._read(f"hub/{rank}").decode() for rank in range(self._num_hosts)]
+
+    def _find(self) -> HubAddress:
+        """Return where the hubs are."""
+        return HubAddress(",".join(self._places()), self._read("token").decode(), has_begun=False)
+
+    # -- liveness, in a thread
+
+    def _watch(self) -> None:
+        """Report processes that have died; end this one if it is cut off, or the script has failed."""
+        try:
+            while True:
+                what = self._store.wait(self._news)
+                assert what is not None
+                if what[0] == "failed":
+                    self._end(f"the script failed on rank {what[1]}")
+                if what[1] == self.group.rank:
+                    self._end(f"the others have given it up: no heartbeat for {LEASE_S:g} s")
+                self._report(what[1])
+        except StoreLost as error:
+            if not self._is_leaving and not self._have_ended():
+                self._end(f"it is cut off from the others: {error}")
+
+    def _news(self) -> tuple[str, int] | None:
+        """Return the next process that has failed or died."""
+        store = self._store
+        for rank in range(self.group.size):
+            if self._is_leaving or rank in self._dead or store.get(f"done/{rank}") is not None:
+                continue
+            if store.get(f"failed/{rank}") is not None:
+                return "failed", rank
+            if store.get(f"alive/{rank}") is None:
+                return "dead", rank
+        return None
+
+    def _report(self, rank: int) -> None:
+        self._dead.add(rank)
+        self._store.create(f"dead/{rank}", "its connection to the membership store has ended")
+        left = [other for other in range(self.group.size) if other not in self._dead]
+        if left[0] == self.group.rank:
+            ranks = ", ".join(map(str, left))
+            sys.stderr.write(f"holdfast: rank {rank} has died; the others continue: {ranks}\n")
+            sys.stderr.flush()
+
+    # -- the end
+
+    def _tell_failed(self) -> None:
+        """Make the others end: they would fail in the same way, or wait."""
+        with contextlib.suppress(StoreLost):
+            self._store.put(f"failed/{self.group.rank}", "")
+
+    def _leave(self) -> None:
+        """Tell the others that this process ends in order. One that hosts a hub waits for them."""
+        self._is_leaving = True
+        with contextlib.suppress(StoreLost):
+            self._store.put(f"done/{self.group.rank}", "")
+            if self._hub is not None:
+                self._store.wait(self._have_ended, _END_S)
+                time.sleep(_HEAR_S)
+        self._store.close()
+        if self._hub is not None:
+            self._hub.close()
+
+    def _have_ended(self) -> bool | None:
+        ranks = range(self.group.size)
+        store = self._store
+        return (
+            all(store.get(f"done/{rank}") is not None or store.get(f"alive/{rank}") is None for rank in ranks) or None
+        )
