@@ -59,7 +59,9 @@ SECTIONS = {
     "sick": Section("a device that fails, has no memory, or computes for ever", 600),
     "features": Section("features of PyTorch, with a kill", 900),
     "waits": Section("how often a step makes the host wait", 300, "it counts calls of the CUDA runtime"),
-    "memory": Section("peak of device memory, before and after a loss", 600, "it reads counters of the GPU's allocator"),
+    "memory": Section(
+        "peak of device memory, before and after a loss", 600, "it reads counters of the GPU's allocator"
+    ),
 }
 """In order of their value."""
 
@@ -104,7 +106,9 @@ def parse() -> argparse.Namespace:
     if odd := [name for name in options.only if name not in SECTIONS]:
         parser.error(f"--only must be of {', '.join(SECTIONS)}, got {', '.join(odd)}")
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("this process cannot use CUDA: run it on a machine with a GPU, or try the script with --device cpu")
+        parser.error(
+            "this process cannot use CUDA: run it on a machine with a GPU, or try the script with --device cpu"
+        )
     head, changed = commit_of()
     if options.device == "cuda" and not options.commit and (changed or not head):
         parser.error("figures belong to a commit: commit the changes in this checkout first, or name it by --commit")

@@ -23,8 +23,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from gpus.results import Results, SectionFailed, Where
 
+from gpus.results import Results, SectionFailed, Where
 from holdfast.comm.memory import OpenSegments, SharedSegment, open_segment
 
 ANSWER_S = 60.0
@@ -39,7 +39,14 @@ KEPT: list[Any] = []
 def run(where: Where, results: Results) -> None:
     """Run the experiment for each kind of memory, in a process of its own."""
     for kind, allocator in KINDS.items() if where.is_gpu else {"host memory": ""}.items():
-        command = [sys.executable, "-m", "gpus.exporter", where.device, str(where.size(200, 5)), str(where.size(1 << 26, 1 << 16))]
+        command = [
+            sys.executable,
+            "-m",
+            "gpus.exporter",
+            where.device,
+            str(where.size(200, 5)),
+            str(where.size(1 << 26, 1 << 16)),
+        ]
         path = os.pathsep.join([os.path.dirname(os.path.dirname(__file__)), os.environ.get("PYTHONPATH", "")])
         env = os.environ | {"PYTHONPATH": path, "PYTORCH_CUDA_ALLOC_CONF": allocator}
         try:
@@ -51,7 +58,11 @@ def run(where: Where, results: Results) -> None:
         last = (done.stdout.strip().splitlines() or ["it said nothing"])[-1]
         if done.returncode and not where.is_gpu:
             raise SectionFailed(f"exit code {done.returncode}\n{done.stdout[-500:]}\n{done.stderr[-2000:]}")
-        text = last if done.returncode == 0 else f"{last}; exit code {done.returncode}: {done.stderr.strip().splitlines()[-1:]}"
+        text = (
+            last
+            if done.returncode == 0
+            else f"{last}; exit code {done.returncode}: {done.stderr.strip().splitlines()[-1:]}"
+        )
         results.figure(f"kills, {kind}", text)  # whatever it is: it is a question, and not a promise
 
 

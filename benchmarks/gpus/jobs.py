@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ JOB_S = 300.0
 
 def environment() -> dict[str, str]:
     """Return the environment of a job: this checkout, one thread for each worker, no settings of another job."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_"))}
+    kept = {
+        key: value for key, value in os.environ.items() if not key.startswith(("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_"))
+    }
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
@@ -67,21 +70,39 @@ class Job:
         return report
 
 
-def ended_in(command: Sequence[str], limit_s: float = JOB_S) -> str:
-    """Run a command, and return what it printed.
+def ended_in(command: Sequence[str]) -> str:
+    """Run a command, and return what it printed; for errors see :func:`ended_in_all`."""
+    return ended_in_all([(command, {})])[0]
+
+
+def ended_in_all(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], limit_s: float = JOB_S) -> list[str]:
+    """Run commands beside each other, each with more environment, and return what each printed.
 
     Raises:
-        SectionFailed: if it did not end with exit code 0 in time.
+        SectionFailed: if not all ended with exit code 0 in time.
     """
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=limit_s, env=environment(), cwd=ROOT, check=False
-        )
-    except subprocess.TimeoutExpired as expired:
-        raise SectionFailed(f"no end within {limit_s:.0f} s: {' '.join(command[1:])}") from expired
-    if done.returncode:
-        raise SectionFailed(f"exit code {done.returncode}: {' '.join(command[1:])}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
-    return done.stdout
+    with tempfile.TemporaryDirectory() as folder:
+        outs, errs = ([Path(folder) / f"{k}.{end}" for k in range(len(commands))] for end in ("out", "err"))
+        started = []
+        try:
+            for (command, more), out, err in zip(commands, outs, errs, strict=True):
+                with out.open("w") as o, err.open("w") as e:
+                    started.append(
+                        subprocess.Popen(command, stdout=o, stderr=e, env=environment() | dict(more), cwd=ROOT)
+                    )
+            deadline_s = time.monotonic() + limit_s
+            for process in started:
+                process.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired as expired:
+            raise SectionFailed(f"no end within {limit_s:.0f} s: {' '.join(commands[0][0][1:])}") from expired
+        finally:
+            for process in started:
+                process.kill()
+        for process, (command, _), out, err in zip(started, commands, outs, errs, strict=True):
+            if process.returncode:
+                said = f"{out.read_text()[-1500:]}\n{err.read_text()[-3000:]}"
+                raise SectionFailed(f"exit code {process.returncode}: {' '.join(command[1:])}\n{said}")
+        return [out.read_text() for out in outs]
 
 
 def state_of(report: dict[str, Any]) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
-from gpus.results import Results, Where
 
+from gpus.results import Results, Where
 from holdfast.comm.allreduce.adding import ORDERS, MeanDivisor
 from holdfast.comm.allreduce.ordered_add import HAS_TRITON, add_by_kernel, add_by_torch, ordered_add
 
@@ -20,7 +21,9 @@ LEAST = 0.8
 
 def run(where: Where, results: Results) -> None:
     """Compare bits, then measure."""
-    results.check("the kernel is used", HAS_TRITON or not where.is_gpu, f"Triton is {'' if HAS_TRITON else 'not '}installed")
+    results.check(
+        "the kernel is used", HAS_TRITON or not where.is_gpu, f"Triton is {'' if HAS_TRITON else 'not '}installed"
+    )
     for name, dtype in DTYPES.items():
         for order in ("fold", "tree", "wide"):
             check_bits(where, results, f"bits, {name}, {order}", dtype, order)
@@ -67,7 +70,9 @@ def reciprocals(where: Where, results: Results) -> None:
     """Say how often torch's division by a number of the host differs from division."""
     x = torch.randn(where.size(1 << 20, 3000))
     there = x.clone().to(where.device).div_(300.0).cpu()
-    results.figure("div_ by a number of the host", f"{(there != x / 300.0).double().mean():.1%} of elements not correctly rounded")
+    results.figure(
+        "div_ by a number of the host", f"{(there != x / 300.0).double().mean():.1%} of elements not correctly rounded"
+    )
 
 
 def speed(where: Where, results: Results, name: str, dtype: torch.dtype) -> None:
@@ -77,10 +82,11 @@ def speed(where: Where, results: Results, name: str, dtype: torch.dtype) -> None
         terms = [(k, torch.randn(length, device=where.device, dtype=dtype)) for k in range(num_terms)]
         out = torch.empty(length, dtype=dtype, device=where.device)
         mean = MeanDivisor(300.0, length)
+        copied_s = seconds(where, functools.partial(out.copy_, terms[0][1]))
+        ours_s = seconds(where, functools.partial(ordered_add, terms, out, "tree", mean))
+        torch_s = seconds(where, functools.partial(ORDERS["tree"], terms, out))
         moved = length * dtype.itemsize / 1e9
-        copied = 2 * moved / seconds(where, lambda out=out, terms=terms: out.copy_(terms[0][1]))
-        ours = (num_terms + 1) * moved / seconds(where, lambda: ordered_add(terms, out, "tree", mean))
-        torch_s = seconds(where, lambda: ORDERS["tree"](terms, out))
+        copied, ours = 2 * moved / copied_s, (num_terms + 1) * moved / ours_s
         text = f"{ours:.0f} GB/s, {ours / copied:.0%} of a copy's; torch {(num_terms + 1) * moved / torch_s:.0f} GB/s"
         results.check(f"speed, {name}, {num_terms} terms", ours >= LEAST * copied or not where.is_gpu, text)
 

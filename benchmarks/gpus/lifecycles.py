@@ -18,10 +18,12 @@ import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from gpus.results import Results, SectionFailed, Where
 
 ANSWER_S = 90.0
@@ -71,7 +73,7 @@ def abort() -> float:
 def held() -> dict[str, float]:
     """Return what the process holds: threads, open files, memory of the host and of the device, MiB."""
     gc.collect()
-    pages = int(open("/proc/self/statm").read().split()[1])
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
     free = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
     return {
         "threads": len(os.listdir("/proc/self/task")),

@@ -33,5 +33,7 @@ def run(where: Where, results: Results) -> None:
         equal = state_of(report) == undisturbed and whole(report)
         ended = killed(report)
         lost = [event["what"] for event in report["events"] if event["event"] == "DeviceLost"]
-        text = f"workers {ended} ended{f', recorded as {lost[0]}' if lost else ''}; {'equal' if equal else 'other'} bits"
+        text = (
+            f"workers {ended} ended{f', recorded as {lost[0]}' if lost else ''}; {'equal' if equal else 'other'} bits"
+        )
         results.check(name, equal and ended == expected, text)

@@ -42,7 +42,9 @@ def run(where: Where, results: Results) -> None:
     results.check("kill to next commit", median < NEXT_COMMIT_MS or not where.is_gpu, text)
 
 
-def one(where: Where, results: Results, model: str, workers: int, kills: tuple[str, ...], undisturbed: str) -> list[float]:
+def one(
+    where: Where, results: Results, model: str, workers: int, kills: tuple[str, ...], undisturbed: str
+) -> list[float]:
     """Run a job with kills; return the times from each kill to the next commit, ms."""
     report = Job(where, model, workers, faults=kills).run()
     victims = sorted(int(kill.split("rank=")[1].split(",")[0]) for kill in kills)

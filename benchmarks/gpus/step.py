@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 from typing import Any
 
-from gpus.jobs import JOB_S, TRAIN, Job, ended_in, environment
-from gpus.results import ROOT, Results, SectionFailed, Where
+from gpus.jobs import TRAIN, Job, ended_in_all
+from gpus.results import Results, Where
 
 SIZES = {"cnn": 400, "25M": 60, "350M": 30, "1B": 12}
 """Steps of a run."""
@@ -52,18 +51,4 @@ def with_session(where: Where, model: str, words: tuple[Any, ...], workers: int,
 def plain(where: Where, model: str, words: tuple[Any, ...], processes: int) -> float:
     """Return the time of a step of the plain loop, ms; the slower one of two that share the GPU."""
     command = [sys.executable, *map(str, (TRAIN, model, "--device", where.device, "--plain", *words))]
-    if processes == 1:
-        return float(json.loads(ended_in(command))["step_ms"])
-    started = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT) for _ in range(processes)
-    ]
-    try:
-        said = [process.communicate(timeout=JOB_S)[0] for process in started]
-    except subprocess.TimeoutExpired as expired:
-        raise SectionFailed(f"no end within {JOB_S:.0f} s: {' '.join(command[1:])}") from expired
-    finally:
-        for process in started:
-            process.kill()
-    if any(process.returncode for process in started):
-        raise SectionFailed(f"exit codes {[process.returncode for process in started]}: {' '.join(command[1:])}")
-    return max(float(json.loads(text)["step_ms"]) for text in said)
+    return max(float(json.loads(said)["step_ms"]) for said in ended_in_all([(command, {})] * processes))

@@ -1,7 +1,7 @@
 """A training for the sections that run jobs: ``train.py MODEL --device cuda [--steps 12] [--features amp,fused] ...``.
 
 It logs ``step_ms``, the mean of a step after the warm-up, and ``peak_bytes`` of device memory. With ``--plain`` it is the
-usual loop without Holdfast, and prints them.
+usual loop without Holdfast, and prints them; with ``--ddp`` that of DistributedDataParallel, started by torchrun.
 """
 
 from __future__ import annotations
@@ -19,13 +19,24 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from models import Transformer, characters, cnn, images, mlp
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-FEATURES = ("compile", "reduce-overhead", "autocast", "scaler", "fused", "channels-last", "checkpointing", "tied", "clip")
+FEATURES = (
+    "compile",
+    "reduce-overhead",
+    "autocast",
+    "scaler",
+    "fused",
+    "channels-last",
+    "checkpointing",
+    "tied",
+    "clip",
+)
 SYNCHRONISING = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "aten::_local_scalar_dense")
 SPIN_S = 30.0
 """How long the kernel of ``--sick spin`` computes: it must end by itself, because nothing else can end it."""
@@ -38,7 +49,9 @@ def of_width(width: int, layers: int) -> Callable[[], nn.Module]:
 
 def wide(width: int) -> Callable[[], nn.Module]:
     """Return a function that makes four square layers: many parameters, and activations that take no memory."""
-    return lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, width), *(nn.Linear(width, width) for _ in range(4)), nn.Linear(width, 10))
+    return lambda: nn.Sequential(
+        nn.Flatten(), nn.Linear(784, width), *(nn.Linear(width, width) for _ in range(4)), nn.Linear(width, 10)
+    )
 
 
 PICTURES, TEXT = images(1, 28, 10), characters
@@ -59,6 +72,8 @@ def main() -> None:
     """Train."""
     options = parse()
     device = torch.device(options.device)
+    if options.ddp and options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.use_deterministic_algorithms(options.deterministic)
     torch.manual_seed(0)
     with device:
@@ -66,7 +81,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused="fused" in options.features or None)
     dataset = MODELS[options.model][1](options.batch * options.steps, None)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10) if "scaler" in options.features else None
-    run = train_plainly if options.plain else train_with_session
+    run = train_plainly if options.plain else train_with_ddp if options.ddp else train_with_session
     run(options, device, model, optimizer, dataset, scaler)
 
 
@@ -84,6 +99,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compute", action="store_true", help="step.compute instead of a loop over the slices")
     parser.add_argument("--profile", action="store_true", help="log how often a step makes the host wait")
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--ddp", action="store_true")
     parser.add_argument("--sick", metavar="WHAT:RANK:STEP", default="", help="assert, oom, or spin")
     options = parser.parse_args()
     if odd := set(options.features) - set(FEATURES):
@@ -118,7 +134,9 @@ class Checkpointed(nn.Module):
         return x
 
 
-def loss_of(options: argparse.Namespace, device: torch.device, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def loss_of(
+    options: argparse.Namespace, device: torch.device, model: nn.Module, x: torch.Tensor, y: torch.Tensor
+) -> torch.Tensor:
     """Return the mean loss of a batch."""
     lower = "autocast" in options.features or "scaler" in options.features
     dtype = torch.float16 if "scaler" in options.features and device.type == "cuda" else torch.bfloat16
@@ -128,18 +146,24 @@ def loss_of(options: argparse.Namespace, device: torch.device, model: nn.Module,
         return F.cross_entropy(model(x.to(device)).flatten(0, -2), y.to(device).flatten())
 
 
+def sent_bytes() -> int:
+    """Return how many bytes this machine has sent to others."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    return sum(int(numbers.split()[8]) for name, numbers in (line.split(":") for line in lines) if name.strip() != "lo")
+
+
 class Clock:
     """Times the steps after a warm-up, until the device has computed them."""
 
     def __init__(self, device: torch.device, warm_up: int) -> None:
         self._device, self._left, self._steps = device, warm_up, 0
-        self._since_s = time.perf_counter()
+        self._since_s, self._sent = time.perf_counter(), 0
 
     def begin(self) -> None:
         """A step begins."""
         if self._left == 0 and self._steps == 0:
             self._synchronize()
-            self._since_s = time.perf_counter()
+            self._since_s, self._sent = time.perf_counter(), sent_bytes()
         self._steps += self._left <= 0
         self._left -= 1
 
@@ -149,14 +173,17 @@ class Clock:
         took_s = time.perf_counter() - self._since_s
         on_gpu = self._device.type == "cuda"
         peak = float(torch.cuda.max_memory_allocated()) if on_gpu else 0.0
-        return {"step_ms": 1e3 * took_s / max(1, self._steps), "peak_bytes": peak}
+        steps = max(1, self._steps)
+        return {"step_ms": 1e3 * took_s / steps, "peak_bytes": peak, "sent_bytes": (sent_bytes() - self._sent) / steps}
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
 
-def train_plainly(options: argparse.Namespace, device: torch.device, model: nn.Module, optimizer: Any, dataset: Any, scaler: Any) -> None:
+def train_plainly(
+    options: argparse.Namespace, device: torch.device, model: nn.Module, optimizer: Any, dataset: Any, scaler: Any
+) -> None:
     """The usual loop."""
     clock = Clock(device, options.warm_up)
     for step in range(options.steps):
@@ -169,7 +196,29 @@ def train_plainly(options: argparse.Namespace, device: torch.device, model: nn.M
     print(json.dumps(clock.figures() | {"parameters": parameters}))
 
 
-def train_with_session(options: argparse.Namespace, device: torch.device, model: nn.Module, optimizer: Any, dataset: Any, scaler: Any) -> None:
+def train_with_ddp(
+    options: argparse.Namespace, device: torch.device, model: nn.Module, optimizer: Any, dataset: Any, scaler: Any
+) -> None:
+    """The usual loop of torchrun."""
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    together = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    clock, share = Clock(device, options.warm_up), options.batch // ranks
+    for step in range(options.steps):
+        clock.begin()
+        first = step * options.batch + rank * share
+        x, y = dataset[first : first + share]
+        optimizer.zero_grad()
+        loss_of(options, device, together, x, y).backward()
+        optimizer.step()
+    if rank == 0:
+        print(json.dumps(clock.figures()))
+    dist.destroy_process_group()
+
+
+def train_with_session(
+    options: argparse.Namespace, device: torch.device, model: nn.Module, optimizer: Any, dataset: Any, scaler: Any
+) -> None:
     """The same over Holdfast."""
     import holdfast
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+
 from gpus.jobs import Job
 from gpus.kernel import seconds
 from gpus.results import Results, Where
-
 from holdfast.integrity.device_digest import mixed_sum
 
 
