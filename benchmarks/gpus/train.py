@@ -211,8 +211,7 @@ def train_with_ddp(
         optimizer.zero_grad()
         loss_of(options, device, together, x, y).backward()
         optimizer.step()
-    if rank == 0:
-        print(json.dumps(clock.figures()))
+    print(json.dumps(clock.figures()))
     dist.destroy_process_group()
 
 
