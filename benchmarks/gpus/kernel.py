@@ -11,7 +11,7 @@ import torch
 
 from gpus.results import Results, Where
 from holdfast.comm.allreduce.adding import ORDERS, MeanDivisor
-from holdfast.comm.allreduce.ordered_add import HAS_TRITON, add_by_kernel, add_by_torch, ordered_add
+from holdfast.comm.allreduce.ordered_add import HAS_TRITON, add_by_kernel, add_by_torch, kernel_works, ordered_add
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SPECIAL = (0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-45, 1.1754942e-38, 3.4e38, -3.4e38)
@@ -21,9 +21,8 @@ LEAST = 0.8
 
 def run(where: Where, results: Results) -> None:
     """Compare bits, then measure."""
-    results.check(
-        "the kernel is used", HAS_TRITON or not where.is_gpu, f"Triton is {'' if HAS_TRITON else 'not '}installed"
-    )
+    used = where.is_gpu and HAS_TRITON and kernel_works(torch.device("cuda", torch.cuda.current_device()))
+    results.check("the kernel is used", used or not where.is_gpu, "yes" if used else "no, torch adds")
     for name, dtype in DTYPES.items():
         for order in ("fold", "tree", "wide"):
             check_bits(where, results, f"bits, {name}, {order}", dtype, order)

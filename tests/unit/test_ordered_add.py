@@ -9,6 +9,7 @@ import math
 import random
 import re
 import sys
+import warnings
 
 import pytest
 import torch
@@ -205,6 +206,37 @@ def test_the_division_on_another_device_is_that_of_the_host(dtype, monkeypatch):
     ordered_add.divide(there, 300)
 
     assert torch.equal(bits(there), bits(here))
+
+
+@pytest.mark.parametrize(
+    ("by_kernel", "said"),
+    [
+        (lambda terms, out, order, mean: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda terms, out, order, mean: out.fill_(1), "its bits are not those of torch"),
+        (ordered_add.add_by_torch, ""),
+    ],
+    ids=["it fails", "other bits", "it works"],
+)
+def test_the_kernel_is_tried_once_before_it_is_used(monkeypatch, by_kernel, said):
+    monkeypatch.setattr(ordered_add, "add_by_kernel", by_kernel)
+    works = ordered_add.kernel_works.__wrapped__
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert works(torch.device("cpu")) is (not said)
+
+    expected = [f"gradients on cpu are added by torch, which is slower than the kernel: {said}"] if said else []
+    assert [str(one.message) for one in warned] == expected
+
+
+def test_a_device_that_is_lost_while_the_kernel_is_tried_is_not_taken_for_a_kernel_that_fails(monkeypatch):
+    def lose(terms, out, order, mean):
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+    monkeypatch.setattr(ordered_add, "add_by_kernel", lose)
+
+    with pytest.raises(RuntimeError, match="ECC"):
+        ordered_add.kernel_works.__wrapped__(torch.device("cpu"))
 
 
 def test_terms_that_the_kernel_does_not_take_are_added_by_torch(monkeypatch):

@@ -7,13 +7,16 @@ with each of them, but a CPU keeps the payload of an operand, and a GPU returns 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 
 from holdfast.comm.allreduce.adding import ORDERS, MeanDivisor, Terms
 from holdfast.comm.allreduce.checksums import Altered, ChecksummedVector, ignore_corruption
+from holdfast.device_errors import DeviceFailure, classify
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 """Whether the kernel can be compiled; wheels of torch for CUDA bring Triton with them."""
@@ -36,10 +39,33 @@ def ordered_add(terms: Terms, out: torch.Tensor, order: str, mean: MeanDivisor |
         order: One of the orders of :mod:`~holdfast.comm.allreduce.adding`.
         mean: Division of the first elements, correctly rounded.
     """
-    if HAS_TRITON and _fits_kernel(terms, out, order):
+    if HAS_TRITON and not out.is_cpu and _fits_kernel(terms, out, order) and kernel_works(out.device):
         add_by_kernel(terms, out, order, mean)
     else:
         add_by_torch(terms, out, order, mean)
+
+
+@functools.cache
+def kernel_works(device: torch.device) -> bool:
+    """Return whether the kernel has the bits of torch on a device, tried once there; warn if it has not.
+
+    Triton needs a C compiler on the machine, and a GPU that it knows. Torch gives the same bits without it.
+    """
+    number = torch.arange(1, 3001, dtype=torch.float32, device=device)
+    terms = [(k, number / (3 + k)) for k in range(5)]
+    ours, theirs = torch.empty_like(number), torch.empty_like(number)
+    mean = MeanDivisor(300.0, 2900)
+    add_by_torch(terms, theirs, "tree", mean)
+    try:
+        add_by_kernel(terms, ours, "tree", mean)
+        why = "" if torch.equal(ours, theirs) else "its bits are not those of torch"
+    except Exception as error:
+        if classify(error) is DeviceFailure.LOST:
+            raise
+        why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if why:
+        warnings.warn(f"gradients on {device} are added by torch, which is slower than the kernel: {why}", stacklevel=2)
+    return not why
 
 
 def _fits_kernel(terms: Terms, out: torch.Tensor, order: str) -> bool:
