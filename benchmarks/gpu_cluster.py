@@ -4,7 +4,7 @@
     python benchmarks/gpu_cluster.py --nnodes 2 --node-rank K --rdzv node0:29500 --nic-gbps 400   # on each of two nodes
     python benchmarks/gpu_cluster.py --device cpu -n 2                                        # does the script work?
 
-**Nobody has run this yet.** It prints what is expected beside what it measures. It writes ``benchmarks/results/gpu-cluster.json``
+**It has not been run on GPUs yet.** It prints what is expected beside what it measures. It writes ``benchmarks/results/gpu-cluster.json``
 on the first node, in which ``python docs/generate.py`` finds its rows; with ``--device cpu``, ``out/gpu-on-cpu/cpu-cluster.json``.
 
 What is expected for B bytes of gradients on H nodes: both systems send 2 B (H - 1) / H from each node, which takes that by the

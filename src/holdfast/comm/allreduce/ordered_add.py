@@ -108,8 +108,8 @@ def add_by_torch(terms: Terms, out: torch.Tensor, order: str, mean: MeanDivisor 
 def divide(numbers: torch.Tensor, divisor: float) -> None:
     """Divide in place, correctly rounded on every device.
 
-    On CUDA, torch multiplies by the reciprocal where the divisor is a number of the host: that is another result in
-    about a quarter of the cases. So there the divisor is a tensor of the device.
+    On CUDA, torch multiplies by the reciprocal where the divisor is a number of the host: for most divisors that is
+    another result in a third of the cases or more. So there the divisor is a tensor of the device.
     """
     if numbers.is_cpu:
         numbers.div_(divisor)
