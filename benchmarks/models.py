@@ -198,7 +198,7 @@ class Transformer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the scores of every character at every position."""
-        places = torch.arange(x.shape[1])
+        places = torch.arange(x.shape[1], device=x.device)
         return self.head(self.norm(self.layers(self.characters(x) + self.places(places))))
 
 

@@ -44,6 +44,10 @@ LONG = (
     "chaos/test_pipeline.py::test_new_workers_get_a_part_and_compute_it_though_all_who_began_are_gone",
     "chaos/test_sick_devices.py::test_a_computation_that_never_ends",
     "chaos/test_sick_devices.py::test_a_device_that_is_lost_in_an_all_reduce",
+    "gpu/test_benchmarks.py::test_a_cluster_of_processes_on_the_cpu_passes",
+    "gpu/test_one_gpu.py::test_a_section_with_kills_holds[staged-cpu]",
+    "gpu/test_one_gpu.py::test_a_section_with_kills_holds[sick-cpu]",
+    "gpu/test_one_gpu.py::test_a_section_with_kills_holds[lifecycles-cpu]",
     # With other parameters, or on the other fabric, what a neighbour shows in every run.
     "chaos/test_flips.py::test_real_workers_are_altered_as_virtual_ones_are[ulfm]",
     "chaos/test_flips.py::test_what_goes_into_the_sum_leaves_replicas_equal_and_wrong",
@@ -237,6 +241,7 @@ LONG = (
 
 LONGEST_FIRST = (
     "chaos",
+    "gpu",
     "contract",
     "cli",
     "lab/cli",

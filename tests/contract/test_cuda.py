@@ -8,8 +8,9 @@ import pytest
 import torch
 from jobs import ROOT, assert_landed, run_report
 
-from holdfast.comm import VirtualCommunicator
+from holdfast.comm import MeanDivisor, VirtualCommunicator
 from holdfast.comm import device as devices
+from holdfast.comm.allreduce import ordered_add
 from holdfast.comm.device import CudaDevice, DeviceStream, Wait
 from holdfast.comm.memory import SharedSegment
 from holdfast.testing.contract import check_ordered_sum
@@ -41,6 +42,7 @@ def fake_cuda(monkeypatch):
         "Stream": stream,
         "Event": event,
         "current_stream": mock.create_autospec(torch.cuda.current_stream, return_value=stream(GPU)),
+        "device": lambda device: contextlib.nullcontext(),
         "stream": mock.create_autospec(torch.cuda.stream, side_effect=lambda _: contextlib.nullcontext()),
     }
     for name, fake in fakes.items():
@@ -65,6 +67,16 @@ def test_every_call_of_torch_cuda_has_the_arguments_that_it_takes(fake_cuda):
     address = segment.bytes.data_ptr()
     assert fake_cuda.cudaHostRegister.mock_calls == [mock.call(address, 8192, 0)], "other memory is not whole pages"
     assert fake_cuda.cudaHostUnregister.mock_calls == [mock.call(address)]
+
+
+def test_a_gpu_adds_in_the_order_of_the_job(fake_cuda, monkeypatch):
+    monkeypatch.setattr(ordered_add, "HAS_TRITON", False)
+    terms = [(n, torch.full((3,), float(n), device="cpu")) for n in range(4)]
+    out = torch.empty(3, device="cpu")
+
+    CudaDevice(GPU).ordered_add(terms, out, "tree", MeanDivisor(4.0, 2))
+
+    assert out.tolist() == [1.5, 1.5, 6.0]
 
 
 def test_a_driver_that_refuses_memory_is_named(fake_cuda):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from exact import reference_hash
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from lagging import LaggingDevice, lagging
+from lagging import AddingDevice, LaggingDevice, lagging
 from torch import nn
 from torch.utils.data import TensorDataset
 from train_reference import train
@@ -201,6 +201,16 @@ def test_a_gradient_that_changes_after_its_copy_began_is_copied_again(options):
     assert options.get("twice") or state != train_layers()
 
 
+@pytest.mark.parametrize("kind", [LaggingDevice, AddingDevice])
 @pytest.mark.parametrize("workers", [2, 4])
-def test_the_contract_of_the_sum_holds_on_a_lagging_device(workers):
-    check_ordered_sum(VirtualCommunicator(workers), LaggingDevice(torch.device("cpu")))
+def test_the_contract_of_the_sum_holds_on_a_lagging_device(workers, kind):
+    check_ordered_sum(VirtualCommunicator(workers), kind(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("more", [{}, {"guard_sums": True}, {"faults": plan(KILL)}], ids=["plain", "checksums", "kill"])
+def test_a_device_that_adds_by_itself_has_the_bits_of_host_memory(more):
+    with lagging(AddingDevice, longest_s=0.001) as made:
+        _, state = train("cnn", "adam", workers=4, **more)
+
+    assert state == reference_hash("cnn", "adam")
+    assert (made[0].additions > 0, made[0].copies) == (True, 0)

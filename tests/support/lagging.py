@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from holdfast.comm import device as devices
+from holdfast.comm.allreduce.ordered_add import add_by_torch
 from holdfast.comm.device import Device, DeviceStream
 
 PATIENCE_S = 60
@@ -40,6 +41,7 @@ class LaggingDevice(Device):
         self.waits = []
         self.errors = []
         self.copies = 0
+        self.additions = 0
         self._random = random.Random(seed)
         self._longest_s = longest_s
         self._free = {}
@@ -141,14 +143,31 @@ class LaggingDevice(Device):
 
         self._queues[stream].put(late)
 
+    def ordered_add(self, terms, out, order, mean):
+        def late():
+            total = torch.empty_like(out)
+            add_by_torch(terms, total, order, mean)
+            out.view(torch.uint8).fill_(POISON)
+            self._lag()
+            out.copy_(total)
+            self.additions += 1
+
+        self.compute(late)
+
+
+class AddingDevice(LaggingDevice):
+    """A lagging device that adds the terms of a process that runs all workers."""
+
+    adds = True
+
 
 @contextlib.contextmanager
-def lagging(**options):
+def lagging(kind=LaggingDevice, **options):
     """Train models in CPU memory as if it were that of a lagging device; yields the list of devices made."""
     made = []
 
     def make(device):
-        made.append(LaggingDevice(device, **options))
+        made.append(kind(device, **options))
         return made[-1]
 
     before = devices.DEVICES["cpu"]

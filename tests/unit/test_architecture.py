@@ -427,7 +427,7 @@ def test_importing_the_package_loads_nothing_heavy_and_starts_nothing():
 
 def is_elsewhere(name):
     """Return whether a module needs another environment: scripts of studies, and what belongs to one framework."""
-    return ".workers." in name or name.startswith("holdfast.integrations.")
+    return ".workers." in name or name.startswith("holdfast.integrations.") or name.endswith(".ordered_add_kernel")
 
 
 def test_importing_every_room_starts_no_thread():

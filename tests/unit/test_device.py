@@ -4,12 +4,12 @@ import re
 
 import pytest
 import torch
-from lagging import LaggingDevice
+from lagging import AddingDevice, LaggingDevice
 from threads import side_by_side
 
 from holdfast.comm import MeanDivisor, OrderedAllReduce, SlotSpan, VirtualCommunicator, make_allreduce
 from holdfast.comm import device as devices
-from holdfast.comm.allreduce.staged import StagedAllReduce
+from holdfast.comm.allreduce.staged import DeviceAllReduce, StagedAllReduce
 from holdfast.comm.device import CpuDevice, Wait, device_of
 from holdfast.errors import ConfigError
 
@@ -106,6 +106,19 @@ def test_a_single_process_waits_for_the_same():
 
     assert all(torch.equal(result, expected(step, span)) for step, span, result in read)
     assert set(device.waits) == set(Wait) - {Wait.UNPINNED}
+
+
+def test_a_device_that_adds_by_itself_copies_nothing_and_waits_for_nothing():
+    device, comm = AddingDevice(CPU, computes_late=True), VirtualCommunicator(3)
+    add = make_allreduce(comm, "fold", SIZE, device=device)
+
+    read = train(comm, device, add)
+    device.settle()
+
+    assert type(add) is DeviceAllReduce
+    assert len(read) == STEPS * len(SPANS) == device.additions
+    assert all(torch.equal(result, expected(step, span)) for step, span, result in read)
+    assert (device.copies, device.waits) == (0, [])
 
 
 def test_a_model_on_the_cpu_is_all_reduced_as_ever():

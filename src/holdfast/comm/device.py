@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from holdfast.comm.allreduce.adding import MeanDivisor, Terms
+from holdfast.comm.allreduce.ordered_add import add_by_torch, ordered_add
 from holdfast.errors import ConfigError, JobError
 
 DeviceEvent = Any
@@ -91,6 +93,13 @@ class Device(ABC):
     def copy(self, into: torch.Tensor, source: torch.Tensor, stream: DeviceStream) -> None:
         """Queue a copy between host memory and the device; the host memory must exist until it is complete."""
 
+    @abstractmethod
+    def ordered_add(self, terms: Terms, out: torch.Tensor, order: str, mean: MeanDivisor | None) -> None:
+        """Queue an addition of terms in this memory, in the stream of the computation.
+
+        See :func:`holdfast.comm.allreduce.ordered_add.ordered_add`, whose bits every device gives.
+        """
+
 
 class CpuDevice(Device):
     """Host memory. Every operation is complete when its call returns, so there is nothing to wait for."""
@@ -123,6 +132,10 @@ class CpuDevice(Device):
     def copy(self, into: torch.Tensor, source: torch.Tensor, stream: DeviceStream) -> None:
         """Copy immediately."""
         into.copy_(source)
+
+    def ordered_add(self, terms: Terms, out: torch.Tensor, order: str, mean: MeanDivisor | None) -> None:
+        """Add immediately."""
+        add_by_torch(terms, out, order, mean)
 
 
 class CudaDevice(Device):
@@ -196,6 +209,11 @@ class CudaDevice(Device):
         """Queue a copy; torch makes one from or to memory that is not pinned wait for its completion."""
         with torch.cuda.stream(self._stream(stream)):
             into.copy_(source, non_blocking=True)
+
+    def ordered_add(self, terms: Terms, out: torch.Tensor, order: str, mean: MeanDivisor | None) -> None:
+        """Add in one pass over the memory if Triton is installed, otherwise by torch."""
+        with torch.cuda.device(self.device):  # kernels of Triton run on the current device
+            ordered_add(terms, out, order, mean)
 
 
 def _is_mapped(memory: torch.UntypedStorage) -> bool:

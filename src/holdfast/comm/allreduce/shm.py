@@ -39,6 +39,7 @@ from holdfast.comm.allreduce.checksums import (
     num_tiles,
     tile_of,
 )
+from holdfast.comm.allreduce.ordered_add import OrderedAdd, WholeSum
 from holdfast.comm.base import Collectives
 from holdfast.comm.memory import OpenSegments, SharedSegment, host_id, open_segment
 from holdfast.comm.waiting import patience, wait_until, waiting
@@ -158,10 +159,17 @@ class HostMemory:
 
 
 class SharedMemoryReduce:
-    """The all-reduce for processes that all map the terms and the result in ``memory``."""
+    """The all-reduce for processes that all map the terms and the result in ``memory``.
 
-    def __init__(self, comm: Collectives, memory: HostMemory) -> None:
+    Args:
+        comm: The processes.
+        memory: The terms and the result.
+        add: Adds the terms of a single process where they are, if that is not host memory.
+    """
+
+    def __init__(self, comm: Collectives, memory: HostMemory, add: OrderedAdd | None = None) -> None:
         self._comm = comm
+        self._add = add
         self._memory = memory
         self._words = words = memory.words
         self._me = comm.processes.index(comm.local_ranks)
@@ -170,7 +178,7 @@ class SharedMemoryReduce:
         self._words_far = np.zeros(1, dtype=np.int64) if words is None else words[:, 2]
         self._maxima = 0
         self._patience = patience(comm.num_processes)
-        self._additions: dict[tuple[SlotSpan, str], tuple[Slots, TiledSum]] = {}
+        self._additions: dict[tuple[SlotSpan, str], tuple[Slots, TiledSum | WholeSum]] = {}
 
     def __call__(
         self,
@@ -230,7 +238,7 @@ class SharedMemoryReduce:
         """Return the last result; it is complete once *any* worker has completed the all-reduce."""
         return span.of(self._memory.given)
 
-    def _addition(self, span: SlotSpan, slots: Slots, order: str) -> TiledSum:
+    def _addition(self, span: SlotSpan, slots: Slots, order: str) -> TiledSum | WholeSum:
         if len(self._additions) > _MOST_KEPT:  # collectives may be of any length
             del self._additions[next(iter(self._additions))]
         known = self._additions.get((span, order))
@@ -244,8 +252,15 @@ class SharedMemoryReduce:
             out = ChecksummedVector(
                 span.of(self._memory.result)[mine], tile=vectors[0][1].tile if vectors else span.tile
             )
-            known = self._additions[span, order] = (slots, TiledSum(vectors, out, mine.start, order))
+            known = self._additions[span, order] = (slots, self._sum_of(vectors, out, mine.start, order))
         return known[1]
+
+    def _sum_of(
+        self, terms: Sequence[tuple[int, ChecksummedVector]], out: ChecksummedVector, start: int, order: str
+    ) -> TiledSum | WholeSum:
+        if self._add is None:
+            return TiledSum(terms, out, start, order)
+        return WholeSum(terms, out, start, order, self._add)
 
     def _barrier(self) -> None:
         """Barrier: wait until all processes have reached this phase, and verify their incarnations and generation."""
@@ -274,11 +289,15 @@ def _share(span: SlotSpan, memory: torch.Tensor, part: slice) -> ChecksummedVect
 
 
 def sum_alone(
-    comm: Collectives, slots: Sequence[torch.Tensor], size_bytes: int, device: torch.device
+    comm: Collectives,
+    slots: Sequence[torch.Tensor],
+    size_bytes: int,
+    device: torch.device,
+    add: OrderedAdd | None = None,
 ) -> SharedMemoryReduce:
-    """Return the all-reduce of a single process; the result lies in its private memory."""
+    """Return the all-reduce of a single process; the result lies in its private memory. For ``add`` see the class."""
     result = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-    return SharedMemoryReduce(comm, HostMemory([slots], result, result))
+    return SharedMemoryReduce(comm, HostMemory([slots], result, result), add)
 
 
 @dataclass(frozen=True, slots=True)

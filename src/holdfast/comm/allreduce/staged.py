@@ -20,7 +20,7 @@ import torch
 from holdfast.comm.allreduce.adding import MeanDivisor
 from holdfast.comm.allreduce.checksums import Altered, Midway, ignore_corruption
 from holdfast.comm.allreduce.ordered import OrderedAllReduce, Path
-from holdfast.comm.allreduce.shm import SlotSpan
+from holdfast.comm.allreduce.shm import SlotSpan, sum_alone
 from holdfast.comm.base import Collectives
 from holdfast.comm.device import Device, DeviceEvent, DeviceStream, Wait
 from holdfast.comm.virtual import VirtualCommunicator
@@ -143,10 +143,31 @@ class StagedAllReduce(OrderedAllReduce):
         return path, told
 
 
+class DeviceAllReduce(OrderedAllReduce):
+    """All-reduces terms in the memory of ``device`` where one process runs all workers, which copies nothing.
+
+    The other arguments are those of :class:`OrderedAllReduce`.
+    """
+
+    def __init__(self, comm: VirtualCommunicator, order: str, size_bytes: int, device: Device) -> None:
+        super().__init__(comm, order, size_bytes, device=device.device)
+        self._on = device
+
+    def _more_room(self) -> torch.Tensor:
+        return self._on.allocate(self._size_bytes)
+
+    def _make_path(self, rows: int) -> tuple[Path, Sequence[int]]:
+        self.shared_room(max(0, rows - 1))
+        add = self._on.ordered_add
+        return sum_alone(self._comm, self._room, self._size_bytes, self._on.device, add), (0,)
+
+
 def make_allreduce(
     comm: Collectives, order: str, size_bytes: int, *, device: Device, shared_bytes: int = -1
 ) -> OrderedAllReduce:
     """Return the all-reduce for terms in the memory of ``device``; for the arguments see :class:`OrderedAllReduce`."""
-    if device.is_host or (device.adds and isinstance(comm, VirtualCommunicator)):
+    if device.is_host:
         return OrderedAllReduce(comm, order, size_bytes, device=device.device, shared_bytes=shared_bytes)
+    if device.adds and isinstance(comm, VirtualCommunicator):
+        return DeviceAllReduce(comm, order, size_bytes, device)
     return StagedAllReduce(comm, order, size_bytes, device, shared_bytes=shared_bytes)

@@ -1,0 +1,54 @@
+"""The time of a step beside that of the plain loop, for models of several sizes."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from typing import Any
+
+from gpus.jobs import TRAIN, Job, ended_in_all
+from gpus.results import Results, Where
+
+SIZES = {"cnn": 400, "25M": 60, "350M": 30, "1B": 12}
+"""Steps of a run."""
+MOST = 1.02
+"""A step of the model of 350 M parameters takes at most so many times that of the plain loop, with one worker."""
+ROUNDS = 3
+
+
+def run(where: Where, results: Results) -> None:
+    """Measure in turns: plain, virtual, one worker over gloo, and two of each."""
+    for model, steps in {"cnn": 12}.items() if where.tiny else SIZES.items():
+        words = ("--steps", steps, "--batch", 16, "--slices", 1)
+        took: dict[str, list[float]] = {}
+        for _ in range(1 if where.tiny else ROUNDS):
+            took.setdefault("plain", []).append(plain(where, model, words, 1))
+            for name, fabric in (("virtual", "virtual"), ("gloo", "gloo")):
+                took.setdefault(name, []).append(with_session(where, model, words, 1, fabric))
+        base = statistics.median(took.pop("plain"))
+        for name, times in took.items():
+            ratio = statistics.median(times) / base
+            text = f"{ratio:.3f} of a plain loop, {base:.2f} ms"
+            must = where.is_gpu and model == "350M"
+            results.check(f"{model}, 1 worker, {name}", ratio <= MOST or not must, text)
+        if not where.tiny and model != "1B":
+            two(where, results, model, steps)
+
+
+def two(where: Where, results: Results, model: str, steps: int) -> None:
+    """Two workers share the GPU, beside two plain loops that share it and exchange nothing."""
+    base = plain(where, model, ("--steps", steps, "--batch", 8, "--slices", 1), 2)
+    ours = with_session(where, model, ("--steps", steps, "--batch", 16, "--slices", 2), 2, "gloo")
+    results.figure(f"{model}, 2 workers on one GPU, gloo", f"{ours / base:.3f} of two plain loops, {base:.2f} ms")
+
+
+def with_session(where: Where, model: str, words: tuple[Any, ...], workers: int, fabric: str) -> float:
+    """Return the time of a step, ms."""
+    return float(Job(where, model, workers, words=words, fabric=fabric).run()["metrics"]["step_ms"])
+
+
+def plain(where: Where, model: str, words: tuple[Any, ...], processes: int) -> float:
+    """Return the time of a step of the plain loop, ms; the slower one of two that share the GPU."""
+    command = [sys.executable, *map(str, (TRAIN, model, "--device", where.device, "--plain", *words))]
+    return max(float(json.loads(said)["step_ms"]) for said in ended_in_all([(command, {})] * processes))
