@@ -97,6 +97,11 @@ class LaggingDevice(Device):
         block[:] = bytes([POISON]) * size_bytes
         self._free[size_bytes].append(block)
 
+    def host_memory(self, size_bytes):
+        if not size_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        return self.allocate(size_bytes).fill_(POISON)
+
     def pin(self, memory):
         self.pinned.add(memory.untyped_storage().data_ptr())
 
@@ -133,7 +138,9 @@ class LaggingDevice(Device):
         def late():
             self._lag()
             values = source.clone()
-            into.view(torch.uint8).fill_(POISON)
+            into.copy_(
+                torch.full((into.numel() * into.itemsize,), POISON, dtype=torch.uint8).view(into.dtype).view(into.shape)
+            )
             self._lag()
             into.copy_(values)
             self.copies += 1

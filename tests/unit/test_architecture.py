@@ -93,6 +93,7 @@ MAY_IMPORT = {
         "faults",
         "engine",
         "recovery",
+        "device_errors",
         "checkpoint.format",
         "state.transfer",
     },
