@@ -40,6 +40,7 @@ class LaggingDevice(Device):
         self.waits = []
         self.errors = []
         self.copies = 0
+        self.bytes_to_host = 0
         self._random = random.Random(seed)
         self._longest_s = longest_s
         self._free = {}
@@ -134,6 +135,8 @@ class LaggingDevice(Device):
         assert into.shape == source.shape
         host = (into if stream is DeviceStream.TO_HOST else source).untyped_storage().data_ptr()
         was_pinned = host in self.pinned
+        if stream is DeviceStream.TO_HOST:
+            self.bytes_to_host += source.nbytes
 
         def late():
             self._lag()

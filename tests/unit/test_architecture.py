@@ -66,7 +66,7 @@ MAY_IMPORT = {
         "slurm",
         "torch_private",
     },
-    "checkpoint": {"errors", "clock", "faults.points", "temporary", "torch_private"},
+    "checkpoint": {"errors", "clock", "faults.points", "temporary", "torch_private", "comm.device"},
     "faults": {"errors"},
     "data": {"errors"},
     "integrity": LOOP | {"data", "models.part", "engine.context", "engine.run_log", "engine.vote"},

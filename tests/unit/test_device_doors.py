@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import holdfast
 from holdfast.comm import MeanDivisor, OrderedAllReduce, SlotSpan, VirtualCommunicator
 from holdfast.comm.fabrics.gloo import GlooFabric
-from holdfast.distributed.tensors import check_device
+from holdfast.distributed.group import HoldfastGroup
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.models import slice_batching
@@ -73,7 +73,7 @@ def sharded(model):
 
 
 def ddp(model):
-    check_device(next(model.parameters()).detach(), "all_reduce")
+    HoldfastGroup.__new__(HoldfastGroup).allreduce([next(model.parameters()).detach()])
 
 
 DOORS = {

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.format import Leaf, Shard, flatten
+from holdfast.comm.device import DEVICES
 from holdfast.errors import ConfigError
 
 
@@ -18,7 +19,7 @@ class WriteBox:
 
     path: str  # Path of the tensor
     key: str  # Name in the file
-    tensor: torch.Tensor  # The values, contiguous, on the CPU
+    tensor: torch.Tensor  # The values: contiguous on the CPU, or as they are on the device of the model
     start: tuple[int, ...]  # First index in each dimension of the whole tensor
     whole: tuple[int, ...]  # Shape of the whole tensor
 
@@ -65,6 +66,16 @@ def take(state: Any, part: int = 0, parts: int = 1, *, distinct: bool = False) -
     return WritePlan(boxes=boxes, skeleton=skeleton if distinct or part == 0 else None, part=part, parts=parts)
 
 
+def size_of(state: Any) -> int:
+    """Return the total size of the values that :func:`take` takes of a state, in bytes; nothing is copied.
+
+    Raises:
+        CheckpointError: as :func:`take`.
+    """
+    leaves, _ = flatten(state)
+    return sum((leaf.tensor if isinstance(leaf, Shard) else leaf).nbytes for leaf in leaves.values())
+
+
 def _assign_leaves(leaves: Mapping[str, Leaf], part: int, parts: int) -> list[WriteBox]:
     """Return what one of ``parts`` writers writes; every writer computes the same cuts.
 
@@ -105,5 +116,8 @@ def _make_box(
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous CPU tensor, copied only if necessary."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    """Return a contiguous CPU tensor, copied only if necessary; on a device, the tensor: its copy is contiguous."""
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu" and tensor.device.type in DEVICES:
+        return tensor
+    return tensor.resolve_conj().resolve_neg().cpu().contiguous()
