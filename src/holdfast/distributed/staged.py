@@ -23,7 +23,6 @@ READS: dict[str, tuple[int, ...]] = {
         (
             "allgather",
             "all_gather_single",
-            "_allgather_base",
             "all_gather_single_coalesced",
             "allgather_into_tensor_coalesced",
             "allgather_coalesced",
@@ -34,7 +33,6 @@ READS: dict[str, tuple[int, ...]] = {
             "alltoall_base",
             "reduce_scatter",
             "reduce_scatter_single",
-            "_reduce_scatter_base",
             "reduce_scatter_single_coalesced",
             "reduce_scatter_tensor_coalesced",
         ),
@@ -55,6 +53,9 @@ def _staged(name: str) -> Callable[..., Any]:
 
 class StagedCollectives(GroupBase):
     """Stages the tensors of each collective through host memory if they are on a device."""
+
+    _allgather_base = _staged("all_gather_single")
+    _reduce_scatter_base = _staged("reduce_scatter_single")
 
 
 for _name in READS:
