@@ -25,7 +25,7 @@ def test_lightning_on_another_device_than_the_cpu_is_refused_in_one_line():
         logger=False,
         enable_checkpointing=False,
     )
-    with pytest.raises(ConfigError, match="a device other than the CPU.*pass accelerator='cpu'"):
+    with pytest.raises(ConfigError, match=r"a device other than the CPU.*pass accelerator='cpu'"):
         trainer.fit(BoringModel())
     with pytest.raises(ConfigError, match=r'needs models in CPU memory: pass Fabric\(accelerator="cpu"\)'):
         Fabric(accelerator=OtherAccelerator(), devices=1, strategy="holdfast").launch()

@@ -19,7 +19,6 @@ import holdfast
 from holdfast.comm.device import Wait
 from holdfast.models import slice_batching as at_once
 
-
 STUCK_AT = 15
 """Number of the copy in which a device gets stuck, in the second or third step."""
 

@@ -6,7 +6,6 @@ from lagging import LaggingDevice, lagging
 
 from holdfast.checkpoint import CheckpointStore, take
 from holdfast.checkpoint.snapshot import SnapshotBuffer
-from holdfast.checkpoint.write_plan import size_of
 from holdfast.checkpoint.writer import CheckpointWriter
 from holdfast.comm import device as devices
 from holdfast.comm.device import Wait
@@ -29,7 +28,7 @@ def test_each_writer_copies_its_part_and_no_size_costs_a_copy(parts):
     expected = [take(given, part, parts) for part in range(parts)]
 
     with lagging() as made:
-        assert size_of(given) == sum(content.size_bytes for content in expected)
+        assert take(given).size_bytes == sum(content.size_bytes for content in expected)
         for part in range(parts):
             before = made[0].bytes_to_host if made else 0
             copied = SnapshotBuffer().copy(take(given, part, parts))
@@ -50,7 +49,7 @@ def test_a_manager_copies_nothing_that_it_does_not_write(tmp_path, monkeypatch, 
     given = model()
     shares = [take(given, part, 3).size_bytes if not shared_bytes else 0 for part in range(3)]
     if shared_bytes:
-        shares[0] = size_of(given)
+        shares[0] = take(given).size_bytes
 
     for rank in range(3):
         manager = CheckpointManager(Settings(checkpoint_dir=str(tmp_path / str(rank))), background=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lagging import lagging
 
-from holdfast.checkpoint.write_plan import size_of
+from holdfast.checkpoint.write_plan import take
 from holdfast.comm.c10d import C10dCommunicator
 from holdfast.comm.device import Wait
 from holdfast.errors import CheckpointError, PeerFailed
@@ -173,7 +173,7 @@ def test_each_giver_of_a_state_copies_the_pieces_that_it_sends():
             device.settle()
 
     check_equal(got[2], given)
-    assert sum(device.bytes_to_host for device in made) == size_of(given)
+    assert sum(device.bytes_to_host for device in made) == take(given).size_bytes
 
 
 def test_a_state_that_has_not_arrived_in_host_memory_is_not_sent():

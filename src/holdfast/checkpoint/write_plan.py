@@ -66,16 +66,6 @@ def take(state: Any, part: int = 0, parts: int = 1, *, distinct: bool = False) -
     return WritePlan(boxes=boxes, skeleton=skeleton if distinct or part == 0 else None, part=part, parts=parts)
 
 
-def size_of(state: Any) -> int:
-    """Return the total size of the values that :func:`take` takes of a state, in bytes; nothing is copied.
-
-    Raises:
-        CheckpointError: as :func:`take`.
-    """
-    leaves, _ = flatten(state)
-    return sum((leaf.tensor if isinstance(leaf, Shard) else leaf).nbytes for leaf in leaves.values())
-
-
 def _assign_leaves(leaves: Mapping[str, Leaf], part: int, parts: int) -> list[WriteBox]:
     """Return what one of ``parts`` writers writes; every writer computes the same cuts.
 

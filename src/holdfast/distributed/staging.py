@@ -67,6 +67,10 @@ class Staging:
         """Return the tensors on the device."""
         return [self._twins[id(twin)][1] for twin in twins]
 
+    def forget(self) -> None:
+        """Let go of the twins, which those that still need them have by now: the work may be kept for long."""
+        self._twins.clear()
+
     # -- in the communication thread
 
     def after_copies(self, act: Callable[[], Any]) -> Callable[[], Any]:
@@ -80,10 +84,11 @@ class Staging:
 
     def before_copies(self, finish: Callable[[], None], results: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Return ``finish``, which then copies the results that it has written in host memory to the device."""
+        pairs = list(zip(results, self.originals(results), strict=True))
 
         def finish_and_send() -> None:
             finish()  # all that was queued before the call is complete, because its copies were
-            for twin, tensor in zip(results, self.originals(results), strict=True):
+            for twin, tensor in pairs:
                 if tensor.numel():
                     self._on.copy(tensor.detach(), twin.detach(), DeviceStream.TO_DEVICE)
             self._sent = self._on.mark(DeviceStream.TO_DEVICE)
@@ -134,6 +139,7 @@ def staged(
         return call(*twins, *args[2:], **kwargs)
     finally:
         _current.reset(before)
+        staging.forget()
 
 
 def check_supported(device: torch.device, what: str) -> None:

@@ -21,7 +21,6 @@ from holdfast.checkpoint import CheckpointStore, LoadedCheckpoint, WritePlan, ta
 from holdfast.checkpoint.interval import AdaptiveInterval
 from holdfast.checkpoint.parts import Wanted, pick
 from holdfast.checkpoint.retention import to_remove
-from holdfast.checkpoint.write_plan import size_of
 from holdfast.checkpoint.writer import CheckpointWriter, WriteResult
 from holdfast.config import Settings
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
@@ -206,10 +205,10 @@ class CheckpointManager:
         """Return what this process writes, or None."""
         if distinct:
             return take(state, writers.index(me), len(writers), distinct=True) if me in writers else None
-        is_large = size_of(state) > SHARED_BYTES
-        if len(writers) > 1 and is_large and self._settings.checkpoint_format != "dcp":
+        content = take(state)
+        if len(writers) > 1 and content.size_bytes > SHARED_BYTES and self._settings.checkpoint_format != "dcp":
             return take(state, writers.index(me), len(writers))
-        return take(state) if me == writers[0] else None
+        return content if me == writers[0] else None
 
     def publish(self, stable_step: int, generation: int, *, is_lead: bool) -> None:
         """Commit the pending checkpoint once it is written, if the step before it is durable."""
