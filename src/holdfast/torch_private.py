@@ -27,6 +27,7 @@ __all__ = [
     "buffers_of",
     "check_version",
     "copy_each",
+    "drop_graph",
     "fake_tensors",
     "gather_flat",
     "gloo_options",
@@ -101,6 +102,12 @@ def is_parameter(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a parameter, another leaf with a gradient, or a view of one."""
     base = tensor if tensor._base is None else tensor._base
     return base.requires_grad and base.is_leaf
+
+
+def drop_graph(tensor: torch.Tensor) -> None:
+    """Let go of the graph that computed a tensor, unless it is a view, whose graph cannot be replaced."""
+    if tensor._base is None:
+        tensor.detach_()
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -595,7 +595,7 @@ def misuse(tmp_path_factory):
         ("dtypes", "ScriptError", ["rank 0: all_reduce(SUM) torch.float64 (3,)", "torch.float32 (3,)"]),
         ("roots", "ScriptError", ["(3,) root 0", "(3,) root 1", "(3,) root 2"]),
         ("operations", "ScriptError", ["rank 0: all_reduce(MAX)", "rank 1: all_reduce(SUM)"]),
-        ("meta", "ConfigError", ["needs CPU tensors", "got one on meta"]),
+        ("meta", "ConfigError", ["the holdfast backend takes tensors on cpu or cuda, got one on meta"]),
         ("average of integers", "ValueError", ["AVG needs a floating-point dtype, got torch.int64"]),
         ("bits of floats", "ValueError", ["BAND is not defined for torch.float32"]),
     ],

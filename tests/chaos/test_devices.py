@@ -19,6 +19,20 @@ def test_killed_workers_change_no_bit_where_copies_lag(tmp_path, fabric):
     assert_landed(report, 0, 1)
 
 
+def test_a_copy_that_never_ends_is_the_hang_of_its_worker_alone(tmp_path):
+    """The others wait for this worker in the all-reduce; it waits for its device, which does not count as waiting."""
+    script = (SCRIPT, "mlp", "sgd", "--lagging", 1, "--stuck", 2)
+
+    report = run_report(tmp_path, "--fabric", "gloo", "-n", 3, "--hang-timeout", 2, *script)
+
+    check_nothing_lost(report, reference_hash("mlp", "sgd"), [0, 1])
+    assert_landed(report, 2)
+    assert [(event["rank"]) for event in report["_events"] if event["event"] == "WorkerFenced"] == [2]
+    (failure,) = report["failures"]
+    assert failure["kind"] == "hang"
+    assert failure["silent_s"] >= 2
+
+
 def test_without_the_wait_for_terms_the_bits_are_others(tmp_path):
     """The negative control: the same training, in which workers add terms that may not have arrived."""
     script = (SCRIPT, "mlp", "sgd", "--lagging", 1, "--skips", "COPIED")

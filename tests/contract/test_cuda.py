@@ -35,7 +35,7 @@ def fake_cuda(monkeypatch):
     """``torch.cuda`` without a GPU: every function takes what the installed torch says that it takes, and does nothing."""
     runtime = mock.Mock(spec=["cudaHostRegister", "cudaHostUnregister"])
     runtime.cudaHostRegister.return_value = 0
-    stream, event = maker(torch.cuda.Stream), maker(torch.cuda.Event)
+    stream, event, on_gpu = maker(torch.cuda.Stream), maker(torch.cuda.Event), torch.cuda.device
     fakes = {
         "is_available": lambda: True,
         "cudart": lambda: runtime,
@@ -44,10 +44,12 @@ def fake_cuda(monkeypatch):
         "current_stream": mock.create_autospec(torch.cuda.current_stream, return_value=stream(GPU)),
         "device": lambda device: contextlib.nullcontext(),
         "stream": mock.create_autospec(torch.cuda.stream, side_effect=lambda _: contextlib.nullcontext()),
+        "device": mock.Mock(side_effect=lambda device: contextlib.nullcontext(inspect.signature(on_gpu).bind(device))),
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    zeros = torch.zeros
+    zeros, empty = torch.zeros, torch.empty
+    monkeypatch.setattr(devices.torch, "empty", lambda *args, pin_memory=False, **more: empty(*args, **more))
     monkeypatch.setattr(devices.torch, "zeros", lambda *args, device, **more: zeros(*args, **more))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     return runtime
@@ -61,10 +63,12 @@ def test_every_call_of_torch_cuda_has_the_arguments_that_it_takes(fake_cuda):
     device.pin(torch.zeros(64, dtype=torch.uint8, device="cpu")[1:])
     device.hold(DeviceStream.TO_HOST, device.mark(DeviceStream.COMPUTE), Wait.COMPUTED)
     device.copy(segment.bytes[:64], memory, DeviceStream.TO_HOST)
+    device.copy(device.host_memory(64), memory, DeviceStream.TO_HOST)
     device.wait(device.mark(DeviceStream.TO_HOST), Wait.COPIED)
     device.unpin(segment.bytes)
 
     address = segment.bytes.data_ptr()
+    assert torch.cuda.device.mock_calls == [mock.call(GPU)] * 2, "page locks are made on the GPU of the tensors"
     assert fake_cuda.cudaHostRegister.mock_calls == [mock.call(address, 8192, 0)], "other memory is not whole pages"
     assert fake_cuda.cudaHostUnregister.mock_calls == [mock.call(address)]
 
@@ -111,3 +115,15 @@ def test_two_workers_on_one_gpu_survive_a_kill(tmp_path):
     assert_landed(killed, 1)
     assert killed["replicas"]["state_sha256"] == alone["replicas"]["state_sha256"]
     assert killed["samples"] == alone["samples"]
+
+
+@needs_gpu
+@pytest.mark.chaos
+def test_two_ranks_of_ddp_on_one_gpu_survive_a_kill(tmp_path):
+    script = ROOT / "tests" / "support" / "train_ddp_cuda.py"
+
+    report = run_report(tmp_path, "--fabric", "gloo", "-n", 3, "--inject", "kill:rank=1,step=2", script, tmp_path)
+
+    assert_landed(report, 1)
+    ended = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 2)]
+    assert torch.equal(ended[0], ended[1])

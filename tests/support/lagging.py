@@ -31,17 +31,21 @@ class LaggingDevice(Device):
         skips: Waits to leave out, to see whether that is noticed.
         computes_late: Computation is a stream with delays, too: that of :meth:`compute`. Otherwise it is the caller's.
         longest_s: Longest delay before and within a copy; half of them have none.
+        stuck_at: Number of the copy that never ends, as after a kernel that never ends; 0: none.
     """
 
     adds = False
 
-    def __init__(self, device, seed=0, skips=(), *, computes_late=False, longest_s=0.002):
+    def __init__(self, device, seed=0, skips=(), *, computes_late=False, longest_s=0.002, stuck_at=0):
         super().__init__(device)
         self.skips = frozenset(skips)
         self.waits = []
         self.errors = []
         self.copies = 0
         self.additions = 0
+        self.queued = 0
+        self.stuck_at = stuck_at
+        self.bytes_to_host = 0
         self._random = random.Random(seed)
         self._longest_s = longest_s
         self._free = {}
@@ -99,6 +103,11 @@ class LaggingDevice(Device):
         block[:] = bytes([POISON]) * size_bytes
         self._free[size_bytes].append(block)
 
+    def host_memory(self, size_bytes):
+        if not size_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        return self.allocate(size_bytes).fill_(POISON)
+
     def pin(self, memory):
         self.pinned.add(memory.untyped_storage().data_ptr())
 
@@ -131,11 +140,19 @@ class LaggingDevice(Device):
         assert into.shape == source.shape
         host = (into if stream is DeviceStream.TO_HOST else source).untyped_storage().data_ptr()
         was_pinned = host in self.pinned
+        self.queued += 1
+        is_stuck = self.queued == self.stuck_at
+        if stream is DeviceStream.TO_HOST:
+            self.bytes_to_host += source.nbytes
 
         def late():
             self._lag()
+            if is_stuck:
+                threading.Event().wait()
             values = source.clone()
-            into.view(torch.uint8).fill_(POISON)
+            into.copy_(
+                torch.full((into.numel() * into.itemsize,), POISON, dtype=torch.uint8).view(into.dtype).view(into.shape)
+            )
             self._lag()
             into.copy_(values)
             self.copies += 1

@@ -19,6 +19,9 @@ import holdfast
 from holdfast.comm.device import Wait
 from holdfast.models import slice_batching as at_once
 
+STUCK_AT = 15
+"""Number of the copy in which a device gets stuck, in the second or third step."""
+
 
 class OwnNoise(reference.Noisy):
     """Noise that depends on the loading process, which is forbidden."""
@@ -162,6 +165,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--lagging", type=int, metavar="SEED", help="train on a device whose copies lag; see lagging.py"
     )
+    parser.add_argument("--stuck", type=int, metavar="RANK", help="the rank whose device gets stuck in a copy")
     parser.add_argument("--skips", type=Wait.__getitem__, help="a wait that it leaves out")
     parser.add_argument("--slices", type=int, default=reference.SLICES, help="0: chosen by the job")
     parser.add_argument("--features", type=lambda text: tuple(text.split(",")) if text else (), default=())
@@ -178,6 +182,7 @@ if __name__ == "__main__":
     device = contextlib.nullcontext()
     if options.lagging is not None:
         rank = os.environ.get("HOLDFAST_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
-        device = lagging(seed=options.lagging + int(rank), skips={options.skips})
+        stuck_at = STUCK_AT if int(rank) == options.stuck else 0
+        device = lagging(seed=options.lagging + int(rank), skips={options.skips}, stuck_at=stuck_at)
     with device:
         holdfast.reinit(lambda: main(options))

@@ -1,19 +1,24 @@
 """Models that are not on the CPU, through every entry point: each trains there, or is refused in one line."""
 
+import ast
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
-from elsewhere import META, HostReads, elsewhere
+from elsewhere import META, PACKAGE, HostReads, elsewhere
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
+from holdfast import checkpoint
 from holdfast.comm import MeanDivisor, OrderedAllReduce, SlotSpan, VirtualCommunicator
 from holdfast.comm.fabrics.gloo import GlooFabric
-from holdfast.distributed.tensors import check_device
-from holdfast.errors import ConfigError
+from holdfast.distributed.group import HoldfastGroup
+from holdfast.doctor.machine import why_unusable
+from holdfast.errors import CheckpointError, ConfigError
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.models import slice_batching
 
@@ -73,7 +78,11 @@ def sharded(model):
 
 
 def ddp(model):
-    check_device(next(model.parameters()).detach(), "all_reduce")
+    HoldfastGroup.__new__(HoldfastGroup).allreduce([next(model.parameters()).detach()])
+
+
+def reinitialised(model):
+    holdfast.reinit(lambda: session_of("virtual")(model))
 
 
 DOORS = {
@@ -86,7 +95,133 @@ DOORS = {
     "pipeline-built": built_pipeline,
     "sharded": sharded,
     "ddp": ddp,
+    "reinit": reinitialised,
 }
+
+
+def to_save(model):
+    return {"model": {"weight": model.weight}}
+
+
+SAVING = {
+    "flatten": lambda model, _: checkpoint.flatten(to_save(model)),
+    "take": lambda model, _: checkpoint.take(to_save(model)),
+    "shard": lambda model, _: checkpoint.take({"model": {"weight": checkpoint.Shard(model.weight, (0, 0), (3, 4))}}),
+    "write_tensors": lambda model, folder: checkpoint.write_tensors(str(folder), 1, to_save(model), {}),
+    "store": lambda model, folder: checkpoint.CheckpointStore(str(folder), "safetensors").write_tensors(
+        1, to_save(model), {}
+    ),
+}
+"""The doors of checkpoints, which refuse a tensor without numbers in the words of checkpoints."""
+
+IN_HOST_MEMORY = "reads into host memory, and says so"
+OF_FRAMEWORK = "the framework moves the model to the device that the script names: tests/integrations"
+PLAIN = "takes no tensors"
+WALKED: dict[str, dict[str, object]] = {
+    "holdfast": {
+        "Session": ["session", "session-virtual", "session-gloo", "session-ulfm"],
+        "Pipeline": ["pipeline", "pipeline-built"],
+        "Sharded": ["sharded"],
+        "prepare": ["prepare"],
+        "reinit": ["reinit"],
+        "Step": "made by a session; its methods are walked behind the door, below",
+        **dict.fromkeys(("ConfigError", "HoldfastError", "ScriptError", "Settings", "__version__"), PLAIN),
+    },
+    "holdfast.distributed": {
+        "register": "takes a DistributedDataParallel, which makes collectives while it is built",
+        **dict.fromkeys(("RanksLost", "alive"), PLAIN),
+    },
+    "holdfast.checkpoint": {
+        "CheckpointStore": ["store"],
+        "Shard": ["shard"],
+        "flatten": ["flatten"],
+        "take": ["take"],
+        "write_tensors": ["write_tensors"],
+        "write": "takes what take returns",
+        "WritePlan": "what take returns",
+        "unflatten": "puts tensors where they belong, and copies none",
+        **dict.fromkeys(("LoadedCheckpoint", "load", "load_box", "load_newest"), IN_HOST_MEMORY),
+        **dict.fromkeys(
+            ("FORMATS", "DamagedBytes", "Manifest", "PendingCheckpoint", "SavedCheckpoint", "Storage", "TensorEntry"),
+            PLAIN,
+        ),
+        **dict.fromkeys(("TensorPiece", "all_but", "find_damage", "newest_intact", "open_storage"), PLAIN),
+        **dict.fromkeys(("read_manifest", "steps", "verify"), PLAIN),
+    },
+    "holdfast.testing.contract": {
+        "check_ordered_sum": "on the device that it is given: test_device.py, tests/property, tests/contract",
+        **dict.fromkeys(
+            ("check_collectives", "check_communicator", "check_death", "check_mail", "check_subgroups"),
+            "communicators move host memory",
+        ),
+    },
+    "holdfast.integrations.accelerate": {"Accelerator": OF_FRAMEWORK},
+    "holdfast.integrations.lightning": {
+        "HoldfastFabricStrategy": OF_FRAMEWORK,
+        "HoldfastStrategy": OF_FRAMEWORK,
+        "HoldfastCheckpointIO": "saves with holdfast.checkpoint",
+        "HoldfastEnvironment": PLAIN,
+    },
+    "holdfast.integrations.transformers": {
+        "HoldfastCallback": PLAIN,
+        "Seq2SeqTrainer": OF_FRAMEWORK,
+        "Trainer": OF_FRAMEWORK,
+    },
+}
+"""Every public name: the doors through which it is walked here, or why it needs none."""
+
+
+def public_names(module):
+    """What a module says that it offers; without a list, its functions. Read, not imported: frameworks may be missing."""
+    path = PACKAGE.joinpath(*module.split(".")[1:])
+    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
+
+
+@pytest.mark.parametrize("module", WALKED)
+def test_every_public_name_is_walked_or_has_a_reason(module):
+    assert WALKED[module].keys() == public_names(module)
+    walked = [name for doors in WALKED[module].values() if isinstance(doors, list) for name in doors]
+    assert set(walked) <= DOORS.keys() | SAVING.keys()
+
+
+INTERNAL = {
+    f"holdfast.{room}"
+    for room in ("comm", "comm.allreduce.ordered", "faults.plan", "membership", "recovery", "records", "report")
+} | {"holdfast.torch_private"}
+"""Modules with a list of names that are not for scripts."""
+
+
+def test_every_module_that_offers_names_is_in_the_table():
+    listing = {
+        ".".join(("holdfast", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"^__all__ = ", path.read_text(), flags=re.MULTILINE)
+    }
+
+    assert listing == (WALKED.keys() - {"holdfast.testing.contract"}) | INTERNAL
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 3, device="meta"), on_fake_cuda], ids=["meta", "fake-cuda"])
+@pytest.mark.parametrize("door", SAVING)
+def test_what_has_no_numbers_is_not_saved(door, make, tmp_path):
+    with pytest.raises(CheckpointError) as refused:
+        SAVING[door](make(), tmp_path)
+
+    assert str(refused.value).startswith("the state cannot be saved: model/weight ")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda:7"])
+def test_the_doctor_looks_at_no_other_device_than_the_one_it_was_given(device):
+    if device != "meta" and torch.cuda.is_available():
+        pytest.skip("CUDA works here")
+
+    assert why_unusable(device)
+    assert "\n" not in why_unusable(device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a model on this GPU is not refused")
@@ -300,3 +435,22 @@ def test_an_optimizer_in_a_thread_needs_host_memory(fabric):
 
     with elsewhere(), pytest.raises(ConfigError, match=r"--overlap-optimizer needs a model in CPU memory.* on meta"):
         next(holdfast.Session(model, adam(model), update="eager", fabric=fabric).steps(dataset(), BATCH))
+
+
+@pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
+def test_a_checkpoint_is_saved_from_the_device_and_loaded_onto_it(tmp_path):
+    settings = VIRTUAL | {"checkpoint_dir": str(tmp_path), "checkpoint_every": 2}
+    with elsewhere():
+        for resume in (False, True):
+            model = net()
+            optimizer = adam(model)
+            with HostReads():
+                session = holdfast.Session(model, optimizer, resume=resume, **settings)
+                first = None
+                for step in session.steps(dataset(), BATCH, epochs=1 + resume):
+                    first = step.number if first is None else first
+                    for x, y in step:
+                        step.backward(F.cross_entropy(model(x.to(META)), y.to(META)))
+            assert first == (STEPS if resume else 0)
+            state = [value for values in optimizer.state.values() for value in values.values() if value.dim()]
+            assert {tensor.device for tensor in (*model.parameters(), *model.buffers(), *state)} == {META}

@@ -4,13 +4,18 @@ import importlib
 import sys
 
 import pytest
+import torch
 
 from holdfast.distributed import frameworks
 
 STATE = """
+import torch
+
 class PartialState:
     def _prepare_backend(self, cpu=False, sagemaker_dp=False, backend=None):
-        return ("gloo", "MULTI_CPU") if cpu else (backend, "NO")
+        if cpu:
+            return "gloo", "MULTI_CPU"
+        return backend, "MULTI_GPU" if torch.cuda.is_available() else "NO"
 """
 MPI = """
 class MPIEnvironment:
@@ -59,6 +64,17 @@ def test_in_a_job_the_backend_is_accepted_and_mpi_is_left_alone(installed, monke
     assert state._prepare_backend(cpu=True, backend="gloo") == ("gloo", "MULTI_CPU")
     assert state._prepare_backend(backend="nccl") == ("nccl", "NO")
     assert not environment.detect()
+
+
+def test_where_there_is_a_gpu_accelerate_uses_it_unless_told_otherwise(installed, monkeypatch):
+    monkeypatch.setenv("HOLDFAST_STORE", "holdfast://127.0.0.1:1/a")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    frameworks.adapt_frameworks()
+    state, _ = imported()
+
+    assert state._prepare_backend(backend="holdfast") == ("holdfast", "MULTI_GPU")
+    assert state._prepare_backend(cpu=True, backend="holdfast") == ("holdfast", "MULTI_CPU")
 
 
 def test_in_any_other_process_the_frameworks_stay_as_they_are(installed, monkeypatch):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,6 +88,101 @@ def test_without_memory_for_the_second_time_the_error_reaches_the_script():
 
     with pytest.raises(torch.OutOfMemoryError):
         train(model, failing(model, 6, 7))
+
+
+def loop(model, *calls, error=SHORT, where="backward"):
+    """Train in a plain loop in which these slices, counted from 1, raise in their pass; return all tensors of the model."""
+    count = 0
+
+    def strike(_):
+        raise error
+
+    def compute(step, x, y):
+        nonlocal count
+        count += 1
+        out = model(x)
+        if count in calls and where == "forward":
+            strike(out)
+        if count in calls:
+            out.register_hook(strike)
+        loss = F.cross_entropy(out, y)
+        step.backward(loss)
+        step.log(loss_again=loss.detach())
+
+    return trained(model, compute)
+
+
+def trained(model, compute):
+    generator = torch.Generator().manual_seed(6)
+    data = TensorDataset(
+        torch.randn(SAMPLES, 6, generator=generator), torch.randint(3, (SAMPLES,), generator=generator)
+    )
+    session = holdfast.Session(model, torch.optim.Adam(model.parameters()), workers=1, slices=SLICES, fabric="virtual")
+    for step in session.steps(data, 16, epochs=3):
+        for x, y in step:
+            compute(step, x, y)
+    return {name: tensor.clone() for name, tensor in model_tensors(model)}
+
+
+def test_a_loop_over_the_step_gets_a_slice_again_whose_backward_pass_ran_out_of_memory(capsys):
+    expected = train(Model())
+
+    got = loop(Model(), 6, 19)
+
+    assert same(got, expected)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "computed again" in line]
+    assert len(lines) == 2
+    assert lines[0].startswith(
+        "holdfast: worker 0: slice 1 of step 1 is computed again, with memory freed: CUDA out of"
+    )
+
+
+class Saved:
+    """What a graph has saved of a forward pass."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def test_nothing_keeps_what_the_failed_pass_had_computed():
+    model, kept, count = Model(), weakref.WeakSet(), 0
+
+    def pack(tensor):
+        saved = Saved(tensor.detach())  # not a cycle through its graph
+        kept.add(saved)
+        return saved
+
+    def compute(step, x, y):
+        nonlocal count
+        count += 1
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+            loss = F.cross_entropy(model(x), y)
+        if count == 6:
+            loss.register_hook(lambda _: (_ for _ in ()).throw(SHORT))
+            assert kept
+        step.backward(loss)
+        if count == 6:
+            gc.collect()
+            assert not kept
+
+    trained(model, compute)
+
+    assert count == 3 * (SAMPLES // 16) * SLICES + 1
+
+
+@pytest.mark.parametrize(
+    ("calls", "error", "where"),
+    [
+        ((6, 7), SHORT, "backward"),
+        ((6,), SHORT, "forward"),
+        ((6,), LOST, "backward"),
+        ((6,), RuntimeError("a bug"), "backward"),
+    ],
+    ids=["twice", "in-the-forward-pass", "a-lost-device", "a-bug"],
+)
+def test_any_other_error_reaches_the_script(calls, error, where):
+    with pytest.raises(type(error)):
+        loop(Model(), *calls, error=error, where=where)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), LOST], ids=repr)

@@ -7,8 +7,11 @@ import contextlib
 
 import pytest
 import torch
+from lagging import lagging
 
+from holdfast.checkpoint.write_plan import take
 from holdfast.comm.c10d import C10dCommunicator
+from holdfast.comm.device import Wait
 from holdfast.errors import CheckpointError, PeerFailed
 from holdfast.membership import Hub, open_store
 from holdfast.state import transfer as welcome
@@ -153,3 +156,31 @@ def test_a_death_meanwhile_fails_everybody_and_nobody_waits(dies):
 
     assert came.pop(dies) == "died"
     assert isinstance(came[2 if dies != 2 else 0], PeerFailed)
+
+
+def test_each_giver_of_a_state_copies_the_pieces_that_it_sends():
+    given = state(1)
+
+    with lagging(longest_s=0.001) as made:
+        got = meet(
+            {
+                0: lambda comm: send_state(comm, (2,), given, {}),
+                1: lambda comm: send_state(comm, (2,), given, {}),
+                2: lambda comm: receive_state(comm, (2,))[0],
+            }
+        )
+        for device in made:  # two threads may have made one each
+            device.settle()
+
+    check_equal(got[2], given)
+    assert sum(device.bytes_to_host for device in made) == take(given).size_bytes
+
+
+def test_a_state_that_has_not_arrived_in_host_memory_is_not_sent():
+    """The negative control of the test above."""
+    given = state(1)
+
+    with lagging(longest_s=0.05, skips={Wait.COPIED}):
+        got = meet({0: lambda comm: send_state(comm, (1,), given, {}), 1: lambda comm: receive_state(comm, (1,))[0]})
+
+    assert isinstance(got[1], CheckpointError) or not torch.equal(got[1]["model"]["weight"], given["model"]["weight"])

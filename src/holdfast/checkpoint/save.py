@@ -23,6 +23,7 @@ from holdfast.checkpoint.block_writer import write_blocks
 from holdfast.checkpoint.files.kinds import FORMATS
 from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest, check_info, dump, is_data_folder, parse, versions
 from holdfast.checkpoint.parts import merge
+from holdfast.checkpoint.snapshot import in_host_memory
 from holdfast.checkpoint.storage import Storage, Where, as_storage, step_folder, step_of
 from holdfast.checkpoint.storage.local import explained
 from holdfast.checkpoint.write_plan import WritePlan, take
@@ -213,7 +214,7 @@ def write(
     try:
         path = storage.prepare(folder)
         with explained(f"write the checkpoint of step {step} to", path):
-            stem, boxes = f"part-{part:05d}", content.boxes
+            stem, boxes = f"part-{part:05d}", in_host_memory(content).boxes
             layout = FORMATS[format].lay_out(path, stem, {box.key: box.tensor for box in boxes})
             files, tensors = write_blocks(path, layout, boxes)
         described = Manifest(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.format import Leaf, Shard, flatten
+from holdfast.comm.device import DEVICES
 from holdfast.errors import ConfigError
 
 
@@ -18,7 +19,7 @@ class WriteBox:
 
     path: str  # Path of the tensor
     key: str  # Name in the file
-    tensor: torch.Tensor  # The values, contiguous, on the CPU
+    tensor: torch.Tensor  # The values: contiguous on the CPU, or as they are on the device of the model
     start: tuple[int, ...]  # First index in each dimension of the whole tensor
     whole: tuple[int, ...]  # Shape of the whole tensor
 
@@ -105,5 +106,8 @@ def _make_box(
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous CPU tensor, copied only if necessary."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    """Return a contiguous CPU tensor, copied only if necessary; on a device, the tensor: its copy is contiguous."""
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu" and tensor.device.type in DEVICES:
+        return tensor
+    return tensor.resolve_conj().resolve_neg().cpu().contiguous()

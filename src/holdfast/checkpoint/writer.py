@@ -24,7 +24,7 @@ from typing import Any
 
 from holdfast.checkpoint.manager import CheckpointStore
 from holdfast.checkpoint.save import PendingCheckpoint, SavedCheckpoint
-from holdfast.checkpoint.snapshot import SnapshotBuffer
+from holdfast.checkpoint.snapshot import SnapshotBuffer, in_host_memory
 from holdfast.checkpoint.write_plan import WritePlan
 from holdfast.errors import CheckpointError
 
@@ -102,7 +102,7 @@ class CheckpointWriter:
         start_s = time.monotonic()
         self.abandon()
         self.wait()
-        own = self._copy(step, content) if self._background else content
+        own = self._copy(step, content) if self._background else in_host_memory(content)
         self._job = job = _Job(step, own, info, token)
         if not self._background:
             self._write(job)
@@ -188,6 +188,7 @@ class CheckpointWriter:
         self._jobs.put(None)
         if self._thread is not None:
             self._thread.join(within_s)
+        self._snapshot.close()
 
     def _decide(self, finish: Callable[[PendingCheckpoint], SavedCheckpoint | None]) -> None:
         job = self._job

@@ -66,6 +66,10 @@ class Device(ABC):
         """Return zeroed memory of the device, bytes. Once freed it is reused only after all copies that use it."""
 
     @abstractmethod
+    def host_memory(self, size_bytes: int) -> torch.Tensor:
+        """Return host memory for copies that do not block the caller, bytes; freed, it is reused only after them."""
+
+    @abstractmethod
     def pin(self, memory: torch.Tensor) -> None:
         """Prepare host memory for copies that do not block the caller; without it they are correct, but block."""
 
@@ -109,6 +113,10 @@ class CpuDevice(Device):
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """Return zeroed memory."""
         return torch.zeros(size_bytes, dtype=torch.uint8)
+
+    def host_memory(self, size_bytes: int) -> torch.Tensor:
+        """Return memory."""
+        return torch.empty(size_bytes, dtype=torch.uint8)
 
     def pin(self, memory: torch.Tensor) -> None:
         """Do nothing."""
@@ -168,6 +176,10 @@ class CudaDevice(Device):
             memory.record_stream(stream)
         return memory
 
+    def host_memory(self, size_bytes: int) -> torch.Tensor:
+        """Return page-locked memory of torch's allocator, which knows the copies that use it."""
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
     def pin(self, memory: torch.Tensor) -> None:
         """Page-lock shared memory. Other memory does not consist of whole pages, and is left alone.
 
@@ -177,7 +189,8 @@ class CudaDevice(Device):
         mapping = memory.untyped_storage()
         if _is_mapped(mapping):
             runtime: Any = torch.cuda.cudart()
-            error = int(runtime.cudaHostRegister(mapping.data_ptr(), mapping.nbytes(), 0))
+            with torch.cuda.device(self.device):  # another thread than the script's would initialize the first GPU
+                error = int(runtime.cudaHostRegister(mapping.data_ptr(), mapping.nbytes(), 0))
             if error:
                 raise JobError(
                     f"CUDA cannot page-lock {mapping.nbytes()} bytes of shared memory (cudaHostRegister: error {error}):"
@@ -189,7 +202,8 @@ class CudaDevice(Device):
         mapping = memory.untyped_storage()
         if _is_mapped(mapping):
             runtime: Any = torch.cuda.cudart()
-            runtime.cudaHostUnregister(mapping.data_ptr())
+            with torch.cuda.device(self.device):
+                runtime.cudaHostUnregister(mapping.data_ptr())
 
     def mark(self, stream: DeviceStream) -> DeviceEvent:
         """Record a CUDA event."""
@@ -207,8 +221,10 @@ class CudaDevice(Device):
 
     def copy(self, into: torch.Tensor, source: torch.Tensor, stream: DeviceStream) -> None:
         """Queue a copy; torch makes one from or to memory that is not pinned wait for its completion."""
-        with torch.cuda.stream(self._stream(stream)):
+        on = self._stream(stream)
+        with torch.cuda.stream(on):
             into.copy_(source, non_blocking=True)
+        (into if into.is_cuda else source).record_stream(on)  # freed, its memory is not reused before
 
     def ordered_add(self, terms: Terms, out: torch.Tensor, order: str, mean: MeanDivisor | None) -> None:
         """Add in one pass over the memory if Triton is installed, otherwise by torch."""

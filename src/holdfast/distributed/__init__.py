@@ -87,5 +87,5 @@ def adapt_to_job() -> None:
 
 
 if dist.is_available() and BACKEND not in dist.Backend.backend_list:
-    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     adapt_to_job()

@@ -28,6 +28,7 @@ from holdfast.comm.connecting import connect_messages
 from holdfast.comm.seated import SeatedCommunicator
 from holdfast.comm.subgroup import Subgroup
 from holdfast.config import Settings
+from holdfast.device_errors import DeviceFailure, classify
 from holdfast.distributed.joining import Joining
 from holdfast.distributed.meeting import Meeting
 from holdfast.distributed.members import WORLD, GroupMembers, GroupReducer
@@ -204,8 +205,10 @@ class CommThread:
         except HoldfastError as error:  # the store is lost, or the other ranks have continued without this one
             sys.stderr.write(f"holdfast: {error}\n")
             exits.kill_self()
-        except BaseException:
+        except BaseException as error:
             traceback.print_exc()
+            if classify(error) is DeviceFailure.LOST:
+                self.recorder.device_lost(error)
             exits.kill_self()  # peers wait for this rank and must see that it failed
 
     def _serve(self) -> None:
@@ -276,6 +279,8 @@ class CommThread:
             except (RanksLost, ScriptError) as error:  # raised on all ranks alike
                 return error
             except Exception as error:  # belongs to the caller of the collective
+                if classify(error) is DeviceFailure.LOST:
+                    raise  # the others continue without this rank
                 group.broken = True  # a recovery tells the other ranks
                 self.recover()
                 return error

@@ -24,7 +24,7 @@ def adapt_frameworks() -> None:
 
 
 def _accept_backend(module: ModuleType) -> None:
-    """Let Accelerate accept this backend on CPUs, for which it takes only ``gloo`` and ``mpi``."""
+    """Let Accelerate accept this backend on CPUs, too, for which it takes only ``gloo`` and ``mpi``."""
     state: Any = getattr(module, "PartialState", None)
     prepare = getattr(state, "_prepare_backend", None)
     if prepare is None:  # another version of Accelerate: it refuses the backend by itself
@@ -33,7 +33,10 @@ def _accept_backend(module: ModuleType) -> None:
     def prepare_backend(
         self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
     ) -> tuple[str, Any]:
-        if backend != _BACKEND:
+        import torch
+
+        # On a GPU, Accelerate takes any backend.
+        if backend != _BACKEND or (not cpu and torch.cuda.is_available()):
             return prepare(self, cpu, sagemaker_dp, backend)  # type: ignore[no-any-return]
         # Without `cpu`, a machine without a GPU would count as one process that trains alone.
         return backend, prepare(self, True, sagemaker_dp, None)[1]

@@ -21,6 +21,8 @@ from holdfast.distributed.members import WORLD
 from holdfast.distributed.moves import MoveCollectives
 from holdfast.distributed.reductions import ReduceCollectives
 from holdfast.distributed.solo import BEFORE_REGISTER, SoloCollectives
+from holdfast.distributed.staged import StagedCollectives
+from holdfast.distributed.staging import current_staging
 from holdfast.distributed.tensors import bytes_of, one, overwrite
 from holdfast.distributed.work import PendingWork
 from holdfast.errors import ConfigError
@@ -56,8 +58,8 @@ def create(options: Any) -> HoldfastGroup:
     return kind(engine, engine.add_group(key, ranks), options.group_rank, options.timeout.total_seconds())
 
 
-class HoldfastGroup(ReduceCollectives, MoveCollectives):
-    """A group of ranks whose collectives survive failures, or report which ranks failed."""
+class HostGroup(ReduceCollectives, MoveCollectives):
+    """All collectives of tensors in host memory."""
 
     # -- coalesced collectives
 
@@ -108,7 +110,11 @@ class HoldfastGroup(ReduceCollectives, MoveCollectives):
 
     def _transfer(self, tensor: torch.Tensor, what: str, rank: int | None, tag: int, *, sends: bool = False) -> Work:
         length = tensor.numel() * tensor.element_size()
-        data = bytes_of(tensor).clone() if sends else torch.empty(length, dtype=torch.uint8)
+        staging = current_staging()
+        if staging is not None:
+            data = bytes_of(tensor)  # a twin, which nothing else uses
+        else:
+            data = bytes_of(tensor).clone() if sends else torch.empty(length, dtype=torch.uint8)
         if rank is not None and not 0 <= rank < self.size():
             raise ValueError(f"{what}: the rank must be in the group, 0 to {self.size() - 1}")
         members, world = self._members, self._engine.world
@@ -122,9 +128,18 @@ class HoldfastGroup(ReduceCollectives, MoveCollectives):
                 return world.start_receive(data, peer, number)
             return world.start_send(data, peer, number)
 
-        finish = nothing if sends else functools.partial(overwrite, tensor, data)
-        work = PendingWork([tensor], what, self._timeout_s, lambda _: None)  # it delays no collective
+        finish = nothing if sends or staging is not None else functools.partial(overwrite, tensor, data)
+        result = [tensor]
+        if staging is not None:
+            begin, finish = staging.after_copies(begin), staging.before_copies(finish, [] if sends else [tensor])
+            result = staging.originals(result)
+        # It delays no collective.
+        work = PendingWork(result, what, self._timeout_s, lambda _: None, staging=staging)
         return self._engine.submit(P2PTransfer(members, what, begin, finish, work))
+
+
+class HoldfastGroup(StagedCollectives, HostGroup):
+    """A group of ranks whose collectives survive failures, or report which ranks failed."""
 
 
 class NewcomerGroup(SoloCollectives, HoldfastGroup):

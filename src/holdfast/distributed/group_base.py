@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup, Work
 from holdfast.distributed.call_site import CallSite
 from holdfast.distributed.comm_thread import Collective, CommThread
 from holdfast.distributed.members import GroupMembers
+from holdfast.distributed.staging import current_staging
 from holdfast.distributed.tensors import check_device
 from holdfast.distributed.work import PendingWork
 from holdfast.errors import RanksLost
@@ -117,7 +118,11 @@ class GroupBase(ProcessGroup):
             check_device(tensor, what)
         if root is not None and not 0 <= root < self.size():
             raise ValueError(f"{what}: the root must be a rank of the group, 0 to {self.size() - 1}, got {root}")
-        work = PendingWork(result, what, self._timeout_s, self._engine.give_up, deliver)
+        staging = current_staging()
+        if staging is not None:
+            exchange, finish = staging.after_copies(exchange), staging.before_copies(finish, result)
+            result = staging.originals(result)
+        work = PendingWork(result, what, self._timeout_s, self._engine.give_up, deliver, staging)
         signature = what
         if like is not None:
             signature += f" {like.dtype} {tuple(like.shape)}" + ("" if root is None else f" root {root}")

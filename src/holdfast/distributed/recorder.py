@@ -5,6 +5,7 @@ A step is one backward pass in which ``DistributedDataParallel`` all-reduces gra
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path
 from holdfast.records.types import (
+    DeviceLost,
     FailureSeen,
     FaultFired,
     Finished,
@@ -182,6 +184,11 @@ class GroupRecorder:
         for (collective, seats, by), count in self._filled.items():
             if count > 1:
                 self._log.write(SeatsFilled(collective=collective, seats=seats, sources=by, count=count))
+
+    def device_lost(self, error: BaseException) -> None:
+        """Record that this process can no longer use its device."""
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        self._log.write(DeviceLost(what="lost", message=message, gpu=os.environ.get("CUDA_VISIBLE_DEVICES", "")))
 
     # -- start and end
 

@@ -17,6 +17,7 @@ from holdfast.distributed.call_site import CallSite
 from holdfast.distributed.comm_thread import CommThread
 from holdfast.distributed.group_base import GroupBase, Tensors, nothing
 from holdfast.distributed.members import GroupMembers
+from holdfast.distributed.staging import current_staging
 from holdfast.distributed.tensors import ORDER_OF, factor_of, kind_of, name_of, of_its_own, one, overwrite, plain
 
 
@@ -51,7 +52,9 @@ class ReduceCollectives(GroupBase):
         in_ddp = call_site.is_backward
         recovers = in_ddp or self._recovers(call_site)
         step = self._engine.recorder.begin_sum(call_site.task) if in_ddp and call_site.task >= 0 else None
-        zero_copy = call_site.is_reducer and root is None and kind is ReduceOp.SUM and flat.dtype.is_floating_point
+        is_lent = call_site.is_reducer and root is None and kind is ReduceOp.SUM and flat.dtype.is_floating_point
+        zero_copy = is_lent and current_staging() is None  # on another device, nothing reads the memory of the result
+        factor = factor_of(op) if kind is ReduceOp.PREMUL_SUM else 1
         if zero_copy:
             span, adder = self._behind_the_last(span, call_site), members.lender
         result = [tensor]
@@ -65,7 +68,7 @@ class ReduceCollectives(GroupBase):
             sums = adder.up_to(span, ORDER_OF[kind])
             term = span.of(sums.room(0))
             if kind is ReduceOp.PREMUL_SUM:
-                torch.mul(flat, factor_of(op), out=term)
+                torch.mul(flat, factor, out=term)
             else:
                 term.copy_(flat)
             owners = {rank: rank for rank in members.alive}
@@ -122,6 +125,7 @@ class ReduceCollectives(GroupBase):
         self._check_count(parts, what)
         if len(parts) == self.size():
             self._check_like(parts[self._index], out, what)
+        factor = factor_of(op) if kind is ReduceOp.PREMUL_SUM else 1
         length = max(part.numel() for part in parts)
         rows: list[torch.Tensor] = []
 
@@ -131,7 +135,7 @@ class ReduceCollectives(GroupBase):
             for row, part in zip(send, parts, strict=True):
                 row[: part.numel()] = plain(part)
             if kind is ReduceOp.PREMUL_SUM:
-                send = send * factor_of(op)
+                send = send * factor
             self._exchange_rows(send, rows)
 
         def finish() -> None:

@@ -116,6 +116,8 @@ class Registered:
 
     def _state(self) -> dict[str, Any]:
         """Return what a newcomer needs; ``ConfigError``, on all ranks alike, if it cannot be sent."""
+        from holdfast.comm.device import device_of
+
         state = {
             "models": [
                 {"state": model.module.state_dict(), "buffers": dict(model.module.named_buffers())}
@@ -126,6 +128,8 @@ class Registered:
             "step": self._engine.recorder.step,
         }
         _check_plain("model and optimizer", state)
+        for device in {parameter.device for model in self._models for parameter in model.parameters()}:
+            device_of(device).synchronize()  # the thread that sends the state does not wait for the script's stream
         return state
 
     def _load(self, state: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 
 from holdfast.comm.allreduce.adding import ORDERS
 from holdfast.comm.memory import as_bytes
-from holdfast.errors import ConfigError
+from holdfast.distributed.staging import check_supported
 
 ORDER_OF = {
     ReduceOp.SUM: "wide",
@@ -35,9 +35,8 @@ def one(tensors: Sequence[Any], what: str) -> Any:
 
 
 def check_device(tensor: torch.Tensor, what: str) -> None:
-    """Make sure that a tensor is a dense CPU tensor."""
-    if tensor.device.type != "cpu":
-        raise ConfigError(f"{what}: the holdfast backend needs CPU tensors, got one on {tensor.device}")
+    """Make sure that a tensor is a dense one, on a device that the backend supports."""
+    check_supported(tensor.device, what)
     if tensor.layout != torch.strided:
         raise ValueError(f"{what} needs a dense tensor, got one of layout {tensor.layout}")
 
@@ -52,8 +51,9 @@ def name_of(op: Any) -> str:
 
 
 def factor_of(op: Any) -> Any:
-    """Return the factor of ``PREMUL_SUM``: a number or a tensor."""
-    return op.__getstate__()[1]
+    """Return the factor of ``PREMUL_SUM``: a number, or a tensor in host memory."""
+    factor = op.__getstate__()[1]
+    return factor.cpu() if isinstance(factor, torch.Tensor) else factor
 
 
 def kind_of(op: Any, tensor: torch.Tensor) -> Any:

@@ -6,10 +6,13 @@ import datetime
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import Work
+
+if TYPE_CHECKING:
+    from holdfast.distributed.staging import Staging
 
 
 class PendingWork(Work):
@@ -21,6 +24,7 @@ class PendingWork(Work):
         timeout_s: Default timeout of :meth:`wait`.
         give_up: Called on timeout.
         deliver: Copies the result into the caller's tensors in :meth:`wait`; a reader of the future uses it in place.
+        staging: Of tensors on a device: what uses them next waits there for the results.
     """
 
     def __init__(
@@ -30,9 +34,11 @@ class PendingWork(Work):
         timeout_s: float,
         give_up: Callable[[PendingWork], None],
         deliver: Callable[[], None] | None = None,
+        staging: Staging | None = None,
     ) -> None:
         super().__init__()
         self._deliver = deliver
+        self._staging = staging
         self._give_up = give_up
         self._result = result
         self._what = what
@@ -71,7 +77,7 @@ class PendingWork(Work):
     # -- for torch
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Block until the collective has completed.
+        """Block until the collective has completed, in host memory; the caller's stream waits for what is on a device.
 
         Raises:
             RanksLost: if ranks that it needs have failed.
@@ -88,15 +94,23 @@ class PendingWork(Work):
             raise self._error
         if self._deliver is not None:
             self._deliver()
+        self._arrive()
         return True
 
+    def _arrive(self) -> None:
+        if self._staging is not None and self._error is None:
+            self._staging.arrive()
+
     def synchronize(self) -> None:
-        """Same as :meth:`wait`: a CPU has no stream."""
+        """Same as :meth:`wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, successfully or not."""
-        return self._done.is_set()
+        """Return whether it has ended, successfully or not; if so, the caller's stream waits for the results."""
+        if not self._done.is_set():
+            return False
+        self._arrive()
+        return True
 
     def is_success(self) -> bool:
         """Return whether it has ended successfully."""
@@ -120,7 +134,8 @@ class PendingWork(Work):
         """Return a future of the tensors."""
         with self._lock:
             if self._future is None:
-                self._inner = torch.futures.Future()
+                # With its devices, a future makes the streams of those that read it wait for the stream that answers.
+                self._inner = torch.futures.Future(devices=[] if self._staging is None else self._staging.devices)
                 self._future = self._inner.then(self._answer)
                 if self._done.is_set():
                     self._inner.set_result(None)  # no other callback is attached yet
@@ -130,4 +145,5 @@ class PendingWork(Work):
         # Raised here instead of set: C++ would take a set exception for a value, and crash.
         if self._error is not None:
             raise self._error
+        self._arrive()
         return self._result

@@ -157,7 +157,7 @@ class DeltaStandbys:
             header["share"] = saved.share
         said, packed = pack_state(rest)
         header |= {"count": len(sent), "rest": said}
-        return [as_message(header), *packed.pieces, *sent]
+        return [as_message(header), *packed.share(0, 1), *sent]
 
     # -- on a standby
 

@@ -11,6 +11,7 @@ import torch
 from holdfast.data.plan import MiniBatch
 from holdfast.errors import PeerFailed, ScriptError
 from holdfast.models.loss import Forward, Loss, check_name, checked, figure_of, loss_of
+from holdfast.torch_private import drop_graph
 
 _Made = TypeVar("_Made")
 
@@ -73,6 +74,9 @@ class Step:
         self._current = -1
         self._pending: list[int] = list(mine)
         self._metrics: dict[str, torch.Tensor | float] = {}
+        self._in_loop = False
+        self._repeats = False
+        self._repeated = -1
         self.failure: PeerFailed | None = None
         """The failure that ended the computation early; the session handles it."""
 
@@ -112,10 +116,19 @@ class Step:
         return self._attempt
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the inputs of each slice of this worker: a tuple for a dataset of tuples."""
+        """Yield the inputs of each slice of this worker: a tuple for a dataset of tuples.
+
+        A slice is yielded once more if its device ran out of memory in :meth:`backward`.
+        """
         while self._pending:
-            yield self.begin_slice()
-            self.end_slice()
+            inputs = self.begin_slice()
+            self._in_loop = True
+            yield inputs
+            self._in_loop = False
+            if self._repeats:
+                self._repeats, self._current = False, -1
+            else:
+                self.end_slice()
         self.end()
 
     def end(self) -> None:
@@ -166,7 +179,8 @@ class Step:
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients of the slice that was yielded last, and log the loss.
 
-        Replaces ``loss.backward()``. Slices are weighted by size: the step uses the mean over the mini-batch.
+        Replaces ``loss.backward()``. Slices are weighted by size: the step uses the mean over the mini-batch. If a GPU
+        runs out of memory here, memory is freed, and the loop over the step gets the same slice once more.
 
         Args:
             loss: The mean over the slice, a scalar.
@@ -182,7 +196,23 @@ class Step:
         if loss.numel() != 1:
             raise ScriptError(f"the loss must be a scalar, the mean over the slice, got shape {tuple(loss.shape)}")
         self._metrics["loss"] = loss.detach()
-        self._work.backward(loss, self._batch, self._current)
+        try:
+            self._work.backward(loss, self._batch, self._current)
+        except RuntimeError as error:
+            if not self._repeats_slice(error):
+                raise
+            drop_graph(loss)
+
+    def _repeats_slice(self, error: RuntimeError) -> bool:
+        """Return whether the loop over the step gets the slice once more: its backward pass ran out of memory.
+
+        What it has computed cannot be used: the pass has freed a part of its graph. The loop computes the slice again.
+        """
+        number = self._current
+        if not self._in_loop or self._repeated == number or not self._work.free_memory(error, self._batch, number):
+            return False
+        self._repeats, self._repeated = True, number
+        return True
 
     def log(self, **metrics: torch.Tensor | float) -> None:
         """Log means over the slice. They become means over the step, reduced in slice order like the gradients.

@@ -16,6 +16,8 @@ import xxhash
 
 from holdfast.checkpoint.format import DTYPES, flatten, tensor_bytes, unflatten
 from holdfast.comm import Communicator, Mailbox, broadcast_bytes
+from holdfast.comm.device import DEVICES, DeviceStream, Wait, device_of
+from holdfast.comm.memory import as_bytes
 from holdfast.errors import CheckpointError, PeerFailed
 
 PIECE_BYTES = 8 << 20
@@ -33,7 +35,7 @@ def send_state(comm: Communicator, newcomers: Sequence[int], state: Any, info: d
     said, packed = pack_state(state)
     _broadcast_header(comm, newcomers, json.dumps(said | {"info": info}).encode())
     givers = _givers(comm, newcomers)
-    mine = packed.pieces[givers.index(comm.local_ranks[0]) :: len(givers)]
+    mine = packed.share(givers.index(comm.local_ranks[0]), len(givers))
     comm.sendrecv([(comm.processes.index((rank,)), piece) for piece in _sealed(mine) for rank in newcomers], [])
 
 
@@ -61,7 +63,7 @@ def send_part(comm: Communicator, taker: int, state: Mapping[str, Any]) -> None:
     header = as_message(said)
     to = comm.processes.index((taker,))
     comm.sendrecv([(to, torch.tensor([len(header)]))], [])
-    comm.sendrecv([(to, data) for data in (header, *_sealed(packed.pieces))], [])
+    comm.sendrecv([(to, data) for data in (header, *_sealed(packed.share(0, 1)))], [])
 
 
 def receive_part(comm: Communicator, giver: int) -> dict[str, Any]:
@@ -120,15 +122,11 @@ def _can_be_saved(state: Any) -> bool:
 
 
 def pack_state(state: Any) -> tuple[dict[str, Any], PackedTensors]:
-    """Return the header of a state to be sent, as plain JSON, and its packed tensors."""
+    """Return the header of a state to be sent, as plain JSON, and its tensors, which are not copied yet."""
     leaves, skeleton = flatten(state)
-    tensors = {
-        path: leaf.detach().cpu().contiguous() for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)
-    }
+    tensors = {path: leaf.detach() for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
     named = [[path, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for path, tensor in tensors.items()]
-    packed = PackedTensors(tensors.values())
-    packed.pack()
-    return {"skeleton": skeleton, "tensors": named}, packed
+    return {"skeleton": skeleton, "tensors": named}, PackedTensors(tensors.values())
 
 
 def room_for(said: dict[str, Any]) -> tuple[dict[str, torch.Tensor], PackedTensors]:
@@ -138,25 +136,68 @@ def room_for(said: dict[str, Any]) -> tuple[dict[str, torch.Tensor], PackedTenso
 
 
 class PackedTensors:
-    """The memory of contiguous tensors as pieces: slices of the large tensors in place, and one buffer that packs the small ones."""
+    """The memory of tensors as pieces: slices of the large tensors in place, and one buffer that packs the small ones.
+
+    Args:
+        tensors: Tensors to send, or contiguous ones to receive into. Those to send may be on a device.
+    """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         large: list[torch.Tensor] = []
         self._small: list[torch.Tensor] = []
         for tensor in tensors:
-            data = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
+            data = as_bytes(_contiguous(tensor))
             (large if len(data) >= _SMALL_BYTES else self._small).append(data)
         self._row = torch.empty(sum(map(len, self._small)), dtype=torch.uint8)
-        self.pieces = [piece for data in (self._row, *large) for piece in data.split(PIECE_BYTES) if len(piece)]
+        packed = self._row.split(PIECE_BYTES) if len(self._row) else ()
+        self._num_packed = len(packed)
+        self.pieces = [*packed, *(piece for data in large for piece in data.split(PIECE_BYTES))]
 
-    def pack(self) -> None:
-        """Copy the small tensors into the buffer."""
-        torch.cat(self._small or [self._row], out=self._row)
+    def share(self, number: int, count: int) -> list[torch.Tensor]:
+        """Return the pieces that sender ``number`` of ``count`` sends, in host memory; nothing else is copied there."""
+        packed = self.pieces[number : self._num_packed : count]
+        if packed:
+            self._pack()
+        return [*packed, *_in_host(self.pieces[number + count * len(packed) :: count])]
+
+    def _pack(self) -> None:
+        """Copy the small tensors into the buffer: from each device in one copy."""
+        small = list(self._small)
+        for device in {data.device for data in small if not device_of(data.device).is_host}:
+            places = [place for place, data in enumerate(small) if data.device == device]
+            together = _in_host([torch.cat([small[place] for place in places])])[0]
+            parts = together.split([len(small[place]) for place in places])
+            for place, part in zip(places, parts, strict=True):
+                small[place] = part
+        torch.cat(small or [self._row], out=self._row)
 
     def unpack(self) -> None:
         """Copy the small tensors out of the buffer."""
         for data, part in zip(self._small, self._row.split([len(data) for data in self._small]), strict=True):
             data.copy_(part)
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose bytes can be sent; one on a device stays there, unless that would take memory there."""
+    is_known = tensor.device.type in DEVICES
+    return tensor if is_known and tensor.is_contiguous() else tensor.cpu().contiguous()
+
+
+def _in_host(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the pieces in host memory: those on a device are copied, all at once."""
+    devices = {device for piece in pieces if not (device := device_of(piece.device)).is_host}
+    for device in devices:
+        device.hold(DeviceStream.TO_HOST, device.mark(DeviceStream.COMPUTE), Wait.COMPUTED)
+    result = []
+    for piece in pieces:
+        device, into = device_of(piece.device), piece
+        if not device.is_host:
+            into = device.host_memory(len(piece))
+            device.copy(into, piece, DeviceStream.TO_HOST)
+        result.append(into)
+    for device in devices:
+        device.wait(device.mark(DeviceStream.TO_HOST), Wait.COPIED)
+    return result
 
 
 def as_message(said: Any) -> torch.Tensor:
