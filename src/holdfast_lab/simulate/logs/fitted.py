@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast_lab.simulate.distributions import Bathtub, Distribution, Exponential, Weibull
+from holdfast_lab.simulate.distributions import Bathtub, Distribution, Weibull
 from holdfast_lab.simulate.logs.families import BathtubHazard, Hazard, WeibullHazard
 from holdfast_lab.simulate.logs.fitting import FittedParameter, LifetimeFit, fit_lifetimes
 from holdfast_lab.simulate.logs.lifetimes import Lifetimes
@@ -101,20 +101,6 @@ def _shown(one: FittedParameter) -> str:
         f"{low} to {high}" if low and high else f"at least {low}" if low else f"at most {high}" if high else "open"
     )
     return f"{name} {shown(one.value)} ({between})"
-
-
-def scaled(distribution: Distribution, mean_s: float) -> Distribution:
-    """Return a fitted distribution stretched to another mean, with the same shapes."""
-    factor = mean_s / distribution.mean_s
-    match distribution:
-        case Weibull(shape=shape):
-            return Weibull(mean_s, shape)
-        case Bathtub(chance_s=chance_s, early_s=early_s, wear_s=wear_s):
-            return dataclasses.replace(
-                distribution, chance_s=chance_s * factor, early_s=early_s * factor, wear_s=wear_s * factor
-            )
-        case _:
-            return Exponential(mean_s)
 
 
 def _hazard(distribution: Distribution) -> Hazard:

@@ -167,7 +167,7 @@ def _of_form(name: str, table: LogTable, options: LogOptions, form: str, given: 
         places["size"] = _first(table, "size", 1 if table.width == 2 else None)
     if form != "lifetimes" and (groups := columns_named(table.header, "group")):
         places["group"] = groups[0]
-    found = {role: place for role, place in (places | dict(given)).items() if place is not None}
+    found = {role: place for role, place in {**places, **given}.items() if place is not None}
     censored = "ended" not in given and found.get("ended") in columns_named(table.header, "censored")
     for role in ("lifetime", "start", "end", "time", "event", "size", "node"):
         if role in places and role not in found and (role, form) != ("node", "lives"):
@@ -179,8 +179,7 @@ def _of_form(name: str, table: LogTable, options: LogOptions, form: str, given: 
 
 
 def _first(table: LogTable, role: str, otherwise: int | None) -> int | None:
-    named = columns_named(table.header, role)
-    return named[0] if named else otherwise
+    return next(iter(columns_named(table.header, role)), otherwise)
 
 
 def _time_column(table: LogTable, given: Mapping[str, int]) -> int | None:
@@ -197,7 +196,7 @@ def _time_column(table: LogTable, given: Mapping[str, int]) -> int | None:
 def _event_column(table: LogTable, options: LogOptions, given: Mapping[str, int]) -> int | None:
     if "event" in given:
         return given["event"]
-    named = columns_named(table.header, "event") if table.header else []
+    named = columns_named(table.header, "event")
     for place in [*named, *range(table.width)]:
         if _share(table.column(place), lambda cell: bool(meaning(cell, options.up, options.down))) > _MOST:
             return place
