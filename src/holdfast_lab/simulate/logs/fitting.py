@@ -68,12 +68,15 @@ class LifetimeFit:
     distribution: Distribution
 
 
-def fit_lifetimes(lifetimes: Lifetimes, choice: str = "best") -> tuple[LifetimeFit, tuple[LifetimeFit, ...]]:
+def fit_lifetimes(
+    lifetimes: Lifetimes, choice: str = "best", *, only: bool = False
+) -> tuple[LifetimeFit, tuple[LifetimeFit, ...]]:
     """Fit every family for which there are enough failures.
 
     Args:
         lifetimes: At least one must end in a failure.
         choice: One of :data:`CHOICES`.
+        only: Fit no other family than the chosen one.
 
     Returns:
         The chosen fit, and all fits, from the simplest.
@@ -88,7 +91,9 @@ def fit_lifetimes(lifetimes: Lifetimes, choice: str = "best") -> tuple[LifetimeF
         raise ConfigError(NEEDED) from None
     if not lifetimes.failures:
         raise ConfigError("no lifetime ends in a failure, so that none can be fitted")
-    families = FAMILIES if lifetimes.has_shape else FAMILIES[:1]
+    families: tuple[Family, ...] = FAMILIES if lifetimes.has_shape else FAMILIES[:1]
+    if only:
+        families = tuple(family for family in families if choice in ("best", family.name))
     fits = tuple(_fit(family, lifetimes) for family in families if lifetimes.failures >= family.fewest)
     if choice != "best":
         for fit in fits:

@@ -111,6 +111,8 @@ def _by_values(name: str, table: LogTable, options: LogOptions, given: Mapping[s
     first, second = table.column(0), table.column(1)
     if _share(first, is_time) > _MOST:
         return LogShape("sizes", {"time": 0, "size": 1, **given})
+    if table.header:  # with names that say something else
+        return None
     marks = {cell.lower() for cell in second if cell} <= YES | NO
     values = [float(cell) for cell in first if is_number(cell)]
     rises = all(a <= b for a, b in pairwise(values))
@@ -197,7 +199,8 @@ def _event_column(table: LogTable, options: LogOptions, given: Mapping[str, int]
     if "event" in given:
         return given["event"]
     named = columns_named(table.header, "event")
-    for place in [*named, *range(table.width)]:
+    places: list[int] = [*named, *range(table.width)]
+    for place in places:
         if _share(table.column(place), lambda cell: bool(meaning(cell, options.up, options.down))) > _MOST:
             return place
     return named[0] if named and (options.up or options.down) else None

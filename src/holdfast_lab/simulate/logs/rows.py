@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast_lab.simulate.logs.clock_times import is_date, is_number, is_time, is_time_of_day
+from holdfast_lab.simulate.logs.clock_times import is_date, is_duration, is_number, is_time, is_time_of_day
 from holdfast_lab.simulate.reading import open_text
 
 _SEPARATORS = ",\t;|"
@@ -122,11 +122,13 @@ def _with_whole_times(rows: list[LogRow]) -> list[LogRow]:
 def _is_header(rows: Sequence[LogRow]) -> bool:
     """Return whether the first row has no number or time, and the rows below have some in the same column."""
     first, below = rows[0].cells, rows[1:50]
-    if any(is_number(cell) or is_time(cell) for cell in first):
+    if any(map(_is_value, first)):
         return False
-    return any(
-        any(is_number(row.cells[place]) or is_time(row.cells[place]) for row in below) for place in range(len(first))
-    )
+    return any(_is_value(row.cells[place]) for place in range(len(first)) for row in below)
+
+
+def _is_value(cell: str) -> bool:
+    return is_number(cell) or is_time(cell) or is_duration(cell)
 
 
 def _of_json(text: str, path: Path) -> LogTable | None:
