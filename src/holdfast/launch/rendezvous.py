@@ -19,6 +19,7 @@ import xxhash
 
 from holdfast.errors import ConfigError, StoreLost
 from holdfast.launch.job import OPTIONS, Job, refuse
+from holdfast.launch.node_health import NodeCheck
 from holdfast.membership import Hub, Store, open_store
 
 _RETRY_S = 0.5
@@ -56,7 +57,7 @@ class Rendezvous:
             another launcher does not arrive in time.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, node_check: NodeCheck | None = None) -> None:
         self._job = job
         self._me = job.node_rank
         self._lease_s = job.node_timeout_s
@@ -70,10 +71,12 @@ class Rendezvous:
             self._run = self._find_run()
             self._store = self._open(self._run, "launchers")
             self._check_alike()
+            if node_check is not None:
+                node_check.admit(self._store, self._me, hosts_store=self.is_host)
             self._take_seat()
             self.seats = self._await_nodes()
             """Seats of all nodes when the job began."""
-            self.is_late = self.seats[self._me] != self._seat
+            self.is_late = self.seats.get(self._me) != self._seat
             """Whether the job had begun before this launcher arrived."""
         except BaseException:
             self.close()
@@ -265,7 +268,8 @@ class Rendezvous:
         def ready() -> str | None:
             there = self.there()
             whole = json.dumps({node: seated.seat for node, seated in there.items()})
-            return self.store.get("start/0") or (whole if len(there) == self._job.nnodes else None)
+            here = there.keys() | {int(node) for node in self.store.under("unfit/")}
+            return self.store.get("start/0") or (whole if there and len(here) == self._job.nnodes else None)
 
         seats = self.store.wait(ready, self._job.rdzv_timeout_s)
         if seats is None:
