@@ -164,5 +164,5 @@ def test_missing_mpi_is_refused_with_what_to_install(monkeypatch, tmp_path, miss
         ulfm.find_mpirun()
 
     assert str(caught.value) == (
-        f"MPI is not installed (no {missing}): pip install 'holdfast[mpi]', or run with --fabric virtual"
+        f"MPI is not installed (no {missing}): run with --fabric gloo, which needs none, or pip install 'holdfast[mpi]'"
     )

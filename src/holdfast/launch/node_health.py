@@ -23,7 +23,7 @@ from holdfast.launch.clock_offset import ClockServer, measure_offset
 from holdfast.launch.job import Job
 from holdfast.membership import Store
 
-_MARGIN_S = 2.0
+_MARGIN_S = 20.0
 """A check may end this long after its limit, because the process that makes it has to start."""
 _CLOCK_S = 1.0
 """How long to wait for another node's time."""
@@ -41,10 +41,10 @@ class HealthLimits:
         gpu_s: Seconds for ``nvidia-smi`` to answer.
     """
 
-    disk_s: float | None = 5.0
+    disk_s: float | None = 10.0
     memory_bytes: float | None = 64 * 2**20
     clock_s: float | None = 10.0
-    loopback_bytes_per_s: float | None = 10e6
+    loopback_bytes_per_s: float | None = 1e6
     gpu_s: float | None = 10.0
 
 
