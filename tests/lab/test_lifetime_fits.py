@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def window(distribution: Distribution, units: int, span_s: float, seed: int) -> 
     up = []
     for unit in range(units):
         ends = [0.0, *(outages.start[outages.first == unit] / 1e9), span_s]
-        pairs = list(zip(ends, ends[1:], strict=False))
+        pairs = pairwise(ends)
         up += [UpTime(unit, a, b, b != span_s, number == 0) for number, (a, b) in enumerate(pairs)]
     return Lifetimes.of_up_times(up)
 
@@ -100,7 +101,7 @@ def test_95_percent_intervals_contain_the_truth_95_percent_of_the_time():
             _, low, high = value(fit, name)
             hits[name] += low < true < high
 
-    assert all(44 <= count for count in hits.values()), hits  # 47.5 - 2.3 standard deviations
+    assert all(count >= 44 for count in hits.values()), hits  # 47.5 - 2.3 standard deviations
 
 
 def test_machines_of_unknown_age_do_not_bias_the_fit():
@@ -163,7 +164,9 @@ def test_the_survival_curve_is_kaplan_and_meiers():
 
     assert curve["t_s"] == [0, 1, 2, 3, 4]
     assert curve["alive"] == pytest.approx([1, 4 / 5, 3 / 5, 3 / 10, 3 / 10])
-    assert all(low <= alive <= high for low, alive, high in zip(curve["low"], curve["alive"], curve["high"], strict=True))
+    assert all(
+        low <= alive <= high for low, alive, high in zip(curve["low"], curve["alive"], curve["high"], strict=True)
+    )
 
 
 def test_too_few_failures_are_refused():

@@ -66,9 +66,11 @@ def test_events_by_machine(tmp_path):
     log = read(tmp_path, text, "unit=s", "span=200")
 
     assert lengths(log) == [(60, True), (100, False), (160, True)]
-    assert "1 with 'up' of a machine that was up, 1 with event 'pending' ignored" in " ".join(
-        sorted(log.said[0].split("used, ")[1:])
-    ) or "1 with event 'pending', 1 with 'up' of a machine that was up ignored" in log.said[0]
+    assert (
+        "1 with 'up' of a machine that was up, 1 with event 'pending' ignored"
+        in " ".join(sorted(log.said[0].split("used, ")[1:]))
+        or "1 with event 'pending', 1 with 'up' of a machine that was up ignored" in log.said[0]
+    )
     assert log.trace is not None
     assert log.trace.units == 2  # a third machine takes the place of the first
     assert sorted(log.trace.spells) == [(0, 60, 100), (1, 160, 200)]
@@ -127,9 +129,7 @@ def test_outages(tmp_path, text):
 
 
 def test_lives_of_machines(tmp_path):
-    log = read(
-        tmp_path, "id,launch_time,termination_time\na,2024-01-01T00:00,2024-01-01T05:00\nb,2024-01-01T01:00,\n"
-    )
+    log = read(tmp_path, "id,launch_time,termination_time\na,2024-01-01T00:00,2024-01-01T05:00\nb,2024-01-01T01:00,\n")
 
     assert lengths(log) == [(4 * 3600, False), (5 * 3600, True)]
 
@@ -185,5 +185,7 @@ def test_a_log_of_several_systems_says_so(tmp_path):
     )
 
     log = read(tmp_path, text)
-    assert "2 values of system count as observed for all of that time (--log where=system=... selects one)" in log.said[0]
+    assert (
+        "2 values of system count as observed for all of that time (--log where=system=... selects one)" in log.said[0]
+    )
     assert len(lengths(log)) == 2 * len(lengths(read(tmp_path, text, "where=system=a")))

@@ -149,7 +149,7 @@ def test_a_node_whose_clock_is_off_says_so_in_the_store_and_stays_out(monkeypatc
                 "measure_offset",
                 lambda host, port, timeout_s: measured(host, port, timeout_s, lambda: time.time() - 3600),
             )
-            with pytest.raises(JobError, match="node 2 stays out .*: the clock is 3.6e.03 s behind that of the node"):
+            with pytest.raises(JobError, match=r"node 2 stays out .*: the clock is 3.6e.03 s behind that of the node"):
                 checks[2].admit(stores[2], 2)
             unfit = stores[0].wait(lambda: stores[0].under("unfit/") or None, 10)
             assert unfit is not None
@@ -182,3 +182,20 @@ def test_limits_are_read_and_wrong_ones_refused():
     ):
         with pytest.raises(ConfigError, match=message):
             parse_limits(text)
+
+
+def test_the_doctor_shows_the_same_checks(capsys):
+    from holdfast.cli import main
+
+    def doctor(*words: str) -> int:
+        with pytest.raises(SystemExit) as ended:
+            main(["doctor", "--node", *words])
+        return int(ended.value.code or 0)
+
+    assert doctor("--json") == 0
+    assert json.loads(capsys.readouterr().out)["fit"] is True
+    assert doctor("--health-check", "memory=900000GB") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("memory")] == ["unfit"]
+    assert doctor("--health-check", "off") == 2
+    assert doctor("train.py") == 2

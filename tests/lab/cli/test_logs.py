@@ -105,7 +105,9 @@ def test_a_plan_refuses_in_one_line(events, words, message, capsys):
 
 def test_a_scenario_draws_from_the_fit_or_replays_the_log(lifetimes, events, tmp_path, capsys):
     drawn = tmp_path / "drawn.toml"
-    drawn.write_text(SCENARIO + '[[failures]]\nlog = "lifetimes.csv"\nfit = "weibull"\nstationary = true\nrepair = "1h"\n')
+    drawn.write_text(
+        SCENARIO + '[[failures]]\nlog = "lifetimes.csv"\nfit = "weibull"\nstationary = true\nrepair = "1h"\n'
+    )
     assert holdfast("simulate", drawn, "--json") == 0
     said = capsys.readouterr()
     assert "weibull, mean " in said.err
