@@ -159,6 +159,21 @@ def test_a_node_whose_clock_is_off_says_so_in_the_store_and_stays_out(monkeypatc
                 each.close()
 
 
+def test_without_a_host_of_the_store_the_first_node_gives_the_time():
+    with Hub("", "127.0.0.1", 0) as hub:
+        stores = [open_store(f"holdfast://{hub.address}/job", "") for _ in range(2)]
+        checks = [NodeCheck(HealthLimits(gpu_s=None), (), elects=True) for _ in stores]
+        try:
+            checks[0].admit(stores[0], 0)
+            address = stores[1].wait(lambda: stores[1].get("clock"), 10)
+            checks[1].admit(stores[1], 1)
+            assert address is not None
+            assert stores[1].get("clock") == address, "the second measured against the first"
+        finally:
+            for each in (*checks, *stores):
+                each.close()
+
+
 def test_without_another_clock_none_is_measured():
     limits = HealthLimits(disk_s=None, memory_bytes=None, loopback_bytes_per_s=None, gpu_s=None)
     with Hub("", "127.0.0.1", 0) as hub:

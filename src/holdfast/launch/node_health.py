@@ -121,7 +121,9 @@ class NodeCheck:
     @classmethod
     def of_job(cls, job: Job) -> NodeCheck:
         """Return the checks that a job asks for."""
-        limits = None if job.is_virtual or job.hosts else parse_limits(job.health_check)
+        limits = parse_limits(job.health_check)
+        if job.is_virtual or job.hosts:
+            limits = None
         folders = [Path(job.settings.run_dir or tempfile.gettempdir())]
         local = job.settings.checkpoint_dir.removeprefix("file://")
         if local and "://" not in local:
@@ -183,9 +185,10 @@ class NodeCheck:
         if self._is_done or self._limits is None:
             return
         self._is_done = True
-        found = self.findings()
-        if store is not None and self._limits.clock_s is not None:
+        found: list[HealthFinding] = []
+        if store is not None and self._limits.clock_s is not None:  # first, because other nodes may wait for the time
             found.append(self._compare_clocks(store, self._limits.clock_s, hosts_store=hosts_store))
+        found += self.findings()
         if bad := [one for one in found if one.why]:
             why = "; ".join(f"{one.name}: {one.why}" for one in bad)
             if store is not None:

@@ -266,17 +266,25 @@ class Rendezvous:
         """Wait until all launchers are present, or the job has begun; return the seats that it began with."""
 
         def ready() -> str | None:
-            there = self.there()
+            there, unfit = self.there(), self._unfit()
             whole = json.dumps({node: seated.seat for node, seated in there.items()})
-            here = there.keys() | {int(node) for node in self.store.under("unfit/")}
-            return self.store.get("start/0") or (whole if there and len(here) == self._job.nnodes else None)
+            workers = sum(self._job.home(rank) in there for rank in self._job.ranks)
+            is_enough = not unfit or workers >= self._job.settings.min_workers
+            all_known = bool(there) and len(there.keys() | unfit.keys()) == self._job.nnodes
+            return self.store.get("start/0") or (whole if all_known and is_enough else None)
 
         seats = self.store.wait(ready, self._job.rdzv_timeout_s)
         if seats is None:
+            unfit = self._unfit()
             missing = ", ".join(str(node) for node in range(self._job.nnodes) if node not in self.there())
-            refuse(f"node {missing} did not join within {self._job.rdzv_timeout_s:g} s (--rdzv-timeout)")
+            why = "".join(f"; node {node} is unfit: {reason}" for node, reason in sorted(unfit.items()))
+            refuse(f"node {missing} did not join within {self._job.rdzv_timeout_s:g} s (--rdzv-timeout){why}")
         self.store.create("start/0", seats)
         return {int(node): seat for node, seat in self.read("start/0").items()}
+
+    def _unfit(self) -> dict[int, str]:
+        """Return the nodes that stay out, and why."""
+        return {int(node): why for node, why in self.store.under("unfit/").items()}
 
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
