@@ -178,7 +178,8 @@ def _fitted(options: Mapping[str, Any], words: Sequence[str], fit: str) -> dict[
     """
     from holdfast_lab.simulate.logs.reading import is_log
 
-    found = [name for name in _RATES if isinstance(options[name], str) and is_log(options[name])]
+    given = {name: str(options[name]) for name in _RATES if options[name] is not None}
+    found = [name for name, value in given.items() if is_log(value, "--" + name.replace("_", "-"))]
     if not found:
         if words or fit != "best":
             raise ConfigError(

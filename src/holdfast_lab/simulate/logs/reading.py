@@ -248,12 +248,18 @@ def shown_time(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def is_log(value: str) -> bool:
-    """Return whether an option's value is a file and not a time."""
+def is_log(value: str, name: str) -> bool:
+    """Return whether an option's value is a file and not a time.
+
+    Raises:
+        ConfigError: if it is neither.
+    """
     try:
-        parse_seconds(value, "")
-    except ConfigError:
-        return Path(value).is_file()
+        parse_seconds(value, name)
+    except ConfigError as error:
+        if not Path(value).is_file():
+            raise ConfigError(f"{error}; there is no log of that name either") from error
+        return True
     return False
 
 
