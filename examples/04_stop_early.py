@@ -10,12 +10,16 @@ Run:
 """
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import holdfast
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError:
+    raise SystemExit("the images of this example come with scikit-learn: pip install scikit-learn") from None
 
 BATCH_SIZE = 128  # samples of one step, over all workers
 EPOCHS = 40  # at most

@@ -17,11 +17,15 @@ import sys
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError:
+    raise SystemExit("the images of this example come with scikit-learn: pip install scikit-learn") from None
 
 dist.init_process_group(sys.argv[1] if len(sys.argv) > 1 else "holdfast")
 torch.manual_seed(0)

@@ -17,13 +17,17 @@ import time
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from holdfast.distributed import alive, register
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError:
+    raise SystemExit("the images of this example come with scikit-learn: pip install scikit-learn") from None
 
 dist.init_process_group("holdfast")
 step_s = 0.02 * dist.get_world_size()  # a larger model would take as long, and a newcomer needs some seconds to start

@@ -14,10 +14,14 @@ import hashlib
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError:
+    raise SystemExit("the images of this example come with scikit-learn: pip install scikit-learn") from None
 
 
 class Digits(LightningModule):

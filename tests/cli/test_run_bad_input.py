@@ -184,7 +184,10 @@ def test_missing_mpi_says_what_to_install(script, capsys, monkeypatch, tmp_path)
 
     said = refusal(["-n", "2", script], capsys)
 
-    assert "MPI is not installed (no mpirun): pip install 'holdfast[mpi]', or run with --fabric virtual" in said
+    assert (
+        "MPI is not installed (no mpirun): run with --fabric gloo, which needs none, or pip install 'holdfast[mpi]'"
+        in said
+    )
 
 
 def test_a_bad_variable_is_refused_like_an_option(script, capsys, monkeypatch):

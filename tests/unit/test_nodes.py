@@ -5,13 +5,15 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from holdfast.config import Settings
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, JobError
 from holdfast.launch import nodes
 from holdfast.launch.job import Job
+from holdfast.launch.node_health import HealthLimits, NodeCheck
 from holdfast.launch.nodes import FENCE_LEASES, NodeGroup
 from holdfast.launch.rendezvous import check_nodes, hub_places, split_place
 from holdfast.records.beacon import BeaconPosition
@@ -396,6 +398,34 @@ def test_without_an_etcd_it_is_the_store_that_is_missing(make_job):
 def test_a_node_that_does_not_come_is_named(make_job):
     with pytest.raises(ConfigError, match=r"node 1, 2 did not join within 0.2 s \(--rdzv-timeout\)"):
         NodeGroup(make_job(0, nnodes=3, rdzv_timeout_s=0.2))
+
+
+def test_the_others_begin_without_an_unfit_node(meet, make_job):
+    unfit = NodeCheck(HealthLimits(memory_bytes=1e18, gpu_s=None))
+    meet.ends.callback(unfit.close)
+    with ThreadPoolExecutor(3) as pool:
+        here = [pool.submit(NodeGroup, make_job(node, 3)) for node in (0, 1)]
+        with pytest.raises(JobError, match="node 2 stays out of the job, because it is unfit: memory: "):
+            pool.submit(NodeGroup, make_job(2, 3), unfit).result(DEADLINE_S)
+        groups = [one.result(DEADLINE_S) for one in here]
+    for group in reversed(groups):
+        meet.ends.callback(group.close)
+
+    starts = [group.begin(0) for group in groups]
+    assert [start.ranks for start in starts] == [(0, 1, 2, 3)] * 2
+    assert [start.own for start in starts] == [(0, 1), (2, 3)]
+
+
+def test_without_enough_workers_the_others_wait_and_say_why(meet, make_job):
+    unfit = NodeCheck(HealthLimits(memory_bytes=1e18, gpu_s=None))
+    meet.ends.callback(unfit.close)
+    settings = {"min_workers": 3}
+    with ThreadPoolExecutor(2) as pool:
+        here = pool.submit(NodeGroup, make_job(0, 2, rdzv_timeout_s=3, settings=settings))
+        with pytest.raises(JobError):
+            pool.submit(NodeGroup, make_job(1, 2, settings=settings), unfit).result(DEADLINE_S)
+        with pytest.raises(ConfigError, match=r"node 1 did not join within 3 s .*; node 1 is unfit: memory: "):
+            here.result(DEADLINE_S)
 
 
 def test_a_port_that_is_taken_is_said(make_job):

@@ -112,6 +112,14 @@ class Job:
         group="Multiple nodes with Gloo",
         has_default=True,
     )
+    health_check: str = option(
+        "on",
+        help="Checks of a node before it joins: on, off, or limits such as disk=2s,gpu=off.",
+        manual="checks of disk, memory, clock, loopback and GPUs before a node joins: `on`, `off`, or limits such as `disk=2s,gpu=off`. An unfit node stays out: [check-nodes.md](../how-to/check-nodes.md)",
+        group="Multiple nodes with Gloo",
+        metavar="on|off|CHECK=LIMIT,...",
+        has_default=True,
+    )
     hosts: tuple[Host, ...] = option(
         (),
         help="Hosts on which mpirun starts workers; --fabric ulfm.",

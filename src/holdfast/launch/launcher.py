@@ -23,6 +23,7 @@ from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState
 from holdfast.launch.live import RunView
 from holdfast.launch.mpi_hosts import MpiHosts, check_hosts, shared_folder
 from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_node_faults
+from holdfast.launch.node_health import NodeCheck
 from holdfast.launch.nodes import JobStart, NodeGroup
 from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.provenance import job_provenance
@@ -85,8 +86,10 @@ class Launcher:
     def _make_ready(self, undo: contextlib.ExitStack) -> None:
         """Create the parts of a run, and register with ``undo`` how to undo each, even if a later one raises."""
         job = self._job
+        node_check = NodeCheck.of_job(job)
+        undo.callback(node_check.close)
         if job.fabric.starts_each:
-            self._nodes = NodeGroup(job)
+            self._nodes = NodeGroup(job, node_check if job.nnodes > 1 else None)
             undo.callback(self._nodes.close)
         self._origin_s = time.monotonic() if self._nodes is None else self._nodes.origin_s()
         report_logs = None if job.report_dir is None else job.report_dir / "logs"
@@ -95,6 +98,7 @@ class Launcher:
         self._fork_server = self._start_fork_server()
         if self._fork_server is not None:
             undo.callback(self._fork_server.close)
+        node_check.admit()  # of a single node, which imports torch in the meantime
         if job.hosts:
             self._hosts = MpiHosts(job, self._paths)
             undo.callback(self._hosts.close)
@@ -285,7 +289,7 @@ class Launcher:
             ranks=",".join(map(str, ranks)) if again or store else "",
             store=store,
             token=start.token,
-            slices=self._slices(),
+            slices=self._slices(start),
             resume=given.resume or goes_on,
             mtbf_s=self._mtbf_s(),
             faults=plan.to_json() if plan.faults else "",
@@ -300,11 +304,12 @@ class Launcher:
         """Return whether training has begun: checkpoints are then of this job, or of the one that it resumes."""
         return bool(self._began()) or (self._nodes is not None and self._nodes.slices > 0)
 
-    def _slices(self) -> int:
+    def _slices(self, start: JobStart) -> int:
         """Return the number of slices that the job began with; 0 leaves it to the workers that begin."""
         if self._nodes is not None and self._nodes.slices:
             return self._nodes.slices
-        unsaid = self._job.slices if self._restarts else self._job.settings.slices
+        is_short = self._nodes is not None and len(start.ranks) < len(self._job.ranks)  # an unfit node stays out
+        unsaid = self._job.slices if self._restarts or is_short else self._job.settings.slices
         return next((record.slices for record in self._began()), unsaid)
 
     def _mtbf_s(self) -> float:

@@ -16,6 +16,8 @@ A store may outlive the job (etcd): the keys of one run have its number as a pre
 ``number/RANK``          node that starts the newcomer RANK
 ``start/N``              JSON: the launchers that began (N = 0), or the node of each worker in the N-th restart
 ``slices``               slices per mini-batch, once training has begun
+``clock``                address and port at which a launcher gives the time
+``unfit/R``              why node R stays out of the job
 ``gone/N/RANK``          a worker of that start has ended, or was given up; the node that reported it
 ``says/R/WHAT``          a condition that holds for all workers of node R
 ``asked/N``              JSON: the N-th change requested of the running job
@@ -40,6 +42,7 @@ from typing import Any
 
 from holdfast.errors import StoreLost
 from holdfast.launch.job import Job
+from holdfast.launch.node_health import NodeCheck
 from holdfast.launch.rendezvous import LauncherInfo, Rendezvous
 from holdfast.membership import Store
 from holdfast.membership.relay import Relay
@@ -83,17 +86,21 @@ class NodeChanges:
 class NodeGroup(Rendezvous):
     """This launcher and those of the other nodes, over all starts of the job."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, node_check: NodeCheck | None = None) -> None:
         self._members: Store | None = None
         self._relay: Relay | None = None
-        super().__init__(job)
+        super().__init__(job, node_check)
         self._requests = 0
         self._own: tuple[int, ...] = ()
         self._posted: set[str] = set()
         self._lost_s: float | None = None
         self.given_up: set[int] = set()
         try:
-            self._others = {node: _Node(seat) for node, seat in self.seats.items() if node != self._me}
+            self._others = {
+                node: _Node(self.seats.get(node, -1), is_lost=node not in self.seats)
+                for node in range(job.nnodes)
+                if node != self._me
+            }
             self.number = max(int(number) for number in self.store.under("start/")) if self.is_late else 0
             self._replication = RecordReplication(self.store, self._me)
         except BaseException:
@@ -152,7 +159,8 @@ class NodeGroup(Rendezvous):
     def _nodes_of_workers(self, number: int) -> dict[int, int]:
         """Return the node of each worker that a start begins with."""
         if number == 0:
-            return {rank: self._job.home(rank) for rank in self._job.ranks}
+            homes = {rank: self._job.home(rank) for rank in self._job.ranks}
+            return {rank: node for rank, node in homes.items() if node in self.seats}  # unfit nodes stay out
         return {int(rank): node for rank, node in self.read(f"start/{number}").items()}
 
     def agree_on_restart(self, number: int, ranks: Sequence[int]) -> tuple[int, ...]:

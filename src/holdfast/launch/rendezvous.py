@@ -19,6 +19,7 @@ import xxhash
 
 from holdfast.errors import ConfigError, StoreLost
 from holdfast.launch.job import OPTIONS, Job, refuse
+from holdfast.launch.node_health import NodeCheck
 from holdfast.membership import Hub, Store, open_store
 
 _RETRY_S = 0.5
@@ -58,7 +59,7 @@ class Rendezvous:
             another launcher does not arrive in time.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, node_check: NodeCheck | None = None) -> None:
         self._job = job
         self._me = job.node_rank
         self._lease_s = job.node_timeout_s
@@ -73,10 +74,12 @@ class Rendezvous:
             self._run = self._find_run()
             self._store = self._open(self._run, "launchers")
             self._check_alike()
+            if node_check is not None:
+                node_check.admit(self._store, self._me, hosts_store=self.is_host)
             self._take_seat()
             self.seats = self._await_nodes()
             """Seats of all nodes when the job began."""
-            self.is_late = self.seats[self._me] != self._seat
+            self.is_late = self.seats.get(self._me) != self._seat
             """Whether the job had begun before this launcher arrived."""
         except BaseException:
             self.close()
@@ -275,16 +278,25 @@ class Rendezvous:
         """Wait until all launchers are present, or the job has begun; return the seats that it began with."""
 
         def ready() -> str | None:
-            there = self.there()
+            there, unfit = self.there(), self._unfit()
             whole = json.dumps({node: seated.seat for node, seated in there.items()})
-            return self.store.get("start/0") or (whole if len(there) == self._job.nnodes else None)
+            workers = sum(self._job.home(rank) in there for rank in self._job.ranks)
+            is_enough = not unfit or workers >= self._job.settings.min_workers
+            all_known = bool(there) and len(there.keys() | unfit.keys()) == self._job.nnodes
+            return self.store.get("start/0") or (whole if all_known and is_enough else None)
 
         seats = self.store.wait(ready, self._job.rdzv_timeout_s)
         if seats is None:
+            unfit = self._unfit()
             missing = ", ".join(str(node) for node in range(self._job.nnodes) if node not in self.there())
-            refuse(f"node {missing} did not join within {self._job.rdzv_timeout_s:g} s (--rdzv-timeout)")
+            why = "".join(f"; node {node} is unfit: {reason}" for node, reason in sorted(unfit.items()))
+            refuse(f"node {missing} did not join within {self._job.rdzv_timeout_s:g} s (--rdzv-timeout){why}")
         self.store.create("start/0", seats)
         return {int(node): seat for node, seat in self.read("start/0").items()}
+
+    def _unfit(self) -> dict[int, str]:
+        """Return the nodes that stay out, and why."""
+        return {int(node): why for node, why in self.store.under("unfit/").items()}
 
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")

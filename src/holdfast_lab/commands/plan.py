@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from holdfast.cli.tables import progress, say, table
+from holdfast.errors import ConfigError
 from holdfast.report.formatting import clean
 from holdfast_lab.commands.simulate import settings_of, show_rows, write
+
+if TYPE_CHECKING:
+    from holdfast_lab.simulate.logs.fitted import FittedLog
 
 _TIMES = (
     *("mtbf", "mtbf_node", "mtbf_worker", "repair_s", "step_s", "save_s", "save_background_s", "load_s", "restart_s", "detect_s"),
@@ -26,14 +31,23 @@ def plan(
     *,
     workers: Annotated[int | None, typer.Option(metavar="N", help="Active workers [those of --from-report].")] = None,
     mtbf: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Mean time between failures of the whole job.")
+        str | None,
+        typer.Option(metavar="TIME", help="Mean time between failures of the whole job, or a log of such times."),
     ] = None,
     mtbf_node: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Mean time between failures of one node.")
+        str | None, typer.Option(metavar="TIME|LOG", help="Mean time between failures of one node, or a log of nodes.")
     ] = None,
     mtbf_worker: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Mean time between failures of one worker.")
+        str | None,
+        typer.Option(metavar="TIME|LOG", help="Mean time between failures of one worker, or a log of workers."),
     ] = None,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="How to read the log, such as unit=h or nodes=400; may be repeated."),
+    ] = None,
+    fit: Annotated[
+        str, typer.Option(metavar="best|exponential|weibull|bathtub", help="Distribution to fit to the log.")
+    ] = "best",
     workers_per_node: Annotated[
         int | None,
         typer.Option(metavar="W", help="Workers per node, which fail together [8; fewer than 16 workers: 1]."),
@@ -124,13 +138,16 @@ def plan(
 
     Example: holdfast plan --workers 16384 --mtbf-node 264d --step-s 6s --state-bytes 5.7TB --write-bytes-per-s 500GB/s
     """
-    given = _parsed({name: value for name, value in locals().items() if name not in _NOT_ASKED})
+    asked = {name: value for name, value in locals().items() if name not in _NOT_ASKED}
+    fitted = _fitted(asked, log or (), fit)
+    given = _parsed({name: value for name, value in asked.items() if name not in fitted})
     from holdfast_lab.pages.advice import headline
-    from holdfast_lab.simulate.assuming import ask
+    from holdfast_lab.simulate.assuming import FittedRate, ask
     from holdfast_lab.simulate.measured import read_measured
     from holdfast_lab.simulate.planning import plan as answer_of
 
-    question, known = ask(given, None if from_report is None else read_measured(from_report))
+    rate = next((FittedRate(f"{name}_s", one.chosen.distribution, one.why) for name, one in fitted.items()), None)
+    question, known = ask(given, None if from_report is None else read_measured(from_report), rate)
     with progress("planning") as now:
         answer = answer_of(question, repetitions=repetitions, seed=seed, with_map=with_map, now=now)
     results = {
@@ -139,6 +156,7 @@ def plan(
         **answer,
         "known": [dataclasses.asdict(one) for one in known],
         "settings": settings_of(seed, repetitions),
+        "logs": [one.as_dict() for one in fitted.values()],
     }
     results["advice"] = headline(results)
     if as_json:
@@ -149,7 +167,38 @@ def plan(
         write(results, out)
 
 
-_NOT_ASKED = ("from_report", "with_map", "repetitions", "seed", "out", "as_json")
+_NOT_ASKED = ("log", "fit", "from_report", "with_map", "repetitions", "seed", "out", "as_json")
+
+
+def _fitted(options: Mapping[str, Any], words: Sequence[str], fit: str) -> dict[str, FittedLog]:
+    """Return the log that is given in place of a mean, by the option's name, and print what it was taken for.
+
+    Raises:
+        ConfigError: if it cannot be read or fitted, or there are several.
+    """
+    from holdfast_lab.simulate.logs.reading import is_log
+
+    given = {name: str(options[name]) for name in _RATES if options[name] is not None}
+    found = [name for name, value in given.items() if is_log(value, "--" + name.replace("_", "-"))]
+    if not found:
+        if words or fit != "best":
+            raise ConfigError(
+                "--log and --fit say how to read a log: give one as --mtbf-node FILE or --mtbf-worker FILE"
+            )
+        return {}
+    from holdfast_lab.simulate.logs.fitted import fit_log
+    from holdfast_lab.simulate.logs.options import parse_words
+
+    name = found[0]
+    fitted = fit_log(options[name], parse_words(words), fit)
+    if name == "mtbf" and fitted.log.form != "lifetimes":
+        raise ConfigError(
+            f"--mtbf is of the whole job, and {fitted.log.name} is of single machines ({fitted.log.form}): give it as "
+            "--mtbf-node or --mtbf-worker"
+        )
+    for line in fitted.lines():
+        print(line, file=sys.stderr)
+    return {name: fitted}
 
 
 def _parsed(options: Mapping[str, Any]) -> dict[str, Any]:

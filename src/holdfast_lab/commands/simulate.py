@@ -41,6 +41,8 @@ def simulate(
     from holdfast_lab.simulate.toml import read_scenario
 
     file = read_scenario(scenario)
+    for line in file.said:
+        print(line, file=sys.stderr)
     if repetitions is not None and repetitions < 2:
         raise ConfigError(f"--repetitions must be at least 2, because one history gives no interval; got {repetitions}")
     repetitions = repetitions or file.repetitions
@@ -54,6 +56,7 @@ def simulate(
         "title": file.title or scenario.stem,
         "rows": [one.row() for one in found],
         "settings": settings_of(seed, repetitions) | {"scenario": str(scenario)},
+        "logs": [log.as_dict() for log in file.logs],
     }
     if as_json:
         print(json.dumps(results, indent=1))

@@ -12,6 +12,7 @@ from holdfast.report.formatting import DASH, percent
 from holdfast.report.templates import environment
 from holdfast_lab.pages import advice
 from holdfast_lab.pages.study import shown_section
+from holdfast_lab.pages.survival import survival_section
 from holdfast_lab.pages.words import duration
 
 Row = dict[str, Any]
@@ -56,6 +57,7 @@ def render_simulated(results: Results) -> str:
     is_plan = results["simulated"] == "plan"
     rows = [shown_cells(row) for row in results["rows"]]
     sections = [*(_plan_sections(results, rows) if is_plan else _sections(rows))]
+    sections += [survival_section(log, number) for number, log in enumerate(results.get("logs", ()), 1)]
     shown = [shown_section(section, rows) for section in sections]
     return (
         environment(Path(__file__).parent)

@@ -29,6 +29,7 @@ from holdfast.report.templates import environment
 from holdfast_lab.pages.heat_map import winners
 from holdfast_lab.pages.plots import interval_lines, scattered, stacked_bars, workers_lines
 from holdfast_lab.pages.rows import as_name, grouped, middle, row_id
+from holdfast_lab.pages.survival import survival_curves
 
 _MEASURED = "measured"
 _MANY = 40
@@ -122,6 +123,7 @@ def shown_section(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
         "points": scattered,
         "intervals": interval_lines,
         "map": winners,
+        "survival": survival_curves,
     }[section["kind"]]
     svg = draw(section, chosen)
     if svg:

@@ -10,6 +10,7 @@ from typing import Any
 from holdfast.errors import ConfigError
 from holdfast_lab.simulate.checks import check_choice, check_mtbf, check_range
 from holdfast_lab.simulate.costs import OF_STORAGE, SAVING
+from holdfast_lab.simulate.distributions import Distribution
 from holdfast_lab.simulate.job import MODELS
 from holdfast_lab.simulate.measured import MeasuredRun
 from holdfast_lab.simulate.units import DAY_S
@@ -37,14 +38,29 @@ class Assumption:
     Args:
         name: As in :class:`PlanQuestion`.
         value: Seconds, bytes, or a plain number or word.
-        source: ``"given"``, ``"measured"``, ``"derived"`` (from others) or ``"assumed"``.
-        why: The run it was measured in, or the values or reference it was derived or taken from.
+        source: ``"given"``, ``"measured"``, ``"fitted"`` (to a log), ``"derived"`` (from others) or ``"assumed"``.
+        why: The run it was measured in, the fit, or the values or reference it was derived or taken from.
     """
 
     name: str
     value: Any
     source: str
     why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FittedRate:
+    """A lifetime that was fitted to a log, in place of a mean time between failures.
+
+    Args:
+        name: Which mean: ``"mtbf_s"``, ``"mtbf_node_s"`` or ``"mtbf_worker_s"``.
+        lifetime: Its distribution.
+        why: The fit in a few words.
+    """
+
+    name: str
+    lifetime: Distribution
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +87,7 @@ class PlanQuestion:
         model: One of :data:`~holdfast_lab.simulate.scenario.MODELS`.
         split: ``"slices"`` or ``"even"``.
         work_s: Duration of the training without disturbance.
+        lifetime: The distribution of a node's lifetime, stretched to ``mtbf_node_s``; None: exponential.
     """
 
     workers: int
@@ -92,6 +109,7 @@ class PlanQuestion:
     model: str
     split: str
     work_s: float
+    lifetime: Distribution | None = None
 
     @property
     def nodes(self) -> int:
@@ -104,7 +122,9 @@ class PlanQuestion:
         return self.mtbf_node_s / self.nodes
 
 
-def ask(given: Mapping[str, Any], run: MeasuredRun | None = None) -> tuple[PlanQuestion, list[Assumption]]:
+def ask(
+    given: Mapping[str, Any], run: MeasuredRun | None = None, fitted: FittedRate | None = None
+) -> tuple[PlanQuestion, list[Assumption]]:
     """Fill in every value of the question that is not given, and return the question and the source of each number.
 
     Args:
@@ -112,11 +132,12 @@ def ask(given: Mapping[str, Any], run: MeasuredRun | None = None) -> tuple[PlanQ
             ``mtbf_worker_s``, and ``state_bytes``, ``write_bytes_per_s``, ``read_bytes_per_s``,
             ``snapshot_bytes_per_s``.
         run: A run whose measured costs are used where nothing is given.
+        fitted: A lifetime that was fitted to a log, instead of a mean among the given values.
 
     Raises:
         ConfigError: if no failure rate is given, or a number is out of range.
     """
-    facts = _Facts(given, run)
+    facts = _Facts(given, run, fitted)
     workers = facts.take("workers", lambda: _needs_workers(run), "the workers of that run", measured=True)
     check_range("--workers", workers, 1, most=1_000_000)
     small = workers < _BIG_JOB
@@ -144,6 +165,7 @@ def ask(given: Mapping[str, Any], run: MeasuredRun | None = None) -> tuple[PlanQ
         rehome_s=facts.take("rehome_s", lambda: 10.0, "parts of a split model are sent from memory to memory"),
         split=facts.take("split", lambda: "slices", "whole slices are reassigned, which keeps the bits"),
         work_s=facts.take("work_s", lambda: 30 * DAY_S, "a month of training"),
+        lifetime=_node_lifetime(fitted, per_node),
         **storage,
     )  # fmt: skip
     _check(question)
@@ -175,8 +197,11 @@ def enough_spares(away: float, workers: int, per_node: int) -> int:
 class _Facts:
     """Looks up each number in its possible sources, and records which source was used."""
 
-    def __init__(self, given: Mapping[str, Any], run: MeasuredRun | None) -> None:
+    def __init__(self, given: Mapping[str, Any], run: MeasuredRun | None, rate: FittedRate | None) -> None:
         self._given = {name: value for name, value in given.items() if value is not None}
+        self._rate = rate
+        if rate is not None:
+            self._given[rate.name] = rate.lifetime.mean_s
         self._run = run
         self._measured = {} if run is None else dict(run.costs)
         if not self._given.keys().isdisjoint(OF_STORAGE):  # the measured values are for another size or another disk
@@ -199,7 +224,9 @@ class _Facts:
         self, name: str, default: Callable[[], Any], why: str, *, source: str = "assumed", measured: bool = False
     ) -> Any:
         """Return the given number, else the measured one, else the default."""
-        if name in self._given:
+        if self._rate is not None and name == self._rate.name:
+            self.known.append(Assumption(name, self._given[name], "fitted", self._rate.why))
+        elif name in self._given:
             self.known.append(Assumption(name, self._given[name], "given"))
         elif self._run is not None and name in self._measured:
             found = self._measured[name]
@@ -226,6 +253,17 @@ def _mtbf_node_s(facts: _Facts, workers: int, per_node: int) -> float:
     check_range(f"--{name.removesuffix('_s').replace('_', '-')}", value, 0, above=True)
     scale = {"mtbf_s": -(-workers // per_node), "mtbf_node_s": 1, "mtbf_worker_s": 1 / per_node}[name]
     return float(value) * scale
+
+
+def _node_lifetime(rate: FittedRate | None, per_node: int) -> Distribution | None:
+    """Return the lifetime of a node from that of a log's machines; None if they are something else.
+
+    The first failure of several workers, or the failures of many nodes, have no lifetime of the same family: only the
+    mean is used.
+    """
+    if rate is None or rate.name == "mtbf_s" or (rate.name == "mtbf_worker_s" and per_node > 1):
+        return None
+    return rate.lifetime
 
 
 def _why_spares(away: float, workers: int, per_node: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -164,6 +164,18 @@ class Bathtub:
         """Return the shortest of three independent remaining times."""
         early, chance, wear = (part.draw(rng, size, age_s) for part in self._parts)
         return np.minimum(np.minimum(early, chance), wear)
+
+
+def stretched(distribution: Distribution, mean_s: float) -> Distribution:
+    """Return an exponential, Weibull or bathtub distribution with another mean and the same shape."""
+    factor = mean_s / distribution.mean_s
+    match distribution:
+        case Weibull(shape=shape):
+            return Weibull(mean_s, shape)
+        case Bathtub(chance_s=chance_s, early_s=early_s, wear_s=wear_s):
+            scales = {"chance_s": chance_s * factor, "early_s": early_s * factor, "wear_s": wear_s * factor}
+            return replace(distribution, **scales)
+    return Exponential(mean_s)
 
 
 def make_distribution(kind: str, mean_s: float, **shape: Any) -> Distribution:

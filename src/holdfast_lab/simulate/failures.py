@@ -19,6 +19,9 @@ from holdfast_lab.simulate.distributions import Constant, Distribution, Exponent
 
 Ticks = npt.NDArray[np.int64]
 
+_POOL = 4096
+"""Lifetimes at least that those of units in use are chosen from."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outages:
@@ -82,6 +85,8 @@ class Source:
         lifetime: Time from a unit's repair to its next failure.
         repair: Time that it is down; by default 0, as when the process dies but the machine is fine.
         age_s: Age of the units at the beginning, ``>= 0``.
+        stationary: The units have been in use for long, and have failed and been repaired as often as that takes:
+            failures come at the same rate from the beginning on, whatever the lifetime. ``age_s`` must be 0.
 
     Raises:
         ConfigError: if the level is unknown, or units would fail infinitely often at one moment.
@@ -91,9 +96,12 @@ class Source:
     lifetime: Distribution
     repair: Distribution = field(default_factory=lambda: Constant(0.0))
     age_s: float = 0.0
+    stationary: bool = False
 
     def __post_init__(self) -> None:
         check_choice("level", self.level, LEVELS)
+        if self.stationary and self.age_s:
+            raise ConfigError(f"units have an age_s or are stationary, not both; got age_s {self.age_s:g}")
         check_range("age_s", self.age_s, 0, most=LONGEST_S)
         if not self.lifetime.mean_s > 0:
             raise ConfigError(f"the mean lifetime of a {self.level} must be more than 0, got {self.lifetime.mean_s:g}")
@@ -153,7 +161,7 @@ def _draw(
     horizon = round(horizon_s * NS)
     starts, ends, whose = [], [], []
     unit = np.arange(units)
-    at = _ticks(source.lifetime.draw(rng, units, source.age_s))
+    at = _ticks(_first_lifetimes(source, rng, units))
     while (hit := at < horizon).any():
         unit, start = unit[hit], at[hit]
         end = start + _ticks(source.repair.draw(rng, len(unit)))
@@ -167,6 +175,19 @@ def _draw(
         return none, none, none, none
     first = np.concatenate(whose) * width
     return np.concatenate(starts), np.concatenate(ends), first, np.minimum(width, cluster.total - first)
+
+
+def _first_lifetimes(source: Source, rng: np.random.Generator, units: int) -> npt.NDArray[np.float64]:
+    """Return the remaining lifetimes of the units at the beginning.
+
+    In a process that has run for long, the lifetime that covers a given moment is drawn in proportion to its length, and
+    the moment is anywhere in it (Cox, Renewal Theory, 1962).
+    """
+    if not source.stationary:
+        return source.lifetime.draw(rng, units, source.age_s)
+    pool = source.lifetime.draw(rng, max(_POOL, 4 * units))
+    chosen: npt.NDArray[np.float64] = rng.choice(pool, units, p=pool / pool.sum()) * rng.random(units)
+    return chosen
 
 
 def _ticks(seconds: npt.NDArray[np.float64]) -> Ticks:

@@ -12,7 +12,7 @@ from holdfast_lab.simulate.assuming import LLAMA, PlanQuestion, enough_spares
 from holdfast_lab.simulate.cluster import Cluster
 from holdfast_lab.simulate.comparing import StrategyResult, flat
 from holdfast_lab.simulate.costs import Costs
-from holdfast_lab.simulate.distributions import Constant, Exponential
+from holdfast_lab.simulate.distributions import Constant, Exponential, stretched
 from holdfast_lab.simulate.failures import Failures, Source
 from holdfast_lab.simulate.formulas import exact_interval_s, young
 from holdfast_lab.simulate.job import SimulatedJob
@@ -78,7 +78,7 @@ def plan(
     if optimum is not None and not _is_flat(optimum, rows[place]["save_every"]):
         rows[place] = _row(question, names[place], optimum.save_every, repetitions, seed)
     return {
-        "question": dataclasses.asdict(question) | {"nodes": question.nodes, "mtbf_s": question.mtbf_s},
+        "question": _plain(question),
         "rows": rows,
         "best": best,
         "shown": names[place],
@@ -89,6 +89,12 @@ def plan(
         "seed": seed,
         "repetitions": repetitions,
     }
+
+
+def _plain(question: PlanQuestion) -> dict[str, Any]:
+    plain = {field.name: getattr(question, field.name) for field in dataclasses.fields(question)}
+    lifetime = "exponential" if question.lifetime is None else type(question.lifetime).__name__.lower()
+    return plain | {"nodes": question.nodes, "mtbf_s": question.mtbf_s, "lifetime": lifetime}
 
 
 def recommended(goodput: Mapping[str, float]) -> str:
@@ -147,7 +153,11 @@ def _failures(question: PlanQuestion) -> Failures:
     share, sources = question.whole_job_share, []
     if share < 1:
         repair = Exponential(question.repair_s) if question.repair_s > 0 else Constant(0.0)
-        sources.append(Source("node", Exponential(question.mtbf_node_s / (1 - share)), repair))
+        mean_s = question.mtbf_node_s / (1 - share)
+        if question.lifetime is None:
+            sources.append(Source("node", Exponential(mean_s), repair))
+        else:  # nodes that have been in use for long: the job's failures come at the rate that the answer names
+            sources.append(Source("node", stretched(question.lifetime, mean_s), repair, stationary=True))
     if share > 0:
         sources.append(Source("rack", Exponential(question.mtbf_s / share)))
     return Failures(tuple(sources))

@@ -174,15 +174,20 @@ def _repair(value: object) -> object:
 class SourceTable(TimesTable):
     """The keys of :class:`holdfast_lab.simulate.Source`.
 
-    In place of a mean there may be a count of failures, with the number of units and the time.
+    In place of a mean there may be a count of failures, with the number of units and the time, or a log that a
+    distribution is fitted to.
     """
 
     level: str = "node"
     age_s: Seconds = 0.0
+    stationary: bool = False
     repair: Annotated[TimesTable | None, BeforeValidator(_repair)] = None
     count: int | None = None
     span_s: Seconds | None = None
     units: int | None = None
+    log: str = ""
+    fit: str = ""
+    reading: dict[str, Any] | None = None
 
 
 class TraceTable(SchemaTable):
@@ -198,6 +203,7 @@ class TraceTable(SchemaTable):
     room: int | None = None
     repair_s: Seconds | None = None
     nodes_per_rack: int | None = None
+    reading: dict[str, Any] | None = None
 
 
 def _strategies(value: object) -> object:

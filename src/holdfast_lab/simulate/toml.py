@@ -16,14 +16,16 @@ from holdfast_lab.simulate.costs import OF_STORAGE, SAVING, Costs
 from holdfast_lab.simulate.distributions import Constant, Distribution, make_distribution
 from holdfast_lab.simulate.failures import Down, Failures, Source
 from holdfast_lab.simulate.job import SimulatedJob
+from holdfast_lab.simulate.logs.reading import options_of_table
 from holdfast_lab.simulate.measured import read_measured
 from holdfast_lab.simulate.price_table import step_parts_s
 from holdfast_lab.simulate.scenario import Scenario
-from holdfast_lab.simulate.traces import read_trace
+from holdfast_lab.simulate.traces import read_log_trace, read_trace
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
+    from holdfast_lab.simulate.logs.fitted import FittedLog
     from holdfast_lab.simulate.schema import (
         CostsTable,
         ScenarioSchema,
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 _NOT_OF_JOB = ("strategy", "name", "spares", "save_every", "work_s")
 _WHOLE_JOB, _ONE_RACK = "job", 10_000_000
 """The simulator models a failure of the whole job as a failure of the one rack that contains all nodes."""
+_ANY_LOG = "log"
+"""The kind of a trace whose form is recognised."""
 _ENDLESS_S = 1.0
 """A placeholder horizon until the length of a step is known."""
 
@@ -65,12 +69,16 @@ class ScenarioFile:
         repetitions: Histories per setting, ``>= 2``.
         seed: Seed of everything random.
         settings: The settings to compare, with distinct names.
+        said: What logs in it were taken for, and what was fitted to them, in lines.
+        logs: The logs that distributions were fitted to.
     """
 
     title: str
     repetitions: int
     seed: int
     settings: tuple[StrategySetting, ...]
+    said: tuple[str, ...] = ()
+    logs: tuple[FittedLog, ...] = ()
 
 
 def read_scenario(path: Path) -> ScenarioFile:
@@ -107,7 +115,9 @@ def read_scenario(path: Path) -> ScenarioFile:
 
 
 def _made(file: ScenarioSchema, folder: Path) -> ScenarioFile:
-    down = _down(file, folder)
+    said: list[str] = []
+    logs: list[FittedLog] = []
+    down = _down(file, folder, said, logs)
     settings = [_setting(file, strategy, down, folder) for strategy in file.strategies]
     names = [setting.name for setting in settings]
     if double := sorted({name for name in names if names.count(name) > 1}):
@@ -115,7 +125,14 @@ def _made(file: ScenarioSchema, folder: Path) -> ScenarioFile:
             f"two strategies have the name {double[0]!r}; give each its own name, such as "
             f"{{strategy = ..., name = ...}}"
         )
-    return ScenarioFile(title=file.title, repetitions=file.repetitions, seed=file.seed, settings=tuple(settings))
+    return ScenarioFile(
+        title=file.title,
+        repetitions=file.repetitions,
+        seed=file.seed,
+        settings=tuple(settings),
+        said=tuple(said),
+        logs=tuple(logs),
+    )
 
 
 def _setting(file: ScenarioSchema, strategy: StrategyTable, down: Down, folder: Path) -> StrategySetting:
@@ -210,9 +227,10 @@ def _replaced(costs: Costs, **changes: float) -> Costs:
     return dataclasses.replace(costs, **changes)  # type: ignore[arg-type]  # all changes are numbers
 
 
-def _down(file: ScenarioSchema, folder: Path) -> Down:
+def _down(file: ScenarioSchema, folder: Path, said: list[str], logs: list[FittedLog]) -> Down:
+    """Return the source of outages; append what logs were taken for, and those with a fit."""
     if file.trace is not None:
-        return _trace(file.trace, folder)
+        return _trace(file.trace, folder, said)
     cluster = Cluster(**file.cluster.given("spares"))  # counted failures are those of active workers
     levels = {table.level for table in file.failures or ()}
     if _WHOLE_JOB in levels and "rack" in levels:
@@ -220,18 +238,53 @@ def _down(file: ScenarioSchema, folder: Path) -> Down:
             "[[failures]] has both level job and level rack; use one of them, because the simulator models a job "
             "failure as a failure of one rack with all nodes"
         )
-    failures = Failures(tuple(_source(number, table, cluster) for number, table in enumerate(file.failures or (), 1)))
+    sources = [
+        _fitted_source(number, table, folder, logs) if table.log else _source(number, table, cluster)
+        for number, table in enumerate(file.failures or (), 1)
+    ]
+    said += [line for log in logs for line in log.lines()]
+    failures = Failures(tuple(sources))
     check_mtbf(failures.mtbf_s(cluster))
     return failures
 
 
-def _trace(table: TraceTable, folder: Path) -> Down:
-    choices = table.given("path", "kind", "level", "replayed")
+def _trace(table: TraceTable, folder: Path, said: list[str]) -> Down:
+    choices = table.given("path", "kind", "level", "replayed", "reading")
+    if table.kind == _ANY_LOG:
+        if choices:
+            raise ConfigError(
+                f"[trace] of kind log has {', '.join(choices)}; how to read it is said in reading = {{...}}"
+            )
+        options = options_of_table(table.reading or {})
+        trace, log = read_log_trace(folder / table.path, options, level=table.level, replayed=table.replayed)
+        said += log.said
+        return trace
+    if table.reading is not None:
+        raise ConfigError("[trace] has reading, which only kind log takes")
     return read_trace(folder / table.path, table.kind, level=table.level, replayed=table.replayed, **choices)
+
+
+def _fitted_source(number: int, table: SourceTable, folder: Path, logs: list[FittedLog]) -> Source:
+    """Return failures with a lifetime that is fitted to a log, and append the log."""
+    where = f"[[failures]] number {number}"
+    odd = table.given("level", "age_s", "stationary", "repair", "log", "fit", "reading")
+    if odd:
+        raise ConfigError(
+            f"{where} has a log, to which its lifetime is fitted, and also {', '.join(odd)}; leave one out"
+        )
+    from holdfast_lab.simulate.logs.fitted import fit_log
+
+    fitted = fit_log(folder / table.log, options_of_table(table.reading or {}), table.fit or "best")
+    logs.append(fitted)
+    level = "rack" if table.level == _WHOLE_JOB else table.level
+    repair = Constant(0.0) if table.repair is None else _times(table.repair, f"repair of {where}")
+    return Source(level, fitted.chosen.distribution, repair, table.age_s, table.stationary)
 
 
 def _source(number: int, table: SourceTable, cluster: Cluster) -> Source:
     where = f"[[failures]] number {number}"
+    if table.fit or table.reading is not None:
+        raise ConfigError(f"{where} has fit or reading but no log; they say how a log is read and fitted")
     level, units = ("rack", 1) if table.level == _WHOLE_JOB else (table.level, table.units)
     repair = Constant(0.0) if table.repair is None else _times(table.repair, f"repair of {where}")
     if table.count is None:
@@ -239,7 +292,7 @@ def _source(number: int, table: SourceTable, cluster: Cluster) -> Source:
             raise ConfigError(
                 f"{where} has span_s or units but no count; they give the time and the number of units of a count"
             )
-        return Source(level, _times(table, where), repair, table.age_s)
+        return Source(level, _times(table, where), repair, table.age_s, table.stationary)
     if table.span_s is None or table.mean_s is not None:
         raise ConfigError(
             f"{where} has a count: it needs span_s, the time in which failures were counted, and no mean_s"
@@ -252,7 +305,7 @@ def _source(number: int, table: SourceTable, cluster: Cluster) -> Source:
 
 def _times(table: TimesTable, where: str) -> Distribution:
     if table.mean_s is None:
-        raise ConfigError(f"{where} needs mean_s, or a count of failures and span_s; a repair needs mean_s")
+        raise ConfigError(f"{where} needs mean_s, a count of failures and span_s, or a log; a repair needs mean_s")
     shape = {name: value for name in _SHAPES if (value := getattr(table, name)) is not None}
     try:
         return make_distribution(table.distribution, table.mean_s, **shape)

@@ -13,6 +13,8 @@ from holdfast.errors import ConfigError
 from holdfast_lab.simulate.checks import LONGEST_S, NS, check_choice, check_range
 from holdfast_lab.simulate.cluster import LEVELS, Cluster
 from holdfast_lab.simulate.failures import Outages
+from holdfast_lab.simulate.logs.options import LogOptions
+from holdfast_lab.simulate.logs.reading import FailureLog, read_log
 from holdfast_lab.simulate.reading import READERS, OutageSpan
 
 Seconds = npt.NDArray[np.float64]
@@ -148,6 +150,24 @@ def read_trace(
     if not read.spells:
         raise ConfigError(f"{path} contains no outage" + (f" where {choices}" if choices else ""))
     return FailureTrace(read.spells, read.units, read.span_s, level, replayed, f"{kind} {Path(path).name}")
+
+
+def read_log_trace(
+    path: str | Path, options: LogOptions, *, level: str = "node", replayed: bool = False
+) -> tuple[FailureTrace, FailureLog]:
+    """Read a log of any form that has a time axis as a trace (:mod:`holdfast_lab.simulate.logs`).
+
+    Raises:
+        ConfigError: if it cannot be read, or has no time axis or no outage.
+    """
+    log = read_log(path, options)
+    if log.trace is None or not log.trace.spells:
+        raise ConfigError(
+            f"{path} ({log.form}) does not say when machines failed, so that it cannot be replayed; draw from its "
+            "lifetimes with log = in [[failures]]"
+        )
+    read = log.trace
+    return FailureTrace(read.spells, read.units, read.span_s, level, replayed, f"log {Path(path).name}"), log
 
 
 def _check_choices(kind: str, given: Sequence[str], takes: Sequence[str]) -> None:

@@ -68,6 +68,7 @@ def find_mpirun() -> str:
     missing = [name for name, what in there.items() if what is None]
     if found is None or missing:
         raise ConfigError(
-            f"MPI is not installed (no {' and no '.join(missing)}): pip install 'holdfast[mpi]', or run with --fabric virtual"
+            f"MPI is not installed (no {' and no '.join(missing)}): run with --fabric gloo, which needs none, or "
+            "pip install 'holdfast[mpi]'"
         )
     return found
