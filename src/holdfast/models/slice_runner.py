@@ -23,6 +23,7 @@ from holdfast.models.reducer import BucketReducer
 from holdfast.models.runner import Runner, StepContext
 from holdfast.models.slice_batching import Slice, SliceBatching, has_bits
 from holdfast.models.trainable import Trainable
+from holdfast.recovery.registry import strategy_class
 from holdfast.session.step import Step
 
 
@@ -46,6 +47,7 @@ class SliceRunner(Runner):
     def step(self, batch: MiniBatch, slices: list[int], attempt: int) -> Step:
         self._loaded = {}
         self._part.gradients.plan = self._plan_rows(batch)
+        self._context.total.keeps_terms = strategy_class(self._job.live.strategy).continues_steps
         return Step(self, batch, slices, attempt)
 
     def _plan_rows(self, batch: MiniBatch) -> RowPlan:

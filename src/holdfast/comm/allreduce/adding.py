@@ -54,6 +54,7 @@ class TiledSum:
         self, terms: Sequence[tuple[int, ChecksummedVector]], out: ChecksummedVector, start: int, order: str
     ) -> None:
         self._add = ORDERS[order]
+        self.out = out
         cut = [(number, term.split()) for number, term in terms]
         self._tiles = [
             _Tile(

@@ -64,6 +64,8 @@ class OrderedAllReduce:
         self._taken: Path | None = None
         self._made_for: tuple[int, tuple[int, ...]] = (-1, ())
         self._warned = shared_bytes == 0
+        self.keeps_terms = True
+        """Whether terms stay as they are until the step ends; if not, the result may overwrite the first of each process."""
         self.in_host: torch.Tensor | None = None
         """The last result in host memory, if the returned one is not."""
 
@@ -125,6 +127,8 @@ class OrderedAllReduce:
             mine = tuple(n if n in slots[me] else LEFT_OUT for n in rows)
             slots = (*slots[:me], mine, *slots[me + 1 :])
         self._taken = self._choose_path(slots, order or self._order)
+        if isinstance(self._taken, AllToAllReduce):
+            self._taken.keeps_terms = self.keeps_terms
         return self._taken(span, slots, order or self._order, mean, midway, altered)
 
     def open(self) -> None:
