@@ -106,7 +106,8 @@ class BucketLayout:
         self._incomplete: list[set[int]] = []
         self.copies: Callable[[SlotSpan, int], None] | None = None
         """Starts the copy of a bucket to the host, given its row, as soon as a slice is complete there; None on the CPU."""
-        self._private: list[torch.Tensor] = []
+        self.copied: list[torch.Tensor] = []
+        """Memory for gradients that may be modified, by bucket; empty until it is needed."""
         self._given: list[tuple[int, list[torch.Tensor]]] = [(-1, [])] * len(layouts)
 
     def __len__(self) -> int:
@@ -278,9 +279,9 @@ class BucketLayout:
         bucket = self.layouts[i]
         if not bucket.places:
             return
-        if private and not self._private:
-            self._private = [torch.empty(b.gradients_end, dtype=b.dtype, device=b.device) for b in self.layouts]
-        gradients = self._private[i].copy_(result[: bucket.gradients_end]) if private else result
+        if private and not self.copied:
+            self.copied = [torch.empty(b.gradients_end, dtype=b.dtype, device=b.device) for b in self.layouts]
+        gradients = self.copied[i].copy_(result[: bucket.gradients_end]) if private else result
         present = in_host[bucket.places[0].presence : bucket.places[-1].presence + 1].tolist()
         for place, gradient, times in zip(bucket.places, self._views_of(i, gradients), present, strict=True):
             parameter = place.parameter

@@ -162,6 +162,13 @@ class OrderedAllReduce:
         """Whether the last all-reduce used shared memory: once it completes on any process, all have the result."""
         return isinstance(self._taken, SharedMemoryReduce | HierarchicalReduce)
 
+    def memory(self) -> dict[str, list[torch.Tensor]]:
+        """Return this process's memory by purpose: ``terms``, ``result``, which its host may share, and ``messages``."""
+        path = self._taken or self._path
+        result = None if path is None else path.result_memory
+        messages = path.buffers if isinstance(path, AllToAllReduce) else ()
+        return {"terms": list(self._room), "result": [] if result is None else [result], "messages": list(messages)}
+
     # -- setup
 
     def _choose_path(self, slots: Slots, order: str) -> Path:
