@@ -14,6 +14,9 @@ import torch
 
 from holdfast.comm.allreduce.checksums import Altered, ChecksummedVector, ignore_corruption
 
+_HALF = (torch.float16, torch.bfloat16)
+_WIDE = "-wide"
+
 Terms = Sequence[tuple[int, torch.Tensor]]
 """Slice number and term, ascending by slice."""
 
@@ -47,13 +50,14 @@ class TiledSum:
         terms: ``(slice, vector)``, ascending by slice; all as long as ``out``. Those with checksums are verified.
         out: Receives the sum, and its checksums if it has any; tiles have the size of those of the terms.
         start: Offset of ``out`` in the whole vector.
-        order: ``"fold"``, ``"tree"``, or ``"wide"`` (``fold`` that adds 16-bit floats in float32).
+        order: One of :data:`ORDERS`. ``"fold-wide"`` and ``"tree-wide"`` also divide 16-bit floats in float32.
     """
 
     def __init__(
         self, terms: Sequence[tuple[int, ChecksummedVector]], out: ChecksummedVector, start: int, order: str
     ) -> None:
         self._add = ORDERS[order]
+        self._is_wide = order.endswith(_WIDE) and out.numbers.dtype in _HALF
         self.out = out
         cut = [(number, term.split()) for number, term in terms]
         self._tiles = [
@@ -74,9 +78,12 @@ class TiledSum:
             for number, term in tile.checked:
                 if not term.is_intact():
                     altered(number)
-            self._add(tile.terms, tile.out)
+            total = torch.empty_like(tile.out, dtype=torch.float32) if self._is_wide else tile.out
+            self._add(tile.terms, total)
             if mean is not None and mean.numbers > tile.start:
-                tile.out[: mean.numbers - tile.start].div_(mean.divisor)
+                total[: mean.numbers - tile.start].div_(mean.divisor)
+            if self._is_wide:
+                tile.out.copy_(total)  # the only rounding to 16 bits
             if tile.sealed is not None:
                 tile.sealed.seal()
 
@@ -235,13 +242,31 @@ def _most_rows(groups_here: Sequence[Sequence[int]], order: str) -> int:
 
 def wide(terms: Terms, out: torch.Tensor) -> None:
     """Add like :func:`fold`, but 16-bit floats in float32, rounded once at the end."""
-    if out.dtype not in (torch.float16, torch.bfloat16) or len(terms) < 2:
+    if out.dtype not in _HALF or len(terms) < 2:
         fold(terms, out)
         return
     total = terms[0][1].float()
     for _, term in terms[1:]:
         total.add_(term)
     out.copy_(total)
+
+
+def _rounding_once(add: Callable[[Terms, torch.Tensor], None]) -> Callable[[Terms, torch.Tensor], None]:
+    """Return a function that adds 16-bit floats like ``add``, but in float32; ``out`` may have either type.
+
+    No sum of some slices has 16 bits, so the result is the same whichever ranks own the slices.
+    """
+
+    def add_wide(terms: Terms, out: torch.Tensor) -> None:
+        if not terms or terms[0][1].dtype not in _HALF:
+            add(terms, out)
+            return
+        total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        add([(number, term.float()) for number, term in terms], total)
+        if total is not out:
+            out.copy_(total)
+
+    return add_wide
 
 
 def _by(combine: Callable[..., torch.Tensor]) -> Callable[[Terms, torch.Tensor], None]:
@@ -268,5 +293,7 @@ ORDERS: dict[str, Callable[[Terms, torch.Tensor], None]] = {
     "and": _by(torch.bitwise_and),
     "or": _by(torch.bitwise_or),
     "xor": _by(torch.bitwise_xor),
+    "fold-wide": _rounding_once(fold),
+    "tree-wide": _rounding_once(tree),
 }
-"""Reduction orders by name. The session uses ``fold`` and ``tree``, ``torch.distributed`` collectives the others."""
+"""Reduction orders by name. The session uses those that begin with ``fold`` and ``tree``, ``torch.distributed`` the others."""
