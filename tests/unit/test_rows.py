@@ -121,3 +121,17 @@ def test_the_slice_that_is_computed_has_its_own_gradient():
         mine, other = worker.gradients.of_slice(number), alone.gradients.of_slice(number)
         assert all(torch.equal(mine[name], other[name]) for name in mine)
         worker.gradients.add_up(number)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_gradients_are_aligned_on_a_device_and_close_together_in_host_memory(device):
+    model = nn.Sequential(*(nn.Linear(3 + i, 5 + i) for i in range(9))).to(device)
+
+    (bucket,) = BucketLayout(model, bucket_bytes=1 << 20).layouts
+
+    starts = [4 * (bucket.span.start + place.start) for place in bucket.places]
+    assert all(start % 64 == 0 for start in starts) is (device == "meta")
+    ends = [place.start + place.numel for place in bucket.places]
+    gaps = [start - end for start, end in zip([p.start for p in bucket.places][1:], ends, strict=False)]
+    assert max(gaps) < 16 if device == "meta" else set(gaps) == {0}
+    assert bucket.places[0].presence == bucket.gradients_end == ends[-1]

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from holdfast.comm import SlotSpan
 from holdfast.comm.allreduce.checksums import TILE
+from holdfast.comm.allreduce.shm import ALIGN
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.models.buffers import StepBuffers
 from holdfast.torch_private import version_of
@@ -312,8 +313,8 @@ class BucketLayout:
         self.buffers.set_mean(result[start:], in_host[start:], num_slices)
 
     def name_at(self, bucket: int, index: int) -> str:
-        """Return the name of the parameter whose gradient lies at an index of a bucket."""
-        return next(p.name for p in self.layouts[bucket].places if p.start <= index < p.start + p.numel)
+        """Return the name of the parameter whose gradient lies at an index of a bucket, or just before it."""
+        return next(p.name for p in reversed(self.layouts[bucket].places) if p.start <= index)
 
     def clear(self) -> None:
         """Remove all gradients."""
@@ -362,13 +363,19 @@ def _group(named: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int) -> list
 
 
 def _lay_out(group: Sequence[tuple[str, nn.Parameter]]) -> Bucket:
-    starts = [0]
+    """Return a bucket of these parameters. On a device each gradient is aligned, for optimizers that load vectors.
+
+    In host memory that would only move the numbers among which a planned flip of a message chooses.
+    """
+    dtype, device = group[0][1].dtype, group[0][1].device
+    line = 1 if device.type == "cpu" else ALIGN // dtype.itemsize
+    starts, end = [], 0
     for _, parameter in group:
-        starts.append(starts[-1] + parameter.numel())
+        starts.append(-(-end // line) * line)
+        end = starts[-1] + parameter.numel()
     places = tuple(
-        _Place(parameter, name, start, parameter.numel(), starts[-1] + i)
-        for i, ((name, parameter), start) in enumerate(zip(group, starts, strict=False))
+        _Place(parameter, name, start, parameter.numel(), end + i)
+        for i, ((name, parameter), start) in enumerate(zip(group, starts, strict=True))
     )
-    length = starts[-1] + len(group)
-    parameter = group[0][1]
-    return Bucket(places, length, length, parameter.dtype, parameter.device)
+    length = end + len(group)
+    return Bucket(places, length, length, dtype, device)
