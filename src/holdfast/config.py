@@ -30,7 +30,7 @@ MIRROR_DISTANCES = ("euclidean", "scaled")
 MIRROR_PREDICTORS = ("last", "line", "calibrated")
 MIRROR_CODECS = ("exact", "int8")
 MIRROR_OPTIMIZERS = ("saved", "reset", "kept")
-ORDERS = ("fold", "tree")
+ORDERS = ("fold", "tree", "fold-wide", "tree-wide")
 SPLITS = ("slices", "even")
 BATCHES = ("global", "local")
 RESCALES = ("survivors", "original")
@@ -135,7 +135,7 @@ class Settings:
     order: str = option(
         "fold",
         help="Order in which the gradients of slices are added.",
-        manual="order in which the gradients of slices are added: ((0+1)+2)+3, or (0+1)+(2+3)",
+        manual="order in which the gradients of slices are added: ((0+1)+2)+3, or (0+1)+(2+3); `-wide`: 16-bit gradients are added in float32, and rounded once",
         group="Mini-batches and gradient reduction",
         choices=ORDERS,
     )

@@ -7,8 +7,9 @@ worker is in ``tests/unit/test_loading.py``.
 import pytest
 import reference
 import soak
+import train_bf16
 from exact import SCRIPT, check_nothing_lost
-from jobs import assert_landed, run_report
+from jobs import ROOT, assert_landed, run_report
 
 pytestmark = [
     pytest.mark.chaos,
@@ -108,3 +109,17 @@ def test_what_differs_where_a_script_is_not_seeded_is_that_of_the_lowest_worker(
     assert report["replicas"]["identical"] is True
     assert report["metrics"]["own"] == 21.0
     assert (report["_stdout"] + report["_stderr"]).count("own [7.0, 7.0, 7.0]") == 2
+
+
+def test_a_model_in_bfloat16_that_is_added_in_float32_survives_a_kill(tmp_path):
+    kill = "kill:rank=1,step=3,phase=allreduce,bucket=1"
+    script = ROOT / "tests" / "support" / "train_bf16.py"
+
+    report = run_report(
+        tmp_path, "-n", 3, "--order", "tree-wide", "--inject", kill, script,
+        env={"HOLDFAST_SHARED_BYTES": "0"},
+    )  # fmt: skip
+
+    assert_landed(report, 1)
+    assert report["_stdout"].count(f"weights {train_bf16.train(order='tree-wide')}") >= 1
+    assert report["workers"]["ranks_finished"] == [0, 2]

@@ -1,6 +1,7 @@
 """The sum by messages: slices that their holder may add first go as one, and no bit knows of it."""
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -8,25 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from threads import Threads, side_by_side
 
-from holdfast.comm import OrderedAllReduce, SlotSpan, VirtualCommunicator
+from holdfast.comm import MeanDivisor, OrderedAllReduce, SlotSpan
 from holdfast.comm.allreduce.adding import ORDERS, addable
-from holdfast.comm.allreduce.alltoall import AllToAllReduce
 
-LENGTH = 3000
+LENGTH = 3840
 
 
 class Post(Threads):
     """Threads that send messages, and count the bytes."""
 
     sent_bytes = 0
-    spoil = staticmethod(lambda rank, received: None)
 
-    def alltoall(self, send, out):
-        everybodys = torch.empty(len(self.members), *send.shape, dtype=send.dtype)
-        self.allgather(send, everybodys)
-        out.copy_(everybodys[:, self.members.index(self.local_ranks[0])])
-        self.sent_bytes += send.numel() * send.element_size()
-        self.spoil(self.local_ranks[0], out)
+    def sendrecv(self, send, receive, tag=0):
+        self.sent_bytes += sum(data.numel() * data.element_size() for _, data in send)
+        super().sendrecv(send, receive, tag)
 
 
 def term(number):
@@ -111,57 +107,116 @@ def test_what_changes_before_it_is_added_is_found_by_its_holder_and_what_changes
         if rank == 2:
             flip(span.of(add.room(1)), 1500)
 
+    spoiled = []
+
     class Lossy(Post):
-        spoil = staticmethod(lambda rank, received: flip(received[2, 0], 7) if rank == 1 else None)
+        def sendrecv(self, send, receive, tag=0):
+            super().sendrecv(send, receive, tag)
+            if self.local_ranks == (1,) and not spoiled:
+                spoiled.append(next(data for place, data in receive if place == 2))
+                flip(spoiled[0], 7)
 
     assert exchange("tree", owners, checked=True, alter=alter)[2] == ([], [], [3])
     assert exchange("tree", owners, checked=True, kind=Lossy)[2] == ([], [2], [])
 
 
+def rows_sent(order, owners):
+    """How many vectors each worker sends, as parts of them to the others; one is the result."""
+    workers = max(owners.values()) + 1
+    return [sent / (4 * LENGTH * (workers - 1) / workers) - 1 for sent in exchange(order, owners)[1]]
+
+
 def test_in_a_tree_many_slices_are_sent_like_one_and_in_a_fold_each_by_itself():
     """But for those at the beginning, which may be added in a fold, too."""
-
-    def rows(order, owners):
-        alone = {n: n for n in range(max(owners.values()) + 1)}
-        return exchange(order, owners)[1][0] / exchange(order, alone)[1][0]
-
     halves, thirds = {n: n // 8 for n in range(16)}, {n: n * 3 // 16 for n in range(16)}
-    assert (rows("tree", halves), rows("fold", halves)) == (1, 8)
-    assert (rows("tree", thirds), rows("fold", thirds)) == (3, 5)
-    assert rows("fold", {0: 0, 1: 0, 2: 0, 3: 1}) == 1
+
+    assert (rows_sent("tree", halves), rows_sent("fold", halves)) == ([1, 1], [1, 8])
+    assert (rows_sent("tree", thirds), rows_sent("fold", thirds)) == ([2, 3, 2], [1, 5, 5])
+    assert rows_sent("fold", {0: 0, 1: 0, 2: 0, 3: 1}) == [1, 1]
     assert not torch.equal(in_one_hand("tree", range(16)), in_one_hand("fold", range(16))), "the order shows"
 
 
-# -- buffers
+@pytest.mark.parametrize("workers", [2, 3, 4, 5])
+def test_after_a_loss_only_the_worker_that_took_over_the_slice_sends_more(workers):
+    for order, owners in {
+        "fold": {n: min(n, workers - 1) for n in range(workers + 1)},
+        "tree": {n: (n + 1) % workers for n in range(workers + 1)},
+    }.items():
+        assert sorted(rows_sent(order, owners)) == [1] * (workers - 1) + [2]
 
 
-def made_in(rounds, spans, slot_bytes):
-    """Return how many buffers are made in each round of sums of some spans."""
-    add = AllToAllReduce(VirtualCommunicator(1), [torch.zeros(slot_bytes, dtype=torch.uint8)], slot_bytes)
-    made = []
-    make = add._make_buffers
-    add._make_buffers = lambda *arguments: made.append(1) or make(*arguments)
-    counts = []
-    for _ in range(rounds):
+# -- memory
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("order", ["fold", "tree"])
+@settings(max_examples=20, deadline=None)
+@given(
+    owners=st.dictionaries(st.integers(0, 9), st.integers(0, 2), min_size=1, max_size=8),
+    length=st.sampled_from([1, 17, LENGTH]),
+)
+def test_the_result_may_take_the_place_of_a_workers_own_first_slice(order, checked, owners, length):
+    span = SlotSpan(64, length, torch.float32, checked=checked)
+
+    def work(comm):
+        add = OrderedAllReduce(comm, order, span.end, shared_bytes=0)
+        add.keeps_terms = False
+        mine = sorted(n for n, owner in owners.items() if owner in comm.local_ranks)
+        results = []
+        for _ in range(2):
+            for row, number in enumerate(mine):
+                span.of(add.room(row)).copy_(term(number)[:length])
+            add.seal(span, len(mine))
+            found = []
+            result = add(span, owners, mean=MeanDivisor(3.0, length), altered=found.append)
+            assert not found
+            assert result.data_ptr() == span.of(add.room(0)).data_ptr()
+            results.append(result.clone())
+        return results
+
+    done = side_by_side((0, 1, 2), work, kind=Post)
+    expected = in_one_hand(order, owners)[:length] / 3.0
+    for results in done.values():
+        assert not isinstance(results, Exception), results
+        for result in results:
+            assert torch.equal(result, expected)
+
+
+def test_no_worker_has_a_result_before_all_have_begun():
+    """Also where the vector has fewer lines than there are workers, and some have no slice."""
+    begun, span = [], SlotSpan(0, 3, torch.float32)
+
+    def work(comm):
+        add = OrderedAllReduce(comm, "fold", span.end, shared_bytes=0)
+        add(span, {0: 0})
+        comm.barrier()
+        if comm.local_ranks == (2,):
+            time.sleep(0.2)
+        begun.append(comm.local_ranks[0])
+        add(span, {0: 0})
+        return sorted(begun)
+
+    done = side_by_side((0, 1, 2), work, kind=Post)
+
+    assert done == {rank: [0, 1, 2] for rank in range(3)}
+
+
+def test_all_buckets_use_one_buffer_in_turn():
+    lengths = [1600, 800, 3200, 16]
+    spans = [SlotSpan(0, length, torch.float32) for length in lengths]
+
+    def work(comm):
+        add = OrderedAllReduce(comm, "fold", 4 * 3200, shared_bytes=0)
+        add.keeps_terms = False
         for span in spans:
-            add(span, ((0,),), "fold", None, lambda: None)
-        counts.append(len(made))
-        made.clear()
-    return counts, add
+            add(span, {0: 0, 1: 1})
+        buffer = add._taken.buffers[0].data_ptr()
+        for _ in range(2):
+            for span in spans:
+                add(span, {0: 0, 1: 1})
+        assert add._taken.buffers[0].data_ptr() == buffer
+        return [memory.numel() for memory in add._taken.buffers]
 
+    done = side_by_side((0, 1), work, kind=Post)
 
-def test_the_buffers_of_all_buckets_of_a_model_are_kept():
-    spans = [SlotSpan(start, 16, torch.float32) for start in range(0, 64 * 100, 64)]
-
-    assert made_in(3, spans, 64 * 100)[0] == [100, 0, 0]
-
-
-def test_buffers_of_collectives_of_many_lengths_take_no_more_memory_than_a_slot():
-    spans = [SlotSpan(0, length, torch.float32) for length in range(16, 1616, 16)]
-
-    counts, add = made_in(2, spans, 6400)
-
-    assert counts == [100, 100]
-    assert sum(span.end - span.start for span, _ in add._buffers) <= 6400
-    assert len(add._buffers) == 1
-    assert len(made_in(1, spans[:20], 6400)[1]._buffers) == 5, "of 256 to 320 numbers"
+    assert done == {rank: [4 * (3200 // 2 + 3200)] for rank in range(2)}, "half of the other's vector, and the result"

@@ -57,6 +57,10 @@ class Injector:
         """
         return ()
 
+    def alters(self, target: str) -> bool:
+        """Return whether the plan alters a target in any step, on any worker; the same on every worker."""
+        return False
+
     def carry_out(self, due: Due, named: Mapping[str, torch.Tensor]) -> None:
         """Carry a flip out, unless it already was: alter tensors in place.
 
@@ -116,6 +120,10 @@ class PlannedFaults(Injector):
             found.append(due)
             plan = plan.without([due[0]])
         return found
+
+    def alters(self, target: str) -> bool:
+        """Return whether any fault of the plan does, also one that has struck."""
+        return any(fault.flip is not None and fault.flip.target == target for fault in self._plan.faults)
 
     def carry_out(self, due: Due, named: Mapping[str, torch.Tensor]) -> None:
         """Carry a flip out."""

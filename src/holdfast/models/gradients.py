@@ -17,6 +17,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.comm import SlotSpan
+from holdfast.comm.allreduce.checksums import TILE
+from holdfast.comm.allreduce.shm import ALIGN
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.models.buffers import StepBuffers
 from holdfast.torch_private import version_of
@@ -58,7 +60,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class SliceGradients:
-    """The contribution of one slice: a flat vector per bucket, and views for each gradient.
+    """The contribution of one slice, or the sum of several: a flat vector per bucket, and views for each gradient.
 
     Args:
         row: Number of its memory; see :meth:`OrderedAllReduce.room`.
@@ -105,7 +107,8 @@ class BucketLayout:
         self._incomplete: list[set[int]] = []
         self.copies: Callable[[SlotSpan, int], None] | None = None
         """Starts the copy of a bucket to the host, given its row, as soon as a slice is complete there; None on the CPU."""
-        self._private: list[torch.Tensor] = []
+        self.copied: list[torch.Tensor] = []
+        """Memory for gradients that may be modified, by bucket; empty until it is needed."""
         self._given: list[tuple[int, list[torch.Tensor]]] = [(-1, [])] * len(layouts)
 
     def __len__(self) -> int:
@@ -120,11 +123,12 @@ class BucketLayout:
             views = [[view.data for view in some] for some in views]
         return SliceGradients(flat, views, row)
 
-    def aim(self, terms: SliceGradients) -> None:
+    def aim(self, terms: SliceGradients, *, is_summed: bool = False) -> None:
         """From now on, move each gradient into ``terms`` as soon as the backward pass has finished it.
 
         The gradient then *is* a view of the term. Its original memory is freed immediately, so the next gradient reuses
         it from the cache; if all were kept until the end of the pass, each page would cost a page fault.
+        If it ``is_summed`` with other slices before the all-reduce, it is not copied to the host.
         """
         if not self._hooks:
             for bucket, places in enumerate(layout.places for layout in self.layouts):
@@ -134,7 +138,8 @@ class BucketLayout:
         self._target = terms
         if self.copies is not None:
             terms.begun.clear()
-            self._incomplete = [set(range(len(layout.places))) for layout in self.layouts[:-1]]
+            begins = () if is_summed else self.layouts[:-1]
+            self._incomplete = [set(range(len(layout.places))) for layout in begins]
 
     def _take(self, bucket: int, i: int, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
@@ -161,19 +166,20 @@ class BucketLayout:
         self.copies(self.layouts[bucket].span, terms.row)
 
     def start_copies(self, terms: SliceGradients) -> None:
-        """Start the copies of a complete slice to the host, except of buckets that have not changed since theirs began.
+        """Start any copies of a complete row to the host, except of buckets that have not changed since theirs began.
 
         A second backward pass, or the script, may have changed a gradient; then the later copy counts.
         """
+        if self.copies is None:
+            return
         for bucket, views in enumerate(terms.views):
             if terms.begun.get(bucket) != [version_of(view) for view in views] or bucket == len(self) - 1:
                 self._start_copy(bucket, terms)
 
     def restart_copies(self, terms: SliceGradients) -> None:
-        """Start all copies of a slice again, because its terms were altered."""
-        if self.copies is not None:
-            terms.begun.clear()
-            self.start_copies(terms)
+        """Start any copies of a row again, because its terms were altered."""
+        terms.begun.clear()
+        self.start_copies(terms)
 
     def collect(self, terms: SliceGradients) -> None:
         """Check that all gradients of a slice are in ``terms`` and dense, and remove them from the parameters."""
@@ -194,8 +200,25 @@ class BucketLayout:
         """Complete ``terms`` with a slice's gradients, buffers and metrics; see :meth:`put_figures`."""
         self.collect(terms)
         self.put_figures(terms.flat[-1], metrics, samples)
-        if self.copies is not None:
-            self.start_copies(terms)
+
+    @torch.no_grad()
+    def add_up(self, rows: Sequence[SliceGradients]) -> None:
+        """Add rows into the first of them, from the last to the first: ``a + (b + c)``."""
+        for bucket, *flats in zip(self.layouts, *(row.flat for row in rows), strict=True):
+            # All rows of a tile are added while it is in the cache. On a device, tiles would only cost more calls.
+            size = TILE if bucket.device.type == "cpu" else max(1, bucket.length)
+            for first, *others in zip(*(flat.split(size) for flat in flats), strict=True):
+                total = others.pop()
+                while others:
+                    total = others.pop() + total
+                first.add_(total)
+
+    @torch.no_grad()
+    def move(self, source: SliceGradients, to: SliceGradients) -> None:
+        """Copy a complete row to another one."""
+        for given, taken in zip(source.flat, to.flat, strict=True):
+            taken.copy_(given)
+        self.restart_copies(to)
 
     def named(self, terms: SliceGradients) -> dict[str, torch.Tensor]:
         """Return views of the gradients of a slice by parameter name."""
@@ -257,9 +280,9 @@ class BucketLayout:
         bucket = self.layouts[i]
         if not bucket.places:
             return
-        if private and not self._private:
-            self._private = [torch.empty(b.gradients_end, dtype=b.dtype, device=b.device) for b in self.layouts]
-        gradients = self._private[i].copy_(result[: bucket.gradients_end]) if private else result
+        if private and not self.copied:
+            self.copied = [torch.empty(b.gradients_end, dtype=b.dtype, device=b.device) for b in self.layouts]
+        gradients = self.copied[i].copy_(result[: bucket.gradients_end]) if private else result
         present = in_host[bucket.places[0].presence : bucket.places[-1].presence + 1].tolist()
         for place, gradient, times in zip(bucket.places, self._views_of(i, gradients), present, strict=True):
             parameter = place.parameter
@@ -290,8 +313,8 @@ class BucketLayout:
         self.buffers.set_mean(result[start:], in_host[start:], num_slices)
 
     def name_at(self, bucket: int, index: int) -> str:
-        """Return the name of the parameter whose gradient lies at an index of a bucket."""
-        return next(p.name for p in self.layouts[bucket].places if p.start <= index < p.start + p.numel)
+        """Return the name of the parameter whose gradient lies at an index of a bucket, or just before it."""
+        return next(p.name for p in reversed(self.layouts[bucket].places) if p.start <= index)
 
     def clear(self) -> None:
         """Remove all gradients."""
@@ -340,13 +363,19 @@ def _group(named: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int) -> list
 
 
 def _lay_out(group: Sequence[tuple[str, nn.Parameter]]) -> Bucket:
-    starts = [0]
+    """Return a bucket of these parameters. On a device each gradient is aligned, for optimizers that load vectors.
+
+    In host memory that would only move the numbers among which a planned flip of a message chooses.
+    """
+    dtype, device = group[0][1].dtype, group[0][1].device
+    line = 1 if device.type == "cpu" else ALIGN // dtype.itemsize
+    starts, end = [], 0
     for _, parameter in group:
-        starts.append(starts[-1] + parameter.numel())
+        starts.append(-(-end // line) * line)
+        end = starts[-1] + parameter.numel()
     places = tuple(
-        _Place(parameter, name, start, parameter.numel(), starts[-1] + i)
-        for i, ((name, parameter), start) in enumerate(zip(group, starts, strict=False))
+        _Place(parameter, name, start, parameter.numel(), end + i)
+        for i, ((name, parameter), start) in enumerate(zip(group, starts, strict=True))
     )
-    length = starts[-1] + len(group)
-    parameter = group[0][1]
-    return Bucket(places, length, length, parameter.dtype, parameter.device)
+    length = end + len(group)
+    return Bucket(places, length, length, dtype, device)

@@ -51,7 +51,7 @@ class BucketReducer:
             self._alter_message(batch.step, rank, number, bucket, owners)
         result = self.adds(
             span,
-            owners,
+            gradients.plan.rows(owners),
             rows=list(gradients.terms),
             mean=gradients.mean(bucket, batch, slices, rescale),
             midway=midway,

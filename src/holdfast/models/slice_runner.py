@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from holdfast.comm.allreduce.adding import SINGLE_ROWS, RowPlan, plan_rows
 from holdfast.data.plan import MiniBatch
 from holdfast.data.seeds import seed_slice
 from holdfast.device_errors import DeviceFailure, classify
@@ -22,6 +23,7 @@ from holdfast.models.reducer import BucketReducer
 from holdfast.models.runner import Runner, StepContext
 from holdfast.models.slice_batching import Slice, SliceBatching, has_bits
 from holdfast.models.trainable import Trainable
+from holdfast.recovery.registry import strategy_class
 from holdfast.session.step import Step
 
 
@@ -39,10 +41,25 @@ class SliceRunner(Runner):
         self._loaded: dict[int, Any] = {}
         self._moves_inputs = False
         self._watched = NOT_WATCHED
+        self._planned: tuple[dict[int, int], RowPlan] = ({}, SINGLE_ROWS)
+        self._adds_later = False
 
     def step(self, batch: MiniBatch, slices: list[int], attempt: int) -> Step:
         self._loaded = {}
+        self._part.gradients.plan = self._plan_rows(batch)
+        self._context.total.keeps_terms = strategy_class(self._job.live.strategy).continues_steps
         return Step(self, batch, slices, attempt)
+
+    def _plan_rows(self, batch: MiniBatch) -> RowPlan:
+        """Return which slices share a row. A guard that heals compares single slices, and planned flips name them.
+
+        Rows are those of a rank, not of a process: a step may continue without the slices of a rank that has failed.
+        """
+        if self._job.settings.guard == "heal" or self._job.faults.alters("message"):
+            return SINGLE_ROWS
+        if self._planned[0] != batch.owners:
+            self._planned = batch.owners, plan_rows(batch.owners, self._job.settings.order)
+        return self._planned[1]
 
     # -- a slice
 
@@ -51,7 +68,7 @@ class SliceRunner(Runner):
         ids, owner, faults = batch.slices[number], batch.owners[number], self._job.faults
         self._job.beacon.mark("forward", batch.step, number, ids)
         self._enter(owner)
-        self._part.gradients.begin_slice(self._room)
+        self._part.gradients.begin_slice(number, self._room)
         self._watched = flip_outputs(self._part.model, faults.flips("activations", batch.step, owner), faults)
         inputs = self._inputs(batch, number)
         return on_device(inputs, self._part.device) if self._moves_inputs else inputs
@@ -71,10 +88,12 @@ class SliceRunner(Runner):
         self._part.backward(loss, len(ids), midway)
 
     def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
-        """Move the gradients of the slice into its terms."""
+        """Move the gradients of the slice into its terms, and add these to those of other slices as planned."""
         self._part.gradients.end_slice(number, metrics, len(batch.slices[number]))
         self._watched.close()
         self._end(batch, number, metrics)
+        if not self._adds_later:
+            self._part.gradients.add_up(number)
 
     def free_memory(self, error: RuntimeError, batch: MiniBatch, number: int) -> bool:
         """Free what a slice has left that failed for want of memory, and say so; return False for any other error."""
@@ -102,7 +121,7 @@ class SliceRunner(Runner):
     def _end(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
         """Check the metrics of a slice, and carry out planned flips in its gradients."""
         gradients = self._part.gradients
-        if len(gradients.terms) > 1 and metrics.keys() != self.names.keys():
+        if gradients.num_slices > 1 and metrics.keys() != self.names.keys():
             raise ScriptError(
                 f"every slice must log the same metrics; slice {number} of step {batch.step} logged"
                 f" {', '.join(metrics)}, the previous one {', '.join(self.names)}"
@@ -110,7 +129,7 @@ class SliceRunner(Runner):
         self.names = dict.fromkeys(metrics)
         for due in self._job.faults.flips("gradients", batch.step, batch.owners[number]):
             self._job.faults.carry_out(due, gradients.of_slice(number))
-            self._part.buckets.restart_copies(gradients.terms[number])
+            gradients.restart_copies(number)
 
     # -- slice batching
 
@@ -127,8 +146,10 @@ class SliceRunner(Runner):
         try:
             with self._tried_at_once(batch, numbers, forward, loss) as done:
                 yield done
+            if self._adds_later:
+                self._part.gradients.add_up_all(numbers)
         finally:
-            self._moves_inputs = False
+            self._moves_inputs = self._adds_later = False
 
     @contextlib.contextmanager
     def _tried_at_once(
@@ -140,11 +161,12 @@ class SliceRunner(Runner):
         tried = self._at_once.tried([len(batch.slices[number]) for number in numbers])
         is_known = tried.is_over
         slices = [] if tried.why_not else self._load(batch, numbers)
+        self._adds_later = bool(slices)  # each slice then has a row of its own until all are computed
         is_made = bool(slices) and self._at_once.compute(tried, slices, forward, loss)
         if is_made and is_known:
             self._loaded = {}
             for slice_ in slices:
-                self._part.gradients.terms[slice_.number] = slice_.terms
+                self._part.gradients.note(slice_.number, slice_.terms)
                 self._end(batch, slice_.number, slice_.figures)
             yield numbers
             return
@@ -173,7 +195,7 @@ class SliceRunner(Runner):
         device = self._part.device
         self._loaded = {number: on_device(checked(self._inputs(batch, number)), device) for number in numbers}
         self._job.beacon.mark("forward", batch.step, numbers[0], batch.slices[numbers[0]])
-        gradients.begin_slice(self._room)
+        gradients.begin_slice(numbers[0], self._room)
         first = len(gradients.terms)
         rows = [gradients.row(first + i, self._room) for i in range(len(numbers))]
         return [

@@ -32,6 +32,7 @@ from holdfast.models.reducer import BucketReducer
 from holdfast.models.resident_parts import ResidentParts
 from holdfast.models.runner import Reach
 from holdfast.recovery.placement import Placement
+from holdfast.recovery.registry import strategy_class
 from holdfast.session.models import Pipeline
 from holdfast.state.transfer import as_message, broadcast, of_message
 
@@ -269,6 +270,7 @@ class StageExecutor:
                 device=device_of(self._resident.held[part].device),
                 shared_bytes=self._settings.shared_bytes,
             )
+            made.keeps_terms = strategy_class(self._settings.strategy).continues_steps
             if known is not None:
                 known[1].close()
             known = self._sums[part] = (holders, made)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 
 from holdfast.comm import MeanDivisor
+from holdfast.comm.allreduce.adding import SINGLE_ROWS, RowPlan
 from holdfast.data.plan import MiniBatch
 from holdfast.models.gradients import MAX_METRICS, BucketLayout, SliceGradients
 
@@ -23,8 +24,12 @@ class StepGradients:
     def __init__(self, buckets: BucketLayout, rows: list[SliceGradients]) -> None:
         self._buckets = buckets
         self._rows = rows
+        self.plan: RowPlan = SINGLE_ROWS
+        """Which slices share a row; set before the first slice."""
+        self.num_slices = 0
+        """Number of local slices computed so far."""
         self.terms: dict[int, SliceGradients] = {}
-        """The terms of each local slice."""
+        """The terms of each local row, by its first slice; while slices are computed, the newest may be part of a row."""
         self.sums: list[torch.Tensor] = []
         """All-reduce results of the first buckets, on the device of the model."""
         self._host_sums: list[torch.Tensor] = []
@@ -34,11 +39,11 @@ class StepGradients:
 
     # -- slices
 
-    def begin_slice(self, room: Room) -> None:
-        """Rewind to the beginning of the step; the next gradients belong to one more slice."""
+    def begin_slice(self, number: int, room: Room) -> None:
+        """Rewind to the beginning of the step; the next gradients belong to slice ``number``."""
         self._buckets.buffers.rewind()
         self._buckets.clear()
-        self._buckets.aim(self.next_terms(room))
+        self._buckets.aim(self.next_terms(room), is_summed=number in self.plan.first_of)
 
     def next_terms(self, room: Room) -> SliceGradients:
         """Return the memory for the terms of the next local slice."""
@@ -51,14 +56,47 @@ class StepGradients:
         return self._rows[number]
 
     def end_slice(self, number: int, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
-        """Move gradients, buffers and metrics of the slice into its terms."""
+        """Move gradients, buffers and metrics of the slice into its terms, the newest row; see :meth:`add_up`."""
         terms = self._rows[len(self.terms)]
         self._buckets.put(terms, metrics, samples)
+        self.note(number, terms)
+
+    def note(self, number: int, terms: SliceGradients) -> None:
+        """Keep the complete terms of a slice."""
         self.terms[number] = terms
+        self.num_slices += 1
+        if number not in self.plan.first_of:
+            self._buckets.start_copies(terms)
 
     def of_slice(self, number: int) -> dict[str, torch.Tensor]:
-        """Return the gradients of a computed slice by name, in the memory that the all-reduce reads."""
+        """Return the gradients of the slice computed last, by name, before they are added to others."""
         return self._buckets.named(self.terms[number])
+
+    def restart_copies(self, number: int) -> None:
+        """Copy the terms of a slice to the host again, because they were altered."""
+        if number not in self.plan.first_of:
+            self._buckets.restart_copies(self.terms[number])
+
+    def add_up(self, number: int) -> None:
+        """Add the newest rows as planned once slice ``number`` is computed; its own gradients are then no longer known."""
+        times = self.plan.additions.get(number, 0)
+        if times:
+            self._buckets.add_up(list(self.terms.values())[-1 - times :])
+            for _ in range(times):
+                self.terms.popitem()
+        if number in self.plan.last:
+            self._buckets.restart_copies(next(reversed(self.terms.values())))
+
+    def add_up_all(self, numbers: Sequence[int]) -> None:
+        """Add the rows of slices that were all computed before the first addition, in rows of their own."""
+        terms, self.terms = self.terms, {n: row for n, row in self.terms.items() if n not in numbers}
+        for number in numbers:
+            self.terms[number] = terms[number]
+            self.add_up(number)
+        for place, (number, row) in enumerate(self.terms.items()):
+            if row.row != place:  # other workers expect the rows one after another
+                self._buckets.move(row, self._rows[place])
+                self.terms[number] = self._rows[place]
 
     def given(self) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
         """Yield for each computed slice the data that reveals a wrong one: its first bucket, and its metrics."""

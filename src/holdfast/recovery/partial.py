@@ -25,6 +25,7 @@ class Partial(Strategy):
     """
 
     exact: ClassVar[bool] = False
+    continues_steps: ClassVar[bool] = False
     restores_parts: ClassVar[bool] = True
     can_change_live: ClassVar[bool] = False
     refused: ClassVar[Mapping[str, str]] = {

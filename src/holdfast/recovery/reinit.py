@@ -23,6 +23,7 @@ class Reinit(Strategy):
     """
 
     exact: ClassVar[bool] = True
+    continues_steps: ClassVar[bool] = False
     rebuilds: ClassVar[bool] = True
     can_change_live: ClassVar[bool] = False
 

@@ -19,6 +19,7 @@ class Restart(Strategy):
     """
 
     exact: ClassVar[bool] = True
+    continues_steps: ClassVar[bool] = False
     needs_checkpoint: ClassVar[bool] = True
 
     min_workers: int = 1

@@ -21,6 +21,7 @@ class Rollback(Strategy):
     """
 
     exact: ClassVar[bool] = True
+    continues_steps: ClassVar[bool] = False
 
     min_workers: int = 1
 

@@ -36,6 +36,8 @@ class Strategy(ABC):
     """The survivors rebuild the application, so the script must end with :func:`holdfast.reinit`."""
     restores_parts: ClassVar[bool] = False
     """A lost part of the model is restored from a standby some steps old, and the other parts are kept."""
+    continues_steps: ClassVar[bool] = True
+    """It may continue a step after a failure, so each worker's gradients must last as long as the step."""
     can_change_live: ClassVar[bool] = True
     """A running job can switch to it."""
     refused: ClassVar[Mapping[str, str]] = MappingProxyType({})

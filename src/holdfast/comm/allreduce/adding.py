@@ -14,6 +14,9 @@ import torch
 
 from holdfast.comm.allreduce.checksums import Altered, ChecksummedVector, ignore_corruption
 
+_HALF = (torch.float16, torch.bfloat16)
+_WIDE = "-wide"
+
 Terms = Sequence[tuple[int, torch.Tensor]]
 """Slice number and term, ascending by slice."""
 
@@ -47,13 +50,15 @@ class TiledSum:
         terms: ``(slice, vector)``, ascending by slice; all as long as ``out``. Those with checksums are verified.
         out: Receives the sum, and its checksums if it has any; tiles have the size of those of the terms.
         start: Offset of ``out`` in the whole vector.
-        order: ``"fold"``, ``"tree"``, or ``"wide"`` (``fold`` that adds 16-bit floats in float32).
+        order: One of :data:`ORDERS`. ``"fold-wide"`` and ``"tree-wide"`` also divide 16-bit floats in float32.
     """
 
     def __init__(
         self, terms: Sequence[tuple[int, ChecksummedVector]], out: ChecksummedVector, start: int, order: str
     ) -> None:
         self._add = ORDERS[order]
+        self._is_wide = order.endswith(_WIDE) and out.numbers.dtype in _HALF
+        self.out = out
         cut = [(number, term.split()) for number, term in terms]
         self._tiles = [
             _Tile(
@@ -73,9 +78,12 @@ class TiledSum:
             for number, term in tile.checked:
                 if not term.is_intact():
                     altered(number)
-            self._add(tile.terms, tile.out)
+            total = torch.empty_like(tile.out, dtype=torch.float32) if self._is_wide else tile.out
+            self._add(tile.terms, total)
             if mean is not None and mean.numbers > tile.start:
-                tile.out[: mean.numbers - tile.start].div_(mean.divisor)
+                total[: mean.numbers - tile.start].div_(mean.divisor)
+            if self._is_wide:
+                tile.out.copy_(total)  # the only rounding to 16 bits
             if tile.sealed is not None:
                 tile.sealed.seal()
 
@@ -152,15 +160,113 @@ def addable(holders: Mapping[int, int], order: str) -> list[tuple[int, ...]]:
     return [tuple(ahead)] * bool(ahead) + [(n,) for n in numbers[len(ahead) :]]
 
 
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """Which slices of a step are added by their owner as soon as they are computed, and share a row of memory.
+
+    A row is a term of the all-reduce: one slice, or the sum of a group that :func:`addable` allows. While a group is
+    computed, its rows are a stack, like the digits of a binary counter: ``k`` slices in ``tree`` order need
+    ``log2(k) + 1`` rows, in ``fold`` order two.
+
+    Args:
+        first_of: The first slice of the group of each slice that is not alone in its row.
+        last: The last slice of each of these groups.
+        additions: How often the two newest rows are added once a slice is computed; 0 if it is not listed.
+    """
+
+    first_of: Mapping[int, int]
+    last: frozenset[int]
+    additions: Mapping[int, int]
+
+    def rows(self, owners: Mapping[int, int]) -> dict[int, int]:
+        """Return the owner of each row, by the first slice of the row."""
+        return {n: rank for n, rank in owners.items() if self.first_of.get(n, n) == n}
+
+
+SINGLE_ROWS = RowPlan({}, frozenset(), {})
+"""Each slice has its own row."""
+
+
+def plan_rows(holders: Mapping[int, int], order: str) -> RowPlan:
+    """Return which slices share a row, the same on every process.
+
+    ``holders`` are those of :func:`addable`. One whose rows would not become fewer, as with two slices, keeps single rows:
+    adding costs time.
+    """
+    of_holder: dict[int, list[tuple[int, ...]]] = {}
+    for group in addable(holders, order):
+        of_holder.setdefault(holders[group[0]], []).append(group)
+    chosen = [
+        group
+        for groups_here in of_holder.values()
+        if _most_rows(groups_here, order) < sum(map(len, groups_here))
+        for group in groups_here
+        if len(group) > 1
+    ]
+    return RowPlan(
+        {n: group[0] for group in chosen for n in group},
+        frozenset(group[-1] for group in chosen),
+        {n: times for group in chosen for n, times in _additions(group, order).items()},
+    )
+
+
+def _additions(group: Sequence[int], order: str) -> dict[int, int]:
+    """Return how often the two newest rows are added after each slice of a group, so that one row is left."""
+    if order != "tree":
+        return dict.fromkeys(group[1:], 1)
+    found: dict[int, int] = {}
+    level = [(number, number) for number in group]  # a node of the tree, and the last slice below it
+    while len(level) > 1:
+        paired: list[tuple[int, int]] = []
+        for number, last in level:
+            if paired and paired[-1][0] == number // 2:
+                paired[-1] = (number // 2, last)
+                found[last] = found.get(last, 0) + 1
+            else:
+                paired.append((number // 2, last))
+        level = paired
+    return found
+
+
+def _most_rows(groups_here: Sequence[Sequence[int]], order: str) -> int:
+    """Return how many rows a holder of these groups needs at most at a time."""
+    rows = most = 0
+    for group in groups_here:
+        additions = _additions(group, order)
+        for number in group:
+            rows += 1
+            most = max(most, rows)
+            rows -= additions.get(number, 0)
+    return most
+
+
 def wide(terms: Terms, out: torch.Tensor) -> None:
     """Add like :func:`fold`, but 16-bit floats in float32, rounded once at the end."""
-    if out.dtype not in (torch.float16, torch.bfloat16) or len(terms) < 2:
+    if out.dtype not in _HALF or len(terms) < 2:
         fold(terms, out)
         return
     total = terms[0][1].float()
     for _, term in terms[1:]:
         total.add_(term)
     out.copy_(total)
+
+
+def _rounding_once(add: Callable[[Terms, torch.Tensor], None]) -> Callable[[Terms, torch.Tensor], None]:
+    """Return a function that adds 16-bit floats like ``add``, but in float32; ``out`` may have either type.
+
+    No sum of some slices has 16 bits, so the result is the same whichever ranks own the slices.
+    """
+
+    def add_wide(terms: Terms, out: torch.Tensor) -> None:
+        if not terms or terms[0][1].dtype not in _HALF:
+            add(terms, out)
+            return
+        total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        add([(number, term.float()) for number, term in terms], total)
+        if total is not out:
+            out.copy_(total)
+
+    return add_wide
 
 
 def _by(combine: Callable[..., torch.Tensor]) -> Callable[[Terms, torch.Tensor], None]:
@@ -187,5 +293,7 @@ ORDERS: dict[str, Callable[[Terms, torch.Tensor], None]] = {
     "and": _by(torch.bitwise_and),
     "or": _by(torch.bitwise_or),
     "xor": _by(torch.bitwise_xor),
+    "fold-wide": _rounding_once(fold),
+    "tree-wide": _rounding_once(tree),
 }
-"""Reduction orders by name. The session uses ``fold`` and ``tree``, ``torch.distributed`` collectives the others."""
+"""Reduction orders by name. The session uses those that begin with ``fold`` and ``tree``, ``torch.distributed`` the others."""

@@ -1,12 +1,26 @@
-"""All-reduce by messages: exchange slices (Alltoall), add this rank's share in order, collect the shares (Allgather).
+"""All-reduce by messages: exchange slices, add this rank's share of the vector in order, collect the shares.
+
+::
+
+    my slices                        sent from where they are, each process its part of them
+    add my share                     from my slices, and from the received parts of the others
+    my share                         sent to every process
+    the result                       beside the slices, or in place of the first of them
 
 Slices that an owner may add locally without changing a bit are sent as their sum
-(:func:`~holdfast.comm.allreduce.adding.addable`): in ``tree`` order an owner of many slices sends little more.
+(:func:`~holdfast.comm.allreduce.adding.addable`): in ``tree`` order an owner of many slices sends little more. Each
+process sends its own rows only: after the loss of one of N workers the vectors sent grow by 1/N, and only at the worker
+that took over its slice.
+
+Received parts lie in one buffer that all spans use in turn, of the size of the longest. It belongs to one generation:
+an operation that was abandoned after a failure may still write there, and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,31 +31,30 @@ from holdfast.comm.allreduce.shm import LEFT_OUT, Slots, SlotSpan, aligned
 from holdfast.comm.base import Collectives
 
 _MOST_KEPT = 512
-"""Maximum number of spans whose buffers are kept from step to step."""
+"""Maximum number of spans whose plans are kept from step to step."""
+
+_Messages = list[tuple[int, torch.Tensor]]
 
 
 @dataclass(slots=True)
-class _Buffers:
-    """Buffers of one exchange, kept from step to step because new memory costs page faults.
-
-    Each process is sent a chunk of each row, followed by the checksums of the chunk if there are any. A row is a slice,
-    or the sum of several. ``send`` and ``received`` have the shape ``(processes, rows, numbers)``.
+class _Plan:
+    """The work of one process for one span: its additions, and the tensors that it sends and receives.
 
     Args:
-        raw: Slots of the slices that are sent unchanged, and the row of each.
-        sums: The additions that fill the rows that are sums, one per chunk.
+        slots: The slots for which it was made.
+        result: The result; its memory is not the terms'.
+        sums: The additions of groups that are sent as their sum, one for each destination.
         addition: Computes the share of this process.
     """
 
-    cut: _Cut
     slots: Slots
-    raw: list[tuple[int, int]]
-    sums: list[TiledSum]
-    send: torch.Tensor
-    received: torch.Tensor
-    share: ChecksummedVector
     result: ChecksummedVector
     addition: TiledSum
+    sums: list[TiledSum]
+    give_rows: _Messages
+    take_rows: _Messages
+    give_share: _Messages
+    take_shares: _Messages
 
 
 class AllToAllReduce:
@@ -51,17 +64,23 @@ class AllToAllReduce:
         comm: The members.
         terms: The memory of each slot here, bytes.
         slot_bytes: Its size, also where there is none.
+        keeps_terms: See :attr:`OrderedAllReduce.keeps_terms`; may change between two calls.
     """
 
-    def __init__(self, comm: Collectives, terms: Sequence[torch.Tensor], slot_bytes: int) -> None:
+    def __init__(
+        self, comm: Collectives, terms: Sequence[torch.Tensor], slot_bytes: int, *, keeps_terms: bool = True
+    ) -> None:
         self.result_memory = None
         """See :attr:`SharedMemoryReduce.result_memory`."""
+        self.keeps_terms = keeps_terms
         self._comm = comm
         self._terms = terms
         self._slot_bytes = slot_bytes
-        self._last = torch.empty(0)
         self._me = comm.processes.index(comm.local_ranks)
-        self._buffers: dict[tuple[SlotSpan, str], _Buffers] = {}
+        self._is_connected = False
+        self._result: torch.Tensor | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._plans: dict[tuple[SlotSpan, str, bool], _Plan] = {}
 
     def __call__(
         self,
@@ -73,112 +92,118 @@ class AllToAllReduce:
         altered: Altered = ignore_corruption,
     ) -> torch.Tensor:
         """Return the reduced vector; see :class:`~holdfast.comm.allreduce.ordered.OrderedAllReduce`."""
-        buffers = self._get_buffers(span, slots, order)
-        for slot, row in buffers.raw:
-            columns = buffers.cut.split(buffers.send[:, row])
-            for mine, column in zip(span.vector(self._terms[slot]).messages(), columns, strict=True):
-                _scatter(mine, column)
-        for addition in buffers.sums:
+        if not self._is_connected or not span.length:
+            self._comm.barrier()  # messages need a collective before them, and without numbers there are no messages
+            self._is_connected = True
+        plan = self._get_plan(span, slots, order)
+        for addition in plan.sums:
             addition(altered=altered)
-        self._comm.alltoall(buffers.send, buffers.received)
+        self._comm.sendrecv(plan.give_rows, plan.take_rows)
         midway()
-        buffers.addition(mean, altered)
-        for mine, gathered in zip(buffers.share.messages(), buffers.result.messages(), strict=True):
-            self._comm.allgather(mine, gathered)
-        self._last = buffers.result.numbers
-        if span.checked and not _flat(buffers.result, span.length).is_intact():
+        plan.addition(mean, altered)
+        self._comm.sendrecv(plan.give_share, plan.take_shares)
+        if span.checked and not plan.result.is_intact():
             altered(SUM)
+        if not self.keeps_terms:
+            span.of(self._terms[0]).copy_(plan.result.numbers)
         return self.result(span)
 
     def result(self, span: SlotSpan) -> torch.Tensor:
         """Return the last result; it is complete only if the all-reduce completed on this process."""
-        return self._last.view(-1)[: span.length]
+        return span.of(self._result_memory() if self.keeps_terms else self._terms[0])
 
-    def _get_buffers(self, span: SlotSpan, slots: Slots, order: str) -> _Buffers:
-        known = self._buffers.get((span, order))
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """The memory of this path besides the terms, bytes."""
+        return tuple(memory for memory in (self._buffer, self._result) if memory is not None)
+
+    def _result_memory(self) -> torch.Tensor:
+        if self._result is None:
+            self._result = torch.zeros(self._slot_bytes, dtype=torch.uint8, device=self._terms[0].device)
+        return self._result
+
+    # -- the plan: additions and messages
+
+    def _get_plan(self, span: SlotSpan, slots: Slots, order: str) -> _Plan:
+        key = (span, order, self.keeps_terms)
+        known = self._plans.get(key)
         if known is None or known.slots != slots:
-            self._evict(span, order)
-            known = self._buffers[span, order] = self._make_buffers(span, slots, order)
+            if len(self._plans) >= _MOST_KEPT:  # collectives may be of any length
+                del self._plans[next(iter(self._plans))]
+            known = self._make_plan(span, slots, order)
+            self._plans[key] = known
         return known
 
-    def _evict(self, span: SlotSpan, order: str) -> None:
-        """Drop the oldest buffers until those of ``span`` and of the rest would fit into a slot, side by side.
-
-        The buckets of a model do fit, so their buffers are all kept. Collectives may be of any length.
-        """
-        self._buffers.pop((span, order), None)
-        size_bytes = sum(kept.end - kept.start for kept, _ in (*self._buffers, (span, order)))
-        while self._buffers and (size_bytes > self._slot_bytes or len(self._buffers) >= _MOST_KEPT):
-            oldest = next(iter(self._buffers))
-            del self._buffers[oldest]
-            size_bytes -= oldest[0].end - oldest[0].start
-
-    def _make_buffers(self, span: SlotSpan, slots: Slots, order: str) -> _Buffers:
-        cut, rows = _Cut(span, len(slots)), _rows(slots, order)
-        device = self._terms[0].device if self._terms else torch.device("cpu")
-        send = torch.zeros(len(slots), max(1, *map(len, rows)), cut.width, dtype=span.dtype, device=device)
-        received = torch.zeros_like(send)
-
-        def summed(*shape: int) -> ChecksummedVector:
-            numbers = torch.zeros(*shape, cut.chunk, dtype=span.dtype, device=device)
-            checksums = torch.zeros(*shape, cut.tiles, dtype=torch.int64, device=device) if span.checked else None
-            return ChecksummedVector(numbers, checksums, span.tile)
-
-        share, part = summed(), cut.part(self._me)
-        places = sorted(
-            (group[0], (process, row)) for process, mine in enumerate(rows) for row, group in enumerate(mine)
+    def _make_plan(self, span: SlotSpan, slots: Slots, order: str) -> _Plan:
+        parts, rows = _parts(span, len(slots)), _rows(slots, order)
+        mine, others = parts[self._me], [i for i in range(len(slots)) if i != self._me]
+        terms = {n: span.vector(self._terms[slot]) for slot, n in enumerate(slots[self._me]) if n != LEFT_OUT}
+        taken = [(i, group[0]) for i in others for group in rows[i]]
+        sent = [(i, group) for i in others for group in rows[self._me]]
+        vectors = self._divide(
+            span,
+            [mine.stop - mine.start for _ in taken]
+            + [parts[i].stop - parts[i].start for i, group in sent if len(group) > 1]
+            + [span.length] * (not self.keeps_terms),
         )
-        terms = [(n, cut.term(received[place], part)) for n, place in places]
-        addition = TiledSum(terms, share[slice(0, part.stop - part.start)], part.start, order)
-        raw, sums = self._make_rows(cut, slots[self._me], rows[self._me], order, send)
-        return _Buffers(cut, slots, raw, sums, send, received, share, summed(len(slots)), addition)
-
-    def _make_rows(
-        self, cut: _Cut, held: Sequence[int], groups: Sequence[tuple[int, ...]], order: str, send: torch.Tensor
-    ) -> tuple[list[tuple[int, int]], list[TiledSum]]:
-        """Return which slots fill which rows unchanged, and the additions that fill the other rows."""
-        raw, sums = [], []
-        for row, group in enumerate(groups):
-            if len(group) == 1:
-                raw.append((held.index(group[0]), row))
-                continue
-            vectors = [(n, cut.span.vector(self._terms[held.index(n)])) for n in group]
-            for place, sent in enumerate(send[:, row]):
-                part = cut.part(place)
-                terms = [(n, vector[part]) for n, vector in vectors]
-                sums.append(TiledSum(terms, cut.term(sent, part), part.start, order))
-        return raw, sums
-
-
-class _Cut:
-    """The split of a vector into one chunk per process."""
-
-    def __init__(self, span: SlotSpan, processes: int) -> None:
-        self.span = span
-        self.chunk = -(-span.length // (processes * span.line)) * span.line
-        """Elements per chunk; the last chunks may be short, or empty."""
-        self.tiles = num_tiles(self.chunk, span.tile) * span.checked
-        """Checksums per chunk."""
-        self.width = self.chunk + aligned(8 * self.tiles) // span.dtype.itemsize
-        """Elements per chunk including its checksums."""
-
-    def part(self, place: int) -> slice:
-        """Return the range of a process's chunk."""
-        return slice(min(place * self.chunk, self.span.length), min((place + 1) * self.chunk, self.span.length))
-
-    def term(self, sent: torch.Tensor, part: slice) -> ChecksummedVector:
-        """Return the received message of a part as a vector, with its checksums if there are any."""
-        numbers, *checksums = self.split(sent)
-        return ChecksummedVector(numbers, checksums[0] if checksums else None, self.span.tile)[
-            slice(0, part.stop - part.start)
+        received = [(i, n, next(vectors)) for i, n in taken]
+        meeting = [(n, term[mine]) for n, term in terms.items()] + [(n, part) for _, n, part in received]
+        sums = [
+            TiledSum([(n, terms[n][parts[i]]) for n in group], next(vectors), parts[i].start, order)
+            for i, group in sent
+            if len(group) > 1
         ]
+        ready = iter(sums)
+        given = [(i, next(ready).out if len(group) > 1 else terms[group[0]][parts[i]]) for i, group in sent]
+        result = span.vector(self._result_memory()) if self.keeps_terms else next(vectors)
+        meeting.sort(key=lambda term: term[0])
+        return _Plan(
+            slots,
+            result,
+            TiledSum(meeting, result[mine], mine.start, order),
+            sums,
+            [*_messages(given), *self._tokens(parts, rows, gives=True)],
+            [*_messages((i, part) for i, _, part in received), *self._tokens(parts, rows, gives=False)],
+            [*_messages((i, result[mine]) for i in others)],
+            [*_messages((i, result[parts[i]]) for i in others)],
+        )
 
-    def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the numbers of some rows, and any checksums; shapes ``(..., chunk)``, ``(..., tiles)``."""
-        if not self.span.checked:
-            return (rows,)
-        at = self.chunk * self.span.dtype.itemsize
-        return rows[..., : self.chunk], rows.view(torch.uint8)[..., at : at + 8 * self.tiles].view(torch.int64)
+    def _divide(self, span: SlotSpan, lengths: Sequence[int]) -> Iterator[ChecksummedVector]:
+        """Return an iterator over vectors like those of ``span`` in the buffer, which grows if it is too small."""
+        numbers = [aligned(length * span.dtype.itemsize) for length in lengths]
+        checksums = [8 * num_tiles(length, span.tile) * span.checked for length in lengths]
+        ends = list(itertools.accumulate(map(operator.add, numbers, map(aligned, checksums))))
+        if ends and ends[-1] > self._buffer.numel():
+            self._plans.clear()  # they use the old memory
+            self._buffer = torch.zeros(ends[-1], dtype=torch.uint8, device=self._terms[0].device)
+        buffer = self._buffer
+        for length, start, at, size in zip(lengths, [0, *ends], numbers, checksums, strict=False):
+            vector = buffer[start : start + length * span.dtype.itemsize].view(span.dtype)
+            sealed = buffer[start + at : start + at + size].view(torch.int64) if span.checked else None
+            yield ChecksummedVector(vector, sealed, span.tile)
+
+    def _tokens(self, parts: Sequence[slice], rows: Sequence[Sequence[object]], *, gives: bool) -> _Messages:
+        """Return messages of a byte from the processes that would send nothing otherwise.
+
+        No process may have a result before all have begun. The first one always has a share, and receives the messages.
+        """
+        silent = [i for i, part in enumerate(parts) if not rows[i] and part.start == part.stop and i]
+        if gives:
+            return [(0, torch.zeros(1, dtype=torch.uint8))] if self._me in silent else []
+        return [(i, torch.empty(1, dtype=torch.uint8)) for i in silent] if self._me == 0 else []
+
+
+def _messages(vectors: Iterable[tuple[int, ChecksummedVector]]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the messages of vectors that are not empty, each with its destination or source."""
+    for i, vector in vectors:
+        if vector.numbers.numel():
+            yield from ((i, message) for message in vector.messages())
+
+
+def _parts(span: SlotSpan, processes: int) -> list[slice]:
+    """Return the share of each process; the last ones may be short, or empty."""
+    chunk = -(-span.length // (processes * span.line)) * span.line
+    return [slice(min(i * chunk, span.length), min((i + 1) * chunk, span.length)) for i in range(processes)]
 
 
 def _rows(slots: Slots, order: str) -> list[list[tuple[int, ...]]]:
@@ -188,19 +213,3 @@ def _rows(slots: Slots, order: str) -> list[list[tuple[int, ...]]]:
     for group in addable(holders, order):
         rows[holders[group[0]]].append(group)
     return rows
-
-
-def _flat(rows: ChecksummedVector, length: int) -> ChecksummedVector:
-    """Return the vector whose chunks are rows, without padding."""
-    assert rows.checksums is not None
-    return ChecksummedVector(rows.numbers.view(-1), rows.checksums.view(-1), rows.tile)[slice(0, length)]
-
-
-def _scatter(term: torch.Tensor, columns: torch.Tensor) -> None:
-    """Copy ``term`` into the rows of ``columns``, one chunk per process; the last one may be short."""
-    processes, chunk = columns.shape
-    whole = min(processes, term.numel() // chunk) if chunk else 0
-    columns[:whole].copy_(term[: whole * chunk].view(whole, chunk))
-    if whole < processes and chunk:
-        rest = term[whole * chunk :]
-        columns[whole, : rest.numel()].copy_(rest)

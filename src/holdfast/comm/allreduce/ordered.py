@@ -64,6 +64,8 @@ class OrderedAllReduce:
         self._taken: Path | None = None
         self._made_for: tuple[int, tuple[int, ...]] = (-1, ())
         self._warned = shared_bytes == 0
+        self.keeps_terms = True
+        """Whether terms stay as they are until the step ends; if not, the result may overwrite the first of each process."""
         self.in_host: torch.Tensor | None = None
         """The last result in host memory, if the returned one is not."""
 
@@ -125,6 +127,8 @@ class OrderedAllReduce:
             mine = tuple(n if n in slots[me] else LEFT_OUT for n in rows)
             slots = (*slots[:me], mine, *slots[me + 1 :])
         self._taken = self._choose_path(slots, order or self._order)
+        if isinstance(self._taken, AllToAllReduce):
+            self._taken.keeps_terms = self.keeps_terms
         return self._taken(span, slots, order or self._order, mean, midway, altered)
 
     def open(self) -> None:
@@ -157,6 +161,13 @@ class OrderedAllReduce:
     def in_place(self) -> bool:
         """Whether the last all-reduce used shared memory: once it completes on any process, all have the result."""
         return isinstance(self._taken, SharedMemoryReduce | HierarchicalReduce)
+
+    def memory(self) -> dict[str, list[torch.Tensor]]:
+        """Return this process's memory by purpose: ``terms``, ``result``, which its host may share, and ``messages``."""
+        path = self._taken or self._path
+        result = None if path is None else path.result_memory
+        messages = path.buffers if isinstance(path, AllToAllReduce) else ()
+        return {"terms": list(self._room), "result": [] if result is None else [result], "messages": list(messages)}
 
     # -- setup
 

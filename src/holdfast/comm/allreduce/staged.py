@@ -113,15 +113,21 @@ class StagedAllReduce(OrderedAllReduce):
         """Copy a result to the device, and return it there."""
         assert self._taken is not None
         self.in_host = result
-        if self._results is None:
-            self._results = self._on.allocate(self._size_bytes)
         memory = self._taken.result_memory
-        into = span.of(self._results)
+        into = span.of(self._device_results())
         self._on.hold(DeviceStream.TO_DEVICE, self._on.mark(DeviceStream.COMPUTE), Wait.CONSUMED)
         self._on.copy(into, result if memory is None else span.of(memory), DeviceStream.TO_DEVICE)
         self._sending[span.start] = event = self._on.mark(DeviceStream.TO_DEVICE)
         self._on.hold(DeviceStream.COMPUTE, event, Wait.ARRIVED)
         return into
+
+    def _device_results(self) -> torch.Tensor:
+        """Return the memory for results on the device: that of the first term where it is no longer needed."""
+        if not self.keeps_terms:
+            return self.room(0)
+        if self._results is None:
+            self._results = self._on.allocate(self._size_bytes)
+        return self._results
 
     # -- setup
 

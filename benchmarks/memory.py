@@ -1,0 +1,170 @@
+"""How much memory training takes: bytes per parameter with Adam, as the system counts them, beside DDP.
+
+    python benchmarks/memory.py [--workers 2] [--slices 1 2 8] [--systems ddp ddp-views shared messages] [--json FILE]
+
+=========  =========================================================================================================
+system     what runs
+=========  =========================================================================================================
+ddp        DistributedDataParallel on Gloo; several slices are accumulated under ``no_sync``
+ddp-views  the same with ``gradient_as_bucket_view=True``
+shared     ``holdfast.Session`` in ``--order tree``, on one host; the result of the all-reduce is shared by all workers
+messages   the same without shared memory, as between hosts
+=========  =========================================================================================================
+
+Each worker reads its proportional set size (``Pss`` of ``/proc/self/smaps_rollup``) before it makes the model, and after
+the last of four steps; memory that several workers map counts for each in part. Reported is the growth of all workers,
+by worker and parameter. ``counted`` is what ``holdfast.models.memory`` counts from the tensors, by worker and
+parameter, with the shared result divided among the workers. The model is an MLP whose activations take next to nothing.
+
+The defaults take two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import table, write_json
+from torch import nn
+
+SYSTEMS = ("ddp", "ddp-views", "shared", "messages")
+WIDTH, LAYERS, STEPS = 2048, 6, 4
+JOB_S = 180.0
+"""Time limit of a job, in seconds."""
+
+
+def make_model() -> nn.Sequential:
+    """Return the model: 25 million parameters."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+# ---------------------------------------------------------------------------------------------
+# The workers
+
+
+def pss_bytes() -> int:
+    """Return the proportional set size of this process."""
+    found = re.search(r"^Pss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def train_ddp(slices: int, data: torch.Tensor, *, views: bool) -> dict[str, float]:
+    """Train as a process of DDP; return what it has grown by."""
+    torch.distributed.init_process_group("gloo")
+    torch.distributed.barrier()
+    before = pss_bytes()
+    model = nn.parallel.DistributedDataParallel(make_model(), gradient_as_bucket_view=views)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for number in range(slices):
+            with model.no_sync() if number < slices - 1 else contextlib.nullcontext():
+                F.mse_loss(model(data[:1]), data[:1]).backward()
+        optimizer.step()
+    torch.distributed.barrier()  # all have what they need, and none has left
+    after = pss_bytes()
+    torch.distributed.barrier()
+    return {"bytes": after - before}
+
+
+def train_holdfast(slices: int, data: torch.Tensor) -> dict[str, float]:
+    """Train in a session; return what the process has grown by, and what Holdfast counts."""
+    import holdfast
+    from holdfast.models.memory import memory_in_use
+
+    before = pss_bytes()
+    model = make_model()
+    of_all = slices * int(os.environ["HOLDFAST_WORKERS"])
+    session = holdfast.Session(model, torch.optim.Adam(model.parameters()), order="tree", slices=of_all)
+    dataset = torch.utils.data.TensorDataset(data[:of_all].repeat(STEPS + 1, 1))
+    after, found = 0, {}
+    for step in session.steps(dataset, of_all, 1):
+        if step.number == STEPS:  # all workers are in this step, and each has what it needs
+            after = pss_bytes()
+            assert session._trainable.whole is not None
+            assert session._job is not None
+            assert session._job.loops.sum is not None
+            found = memory_in_use(session._trainable.whole, session._job.loops.sum)
+        for (x,) in step:
+            step.backward(F.mse_loss(model(x), x))
+    counted = sum(found.values()) - found["result"] * (1 - 1 / session.world_size)
+    return {"bytes": after - before, "counted": counted}
+
+
+def work(system: str, slices: int, folder: Path) -> None:
+    """Train as one worker, and leave the result in ``folder``."""
+    torch.set_num_threads(1)
+    data = torch.randn(64, WIDTH)
+    F.mse_loss(nn.Linear(WIDTH, 4)(data[:1]), data[:1, :4]).backward()  # what torch itself needs, once
+    found = train_ddp(slices, data, views=system == "ddp-views") if "ddp" in system else train_holdfast(slices, data)
+    (folder / f"{os.getpid()}.json").write_text(json.dumps(found))
+
+
+# ---------------------------------------------------------------------------------------------
+# The jobs
+
+
+def measure(system: str, slices: int, workers: int) -> dict[str, float]:
+    """Run a job; return bytes by parameter and worker."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        own = [__file__, "--work", system, "--slices", str(slices), "--folder", name]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        if "ddp" in system:
+            command = ["torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", *own]
+        else:
+            command = ["holdfast", "run", "-n", str(workers), "--fabric", "gloo", "--no-preload", *own]
+            env |= {"HOLDFAST_SHARED_BYTES": "0"} if system == "messages" else {}
+        done = subprocess.run(
+            [sys.executable, "-m", *command], env=env, capture_output=True, text=True, timeout=JOB_S, check=False
+        )
+        found = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+        if done.returncode or len(found) != workers:
+            raise SystemExit(f"{system} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    numbers = sum(p.numel() for p in make_model().parameters())
+    return {what: sum(one[what] for one in found) / workers / numbers for what in found[0]}
+
+
+def main() -> None:
+    """Measure all systems, and print a table."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
+    parser.add_argument("--slices", nargs="+", type=int, default=[1, 2, 8], help="slices of each worker")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--json", help="write the results to this file")
+    parser.add_argument("--work", choices=SYSTEMS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.work:
+        work(given.work, given.slices[0], given.folder)
+        return
+    results: list[dict[str, Any]] = [
+        {"system": system, "slices": slices, **measure(system, slices, given.workers)}
+        for slices in given.slices
+        for system in given.systems
+    ]
+    rows = [
+        [f"{one['slices']}", one["system"], f"{one['bytes']:.2f}", f"{one['counted']:.2f}" if "counted" in one else ""]
+        for one in results
+    ]
+    sys.stdout.write(
+        table(f"{given.workers} workers, bytes per parameter and worker", ["slices", "system", "Pss", "counted"], rows)
+        + "\n"
+    )
+    write_json(given.json, workers=given.workers, results=results)
+
+
+if __name__ == "__main__":
+    main()

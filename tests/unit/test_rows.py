@@ -1,0 +1,137 @@
+"""Slices that are added as soon as they are computed: fewer rows of memory, the same bits."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from holdfast.comm.allreduce.adding import ORDERS, plan_rows
+from holdfast.models.gradients import BucketLayout
+from holdfast.models.step_gradients import StepGradients
+
+MODEL = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False))
+
+
+class Worker:
+    """The gradients of one worker, and the memory of its rows."""
+
+    def __init__(self, plan):
+        self.model = copy.deepcopy(MODEL)
+        self.layout = BucketLayout(self.model, bucket_bytes=64)
+        self.rows = []
+        self.gradients = StepGradients(self.layout, self.rows)
+        self.gradients.plan = plan
+
+    def room(self, row):
+        return torch.zeros(self.layout.size_bytes, dtype=torch.uint8)
+
+    def compute(self, number):
+        """Compute a slice: its gradients are random, and one parameter may have none."""
+        self.gradients.begin_slice(number, self.room)
+        drawn = torch.Generator().manual_seed(number)
+        for i, parameter in enumerate(self.model.parameters()):
+            if (number + i) % 5:
+                parameter.grad = torch.randn(parameter.shape, generator=drawn) * 10.0 ** (number % 4)
+        self.gradients.end_slice(number, {"loss": 0.1 * number}, 3)
+
+    def terms(self):
+        return {number: [flat.clone() for flat in row.flat] for number, row in self.gradients.terms.items()}
+
+
+def computed(owners, plan, *, at_once=False):
+    """The rows of all workers, by their first slice."""
+    found = {}
+    for rank in set(owners.values()):
+        worker, mine = Worker(plan), sorted(n for n in owners if owners[n] == rank)
+        for number in mine:
+            worker.compute(number)
+            if not at_once:
+                worker.gradients.add_up(number)
+        if at_once:
+            worker.gradients.add_up_all(mine)
+        assert [row.row for row in worker.gradients.terms.values()] == list(range(len(worker.gradients.terms)))
+        found |= worker.terms()
+    return found
+
+
+def added(terms, order):
+    sums = []
+    for i in range(len(next(iter(terms.values())))):
+        sums.append(torch.empty_like(next(iter(terms.values()))[i]))
+        ORDERS[order]([(n, terms[n][i]) for n in sorted(terms)], sums[-1])
+    return sums
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    order=st.sampled_from(["fold", "tree"]),
+    owners=st.dictionaries(st.integers(0, 20), st.integers(0, 2), min_size=1, max_size=16),
+    lost=st.sampled_from([None, 0, 1, 2]),
+    at_once=st.booleans(),
+)
+def test_rows_that_are_shared_have_the_bits_of_single_slices(order, owners, lost, at_once):
+    plan = plan_rows(owners, order)
+    rows, single = computed(owners, plan, at_once=at_once), computed(owners, plan_rows({}, order))
+    assert rows.keys() == plan.rows(owners).keys()
+
+    left = {number for number in owners if owners[number] != lost}  # a step may continue without a rank's slices
+    for mine, one_by_one in ((rows.keys(), owners.keys()), (rows.keys() & left, left)):
+        if mine:
+            expected = added({n: single[n] for n in one_by_one}, order)
+            got = added({n: rows[n] for n in mine}, order)
+            for a, b in zip(got, expected, strict=True):
+                assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("order", "owners", "rows"),
+    [
+        ("tree", dict.fromkeys(range(8), 0), 4),
+        ("tree", dict.fromkeys(range(64), 0), 7),
+        ("tree", dict.fromkeys(range(2), 0), 2),
+        ("tree", {n: n // 4 for n in range(8)}, 3),
+        ("tree", {n: n % 2 for n in range(8)}, 4),
+        ("fold", dict.fromkeys(range(8), 0), 2),
+        ("fold", {n: n // 4 for n in range(8)}, 2),
+    ],
+)
+def test_a_worker_of_many_slices_needs_few_rows(order, owners, rows):
+    worker = Worker(plan_rows(owners, order))
+    for number in (n for n in owners if owners[n] == 0):
+        worker.compute(number)
+        worker.gradients.add_up(number)
+
+    assert len(worker.rows) == rows
+
+
+def test_two_slices_are_added_in_the_all_reduce_because_adding_them_before_would_save_no_row():
+    assert plan_rows({0: 0, 1: 0, 2: 1, 3: 1}, "tree").additions == {}
+    assert plan_rows(dict.fromkeys(range(4), 0), "tree").additions == {1: 1, 3: 2}
+
+
+def test_the_slice_that_is_computed_has_its_own_gradient():
+    worker = Worker(plan_rows(dict.fromkeys(range(8), 0), "tree"))
+    for number in range(8):
+        worker.compute(number)
+        alone = Worker(plan_rows({}, "tree"))
+        alone.compute(number)
+        mine, other = worker.gradients.of_slice(number), alone.gradients.of_slice(number)
+        assert all(torch.equal(mine[name], other[name]) for name in mine)
+        worker.gradients.add_up(number)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_gradients_are_aligned_on_a_device_and_close_together_in_host_memory(device):
+    model = nn.Sequential(*(nn.Linear(3 + i, 5 + i) for i in range(9))).to(device)
+
+    (bucket,) = BucketLayout(model, bucket_bytes=1 << 20).layouts
+
+    starts = [4 * (bucket.span.start + place.start) for place in bucket.places]
+    assert all(start % 64 == 0 for start in starts) is (device == "meta")
+    ends = [place.start + place.numel for place in bucket.places]
+    gaps = [start - end for start, end in zip([p.start for p in bucket.places][1:], ends, strict=False)]
+    assert max(gaps) < 16 if device == "meta" else set(gaps) == {0}
+    assert bucket.places[0].presence == bucket.gradients_end == ends[-1]
