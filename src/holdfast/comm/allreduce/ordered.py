@@ -63,6 +63,9 @@ class OrderedAllReduce:
         self._path: Path | None = None
         self._taken: Path | None = None
         self._made_for: tuple[int, tuple[int, ...]] = (-1, ())
+        self._fits: Slots = ()
+        self._asked: tuple[Sequence[int], Sequence[int], Mapping[int, int]] = ((), (), {})
+        self._slots: Slots = ()
         self._warned = shared_bytes == 0
         self.in_host: torch.Tensor | None = None
         """The last result in host memory, if the returned one is not."""
@@ -119,11 +122,7 @@ class OrderedAllReduce:
             altered: If the span is checked, called with each slice whose term does not match its checksum; where sums
                 of several slices are sent, with the first of them; with ``SUM`` if the result changed on its way here.
         """
-        slots = tuple(tuple(sorted(n for n, rank in owners.items() if rank in ranks)) for ranks in self._comm.processes)
-        if rows:
-            me = self._comm.processes.index(self._comm.local_ranks)
-            mine = tuple(n if n in slots[me] else LEFT_OUT for n in rows)
-            slots = (*slots[:me], mine, *slots[me + 1 :])
+        slots = self._assign_slots(owners, rows)
         self._taken = self._choose_path(slots, order or self._order)
         return self._taken(span, slots, order or self._order, mean, midway, altered)
 
@@ -133,13 +132,16 @@ class OrderedAllReduce:
 
     def check_same(self, span: SlotSpan, order: str) -> None:
         """Raise ``ScriptError`` unless all members reduce the same kind of vector, where the check costs no message."""
-        if self._made_for[0] == self._comm.generation and isinstance(self._path, SharedMemoryReduce):
-            self._path.check_same(span, order)
+        if self._made_for[0] == self._comm.generation:
+            if isinstance(self._path, SharedMemoryReduce):
+                self._path.check_same(span, order)
+            elif isinstance(self._path, HierarchicalReduce):
+                self._path.check_same(span)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each of a few 64-bit integers, over this generation's transport; see :meth:`open`."""
         is_of_now = self._made_for[0] == self._comm.generation
-        if is_of_now and isinstance(self._path, SharedMemoryReduce):
+        if is_of_now and isinstance(self._path, SharedMemoryReduce | HierarchicalReduce):
             result = self._path.maximum(values)
             if result is not None:
                 return result
@@ -160,6 +162,23 @@ class OrderedAllReduce:
 
     # -- setup
 
+    def _assign_slots(self, owners: Mapping[int, int], rows: Sequence[int]) -> Slots:
+        """Return which process has which terms; all buckets of a step get the same object, computed once."""
+        asked = (self._comm.members, list(rows), owners)
+        if self._asked != asked:
+            processes = self._comm.processes
+            process_of = {rank: process for process, ranks in enumerate(processes) for rank in ranks}
+            held: list[list[int]] = [[] for _ in processes]
+            for number in sorted(owners):
+                if owners[number] in process_of:
+                    held[process_of[owners[number]]].append(number)
+            if rows:
+                me = process_of[self._comm.local_ranks[0]]
+                mine = set(held[me])
+                held[me] = [number if number in mine else LEFT_OUT for number in rows]
+            self._asked, self._slots = (*asked[:2], dict(owners)), tuple(map(tuple, held))
+        return self._slots
+
     def _choose_path(self, slots: Slots, order: str) -> Path:
         path = self._path_of_generation(slots)
         if isinstance(path, HierarchicalReduce) and order != ORDER_BETWEEN_HOSTS:
@@ -168,15 +187,20 @@ class OrderedAllReduce:
 
     def _path_of_generation(self, slots: Slots) -> Path:
         """Return the transport, chosen anew in every generation: shared memory of an older one is not reused."""
-        rows = tuple(map(len, slots))
         generation, known = self._made_for
+        if self._path is not None and slots is self._fits and generation == self._comm.generation:
+            return self._path
+        rows = tuple(map(len, slots))
         is_old = generation != self._comm.generation
         if is_old or any(need > have for need, have in zip(rows, known, strict=True)):
             rows = rows if is_old else tuple(map(max, rows, known))
+            if isinstance(self._path, HierarchicalReduce):
+                self._path.abort()
             self._path, self._taken, self._made_for = None, None, (-1, ())
             self._path, told = self._make_path(rows[self._comm.processes.index(self._comm.local_ranks)])
             self._made_for = (self._comm.generation, tuple(map(max, rows, told)))
         assert self._path is not None
+        self._fits = slots
         return self._path
 
     def _make_path(self, rows: int) -> tuple[Path, Sequence[int]]:
