@@ -9,6 +9,7 @@ import torch
 
 from holdfast.comm import OrderedAllReduce, SlotSpan, connect
 from holdfast.comm.allreduce import adding
+from holdfast.comm.allreduce.host_barrier import HostBarrier
 from holdfast.config import Settings
 from holdfast.errors import PeerFailed
 from holdfast.testing.contract import check_communicator
@@ -16,23 +17,46 @@ from holdfast_lab.counting import CountingCommunicator
 
 SLICES, LENGTH = 7, 100_003
 SPAN = SlotSpan(0, LENGTH, torch.float32)
-POINTS = ("allgather", "swap", "swap", "allgather")
-"""What a sum between hosts calls, in this order."""
+POINTS = ("before barrier A", "before its sums", "before its results", "before barrier B", "in barrier B")
+"""Where a worker may die in a sum between hosts; the last one after it has arrived, and told no other host."""
 
 
-class Mortal(CountingCommunicator):
-    """Ends the process instead of making the collective with a given number; -1: never."""
+class Dying:
+    """Ends the process at a point of a sum between hosts."""
 
-    def __init__(self, comm):
-        super().__init__(comm)
-        self.dies_at = -1
-        self.made = []
+    def __init__(self, add, point):
+        self.path, self.barriers = add._taken, 0
+        self.victim, self.point = comm.local_ranks[0], POINTS[point]
+        self.barrier, self.mover = self.path._barrier, self.path._mover
+        self.path._barrier = self.pass_barrier
+        self.path._mover = self
 
-    def _count(self, name, size_bytes):
-        super()._count(name, size_bytes)
-        if self.dies_at == len(self.made):
-            die(self.local_ranks[0])
-        self.made.append(name)
+    def reach(self, point):
+        if self.point == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def pass_barrier(self, values=()):
+        self.barriers += 1
+        if self.barriers == 1:
+            self.reach("before barrier A")
+        else:
+            self.reach("before barrier B")
+            self.barrier._between_hosts = lambda largest: self.reach("in barrier B")
+            self.barrier._wait = self.wait
+        return self.barrier(values)
+
+    def wait(self, is_so):
+        if self.path._me not in self.barrier._firsts:
+            self.reach("in barrier B")
+        HostBarrier._wait(self.barrier, is_so)
+
+    def exchange(self, send, receive):
+        self.reach("before its sums")
+        self.mover.exchange(send, receive)
+
+    def gather(self, send, receive):
+        self.reach("before its results")
+        self.mover.gather(send, receive)
 
 
 def die(victim):
@@ -97,14 +121,12 @@ def recover():
 
 
 def deaths(*plan):
-    """A worker dies in a sum, just before its n-th collective; the others make the sum again: RANK:N ..."""
-    counting = Mortal(comm)
-    add = make_sum("tree", counting)
+    """A worker dies in a sum, at the n-th of POINTS; the others make the sum again: RANK:N ..."""
+    add = make_sum("tree")
     for rank, at in (map(int, entry.split(":")) for entry in plan):
         add(SPAN, owners())
-        counting.made.clear()
         if rank in comm.local_ranks:
-            counting.dies_at = at
+            Dying(add, at)
         failed = False
         try:
             add(SPAN, owners())
@@ -118,7 +140,7 @@ def deaths(*plan):
 
 def traffic(order, rounds):
     """Sums, and what they put on the wire of this host."""
-    counting = Mortal(comm)
+    counting = CountingCommunicator(comm)
     add = make_sum(order, counting)
     add(SPAN, owners())  # connections are made, memory is shared
     comm.barrier()

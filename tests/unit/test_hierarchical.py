@@ -1,8 +1,6 @@
 """The all-reduce between hosts, whose workers are threads here: barriers, pieces, bytes, and what a death does."""
 
-import contextlib
 import math
-import queue
 import threading
 import time
 from itertools import accumulate, pairwise
@@ -10,20 +8,16 @@ from itertools import accumulate, pairwise
 import numpy as np
 import pytest
 import torch
+from host_threads import SUM_TYPE, Fabric, Thread
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.comm import MeanDivisor, OrderedAllReduce, SlotSpan, VirtualCommunicator
 from holdfast.comm.allreduce import adding, hierarchical
 from holdfast.comm.allreduce.hierarchical import HierarchicalReduce, pieces, rails
-from holdfast.comm.allreduce.host_barrier import HostBarrier
+from holdfast.comm.allreduce.mover import FabricMover
 from holdfast.comm.allreduce.shm import HostMemory
 from holdfast.errors import PeerFailed, ScriptError
-
-WORDS = 40
-"""64-bit words of a worker; see HostMemory."""
-SUM_TYPE = torch.float32
-"""Of the numbers that are added; the words of barriers are integers."""
 
 
 def some_terms(numbers):
@@ -62,94 +56,6 @@ def test_pieces_cover_the_vector_once_and_each_is_in_one_share_of_every_host(siz
 # -- workers on several hosts
 
 
-class Fabric:
-    """What threads exchange through."""
-
-    def __init__(self, of_process):
-        self.of_process, self.count = of_process, len(of_process)
-        self.failed = threading.Event()
-        self.lines = {(a, b): queue.SimpleQueue() for a in range(self.count) for b in range(self.count)}
-        self.words = [words_of(self.count) for _ in set(of_process)]
-        self.sent = []
-        """Sender, receiver, bytes, and whether they are numbers to be added."""
-
-    def bytes_by_host(self):
-        sent = [0] * len(self.words)
-        for source, _, size, is_sum in self.sent:
-            sent[self.of_process[source]] += size * is_sum
-        return sent
-
-    def messages_by_process(self):
-        """Messages of barriers."""
-        return [
-            sum(source == process and not is_sum for source, _, _, is_sum in self.sent) for process in range(self.count)
-        ]
-
-    def run(self, work, comm=None):
-        """Run ``work(comm)`` for each process; return each result, or what it raised."""
-        answers = [None] * self.count
-
-        def run(me):
-            try:
-                answers[me] = work((comm or Thread)(self, me))
-            except Exception as error:
-                answers[me] = error
-                self.failed.set()
-
-        threads = [threading.Thread(target=run, args=(me,)) for me in range(self.count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-            assert not thread.is_alive()
-        return answers
-
-    def barrier(self, comm):
-        words = self.words[self.of_process[comm.me]]
-        memory = HostMemory([], torch.empty(0), torch.empty(0), words, range(self.count))
-        return HostBarrier(comm, self.of_process, memory)
-
-
-class Thread:
-    """One worker's end of a fabric; an :class:`~holdfast.comm.base.Collectives`."""
-
-    generation = 3
-
-    def __init__(self, fabric, me):
-        self.fabric, self.me = fabric, me
-        self.local_ranks, self.members = (me,), tuple(range(fabric.count))
-        self.processes = tuple((rank,) for rank in self.members)
-        self.num_processes = fabric.count
-
-    def check_failures(self):
-        if self.fabric.failed.is_set():
-            raise PeerFailed("another thread has failed")
-
-    def sendrecv(self, send, receive):
-        for to, data in send:
-            size = data.numel() * data.element_size()
-            self.fabric.sent.append((self.me, to, size, data.dtype == SUM_TYPE))
-            self.fabric.lines[self.me, to].put(data.clone())
-        for place, out in receive:
-            data = self._await(self.fabric.lines[place, self.me])
-            assert data.shape == out.shape
-            out.copy_(data)
-
-    def _await(self, line):
-        for _ in range(10_000):
-            with contextlib.suppress(queue.Empty):
-                return line.get(timeout=1e-3)
-            self.check_failures()
-        raise AssertionError("no message within 10 s")
-
-
-def words_of(count):
-    """The words of one host, as its workers find them."""
-    words = np.zeros((count, WORDS), dtype=np.int64)
-    words[:, 0], words[:, 1] = range(count), Thread.generation
-    return words
-
-
 def sums_of_threads(fabric, terms, slots, length, mean=None, comm=Thread, times=1):
     """Return each process's sum, or what it raised; the numbers of all results start as NaN."""
     span, of_process = SlotSpan(64, length, SUM_TYPE), fabric.of_process
@@ -165,7 +71,7 @@ def sums_of_threads(fabric, terms, slots, length, mean=None, comm=Thread, times=
         mine = of_process[comm.me]
         reach = [m if of_process[p] == mine else [] for p, m in enumerate(memory)]
         of_host = HostMemory(reach, results[mine], results[mine], fabric.words[mine], range(fabric.count))
-        add = HierarchicalReduce(comm, of_process, of_host)
+        add = HierarchicalReduce(comm, of_process, of_host, FabricMover(comm))
         return [add(span, slots, "tree", mean, lambda: None).clone() for _ in range(times)][-1]
 
     return fabric.run(work, comm)
@@ -268,7 +174,7 @@ def test_vectors_of_different_lengths_are_refused_by_all():
     def work(comm):
         mine = fabric.of_process[comm.me]
         of_host = HostMemory([[]] * 3, results[mine], results[mine], fabric.words[mine], range(3))
-        add = HierarchicalReduce(comm, fabric.of_process, of_host)
+        add = HierarchicalReduce(comm, fabric.of_process, of_host, FabricMover(comm))
         add(SlotSpan(0, 3 + (comm.me == 1), SUM_TYPE), ((),) * 3, "tree", None, lambda: None)
 
     answers = fabric.run(work)

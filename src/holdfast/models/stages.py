@@ -268,6 +268,7 @@ class StageExecutor:
                 size_bytes,
                 device=device_of(self._resident.held[part].device),
                 shared_bytes=self._settings.shared_bytes,
+                between_hosts=self._settings.between_hosts,
             )
             if known is not None:
                 known[1].close()

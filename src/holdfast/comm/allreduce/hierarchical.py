@@ -35,7 +35,7 @@ import torch
 from holdfast.comm.allreduce.adding import MeanDivisor, TiledSum, groups
 from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, ignore_corruption, num_tiles
 from holdfast.comm.allreduce.host_barrier import HostBarrier
-from holdfast.comm.allreduce.mover import FabricMover, Mover
+from holdfast.comm.allreduce.mover import Mover
 from holdfast.comm.allreduce.shm import LEFT_OUT, MAX_INTEGERS, HostMemory, Slots, SlotSpan
 from holdfast.comm.base import Collectives
 from holdfast.errors import ScriptError
@@ -78,15 +78,15 @@ class HierarchicalReduce:
         comm: The members.
         hosts: The host of each process, from 0 without gaps.
         memory: The memory of this worker's host.
-        mover: Moves sums and results between hosts. Default: messages of the fabric.
+        mover: Moves sums and results between hosts.
     """
 
-    def __init__(self, comm: Collectives, hosts: Sequence[int], memory: HostMemory, mover: Mover | None = None) -> None:
+    def __init__(self, comm: Collectives, hosts: Sequence[int], memory: HostMemory, mover: Mover) -> None:
         self._hosts = hosts
         self._memory = memory
         self._me = comm.processes.index(comm.local_ranks)
         self._barrier = HostBarrier(comm, hosts, memory)
-        self._mover = mover or FabricMover(comm)
+        self._mover = mover
         self._plans: dict[SlotSpan, _Plan] = {}
 
     def __call__(

@@ -7,7 +7,7 @@ the fabric, whichever mover is used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -16,6 +16,10 @@ from holdfast.comm.base import Collectives, Placed
 
 Copies = Sequence[tuple[Sequence[int], torch.Tensor]]
 """Contiguous tensors, each with the processes that receive a copy; see :data:`~holdfast.comm.base.Placed`."""
+
+
+FABRIC = "fabric"
+"""The value of ``Settings.between_hosts`` for messages of the fabric."""
 
 
 class Mover(Protocol):
@@ -52,3 +56,12 @@ class FabricMover:
 
     def abort(self) -> None:
         """Do nothing: the fabric ends its own messages when a generation is revoked."""
+
+
+MakeMover = Callable[[Collectives, Sequence[int]], Mover]
+"""Makes the mover of a generation for its members, given the host of each process; a collective."""
+
+
+def fabric_mover(comm: Collectives, hosts: Sequence[int]) -> Mover:
+    """Make a :class:`FabricMover`."""
+    return FabricMover(comm)

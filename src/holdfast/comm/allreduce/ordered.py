@@ -17,6 +17,7 @@ from holdfast.comm.allreduce.adding import MeanDivisor
 from holdfast.comm.allreduce.alltoall import AllToAllReduce
 from holdfast.comm.allreduce.checksums import SUM, Altered, Midway, ignore_corruption
 from holdfast.comm.allreduce.hierarchical import ORDER_BETWEEN_HOSTS, HierarchicalReduce
+from holdfast.comm.allreduce.mover import MakeMover, fabric_mover
 from holdfast.comm.allreduce.shm import ALIGN, LEFT_OUT, MemoryExchange, SharedMemoryReduce, Slots, SlotSpan, sum_alone
 from holdfast.comm.base import Collectives
 from holdfast.comm.memory import OpenSegments, SharedSegment, free_bytes
@@ -40,6 +41,7 @@ class OrderedAllReduce:
         size_bytes: Memory per slice, the same on every member; spans lie in it.
         device: Device of the terms.
         shared_bytes: Upper bound of the memory that this worker shares with its host; 0: none, -1: what is free.
+        make_mover: Makes what moves bytes between hosts in :class:`HierarchicalReduce`.
     """
 
     def __init__(
@@ -50,8 +52,10 @@ class OrderedAllReduce:
         *,
         device: torch.device | str = "cpu",
         shared_bytes: int = -1,
+        make_mover: MakeMover = fabric_mover,
     ) -> None:
         self._comm = comm
+        self._make_mover = make_mover
         self._order = order
         self._size_bytes = max(ALIGN, size_bytes)
         self._device = torch.device(device)
@@ -219,7 +223,7 @@ class OrderedAllReduce:
                 made = (
                     SharedMemoryReduce(self._comm, memory)
                     if known.is_one_host
-                    else HierarchicalReduce(self._comm, known.hosts, memory)
+                    else HierarchicalReduce(self._comm, known.hosts, memory, self._make_mover(self._comm, known.hosts))
                 )
                 return made, [len(row.slots) for row in known.told]
             why = memory
