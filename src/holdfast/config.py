@@ -298,8 +298,13 @@ class Settings:
     """Approximate size of the buckets in which gradients are reduced."""
     shared_bytes: int = option(-1, least=-1)
     """Maximum shared memory of a worker with the others of its host, for all-reduces; 0: none, -1: all that is free."""
-    between_hosts: str = option("fabric", choices=BETWEEN_HOSTS)
-    """What carries all-reduces between hosts: messages of the fabric, or NCCL, which needs ``order="tree"`` and a GPU."""
+    between_hosts: str = option(
+        "fabric",
+        help="What carries gradients between hosts; nccl has never run.",
+        manual="what carries gradients between hosts: messages of the fabric; or NCCL, for models on GPUs and with `--order tree`, which [has never run](../how-to/gpus.md#nccl-between-hosts)",
+        group="Mini-batches and gradient reduction",
+        choices=BETWEEN_HOSTS,
+    )
     checkpoint_dir: str = option(
         "",
         help="Directory or URL of checkpoints, such as s3://bucket/run.",
