@@ -1,5 +1,6 @@
 """One worker of the tests between hosts: ``hosts_worker.py contract|deaths|traffic``, see test_hosts.py and test_hosts_gloo.py."""
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -9,7 +10,6 @@ import torch
 
 from holdfast.comm import OrderedAllReduce, SlotSpan, connect
 from holdfast.comm.allreduce import adding
-from holdfast.comm.allreduce.host_barrier import HostBarrier
 from holdfast.config import Settings
 from holdfast.errors import PeerFailed
 from holdfast.testing.contract import check_communicator
@@ -18,7 +18,8 @@ from holdfast_lab.counting import CountingCommunicator
 SLICES, LENGTH = 7, 100_003
 SPAN = SlotSpan(0, LENGTH, torch.float32)
 POINTS = ("before barrier A", "before its sums", "before its results", "before barrier B", "in barrier B")
-"""Where a worker may die in a sum between hosts; the last one after it has arrived, and told no other host."""
+"""Where a worker may die in a sum between hosts; the last one, which only the first worker of a host reaches, after all
+workers of its host have arrived and before it has told another host."""
 
 
 class Dying:
@@ -42,13 +43,7 @@ class Dying:
         else:
             self.reach("before barrier B")
             self.barrier._between_hosts = lambda largest: self.reach("in barrier B")
-            self.barrier._wait = self.wait
         return self.barrier(values)
-
-    def wait(self, is_so):
-        if self.path._me not in self.barrier._firsts:
-            self.reach("in barrier B")
-        HostBarrier._wait(self.barrier, is_so)
 
     def exchange(self, send, receive):
         self.reach("before its sums")
@@ -138,10 +133,17 @@ def deaths(*plan):
         report("without", rank, taken(add), torch.equal(again, expected("tree")), "failed" if failed else "completed")
 
 
-def traffic(order, rounds):
-    """Sums, and what they put on the wire of this host."""
+def traffic(order, rounds, victim=-1):
+    """Sums, and what they put on the wire of this host; after the death of a worker, if one is given."""
     counting = CountingCommunicator(comm)
     add = make_sum(order, counting)
+    if int(victim) >= 0:
+        add(SPAN, owners())
+        die(int(victim))
+        with contextlib.suppress(PeerFailed):
+            add(SPAN, owners())
+        recover()
+        fill(add)
     add(SPAN, owners())  # connections are made, memory is shared
     comm.barrier()
     before, calls = sent_on_wire(), counting.calls.copy()
