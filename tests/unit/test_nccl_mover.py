@@ -1,5 +1,6 @@
 """NCCL as a mover, with a library in CPU memory in its place: what it moves, how a failure ends it, where it is refused."""
 
+import contextlib
 import os
 import queue
 import signal
@@ -11,10 +12,11 @@ import types
 
 import pytest
 import torch
-from host_threads import Fabric
+from host_threads import Fabric, Thread
+from threads import side_by_side
 
-from holdfast.comm import device_of, make_allreduce
-from holdfast.comm.allreduce import nccl_library
+from holdfast.comm import OrderedAllReduce, device_of, make_allreduce
+from holdfast.comm.allreduce import nccl_library, shm
 from holdfast.comm.allreduce.mover import FabricMover
 from holdfast.comm.allreduce.nccl import FORCED, NcclMover, abort_within, refuse_version
 from holdfast.comm.allreduce.staged import choose_mover
@@ -44,7 +46,7 @@ class FakeLibrary:
     def make_id(self):
         return bytes([self.me]) * 128
 
-    def connect(self, size, place, identity):
+    def connect(self, size, place, identity, generation):
         self.log.append(("connect", self.me, size, place))
         return identity, place
 
@@ -67,8 +69,8 @@ class FakeLibrary:
             out.copy_(line.get())
         yield
 
-    def abort(self):
-        self.log.append(("abort", self.me))
+    def abort(self, generation):
+        self.log.append(("abort", self.me, generation))
         if self.hangs:
             time.sleep(30)
 
@@ -132,7 +134,7 @@ def test_a_peer_that_never_answers_is_given_up_when_the_fabric_says_so_and_all_i
     answers, log = run([0, 1], work, prepare)
 
     assert [type(answer) for answer in answers] == [PeerFailed, SystemError]
-    assert log.count(("abort", 0)) == 1
+    assert [entry for entry in log if entry[:2] == ("abort", 0)] == [("abort", 0, Thread.generation)]
 
 
 def test_after_an_abort_nothing_is_moved_and_nothing_aborted_twice():
@@ -145,7 +147,7 @@ def test_after_an_abort_nothing_is_moved_and_nothing_aborted_twice():
     answers, log = run([0, 1], work)
 
     assert answers == [None, None]
-    assert sorted(entry for entry in log if entry[0] == "abort") == [("abort", 0), ("abort", 1)]
+    assert sorted(entry for entry in log if entry[0] == "abort") == [("abort", me, Thread.generation) for me in (0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -224,6 +226,62 @@ def test_a_process_whose_abort_hangs_ends_by_sigkill():
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert "it took longer than 0.2 s" in done.stderr
     assert "still here" not in done.stdout
+
+
+# -- generations
+
+
+class Recorder:
+    """A mover that records what is done to it."""
+
+    def __init__(self, log, generation):
+        self.log, self.generation = log, generation
+        log.append(("make", generation))
+
+    def abort(self):
+        self.log.append(("abort", self.generation))
+
+
+def test_a_mover_lasts_a_generation_and_is_aborted_before_the_next_one_is_made(monkeypatch):
+    hosts = threading.local()
+    monkeypatch.setattr(shm, "host_id", lambda: hosts.id)
+    log = []
+
+    def work(comm):
+        hosts.id = comm.local_ranks[0]
+        mine = log if hosts.id == 0 else []
+        add = OrderedAllReduce(comm, "tree", 64, make_mover=lambda comm, hosts: Recorder(mine, comm.generation))
+        for comm.generation in (0, 0, 1):
+            add.room(0)
+            add.open()
+        add._path_of_generation(((0, 1), (2, 3)))  # more slots of the same generation
+
+    assert set(side_by_side((0, 1), work).values()) == {None}
+    assert log == [("make", 0), ("abort", 0), ("make", 1)]
+
+
+class FakeNccl:
+    """The part of nccl4py that is used to abort."""
+
+    def __init__(self):
+        self.log, self.group = [], contextlib.nullcontext
+
+    def communicator(self, name):
+        return types.SimpleNamespace(abort=lambda: self.log.append(name), is_valid=False)
+
+
+def test_an_abort_leaves_the_communicators_of_later_generations_alone(monkeypatch):
+    nccl = FakeNccl()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: types.SimpleNamespace(synchronize=lambda: None))
+    library = nccl_library.NcclLibrary(nccl, torch.device("cuda:0"))
+    library._communicators = [(0, nccl.communicator("a0")), (0, nccl.communicator("b0")), (1, nccl.communicator("a1"))]
+
+    library.abort(0)
+    library.abort(0)
+
+    assert nccl.log == ["a0", "b0"]
+    with pytest.raises(RuntimeError, match="communicator was aborted"):
+        library.is_ready(nccl.communicator("a0"))
 
 
 # -- where it is refused

@@ -124,10 +124,6 @@ class HierarchicalReduce:
         """Return the maximum of each integer over all members, None if these are too many."""
         return self._barrier(values) if len(values) <= MAX_INTEGERS else None
 
-    def abort(self) -> None:
-        """End what is still under way between hosts: this all-reduce is called no more."""
-        self._mover.abort()
-
     @property
     def result_memory(self) -> torch.Tensor | None:
         """The memory of the results as this process writes it, bytes; None if they lie in no memory of their own."""

@@ -69,8 +69,8 @@ class Library(Protocol):
     def make_id(self) -> bytes:
         """Return what the members of a communicator must share to connect."""
 
-    def connect(self, size: int, place: int, identity: bytes) -> Any:
-        """Return a communicator that begins to connect to ``size - 1`` others."""
+    def connect(self, size: int, place: int, identity: bytes, generation: int) -> Any:
+        """Return a communicator of a generation that begins to connect to ``size - 1`` others."""
 
     def is_ready(self, communicator: Any) -> bool:
         """Return whether its last operation has been accepted; ``RuntimeError`` if the communicator has failed."""
@@ -78,8 +78,8 @@ class Library(Protocol):
     def move(self, communicator: Any, send: Copies, receive: Placed) -> Iterator[None]:
         """Move tensors in host memory, by place in the communicator; yields while waiting, ends when all are there."""
 
-    def abort(self) -> None:
-        """Abort all communicators of this process, as one group; the only method that may block."""
+    def abort(self, generation: int) -> None:
+        """Abort all communicators of this process, up to a generation, as one group; the only method that may block."""
 
 
 class NcclMover:
@@ -108,13 +108,14 @@ class NcclMover:
         connect_s: float = CONNECT_S,
         end: Callable[[], object] = lambda: os.kill(os.getpid(), signal.SIGKILL),
     ) -> None:
-        self._comm, self._library = comm, library
+        self._comm, self._library, self._generation = comm, library, comm.generation
         self._abort_s, self._end = abort_s, end
         self._is_aborted = False
         self._patience = patience(-(-comm.num_processes // (max(hosts) + 1)))
         me = comm.processes.index(comm.local_ranks)
         self._rail = next(rail for rail in rails(hosts) if me in rail)
-        self._communicator = library.connect(len(self._rail), self._rail.index(me), self._share_id(me))
+        place, identity = self._rail.index(me), self._share_id(me)
+        self._communicator = library.connect(len(self._rail), place, identity, comm.generation)
         ends_s = time.monotonic() + connect_s
 
         def is_connected() -> bool:
@@ -138,10 +139,10 @@ class NcclMover:
         self._poll(lambda: next(moving, self) is self)
 
     def abort(self) -> None:
-        """Abort all communicators of this process; does not return if that takes longer than the deadline."""
+        """Abort the communicators of this process, up to this generation; does not return after the deadline."""
         if not self._is_aborted:
             self._is_aborted = True
-            abort_within(self._library.abort, self._abort_s, self._end)
+            abort_within(lambda: self._library.abort(self._generation), self._abort_s, self._end)
 
     def _share_id(self, me: int) -> bytes:
         """Return the id that the rail's first process has made."""

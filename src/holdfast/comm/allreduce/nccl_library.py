@@ -27,22 +27,24 @@ class NcclLibrary:
         self._nccl = nccl
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._communicators: list[Any] = []
+        self._communicators: list[tuple[int, Any]] = []
 
     def make_id(self) -> bytes:
         """See :meth:`~holdfast.comm.allreduce.nccl.Library.make_id`."""
         return bytes(self._nccl.get_unique_id())
 
-    def connect(self, size: int, place: int, identity: bytes) -> Any:
+    def connect(self, size: int, place: int, identity: bytes, generation: int) -> Any:
         """See :meth:`~holdfast.comm.allreduce.nccl.Library.connect`. NCCL takes the current device of the calling thread, which this sets."""
         config = self._nccl.NCCLConfig(blocking=False)
         with torch.cuda.device(self._device):
             made = self._nccl.Communicator.init(size, place, self._nccl.UniqueId.from_bytes(identity), config)
-        self._communicators.append(made)
+        self._communicators.append((generation, made))
         return made
 
     def is_ready(self, communicator: Any) -> bool:
         """See :meth:`~holdfast.comm.allreduce.nccl.Library.is_ready`."""
+        if not communicator.is_valid:
+            raise RuntimeError("NCCL error: communicator was aborted")
         state = communicator.get_async_error()
         if state.name not in ("Success", "InProgress"):
             raise RuntimeError(f"NCCL error: {self._nccl.get_error_string(state)}")
@@ -69,13 +71,15 @@ class NcclLibrary:
         while not (self.is_ready(communicator) and done.query()):
             yield
 
-    def abort(self) -> None:
-        """See :meth:`~holdfast.comm.allreduce.nccl.Library.abort`. Then waits until the device has ended what it was doing."""
-        aborted, self._communicators = self._communicators, []
+    def abort(self, generation: int) -> None:
+        """See :meth:`~holdfast.comm.allreduce.nccl.Library.abort`. Then waits until the device has ended its work."""
+        aborted = [made for its, made in self._communicators if its <= generation]
+        self._communicators = [(its, made) for its, made in self._communicators if its > generation]
         with self._nccl.group():
             for communicator in aborted:
                 communicator.abort()
-        self._stream.synchronize()
+        if aborted:
+            self._stream.synchronize()
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from holdfast.comm.allreduce.adding import MeanDivisor
 from holdfast.comm.allreduce.alltoall import AllToAllReduce
 from holdfast.comm.allreduce.checksums import SUM, Altered, Midway, ignore_corruption
 from holdfast.comm.allreduce.hierarchical import ORDER_BETWEEN_HOSTS, HierarchicalReduce
-from holdfast.comm.allreduce.mover import MakeMover, fabric_mover
+from holdfast.comm.allreduce.mover import MakeMover, Mover, fabric_mover
 from holdfast.comm.allreduce.shm import ALIGN, LEFT_OUT, MemoryExchange, SharedMemoryReduce, Slots, SlotSpan, sum_alone
 from holdfast.comm.base import Collectives
 from holdfast.comm.memory import OpenSegments, SharedSegment, free_bytes
@@ -56,6 +56,7 @@ class OrderedAllReduce:
     ) -> None:
         self._comm = comm
         self._make_mover = make_mover
+        self._mover: Mover | None = None
         self._order = order
         self._size_bytes = max(ALIGN, size_bytes)
         self._device = torch.device(device)
@@ -198,8 +199,9 @@ class OrderedAllReduce:
         is_old = generation != self._comm.generation
         if is_old or any(need > have for need, have in zip(rows, known, strict=True)):
             rows = rows if is_old else tuple(map(max, rows, known))
-            if isinstance(self._path, HierarchicalReduce):
-                self._path.abort()
+            if is_old and self._mover is not None:
+                self._mover.abort()
+                self._mover = None
             self._path, self._taken, self._made_for = None, None, (-1, ())
             self._path, told = self._make_path(rows[self._comm.processes.index(self._comm.local_ranks)])
             self._made_for = (self._comm.generation, tuple(map(max, rows, told)))
@@ -220,11 +222,11 @@ class OrderedAllReduce:
                 return AllToAllReduce(self._comm, self._room, self._size_bytes), none  # expected, no warning
             memory = known.open()
             if not isinstance(memory, str):
-                made = (
-                    SharedMemoryReduce(self._comm, memory)
-                    if known.is_one_host
-                    else HierarchicalReduce(self._comm, known.hosts, memory, self._make_mover(self._comm, known.hosts))
-                )
+                if known.is_one_host:
+                    made: Path = SharedMemoryReduce(self._comm, memory)
+                else:
+                    self._mover = self._mover or self._make_mover(self._comm, known.hosts)
+                    made = HierarchicalReduce(self._comm, known.hosts, memory, self._mover)
                 return made, [len(row.slots) for row in known.told]
             why = memory
         self._warn(why)
