@@ -9,6 +9,7 @@ import torch
 
 from holdfast.comm.allreduce.host_barrier import HostBarrier
 from holdfast.comm.allreduce.shm import HostMemory
+from holdfast.comm.dissemination import dissemination_rounds
 from holdfast.errors import PeerFailed
 
 WORDS = 40
@@ -89,6 +90,14 @@ class Thread:
             data = self._await(self.fabric.lines[place, self.me])
             assert data.shape == out.shape
             out.copy_(data)
+
+    def maximum(self, values):
+        largest = torch.tensor(values, dtype=torch.int64)
+        heard = torch.empty_like(largest)
+        for to, source in dissemination_rounds(self.me, self.fabric.count):
+            self.sendrecv([(to, largest)], [(source, heard)])
+            torch.maximum(largest, heard, out=largest)
+        return largest.tolist()
 
     def _await(self, line):
         for _ in range(10_000):

@@ -267,6 +267,20 @@ def test_a_word_that_is_not_of_now_is_no_arrival(number, where):
     assert PeerFailed in map(type, fabric.run(work, Stale))
 
 
+def test_a_fabric_whose_maximum_is_of_another_phase_fails_the_barrier():
+    class Late(Thread):
+        def maximum(self, values):
+            phase, *others = super().maximum(values)
+            return [phase + 1, *others]
+
+    fabric = Fabric([0, 1])
+
+    answers = fabric.run(lambda comm: fabric.barrier(comm)(), Late)
+
+    assert {type(answer) for answer in answers} == {PeerFailed}
+    assert "processes are in phases from 1 to 2, and not all in 1" in map(str, answers)
+
+
 # -- what is computed once a step
 
 

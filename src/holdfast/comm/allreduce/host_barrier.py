@@ -11,7 +11,8 @@
 Every wait also checks for failures. Words and messages carry incarnation, generation and phase, which are compared with
 what they must be: a word of an earlier phase, or of a worker that was replaced, is an error and not an arrival.
 
-Words are used where other cores see stores in program order (x86). Elsewhere the fabric takes the maximum.
+Words are used where other cores see stores in program order (x86). Elsewhere, and if every host has only one worker, the
+fabric takes the maximum.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class HostBarrier:
         self._host = hosts[me]
         self._firsts = [hosts.index(host) for host in range(max(hosts) + 1)]
         self._local = [process for process, host in enumerate(hosts) if host == self._host]
+        self._uses_words = ORDERED_STORES and len(self._firsts) < len(hosts)
         self._known = np.array([[n, comm.generation] for n in memory.incarnations], dtype=np.int64)
         self._phase = 0
         self._patience = patience(-(-comm.num_processes // len(self._firsts)))
@@ -67,9 +69,9 @@ class HostBarrier:
         Raises:
             PeerFailed: if that did not happen, as far as this worker can tell.
         """
-        if not ORDERED_STORES:
-            return self._comm.maximum(values or [0])[: len(values)]
         self._phase += 1
+        if not self._uses_words:
+            return self._by_fabric(values)
         mine = self._words[self._me]
         mine[_GIVEN] = _LOWEST
         mine[_GIVEN][: len(values)] = values
@@ -82,6 +84,12 @@ class HostBarrier:
                 self._wait(lambda: first[_RELEASED] >= self._phase)
         self._check(first[[0, 1, _RELEASED]], self._firsts[self._host])
         largest: list[int] = first[_LARGEST][: len(values)].tolist()
+        return largest
+
+    def _by_fabric(self, values: Sequence[int]) -> list[int]:
+        latest, earliest, *largest = self._comm.maximum([self._phase, -self._phase, *values])
+        if (latest, -earliest) != (self._phase, self._phase):
+            raise PeerFailed(f"processes are in phases from {-earliest} to {latest}, and not all in {self._phase}")
         return largest
 
     def _lead(self, mine: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
