@@ -31,6 +31,7 @@ MIRROR_PREDICTORS = ("last", "line", "calibrated")
 MIRROR_CODECS = ("exact", "int8")
 MIRROR_OPTIMIZERS = ("saved", "reset", "kept")
 ORDERS = ("fold", "tree", "fold-wide", "tree-wide")
+BETWEEN_HOSTS = ("fabric", "nccl")
 SPLITS = ("slices", "even")
 BATCHES = ("global", "local")
 RESCALES = ("survivors", "original")
@@ -297,6 +298,13 @@ class Settings:
     """Approximate size of the buckets in which gradients are reduced."""
     shared_bytes: int = option(-1, least=-1)
     """Maximum shared memory of a worker with the others of its host, for all-reduces; 0: none, -1: all that is free."""
+    between_hosts: str = option(
+        "fabric",
+        help="What carries gradients between hosts; nccl has never run.",
+        manual="what carries gradients between hosts: messages of the fabric; or NCCL, for models on GPUs and with `--order tree`, which [has never run](../how-to/gpus.md#nccl-between-hosts)",
+        group="Mini-batches and gradient reduction",
+        choices=BETWEEN_HOSTS,
+    )
     checkpoint_dir: str = option(
         "",
         help="Directory or URL of checkpoints, such as s3://bucket/run.",
@@ -415,6 +423,10 @@ class Settings:
                 f"start_timeout_s must be from {_SHORTEST_START_S:g} to {_LONGEST_HANG_S:g} seconds, or 0 for never, got {self.start_timeout_s:g}"
             )
         self._check_mirrors()
+        if self.between_hosts == "nccl" and self.order != "tree":
+            raise ConfigError(
+                f"between_hosts nccl needs order tree, got {self.order}: only then do hosts exchange sums"
+            )
         if self.guard_sums and self.guard == "off":
             raise ConfigError("guard_sums needs guard stop, warn or heal, the response to a wrong checksum, got off")
         if not self.mtbf_s > 0:

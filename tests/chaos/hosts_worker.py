@@ -1,5 +1,6 @@
 """One worker of the tests between hosts: ``hosts_worker.py contract|deaths|traffic``, see test_hosts.py and test_hosts_gloo.py."""
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -16,23 +17,41 @@ from holdfast_lab.counting import CountingCommunicator
 
 SLICES, LENGTH = 7, 100_003
 SPAN = SlotSpan(0, LENGTH, torch.float32)
-POINTS = ("allgather", "swap", "swap", "allgather")
-"""What a sum between hosts calls, in this order."""
+POINTS = ("before barrier A", "before its sums", "before its results", "before barrier B", "in barrier B")
+"""Where a worker may die in a sum between hosts; the last one, which only the first worker of a host reaches, after all
+workers of its host have arrived and before it has told another host."""
 
 
-class Mortal(CountingCommunicator):
-    """Ends the process instead of making the collective with a given number; -1: never."""
+class Dying:
+    """Ends the process at a point of a sum between hosts."""
 
-    def __init__(self, comm):
-        super().__init__(comm)
-        self.dies_at = -1
-        self.made = []
+    def __init__(self, add, point):
+        self.path, self.barriers = add._taken, 0
+        self.victim, self.point = comm.local_ranks[0], POINTS[point]
+        self.barrier, self.mover = self.path._barrier, self.path._mover
+        self.path._barrier = self.pass_barrier
+        self.path._mover = self
 
-    def _count(self, name, size_bytes):
-        super()._count(name, size_bytes)
-        if self.dies_at == len(self.made):
-            die(self.local_ranks[0])
-        self.made.append(name)
+    def reach(self, point):
+        if self.point == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def pass_barrier(self, values=()):
+        self.barriers += 1
+        if self.barriers == 1:
+            self.reach("before barrier A")
+        else:
+            self.reach("before barrier B")
+            self.barrier._between_hosts = lambda largest: self.reach("in barrier B")
+        return self.barrier(values)
+
+    def exchange(self, send, receive):
+        self.reach("before its sums")
+        self.mover.exchange(send, receive)
+
+    def gather(self, send, receive):
+        self.reach("before its results")
+        self.mover.gather(send, receive)
 
 
 def die(victim):
@@ -97,14 +116,12 @@ def recover():
 
 
 def deaths(*plan):
-    """A worker dies in a sum, just before its n-th collective; the others make the sum again: RANK:N ..."""
-    counting = Mortal(comm)
-    add = make_sum("tree", counting)
+    """A worker dies in a sum, at the n-th of POINTS; the others make the sum again: RANK:N ..."""
+    add = make_sum("tree")
     for rank, at in (map(int, entry.split(":")) for entry in plan):
         add(SPAN, owners())
-        counting.made.clear()
         if rank in comm.local_ranks:
-            counting.dies_at = at
+            Dying(add, at)
         failed = False
         try:
             add(SPAN, owners())
@@ -116,10 +133,17 @@ def deaths(*plan):
         report("without", rank, taken(add), torch.equal(again, expected("tree")), "failed" if failed else "completed")
 
 
-def traffic(order, rounds):
-    """Sums, and what they put on the wire of this host."""
-    counting = Mortal(comm)
+def traffic(order, rounds, victim=-1):
+    """Sums, and what they put on the wire of this host; after the death of a worker, if one is given."""
+    counting = CountingCommunicator(comm)
     add = make_sum(order, counting)
+    if int(victim) >= 0:
+        add(SPAN, owners())
+        die(int(victim))
+        with contextlib.suppress(PeerFailed):
+            add(SPAN, owners())
+        recover()
+        fill(add)
     add(SPAN, owners())  # connections are made, memory is shared
     comm.barrier()
     before, calls = sent_on_wire(), counting.calls.copy()

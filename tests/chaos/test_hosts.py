@@ -117,7 +117,7 @@ def test_the_contract_holds_between_hosts_and_every_bit_is_that_of_one_host(host
 
 
 @pytest.mark.parametrize(
-    "plan", [("5:0", "2:1", "0:2"), ("1:3", "3:2", "4:1"), ("0:1", "1:2", "2:3")], ids=["back", "mixed", "front"]
+    "plan", [("5:0", "2:1", "0:2"), ("1:3", "2:4", "4:1"), ("0:4", "1:2", "2:3")], ids=["back", "mixed", "front"]
 )
 def test_a_worker_that_dies_anywhere_in_a_sum_leaves_the_others_going_on_with_right_sums(hosts, plan):
     victims = [int(entry.split(":")[0]) for entry in plan]
@@ -142,7 +142,7 @@ def test_each_chunk_crosses_once_from_host_to_host(hosts):
 
     assert {lines[0][0] for lines in tree.values()} == {"HierarchicalReduce"}
     assert {lines[0][0] for lines in fold.values()} == {"AllToAllReduce"}
-    assert set(tree[0][0][2:]) == {"allgather=40", "swap=40"}
+    assert set(tree[0][0][2:]) == {"sendrecv=80"}, "two rounds of barriers, sums, results"
     sent = {name: [float(lines[0][1]) for lines in found.values()] for name, found in (("tree", tree), ("fold", fold))}
     assert 1.0 < min(sent["tree"]) <= max(sent["tree"]) < 1.1, f"in vectors a sum and host: {sent}"
     assert min(sent["fold"]) > 2 * max(sent["tree"]), f"raw slices, to every worker: {sent}"

@@ -11,6 +11,7 @@ from jobs import clean_env
 from netns import make_hosts
 from train_reference import train
 
+from holdfast.comm.allreduce.adding import groups
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.records.files import read_run
 from holdfast.records.types import Finished, WorkerEnded
@@ -22,7 +23,7 @@ WORKER = Path(__file__).with_name("hosts_worker.py")
 
 @pytest.fixture(scope="module")
 def hosts():
-    made = make_hosts(3, net="10.203.0")
+    made = make_hosts(4, net="10.203.0")
     yield made
     made.remove()
 
@@ -69,24 +70,49 @@ def test_the_contract_holds_between_hosts_and_every_bit_is_that_of_one_host(host
 
 
 def test_a_worker_that_dies_anywhere_in_a_sum_leaves_the_others_going_on_with_right_sums(hosts, tmp_path):
-    plan = {1: 3, 3: 2, 4: 1}  # who dies before which collective of a sum
+    plan = {1: 3, 2: 4, 4: 1}  # who dies at which of the points of a sum
     words = [f"{rank}:{at}" for rank, at in plan.items()]
 
     said, output = run_on(hosts, (2, 2, 2), WORKER, "deaths", *words, HOLDFAST_RUN_DIR=str(tmp_path))
 
     survivors = {rank: lines for rank, lines in said.items() if rank not in plan}
-    assert sorted(survivors) == [0, 2, 5], output
+    assert sorted(survivors) == [0, 3, 5], output
     for lines in survivors.values():
         assert lines == [["without", str(victim), "HierarchicalReduce", "True", "failed"] for victim in plan], output
     assert ended(tmp_path) == {rank: -9 if rank in plan else 0 for rank in range(6)}
 
 
-def test_training_between_hosts_ends_with_the_bits_of_virtual_workers_though_a_worker_dies(hosts, tmp_path):
+def sends(of_process):
+    """What each host sends for the sum of ``hosts_worker.py``, in vectors, given the host of each process."""
+    hosts = max(of_process) + 1
+    owners = {n: of_process[n * len(of_process) // 7] for n in range(7)}
+    held = [sum(owners[group[0]] == host for group in groups(owners)) for host in range(hosts)]
+    return [(count + 1) * (hosts - 1) / hosts for count in held]
+
+
+@pytest.mark.parametrize(
+    ("workers", "victim"),
+    [((1, 1), -1), ((1, 1, 1), -1), ((1, 1, 1, 1), -1), ((2, 1, 1), 1), ((2, 1, 1), 0)],
+    ids=["2-hosts", "3-hosts", "4-hosts", "a-worker-less", "the-first-worker-less"],
+)
+def test_no_byte_more_leaves_a_host_than_its_groups_and_results_have(hosts, workers, victim):
+    said, output = run_on(hosts, workers, WORKER, "traffic", "tree", 10, victim)
+
+    survivors = [rank for rank in range(sum(workers)) if rank != victim]
+    assert sorted(said) == survivors, output
+    assert {said[rank][0][0] for rank in survivors} == {"HierarchicalReduce"}
+    found = [float(said[rank][0][1]) for rank in survivors]
+    for vectors, expected in zip(found, sends(range(len(survivors))), strict=True):
+        assert expected < vectors < 1.1 * expected, f"in vectors a sum and host: {found}"
+
+
+@pytest.mark.parametrize("workers", [(2, 2), (2, 1, 1), (1, 1, 1, 1)], ids=["2-hosts", "3-hosts", "4-hosts"])
+def test_training_between_hosts_ends_with_the_bits_of_virtual_workers_though_a_worker_dies(hosts, tmp_path, workers):
     faults = FaultPlan((parse("kill:rank=2,step=4,phase=allreduce,bucket=0"),)).to_json()
     settings = {"ORDER": "tree", "FAULTS": faults, "RUN_DIR": str(tmp_path)}
     env = {f"HOLDFAST_{name}": value for name, value in settings.items()}
 
-    _, output = run_on(hosts, (2, 1, 1), SCRIPT, "mlp", "adam", **env)
+    _, output = run_on(hosts, workers, SCRIPT, "mlp", "adam", **env)
 
     _, expected = train("mlp", "adam", workers=4, order="tree")
     assert f"state {expected}" in output

@@ -42,7 +42,6 @@ def fake_cuda(monkeypatch):
         "Stream": stream,
         "Event": event,
         "current_stream": mock.create_autospec(torch.cuda.current_stream, return_value=stream(GPU)),
-        "device": lambda device: contextlib.nullcontext(),
         "stream": mock.create_autospec(torch.cuda.stream, side_effect=lambda _: contextlib.nullcontext()),
         "device": mock.Mock(side_effect=lambda device: contextlib.nullcontext(inspect.signature(on_gpu).bind(device))),
     }

@@ -1,28 +1,21 @@
 """Sums through shared memory: where there is too little of it, where not everybody may have it, where it is in parts."""
 
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 import time
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import reference
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jobs import MPIRUN, ROOT, clean_env
 
-from holdfast.comm import MeanDivisor, SlotSpan
 from holdfast.comm.allreduce import adding
-from holdfast.comm.allreduce import hierarchical as hosts
-from holdfast.comm.allreduce.hierarchical import HierarchicalReduce, pieces
-from holdfast.comm.allreduce.shm import HostMemory
-from holdfast.errors import PeerFailed, ScriptError
 
 WORKER = Path(__file__).with_name("memory_worker.py")
 SLOT_BYTES = 200_064
@@ -80,187 +73,6 @@ def test_groups_are_as_large_as_can_be(holders):
 )
 def test_slices_that_do_not_take_part_leave_no_gap(holders, groups):
     assert adding.groups(holders) == groups
-
-
-# -- who adds which part of the vector
-
-
-workers_of_hosts = st.lists(st.integers(1, 4), min_size=2, max_size=4)
-
-
-@settings(max_examples=500, deadline=None)
-@given(workers_of_hosts, st.integers(0, 200), st.sampled_from([8, 16]))
-@example([1, 2], 8, 8).via("the cut at the end is none")
-def test_pieces_cover_the_vector_once_and_each_is_in_one_share_of_every_host(sizes, length, line):
-    of_process = [host for host, size in enumerate(sizes) for _ in range(size)]
-
-    cut = list(pieces(of_process, length, line))
-
-    assert [n for piece in cut for n in range(piece.part.start, piece.part.stop)] == list(range(length))
-    assert all(piece.part.start % line == 0 for piece in cut)
-    for piece in cut:
-        assert [of_process[worker] for worker in piece.workers] == list(range(len(sizes)))
-    for process in range(len(of_process)):
-        mine = [piece.part for piece in cut if process in piece.workers]
-        assert all(a.stop == b.start for a, b in pairwise(mine)), "a share is in one piece"
-
-
-# -- the sum between hosts, whose workers are threads here
-
-
-class Fabric:
-    """What threads exchange through."""
-
-    def __init__(self, count):
-        self.count = count
-        self.barrier = threading.Barrier(count, timeout=10)
-        self.rows = [None] * count
-        self.lines = {(a, b): queue.SimpleQueue() for a in range(count) for b in range(count)}
-        self.sent = []
-
-
-class Thread:
-    """One worker's end of a fabric; an :class:`~holdfast.comm.base.Collectives`."""
-
-    generation = 3
-
-    def __init__(self, fabric, me):
-        self.fabric, self.me = fabric, me
-        self.local_ranks, self.members = (me,), tuple(range(fabric.count))
-        self.processes = tuple((rank,) for rank in self.members)
-
-    def allgather(self, part, out):
-        self.fabric.rows[self.me] = part.clone()
-        self.fabric.barrier.wait()
-        out.copy_(torch.stack(self.fabric.rows))
-        self.fabric.barrier.wait()
-
-    def sendrecv(self, send, receive):
-        for to, data in send:
-            self.fabric.sent.append((self.me, to, data.numel() * data.element_size()))
-            self.fabric.lines[self.me, to].put(data.clone())
-        for place, out in receive:
-            data = self.fabric.lines[place, self.me].get(timeout=10)
-            assert data.shape == out.shape
-            out.copy_(data)
-
-
-def sums_of_threads(fabric, of_process, terms, slots, length, mean=None, comm=Thread, times=1):
-    """Return each process's sum, or what it raised; the numbers of all results start as NaN."""
-    span = SlotSpan(64, length, torch.float32)
-    room = torch.full((span.end,), 255, dtype=torch.uint8)
-    memory = []
-    for held in slots:
-        memory.append([room.clone() for _ in held])
-        for n, of_slot in zip(held, memory[-1], strict=True):
-            span.of(of_slot).copy_(terms[n])
-    results = [room.clone() for _ in set(of_process)]
-    answers = [None] * fabric.count
-
-    def work(me):
-        mine = of_process[me]
-        reach = [m if of_process[p] == mine else [] for p, m in enumerate(memory)]
-        try:
-            of_host = HostMemory(reach, results[mine], results[mine], incarnations=range(fabric.count))
-            add = HierarchicalReduce(comm(fabric, me), of_process, of_host)
-            for _ in range(times):
-                answers[me] = add(span, slots, "tree", mean, lambda: None).clone()
-        except Exception as error:
-            answers[me] = error
-
-    threads = [threading.Thread(target=work, args=(me,)) for me in range(fabric.count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return answers
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    workers_of_hosts,
-    st.dictionaries(st.integers(0, 20), st.integers(0, 99)),
-    st.integers(0, 300),
-    st.integers(0, 300),
-    st.randoms(use_true_random=False),
-)
-def test_the_sum_between_hosts_has_the_bits_of_the_tree_over_all_slices(sizes, owners, length, divided, chance):
-    of_process = [host for host, size in enumerate(sizes) for _ in range(size)]
-    chance.shuffle(of_process)  # processes of one host need not be neighbours
-    numbers = {host: i for i, host in enumerate(dict.fromkeys(of_process))}
-    of_process = [numbers[host] for host in of_process]
-    slots = [sorted(n for n, at in owners.items() if at % len(of_process) == p) for p in range(len(of_process))]
-    terms = {n: torch.randn(length, generator=torch.Generator().manual_seed(n)) * 10.0 ** (n % 5) for n in owners}
-    expected = torch.empty(length)
-    adding.tree(sorted(terms.items()), expected)
-    expected[:divided] /= 3
-
-    fabric = Fabric(len(of_process))
-    answers = sums_of_threads(fabric, of_process, terms, slots, length, MeanDivisor(3, divided), times=2)
-
-    for answer in answers:
-        assert torch.equal(answer, expected)
-        assert torch.equal(answer.signbit(), expected.signbit())
-    assert all(of_process[a] != of_process[b] for a, b, _ in fabric.sent), "inside a host nobody sends"
-
-
-@pytest.mark.parametrize("sizes", [(2, 2), (4, 4), (3, 1), (2, 3, 4)])
-def test_each_chunk_crosses_once_however_many_workers_a_host_has(sizes):
-    of_process = [host for host, size in enumerate(sizes) for _ in range(size)]
-    terms, length = some_terms(range(8)), 1200
-    terms = {n: term.repeat(length // 3) for n, term in terms.items()}
-    firsts = list(accumulate(sizes, initial=0))[:-1]
-    slots = [[] for _ in of_process]
-    for n in terms:  # contiguous and aligned: the first host half of them, the others what is left
-        slots[firsts[0 if n < 4 else 1 if n < 6 or len(sizes) == 2 else 2]].append(n)
-
-    fabric = Fabric(len(of_process))
-    sums_of_threads(fabric, of_process, terms, slots, length)
-
-    each_way = (len(sizes) - 1) * 4 * length  # a vector's sums to who finishes them, and its results to all hosts
-    assert sum(size for *_, size in fabric.sent) == 2 * each_way
-
-
-def test_adding_slices_together_that_are_no_subtree_is_found_out(monkeypatch):
-    """The negative control: a host adds everything that it holds."""
-    holders = {n: n // 3 for n in range(6)}
-    terms, slots = some_terms(holders), [[0, 1, 2], [3, 4, 5]]
-    monkeypatch.setattr(hosts, "groups", lambda _: [(0, 1, 2), (3, 4, 5)])
-
-    answers = sums_of_threads(Fabric(2), [0, 1], terms, slots, 3)
-
-    assert not torch.equal(answers[0], added(terms))
-
-
-@pytest.mark.parametrize("column", [0, 1, 2], ids=["another-process", "another-generation", "an-earlier-phase"])
-@pytest.mark.parametrize("call", [1, 2], ids=["A", "B"])
-def test_a_worker_that_was_not_heard_from_fails_the_sum(column, call):
-    class Deaf(Thread):
-        """The collective says that it completed, and the last row is an old one."""
-
-        calls = 0
-
-        def allgather(self, part, out):
-            super().allgather(part, out)
-            self.calls += 1
-            if self.calls == call:
-                out[-1, column] -= 1
-
-    answers = sums_of_threads(Fabric(2), [0, 1], some_terms([0, 1]), [[0], [1]], 3, comm=Deaf)
-
-    assert [type(answer) for answer in answers] == [PeerFailed, PeerFailed]
-
-
-def test_vectors_of_different_lengths_are_refused_by_all():
-    class Longer(Thread):
-        def allgather(self, part, out):
-            super().allgather(part, out)
-            out[1, 3] = 4
-
-    answers = sums_of_threads(Fabric(2), [0, 1], some_terms([0, 1]), [[0], [1]], 3, comm=Longer)
-
-    assert [type(answer) for answer in answers] == [ScriptError, ScriptError]
-    assert "different lengths, in rank order [3, 4]" in str(answers[0])
 
 
 # -- real workers

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.comm.base import BROADCAST_BYTES, POST_TAG, Placed, SingleRankCommunicator
+from holdfast.comm.dissemination import dissemination_rounds
 from holdfast.comm.groups import (
     AddressExchange,
     GroupWork,
@@ -44,6 +45,8 @@ _NEW_WAIT_S = 1.0
 
 _ALONE_TAG = (1 << 30) + 2
 """Tag of the messages between members that have lost their store; larger than any other tag."""
+_MAXIMUM_TAG = (1 << 30) + 3
+"""Tag of the rounds of a maximum."""
 
 
 class C10dCommunicator(SingleRankCommunicator):
@@ -135,10 +138,29 @@ class C10dCommunicator(SingleRankCommunicator):
         self._with_group(begin)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each integer; see :meth:`Communicator.maximum`."""
-        data = torch.tensor(values, dtype=torch.int64)
-        self._reduce(data, dist.ReduceOp.MAX)
-        return [int(value) for value in data]
+        """Return the maximum of each integer, by log2(n) rounds of messages; see :meth:`Communicator.maximum`.
+
+        Gloo's own all-reduce is a ring, whose every hop waits for the one before: 2n of them.
+        """
+        if len(self.members) == 1:
+            self._roster.check()
+            return list(values)
+        largest = torch.tensor(values, dtype=torch.int64)
+        if len(self.members) == 2:  # one hop either way, and Gloo has a thread for it
+            self._reduce(largest, dist.ReduceOp.MAX)
+            return largest.tolist()
+        heard, place, count = torch.empty_like(largest), self._index(self._me), len(self.members)
+
+        def run_rounds(group: Any) -> None:
+            for to, source in dissemination_rounds(place, count):
+                works = [group.recv([heard], source, _MAXIMUM_TAG), group.send([largest], to, _MAXIMUM_TAG)]
+                for work in works:
+                    work.wait()
+                torch.maximum(largest, heard, out=largest)
+
+        # One thread makes all rounds: Gloo reports the arrival of a message only to a thread that waits for it.
+        self._run(lambda group: ThreadedWork(lambda: run_rounds(group)))
+        return largest.tolist()
 
     def broadcast(self, data: torch.Tensor, root: int) -> None:
         """Reduce with MAX over bytes that are zero everywhere but on the root; see :meth:`Communicator.broadcast`."""
@@ -165,7 +187,7 @@ class C10dCommunicator(SingleRankCommunicator):
 
     def barrier(self) -> None:
         """Block until every member has called it."""
-        self._reduce(torch.zeros(1, dtype=torch.uint8), dist.ReduceOp.MAX)
+        self.maximum([0])
 
     def check_failures(self) -> None:
         """Poll the store for failures; see :meth:`Exchange.check_failures`.

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from holdfast.comm.base import Collectives, Placed
+from holdfast.comm.dissemination import dissemination_rounds
 
 
 class TaggedCollectives(Collectives, Protocol):
@@ -82,24 +83,24 @@ class Subgroup:
         self._world.sendrecv(gives, takes, tag=self._tag)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each integer; see :meth:`Exchange.maximum`."""
-        gathered = torch.empty(len(self.processes), len(values), dtype=torch.int64)
-        self.allgather(torch.from_numpy(np.array(values, dtype=np.int64)), gathered)
-        return [int(value) for value in gathered.amax(0)]
+        """Return the maximum of each integer, by log2(n) rounds of messages; see :meth:`Exchange.maximum`."""
+        count, place = len(self.processes), self.processes.index(self.local_ranks)
+        largest = torch.from_numpy(np.array(values, dtype=np.int64))
+        heard = torch.empty_like(largest)
+        for to, source in dissemination_rounds(place, count):
+            self.sendrecv([(to, largest)], [(source, heard)])
+            torch.maximum(largest, heard, out=largest)
+        if count == 1:
+            self.sendrecv([], [])  # there is no peer to wait for, but this raises if a worker has failed
+        return largest.tolist()
 
     def check_failures(self) -> None:
         """Check for failures in the whole world: any worker may have revoked the generation."""
         self._world.check_failures()
 
     def barrier(self) -> None:
-        """Block until every member has called it (dissemination barrier, log2(n) rounds)."""
-        count, place, step = len(self.processes), self.processes.index(self.local_ranks), 1
-        word, heard = torch.zeros(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
-        while step < count:
-            self.sendrecv([((place + step) % count, word)], [((place - step) % count, heard)])
-            step *= 2
-        if count == 1:
-            self.sendrecv([], [])  # there is no peer to wait for, but this raises if a worker has failed
+        """Block until every member has called it."""
+        self.maximum([0])
 
     def _of(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(rank for rank in ranks if rank in self._ranks)

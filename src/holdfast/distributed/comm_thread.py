@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from holdfast.comm.allreduce.mover import FABRIC
 from holdfast.comm.base import Message
 from holdfast.comm.connecting import connect_messages
 from holdfast.comm.seated import SeatedCommunicator
@@ -121,6 +122,11 @@ class CommThread:
     def _connect(self) -> None:
         publish_connecting()
         its = Settings.from_env()
+        if its.between_hosts != FABRIC:
+            raise ConfigError(
+                f"between_hosts {its.between_hosts} is for sessions, and not for the torch.distributed backend:"
+                f" leave it at {FABRIC}"
+            )
         base = connect_messages(its.fabric, its.workers, its.ranks, rank=its.rank, store=its.store, token=its.token)
         first = tuple(map(int, its.ranks.split(","))) if its.ranks else base.members
         self.world = SeatedCommunicator(base, first[: len(first) - its.spares])

@@ -148,6 +148,7 @@ class TrainingLoop:
                 trainable.size_bytes,
                 device=device_of(trainable.device),
                 shared_bytes=job.settings.shared_bytes,
+                between_hosts=job.settings.between_hosts,
             )
         return job.loops.sum
 

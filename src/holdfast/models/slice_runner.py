@@ -206,7 +206,7 @@ class SliceRunner(Runner):
     # -- all-reduces
 
     def sum_bucket(self, batch: MiniBatch, bucket: int) -> None:
-        members = self._job.comm.members
+        members = frozenset(self._job.comm.members)
         self._context.log.mark("allreduce")
         self._reducer.sum(
             batch,

@@ -269,6 +269,7 @@ class StageExecutor:
                 size_bytes,
                 device=device_of(self._resident.held[part].device),
                 shared_bytes=self._settings.shared_bytes,
+                between_hosts=self._settings.between_hosts,
             )
             made.keeps_terms = strategy_class(self._settings.strategy).continues_steps
             if known is not None:

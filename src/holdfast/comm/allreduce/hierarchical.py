@@ -4,20 +4,24 @@ Only in ``tree`` order, whose aligned groups of slices can be added by the host 
 (:func:`~holdfast.comm.allreduce.adding.groups`)::
 
     each worker's terms lie in its own segments          no other process writes them
-    phase A: all-gather, ready                           all terms are there
+    barrier A                                            all terms are there
     add the groups of my host, my share of the vector    in place, from the terms
     exchange the sums of groups, finish the tree         one worker per chunk, which also divides it
-    exchange finished chunks                             into the result shared by my host
-    phase B: all-gather, done                            all shares of all results are there
+    gather finished chunks                               into the result shared by my host
+    barrier B                                            all shares of all results are there
     the optimizer reads the result of its host in place
 
 Every worker of a host has a share of the vector. For each piece of it, it communicates with the one worker of every
-other host whose share contains the piece. So each chunk crosses once from host to host, however many workers they have,
-and no worker waits for another of its own host between A and B.
+other host whose share contains the piece: on hosts with as many workers each, the n-th of one with the n-th of the
+others, its *rail* (:func:`rails`). So each chunk crosses once from host to host, however many workers they have, and no
+worker waits for another of its own host between A and B.
+
+With ``H`` hosts and vectors of ``B`` bytes a host sends ``g * B * (H - 1) / H`` bytes of sums, where ``g`` is the
+number of groups that it holds, and ``B * (H - 1) / H`` of results: ``1.75 * B`` for 8 hosts whose slices form one
+group each. After a loss only the hosts that then hold more groups send more.
 
 Correctness after failures and late wake-ups rests on the same rules as in :mod:`~holdfast.comm.allreduce.shm`: one
-writer per share, terms that no other process writes, new memory in every generation. The phase words are all-gathered
-instead of written to memory, because not every process could read them there; a missing or stale word is an error.
+writer per share, terms that no other process writes, new memory in every generation.
 """
 
 from __future__ import annotations
@@ -30,9 +34,11 @@ import torch
 
 from holdfast.comm.allreduce.adding import MeanDivisor, TiledSum, groups
 from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, ignore_corruption, num_tiles
-from holdfast.comm.allreduce.shm import HostMemory, Slots, SlotSpan
+from holdfast.comm.allreduce.host_barrier import HostBarrier
+from holdfast.comm.allreduce.mover import Mover
+from holdfast.comm.allreduce.shm import LEFT_OUT, MAX_INTEGERS, HostMemory, Slots, SlotSpan
 from holdfast.comm.base import Collectives
-from holdfast.errors import PeerFailed, ScriptError
+from holdfast.errors import ScriptError
 
 ORDER_BETWEEN_HOSTS = "tree"
 """The order in which a host may add its slices before sending."""
@@ -60,7 +66,7 @@ class _Plan:
     give_sums: _Messages = field(default_factory=list)
     take_sums: _Messages = field(default_factory=list)
     finish: list[TiledSum] = field(default_factory=list)
-    give_results: _Messages = field(default_factory=list)
+    give_results: list[tuple[list[int], torch.Tensor]] = field(default_factory=list)
     take_results: _Messages = field(default_factory=list)
     taken: list[ChecksummedVector] = field(default_factory=list)
 
@@ -68,16 +74,19 @@ class _Plan:
 class HierarchicalReduce:
     """The all-reduce for processes on several hosts, each of which has shared memory.
 
-    ``hosts`` has the host of each process, from 0 without gaps. The words in ``memory`` are not used.
+    Args:
+        comm: The members.
+        hosts: The host of each process, from 0 without gaps.
+        memory: The memory of this worker's host.
+        mover: Moves sums and results between hosts.
     """
 
-    def __init__(self, comm: Collectives, hosts: Sequence[int], memory: HostMemory) -> None:
-        self._comm = comm
+    def __init__(self, comm: Collectives, hosts: Sequence[int], memory: HostMemory, mover: Mover) -> None:
         self._hosts = hosts
         self._memory = memory
         self._me = comm.processes.index(comm.local_ranks)
-        self._words = torch.tensor([[n, comm.generation, 0, 0] for n in memory.incarnations], dtype=torch.int64)
-        self._heard = torch.zeros_like(self._words)
+        self._barrier = HostBarrier(comm, hosts, memory)
+        self._mover = mover
         self._plans: dict[SlotSpan, _Plan] = {}
 
     def __call__(
@@ -92,18 +101,28 @@ class HierarchicalReduce:
         """Return the reduced vector; see :class:`~holdfast.comm.allreduce.ordered.OrderedAllReduce`."""
         assert order == ORDER_BETWEEN_HOSTS, order
         plan = self._get_plan(span, slots)
-        self._gather_phases(span)  # A: all terms are there
+        self.check_same(span)  # A: all terms are there
         midway()
         for addition in plan.own:
             addition(altered=altered)
-        self._comm.sendrecv(plan.give_sums, plan.take_sums)
+        self._mover.exchange(plan.give_sums, plan.take_sums)
         for addition in plan.finish:
             addition(mean, altered)
-        self._comm.sendrecv(plan.give_results, plan.take_results)
+        self._mover.gather(plan.give_results, plan.take_results)
         if not all(part.is_intact() for part in plan.taken):
             altered(SUM)
-        self._gather_phases(span)  # B: all shares are there, on all hosts
+        self._barrier()  # B: all shares are there, on all hosts
         return self.result(span)
+
+    def check_same(self, span: SlotSpan) -> None:
+        """A barrier; raises ``ScriptError`` unless all processes all-reduce vectors of one length."""
+        longest, shortest = self._barrier((span.length, -span.length))
+        if longest != -shortest:
+            raise ScriptError(f"the workers all-reduce vectors of different lengths, from {-shortest} to {longest}")
+
+    def maximum(self, values: Sequence[int]) -> list[int] | None:
+        """Return the maximum of each integer over all members, None if these are too many."""
+        return self._barrier(values) if len(values) <= MAX_INTEGERS else None
 
     @property
     def result_memory(self) -> torch.Tensor | None:
@@ -114,29 +133,19 @@ class HierarchicalReduce:
         """Return the last result; it is complete once *any* worker, on any host, has completed the all-reduce."""
         return span.of(self._memory.given)
 
-    def _gather_phases(self, span: SlotSpan) -> None:
-        """All-gather the phase words, and check that all processes are in the same phase."""
-        self._words[:, 2] += 1
-        self._words[self._me, 3] = span.length
-        self._comm.allgather(self._words[self._me], self._heard)
-        if not torch.equal(self._heard[:, :3], self._words[:, :3]):
-            heard = self._heard[:, :3].tolist()
-            raise PeerFailed(f"not every worker has reported phase {self._words[0, 2]}: got {heard}")
-        if (self._heard[:, 3] != span.length).any():
-            lengths = self._heard[:, 3].tolist()
-            raise ScriptError(f"the workers all-reduce vectors of different lengths, in rank order {lengths}")
-
     # -- the plan: additions and messages
 
     def _get_plan(self, span: SlotSpan, slots: Slots) -> _Plan:
         known = self._plans.get(span)
-        if known is None or known.slots != slots:
+        if known is None or (known.slots is not slots and known.slots != slots):
             known = self._plans[span] = self._make_plan(span, slots)
         return known
 
     def _make_plan(self, span: SlotSpan, slots: Slots) -> _Plan:
         plan, host = _Plan(slots), self._hosts[self._me]
-        places = {n: (process, row) for process, held in enumerate(slots) for row, n in enumerate(held)}
+        places = {
+            n: (process, row) for process, held in enumerate(slots) for row, n in enumerate(held) if n != LEFT_OUT
+        }
         holders = {n: self._hosts[process] for n, (process, _) in places.items()}
         of_host: list[list[_Group]] = [[] for _ in set(self._hosts)]
         for group in groups(holders):
@@ -175,6 +184,8 @@ class HierarchicalReduce:
         """Receive the sums of other hosts, add them and the slices of this one, and send the result to all hosts."""
         meeting = [(n, term[piece.part]) for n, term in terms.items()]
         out = _result(span, span.of(self._memory.result)[piece.part])
+        others = [worker for host, worker in enumerate(piece.workers) if host != piece.finisher]
+        plan.give_results += [(others, message) for message in out.messages()]
         for host, (peer, theirs) in enumerate(zip(piece.workers, of_host, strict=True)):
             if host == piece.finisher:
                 continue
@@ -183,7 +194,6 @@ class HierarchicalReduce:
                 plan.take_sums += [(peer, message) for message in sums.messages()]
                 # A group's sum takes the place of one of its slices: no other slice is added before it is complete.
                 meeting += [(group[0], _row(sums, i)) for i, group in enumerate(theirs)]
-            plan.give_results += [(peer, message) for message in out.messages()]
         meeting.sort(key=lambda term: term[0])
         plan.finish.append(TiledSum(meeting, out, piece.part.start, ORDER_BETWEEN_HOSTS))
 
@@ -221,6 +231,14 @@ def pieces(hosts: Sequence[int], length: int, line: int) -> Iterator[ReducePiece
         size = _even(stop - start, count, line)
         for finisher, begin in enumerate(range(start, stop, size)):
             yield ReducePiece(slice(begin, min(begin + size, stop)), owners, finisher)
+
+
+def rails(hosts: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the groups of processes that exchange pieces: the n-th of every host, or all if hosts are not alike."""
+    workers = [[process for process, host in enumerate(hosts) if host == mine] for mine in range(max(hosts) + 1)]
+    if len({len(here) for here in workers}) > 1:
+        return [tuple(range(len(hosts)))]
+    return list(zip(*workers, strict=True))
 
 
 def _even(length: int, count: int, line: int) -> int:

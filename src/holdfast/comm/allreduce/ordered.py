@@ -17,6 +17,7 @@ from holdfast.comm.allreduce.adding import MeanDivisor
 from holdfast.comm.allreduce.alltoall import AllToAllReduce
 from holdfast.comm.allreduce.checksums import SUM, Altered, Midway, ignore_corruption
 from holdfast.comm.allreduce.hierarchical import ORDER_BETWEEN_HOSTS, HierarchicalReduce
+from holdfast.comm.allreduce.mover import MakeMover, Mover, fabric_mover
 from holdfast.comm.allreduce.shm import ALIGN, LEFT_OUT, MemoryExchange, SharedMemoryReduce, Slots, SlotSpan, sum_alone
 from holdfast.comm.base import Collectives
 from holdfast.comm.memory import OpenSegments, SharedSegment, free_bytes
@@ -40,6 +41,7 @@ class OrderedAllReduce:
         size_bytes: Memory per slice, the same on every member; spans lie in it.
         device: Device of the terms.
         shared_bytes: Upper bound of the memory that this worker shares with its host; 0: none, -1: what is free.
+        make_mover: Makes what moves bytes between hosts in :class:`HierarchicalReduce`.
     """
 
     def __init__(
@@ -50,8 +52,11 @@ class OrderedAllReduce:
         *,
         device: torch.device | str = "cpu",
         shared_bytes: int = -1,
+        make_mover: MakeMover = fabric_mover,
     ) -> None:
         self._comm = comm
+        self._make_mover = make_mover
+        self._mover: Mover | None = None
         self._order = order
         self._size_bytes = max(ALIGN, size_bytes)
         self._device = torch.device(device)
@@ -63,6 +68,9 @@ class OrderedAllReduce:
         self._path: Path | None = None
         self._taken: Path | None = None
         self._made_for: tuple[int, tuple[int, ...]] = (-1, ())
+        self._fits: Slots = ()
+        self._asked: tuple[Sequence[int], Sequence[int], Mapping[int, int]] = ((), (), {})
+        self._slots: Slots = ()
         self._warned = shared_bytes == 0
         self.keeps_terms = True
         """Whether terms stay as they are until the step ends; if not, the result may overwrite the first of each process."""
@@ -121,11 +129,7 @@ class OrderedAllReduce:
             altered: If the span is checked, called with each slice whose term does not match its checksum; where sums
                 of several slices are sent, with the first of them; with ``SUM`` if the result changed on its way here.
         """
-        slots = tuple(tuple(sorted(n for n, rank in owners.items() if rank in ranks)) for ranks in self._comm.processes)
-        if rows:
-            me = self._comm.processes.index(self._comm.local_ranks)
-            mine = tuple(n if n in slots[me] else LEFT_OUT for n in rows)
-            slots = (*slots[:me], mine, *slots[me + 1 :])
+        slots = self._assign_slots(owners, rows)
         self._taken = self._choose_path(slots, order or self._order)
         if isinstance(self._taken, AllToAllReduce):
             self._taken.keeps_terms = self.keeps_terms
@@ -137,13 +141,16 @@ class OrderedAllReduce:
 
     def check_same(self, span: SlotSpan, order: str) -> None:
         """Raise ``ScriptError`` unless all members reduce the same kind of vector, where the check costs no message."""
-        if self._made_for[0] == self._comm.generation and isinstance(self._path, SharedMemoryReduce):
-            self._path.check_same(span, order)
+        if self._made_for[0] == self._comm.generation:
+            if isinstance(self._path, SharedMemoryReduce):
+                self._path.check_same(span, order)
+            elif isinstance(self._path, HierarchicalReduce):
+                self._path.check_same(span)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each of a few 64-bit integers, over this generation's transport; see :meth:`open`."""
         is_of_now = self._made_for[0] == self._comm.generation
-        if is_of_now and isinstance(self._path, SharedMemoryReduce):
+        if is_of_now and isinstance(self._path, SharedMemoryReduce | HierarchicalReduce):
             result = self._path.maximum(values)
             if result is not None:
                 return result
@@ -171,6 +178,23 @@ class OrderedAllReduce:
 
     # -- setup
 
+    def _assign_slots(self, owners: Mapping[int, int], rows: Sequence[int]) -> Slots:
+        """Return which process has which terms; all buckets of a step get the same object, computed once."""
+        asked = (self._comm.members, list(rows), owners)
+        if self._asked != asked:
+            processes = self._comm.processes
+            process_of = {rank: process for process, ranks in enumerate(processes) for rank in ranks}
+            held: list[list[int]] = [[] for _ in processes]
+            for number in sorted(owners):
+                if owners[number] in process_of:
+                    held[process_of[owners[number]]].append(number)
+            if rows:
+                me = process_of[self._comm.local_ranks[0]]
+                mine = set(held[me])
+                held[me] = [number if number in mine else LEFT_OUT for number in rows]
+            self._asked, self._slots = (*asked[:2], dict(owners)), tuple(map(tuple, held))
+        return self._slots
+
     def _choose_path(self, slots: Slots, order: str) -> Path:
         path = self._path_of_generation(slots)
         if isinstance(path, HierarchicalReduce) and order != ORDER_BETWEEN_HOSTS:
@@ -179,15 +203,21 @@ class OrderedAllReduce:
 
     def _path_of_generation(self, slots: Slots) -> Path:
         """Return the transport, chosen anew in every generation: shared memory of an older one is not reused."""
-        rows = tuple(map(len, slots))
         generation, known = self._made_for
+        if self._path is not None and slots is self._fits and generation == self._comm.generation:
+            return self._path
+        rows = tuple(map(len, slots))
         is_old = generation != self._comm.generation
         if is_old or any(need > have for need, have in zip(rows, known, strict=True)):
             rows = rows if is_old else tuple(map(max, rows, known))
+            if is_old and self._mover is not None:
+                self._mover.abort()
+                self._mover = None
             self._path, self._taken, self._made_for = None, None, (-1, ())
             self._path, told = self._make_path(rows[self._comm.processes.index(self._comm.local_ranks)])
             self._made_for = (self._comm.generation, tuple(map(max, rows, told)))
         assert self._path is not None
+        self._fits = slots
         return self._path
 
     def _make_path(self, rows: int) -> tuple[Path, Sequence[int]]:
@@ -203,11 +233,11 @@ class OrderedAllReduce:
                 return AllToAllReduce(self._comm, self._room, self._size_bytes), none  # expected, no warning
             memory = known.open()
             if not isinstance(memory, str):
-                made = (
-                    SharedMemoryReduce(self._comm, memory)
-                    if known.is_one_host
-                    else HierarchicalReduce(self._comm, known.hosts, memory)
-                )
+                if known.is_one_host:
+                    made: Path = SharedMemoryReduce(self._comm, memory)
+                else:
+                    self._mover = self._mover or self._make_mover(self._comm, known.hosts)
+                    made = HierarchicalReduce(self._comm, known.hosts, memory, self._mover)
                 return made, [len(row.slots) for row in known.told]
             why = memory
         self._warn(why)

@@ -19,6 +19,7 @@ import torch
 
 from holdfast.comm.allreduce.adding import MeanDivisor
 from holdfast.comm.allreduce.checksums import Altered, Midway, ignore_corruption
+from holdfast.comm.allreduce.mover import FABRIC, MakeMover, fabric_mover
 from holdfast.comm.allreduce.ordered import OrderedAllReduce, Path
 from holdfast.comm.allreduce.shm import SlotSpan, sum_alone
 from holdfast.comm.base import Collectives
@@ -33,9 +34,16 @@ class StagedAllReduce(OrderedAllReduce):
     """
 
     def __init__(
-        self, comm: Collectives, order: str, size_bytes: int, device: Device, *, shared_bytes: int = -1
+        self,
+        comm: Collectives,
+        order: str,
+        size_bytes: int,
+        device: Device,
+        *,
+        shared_bytes: int = -1,
+        make_mover: MakeMover = fabric_mover,
     ) -> None:
-        super().__init__(comm, order, size_bytes, shared_bytes=shared_bytes)
+        super().__init__(comm, order, size_bytes, shared_bytes=shared_bytes, make_mover=make_mover)
         self._on = device
         self._terms: list[torch.Tensor] = []
         self._results: torch.Tensor | None = None
@@ -169,11 +177,39 @@ class DeviceAllReduce(OrderedAllReduce):
 
 
 def make_allreduce(
-    comm: Collectives, order: str, size_bytes: int, *, device: Device, shared_bytes: int = -1
+    comm: Collectives,
+    order: str,
+    size_bytes: int,
+    *,
+    device: Device,
+    shared_bytes: int = -1,
+    between_hosts: str = FABRIC,
 ) -> OrderedAllReduce:
-    """Return the all-reduce for terms in the memory of ``device``; for the arguments see :class:`OrderedAllReduce`."""
-    if device.is_host:
-        return OrderedAllReduce(comm, order, size_bytes, device=device.device, shared_bytes=shared_bytes)
-    if device.adds and isinstance(comm, VirtualCommunicator):
+    """Return the all-reduce for terms in the memory of ``device``; for the arguments see :class:`OrderedAllReduce`.
+
+    Raises:
+        ConfigError: if what ``between_hosts`` names cannot be used here; see :func:`choose_mover`.
+    """
+    make_mover = choose_mover(between_hosts, device.device)
+    if device.adds and isinstance(comm, VirtualCommunicator) and not device.is_host:
         return DeviceAllReduce(comm, order, size_bytes, device)
-    return StagedAllReduce(comm, order, size_bytes, device, shared_bytes=shared_bytes)
+    if device.is_host:
+        return OrderedAllReduce(
+            comm, order, size_bytes, device=device.device, shared_bytes=shared_bytes, make_mover=make_mover
+        )
+    return StagedAllReduce(comm, order, size_bytes, device, shared_bytes=shared_bytes, make_mover=make_mover)
+
+
+def choose_mover(between_hosts: str, device: torch.device) -> MakeMover:
+    """Return how to make movers for a model on ``device``, by the value of ``Settings.between_hosts``.
+
+    Raises:
+        ConfigError: if this mover cannot be used here.
+    """
+    if between_hosts == FABRIC:
+        return fabric_mover
+    from holdfast.comm.allreduce.nccl import NcclMover
+    from holdfast.comm.allreduce.nccl_library import library_of
+
+    library = library_of(device)
+    return lambda comm, hosts: NcclMover(comm, hosts, library)

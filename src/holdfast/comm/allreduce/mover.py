@@ -1,0 +1,67 @@
+"""Movers: how workers on several hosts exchange group sums and results. A mover only moves bytes; it adds nothing.
+
+:class:`~holdfast.comm.allreduce.hierarchical.HierarchicalReduce` decides which bytes go where, and in which order they
+are added, so the mover cannot change a bit of the result. Barriers do not go through the mover: a failure is found by
+the fabric, whichever mover is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from holdfast.comm.base import Collectives, Placed
+
+Copies = Sequence[tuple[Sequence[int], torch.Tensor]]
+"""Contiguous tensors, each with the processes that receive a copy; see :data:`~holdfast.comm.base.Placed`."""
+
+
+FABRIC = "fabric"
+"""The value of ``Settings.between_hosts`` for messages of the fabric."""
+
+
+class Mover(Protocol):
+    """Moves tensors in host memory between processes, as many bytes to each as there are: nothing is padded.
+
+    Both methods return when all of ``receive`` has arrived, and raise :class:`~holdfast.errors.PeerFailed` if it will
+    not. The n-th tensor from a process matches the n-th that it sends to this one, and has the same size. After a
+    failure the contents of ``receive`` are undefined, and may still change.
+    """
+
+    def exchange(self, send: Placed, receive: Placed) -> None:
+        """Send different tensors to some processes, and receive from some (an all-to-all with uneven parts)."""
+
+    def gather(self, send: Copies, receive: Placed) -> None:
+        """Send the same tensor to several processes, and receive theirs (an all-gather with uneven parts)."""
+
+    def abort(self) -> None:
+        """End what is still under way, for good. Does not block for long; see each mover for its deadline."""
+
+
+class FabricMover:
+    """Sends messages of the fabric: TCP by Gloo, whatever Open MPI has chosen under ``ulfm``."""
+
+    def __init__(self, comm: Collectives) -> None:
+        self._comm = comm
+
+    def exchange(self, send: Placed, receive: Placed) -> None:
+        """See :meth:`Mover.exchange`."""
+        self._comm.sendrecv(send, receive)
+
+    def gather(self, send: Copies, receive: Placed) -> None:
+        """See :meth:`Mover.gather`; each copy is a message of its own."""
+        self._comm.sendrecv([(place, data) for places, data in send for place in places], receive)
+
+    def abort(self) -> None:
+        """Do nothing: the fabric ends its own messages when a generation is revoked."""
+
+
+MakeMover = Callable[[Collectives, Sequence[int]], Mover]
+"""Makes the mover of a generation for its members, given the host of each process; a collective."""
+
+
+def fabric_mover(comm: Collectives, hosts: Sequence[int]) -> Mover:
+    """Make a :class:`FabricMover`."""
+    return FabricMover(comm)

@@ -1,0 +1,309 @@
+"""The all-reduce between hosts, whose workers are threads here: barriers, pieces, bytes, and what a death does."""
+
+import math
+import threading
+import time
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+import torch
+from host_threads import SUM_TYPE, Fabric, Thread
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from holdfast.comm import MeanDivisor, OrderedAllReduce, SlotSpan, VirtualCommunicator
+from holdfast.comm.allreduce import adding, hierarchical
+from holdfast.comm.allreduce.hierarchical import HierarchicalReduce, pieces, rails
+from holdfast.comm.allreduce.mover import FabricMover
+from holdfast.comm.allreduce.shm import HostMemory
+from holdfast.errors import PeerFailed, ScriptError
+
+
+def some_terms(numbers):
+    return {n: torch.randn(3, generator=torch.Generator().manual_seed(n)) * 10.0 ** (n % 7) for n in numbers}
+
+
+def added(terms):
+    out = torch.empty(3)
+    adding.tree(sorted(terms.items()), out)
+    return out
+
+
+# -- who adds which part of the vector
+
+
+workers_of_hosts = st.lists(st.integers(1, 4), min_size=2, max_size=4)
+
+
+@settings(max_examples=500, deadline=None)
+@given(workers_of_hosts, st.integers(0, 200), st.sampled_from([8, 16]))
+@example([1, 2], 8, 8).via("the cut at the end is none")
+def test_pieces_cover_the_vector_once_and_each_is_in_one_share_of_every_host(sizes, length, line):
+    of_process = [host for host, size in enumerate(sizes) for _ in range(size)]
+
+    cut = list(pieces(of_process, length, line))
+
+    assert [n for piece in cut for n in range(piece.part.start, piece.part.stop)] == list(range(length))
+    assert all(piece.part.start % line == 0 for piece in cut)
+    for piece in cut:
+        assert [of_process[worker] for worker in piece.workers] == list(range(len(sizes)))
+    for process in range(len(of_process)):
+        mine = [piece.part for piece in cut if process in piece.workers]
+        assert all(a.stop == b.start for a, b in pairwise(mine)), "a share is in one piece"
+
+
+# -- workers on several hosts
+
+
+def sums_of_threads(fabric, terms, slots, length, mean=None, comm=Thread, times=1):
+    """Return each process's sum, or what it raised; the numbers of all results start as NaN."""
+    span, of_process = SlotSpan(64, length, SUM_TYPE), fabric.of_process
+    room = torch.full((span.end,), 255, dtype=torch.uint8)
+    memory = []
+    for held in slots:
+        memory.append([room.clone() for _ in held])
+        for n, of_slot in zip(held, memory[-1], strict=True):
+            span.of(of_slot).copy_(terms[n])
+    results = [room.clone() for _ in set(of_process)]
+
+    def work(comm):
+        mine = of_process[comm.me]
+        reach = [m if of_process[p] == mine else [] for p, m in enumerate(memory)]
+        of_host = HostMemory(reach, results[mine], results[mine], fabric.words[mine], range(fabric.count))
+        add = HierarchicalReduce(comm, of_process, of_host, FabricMover(comm))
+        return [add(span, slots, "tree", mean, lambda: None).clone() for _ in range(times)][-1]
+
+    return fabric.run(work, comm)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    workers_of_hosts,
+    st.dictionaries(st.integers(0, 20), st.integers(0, 99)),
+    st.integers(0, 300),
+    st.integers(0, 300),
+    st.randoms(use_true_random=False),
+)
+def test_the_sum_between_hosts_has_the_bits_of_the_tree_over_all_slices(sizes, owners, length, divided, chance):
+    of_process = [host for host, size in enumerate(sizes) for _ in range(size)]
+    chance.shuffle(of_process)  # processes of one host need not be neighbours
+    numbers = {host: i for i, host in enumerate(dict.fromkeys(of_process))}
+    of_process = [numbers[host] for host in of_process]
+    slots = [sorted(n for n, at in owners.items() if at % len(of_process) == p) for p in range(len(of_process))]
+    terms = {n: torch.randn(length, generator=torch.Generator().manual_seed(n)) * 10.0 ** (n % 5) for n in owners}
+    expected = torch.empty(length)
+    adding.tree(sorted(terms.items()), expected)
+    expected[:divided] /= 3
+
+    fabric = Fabric(of_process)
+    answers = sums_of_threads(fabric, terms, slots, length, MeanDivisor(3, divided), times=2)
+
+    for answer in answers:
+        assert torch.equal(answer, expected)
+        assert torch.equal(answer.signbit(), expected.signbit())
+    assert all(of_process[a] != of_process[b] for a, b, *_ in fabric.sent), "inside a host nobody sends"
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 4), (3, 1), (2, 3, 4)])
+def test_each_chunk_crosses_once_however_many_workers_a_host_has(sizes):
+    of_process = [host for host, size in enumerate(sizes) for _ in range(size)]
+    terms, length = some_terms(range(8)), 1200
+    terms = {n: term.repeat(length // 3) for n, term in terms.items()}
+    firsts = list(accumulate(sizes, initial=0))[:-1]
+    slots = [[] for _ in of_process]
+    for n in terms:  # contiguous and aligned: the first host half of them, the others what is left
+        slots[firsts[0 if n < 4 else 1 if n < 6 or len(sizes) == 2 else 2]].append(n)
+
+    fabric = Fabric(of_process)
+    sums_of_threads(fabric, terms, slots, length)
+
+    each_way = (len(sizes) - 1) * 4 * length  # a vector's sums to who finishes them, and its results to all hosts
+    assert sum(fabric.bytes_by_host()) == 2 * each_way
+
+
+def bytes_of(hosts, workers, owner_of):
+    """What each host sends, in vectors, if slice ``n`` of as many as there are workers belongs to ``owner_of(n)``."""
+    of_process = [host for host in range(hosts) for _ in range(workers)]
+    terms = {n: torch.full((hosts * workers * 160,), 1.0 + n) for n in range(len(of_process))}
+    slots = [[n for n in terms if owner_of(n) == process] for process in range(len(of_process))]
+    fabric, length = Fabric(of_process), len(terms[0])
+    answers = sums_of_threads(fabric, terms, slots, length)
+    assert all(answer[0] == sum(range(1, len(terms) + 1)) for answer in answers)
+    return [sent / (4 * length) for sent in fabric.bytes_by_host()]
+
+
+def test_eight_hosts_of_even_slices_send_a_vector_and_three_quarters_each_however_many_workers_they_have():
+    assert bytes_of(8, 1, lambda n: n) == [1.75] * 8
+    assert bytes_of(8, 2, lambda n: n) == [1.75] * 8
+
+
+def test_after_a_loss_only_the_host_that_holds_a_group_more_sends_more():
+    """The messages of one path for all would be as long as the longest."""
+    own_host = bytes_of(4, 2, lambda n: 2 if n == 3 else n)
+    other_host = bytes_of(4, 2, lambda n: 7 if n == 0 else n)
+
+    assert own_host == [1.5] * 4, "its second worker took the slice over: the group is what it was"
+    assert other_host == [1.5, 1.5, 1.5, 1.5 + 0.75]
+
+
+@pytest.mark.parametrize(("sizes", "found"), [((3, 3), [(0, 3), (1, 4), (2, 5)]), ((2, 1), [(0, 1, 2)])])
+def test_every_piece_stays_on_its_rail(sizes, found):
+    of_process = [host for host, size in enumerate(sizes) for _ in range(size)]
+
+    assert rails(of_process) == found
+    for piece in pieces(of_process, 1000, 16):
+        assert any(set(piece.workers) <= set(rail) for rail in found)
+
+
+def test_adding_slices_together_that_are_no_subtree_is_found_out(monkeypatch):
+    """The negative control: a host adds everything that it holds."""
+    holders = {n: n // 3 for n in range(6)}
+    terms, slots = some_terms(holders), [[0, 1, 2], [3, 4, 5]]
+    monkeypatch.setattr(hierarchical, "groups", lambda _: [(0, 1, 2), (3, 4, 5)])
+
+    answers = sums_of_threads(Fabric([0, 1]), terms, slots, 3)
+
+    assert not torch.equal(answers[0], added(terms))
+
+
+def test_vectors_of_different_lengths_are_refused_by_all():
+    fabric = Fabric([0, 0, 1])
+    results = [torch.zeros(1024, dtype=torch.uint8) for _ in range(2)]
+
+    def work(comm):
+        mine = fabric.of_process[comm.me]
+        of_host = HostMemory([[]] * 3, results[mine], results[mine], fabric.words[mine], range(3))
+        add = HierarchicalReduce(comm, fabric.of_process, of_host, FabricMover(comm))
+        add(SlotSpan(0, 3 + (comm.me == 1), SUM_TYPE), ((),) * 3, "tree", None, lambda: None)
+
+    answers = fabric.run(work)
+
+    assert {str(answer) for answer in answers} == {"the workers all-reduce vectors of different lengths, from 3 to 4"}
+    assert {type(answer) for answer in answers} == {ScriptError}
+
+
+# -- the barrier
+
+
+@settings(max_examples=30, deadline=None)
+@given(workers_of_hosts, st.lists(st.integers(-(2**63), 2**63 - 1), max_size=15), st.randoms(use_true_random=False))
+def test_the_barrier_takes_the_maximum_of_each_integer_over_all_workers(sizes, values, chance):
+    of_process = [host for host, size in enumerate(sizes) for _ in range(size)]
+    given = [[chance.choice((value, -(2**63))) for value in values] for _ in of_process]
+    fabric = Fabric(of_process)
+
+    def work(comm):
+        barrier = fabric.barrier(comm)
+        return [barrier(given[comm.me]), barrier(), barrier([comm.me, -comm.me])]
+
+    last = len(of_process) - 1
+    expected = [[max(column) for column in zip(*given, strict=True)], [], [last, 0]]
+    assert fabric.run(work) == [expected] * len(of_process)
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 4, 5, 8])
+def test_a_barrier_takes_a_logarithm_of_messages_for_each_host_and_none_inside(hosts):
+    fabric = Fabric([process // 3 for process in range(3 * hosts)])
+
+    fabric.run(lambda comm: fabric.barrier(comm)())
+
+    assert fabric.messages_by_process() == [math.ceil(math.log2(hosts)), 0, 0] * hosts
+
+
+@pytest.mark.parametrize("late", range(5))
+def test_no_worker_leaves_the_barrier_before_the_last_has_entered(late):
+    fabric, entered = Fabric([0, 0, 1, 1, 2]), threading.Event()
+
+    def work(comm):
+        barrier = fabric.barrier(comm)
+        barrier()
+        if comm.me == late:
+            time.sleep(0.1)
+            entered.set()
+        barrier()
+        return entered.is_set()
+
+    assert fabric.run(work) == [True] * 5
+
+
+@pytest.mark.parametrize("dead", range(5))
+def test_a_worker_that_never_comes_fails_the_barrier_of_all_others(dead):
+    fabric = Fabric([0, 0, 1, 1, 2])
+
+    def work(comm):
+        barrier = fabric.barrier(comm)
+        barrier()
+        if comm.me == dead:
+            time.sleep(0.05)
+            raise SystemError("killed")
+        barrier()
+
+    answers = fabric.run(work)
+
+    assert [type(answer) for answer in answers] == [SystemError if me == dead else PeerFailed for me in range(5)]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["another-process", "another-generation", "an-earlier-phase"])
+@pytest.mark.parametrize("where", ["words", "message"])
+def test_a_word_that_is_not_of_now_is_no_arrival(number, where):
+    class Stale(Thread):
+        def sendrecv(self, send, receive):
+            super().sendrecv(send, receive)
+            if where == "message" and self.me == 0:
+                receive[0][1][number] -= 1
+
+    fabric = Fabric([0, 0, 1])
+    if where == "words":
+        fabric.words[0][1, :2] -= np.array([number == 0, number == 1])
+
+    def work(comm):
+        barrier = fabric.barrier(comm)
+        if number == 2 and where == "words":  # a wait returns wrongly, and the second worker is late
+            barrier._wait = lambda is_so: None
+            time.sleep(0.05 * (comm.me == 1))
+        return barrier()
+
+    assert PeerFailed in map(type, fabric.run(work, Stale))
+
+
+def test_a_fabric_whose_maximum_is_of_another_phase_fails_the_barrier():
+    class Late(Thread):
+        def maximum(self, values):
+            phase, *others = super().maximum(values)
+            return [phase + 1, *others]
+
+    fabric = Fabric([0, 1])
+
+    answers = fabric.run(lambda comm: fabric.barrier(comm)(), Late)
+
+    assert {type(answer) for answer in answers} == {PeerFailed}
+    assert "processes are in phases from 1 to 2, and not all in 1" in map(str, answers)
+
+
+# -- what is computed once a step
+
+
+class Turns(dict):
+    """Owners of slices that count how often they are gone through."""
+
+    count = 0
+
+    def __iter__(self):
+        self.count += 1
+        return super().__iter__()
+
+
+def test_which_process_has_which_slice_is_computed_once_for_all_buckets_of_a_step():
+    comm = VirtualCommunicator(64)
+    add = OrderedAllReduce(comm, "tree", 640)
+    spans = [SlotSpan(start, 16, SUM_TYPE) for start in range(0, 640, 64)]
+    owners = Turns((n, n % 64) for n in range(128))
+
+    for span in spans:
+        add(span, owners, rows=list(range(128)))
+
+    assert owners.count == 1
+    owners[5] = 7
+    add(spans[0], owners, rows=list(range(128)))
+    assert owners.count == 2, "changed owners are seen"
