@@ -1,4 +1,4 @@
-"""Everything of Holdfast that one GPU can show, in sections: ``python benchmarks/gpu.py``, about an hour on one card.
+"""Everything of Holdfast that one GPU can show, in sections: ``python benchmarks/gpu.py``, at most two hours on one card.
 
     python benchmarks/gpu.py --list
     python benchmarks/gpu.py [--only staged,kernel] [--again]
@@ -136,8 +136,22 @@ def start_section(name: str, section: Section, options: argparse.Namespace) -> s
         code = process.wait(section.limit_s)
     except subprocess.TimeoutExpired:
         end_group(process)
-        return f"time limit of {section.limit_s:.0f} s; the figures until then are kept"
-    return "" if code == 0 else f"ended with {code}" if code < 0 or code > 1 else "something does not hold, see above"
+        return unfinished(name, options, f"time limit of {section.limit_s:.0f} s")
+    if code in (0, 1):
+        return "something does not hold, see above" if code else ""
+    return unfinished(name, options, f"ended with {code}")
+
+
+def unfinished(name: str, options: argparse.Namespace, why: str) -> str:
+    """Say in the file of a section that ended early that it did; return why."""
+    path = path_of(options.out, options.device, name)
+    found = json.loads(path.read_text()) if path.exists() else {"commit": ""}
+    if found["commit"] != options.commit:
+        return f"{why}; there is no figure"
+    figures = found["figures"] | {"not complete": why}
+    results = Results(path, found | {"figures": None}, figures, [*found["failed"], "the section"])
+    results.write(why)
+    return f"{why}; the figures until then are kept"
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:

@@ -1,5 +1,6 @@
 """The scripts that measure on GPUs: how they are called, what they write, and that a figure of a CPU never counts."""
 
+import argparse
 import json
 import re
 import subprocess
@@ -81,6 +82,19 @@ def test_a_file_of_a_gpu_is_what_the_page_of_results_reads(tmp_path):
     assert "| a benchmark | bits: **fails**: 4 differ |" in rows[3]
     assert results.failed == ["bits"]
     assert json.loads(results.path.read_text())["ended"] == "cut short", "it is, until it is complete"
+
+
+def test_a_section_that_ended_early_says_so_beside_its_figures(tmp_path):
+    facts = facts_of("a benchmark", "cpu", "0123456789abcdef") | {"card": "NVIDIA X", "cards": 1, "driver": "1.2"}
+    Results(path_of(tmp_path, "cuda", "step"), facts).figure("1 B", "1.01 of a plain loop")
+    options = argparse.Namespace(out=tmp_path, device="cuda", commit="0123456789abcdef")
+
+    assert gpu.unfinished("step", options, "time limit of 5 s") == "time limit of 5 s; the figures until then are kept"
+    assert gpu.unfinished("kernel", options, "ended with -9") == "ended with -9; there is no figure"
+
+    rows = gpu_evidence(tmp_path).splitlines()[2:]
+    assert [row.split(" | ")[1] for row in rows] == ["1 B: 1.01 of a plain loop", "not complete: time limit of 5 s"]
+    assert not gpu.is_complete(path_of(tmp_path, "cuda", "step"), options.commit)
 
 
 def test_a_section_that_is_ended_by_its_time_limit_leaves_no_process(tmp_path):

@@ -4,6 +4,7 @@ Triton comes with wheels of torch for CUDA, so these tests of the kernel run whe
 """
 
 import importlib
+import importlib.metadata
 import itertools
 import math
 import random
@@ -22,6 +23,12 @@ needs_triton = pytest.mark.skipif(not ordered_add.HAS_TRITON, reason="needs Trit
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value) encountered:RuntimeWarning"
 )  # the interpreter's
+
+
+def triton_version():
+    return tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
+
+
 KERNEL = "holdfast.comm.allreduce.ordered_add_kernel"
 DTYPES = (torch.float32, torch.bfloat16)
 SLICES = ((0, 1), (0, 1, 2, 3, 4), (1, 2, 5, 6, 7, 12), tuple(range(16)), (3, 9, 10, 11, 30, 31, 63))
@@ -149,6 +156,8 @@ def ptx(module, dtype, order, capability, num_terms=8):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("order", ordered_add.KERNEL_ORDERS)
 def test_the_code_for_a_gpu_only_adds_in_float32_and_divides_correctly_rounded(compiled, dtype, order, capability):
+    if triton_version() < (3, 8):
+        pytest.skip("Triton before 3.8 was not looked at; 3.5 flushes denormal quotients, so torch adds there")
     code = ptx(compiled, dtype, order, capability)
     used = set(re.findall(r"^\s+(?:@!?%p\d+\s+)?([a-z]\w*(?:\.\w+)+)", code, re.M))
     of_floats = {name for name in used if re.search(r"\.(f16|bf16|f32|f64|bf16x2|f16x2)\b", name)}
@@ -208,14 +217,22 @@ def test_the_division_on_another_device_is_that_of_the_host(dtype, monkeypatch):
     assert torch.equal(bits(there), bits(here))
 
 
+def flushing(terms, out, order, mean):
+    """Add right, but with denormal quotients flushed to zero, as Triton 3.5 does."""
+    ordered_add.add_by_torch(terms, out, order, mean)
+    divided = out[: mean.numbers]
+    divided[divided.abs() < torch.finfo(torch.float32).tiny] = 0.0
+
+
 @pytest.mark.parametrize(
     ("by_kernel", "said"),
     [
         (lambda terms, out, order, mean: 1 / 0, "ZeroDivisionError: division by zero"),
-        (lambda terms, out, order, mean: out.fill_(1), "its bits are not those of torch"),
+        (lambda terms, out, order, mean: out.fill_(1), "it has other bits than torch"),
+        (flushing, "it has other bits than torch"),
         (ordered_add.add_by_torch, ""),
     ],
-    ids=["it fails", "other bits", "it works"],
+    ids=["it fails", "other bits", "flushes denormals", "it works"],
 )
 def test_the_kernel_is_tried_once_before_it_is_used(monkeypatch, by_kernel, said):
     monkeypatch.setattr(ordered_add, "add_by_kernel", by_kernel)

@@ -49,16 +49,13 @@ def ordered_add(terms: Terms, out: torch.Tensor, order: str, mean: MeanDivisor |
 def kernel_works(device: torch.device) -> bool:
     """Return whether the kernel has the bits of torch on a device, tried once there; warn if it has not.
 
-    Triton needs a C compiler on the machine, and a GPU that it knows. Torch gives the same bits without it.
+    Triton needs a C compiler on the machine, and a GPU that it knows; version 3.5 flushes denormal quotients to
+    zero. Torch gives the right bits without it.
     """
-    number = torch.arange(1, 3001, dtype=torch.float32, device=device)
-    terms = [(k, number / (3 + k)) for k in range(5)]
-    ours, theirs = torch.empty_like(number), torch.empty_like(number)
-    mean = MeanDivisor(300.0, 2900)
-    add_by_torch(terms, theirs, "tree", mean)
     try:
-        add_by_kernel(terms, ours, "tree", mean)
-        why = "" if torch.equal(ours, theirs) else "its bits are not those of torch"
+        why = (
+            "" if all(_has_bits_of_torch(dtype, device) for dtype in KERNEL_DTYPES) else "it has other bits than torch"
+        )
     except Exception as error:
         if classify(error) is DeviceFailure.LOST:
             raise
@@ -66,6 +63,18 @@ def kernel_works(device: torch.device) -> bool:
     if why:
         warnings.warn(f"gradients on {device} are added by torch, which is slower than the kernel: {why}", stacklevel=2)
     return not why
+
+
+def _has_bits_of_torch(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the kernel has the bits of torch for some numbers, a third of them denormal."""
+    numbers = torch.arange(1, 3001, dtype=torch.float32, device=device)
+    numbers[:1000] *= 2.0**-136
+    terms = [(k, (numbers / (3 + k)).to(dtype)) for k in range(5)]
+    ours, theirs = torch.empty_like(terms[0][1]), torch.empty_like(terms[0][1])
+    mean = MeanDivisor(300.0, 2900)
+    add_by_torch(terms, theirs, "tree", mean)
+    add_by_kernel(terms, ours, "tree", mean)
+    return torch.equal(ours, theirs)
 
 
 def _fits_kernel(terms: Terms, out: torch.Tensor, order: str) -> bool:

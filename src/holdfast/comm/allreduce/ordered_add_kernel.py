@@ -50,7 +50,7 @@ def add_block(
     sums = ()  # the sums that are not added to anything yet; all of this is known when the kernel is compiled
     for k in tl.static_range(len(MERGES)):
         sums = sums + (widened(tl.load(terms[k] + at, mask=mask)),)
-        for _ in tl.static_range(MERGES[k]):
+        for _ in tl.static_range(tl.constexpr(MERGES[k])):
             total = sums[len(sums) - 2] + sums[len(sums) - 1]
             if narrow and STEPWISE:
                 total = round_to_bf16(total)
