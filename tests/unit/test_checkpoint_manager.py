@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import os
 import random
 import signal
@@ -44,6 +45,30 @@ def saved_at(step, where, schedule="step", **settings):
 
 
 # -- a run that goes on ends with the bits of one that was never stopped
+
+
+@pytest.mark.parametrize(("processes", "writers"), [(1, 1), (2, 2), (128, 128), (129, 65), (1024, 128)])
+def test_the_writers_of_a_large_job_are_spread_over_its_nodes(processes, writers):
+    chosen = keepers.spread([(rank,) for rank in range(processes)])
+
+    assert (len(chosen), chosen[0]) == (writers, (0,))
+    assert len({b[0] - a[0] for a, b in itertools.pairwise(chosen)}) <= 1
+
+
+def test_each_of_fewer_writers_than_workers_saves_a_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(keepers, "_MOST_WRITERS", 2)
+    state = {"model": {"w": torch.arange(12.0)}}
+    monkeypatch.setattr(keepers, "SHARED_BYTES", 8)
+    everyone = [(rank,) for rank in range(3)]
+    managers = [CheckpointManager(Settings(checkpoint_dir=str(tmp_path)), background=False) for _ in everyone]
+
+    for manager, me in reversed(list(zip(managers, everyone, strict=True))):
+        manager.begin(1, state, {}, everyone, me, 0)
+        manager.publish(0, 0, is_lead=me == (0,))
+        manager.finish()
+
+    assert torch.equal(load(tmp_path, 1).state["model"]["w"], state["model"]["w"])
+    assert len(verify(tmp_path, 1).files) == 2
 
 
 @pytest.mark.parametrize("schedule", ["step", "epoch"])

@@ -31,6 +31,9 @@ DEFAULT_DIR = "holdfast-checkpoint"
 SHARED_BYTES = 32 << 20
 """A larger state is written in parts by several workers; the lead alone writes a smaller one."""
 
+_MOST_WRITERS = 128
+"""Each part of a checkpoint is a file or object, with a description that the lead reads before it publishes."""
+
 
 class CheckpointManager:
     """Takes checkpoints, in the ``background`` of the training loop if workers are separate processes."""
@@ -188,6 +191,7 @@ class CheckpointManager:
         if self.adaptive is not None:
             self.adaptive.began(time.monotonic())
         self._writer.abandon()
+        writers = writers if distinct else spread(writers)
         content = self._content(state, writers, me, distinct=distinct)
         if content is None:
             return
@@ -205,6 +209,8 @@ class CheckpointManager:
         """Return what this process writes, or None."""
         if distinct:
             return take(state, writers.index(me), len(writers), distinct=True) if me in writers else None
+        if me not in writers:
+            return None
         content = take(state)
         if len(writers) > 1 and content.size_bytes > SHARED_BYTES and self._settings.checkpoint_format != "dcp":
             return take(state, writers.index(me), len(writers))
@@ -306,3 +312,11 @@ class CheckpointManager:
         if self._found is not None and self._found.step == step:
             return self._found.info
         return self._checkpoints.info(step)
+
+
+def spread(processes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
+    """Return the processes that write a state which all of them have: at most :data:`_MOST_WRITERS`, the lead first.
+
+    They are evenly spread over the ranks, so that each node writes about as much as any other.
+    """
+    return processes[:: -(-len(processes) // _MOST_WRITERS)]
