@@ -15,6 +15,7 @@ import time
 
 import pytest
 from jobs import ROOT, clean_env, run_report
+from netns import make_hosts
 
 from holdfast.launch.processes import children_of, value_of
 
@@ -160,6 +161,28 @@ def test_tasks_of_srun_continue_when_one_dies_also_the_one_that_led_the_store(tm
     )
     assert "holdfast: rank 0 has died; the others continue: 1, 2\n" in said
     assert sha256_in(said) == [bits(count)]
+
+
+@pytest.mark.soak
+def test_on_machines_of_their_own_the_majority_continues_without_rank_0_which_ends_itself(tmp_path, bits):
+    made = make_hosts(3, net="10.205.0")
+    group = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": made.address(1), "MASTER_PORT": "29500"}
+    group |= {"HOLDFAST_CHECKPOINT_DIR": str(tmp_path / "saved"), "HOLDFAST_CHECKPOINT_EVERY": "20"}
+    command = [sys.executable, str(EXAMPLE)]
+    tasks = [start([*made.inside(rank + 1), *command], tmp_path, **group, RANK=str(rank)) for rank in range(3)]
+    try:
+        wait_until((tmp_path / "saved" / "step-00000020" / "manifest.json").exists, tasks[0])
+        made.cut_off(1)
+        ended = [finish(task) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+        made.remove()
+
+    said = "".join(err for _, _, err in ended)
+    assert [code == 0 for code, _, _ in ended] == [False, True, True], said
+    assert "holdfast: rank 0 has died; the others continue: 1, 2\n" in said
+    assert sha256_in(said) == [bits(3)]
 
 
 JOIN_ONLY = """
