@@ -164,6 +164,31 @@ def test_tasks_of_srun_continue_when_one_dies_also_the_one_that_led_the_store(tm
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("victim", [0, 1])
+def test_of_two_tasks_the_one_that_hosts_the_store_continues_and_the_other_ends(tmp_path, victim):
+    script = SMALL.replace("session.rank == 1", f"session.rank == {victim}").format(deed="time.sleep(60)")
+    (tmp_path / "train.py").write_text(script)
+    tasks = start_tasks(2, tmp_path, "train.py")
+    try:
+        assert tasks[victim].stdout.readline() == "at step 3\n"
+        tasks[victim].send_signal(signal.SIGKILL)
+        ended = [finish(task) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+
+    code, _, err = ended[1 - victim]
+    assert ended[victim][0] == -9
+    assert "without rank 0, which hosts the membership store, all end" in ended[0][2]
+    if victim == 1:
+        assert code == 0, err
+        assert len(sha256_in(err)) == 1
+    else:
+        assert code in (1, -9), err
+        assert sha256_in(err) == []
+
+
+@pytest.mark.soak
 def test_on_machines_of_their_own_the_majority_continues_without_rank_0_which_ends_itself(tmp_path, bits):
     made = make_hosts(3, net="10.205.0")
     group = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": made.address(1), "MASTER_PORT": "29500"}
