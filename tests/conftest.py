@@ -24,6 +24,7 @@ LONG = (
     # What takes longest, where a contract test or a neighbour shows the same in less.
     "chaos/test_children.py::test_children_die_with_workers_whose_launcher_is_killed[gloo]",
     "chaos/test_foreign_launchers.py::test_processes_of_torchrun_end_with_the_bits_of_holdfast_run[4]",
+    "chaos/test_foreign_launchers.py::test_tasks_of_srun_join_where_their_step_begins_and_end_with_the_first_that_fails",
     "chaos/test_foreign_launchers.py::test_tasks_of_srun_continue_when_one_dies_also_the_one_that_led_the_store[4]",
     "chaos/test_foreign_launchers.py::test_they_resume_on_another_number_of_processes_with_the_same_bits",
     "chaos/test_hosts.py::test_the_contract_holds_between_hosts_and_every_bit_is_that_of_one_host[unequal-hosts]",
