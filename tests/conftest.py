@@ -24,6 +24,7 @@ LONG = (
     # What takes longest, where a contract test or a neighbour shows the same in less.
     "chaos/test_children.py::test_children_die_with_workers_whose_launcher_is_killed[gloo]",
     "chaos/test_foreign_launchers.py::test_processes_of_torchrun_end_with_the_bits_of_holdfast_run[4]",
+    "chaos/test_foreign_launchers.py::test_tasks_of_srun_join_where_their_step_begins_and_end_with_the_first_that_fails",
     "chaos/test_foreign_launchers.py::test_tasks_of_srun_continue_when_one_dies_also_the_one_that_led_the_store[4]",
     "chaos/test_foreign_launchers.py::test_they_resume_on_another_number_of_processes_with_the_same_bits",
     "chaos/test_indexed_job.py::test_pods_come_back_by_their_index_and_no_bit_changes[killed]",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 _SPECIAL_STEPS = 0xFFFFFFFA
@@ -57,6 +57,27 @@ def first_host(nodes: str) -> str:
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     assert first is not None  # it matches ""
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
+
+
+def hosts(nodes: str) -> Iterator[str]:
+    """Yield the hosts of a list such as ``node[01-04,07],gpu3``, as ``scontrol show hostnames`` would.
+
+    Raises:
+        ValueError: if a range in brackets is not one of numbers.
+    """
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
+        yield from _expand(part)
+
+
+def _expand(name: str) -> Iterator[str]:
+    found = re.search(r"\[([^\]]*)\]", name)
+    if found is None:
+        yield name
+        return
+    for words in found[1].split(","):
+        low, _, high = words.partition("-")
+        for value in range(int(low), int(high or low) + 1):
+            yield from _expand(f"{name[: found.start()]}{value:0{len(low)}d}{name[found.end() :]}")
 
 
 def number(env: Mapping[str, str], name: str) -> int | None:

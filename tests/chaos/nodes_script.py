@@ -20,6 +20,9 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step")
 parser.add_argument("--hold", metavar="FILE", type=Path, help="wait in the middle of training until it is there")
 parser.add_argument(
+    "--paced", metavar="FOLDER", type=Path, help="wait before each step until a file named after it is there"
+)
+parser.add_argument(
     "--fail", metavar="FILE", type=Path, help="as long as it is there no sum completes, though nobody dies"
 )
 options = parser.parse_args()
@@ -57,6 +60,8 @@ for step in session.steps(TensorDataset(*reference.data()), reference.BATCH, ref
     print(f"committed {session.step}", flush=True)
     time.sleep(options.pause)
     while options.hold and step.number == reference.STEPS // 2 and not options.hold.exists():
+        time.sleep(0.01)
+    while options.paced and not (options.paced / str(step.number)).exists():
         time.sleep(0.01)
     for x, y in step:
         step.backward(F.cross_entropy(model(x), y))

@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.errors import ConfigError
 from holdfast.launch.schedulers import read_scheduler
-from holdfast.slurm import first_host, read_step
+from holdfast.slurm import first_host, hosts, read_step
 
 KUBEFLOW = {
     "PET_NNODES": "2",
@@ -31,8 +31,21 @@ JOBSET = INDEXED | {"JOBSET_NAME": "train", "REPLICATED_JOB_NAME": "workers"}
 SEVERAL = {"nnodes": 2, "node_rank": 1, "fabric": "gloo"}
 SLURM_URL = f"holdfast://node07:{20000 + 31000 % 12000}"
 
+SLURM_4 = SLURM | {"SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_NUM_TASKS": "4"}
+SLURM_PORT = SLURM_URL.rpartition(":")[2]
+
 FOUND = {
     "nothing": ({}, {}, {}),
+    "srun on four nodes": (
+        SLURM_4 | {"SLURM_STEP_NODELIST": "node[07-08,11],gpu3"},
+        {},
+        SEVERAL | {"nnodes": 4, "rdzv": f"holdfast://node07:{SLURM_PORT},node08:{SLURM_PORT},node11:{SLURM_PORT}"},
+    ),
+    "srun on four nodes whose list cannot be read": (
+        SLURM_4 | {"SLURM_STEP_NODELIST": "node[07-x],gpu3"},
+        {},
+        SEVERAL | {"nnodes": 4, "rdzv": SLURM_URL},
+    ),
     "Kubeflow": (KUBEFLOW, {}, SEVERAL | {"workers": 4, "rdzv": "holdfast://job-node-0-0.job:29500"}),
     "Kubeflow, one pod": (KUBEFLOW | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}, {}, {"workers": 4}),
     "a range of one size": (KUBEFLOW | {"PET_NNODES": "1:1"}, {}, {"workers": 4}),
@@ -164,6 +177,14 @@ def test_one_line_says_what_was_taken_from_where():
 def test_an_index_without_a_number_of_nodes_is_mentioned():
     assert "JOB_COMPLETION_INDEX=1 is not used" in read_scheduler(INDEXED, {}, cores=6).said
     assert read_scheduler(INDEXED, {"node_rank": 0}, cores=6).said == ""
+
+
+def test_all_hosts_of_a_list_of_slurm():
+    assert list(hosts("a[1-2]b[08-10],c,d[3]")) == [
+        *("a1b08", "a1b09", "a1b10", "a2b08", "a2b09", "a2b10"),
+        *("c", "d3"),
+    ]
+    assert list(hosts("")) == []
 
 
 @pytest.mark.parametrize(

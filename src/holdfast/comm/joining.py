@@ -6,7 +6,8 @@ for as long as it lives; it ends with the process's connection.
 
 No launcher of Holdfast is there to report a dead worker to the others, or to replace it. So when one fails, every other
 ends, too, with a non-zero exit code and a line that says why. A launcher that restarts all processes (torchrun) does so,
-and they resume from the newest checkpoint.
+and they resume from the newest checkpoint. Where the launcher leaves the others alone, they continue instead:
+:mod:`holdfast.comm.surviving`.
 
 =======================  ============================================================
 =======================  ============================================================
@@ -51,7 +52,7 @@ class HubAddress:
     """What rank 0 tells the others.
 
     Args:
-        address: ``HOST:PORT`` of its hub.
+        address: ``HOST:PORT`` of its hub, or of several, separated by commas.
         token: Token of the hub.
         has_begun: Whether an earlier start of this job has begun to train.
     """

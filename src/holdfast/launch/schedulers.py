@@ -15,17 +15,21 @@ An option that is given wins. Two schedulers that contradict each other are an e
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.slurm import read_step
+from holdfast.slurm import SlurmStep, hosts, read_step
 
 DEFAULT_PORT = 29400
 """As torchrun's."""
 STARTED_AGAIN = 4
 """Exit code of a node that left, where 0 would mean that its part is complete and must not be started again."""
+_HUBS = 3
+"""Nodes that host the membership store together, where there are as many."""
 _ADDRESSES = ("rdzv",)
 """Options for which schedulers may have different values, because a host has several names: the first is used."""
 
@@ -177,7 +181,17 @@ def _read_slurm(found: _Found) -> None:
     if found.num_nodes > 1:
         hosts_from = "SLURM_STEP_NODELIST" if found.env.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
         found.offer("node_rank", ["SLURM_NODEID"], lambda: step.node_id)
-        found.offer("rdzv", [hosts_from, "SLURM_JOB_ID"], lambda: f"holdfast://{step.first_host}:{step.port}")
+        found.offer("rdzv", [hosts_from, "SLURM_JOB_ID"], lambda: _slurm_rendezvous(found, hosts_from, step))
+
+
+def _slurm_rendezvous(found: _Found, hosts_from: str, step: SlurmStep) -> str:
+    """Return the first node, or the first three if there are as many: then any of them may be lost."""
+    names = [step.first_host]
+    if found.num_nodes >= _HUBS:
+        with contextlib.suppress(ValueError):  # a list that cannot be read has a first host in any case
+            first = list(itertools.islice(hosts(found.env[hosts_from]), _HUBS))
+            names = first if len(set(first)) == _HUBS else names
+    return "holdfast://" + ",".join(f"{name}:{step.port}" for name in names)
 
 
 def _read_kubernetes(found: _Found) -> None:

@@ -1,7 +1,8 @@
-"""Group membership of a job, decided through a store that no worker hosts.
+"""Group membership of a job, decided through a store that survives the workers.
 
 :class:`~holdfast.membership.store.Store` is the interface: :class:`~holdfast.membership.client.HubStore` connects to
-the launcher's :class:`~holdfast.membership.hub.Hub`, :class:`~holdfast.membership.etcd.EtcdStore` to an etcd cluster.
+the launcher's :class:`~holdfast.membership.hub.Hub`, or to the one of several that leads;
+:class:`~holdfast.membership.etcd.EtcdStore` connects to an etcd cluster.
 :class:`~holdfast.membership.roster.Roster` builds uniform agreement on it, whichever worker fails. No torch.
 """
 
@@ -28,7 +29,7 @@ def open_store(url: str, token: str, *, lease_s: float = LEASE_S, patience_s: fl
     """Return the store at ``url``.
 
     Args:
-        url: ``holdfast://HOST:PORT/JOB`` for a launcher's hub, or ``etcd://[USER@]HOST:PORT[,HOST:PORT...]/JOB``.
+        url: ``holdfast://HOST:PORT[,HOST:PORT...]/JOB`` for the hubs of launchers, or ``etcd://[USER@]HOST:PORT[,HOST:PORT...]/JOB``.
         token: Token of the hub, or password of the etcd user.
         lease_s: Duration of leases in etcd; a hub determines its own.
         patience_s: Try again for this long if the store cannot be reached: when all workers of a large job connect at
@@ -55,4 +56,6 @@ def _open(url: str, token: str, lease_s: float) -> Store:
         return HubStore(where, token, job)
     if kind == "etcd":
         return EtcdStore(where, token, job, lease_s=lease_s)
-    raise ConfigError(f"the store must be holdfast://HOST:PORT/JOB or etcd://HOST:PORT[,HOST:PORT...]/JOB, got {url!r}")
+    raise ConfigError(
+        f"the store must be holdfast://HOST:PORT[,HOST:PORT...]/JOB or etcd://HOST:PORT[,HOST:PORT...]/JOB, got {url!r}"
+    )

@@ -157,7 +157,7 @@ class HubStore(Store):
 
     def _begin(self) -> None:
         """Connect for the first time; the hubs of a cluster may be looking for a leader."""
-        ends_s = time.monotonic() + patience_s(LEASE_S)
+        ends_s = time.monotonic() + search_s(LEASE_S)
         try:
             while not self._try_all(lambda: time.monotonic() > ends_s):
                 time.sleep(_LOOK_S)
