@@ -39,7 +39,7 @@ from torch import nn
 
 SYSTEMS = ("ddp", "ddp-views", "shared", "messages")
 WIDTH, LAYERS, STEPS = 2048, 6, 4
-JOB_S = 180.0
+JOB_S = 600.0
 """Time limit of a job, in seconds."""
 
 
@@ -134,7 +134,9 @@ def measure(system: str, slices: int, workers: int) -> dict[str, float]:
         if done.returncode or len(found) != workers:
             raise SystemExit(f"{system} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     numbers = sum(p.numel() for p in make_model().parameters())
-    return {what: sum(one[what] for one in found) / workers / numbers for what in found[0]}
+    result = {what: sum(one[what] for one in found) / workers / numbers for what in found[0]}
+    sys.stderr.write(f"{system}, {slices} slices a worker: {result}\n")
+    return result
 
 
 def main() -> None:
