@@ -14,7 +14,8 @@ A store may outlive the job (etcd): the keys of one run have its number as a pre
 ``bye/R/K``              that launcher has ended in order
 ``told/R/SLOT``          records of the workers of node R, JSON; a ring buffer
 ``number/RANK``          node that starts the newcomer RANK
-``start/N``              JSON: the launchers that began (N = 0), or the node of each worker in the N-th restart
+``start/N``              JSON: the seats of the launchers that began (N = 0; -1: that node comes later), or the node of
+                         each worker in the N-th restart
 ``slices``               slices per mini-batch, once training has begun
 ``gone/N/RANK``          a worker of that start has ended, or was given up; the node that reported it
 ``says/R/WHAT``          a condition that holds for all workers of node R
@@ -87,7 +88,9 @@ class NodeGroup(Rendezvous):
         self._lost_s: float | None = None
         self.given_up: set[int] = set()
         try:
-            self._others = {node: _Node(seat) for node, seat in self.seats.items() if node != self._me}
+            self._others = {
+                node: _Node(seat, is_lost=seat < 0) for node, seat in self.seats.items() if node != self._me
+            }
             self.number = max(int(number) for number in self.store.under("start/")) if self.is_late else 0
             self._replication = RecordReplication(self.store, self._me)
         except BaseException:
@@ -125,12 +128,14 @@ class NodeGroup(Rendezvous):
         if self.is_late:
             living.update(rank for seated in self.there().values() for rank in self._ranks(seated))
             living.difference_update(int(rank) for rank in self.store.under(f"gone/{number}/"))
+            living.difference_update(rank for rank, node in placement.items() if node == self._me)  # its predecessor's
         return JobStart(self.url(number), tuple(placement), self._own, tuple(sorted(living)))
 
     def _nodes_of_workers(self, number: int) -> dict[int, int]:
         """Return the node of each worker that a start begins with."""
         if number == 0:
-            return {rank: self._job.home(rank) for rank in self._job.ranks}
+            homes = {rank: self._job.home(rank) for rank in self._job.ranks}
+            return {rank: node for rank, node in homes.items() if self.seats.get(node, 0) >= 0}
         return {int(rank): node for rank, node in self.read(f"start/{number}").items()}
 
     def agree_on_restart(self, number: int, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -145,7 +150,10 @@ class NodeGroup(Rendezvous):
         placement = {rank: node for node, known in sorted(there.items()) for rank in known.ranks if rank in ranks}
         for rank in sorted(set(ranks) - placement.keys()):  # a new worker is placed on the node with the fewest workers
             counts = {node: list(placement.values()).count(node) for node in sorted(there)}
-            placement[rank] = min(counts, key=lambda node: counts[node])
+            emptiest = min(counts, key=lambda node: counts[node])
+            if self._job.is_managed and counts[emptiest] >= len(self._job.ranks) // self._job.nnodes:
+                break  # the missing nodes will come with workers of their own
+            placement[rank] = emptiest
         self.store.create(f"start/{number}", json.dumps(dict(sorted(placement.items()))))
         return tuple(self._nodes_of_workers(number))
 

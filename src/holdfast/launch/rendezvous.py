@@ -152,7 +152,8 @@ class Rendezvous:
     @property
     def _joins(self) -> bool:
         """Whether another process hosts the store."""
-        return bool(self._job.rdzv) and not (self._job.rdzv.startswith("holdfast://") and self._me == 0)
+        is_first = self._job.rdzv.startswith("holdfast://") and self._me == 0
+        return bool(self._job.rdzv) and (self._job.is_managed or not is_first)
 
     def _host(self) -> str:
         host, port = split_address(self._job.rdzv) if self._job.rdzv else ("127.0.0.1", 0)
