@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import secrets
 import socket
 import threading
 import time
@@ -192,7 +193,7 @@ def test_who_comes_back_to_a_lost_node_brings_newcomers_and_knows_who_is_there(m
 @pytest.fixture
 def managed(make_job):
     """Make launchers of three nodes whose store a hub of ours hosts; they are closed at the end."""
-    token = "secret"
+    token = secrets.token_hex(8)
     with Hub(token, lease_s=LEASE_S) as hub, contextlib.ExitStack() as ends:
 
         def launcher(node):

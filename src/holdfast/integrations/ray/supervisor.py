@@ -153,7 +153,7 @@ class Supervisor:
         except ray.exceptions.RayTaskError as error:  # raised by our own code on the node
             answer = NodeOutcome(exit_code=1, message=f"node {node.rank}: {_line(error.cause or error)}")
         except ray.exceptions.RayError as error:
-            self._lose(node, _line(error))
+            self._lose(node, error)
             return
         if isinstance(answer, NodeOutcome):
             node.phase, node.answer, node.outcome = _Phase.ENDED, None, answer
@@ -163,17 +163,18 @@ class Supervisor:
         node.answer = node.actor.run.remote(job, task.function, task.env, task.folder)
         node.phase, node.since_s = _Phase.RUNS, time.monotonic()
 
-    def _lose(self, node: _Node, why: str) -> None:
+    def _lose(self, node: _Node, error: Exception) -> None:
         """Tell the other nodes that this one is lost, and have it placed again, the later the more often it was."""
         ran_s = time.monotonic() - node.since_s if node.phase is _Phase.RUNS else 0.0
         with contextlib.suppress(StoreLost):  # then all stop
             self._store.delete(f"node/{node.rank}")
         node.in_a_row = 1 if ran_s > _CALM_S else node.in_a_row + 1
         if node.in_a_row > _MOST_IN_A_ROW:
-            message = f"node {node.rank} was lost {node.in_a_row} times in a row, and is given up: {why}"
+            message = f"node {node.rank} was lost {node.in_a_row} times in a row, and is given up: {_line(error)}"
             node.outcome, node.phase, node.answer = NodeOutcome(exit_code=1, message=message), _Phase.ENDED, None
             return
-        self._say(f"node {node.rank} is lost, and Ray will place it again: {why}")
+        what = "its actor has ended" if ran_s else "its actor could not be started"
+        self._say(f"node {node.rank} is lost, and Ray will place it again: {what} ({type(error).__name__})")
         self._again(node, min(_LONGEST_S, _FIRST_S * 2 ** (node.in_a_row - 1)))
 
     def _again(self, node: _Node, wait_s: float) -> None:
@@ -240,5 +241,6 @@ def _end(node: _Node) -> None:
 
 
 def _line(error: BaseException) -> str:
-    """Return the first line of an error."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    """Return the beginning and the end of an error in one line: Ray's have a traceback in between."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {' ... '.join(dict.fromkeys((lines[0][:200], lines[-1][:200])))}"
