@@ -14,14 +14,25 @@ import pytest
 pytest.importorskip("ray")
 
 import ray
+from etcd import Cluster as Etcd
 from jobs import clean_env
 from ray.cluster_utils import Cluster
 
 from holdfast.integrations.ray import HoldfastTrainer, RunConfig, ScalingConfig, TrainingFailed
+from holdfast.integrations.ray.configs import read_run, read_scaling
 from holdfast.launch.processes import Process, children_of, descendants_of
 
 SCRIPT = Path(__file__).with_name("train_ray.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "01_survive_a_kill.py"
+STEPS = 240  # of the script
+DRIVER = """
+import sys
+import ray
+from holdfast.integrations.ray import HoldfastTrainer, RunConfig, ScalingConfig
+ray.init()
+run = RunConfig(name="run", storage_path=sys.argv[2])
+HoldfastTrainer(sys.argv[1], ScalingConfig(num_workers=2), run, args=[sys.argv[2]]).fit()
+"""
 PATIENCE_S = 240.0  # starting a node of Ray takes seconds on a quiet machine, a minute on a busy one
 SMALL = {"object_store_memory": 80 << 20}
 
@@ -176,6 +187,100 @@ def test_workers_end_with_the_actor_of_their_node(nodes, tmp_path):
     until(lambda: max(begun(tmp_path)) > 1, "a new actor has begun in the same place")
     (tmp_path / "fast").touch()
     assert fit.wait().report["replicas"]["sha256"] == undisturbed(tmp_path, 2)
+
+
+def test_a_job_that_lost_all_nodes_starts_again_from_its_checkpoint(nodes, tmp_path):
+    nodes.want(2)
+    run = RunConfig(name="run", storage_path=str(tmp_path))
+    fit = Fit(
+        HoldfastTrainer(
+            SCRIPT, ScalingConfig(num_workers=2), run, args=[str(tmp_path)], options={"checkpoint_every": 2}
+        )
+    )
+    until(lambda: list(tmp_path.glob("run/checkpoints/step-*")), "there is a checkpoint")
+    before = begun(tmp_path)
+
+    for _, actor in [nodes.of(pid) for pid in before.values()]:
+        os.kill(actor, signal.SIGKILL)
+
+    until(lambda: not before.items() & begun(tmp_path).items(), "other processes train")
+    (tmp_path / "fast").touch()
+    result = fit.wait()
+    assert 0 < result.report["steps"] < STEPS, "it resumed"
+    assert result.report["replicas"]["sha256"] == undisturbed(tmp_path, 2)
+
+
+@pytest.fixture
+def driver(nodes, tmp_path):
+    """Start a driver in a process of its own; it is killed at the end."""
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
+    env = clean_env(RAY_ADDRESS=nodes.cluster.address)
+    process = subprocess.Popen(
+        [sys.executable, script, SCRIPT, tmp_path],
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_an_interrupt_of_the_driver_saves_and_says_how_to_go_on(nodes, driver, tmp_path):
+    nodes.want(2)
+    until(lambda: len(begun(tmp_path)) == 2, "two workers have begun")
+
+    driver.send_signal(signal.SIGINT)
+
+    _, said = driver.communicate(timeout=PATIENCE_S)
+    last = said.strip().splitlines()[-1]
+    assert "TrainingFailed: stopped on request before step" in last
+    assert last.endswith("; resume with options={'resume': True}")
+    assert list(tmp_path.glob("run/checkpoints/step-*"))
+
+
+def test_nothing_outlives_the_driver(nodes, driver, tmp_path):
+    nodes.want(2)
+    until(lambda: len(begun(tmp_path)) == 2, "two workers have begun")
+    below = [process for pid in begun(tmp_path).values() for process in descendants_of(nodes.of(pid)[1])]
+
+    driver.kill()
+
+    assert driver.wait() == -signal.SIGKILL
+    assert {process.pid for process in below} >= set(begun(tmp_path).values())
+    until(lambda: not any(process.is_alive() for process in below), "no process of the job is left")
+
+
+def test_with_etcd_the_driver_hosts_nothing_and_no_key_is_left(nodes, tmp_path):
+    nodes.want(2)
+    (tmp_path / "fast").touch()
+
+    with Etcd(tmp_path) as etcd:
+        trainer = HoldfastTrainer(SCRIPT, ScalingConfig(num_workers=2), args=[str(tmp_path)], rdzv=etcd.url("train"))
+        result = trainer.fit()
+        assert etcd.keys("holdfast/") == [], "no key of the run is left"
+
+    assert result.report["replicas"]["sha256"] == undisturbed(tmp_path, 2)
+
+
+def test_the_configurations_of_ray_train_are_accepted(tmp_path):
+    theirs = pytest.importorskip("ray.train")
+
+    scale = read_scaling(theirs.ScalingConfig(num_workers=(2, 4), resources_per_worker={"CPU": 2}), 2)
+    run = read_run(
+        theirs.RunConfig(
+            name="a",
+            storage_path=str(tmp_path),
+            failure_config=theirs.FailureConfig(max_failures=3),
+            checkpoint_config=theirs.CheckpointConfig(num_to_keep=2),
+        )
+    )
+
+    assert (scale.min_nodes, scale.max_nodes, scale.bundle) == (1, 2, {"CPU": 4})
+    assert run.folder == f"{tmp_path}/a"
+    assert run.options == {"max_restarts": 3, "keep_last": 2}
 
 
 def test_the_example_runs_by_its_path_and_no_bit_differs(nodes, tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 from holdfast.config import MOST_WORKERS
@@ -180,6 +181,8 @@ def read_run(config: Any) -> RunPlace:
     if name and ("/" in name or name in (".", "..")):
         _refuse(f"the name of a run must be the name of a directory, got {name!r}")
     folder = "/".join(filter(None, (str(storage or "").rstrip("/"), name)))
+    if folder and "://" not in folder:  # nodes have directories of their own
+        folder = str(Path(folder).expanduser().absolute())
     return RunPlace(folder=folder, options=options, runtime_env=dict(getattr(config, "worker_runtime_env", None) or {}))
 
 

@@ -30,11 +30,12 @@ _POLL_S = 0.25
 _MORE_NODES_S = 5.0
 """Time that a job waits for more nodes than it needs, once those are present."""
 _SETTLE_S = 10.0
-"""Time in which all nodes end once one has, besides two leases: one that goes on after that was not concerned."""
+"""Time in which all nodes end once one has, besides two leases and the grace period: then that was the end of one node."""
 _FIRST_S, _LONGEST_S = 1.0, 60.0
 _CALM_S = 60.0
 """A node that has run for this long has not failed for want of something on its machine."""
-_MOST_IN_A_ROW = 5
+_MOST_IN_A_ROW = 8
+"""A node that is lost so often in a row is given up."""
 
 
 class _Phase(Enum):
@@ -169,9 +170,12 @@ class Supervisor:
         with contextlib.suppress(StoreLost):  # then all stop
             self._store.delete(f"node/{node.rank}")
         node.in_a_row = 1 if ran_s > _CALM_S else node.in_a_row + 1
-        if node.in_a_row > _MOST_IN_A_ROW:
+        if node.in_a_row >= _MOST_IN_A_ROW:
             message = f"node {node.rank} was lost {node.in_a_row} times in a row, and is given up: {_line(error)}"
-            node.outcome, node.phase, node.answer = NodeOutcome(exit_code=1, message=message), _Phase.ENDED, None
+            node.phase, node.answer = _Phase.ENDED, None
+            if not self._has_begun:
+                node.outcome = NodeOutcome(exit_code=1, message=message)
+            self._say(message)
             return
         what = "its actor has ended" if ran_s else "its actor could not be started"
         self._say(f"node {node.rank} is lost, and Ray will place it again: {what} ({type(error).__name__})")
@@ -214,17 +218,18 @@ class Supervisor:
 
     def _is_over(self) -> bool:
         """Return whether the job has ended on all nodes; a node that ended alone is started again."""
-        runs = [node for node in self._nodes if node.phase is _Phase.RUNS]
-        if not runs:
-            return bool(self._ended) or self._has_begun
-        settle_s = _SETTLE_S + 2 * self._task.job.node_timeout_s
+        if not self._has_begun:
+            return bool(self._ended)
+        if not any(node.phase is _Phase.RUNS for node in self._nodes):
+            return True
+        settle_s = _SETTLE_S + 2 * self._task.job.node_timeout_s + self._task.job.grace_s
         if self._ended_s is None or time.monotonic() - self._ended_s < settle_s:
             return False
         self._ended_s = None
         if self._ended and self._ended[0].is_done:
             return True
         for node in self._nodes:
-            if node.outcome is not None and node.in_a_row <= _MOST_IN_A_ROW:
+            if node.outcome is not None:
                 self._say(f"node {node.rank} ended while others go on, and is started again: {node.outcome.message}")
                 self._again(node, 0.0)
         return False

@@ -136,7 +136,12 @@ class HoldfastTrainer:
                 return outcome
             if restarts >= job.max_restarts:
                 message = f"all nodes were lost at the same time, and max_restarts is {job.max_restarts}"
-                return NodeOutcome(exit_code=1, message=message)
+                saved = (
+                    f". Checkpoints are in {job.settings.checkpoint_dir}{_RESUME}"
+                    if job.settings.checkpoint_dir
+                    else ""
+                )
+                return NodeOutcome(exit_code=1, message=message + saved)
             say("all nodes were lost at the same time: the job starts again when Ray has placed them")
             resume = job.settings.resume or (has_begun and bool(job.settings.checkpoint_dir))
             job = replace(job, settings=replace(job.settings, resume=resume))
