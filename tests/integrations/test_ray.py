@@ -33,7 +33,7 @@ ray.init()
 run = RunConfig(name="run", storage_path=sys.argv[2])
 HoldfastTrainer(sys.argv[1], ScalingConfig(num_workers=2), run, args=[sys.argv[2]]).fit()
 """
-PATIENCE_S = 240.0  # starting a node of Ray takes seconds on a quiet machine, a minute on a busy one
+PATIENCE_S = 360.0  # starting a node of Ray takes seconds on a quiet machine, a minute on a busy one
 SMALL = {"object_store_memory": 80 << 20}
 
 pytestmark = [
