@@ -23,11 +23,13 @@ from holdfast.integrations.ray.function import pack
 from holdfast.integrations.ray.jobs import make_job
 from holdfast.integrations.ray.node import NodeOutcome
 from holdfast.integrations.ray.supervisor import NodeTask, Supervisor
+from holdfast.launch.job import Job
 from holdfast.launch.live import PlainView
 from holdfast.membership import Hub, open_store
 
 _RESUME = "; resume with: "
 """Precedes a command of ``holdfast run`` in messages."""
+_say = PlainView().print_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,39 +115,41 @@ class HoldfastTrainer:
         return self._result(outcome)
 
     def _train(self, places: Sequence[PlacementGroupSchedulingStrategy]) -> NodeOutcome:
-        """Run the job, again from the newest checkpoint if all nodes were lost at the same time, and return how it ended."""
-        job, say = self._job, PlainView().print_line
-        env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # Ray's own choice might change bits
+        """Run the job, again from the newest checkpoint if all nodes were lost at the same time; return how it ended."""
+        job, folder = self._job, self._job.settings.checkpoint_dir
         for restarts in itertools.count():
-            with _hosted_store(job.rdzv, job.node_timeout_s) as (url, token):
-                settings = replace(job.settings, token=token)
-                task = NodeTask(
-                    job=replace(job, rdzv=url, settings=settings),
-                    scale=self._scale,
-                    function=self._function,
-                    env=env,
-                    folder=os.getcwd(),
-                    runtime_env=self._run.runtime_env,
-                )
-                with contextlib.closing(open_store(f"{url}/0/launchers", token, lease_s=job.node_timeout_s)) as store:
-                    supervisor = Supervisor(task, places, store, say)
-                    with contextlib.closing(supervisor), _stops_on_interrupt(supervisor, say):
-                        outcome = supervisor.run()
-                    has_begun = store.get("slices") is not None
+            outcome, has_begun = self._run_once(job, places)
             if outcome is not None:
                 return outcome
             if restarts >= job.max_restarts:
-                message = f"all nodes were lost at the same time, and max_restarts is {job.max_restarts}"
-                saved = (
-                    f". Checkpoints are in {job.settings.checkpoint_dir}{_RESUME}"
-                    if job.settings.checkpoint_dir
-                    else ""
-                )
-                return NodeOutcome(exit_code=1, message=message + saved)
-            say("all nodes were lost at the same time: the job starts again when Ray has placed them")
-            resume = job.settings.resume or (has_begun and bool(job.settings.checkpoint_dir))
+                break
+            _say("all nodes were lost at the same time: the job starts again when Ray has placed them")
+            resume = job.settings.resume or (has_begun and bool(folder))
             job = replace(job, settings=replace(job.settings, resume=resume))
-        raise AssertionError
+        message = f"all nodes were lost at the same time, and max_restarts is {job.max_restarts}"
+        saved = f". Checkpoints are in {folder}{_RESUME}" if folder else ""
+        return NodeOutcome(exit_code=1, message=message + saved)
+
+    def _run_once(
+        self, job: Job, places: Sequence[PlacementGroupSchedulingStrategy]
+    ) -> tuple[NodeOutcome | None, bool]:
+        """Run the job with a store of its own; return how it ended, None if all nodes were lost, and whether it trained."""
+        with contextlib.ExitStack() as stack:
+            url, token = stack.enter_context(_hosted_store(job.rdzv, job.node_timeout_s))
+            store = open_store(f"{url}/0/launchers", token, lease_s=job.node_timeout_s)
+            stack.enter_context(contextlib.closing(store))
+            task = NodeTask(
+                job=replace(job, rdzv=url, settings=replace(job.settings, token=token)),
+                scale=self._scale,
+                function=self._function,
+                env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},  # Ray's own choice might change bits
+                folder=os.getcwd(),
+                runtime_env=self._run.runtime_env,
+            )
+            supervisor = stack.enter_context(contextlib.closing(Supervisor(task, places, store, _say)))
+            stack.enter_context(_stops_on_interrupt(supervisor))
+            outcome = supervisor.run()
+            return outcome, store.get("slices") is not None
 
     def _result(self, outcome: NodeOutcome) -> Result:
         report = outcome.report
@@ -210,12 +214,12 @@ def _hosted_store(rdzv: str, lease_s: float) -> Iterator[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def _stops_on_interrupt(supervisor: Supervisor, say: Callable[[str], None]) -> Iterator[None]:
+def _stops_on_interrupt(supervisor: Supervisor) -> Iterator[None]:
     """Make the first Ctrl-C stop the job in order; outside of the main thread, where none arrives, do nothing."""
 
     def stop(number: int, frame: Any) -> None:
         signal.signal(signal.SIGINT, before)
-        say("stopping: the workers finish their step and save (Ctrl-C to stop immediately)")
+        _say("stopping: the workers finish their step and save (Ctrl-C to stop immediately)")
         supervisor.stop()
 
     try:
