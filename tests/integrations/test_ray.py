@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,9 +30,14 @@ DRIVER = """
 import sys
 import ray
 from holdfast.integrations.ray import HoldfastTrainer, RunConfig, ScalingConfig
+
+def train(config):
+    import train_ray  # which lies beside this script
+    train_ray.train(config["folder"])
+
 ray.init()
-run = RunConfig(name="run", storage_path=sys.argv[2])
-HoldfastTrainer(sys.argv[1], ScalingConfig(num_workers=2), run, args=[sys.argv[2]]).fit()
+run = RunConfig(name="run", storage_path=sys.argv[1])
+HoldfastTrainer(train, ScalingConfig(num_workers=2), run, train_loop_config={"folder": sys.argv[1]}).fit()
 """
 PATIENCE_S = 360.0  # starting a node of Ray takes seconds on a quiet machine, a minute on a busy one
 SMALL = {"object_store_memory": 80 << 20}
@@ -215,9 +221,10 @@ def driver(nodes, tmp_path):
     """Start a driver in a process of its own; it is killed at the end."""
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
+    shutil.copy(SCRIPT, tmp_path)
     env = clean_env(RAY_ADDRESS=nodes.cluster.address)
     process = subprocess.Popen(
-        [sys.executable, script, SCRIPT, tmp_path],
+        [sys.executable, script, tmp_path],
         env=env,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

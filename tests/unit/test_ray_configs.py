@@ -1,12 +1,13 @@
 """What the trainer for Ray makes of its configurations, without Ray."""
 
+import hashlib
 from types import SimpleNamespace
 
 import pytest
 
 from holdfast.errors import ConfigError
 from holdfast.integrations.ray.configs import JobScale, RunConfig, ScalingConfig, read_run, read_scaling
-from holdfast.integrations.ray.function import MODULE
+from holdfast.integrations.ray.function import MODULE, bind, call_kept
 from holdfast.integrations.ray.jobs import make_job
 
 
@@ -141,3 +142,29 @@ def test_options_that_cannot_be_used_are_refused_in_one_line(script, options, rd
         make_job(script, [], scale(), options, "", rdzv)
 
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_function_gets_its_configuration_if_it_takes_one():
+    assert bind(lambda: "none", None)() == "none"
+    assert bind(lambda config: config, None)() == {}
+    assert bind(lambda config: config, {"lr": 1})() == {"lr": 1}
+    assert bind(lambda config=None: config, None)() is None
+
+
+@pytest.mark.parametrize(
+    ("train_fn", "config"),
+    [(lambda: None, {"lr": 1}), (lambda a, b: None, {}), (lambda *, a: None, None), (lambda **more: None, {})],
+)
+def test_a_function_that_cannot_be_called_so_is_refused(train_fn, config):
+    with pytest.raises(ConfigError, match="must take no argument, or one: train_loop_config, a dict"):
+        bind(train_fn, config)
+
+
+def test_an_altered_function_is_not_unpacked(tmp_path, monkeypatch):
+    path = tmp_path / "function"
+    path.write_bytes(b"altered")
+    monkeypatch.setenv("HOLDFAST_RAY_FUNCTION", str(path))
+    monkeypatch.setenv("HOLDFAST_RAY_FUNCTION_SHA256", hashlib.sha256(b"as it was").hexdigest())
+
+    with pytest.raises(ConfigError, match="is not the function that the driver packed: it was altered"):
+        call_kept()

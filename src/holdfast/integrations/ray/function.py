@@ -42,7 +42,7 @@ def pack(train_fn: Callable[..., Any], config: Mapping[str, Any] | None) -> Pack
     """
     from ray import cloudpickle
 
-    call = _call(train_fn, config)
+    call = bind(train_fn, config)
     try:
         data: bytes = cloudpickle.dumps(call)
     except Exception as error:  # cloudpickle raises whatever an object of the function raises
@@ -52,13 +52,16 @@ def pack(train_fn: Callable[..., Any], config: Mapping[str, Any] | None) -> Pack
     return PackedFunction(data, hashlib.sha256(data).hexdigest())
 
 
-def _call(train_fn: Callable[..., Any], config: Mapping[str, Any] | None) -> Callable[[], Any]:
+def bind(train_fn: Callable[..., Any], config: Mapping[str, Any] | None) -> Callable[[], Any]:
+    """Return ``train_fn`` as a function without arguments; its only argument, if it needs one, is ``config``.
+
+    Raises:
+        ConfigError: if it needs other arguments, or there is a configuration that it does not take.
+    """
     parameters = list(inspect.signature(train_fn).parameters.values())
-    needed = [each for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
-    takes_one = bool(parameters) and parameters[0].kind in (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [each for each in parameters if each.default is each.empty and each.kind not in optional]
+    takes_one = bool(parameters) and parameters[0].kind not in (*optional, inspect.Parameter.KEYWORD_ONLY)
     if len(needed) > 1 or (needed and not takes_one) or (config is not None and not takes_one):
         raise ConfigError(
             f"{_name(train_fn)}{inspect.signature(train_fn)} must take no argument, or one: train_loop_config, a dict"
@@ -88,9 +91,10 @@ def call_kept() -> None:
     Raises:
         ConfigError: if the file is not the one that the driver packed.
     """
-    from ray import cloudpickle
-
     data = Path(os.environ[_FILE]).read_bytes()
     if hashlib.sha256(data).hexdigest() != os.environ[_DIGEST]:
         raise ConfigError(f"{os.environ[_FILE]} is not the function that the driver packed: it was altered")
+
+    from ray import cloudpickle
+
     cloudpickle.loads(data)()
