@@ -102,6 +102,7 @@ MAY_IMPORT = {
         "errors",
         "options",
         "config",
+        "records",
         "temporary",
         "membership",
         "comm.launchers",

@@ -23,15 +23,17 @@ from holdfast.launch.job import Job
 from holdfast.launch.launcher import launch
 from holdfast.launch.live import PlainView
 from holdfast.launch.target import module_file
+from holdfast.records.types import CheckpointSaved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOutcome:
-    """How a node's part in the job ended; see :class:`~holdfast.launch.job.JobOutcome`."""
+    """How a node's part in the job ended; see :class:`~holdfast.launch.job.JobOutcome`. ``checkpoint``: the last, or ""."""
 
     exit_code: int
     message: str = ""
     traceback: str = ""
+    checkpoint: str = ""
     report: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -75,8 +77,13 @@ class NodeActor:
                 outcome = launch(job, PlainView() if job.node_rank == 0 else WorkerOutputView())
             except ConfigError as error:
                 return NodeOutcome(exit_code=2, message=str(error))
+        saved = [record.path for record in outcome.records if isinstance(record, CheckpointSaved)]
         return NodeOutcome(
-            exit_code=outcome.exit_code, message=outcome.message, traceback=outcome.traceback, report=outcome.report
+            exit_code=outcome.exit_code,
+            message=outcome.message,
+            traceback=outcome.traceback,
+            checkpoint=saved[-1] if saved else "",
+            report=outcome.report,
         )
 
 

@@ -155,7 +155,7 @@ class HoldfastTrainer:
         report = outcome.report
         result = Result(
             metrics=dict(report.get("metrics") or {}),
-            checkpoint=report.get("checkpoint") or None,
+            checkpoint=outcome.checkpoint or None,
             path=self._run.folder or None,
             report=report,
         )
