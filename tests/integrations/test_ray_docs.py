@@ -25,7 +25,7 @@ def test_the_script_of_the_page_prints_what_the_page_says(tmp_path):
     done = subprocess.run(
         [sys.executable, "fit.py"],
         cwd=tmp_path,
-        env=clean_env(),
+        env=clean_env(RAY_ADDRESS="local"),  # not a cluster that another test has started
         capture_output=True,
         text=True,
         timeout=500,

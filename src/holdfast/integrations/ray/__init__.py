@@ -2,8 +2,6 @@
 
 ::
 
-    import ray
-
     from holdfast.integrations.ray import HoldfastTrainer, RunConfig, ScalingConfig
 
     trainer = HoldfastTrainer(
