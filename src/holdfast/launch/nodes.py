@@ -14,7 +14,8 @@ A store may outlive the job (etcd): the keys of one run have its number as a pre
 ``bye/R/K``              that launcher has ended in order
 ``told/R/SLOT``          records of the workers of node R, JSON; a ring buffer
 ``number/RANK``          node that starts the newcomer RANK
-``start/N``              JSON: the launchers that began (N = 0), or the node of each worker in the N-th restart
+``start/N``              JSON: the seats of the launchers that began (N = 0; -1: that node comes later), or the node of
+                         each worker in the N-th restart
 ``slices``               slices per mini-batch, once training has begun
 ``clock``                address and port at which a launcher gives the time
 ``unfit/R``              why node R stays out of the job
@@ -97,7 +98,7 @@ class NodeGroup(Rendezvous):
         self.given_up: set[int] = set()
         try:
             self._others = {
-                node: _Node(self.seats.get(node, -1), is_lost=node not in self.seats)
+                node: _Node(self.seats.get(node, -1), is_lost=not self._has_begun(node))
                 for node in range(job.nnodes)
                 if node != self._me
             }
@@ -142,6 +143,7 @@ class NodeGroup(Rendezvous):
         if self.is_late:
             living.update(rank for seated in self.there().values() for rank in self._ranks(seated))
             living.difference_update(int(rank) for rank in self.store.under(f"gone/{number}/"))
+            living.difference_update(rank for rank, node in placement.items() if node == self._me)  # its predecessor's
         url, token = self._members_address(number)
         return JobStart(url, token, tuple(placement), self._own, tuple(sorted(living)))
 
@@ -156,11 +158,15 @@ class NodeGroup(Rendezvous):
         )
         return f"holdfast://{self._relay.address}/{job}", token
 
+    def _has_begun(self, node: int) -> bool:
+        """Return whether the job began with this node: an unfit one stays out, and one that is missing may come later."""
+        return self.seats.get(node, -1) >= 0
+
     def _nodes_of_workers(self, number: int) -> dict[int, int]:
         """Return the node of each worker that a start begins with."""
         if number == 0:
             homes = {rank: self._job.home(rank) for rank in self._job.ranks}
-            return {rank: node for rank, node in homes.items() if node in self.seats}  # unfit nodes stay out
+            return {rank: node for rank, node in homes.items() if self._has_begun(node)}
         return {int(rank): node for rank, node in self.read(f"start/{number}").items()}
 
     def agree_on_restart(self, number: int, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -175,7 +181,10 @@ class NodeGroup(Rendezvous):
         placement = {rank: node for node, known in sorted(there.items()) for rank in known.ranks if rank in ranks}
         for rank in sorted(set(ranks) - placement.keys()):  # a new worker is placed on the node with the fewest workers
             counts = {node: list(placement.values()).count(node) for node in sorted(there)}
-            placement[rank] = min(counts, key=lambda node: counts[node])
+            emptiest = min(counts, key=lambda node: counts[node])
+            if self._job.is_managed and counts[emptiest] >= len(self._job.ranks) // self._job.nnodes:
+                break  # the missing nodes will come with workers of their own
+            placement[rank] = emptiest
         self.store.create(f"start/{number}", json.dumps(dict(sorted(placement.items()))))
         return tuple(self._nodes_of_workers(number))
 

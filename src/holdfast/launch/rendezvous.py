@@ -64,7 +64,7 @@ class Rendezvous:
         self._me = job.node_rank
         self._lease_s = job.node_timeout_s
         self._hub: Hub | None = None
-        self._places = hub_places(job.rdzv)
+        self._places = () if job.is_managed else hub_places(job.rdzv)
         self._store: Store | None = None
         self._seat: int | None = None
         self.token = job.settings.token or ("" if job.rdzv else secrets.token_hex(16))
