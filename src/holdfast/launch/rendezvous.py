@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import xxhash
 
-from holdfast.errors import ConfigError, StoreLost
+from holdfast.errors import JobError, StoreLost
 from holdfast.launch.job import OPTIONS, Job, refuse
 from holdfast.launch.node_health import NodeCheck
 from holdfast.membership import Hub, Store, open_store
@@ -55,8 +55,8 @@ class Rendezvous:
     """This launcher among those that share a store. The constructor waits until all are present, or the job has begun.
 
     Raises:
-        ConfigError: if the store cannot be opened, the launchers' settings differ, this node has a launcher already, or
-            another launcher does not arrive in time.
+        ConfigError: if the launchers' settings differ, or this node has a launcher already.
+        JobError: if the store cannot be reached, or another launcher does not arrive, in time.
     """
 
     def __init__(self, job: Job, node_check: NodeCheck | None = None) -> None:
@@ -224,7 +224,7 @@ class Rendezvous:
                     last = len(self._places) - 1
                     hosts = f"nodes 0 to {last}, whose launchers host" if last > 0 else "node 0, whose launcher hosts"
                     what = f"{hosts} it" if self._places else "it"
-                    raise ConfigError(
+                    raise JobError(
                         f"{error}; node {self._me} waited {self._job.rdzv_timeout_s:g} s (--rdzv-timeout) for {what}"
                     ) from error
             time.sleep(_RETRY_S)
@@ -290,7 +290,7 @@ class Rendezvous:
             unfit = self._unfit()
             missing = ", ".join(str(node) for node in range(self._job.nnodes) if node not in self.there())
             why = "".join(f"; node {node} is unfit: {reason}" for node, reason in sorted(unfit.items()))
-            refuse(f"node {missing} did not join within {self._job.rdzv_timeout_s:g} s (--rdzv-timeout){why}")
+            raise JobError(f"node {missing} did not join within {self._job.rdzv_timeout_s:g} s (--rdzv-timeout){why}")
         self.store.create("start/0", seats)
         return {int(node): seat for node, seat in self.read("start/0").items()}
 
