@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from holdfast.errors import ConfigError
 from holdfast.membership.hub_state import Applied, HubState, Operation
-from holdfast.membership.peers import MAX_PEER_LINE_BYTES, Cluster
+from holdfast.membership.peers import MAX_PEER_LINE_BYTES, HubCluster
 from holdfast.membership.store import LEASE_S, MAX_KEY_BYTES, MAX_VALUE_BYTES, SilenceTimer
 from holdfast.membership.wire import (
     BEAT,
@@ -160,7 +160,7 @@ class Hub:
         self._ends_with_connection = ends_with_connection
         self._clients: dict[str, set[_Client]] = {}
         self._silences: dict[str, SilenceTimer] = {}
-        self._cluster = Cluster(place, token, lease_s, self._executed, self._take_over, self._step_down)
+        self._cluster = HubCluster(place, token, lease_s, self._executed, self._take_over, self._step_down)
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._seldom = RateLimitedLog()
         self._serving: set[asyncio.Task[None]] = set()
