@@ -139,6 +139,7 @@ def start_tasks(count, folder, script, **env):
     return [start([sys.executable, str(script)], folder, **step, SLURM_PROCID=str(task)) for task in range(count)]
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("victims", [[0], [3, 0]], ids=["3", "4"])
 def test_tasks_of_srun_continue_when_one_dies_also_the_one_that_led_the_store(tmp_path, bits, victims):
     count = 2 + len(victims)

@@ -35,7 +35,7 @@ from typing import Any
 
 from holdfast.membership.hub_state import Applied, HubState, Operation
 
-Message = dict[str, Any]
+PeerMessage = dict[str, Any]
 Done = Callable[[bool], None]
 
 
@@ -84,7 +84,7 @@ class Consensus:
     def __init__(
         self,
         me: str,
-        send: Callable[[str, Message], None],
+        send: Callable[[str, PeerMessage], None],
         executed: Callable[[Operation, Applied], None],
         clock: Callable[[], float],
         fresh_s: float,
@@ -272,7 +272,7 @@ class Consensus:
         if operation["op"] not in ("voters", "settled"):
             self.state.apply(operation)
 
-    def take_answer(self, hub: str, answer: Message) -> None:
+    def take_answer(self, hub: str, answer: PeerMessage) -> None:
         """Take the answer of another hub."""
         if "higher" in answer:
             self._seen = max(self._seen, answer["higher"])
@@ -291,7 +291,7 @@ class Consensus:
 
     # -- following
 
-    def receive(self, hub: str, message: Message) -> Message:
+    def receive(self, hub: str, message: PeerMessage) -> PeerMessage:
         """Return the answer to a message of another hub."""
         if "vote" in message:
             return self._vote(hub, message)
@@ -308,7 +308,7 @@ class Consensus:
             self._apply(message["op"])
         return {"ack": self._index, "epoch": self.epoch, "beat": message.get("beat")}
 
-    def _vote(self, hub: str, message: Message) -> Message:
+    def _vote(self, hub: str, message: PeerMessage) -> PeerMessage:
         epoch, dry = message["vote"], message["dry"]
         granted = epoch > self.epoch and tuple(message["last"]) >= self.last
         granted = granted and not self.is_new and not self.has_contact() and not self.hears_leader()
@@ -326,7 +326,7 @@ class Consensus:
         if hub == self.leader:
             self._heard_s = -math.inf
 
-    def _adopt(self, hub: str, message: Message) -> Message:
+    def _adopt(self, hub: str, message: PeerMessage) -> PeerMessage:
         epoch = message["epoch"]
         if epoch < self.epoch or (epoch == self.epoch and self.leader not in ("", hub)):
             return {"higher": self.epoch}

@@ -18,7 +18,7 @@ from typing import Any
 
 from holdfast.membership.acts import vote_key
 from holdfast.membership.hub_state import Applied, HubState, Operation
-from holdfast.membership.peers import MAX_PEER_LINE_BYTES, Cluster
+from holdfast.membership.peers import MAX_PEER_LINE_BYTES, HubCluster
 from holdfast.membership.server import Client, Incoming, LineServer, answer_to, check_request
 from holdfast.membership.store import LEASE_S, SilenceTimer
 from holdfast.membership.wire import BEAT, EXPIRED, MAX_LINE_BYTES, NOT_LEADING, dump, parse
@@ -80,7 +80,7 @@ class Hub(LineServer):
         self._ends_with_connection = ends_with_connection
         self._clients: dict[str, set[_Client]] = {}
         self._silences: dict[str, SilenceTimer] = {}
-        self._cluster = Cluster(place, token, lease_s, self._executed, self._take_over, self._step_down)
+        self._cluster = HubCluster(place, token, lease_s, self._executed, self._take_over, self._step_down)
         if places is not None:
             self.form(places)
         self._loop.call_soon(self._end_leases)

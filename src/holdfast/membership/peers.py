@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from holdfast.membership.consensus import Consensus, Message
+from holdfast.membership.consensus import Consensus, PeerMessage
 from holdfast.membership.hub_state import Applied, Operation
 from holdfast.membership.store import SilenceTimer
 from holdfast.membership.wire import HELLO, LineSplitter, dump, parse
@@ -41,7 +41,7 @@ _MAX_BACKLOG_BYTES = 256 << 20
 class PeerLink:
     """This hub's connection to the hub at another place, kept for as long as the loop runs."""
 
-    def __init__(self, place: int, address: str, cluster: Cluster) -> None:
+    def __init__(self, place: int, address: str, cluster: HubCluster) -> None:
         self.place = place
         self.peer = ""
         """Name of the hub there, "" without a connection."""
@@ -54,7 +54,7 @@ class PeerLink:
         """The connection, once the hub there has answered."""
         self._since_s = 0.0
 
-    def send(self, message: Message) -> None:
+    def send(self, message: PeerMessage) -> None:
         """Send a message, unless there is no connection."""
         if self.writer is None or self.writer.transport.is_closing():
             return
@@ -107,7 +107,7 @@ class PeerLink:
                     self._cluster.linked(self)
 
 
-class Cluster:
+class HubCluster:
     """One hub's part in the cluster. All methods are called in the loop of the hub, unless they say otherwise.
 
     Args:
@@ -181,7 +181,7 @@ class Cluster:
 
     # -- messages
 
-    def _send(self, hub: str, message: Message) -> None:
+    def _send(self, hub: str, message: PeerMessage) -> None:
         for link in self._links:
             if link.peer == hub:
                 link.send(message)
@@ -196,13 +196,13 @@ class Cluster:
         """Note that the connection to a hub has ended."""
         self.consensus.lose(hub)
 
-    def take_answer(self, hub: str, answer: Message) -> None:
+    def take_answer(self, hub: str, answer: PeerMessage) -> None:
         """Take the answer of another hub."""
         (self._leaving.add if answer.get("leaves") else self._leaving.discard)(hub)
         self.consensus.take_answer(hub, answer)
         self._note_role()
 
-    def receive(self, hub: str, message: Message) -> Message:
+    def receive(self, hub: str, message: PeerMessage) -> PeerMessage:
         """Return the answer to another hub's message."""
         answer = self.consensus.receive(hub, message)
         if self.consensus.hears_leader():
