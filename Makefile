@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 # One thread per worker: several workers share few cores, and the number of threads may change the bits.
 export OMP_NUM_THREADS := 1
 
-BENCHMARKS := sum step_time hosts split protection slices eager guard certificate batched recovery rejoin goodput scale checkpoint running injection start_job
+BENCHMARKS := sum step_time hosts memory split protection slices eager guard certificate batched recovery rejoin goodput scale membership checkpoint running injection start_job
 
 # What another torch could break: the fabrics and the backend, the bits, and what is read of torch itself.
 TORCH_TESTS := tests/contract/test_communicator.py tests/contract/test_torch_backend.py \
