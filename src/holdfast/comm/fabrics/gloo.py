@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.comm.fabrics.base import Endpoint, Fabric
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 10.0
 """Time for which a worker tries to reach the store of its launcher, in seconds."""
+
+_sessions, _process_groups = itertools.count(), itertools.count()
 
 
 class GlooFabric(Fabric):
@@ -28,19 +31,24 @@ class GlooFabric(Fabric):
         """Return the communicator of a worker whose launcher hosts the store."""
         from holdfast.comm.c10d import C10dCommunicator
 
-        store, world = _store_and_world(endpoint)
+        store, world = _store_and_world(endpoint, _sessions)
         return C10dCommunicator(store, endpoint.rank, world if endpoint.rank in world else None)
 
     def connect_messages(self, endpoint: Endpoint) -> MessageCommunicator:
         """Return the communicator of a rank whose launcher hosts the store."""
         from holdfast.comm.c10d_messages import C10dMessageCommunicator
 
-        store, world = _store_and_world(endpoint)
+        store, world = _store_and_world(endpoint, _process_groups)
         return C10dMessageCommunicator(store, endpoint.rank, world)
 
 
-def _store_and_world(endpoint: Endpoint) -> tuple[Store, Sequence[int]]:
+def _store_and_world(endpoint: Endpoint, earlier: Iterator[int]) -> tuple[Store, Sequence[int]]:
+    """Return the store and the first members; ``earlier`` counts the connections of this kind in this process.
+
+    Each has agreements of its own: a script may train twice, and all workers connect in the same order.
+    """
     from holdfast.membership import open_store
+    from holdfast.membership.scope import StoreScope
 
     if not endpoint.store or endpoint.rank < 0:
         raise ConfigError(
@@ -48,4 +56,6 @@ def _store_and_world(endpoint: Endpoint) -> tuple[Store, Sequence[int]]:
             " `holdfast run --fabric gloo -n 4 SCRIPT`"
         )
     world = range(endpoint.workers) if endpoint.ranks is None else endpoint.ranks
-    return open_store(endpoint.store, endpoint.token, patience_s=_PATIENCE_S), world
+    store = open_store(endpoint.store, endpoint.token, patience_s=_PATIENCE_S)
+    number = next(earlier)
+    return (StoreScope(store, f"again/{number}/") if number else store), world
