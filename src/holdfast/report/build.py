@@ -23,6 +23,7 @@ from holdfast.records.types import (
     ValuesAltered,
 )
 from holdfast.report.formatting import DISTRIBUTED
+from holdfast.report.goodput import goodput_of
 from holdfast.report.history import History
 from holdfast.report.lives import JobLife, LostWorker
 from holdfast.report.platforms import workers_platforms
@@ -51,7 +52,8 @@ def build_report(
     ``failures`` has one entry per lost worker; workers lost in the same recovery share its times, its redone steps and its lost
     samples (``recovery`` numbers the recovery). ``step_s`` is the time between the commits of consecutive steps, without the
     intervals that hold a failure, so it is the pace of undisturbed work. ``train_s`` runs from the first committed step to the
-    last, failures included. A step that was committed again counts once, with its last metrics.
+    last, failures included. ``goodput`` says where ``wall_s`` went, see :mod:`holdfast.report.goodput`; null for a script
+    of ``torch.distributed`` without steps. A step that was committed again counts once, with its last metrics.
 
     ``api`` is ``"session"`` or ``"torch.distributed"``, null if training never began. The backend of the latter knows
     neither the samples, the model nor a plan: unknown values are null. A step is then one backward pass of
@@ -99,6 +101,7 @@ def build_report(
         "wall_s": _seconds(wall_s),
         "train_s": _seconds(timed[-1].t_s - timed[0].t_s) if timed else None,
         "step_s": _step_s(history),
+        "goodput": _goodput(history, wall_s),
         "restarts": len(history.lives) - 1,
         **_happenings(history),
         "steps_redone": history.redone_steps,
@@ -115,6 +118,15 @@ def build_report(
         "command": command,
         "job": None if job is None else dict(job),
     }
+
+
+def _goodput(history: History, wall_s: float) -> dict[str, Any] | None:
+    """Return where the wall time went; None if that is unknown."""
+    spent = goodput_of(history.records, wall_s)
+    if spent is None:
+        return None
+    badput_s = {cause: _seconds(seconds) for cause, seconds in spent.badput_s.items()}
+    return {"ratio": round(spent.ratio, 6), "useful_s": _seconds(spent.useful_s), "badput_s": badput_s}
 
 
 def _happenings(history: History) -> dict[str, Any]:
