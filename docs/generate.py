@@ -19,6 +19,7 @@ from holdfast.cli.run import OPTIONS
 from holdfast.config import Settings
 from holdfast.options import DeclaredOption, fields_of, variable
 from holdfast.records.encoding import RECORDS
+from holdfast.report.goodput import CAUSES
 
 OF_THE_LAUNCHER = ("ranks", "rank", "store", "run_dir", "origin_s")
 """Settings that only the launcher gives to its workers."""
@@ -73,6 +74,11 @@ def records() -> str:
     return table(("record", "fields"), rows)
 
 
+def causes() -> str:
+    """Return a row for each cause of badput."""
+    return table(("cause", "meaning"), [(f"`{cause}`", meaning) for cause, meaning in CAUSES.items()])
+
+
 def exit_codes() -> str:
     """Return a row for each error of `holdfast.errors`: the exit code of a command that it ends."""
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.HoldfastError)]
@@ -112,6 +118,7 @@ GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "options of holdfast run": ("cli.md", options),
     "settings": ("configuration.md", settings),
     "fields of records": ("records.md", records),
+    "causes of badput": ("report.md", causes),
     "exit codes of errors": ("exit-codes.md", exit_codes),
     "results on GPUs": ("gpu-evidence.md", gpu_evidence),
 }
