@@ -109,6 +109,7 @@ MAY_IMPORT = {
         "distributed",
     },
     "report": {"errors", "recovery", "integrity.hash_chain", "records"},
+    "monitor": {"errors", "clock", "records", "report"},
     "launch": {
         "errors",
         "device_errors",
@@ -124,6 +125,7 @@ MAY_IMPORT = {
         "slurm",
         "faults.plan",
         "report",
+        "monitor",
         "integrations.kubeflow",
     },
     "testing": LOOP | {"data", "models", "engine"},
@@ -189,6 +191,7 @@ WITHOUT_TORCH = (
     "membership",
     "recovery",
     "report",
+    "monitor",
     "launch",
     "cli",
     "faults.points",

@@ -841,7 +841,7 @@ def test_the_last_step_of_torch_distributed_has_no_time():
     assert report["train_s"] == pytest.approx(0.85)
     assert at_last["failures"][0]["recover_s"] is None
     assert headline(at_last) == "Rank 1 of 4 was killed at step 9. The three survivors finished."
-    assert summary_lines(at_last)[-1] == "rank 1 lost at step 9, allreduce; detected after 20 ms; no later step began"
+    assert summary_lines(at_last)[-2] == "rank 1 lost at step 9, allreduce; detected after 20 ms; no later step began"
 
 
 def test_a_torch_distributed_script_without_ddp_has_no_steps():

@@ -46,6 +46,7 @@ def build_report(
     command: str = "",
     job: Mapping[str, Any] | None = None,
     nodes: int = 1,
+    sinks: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the content of ``report.json``.
 
@@ -79,6 +80,8 @@ def build_report(
         command: The command line that repeats the run.
         job: Provenance of the job, so that it can be repeated; see ``launch/provenance.py``.
         nodes: Number of launchers.
+        sinks: What else received the records while the job ran, such as a server of metrics: ``name``, and how many
+            records it has ``taken``; ``dropped`` are those that its queue had no room for, or that it failed to take.
     """
     history = History(records, started)
     finished, timed = _finished(history), history.timed
@@ -115,6 +118,7 @@ def build_report(
         "checkpoints": None if history.is_distributed else len(history.of(CheckpointSaved)),
         "checkpoint": None if history.is_distributed else next((r.checkpoint for r in ends if r.checkpoint), ""),
         "error": _error(history.lives[-1]),
+        "sinks": [dict(sink) for sink in sinks],
         "command": command,
         "job": None if job is None else dict(job),
     }

@@ -155,6 +155,11 @@ class TimeAccount:
             case Finished() if self._state == "training":
                 self._finish(record.t_s)
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it is unknown what the script does: one of ``torch.distributed`` without steps."""
+        return self._is_blind and not self._steps
+
     def now(self, now_s: float) -> Goodput:
         """Return the account at a moment of the run; a step in progress is taken for useful."""
         badput_s, open_s = dict(self._badput_s), max(0.0, now_s - self._until_s)
@@ -170,7 +175,7 @@ class TimeAccount:
         if self._state == "training":
             self._finish(end_s)
         self._wait(end_s)
-        if self._is_blind and not self._steps:
+        if self.is_unknown:
             return None
         return Goodput(wall_s=max(end_s, self._until_s), useful_s=self._useful_s, badput_s=dict(self._badput_s))
 

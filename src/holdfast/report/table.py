@@ -32,6 +32,11 @@ def summary_lines(report: Mapping[str, Any], directory: Path | None = None) -> l
     lines += [_failure(failure, report) for failure in report["failures"]]
     lines += [what for _, what in happenings(report)]
     lines += [f"did not strike: {spec}" for spec in report.get("faults_not_fired", ())]
+    lines += [
+        f"{sink['name']} missed {count(sink['dropped'], 'record')} of {sink['taken'] + sink['dropped']}"
+        for sink in report.get("sinks", ())
+        if sink["dropped"]
+    ]
     lines.append(_iteration_cost(report.get("iteration_cost")))
     lines += [_parts_held(held) for held in report.get("parts_held", ())]
     lines.append(_overlap_cost(report.get("eager", ())))
