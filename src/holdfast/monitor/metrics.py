@@ -112,7 +112,7 @@ class RunMetrics:
         self._run: RunStarted | None = None
         self._commit: StepCommitted | None = None
         self._saved: CheckpointSaved | None = None
-        self._steps = self._samples = 0
+        self._steps = self._samples = self._redone = 0
         self._samples_lost: set[tuple[int, int]] = set()
         self._held_s: list[float] = []
         self._counted: dict[tuple[str, str], float] = {}
@@ -223,8 +223,10 @@ class RunMetrics:
         """Return what the report computes from all records, from those that were kept."""
         history = self._history = self._history or History(self._events.kept, self._started)
         outages = {each.recovery: each.recover_s for each in history.failures if each.recover_s is not None}
+        if history.lives[-1].number == 0 or history.lives[-1].of(RunStarted):  # else it is not known where it resumes
+            self._redone = history.redone_steps
         return {
-            "holdfast_steps_redone_total": history.redone_steps,
+            "holdfast_steps_redone_total": self._redone,
             "holdfast_failures_total": Counter(failure.kind for failure in history.failures),
             "holdfast_restarts_total": len(history.lives) - 1,
             "holdfast_joins_total": len(history.joined),
