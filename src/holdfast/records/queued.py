@@ -9,6 +9,7 @@ A full queue drops records, and the report says how many.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -118,7 +119,7 @@ class QueuedSink:
             with self._changed:
                 self._changed.wait_for(lambda: self._end_s is not None, self._sink.pause_s)
         assert self._end_s is not None
-        self._attempt(lambda end_s=self._end_s: self._sink.close(end_s))
+        self._attempt(functools.partial(self._sink.close, self._end_s))
 
     def _next(self) -> list[Record] | None:
         """Wait for records, or for the longest time without; return None at the end."""
