@@ -115,6 +115,15 @@ def test_the_report_and_the_summary_say_it():
     assert "goodput  60.0% useful (3.00 s); start up 1.00 s, idle 1.00 s" in summary_lines(report)
 
 
+def test_the_summary_says_what_a_sink_missed():
+    records = [started(1.0), committed(4.0, 0), finished(4.0, 1)]
+    sinks = [{"name": "prometheus", "taken": 7, "dropped": 3}, {"name": "kubeflow", "taken": 10, "dropped": 0}]
+    report = build_report(records, started=range(3), wall_s=5.0, seed=3, sinks=sinks)
+
+    assert report["sinks"] == sinks
+    assert [line for line in summary_lines(report) if "missed" in line] == ["prometheus missed 3 records of 10"]
+
+
 def test_of_a_script_without_steps_that_holdfast_knows_it_is_unknown():
     script = started(1.0, parameters=0, steps_planned=0)
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.config import Settings
 from holdfast.errors import ConfigError
-from holdfast.launch.sinks import metrics_address
+from holdfast.launch.job import Job
+from holdfast.launch.sinks import check_sinks, metrics_address
 from holdfast.monitor.metrics import METRICS, RunMetrics
 from holdfast.records.queued import NotTaken
 from holdfast.records.types import (
@@ -240,6 +242,26 @@ def test_a_port_alone_is_of_this_machine(given, address):
 def test_other_addresses_are_refused(given):
     with pytest.raises(ConfigError, match=r"--metrics-port must be \[HOST:\]PORT with a port from 0 to 65535, got '"):
         metrics_address(given)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metrics_file": Path("m.txt")}, "--metrics-file must be a file whose name ends in .prom, .* got m.txt"),
+        ({"metrics_file": Path("/dev/null/m.prom")}, "--metrics-file: the folder /dev/null cannot be written: "),
+        ({"metrics_port": "x"}, "--metrics-port must be "),
+    ],
+)
+def test_options_are_checked_before_anything_starts(options, message):
+    pytest.importorskip("prometheus_client", reason="install the dependency group dev")
+    with pytest.raises(ConfigError, match=message):
+        check_sinks(Job(script=Path("s.py"), settings=Settings(), **options))
+
+
+def test_without_prometheus_client_the_message_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"--metrics-port needs prometheus-client: pip install 'holdfast\[monitor\]'"):
+        check_sinks(Job(script=Path("s.py"), settings=Settings(), metrics_port="9400"))
 
 
 def series():

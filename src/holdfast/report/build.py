@@ -91,14 +91,7 @@ def build_report(
         "outcome": _outcome(history, finished),
         "api": _api(history),
         **_configuration(history, seed),
-        "workers": {
-            "started": len(history.started),
-            "ranks_started": sorted(history.started),
-            "spares": len(history.spares),
-            "ranks_spare": history.spares,
-            "finished": len(finished),
-            "ranks_finished": sorted(finished),
-        },
+        "workers": _workers(history, finished),
         "nodes": nodes,
         "steps": len(history.steps),
         "wall_s": _seconds(wall_s),
@@ -121,6 +114,17 @@ def build_report(
         "sinks": [dict(sink) for sink in sinks],
         "command": command,
         "job": None if job is None else dict(job),
+    }
+
+
+def _workers(history: History, finished: Mapping[int, Finished]) -> dict[str, Any]:
+    return {
+        "started": len(history.started),
+        "ranks_started": sorted(history.started),
+        "spares": len(history.spares),
+        "ranks_spare": history.spares,
+        "finished": len(finished),
+        "ranks_finished": sorted(finished),
     }
 
 
