@@ -169,6 +169,28 @@ def test_of_many_steps_few_records_are_kept():
     assert len(metrics._events.kept) < 10
 
 
+def test_of_what_many_survivors_say_few_records_are_kept():
+    ranks = tuple(range(1, 500))
+    records = [
+        *begun(0.0, range(500)),
+        *steps(0, 4, 0.0),
+        *recovery(0.6, 5, 5, 1, 1, (0,), ranks, "redo"),
+        *steps(5, 9, 6.0),
+    ]
+    metrics = RunMetrics(range(500), epoch_s=0.0)
+    for record in records:
+        metrics.take(record)
+    metrics.close(10.0)
+    report = build_report(records, started=range(500), wall_s=10.0, seed=0)
+    values = metrics.values(0.0)
+
+    assert len(metrics._events.kept) < 500 + 30
+    assert values["holdfast_failures_total"] == {"kill": 1}
+    assert values["holdfast_outage_seconds"] == pytest.approx([report["failures"][0]["recover_s"]])
+    assert values["holdfast_steps_redone_total"] == report["steps_redone"] == 1
+    assert values["holdfast_badput_seconds_total"] == pytest.approx(report["goodput"]["badput_s"], abs=1e-5)
+
+
 class Stopped:
     """A clock 100 s after the begin of the run."""
 

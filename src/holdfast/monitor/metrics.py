@@ -31,6 +31,8 @@ BUCKETS_S = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 10
 """Upper bounds of the buckets of all histograms, in seconds."""
 SETTLED_S = 1.0
 """Records of several workers arrive in any order; after so long, all of a moment are taken to be there."""
+_MOST_SEEN = 8
+"""Survivors whose detection of a failure is kept: the first ones say when it was detected first."""
 _MOST_METRICS = 64
 """Values that the script logged, of which each becomes a time series."""
 
@@ -239,7 +241,7 @@ class RunMetrics:
 
 
 class _Events:
-    """The records that a history needs: of undisturbed steps in a row only the first and the last."""
+    """The records that a history needs: of undisturbed steps in a row, and of what all survivors say, only a few."""
 
     def __init__(self) -> None:
         self.kept: list[Record] = []
@@ -247,6 +249,8 @@ class _Events:
         """The highest step that was committed."""
         self._is_loose = False  # whether the last record is of a step that the next step replaces
         self._is_redoing = False
+        self._seen: list[int] = []  # survivors whose detection of the last failure was kept
+        self._generation = self._seen_after = -1  # of the last kept decision, and of the one before these detections
         self._awaited: set[int] = set()  # steps in progress at a failure, whose next commits end outages
 
     def add(self, record: Record) -> bool:
@@ -254,11 +258,7 @@ class _Events:
         if isinstance(record, StateHashed):
             return False
         if not isinstance(record, StepCommitted):
-            if isinstance(record, FailureSeen | FaultFired):
-                self._awaited.add(record.step)
-            self.kept.append(record)
-            self._is_loose = False
-            return True
+            return self._add_event(record)
         is_past = self._is_redoing and record.step > self.highest
         is_needed = is_past or record.step in self._awaited or not self._follows_step()
         self._is_redoing = record.step <= self.highest
@@ -269,6 +269,25 @@ class _Events:
             return False
         self.kept.append(record)
         self._is_loose = not is_needed
+        return True
+
+    def _add_event(self, record: Record) -> bool:
+        if isinstance(record, FailureSeen | FaultFired):
+            self._awaited.add(record.step)
+        if isinstance(record, FailureSeen):
+            if self._seen_after != self._generation:  # the next failure
+                self._seen, self._seen_after = [], self._generation
+            if len(self._seen) >= _MOST_SEEN:
+                return False
+            self._seen.append(record.rank)
+        elif isinstance(record, Recovered):
+            if record.generation == self._generation and record.rank not in self._seen:
+                return False
+            self._generation = record.generation
+        elif isinstance(record, JobRestarted):
+            self._generation, self._seen_after, self._seen = -1, -1, []
+        self.kept.append(record)
+        self._is_loose = False
         return True
 
     def _follows_step(self) -> bool:
