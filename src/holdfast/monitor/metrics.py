@@ -281,7 +281,10 @@ class _Events:
                 return False
             self._seen.append(record.rank)
         elif isinstance(record, Recovered):
-            if record.generation == self._generation and record.rank not in self._seen:
+            is_new = (
+                record.generation != self._generation or record.decision == "heal"
+            )  # which needs no new communicator
+            if not is_new and record.rank not in self._seen:
                 return False
             self._generation = record.generation
         elif isinstance(record, JobRestarted):
