@@ -17,8 +17,10 @@ from holdfast import errors
 from holdfast.cli import exit_code_of
 from holdfast.cli.run import OPTIONS
 from holdfast.config import Settings
+from holdfast.monitor.metrics import METRICS
 from holdfast.options import DeclaredOption, fields_of, variable
 from holdfast.records.encoding import RECORDS
+from holdfast.report.goodput import CAUSES
 
 OF_THE_LAUNCHER = ("ranks", "rank", "store", "run_dir", "origin_s")
 """Settings that only the launcher gives to its workers."""
@@ -73,6 +75,17 @@ def records() -> str:
     return table(("record", "fields"), rows)
 
 
+def causes() -> str:
+    """Return a row for each cause of badput."""
+    return table(("cause", "meaning"), [(f"`{cause}`", meaning) for cause, meaning in CAUSES.items()])
+
+
+def metrics() -> str:
+    """Return a row for each metric that a running job exports."""
+    rows = [(f"`{m.name}`", m.kind, f"`{m.label}`" if m.label else "", m.help) for m in METRICS]
+    return table(("metric", "kind", "label", "meaning"), rows)
+
+
 def exit_codes() -> str:
     """Return a row for each error of `holdfast.errors`: the exit code of a command that it ends."""
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.HoldfastError)]
@@ -112,6 +125,8 @@ GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "options of holdfast run": ("cli.md", options),
     "settings": ("configuration.md", settings),
     "fields of records": ("records.md", records),
+    "causes of badput": ("report.md", causes),
+    "metrics": ("metrics.md", metrics),
     "exit codes of errors": ("exit-codes.md", exit_codes),
     "results on GPUs": ("gpu-evidence.md", gpu_evidence),
 }

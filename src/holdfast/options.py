@@ -29,6 +29,7 @@ GROUPS = (
     "Multiple nodes with Gloo",
     "Fault injection",
     "Output",
+    "Monitoring",
 )
 """Sections of ``--help-all`` and of the reference page, in order. Within a group, basic options come first, then the
 order of fields."""

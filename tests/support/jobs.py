@@ -46,8 +46,18 @@ def run_report(tmp_path, *args, exit_code=0, timeout=120, env=None):
     assert done.returncode == exit_code, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     report = json.loads((out / "report.json").read_text())
     report["_events"] = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    assert_time_adds_up(report)
     report["_stdout"], report["_stderr"] = done.stdout, done.stderr
     return report
+
+
+def assert_time_adds_up(report):
+    """Useful work and badput are the wall time, to 0.1 %."""
+    spent = report["goodput"]
+    if spent is not None:  # of a torch.distributed script without steps it is unknown
+        total_s = spent["useful_s"] + sum(spent["badput_s"].values())
+        assert abs(total_s - report["wall_s"]) <= 0.001 * report["wall_s"], spent
+        assert min(spent["useful_s"], *spent["badput_s"].values()) >= 0, spent
 
 
 def exit_codes(report):

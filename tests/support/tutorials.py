@@ -18,6 +18,7 @@ LIMIT_S = 240
 
 # What differs from run to run, or from one kind of CPU to another: times, speeds, hashes, losses and accuracies.
 VARIES = [
+    (re.compile(r"^goodput .*$", re.M), ""),  # which causes took how long
     (re.compile(r"'(\w+_runtime|\w+_per_second)': '[^']*'"), "SPEED"),
     (re.compile(r"\b[0-9a-f]{12,64}\b"), "HASH"),
     (re.compile(r"\b\d+(\.\d+)? (s|ms|min)\b"), "TIME"),

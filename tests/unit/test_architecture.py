@@ -114,6 +114,7 @@ MAY_IMPORT = {
         "launch",
     },
     "report": {"errors", "recovery", "integrity.hash_chain", "records"},
+    "monitor": {"errors", "clock", "records", "report"},
     "launch": {
         "errors",
         "device_errors",
@@ -129,6 +130,7 @@ MAY_IMPORT = {
         "slurm",
         "faults.plan",
         "report",
+        "monitor",
         "integrations.kubeflow",
     },
     "testing": LOOP | {"data", "models", "engine"},
@@ -194,6 +196,7 @@ WITHOUT_TORCH = (
     "membership",
     "recovery",
     "report",
+    "monitor",
     "launch",
     "cli",
     "faults.points",

@@ -14,6 +14,7 @@ import pytest
 from trainer_server import TrainerServer
 
 from holdfast.integrations.kubeflow import ProgressReporter, progress_reporter
+from holdfast.records.queued import QueuedSink
 from holdfast.records.types import JobRestarted, Recovered, RunStarted, StepCommitted
 
 
@@ -36,7 +37,11 @@ def recovered(rank):
 
 
 def reporter(server, said, every_s=0.05):
-    return ProgressReporter(server.url, server.ca_cert, server.token, said.append, every_s=every_s)
+    return queued(server.url, server.ca_cert, server.token, said, every_s)
+
+
+def queued(url, ca_cert, token, said, every_s=0.02):
+    return QueuedSink(ProgressReporter(url, ca_cert, token, every_s=every_s), said.append)
 
 
 @contextlib.contextmanager
@@ -45,7 +50,7 @@ def reporting(server, said, **how):
     try:
         yield made
     finally:
-        made.close()
+        made.close(9.0)
 
 
 def values(status):
@@ -62,7 +67,7 @@ def test_a_report_has_progress_remaining_time_and_metrics(tmp_path):
         for rank in range(3):  # every survivor says so
             report.write(recovered(rank))
         report.write(committed(3, t_s=6.0, workers=3, loss=0.25))
-        report.close()
+        report.close(9.0)
 
     first, last = server.taken[0], server.taken[-1]
     assert (first["progressPercentage"], "estimatedRemainingSeconds" in first) == (0, False)
@@ -80,7 +85,7 @@ def test_a_report_fits_the_published_schema(tmp_path):
         report.write(started())
         report.write(committed(0, t_s=0.0, **{f"{number}{'x' * 99}": 1.5 for number in range(300)}))
         report.write(committed(1, t_s=1.0, **{f"{number}{'x' * 99}": 1e300 for number in range(300)}))
-        report.close()
+        report.close(9.0)
 
     status = server.taken[-1]
     kept = models.TrainerV1alpha1TrainJobStatus.from_dict({"trainerStatus": status})
@@ -96,11 +101,11 @@ def test_a_restart_goes_back_to_the_checkpoint_and_a_stream_has_no_percentage(tm
         report.write(committed(7, t_s=7.0))
         report.write(JobRestarted(t_s=8.0, rank=-1, step=8, restart=1, workers=(0, 1), reason="lost"))
         report.write(started(step=5))
-        report.close()
+        report.close(9.0)
     with TrainerServer(tmp_path) as endless, reporting(endless, []) as report:
         report.write(started(steps=0))
         report.write(committed(7, t_s=7.0))
-        report.close()
+        report.close(9.0)
 
     assert (server.taken[-1]["progressPercentage"], values(server.taken[-1])["step"]) == (50, "5")
     assert "progressPercentage" not in endless.taken[-1]
@@ -115,7 +120,7 @@ def test_steps_faster_than_the_rate_are_left_out(tmp_path):
             report.write(committed(step, t_s=time.monotonic(), loss=1.0))
             step += 1
             time.sleep(0.002)
-        report.close()
+        report.close(9.0)
 
     pauses = [after - before for before, after in itertools.pairwise(server.times_s[:-1])]
     assert step > 50
@@ -175,11 +180,11 @@ def test_a_report_that_is_refused_is_one_line_without_the_token(spoil, why, tmp_
         env = dict(server.env)
         spoil(server, env, tmp_path)
         url, ca_cert, token = env.values()
-        report = ProgressReporter(url, Path(ca_cert), Path(token), said.append, every_s=0.02)
+        report = queued(url, Path(ca_cert), Path(token), said)
         for step in range(10):
             report.write(committed(step, t_s=1.0 * step))
             time.sleep(0.02)
-        report.close()
+        report.close(9.0)
 
     assert server.taken == []
     assert len(said) == 1
@@ -194,12 +199,12 @@ def test_a_server_that_is_away_or_silent_holds_nothing(tmp_path):
     said = []
     with TrainerServer(tmp_path, silent=True) as server:
         for url in (away, server.url):
-            report = ProgressReporter(url, server.ca_cert, server.token, said.append, every_s=0.02)
+            report = queued(url, server.ca_cert, server.token, said)
             begin_s = time.monotonic()
             for step in range(100):
                 report.write(committed(step, t_s=1.0 * step))
             wrote_s = time.monotonic() - begin_s
-            report.close()
+            report.close(9.0)
             assert wrote_s < 3, "a report to the silent server takes 5 s"
             assert time.monotonic() - begin_s < 4.9, "the end waits 3 s for the last report"
 
@@ -221,6 +226,4 @@ def test_only_a_whole_environment_with_tls_is_used(tmp_path):
         assert said == []
         assert progress_reporter(plain, said.append) is None
         assert "KUBEFLOW_TRAINER_SERVER_URL must be https://HOST[:PORT]/PATH, got 'http://" in said[0]
-        made = progress_reporter(server.env, said.append)
-        assert made is not None
-        made.close()
+        assert progress_reporter(server.env, said.append) is not None

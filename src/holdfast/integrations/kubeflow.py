@@ -1,7 +1,8 @@
 """Progress of a job in the status of its TrainJob: Kubeflow Trainer takes it by an authenticated POST.
 
 Trainer sets three variables in each pod if its feature gate ``TrainJobStatus`` is on: a URL, and the files of its CA
-certificate and of a token. The launcher of the first node reports to it, from a thread of its own.
+certificate and of a token. The launcher of the first node reports to it, from the thread of a queue
+(:mod:`holdfast.records.queued`).
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from __future__ import annotations
 import datetime
 import http.client
 import json
+import math
 import ssl
-import threading
 import urllib.parse
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
+from holdfast.records.queued import NotTaken
 from holdfast.records.types import JobRestarted, Record, Recovered, RunStarted, StepCommitted
 
 URL, CA_CERT, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
@@ -27,8 +29,6 @@ EVERY_S = 5.0
 LONGEST_S = 60.0
 """Longest time between two reports to a server that does not take them."""
 _TIMEOUT_S = 5.0
-_LAST_S = 3.0
-"""The end of a job waits this long for the last report."""
 _WINDOW = 100
 """Steps from which the remaining time is estimated."""
 _MOST_METRICS, _LONGEST_TEXT = 256, 64
@@ -46,84 +46,52 @@ def progress_reporter(env: Mapping[str, str], say: Callable[[str], None]) -> Pro
     if not (url and ca_cert and token):
         return None
     try:
-        return ProgressReporter(url, Path(ca_cert), Path(token), say)
+        return ProgressReporter(url, Path(ca_cert), Path(token))
     except ConfigError as error:
-        say(f"progress is not reported to Kubeflow: {error}")
+        say(f"{ProgressReporter.trouble}: {error}")
         return None
 
 
 class ProgressReporter:
-    """A sink of records that reports progress, remaining time and metrics. Training never waits for it.
+    """A sink of records that reports progress, remaining time and metrics.
 
     Args:
         url: Where to, ``https://HOST[:PORT]/PATH``.
         ca_cert: File of the certificate that the server's is signed with.
         token: File of the token; read for each report, because tokens expire and are replaced.
-        say: Displays a line.
         every_s: Shortest time between two reports, in seconds. What happens between them is left out.
 
     Raises:
         ConfigError: if the URL is not of this form: without TLS, the token could be read on its way.
     """
 
-    def __init__(
-        self, url: str, ca_cert: Path, token: Path, say: Callable[[str], None], *, every_s: float = EVERY_S
-    ) -> None:
+    name = "kubeflow"
+    trouble = "progress is not reported to Kubeflow"
+    longest_s = math.inf
+
+    def __init__(self, url: str, ca_cert: Path, token: Path, *, every_s: float = EVERY_S) -> None:
         place = urllib.parse.urlsplit(url)
         if place.scheme != "https" or not place.hostname:
             raise ConfigError(f"{URL} must be https://HOST[:PORT]/PATH, got {url!r}")
         self._host, self._port = place.hostname, place.port or 443
         self._path = place.path or "/"
-        self._ca_cert, self._token, self._say, self._every_s = ca_cert, token, say, every_s
+        self._ca_cert, self._token, self._every_s = ca_cert, token, every_s
         self._progress = _Progress()
-        self._changed = threading.Condition()
-        self._newest: dict[str, Any] | None = None
-        self._is_closed = False
-        self._has_complained = False
-        self._thread = threading.Thread(target=self._run, name="holdfast-kubeflow", daemon=True)
-        self._thread.start()
+        self.pause_s = 0.0
 
-    def write(self, record: Record) -> None:
-        """Take a record; return immediately."""
-        if self._progress.take(record):
-            with self._changed:
-                self._newest = self._progress.status()
-                self._changed.notify()
+    def take(self, records: Sequence[Record]) -> None:
+        """Report what has changed; NotTaken says why the report did not arrive."""
+        changed = [self._progress.take(record) for record in records]
+        if not any(changed):
+            self.pause_s = 0.0
+            return
+        if why := self._report(self._progress.status()):
+            self.pause_s = min(2 * max(self.pause_s, self._every_s), LONGEST_S)
+            raise NotTaken(why)
+        self.pause_s = self._every_s
 
-    def close(self) -> None:
-        """Send the last report, if the server takes it within 3 s."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
-        self._thread.join(_LAST_S)
-        if self._thread.is_alive():
-            self._complain(f"{self._host}:{self._port} does not answer")
-
-    def _run(self) -> None:
-        wait_s = self._every_s
-        while (status := self._next()) is not None:
-            why = self._report(status)
-            wait_s = min(2 * wait_s, LONGEST_S) if why else self._every_s
-            if why:
-                self._complain(why)
-            self._pause(wait_s)
-
-    def _complain(self, why: str) -> None:
-        """Say it once in a job."""
-        if not self._has_complained:
-            self._has_complained = True
-            self._say(f"progress is not reported to Kubeflow: {why}; training is not affected")
-
-    def _next(self) -> dict[str, Any] | None:
-        """Wait for a new status; return None at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._newest is not None or self._is_closed)
-            status, self._newest = self._newest, None
-            return status
-
-    def _pause(self, wait_s: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed, wait_s)
+    def close(self, end_s: float) -> None:
+        """Do nothing: the last report was sent with the last records."""
 
     def _report(self, status: dict[str, Any]) -> str:
         """Send a report; return why it did not arrive, or "". The token is in no message."""

@@ -240,6 +240,23 @@ class Job:
         has_default=True,
     )
 
+    metrics_port: str = option(
+        "",
+        help="Serve metrics to Prometheus on this port, of this machine only unless HOST is given.",
+        manual="serve metrics to Prometheus at `http://HOST:PORT/metrics`, on the first node; without HOST only to this machine, with port 0 on a free port: [monitor-with-prometheus.md](../how-to/monitor-with-prometheus.md)",
+        group="Monitoring",
+        metavar="[HOST:]PORT",
+        kind=str,
+    )
+    metrics_file: Path | None = option(
+        None,
+        help="Write metrics to this file, NAME.prom, for node-exporter's textfile collector.",
+        manual="write metrics to this file every 5 s, on the first node, for the textfile collector of node-exporter; its name must end in `.prom`",
+        group="Monitoring",
+        metavar="FILE",
+        kind=Path,
+    )
+
     @property
     def words(self) -> tuple[str, ...]:
         """The script or module and its arguments, as on a command line."""
@@ -319,7 +336,7 @@ def check(job: Job) -> None:
     check_plan(job)
     for folder, flag in ((job.report_dir, "--report"), (job.log_dir, "--log-dir")):
         if folder is not None:
-            _check_writable(folder, flag)
+            check_writable(folder, flag)
     job.fabric.check_installed()
 
 
@@ -389,7 +406,8 @@ def check_plan(job: Job) -> None:
         FaultPlan.from_json(job.settings.faults).check(workers, nodes=job.nnodes)
 
 
-def _check_writable(folder: Path, option: str) -> None:
+def check_writable(folder: Path, option: str) -> None:
+    """Raise a ConfigError that begins with ``option``, if no file can be written in ``folder``."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import time
 from typing import Self
 
@@ -30,15 +29,15 @@ from holdfast.launch.provenance import job_provenance
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.rendezvous import check_nodes
 from holdfast.launch.run_paths import RunPaths
+from holdfast.launch.sinks import check_sinks, open_sinks
 from holdfast.launch.stopping import StopProcedure
 from holdfast.records.files import read_run
-from holdfast.records.logger import RecordSink
+from holdfast.records.queued import SinkCount
 from holdfast.records.types import JobRestarted, RunStarted
 
 POLL_S = 0.02
 _FAR_POLL_S = 0.2
 _LINGER_S = 1.0
-_TRAIN_JOB = "KUBEFLOW_TRAINER_SERVER_URL"
 _NO_DAEMON = "A daemon failed to report back after being spawned"
 """Printed by mpirun if a daemon does not start, which also happens temporarily on crowded hosts."""
 
@@ -53,6 +52,7 @@ def launch(job: Job, view: RunView | None = None) -> JobOutcome:
     check(job)
     check_hosts(job)
     check_node_faults(job)
+    check_sinks(job)
     check_gpus(job.gpus, elsewhere=bool(job.hosts))
     with Launcher(job, view or RunView()) as launcher:
         return launcher.run()
@@ -114,8 +114,9 @@ class Launcher:
             paths=self._paths,
             files=self._files,
             clock=SystemClock(self._origin_s),
-            sinks=self._sinks(undo),
+            sinks=open_sinks(job, SystemClock(self._origin_s), self._view.print_line),
         )
+        undo.callback(self._close_sinks)
         if line := sharing_line(job.gpus, 0 if job.is_virtual or job.hosts else len(job.ranks) // job.nnodes):
             self._view.print_line(line)
         self._bus = RecordBus(run)
@@ -128,18 +129,6 @@ class Launcher:
         self._node_faults = NodeFaults(run, self._bus, self._plan)
         undo.callback(self._node_faults.close)
         undo.callback(self._end_attempt)
-
-    def _sinks(self, undo: contextlib.ExitStack) -> tuple[RecordSink, ...]:
-        """Return what receives the records besides the view: in a TrainJob of Kubeflow, its status."""
-        if self._job.node_rank != 0 or _TRAIN_JOB not in os.environ:
-            return ()
-        from holdfast.integrations.kubeflow import progress_reporter
-
-        reporter = progress_reporter(os.environ, self._view.print_line)
-        if reporter is None:
-            return ()
-        undo.callback(reporter.close)
-        return (reporter,)
 
     def _start_fork_server(self) -> ForkServer | None:
         """Start it first: it imports torch while everything else is prepared."""
@@ -369,19 +358,25 @@ class Launcher:
 
     # --- the end
 
+    def _close_sinks(self, end_s: float | None = None) -> list[SinkCount]:
+        """End the sinks of records, if that was not done; return what became of the records."""
+        end_s = self._run.clock.now_s() if end_s is None else end_s
+        return [sink.close(end_s) for sink in self._run.sinks]
+
     def _finish(self, verdict: Verdict) -> JobOutcome:
         from holdfast.launch.results import write_results
 
         if isinstance(verdict, JobBroken) and not self._bus.is_explained:
             self._bus.note(unsaid(verdict))
         exit_code, message, traceback = explain(self._job, verdict, self._state)
-        records = read_run(self._paths.run_dir)
+        records, wall_s = read_run(self._paths.run_dir), self._run.clock.now_s()
         report, unwritten = write_results(
             self._job,
             records,
             self._plan,
             fired=self._state.fired,
-            wall_s=self._run.clock.now_s(),
+            wall_s=wall_s,
+            sinks=self._close_sinks(wall_s),
             facts=self._provenance,
         )
         if unwritten:

@@ -18,8 +18,9 @@ from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.run_paths import RunPaths
 from holdfast.records.beacon import BeaconPosition
 from holdfast.records.files import FileRecorder
-from holdfast.records.logger import Logger, RecordSink
+from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path
+from holdfast.records.queued import QueuedSink
 from holdfast.records.types import (
     FaultFired,
     Record,
@@ -37,7 +38,7 @@ from holdfast.report.history import is_distributed
 class RunState:
     """One run of a job, over all its starts.
 
-    ``nodes`` is None if the fabric needs no store. ``sinks`` receive every record once. The clock's zero is the time when the run began, on the first node.
+    ``nodes`` is None if the fabric needs no store. ``sinks`` receive every record once, each in its own thread. The clock's zero is the time when the run began, on the first node.
     """
 
     job: Job
@@ -48,7 +49,7 @@ class RunState:
     paths: RunPaths
     files: AttemptFiles
     clock: Clock
-    sinks: tuple[RecordSink, ...] = ()
+    sinks: tuple[QueuedSink, ...] = ()
 
     @property
     def others(self) -> NodeGroup | None:

@@ -13,6 +13,7 @@ from holdfast.errors import ConfigError
 from holdfast.faults.plan import PHASES, Fault, FaultPlan
 from holdfast.launch.job import Job, command_line
 from holdfast.launch.provenance import note
+from holdfast.records.queued import SinkCount
 from holdfast.records.types import FaultFired, Record
 
 
@@ -23,6 +24,7 @@ def write_results(
     *,
     fired: Collection[int],
     wall_s: float,
+    sinks: Sequence[SinkCount] = (),
     facts: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], str]:
     """Return the report, and why it could not be written: "" if it was, or if the job has no report directory.
@@ -36,6 +38,7 @@ def write_results(
     given: dict[str, Any] = {
         "started": range(job.workers),
         "wall_s": wall_s,
+        "sinks": [dataclasses.asdict(sink) for sink in sinks],
         "seed": job.settings.seed,
         "nodes": job.nnodes,
         "faults_not_fired": [spec for number, spec in enumerate(specs) if number not in fired],

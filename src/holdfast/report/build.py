@@ -23,6 +23,7 @@ from holdfast.records.types import (
     ValuesAltered,
 )
 from holdfast.report.formatting import DISTRIBUTED
+from holdfast.report.goodput import goodput_of
 from holdfast.report.history import History
 from holdfast.report.lives import JobLife, LostWorker
 from holdfast.report.platforms import workers_platforms
@@ -45,13 +46,15 @@ def build_report(
     command: str = "",
     job: Mapping[str, Any] | None = None,
     nodes: int = 1,
+    sinks: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the content of ``report.json``.
 
     ``failures`` has one entry per lost worker; workers lost in the same recovery share its times, its redone steps and its lost
     samples (``recovery`` numbers the recovery). ``step_s`` is the time between the commits of consecutive steps, without the
     intervals that hold a failure, so it is the pace of undisturbed work. ``train_s`` runs from the first committed step to the
-    last, failures included. A step that was committed again counts once, with its last metrics.
+    last, failures included. ``goodput`` says where ``wall_s`` went, see :mod:`holdfast.report.goodput`; null for a script
+    of ``torch.distributed`` without steps. A step that was committed again counts once, with its last metrics.
 
     ``api`` is ``"session"`` or ``"torch.distributed"``, null if training never began. The backend of the latter knows
     neither the samples, the model nor a plan: unknown values are null. A step is then one backward pass of
@@ -77,6 +80,8 @@ def build_report(
         command: The command line that repeats the run.
         job: Provenance of the job, so that it can be repeated; see ``launch/provenance.py``.
         nodes: Number of launchers.
+        sinks: What else received the records while the job ran, such as a server of metrics: ``name``, and how many
+            records it has ``taken``; ``dropped`` are those that its queue had no room for, or that it failed to take.
     """
     history = History(records, started)
     finished, timed = _finished(history), history.timed
@@ -86,19 +91,13 @@ def build_report(
         "outcome": _outcome(history, finished),
         "api": _api(history),
         **_configuration(history, seed),
-        "workers": {
-            "started": len(history.started),
-            "ranks_started": sorted(history.started),
-            "spares": len(history.spares),
-            "ranks_spare": history.spares,
-            "finished": len(finished),
-            "ranks_finished": sorted(finished),
-        },
+        "workers": _workers(history, finished),
         "nodes": nodes,
         "steps": len(history.steps),
         "wall_s": _seconds(wall_s),
         "train_s": _seconds(timed[-1].t_s - timed[0].t_s) if timed else None,
         "step_s": _step_s(history),
+        "goodput": _goodput(history, wall_s),
         "restarts": len(history.lives) - 1,
         **_happenings(history),
         "steps_redone": history.redone_steps,
@@ -112,9 +111,30 @@ def build_report(
         "checkpoints": None if history.is_distributed else len(history.of(CheckpointSaved)),
         "checkpoint": None if history.is_distributed else next((r.checkpoint for r in ends if r.checkpoint), ""),
         "error": _error(history.lives[-1]),
+        "sinks": [dict(sink) for sink in sinks],
         "command": command,
         "job": None if job is None else dict(job),
     }
+
+
+def _workers(history: History, finished: Mapping[int, Finished]) -> dict[str, Any]:
+    return {
+        "started": len(history.started),
+        "ranks_started": sorted(history.started),
+        "spares": len(history.spares),
+        "ranks_spare": history.spares,
+        "finished": len(finished),
+        "ranks_finished": sorted(finished),
+    }
+
+
+def _goodput(history: History, wall_s: float) -> dict[str, Any] | None:
+    """Return where the wall time went; None if that is unknown."""
+    spent = goodput_of(history.records, wall_s)
+    if spent is None:
+        return None
+    badput_s = {cause: _seconds(seconds) for cause, seconds in spent.badput_s.items()}
+    return {"ratio": round(spent.ratio, 6), "useful_s": _seconds(spent.useful_s), "badput_s": badput_s}
 
 
 def _happenings(history: History) -> dict[str, Any]:

@@ -32,10 +32,21 @@ def summary_lines(report: Mapping[str, Any], directory: Path | None = None) -> l
     lines += [_failure(failure, report) for failure in report["failures"]]
     lines += [what for _, what in happenings(report)]
     lines += [f"did not strike: {spec}" for spec in report.get("faults_not_fired", ())]
+    lines += [
+        f"{sink['name']} missed {count(sink['dropped'], 'record')} of {sink['taken'] + sink['dropped']}"
+        for sink in report.get("sinks", ())
+        if sink["dropped"]
+    ]
     lines.append(_iteration_cost(report.get("iteration_cost")))
     lines += [_parts_held(held) for held in report.get("parts_held", ())]
     lines.append(_overlap_cost(report.get("eager", ())))
-    lines += [_samples(report), _replicas(report), _platforms(report.get("kinds")), _promise(report.get("kinds"))]
+    lines += [
+        _goodput(report.get("goodput")),
+        _samples(report),
+        _replicas(report),
+        _platforms(report.get("kinds")),
+        _promise(report.get("kinds")),
+    ]
     if directory is not None:
         lines.append(f"report   {directory / 'report.json'}   (as a page: holdfast report {directory})")
     return [clean(line) for line in lines if line]
@@ -51,6 +62,17 @@ def _pace(report: Mapping[str, Any]) -> str:
     text = f"{pace}, {workers['finished']} of {count(total_workers(report), worker(report))} finished"
     metrics = ", ".join(f"{name} {number(value)}" for name, value in report["metrics"].items())
     return f"{text}; {metrics}" if metrics else text
+
+
+def _goodput(spent: Mapping[str, Any] | None) -> str:
+    """Return the share of useful time, and the causes of the rest that took at least 0.1 % of the time."""
+    if spent is None:
+        return ""
+    wall_s = spent["useful_s"] + sum(spent["badput_s"].values())
+    causes = sorted(spent["badput_s"].items(), key=lambda item: -item[1])
+    large = [f"{cause.replace('_', ' ')} {seconds(value)}" for cause, value in causes if value >= 0.001 * wall_s > 0]
+    text = f"goodput  {spent['ratio']:.1%} useful ({seconds(spent['useful_s'])})"
+    return f"{text}; {', '.join(large)}" if large else text
 
 
 def _failure(failure: Mapping[str, Any], report: Mapping[str, Any]) -> str:

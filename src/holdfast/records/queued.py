@@ -1,0 +1,157 @@
+"""Sinks that may be slow or gone: each has a bounded queue and a thread of its own, so the launcher never waits for one.
+
+    workers' files, other launchers ─> record bus ─┬─> job state, view                   immediately
+                                                   ├─> queue ─> thread ─> Prometheus
+                                                   └─> queue ─> thread ─> Kubeflow Trainer
+
+A full queue drops records, and the report says how many.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from holdfast.records.types import Record, StateHashed, StepCommitted
+
+CAPACITY = 10_000
+"""Records that wait for one sink."""
+_FOR_STEPS = 0.9
+"""Records written in each step take at most this share of a queue: those about failures still find room."""
+LAST_S = 3.0
+"""The end of a job waits this long for a sink to take its last records."""
+
+
+class NotTaken(Exception):
+    """Raised by a sink that could not pass its records on; the message says why, in one line."""
+
+
+class SlowSink(Protocol):
+    """Receives records on a thread of its own; each method may take any time.
+
+    Args:
+        name: Name of the sink in the report.
+        trouble: What does not happen if it fails, as a clause: ``"progress is not reported to Kubeflow"``.
+        pause_s: Shortest time between two calls of :meth:`take`, in seconds; read again after each call.
+        longest_s: It is called without records after this time; infinite: never.
+    """
+
+    name: str
+    trouble: str
+    pause_s: float
+    longest_s: float
+
+    def take(self, records: Sequence[Record]) -> None:
+        """Handle new records, in the order in which the launcher read them.
+
+        Raises:
+            NotTaken: if they could not be passed on. They are counted as dropped.
+        """
+        ...
+
+    def close(self, end_s: float) -> None:
+        """Handle the end of the run, ``end_s`` seconds after its begin. Nothing follows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkCount:
+    """How many records a sink received, and how many it did not: its queue was full, or it failed."""
+
+    name: str
+    taken: int
+    dropped: int
+
+
+class QueuedSink:
+    """The queue and the thread of a sink.
+
+    Args:
+        sink: The sink.
+        say: Displays a line.
+        capacity: Records that may wait, at least 1.
+    """
+
+    def __init__(self, sink: SlowSink, say: Callable[[str], None], *, capacity: int = CAPACITY) -> None:
+        self._sink, self._say, self._capacity = sink, say, capacity
+        self._changed = threading.Condition()
+        self._waiting: list[Record] = []
+        self._taken = self._dropped = self._in_hand = 0
+        self._end_s: float | None = None
+        self._has_complained = False
+        self._thread = threading.Thread(target=self._run, name=f"holdfast-{sink.name}", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Record) -> None:
+        """Queue a record, or drop it if there is no room; return immediately."""
+        room = self._capacity * (_FOR_STEPS if isinstance(record, StepCommitted | StateHashed) else 1)
+        with self._changed:
+            if len(self._waiting) >= room or self._end_s is not None:
+                self._dropped += 1
+                return
+            self._waiting.append(record)
+            self._changed.notify()
+
+    def close(self, end_s: float) -> SinkCount:
+        """Let the sink take what waits, for at most 3 s; return what became of all records. May be called again."""
+        with self._changed:
+            is_first, self._end_s = self._end_s is None, end_s if self._end_s is None else self._end_s
+            self._changed.notify()
+        if is_first:
+            self._thread.join(LAST_S)
+        if self._thread.is_alive():
+            self._complain(f"it does not answer within {LAST_S:g} s")
+        return self.count()
+
+    def count(self) -> SinkCount:
+        """Return what became of the records so far; those that the sink has not taken at the end are dropped."""
+        with self._changed:
+            lost = len(self._waiting) + self._in_hand if self._end_s is not None else 0
+            return SinkCount(name=self._sink.name, taken=self._taken, dropped=self._dropped + lost)
+
+    def _run(self) -> None:
+        while (records := self._next()) is not None:
+            self._give(records)
+            with self._changed:
+                self._changed.wait_for(lambda: self._end_s is not None, self._sink.pause_s)
+        assert self._end_s is not None
+        self._attempt(functools.partial(self._sink.close, self._end_s))
+
+    def _next(self) -> list[Record] | None:
+        """Wait for records, or for the longest time without; return None at the end."""
+        longest_s = None if math.isinf(self._sink.longest_s) else self._sink.longest_s
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._end_s is not None, longest_s)
+            if self._end_s is not None and not self._waiting:
+                return None
+            records, self._waiting = self._waiting, []
+            self._in_hand = len(records)
+            return records
+
+    def _give(self, records: list[Record]) -> None:
+        is_taken = self._attempt(lambda: self._sink.take(records))
+        with self._changed:
+            self._taken += len(records) if is_taken else 0
+            self._dropped += 0 if is_taken else len(records)
+            self._in_hand = 0
+
+    def _attempt(self, call: Callable[[], None]) -> bool:
+        """Call a method of the sink; say why if it fails, the first time."""
+        try:
+            call()
+        except NotTaken as error:
+            self._complain(str(error))
+            return False
+        except Exception as error:  # training must not end for a defect of a sink
+            self._complain(f"{type(error).__name__}: {error}")
+            return False
+        return True
+
+    def _complain(self, why: str) -> None:
+        if not self._has_complained:
+            self._has_complained = True
+            self._say(f"{self._sink.trouble}: {why}; training is not affected")

@@ -1,0 +1,122 @@
+"""A sink that is slow, full, gone or broken holds nothing, and what it missed is counted."""
+
+import math
+import threading
+import time
+
+import pytest
+
+from holdfast.records.queued import NotTaken, QueuedSink, SinkCount
+from holdfast.records.types import Left, StepCommitted
+
+
+def step(number):
+    return StepCommitted(t_s=float(number), rank=0, step=number, epoch=0, samples=1, workers=1, metrics={})
+
+
+def left(number):
+    return Left(t_s=float(number), rank=1, step=number)
+
+
+class Sink:
+    name, trouble, pause_s, longest_s = "test", "nothing is shown", 0.0, math.inf
+
+    def __init__(self):
+        self.records, self.calls, self.end_s = [], 0, None
+
+    def take(self, records):
+        self.calls += 1
+        self.records += records
+
+    def close(self, end_s):
+        self.end_s = end_s
+
+
+class Blocked(Sink):
+    """Takes nothing until it is released."""
+
+    def __init__(self):
+        super().__init__()
+        self.began, self.released = threading.Event(), threading.Event()
+
+    def take(self, records):
+        self.began.set()
+        assert self.released.wait(30)
+        super().take(records)
+
+
+def test_all_records_arrive_in_order_and_then_the_end():
+    sink, said = Sink(), []
+    queue = QueuedSink(sink, said.append)
+    for number in range(1000):
+        queue.write(step(number))
+
+    assert queue.close(7.5) == SinkCount(name="test", taken=1000, dropped=0)
+    assert [record.step for record in sink.records] == list(range(1000))
+    assert (sink.end_s, said) == (7.5, [])
+    queue.write(step(1000))
+    assert queue.close(8.0).dropped == 1, "what comes after the end"
+
+
+def test_a_full_queue_drops_steps_first_and_counts_what_it_drops():
+    sink = Blocked()
+    queue = QueuedSink(sink, print, capacity=10)
+    queue.write(step(0))
+    assert sink.began.wait(30)
+    begin_s = time.monotonic()
+    for number in range(1, 101):
+        queue.write(step(number))
+    for number in range(3):
+        queue.write(left(number))
+    wrote_s = time.monotonic() - begin_s
+    assert queue.count() == SinkCount(name="test", taken=0, dropped=93)
+    sink.released.set()
+
+    assert wrote_s < 5, "the sink would block for 30 s"
+    assert queue.close(1.0) == SinkCount(name="test", taken=11, dropped=93)
+    assert [record.step for record in sink.records] == [*range(10), 0]
+
+
+def test_a_sink_that_hangs_holds_the_end_for_three_seconds(monkeypatch):
+    monkeypatch.setattr("holdfast.records.queued.LAST_S", 0.05)
+    sink, said = Blocked(), []
+    queue = QueuedSink(sink, said.append)
+    queue.write(step(0))
+    assert sink.began.wait(30)
+    queue.write(step(1))
+    count = queue.close(1.0)
+    sink.released.set()
+
+    assert count == SinkCount(name="test", taken=0, dropped=2)
+    assert said == ["nothing is shown: it does not answer within 0.05 s; training is not affected"]
+
+
+@pytest.mark.parametrize(("error", "why"), [(NotTaken("it is gone"), "it is gone"), (KeyError("x"), "KeyError: 'x'")])
+def test_a_sink_that_fails_says_so_once_and_its_records_are_dropped(error, why):
+    class Broken(Sink):
+        def take(self, records):
+            raise error
+
+    said = []
+    queue = QueuedSink(Broken(), said.append)
+    for number in range(20):
+        queue.write(step(number))
+        time.sleep(0.001)
+
+    assert queue.close(1.0) == SinkCount(name="test", taken=0, dropped=20)
+    assert said == [f"nothing is shown: {why}; training is not affected"]
+
+
+def test_a_sink_is_called_no_more_often_than_it_wants_but_also_without_records():
+    sink = Sink()
+    sink.pause_s, sink.longest_s = 0.2, 0.05
+    queue = QueuedSink(sink, print)
+    end_s = time.monotonic() + 0.5
+    while time.monotonic() < end_s:
+        queue.write(step(0))
+        time.sleep(0.005)
+    assert sink.calls <= 4
+    calls = sink.calls
+    time.sleep(0.7)
+    assert sink.calls > calls
+    queue.close(1.0)
