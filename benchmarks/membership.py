@@ -5,7 +5,7 @@
 Each node has a relay, as ``holdfast run`` starts one, with a real connection to a real store. A simulated worker is a
 roster in a thread whose store calls the relay: its connection within the node is left out. A launcher reports a death, and each survivor does what a recovery does with the store: revoke, agree, shrink, agree, agree, and
 gather the addresses of the new generation. Messages are those that a node's launcher sends to the job's store and
-receives from it, without heartbeats; seconds are processor time of the whole process, which plays all nodes.
+receives from it, without heartbeats; seconds are processor time of the whole process, which plays all nodes on one core.
 ``--direct`` connects workers to the store without relays.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import resource
 import statistics
 import sys
@@ -146,6 +147,7 @@ def main() -> None:
     options = parser.parse_args()
     if min(options.sizes) <= options.recoveries:
         parser.error(f"--sizes must be larger than --recoveries, got {min(options.sizes)}")
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # threads would hand the interpreter from core to core
     threading.stack_size(256 << 10)
     sys.setswitchinterval(10.0)  # else each of thousands of threads asks for the interpreter 200 times a second
     rows = {

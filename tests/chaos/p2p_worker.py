@@ -146,7 +146,10 @@ def stopped():
     for step in range(3):
         go_round(mail, step)
     mail.begin()
+    appear(f"ready-{comm.local_ranks[0]}")
     if comm.local_ranks == (STOPPED,):
+        for rank in comm.members:  # a barrier may have ended here and not yet there
+            wait_for(f"ready-{rank}")
         be_stopped(mail)
     wait_for("stopping")
     pid = int((folder / "stopping").read_text())

@@ -163,7 +163,8 @@ if sys.argv[1] == "group-first":
     dist.init_process_group(sys.argv[2])
 model = torch.nn.Linear(3, 1)
 holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.1))
-dist.init_process_group(sys.argv[2])
+if not dist.is_initialized():
+    dist.init_process_group(sys.argv[2])
 """
 
 

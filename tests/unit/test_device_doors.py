@@ -167,6 +167,9 @@ WALKED: dict[str, dict[str, object]] = {
         "Seq2SeqTrainer": OF_FRAMEWORK,
         "Trainer": OF_FRAMEWORK,
     },
+    "holdfast.integrations.ray": dict.fromkeys(
+        ("HoldfastTrainer", "Result", "RunConfig", "ScalingConfig", "TrainingFailed"), "starts jobs, and has no model"
+    ),
 }
 """Every public name: the doors through which it is walked here, or why it needs none."""
 

@@ -222,7 +222,7 @@ def test_an_optimizer_that_only_reads_gets_no_copy(name):
 
     apply(replica, memory)
 
-    assert replica.buckets._private == []
+    assert replica.buckets.copied == []
 
 
 # -- 2: frozen input
