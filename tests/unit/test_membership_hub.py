@@ -326,6 +326,7 @@ def test_leased_keys_go_with_the_connection_only_on_request(ends):
         leaver, store = HubStore(hub.address, TOKEN, "j"), HubStore(hub.address, TOKEN, "j")
         leaver.put("kept", "1")
         leaver.put("leased", "1", leased=True)
+        assert store.wait(lambda: store.get("leased"), WAIT_S) == "1"
         leaver.close()
 
         gone = store.wait(lambda: True if store.get("leased") is None else None, WAIT_S if ends else 0.3)
