@@ -131,7 +131,6 @@ MAY_IMPORT = {
         "faults.plan",
         "report",
         "monitor",
-        "integrations.kubeflow",
     },
     "testing": LOOP | {"data", "models", "engine"},
     # The laboratory: it imports the runtime, never the reverse.
@@ -203,7 +202,6 @@ WITHOUT_TORCH = (
     "faults.plan",
     "integrity.hash_chain",
     "integrations.discovery",
-    "integrations.kubeflow",
     "integrations.ray.configs",
     "integrations.ray.function",
     "integrations.ray.jobs",

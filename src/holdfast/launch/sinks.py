@@ -64,7 +64,7 @@ def open_sinks(job: Job, clock: Clock, say: Callable[[str], None]) -> tuple[Queu
             say(f"metrics at {exporter.serve(*metrics_address(job.metrics_port))}")
         sinks.append(exporter)
     if _TRAIN_JOB in os.environ:
-        from holdfast.integrations.kubeflow import progress_reporter
+        from holdfast.monitor.kubeflow import progress_reporter
 
         if (reporter := progress_reporter(os.environ, say)) is not None:
             sinks.append(reporter)

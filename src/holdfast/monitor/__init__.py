@@ -1,1 +1,1 @@
-"""Metrics of a running job, for Prometheus: what they are (``metrics.py``), and how they get there (``exporter.py``)."""
+"""A running job, seen from outside: metrics for Prometheus (``metrics.py``, ``exporter.py``), progress for Kubeflow Trainer."""

@@ -241,32 +241,26 @@ def _most_rows(groups_here: Sequence[Sequence[int]], order: str) -> int:
 
 
 def wide(terms: Terms, out: torch.Tensor) -> None:
-    """Add like :func:`fold`, but 16-bit floats in float32, rounded once at the end."""
-    if out.dtype not in _HALF or len(terms) < 2:
+    """Add like :func:`fold`, but 16-bit floats in float32, rounded once at the end unless ``out`` is float32, too."""
+    if len(terms) < 2 or terms[0][1].dtype not in _HALF:
         fold(terms, out)
         return
-    total = terms[0][1].float()
+    total = out.copy_(terms[0][1]) if out.dtype == torch.float32 else terms[0][1].float()
     for _, term in terms[1:]:
         total.add_(term)
-    out.copy_(total)
+    if total is not out:
+        out.copy_(total)
 
 
-def _rounding_once(add: Callable[[Terms, torch.Tensor], None]) -> Callable[[Terms, torch.Tensor], None]:
-    """Return a function that adds 16-bit floats like ``add``, but in float32; ``out`` may have either type.
-
-    No sum of some slices has 16 bits, so the result is the same whichever ranks own the slices.
-    """
-
-    def add_wide(terms: Terms, out: torch.Tensor) -> None:
-        if not terms or terms[0][1].dtype not in _HALF:
-            add(terms, out)
-            return
-        total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-        add([(number, term.float()) for number, term in terms], total)
-        if total is not out:
-            out.copy_(total)
-
-    return add_wide
+def wide_tree(terms: Terms, out: torch.Tensor) -> None:
+    """Add like :func:`tree`, but 16-bit floats as in :func:`wide`."""
+    if len(terms) < 2 or terms[0][1].dtype not in _HALF:
+        tree(terms, out)
+        return
+    total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    tree([(number, term.float()) for number, term in terms], total)
+    if total is not out:
+        out.copy_(total)
 
 
 def _by(combine: Callable[..., torch.Tensor]) -> Callable[[Terms, torch.Tensor], None]:
@@ -293,7 +287,7 @@ ORDERS: dict[str, Callable[[Terms, torch.Tensor], None]] = {
     "and": _by(torch.bitwise_and),
     "or": _by(torch.bitwise_or),
     "xor": _by(torch.bitwise_xor),
-    "fold-wide": _rounding_once(fold),
-    "tree-wide": _rounding_once(tree),
+    "fold-wide": wide,
+    "tree-wide": wide_tree,
 }
 """Reduction orders by name. The session uses those that begin with ``fold`` and ``tree``, ``torch.distributed`` the others."""
