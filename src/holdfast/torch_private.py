@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -24,6 +25,7 @@ __all__ = [
     "OBJECT_BROADCAST",
     "OBJECT_GATHERS",
     "TRIED",
+    "begin_event",
     "buffers_of",
     "check_version",
     "copy_each",
@@ -34,6 +36,7 @@ __all__ = [
     "gradient_hooks",
     "has_step_hooks",
     "is_parameter",
+    "is_profiling",
     "logging_data",
     "offset_in_file",
     "parameters_of",
@@ -142,6 +145,18 @@ def task_of_backward() -> int:
 
 
 # -- files
+
+
+def is_profiling() -> bool:
+    """Return whether a profiler of torch is on."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def begin_event(name: str, inputs: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """Begin an event of torch's profiler; any thread may call what is returned to end it."""
+    event = torch._C._profiler._RecordFunctionFast(name, list(inputs))
+    event.__enter__()
+    return functools.partial(event.__exit__, None, None, None)
 
 
 def fake_tensors() -> AbstractContextManager[object]:

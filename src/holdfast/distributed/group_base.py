@@ -19,7 +19,7 @@ from holdfast.distributed.staging import current_staging
 from holdfast.distributed.tensors import check_device
 from holdfast.distributed.work import PendingWork
 from holdfast.errors import RanksLost
-from holdfast.torch_private import task_of_backward
+from holdfast.torch_private import is_profiling, task_of_backward
 
 Tensors = Sequence[torch.Tensor]
 
@@ -49,6 +49,11 @@ class GroupBase(ProcessGroup):
     def timeout_s(self) -> float:
         """Default timeout of a wait."""
         return self._timeout_s
+
+    @property
+    def alive_places(self) -> list[int]:
+        """Ranks in the group that are alive, ascending."""
+        return [place for place, rank in enumerate(self._members.ranks) if rank in self._members.alive]
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -110,12 +115,15 @@ class GroupBase(ProcessGroup):
         *,
         deliver: Callable[[], None] | None = None,
         like: torch.Tensor | None = None,
+        inputs: Tensors = (),
         root: int | None = None,
         recovers: bool = False,
         counts: bool = True,
+        profiled: bool = True,
     ) -> Work:
-        for tensor in result:
-            check_device(tensor, what)
+        if not inputs:
+            for tensor in result:
+                check_device(tensor, what)
         if root is not None and not 0 <= root < self.size():
             raise ValueError(f"{what}: the root must be a rank of the group, 0 to {self.size() - 1}, got {root}")
         staging = current_staging()
@@ -123,6 +131,8 @@ class GroupBase(ProcessGroup):
             exchange, finish = staging.after_copies(exchange), staging.before_copies(finish, result)
             result = staging.originals(result)
         work = PendingWork(result, what, self._timeout_s, self._engine.give_up, deliver, staging)
+        if profiled and is_profiling():
+            work.profile(inputs or ([like] if like is not None else result))
         signature = what
         if like is not None:
             signature += f" {like.dtype} {tuple(like.shape)}" + ("" if root is None else f" root {root}")

@@ -15,13 +15,14 @@ from holdfast.comm.allreduce.adding import ORDERS, MeanDivisor
 from holdfast.comm.allreduce.ordered import SlotSpan
 from holdfast.distributed.call_site import CallSite
 from holdfast.distributed.comm_thread import CommThread
-from holdfast.distributed.group_base import GroupBase, Tensors, nothing
+from holdfast.distributed.group_base import Tensors, nothing
 from holdfast.distributed.members import GroupMembers
+from holdfast.distributed.sparse import SparseCollectives
 from holdfast.distributed.staging import current_staging
 from holdfast.distributed.tensors import ORDER_OF, factor_of, kind_of, name_of, of_its_own, one, overwrite, plain
 
 
-class ReduceCollectives(GroupBase):
+class ReduceCollectives(SparseCollectives):
     """A group's reductions, in rank order."""
 
     def __init__(self, engine: CommThread, members: GroupMembers, rank: int, timeout_s: float) -> None:
@@ -31,18 +32,24 @@ class ReduceCollectives(GroupBase):
 
     def allreduce(self, tensors: Tensors, options: Any = None) -> Work:
         """All-reduce a tensor, in place."""
-        return self._reduce(one(tensors, "all_reduce"), options, "all_reduce")
+        tensor = one(tensors, "all_reduce")
+        if tensor.layout != torch.strided:
+            return self._reduce_sparse(tensor, _op_of(options), "all_reduce")
+        return self._reduce(tensor, options, "all_reduce")
 
     def allreduce_coalesced(self, tensors: Tensors, options: Any = None) -> Work:
         """All-reduce several tensors, in place."""
-        works = [self._reduce(tensor, options, "all_reduce_coalesced") for tensor in tensors]
+        alone = len(tensors) == 1
+        works = [self._reduce(tensor, options, "all_reduce_coalesced", profiled=alone) for tensor in tensors]
         return self._last_of(works, list(tensors), "all_reduce_coalesced")
 
     def reduce(self, tensors: Tensors, options: Any) -> Work:
         """Reduce a tensor over all ranks; only the root gets the result."""
         return self._reduce(one(tensors, "reduce"), options, "reduce", root=options.rootRank)
 
-    def _reduce(self, tensor: torch.Tensor, options: Any, what: str, root: int | None = None) -> Work:
+    def _reduce(
+        self, tensor: torch.Tensor, options: Any, what: str, root: int | None = None, *, profiled: bool = True
+    ) -> Work:
         op = _op_of(options)
         kind = kind_of(op, tensor)
         what = f"{what}({name_of(op)})"
@@ -87,7 +94,17 @@ class ReduceCollectives(GroupBase):
             if result[0] is not tensor:
                 overwrite(tensor, result[0])
 
-        return self._submit(what, result, exchange, finish, deliver=deliver, like=tensor, root=root, recovers=recovers)
+        return self._submit(
+            what,
+            result,
+            exchange,
+            finish,
+            deliver=deliver,
+            like=tensor,
+            root=root,
+            recovers=recovers,
+            profiled=profiled,
+        )
 
     def _behind_the_last(self, span: SlotSpan, asker: CallSite) -> SlotSpan:
         """Return the place of a bucket whose result DDP reads once all buckets of the backward pass are reduced."""
