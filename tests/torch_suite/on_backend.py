@@ -44,7 +44,9 @@ def _free_port() -> int:
 
 def make_case(backend: str) -> type[unittest.TestCase]:
     """Return the class of all of torch's tests, over a backend."""
-    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="127.0.0.1")  # what to skip is as for Gloo
+    os.environ.update(
+        BACKEND="gloo", WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="127.0.0.1"
+    )  # what to skip is as for Gloo
     import torch
     from torch.testing._internal.distributed import distributed_test as theirs
 

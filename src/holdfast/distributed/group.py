@@ -66,18 +66,21 @@ class HostGroup(ReduceCollectives, MoveCollectives):
 
     def all_gather_single_coalesced(self, outs: Tensors, parts: Tensors, options: Any = None) -> Work:
         """All-gather several tensors, each into one."""
-        works = [self.all_gather_single(out, part) for out, part in zip(outs, parts, strict=True)]
-        return self._last_of(works, list(outs), "all_gather_into_tensor_coalesced")
+        begin = [functools.partial(self.all_gather_single, *each) for each in zip(outs, parts, strict=True)]
+        return self._coalesce(begin, parts, list(outs), "all_gather_into_tensor_coalesced")
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, options: Any = None) -> Work:
         """All-gather several tensors; ``outputs`` has one list per rank."""
-        works = [self.allgather([[row[i] for row in outputs]], [part]) for i, part in enumerate(inputs)]
-        return self._last_of(works, [t for row in outputs for t in row], "all_gather_coalesced")
+        begin = [
+            functools.partial(self.allgather, [[row[i] for row in outputs]], [part]) for i, part in enumerate(inputs)
+        ]
+        return self._coalesce(begin, inputs, [t for row in outputs for t in row], "all_gather_coalesced")
 
     def reduce_scatter_single_coalesced(self, outs: Tensors, wholes: Tensors, options: Any = None) -> Work:
         """Reduce-scatter several tensors."""
-        works = [self.reduce_scatter_single(out, whole, options) for out, whole in zip(outs, wholes, strict=True)]
-        return self._last_of(works, list(outs), "reduce_scatter_tensor_coalesced")
+        pairs = zip(outs, wholes, strict=True)
+        begin = [functools.partial(self.reduce_scatter_single, *each, options) for each in pairs]
+        return self._coalesce(begin, wholes, list(outs), "reduce_scatter_tensor_coalesced")
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced

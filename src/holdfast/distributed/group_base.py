@@ -36,6 +36,7 @@ class GroupBase(ProcessGroup):
         self._name = ""
         self._description = ""
         self._pending: PendingWork | None = None
+        self._is_profiled = True
         self._fills_seats = engine.recorder.settings.empty_seats == "fill"
 
     # -- attributes
@@ -119,9 +120,9 @@ class GroupBase(ProcessGroup):
         root: int | None = None,
         recovers: bool = False,
         counts: bool = True,
-        profiled: bool = True,
+        is_dense: bool = True,
     ) -> Work:
-        if not inputs:
+        if is_dense:
             for tensor in result:
                 check_device(tensor, what)
         if root is not None and not 0 <= root < self.size():
@@ -131,7 +132,7 @@ class GroupBase(ProcessGroup):
             exchange, finish = staging.after_copies(exchange), staging.before_copies(finish, result)
             result = staging.originals(result)
         work = PendingWork(result, what, self._timeout_s, self._engine.give_up, deliver, staging)
-        if profiled and is_profiling():
+        if self._is_profiled and is_profiling():
             work.profile(inputs or ([like] if like is not None else result))
         signature = what
         if like is not None:
@@ -140,11 +141,18 @@ class GroupBase(ProcessGroup):
         self._pending = work
         return self._engine.submit(job)
 
-    def _last_of(self, works: Sequence[Work], result: list[torch.Tensor], what: str) -> Work:
-        """Return a work that completes when all of ``works`` have, which complete in order."""
-        if len(works) == 1:
-            return works[0]
-        return self._submit(what, result, _wait_for(works), nothing, counts=False)
+    def _coalesce(
+        self, begin: Sequence[Callable[[], Work]], inputs: Tensors, result: list[torch.Tensor], what: str
+    ) -> Work:
+        """Begin works that complete in order, and return one that completes when all have, which profilers see."""
+        if len(begin) == 1:
+            return begin[0]()
+        self._is_profiled = False
+        try:
+            works = [each() for each in begin]
+        finally:
+            self._is_profiled = True
+        return self._submit(what, result, _wait_for(works), nothing, inputs=inputs, counts=False)
 
     def _exchange_rows(self, send: torch.Tensor, rows: list[torch.Tensor]) -> None:
         """Send row ``i`` to the ``i``-th surviving rank, and store the received rows in ``rows``.

@@ -212,4 +212,3 @@ class MoveCollectives(GroupBase):
         """Block until all ranks have called it."""
         recovers = self._recovers(self._call_site())
         return self._submit("barrier", [], self._members.comm.barrier, nothing, like=torch.empty(0), recovers=recovers)
-

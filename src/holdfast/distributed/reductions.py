@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,17 +40,15 @@ class ReduceCollectives(SparseCollectives):
 
     def allreduce_coalesced(self, tensors: Tensors, options: Any = None) -> Work:
         """All-reduce several tensors, in place."""
-        alone = len(tensors) == 1
-        works = [self._reduce(tensor, options, "all_reduce_coalesced", profiled=alone) for tensor in tensors]
-        return self._last_of(works, list(tensors), "all_reduce_coalesced")
+        what = "all_reduce_coalesced"
+        begin = [functools.partial(self._reduce, tensor, options, what) for tensor in tensors]
+        return self._coalesce(begin, tensors, list(tensors), what)
 
     def reduce(self, tensors: Tensors, options: Any) -> Work:
         """Reduce a tensor over all ranks; only the root gets the result."""
         return self._reduce(one(tensors, "reduce"), options, "reduce", root=options.rootRank)
 
-    def _reduce(
-        self, tensor: torch.Tensor, options: Any, what: str, root: int | None = None, *, profiled: bool = True
-    ) -> Work:
+    def _reduce(self, tensor: torch.Tensor, options: Any, what: str, root: int | None = None) -> Work:
         op = _op_of(options)
         kind = kind_of(op, tensor)
         what = f"{what}({name_of(op)})"
@@ -94,17 +93,7 @@ class ReduceCollectives(SparseCollectives):
             if result[0] is not tensor:
                 overwrite(tensor, result[0])
 
-        return self._submit(
-            what,
-            result,
-            exchange,
-            finish,
-            deliver=deliver,
-            like=tensor,
-            root=root,
-            recovers=recovers,
-            profiled=profiled,
-        )
+        return self._submit(what, result, exchange, finish, deliver=deliver, like=tensor, root=root, recovers=recovers)
 
     def _behind_the_last(self, span: SlotSpan, asker: CallSite) -> SlotSpan:
         """Return the place of a bucket whose result DDP reads once all buckets of the backward pass are reduced."""

@@ -26,14 +26,16 @@ class SparseCollectives(GroupBase):
             raise ValueError(f"{what} of sparse tensors is a sum, got {op}")
         call_site = self._call_site()
         in_ddp = call_site.is_backward
-        if in_ddp and call_site.task >= 0:
-            self._engine.recorder.begin_sum(call_site.task)
+        recorder = self._engine.recorder
+        step = recorder.begin_sum(call_site.task) if in_ddp and call_site.task >= 0 else None
         mine = tensor.detach().coalesce()
         terms: list[torch.Tensor] = []
         result = [tensor]
 
         def exchange() -> None:
             terms[:] = self._gather_sparse(mine, what)
+            if step is not None:
+                recorder.reach_in_sum(*step)
             self._members.comm.barrier()
 
         def finish() -> None:
@@ -51,7 +53,9 @@ class SparseCollectives(GroupBase):
                     tensor.copy_(result[0])
 
         recovers = in_ddp or self._recovers(call_site)
-        return self._submit(what, result, exchange, finish, deliver=deliver, inputs=[tensor], recovers=recovers)
+        return self._submit(
+            what, result, exchange, finish, deliver=deliver, inputs=[tensor], recovers=recovers, is_dense=False
+        )
 
     def _gather_sparse(self, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Return the tensor of each surviving rank; ``ScriptError`` on all ranks if their shapes or dtypes differ."""
