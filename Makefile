@@ -31,7 +31,7 @@ RAY := 2.60.0
 STUDY_PEERS := tensorflow orbax
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs readme test test-torch integrations ray check golden chaos chaos-20 proof bench bench-peers study-peers clean
+.PHONY: help setup demo docs readme test test-torch integrations torch-suite ray check golden chaos chaos-20 proof bench bench-peers study-peers clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ test-torch:  ## Contract, backend and exactness with another torch: make test-to
 
 integrations: .venv-integrations/.ready  ## The frameworks that Holdfast works with, as published, in an environment of their own
 	.venv-integrations/bin/python -m pytest -n 2 --dist load $(if $(ONLY),-m $(ONLY)) tests/integrations
+
+torch-suite: $(READY)  ## PyTorch's own tests of torch.distributed, on Gloo and on this backend: minutes
+	$(PY) tests/torch_suite
 
 ray: .venv-ray/.ready  ## The trainer for Ray, on a cluster of four nodes on this machine: minutes
 	.venv-ray/bin/python -m pytest -m "not soak" tests/integrations/test_ray.py tests/integrations/test_ray_docs.py

@@ -267,6 +267,7 @@ LONGEST_FIRST = (
     "chaos",
     "gpu",
     "contract",
+    "torch_suite",
     "cli",
     "lab/cli",
     "property",

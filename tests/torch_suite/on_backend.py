@@ -56,7 +56,7 @@ def make_case(backend: str) -> type[unittest.TestCase]:
         theirs.BACKEND = _LikeGloo(backend)
         theirs.PROFILING_SUPPORTED_BACKENDS.append(backend)
         theirs.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.append(backend)
-    base: Any = theirs.DistributedTest._DistTestBase  # noqa: SLF001 - tests are private in torch, all of them
+    base: Any = theirs.DistributedTest._DistTestBase
 
     class Suite(theirs.TestDistBackend, base):  # type: ignore[misc]
         """The tests, each in three new processes."""
