@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from holdfast.distributed.group_base import GroupBase
 from holdfast.errors import RanksLost
-
-if TYPE_CHECKING:
-    from holdfast.distributed.group import HostGroup
 
 _TAG = 1 << 20
 """Tags of these messages begin here; each barrier of a group has the next one."""
 
 
-def wait_for_all(group: HostGroup, number: int, limit_s: float, *, all_ranks: bool) -> None:
+def wait_for_all(group: GroupBase, number: int, limit_s: float, *, all_ranks: bool) -> None:
     """Block until all ranks of the group have called this for the ``number``-th time.
 
     Args:
@@ -39,7 +37,7 @@ def wait_for_all(group: HostGroup, number: int, limit_s: float, *, all_ranks: bo
 
 
 class _Barrier:
-    def __init__(self, group: HostGroup, tag: int, ends_s: float, limit_s: float) -> None:
+    def __init__(self, group: GroupBase, tag: int, ends_s: float, limit_s: float) -> None:
         self._group, self._tag, self._ends_s = group, tag, ends_s
         self._limit = f"{limit_s * 1000:.0f} ms"
 
@@ -98,10 +96,8 @@ def let_torch_call_it() -> None:
     theirs: Any = distributed_c10d.monitored_barrier
 
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        from holdfast.distributed.group import HostGroup
-
         its = dist.group.WORLD if group is None else group
-        if not isinstance(its, HostGroup):
+        if not isinstance(its, GroupBase):
             theirs(group, timeout, wait_all_ranks)
             return
         limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
