@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from holdfast.distributed.group_base import GroupBase
 from holdfast.errors import RanksLost
+
+if TYPE_CHECKING:
+    from holdfast.distributed.group_base import GroupBase
 
 _TAG = 1 << 20
 """Tags of these messages begin here; each barrier of a group has the next one."""
@@ -96,7 +98,9 @@ def let_torch_call_it() -> None:
     theirs: Any = distributed_c10d.monitored_barrier
 
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        its = dist.group.WORLD if group is None else group
+        from holdfast.distributed.group_base import GroupBase
+
+        its: Any = dist.group.WORLD if group is None else group
         if not isinstance(its, GroupBase):
             theirs(group, timeout, wait_all_ranks)
             return
