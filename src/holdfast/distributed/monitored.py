@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -105,7 +105,7 @@ def let_torch_call_it() -> None:
             theirs(group, timeout, wait_all_ranks)
             return
         limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
-        its.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
+        cast("Any", its).monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
 
     monitored_barrier.__doc__ = theirs.__doc__
     setattr(dist, "monitored_barrier", monitored_barrier)  # noqa: B010 - torch has no stubs for it
