@@ -209,8 +209,10 @@ def recover(hub: CountingHub, launcher: Store, rosters: list[Roster], addresses:
         [lambda roster=roster: survive(roster, addresses) for roster in rosters],
         lambda: launcher.put(f"dead/{dead}", "killed"),
     )
-    assert all(roster.members == tuple(each.rank for each in rosters) for roster in rosters)
-    return Row(hub.received, hub.sent, processor_s() - used_s, time.monotonic() - began_s)
+    row = Row(hub.received, hub.sent, processor_s() - used_s, time.monotonic() - began_s)
+    survivors = tuple(each.rank for each in rosters)
+    assert all(roster.members == survivors for roster in rosters)
+    return row
 
 
 def survive(roster: Roster, addresses: bool) -> None:

@@ -21,7 +21,7 @@ from holdfast.membership.wire import MAX_HELLO_BYTES, MAX_LINE_BYTES, LineSplitt
 
 TOKEN = "secret"  # noqa: S105
 WAIT_S = 60
-HELLO = dump({"hello": 2, "token": TOKEN, "job": "j"})
+HELLO = dump({"hello": 3, "token": TOKEN, "job": "j"})
 
 
 @pytest.fixture
@@ -68,11 +68,11 @@ def test_a_wrong_token_is_refused_and_logged(hub, caplog):
     "hello",
     [
         {"hello": 1, "token": TOKEN, "job": "j"},
-        {"hello": 2, "token": None, "job": "j"},
-        {"hello": 2, "token": [TOKEN], "job": "j"},
-        {"hello": 2, "token": "\ud800", "job": "j"},
-        {"hello": 2, "token": TOKEN, "job": 5},
-        {"hello": 2, "token": TOKEN},
+        {"hello": 3, "token": None, "job": "j"},
+        {"hello": 3, "token": [TOKEN], "job": "j"},
+        {"hello": 3, "token": "\ud800", "job": "j"},
+        {"hello": 3, "token": TOKEN, "job": 5},
+        {"hello": 3, "token": TOKEN},
         {"token": TOKEN},
         {},
     ],
@@ -95,7 +95,7 @@ NONSENSE = {
     "deep objects": b'{"a":' * 600 + b"\n",
     "no object": b"17\n",
     "not a number": b'{"hello": NaN}\n',
-    "utf-16": '{"hello": 2}\n'.encode("utf-16"),
+    "utf-16": '{"hello": 3}\n'.encode("utf-16"),
     "nulls": b"\0" * 4000 + b"\n",
 }
 REQUESTS = {
@@ -167,7 +167,7 @@ def test_strangers_that_say_nothing_make_room_for_those_that_come_later_the_olde
 
 
 def test_of_strangers_that_come_again_and_again_the_first_is_named_and_the_rest_counted(hub, store, caplog):
-    wrong, nonsense = dump({"hello": 2, "token": "guess", "job": "j"}), b"GET / HTTP/1.1\r\n\r\n"
+    wrong, nonsense = dump({"hello": 3, "token": "guess", "job": "j"}), b"GET / HTTP/1.1\r\n\r\n"
     for turn in range(60):
         send(hub, wrong if turn % 2 else nonsense)
     store.put("key", "value")

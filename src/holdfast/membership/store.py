@@ -19,6 +19,7 @@ from typing import TypeVar
 from holdfast.errors import ConfigError, StoreLost
 
 _Found = TypeVar("_Found")
+_Value = TypeVar("_Value")
 
 MAX_KEY_BYTES = 512
 MAX_VALUE_BYTES = 1 << 20
@@ -47,7 +48,8 @@ def search_s(lease_s: float) -> float:
 
 
 Listener = Callable[[str, str | None], None]
-"""Receives every change: a key, and its value or None if it was removed; the key "" once the store is lost."""
+"""Receives every change: a key and its value; None if the key was removed, or all keys under it if it ends in ``/``; the
+key "" once the store is lost."""
 
 
 class Store(ABC):
@@ -154,12 +156,12 @@ class Store(ABC):
             return found
 
     def _note(self, key: str, value: str | None) -> None:
-        """Apply a change to the local copy; None removes the key."""
+        """Apply a change to the local copy; None removes the key, or all keys under it if it ends in ``/``."""
         with self._changed:
             folder, slash, _ = key.partition("/")
             for items in (self._items, self._folders.setdefault(folder, {})) if slash else (self._items,):
                 if value is None:
-                    items.pop(key, None)
+                    remove(items, key)
                 else:
                     items[key] = value
             if self._listener is not None:
@@ -186,6 +188,14 @@ class Store(ABC):
         for each in self._sockets():
             if (number := each.detach()) >= 0:
                 os.close(number)
+
+
+def remove(items: dict[str, _Value], key: str) -> list[str]:
+    """Remove a key, or all keys that begin with it if it ends in ``/``; return those that were there."""
+    gone = [name for name in items if name.startswith(key)] if key.endswith("/") else [key] if key in items else []
+    for name in gone:
+        del items[name]
+    return gone
 
 
 def address_towards(host: str, port: int) -> str:
