@@ -86,7 +86,7 @@ class SimulatedStore(Store):
             return
         with self._changed:
             self._answers[message["id"]] = message["done"]
-            self._changed.notify_all()
+            self._wake()
 
     def put(self, key: str, value: str, *, leased: bool = False) -> None:
         """See :meth:`Store.put`."""
@@ -99,6 +99,10 @@ class SimulatedStore(Store):
     def post(self, key: str, value: str) -> None:
         """See :meth:`Store.post`."""
         self._give({"op": "put", "key": key, "value": value})
+
+    def post_new(self, key: str, value: str) -> None:
+        """See :meth:`Store.post_new`."""
+        self._give({"op": "create", "key": key, "value": value})
 
     def delete(self, key: str) -> None:
         """See :meth:`Store.delete`."""
@@ -113,8 +117,9 @@ class SimulatedStore(Store):
 
     def _ask(self, request: dict[str, Any]) -> bool:
         self._give(request)
-        answer = self.wait(lambda: self._answers.pop(1, None))
+        answer = self.wait(lambda: self._answers.get(1))
         assert answer is not None
+        del self._answers[1]
         return answer
 
 
@@ -202,13 +207,16 @@ def open_stores(stack: contextlib.ExitStack, hub: Hub, size: int, per_node: int,
 
 def recover(hub: CountingHub, launcher: Store, rosters: list[Roster], addresses: bool) -> Row:
     """Let the launcher report the death of the worker before the first of ``rosters``, and these recover."""
-    hub.received = hub.sent = 0
-    began_s, used_s = time.monotonic(), processor_s()
     dead = rosters[0].rank - 1
-    in_threads(
-        [lambda roster=roster: survive(roster, addresses) for roster in rosters],
-        lambda: launcher.put(f"dead/{dead}", "killed"),
-    )
+    began_s = used_s = 0.0
+
+    def begin() -> None:
+        nonlocal began_s, used_s
+        hub.received = hub.sent = 0
+        began_s, used_s = time.monotonic(), processor_s()
+        launcher.put(f"dead/{dead}", "killed")
+
+    in_threads([lambda roster=roster: survive(roster, addresses) for roster in rosters], begin)
     row = Row(hub.received, hub.sent, processor_s() - used_s, time.monotonic() - began_s)
     survivors = tuple(each.rank for each in rosters)
     assert all(roster.members == survivors for roster in rosters)

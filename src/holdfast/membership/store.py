@@ -64,6 +64,8 @@ class Store(ABC):
         self._folders: dict[str, dict[str, str]] = {}
         """The items whose keys have a ``/``, by what comes before the first one."""
         self._changed = threading.Condition()
+        self._waiting: list[Callable[[], object]] = []
+        """What threads in :meth:`wait` wait for."""
         self._version = 0
         self._lost = ""
         self._listener: Listener | None = None
@@ -106,6 +108,10 @@ class Store(ABC):
         """Write a value, without waiting for the answer where the store allows that."""
         self.put(key, value)
 
+    def post_new(self, key: str, value: str) -> None:
+        """Write a value unless the key exists, without waiting for the outcome where the store allows that."""
+        self.create(key, value)
+
     @abstractmethod
     def delete(self, key: str) -> None:
         """Remove a key; a key that ends in ``/`` removes all keys that begin with it."""
@@ -138,7 +144,8 @@ class Store(ABC):
         """Return the result of ``ready`` as soon as it is not None; ``ready`` is called after every change.
 
         Args:
-            ready: Reads the local copy; must not use the store otherwise.
+            ready: Reads the local copy, must not use the store otherwise, and returns the same when it is called again.
+                It is called in the thread that notes the change, so that this one is woken only when it can continue.
             timeout_s: Time after which None is returned; None waits as long as the store is available.
 
         Raises:
@@ -146,14 +153,23 @@ class Store(ABC):
         """
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            while (found := ready()) is None:
-                if self._lost:
-                    raise StoreLost(self._lost)
-                left_s = None if ends_s is None else ends_s - time.monotonic()
-                if left_s is not None and left_s <= 0:
-                    return None
-                self._changed.wait(left_s)
+            self._waiting.append(ready)
+            try:
+                while (found := ready()) is None:
+                    if self._lost:
+                        raise StoreLost(self._lost)
+                    left_s = None if ends_s is None else ends_s - time.monotonic()
+                    if left_s is not None and left_s <= 0:
+                        return None
+                    self._changed.wait(left_s)
+            finally:
+                self._waiting.remove(ready)
             return found
+
+    def _wake(self) -> None:
+        """After a change, with the lock held: wake the threads that wait if one of them can continue."""
+        if any(_may_continue(ready) for ready in self._waiting):
+            self._changed.notify_all()
 
     def _note(self, key: str, value: str | None) -> None:
         """Apply a change to the local copy; None removes the key, or all keys under it if it ends in ``/``."""
@@ -167,7 +183,7 @@ class Store(ABC):
             if self._listener is not None:
                 self._listener(key, value)
             self._version += 1
-            self._changed.notify_all()
+            self._wake()
 
     def _note_lost(self, why: str) -> None:
         with self._changed:
@@ -183,11 +199,18 @@ class Store(ABC):
 
     def _forget(self) -> None:
         """After a fork, in the child: drop the parent's connections, and locks that a thread of the parent may hold."""
-        self._changed = threading.Condition()
+        self._changed, self._waiting = threading.Condition(), []
         self._lost = "the connection to the store belongs to the parent process of a fork"
         for each in self._sockets():
             if (number := each.detach()) >= 0:
                 os.close(number)
+
+
+def _may_continue(ready: Callable[[], object]) -> bool:
+    try:
+        return ready() is not None
+    except Exception:
+        return True  # it is raised again in the thread that waits
 
 
 def remove(items: dict[str, _Value], key: str) -> list[str]:
