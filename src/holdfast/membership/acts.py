@@ -10,7 +10,7 @@ node's launcher casts the votes of its workers together (:class:`NodeVotes`).
 ``g/G/act/N/node/NODE``     JSON: the votes of the members of a node, by rank
 ``g/G/act/N/decision``      the decision of an agreement; that of a shrink is ``g/(G + 1)/members``
 ``g/G/act/N/mixed``         JSON: members, if some voted for another kind of act than others, which is a bug
-``g/G/gather/NAME/...``     the same for texts: the decision is JSON, the text of each member by rank
+``g/G/act/NAME/...``        the same for texts that are gathered: the decision is JSON, the text of each member by rank
 ==========================  =================================================
 """
 
@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 _VOTE = re.compile(
-    r"(?P<act>(?P<scope>.*?)g/(?P<generation>[0-9]+)/(?P<kind>act|gather)/[^/]+/)(?:node/[^/]+|(?P<rank>[0-9]+))"
+    r"(?P<act>(?P<scope>.*?)g/(?P<generation>[0-9]+)/act/(?P<name>[^/]+)/)(?:node/[^/]+|(?P<rank>[0-9]+))"
 )
 _MEMBERS = re.compile(r"(?P<scope>.*?)g/(?P<generation>[0-9]+)/members")
 _MAX_MEMBERS = 1 << 20
@@ -76,7 +76,7 @@ def vote_key(key: str) -> VoteKey | None:
     if found is None:
         return None
     rank = None if found["rank"] is None else int(found["rank"])
-    return VoteKey(found["act"], found["scope"], int(found["generation"]), found["kind"] == "gather", rank)
+    return VoteKey(found["act"], found["scope"], int(found["generation"]), not found["name"].isdecimal(), rank)
 
 
 def encode_members(members: Iterable[int]) -> str:

@@ -92,6 +92,11 @@ class HubStore(Store):
         check_size(key, value)
         return self._request("create", key=key, value=value)
 
+    @property
+    def posts_at_once(self) -> bool:
+        """See :attr:`Store.posts_at_once`; only a request that awaits its answer is repeated at the next hub."""
+        return len(self._places) == 1
+
     def post(self, key: str, value: str) -> None:
         """See :meth:`Store.post`."""
         self._post("put", key, value)
@@ -102,7 +107,7 @@ class HubStore(Store):
 
     def _post(self, op: str, key: str, value: str) -> None:
         check_size(key, value)
-        if len(self._places) > 1:  # only a request that awaits its answer is repeated at the next hub
+        if not self.posts_at_once:
             self._request(op, key=key, value=value)
             return
         with self._sending:

@@ -135,7 +135,14 @@ class Relay(LineServer):
 
     def _cast(self) -> None:
         for key, votes in self._votes.complete():
-            self._start(self._write("post", key, votes))
+            if self._store.posts_at_once:
+                self._post(key, votes)
+            else:
+                self._start(self._write("post", key, votes))
+
+    def _post(self, key: str, value: str) -> None:
+        with contextlib.suppress(StoreLost):  # the listener ends the relay
+            self._store.post(key, value)
 
     async def _forward(self, client: Client, request: dict[str, Any]) -> None:
         """Forward a request, and send the answer after the changes that the store made before it answered."""

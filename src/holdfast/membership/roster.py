@@ -9,7 +9,7 @@ the same for all members, even if they knew of different failures.
 ``g/G/members``              the members of generation G: :func:`~holdfast.membership.acts.encode_members`
 ``g/G/revoked``              the member that revoked it, if any
 ``g/G/act/N/...``            votes and decision of the N-th act: :mod:`~holdfast.membership.acts`
-``g/G/gather/NAME/...``      texts that all members gather
+``g/G/act/NAME/...``         texts that all members gather
 ``dead/RANK``                the cause of death; written by the launcher of its node
 ``join/RANK``                JSON: a newcomer waits to be admitted
 """
@@ -85,8 +85,7 @@ class Roster:
         self._decide(RosterVote(act="shrink", admits=admits, leaves=leaves), self._members_key(self.generation + 1))
         self._enter(self.generation + 1, leaves=leaves)
         if self.generation >= 2 and self.members[:1] == (self.rank,):
-            for done in ("act", "gather"):
-                self.store.delete(f"g/{self.generation - 2}/{done}/")
+            self.store.delete(f"g/{self.generation - 2}/act/")
 
     def revoke(self) -> None:
         """Make :meth:`check` of all members fail."""
@@ -149,12 +148,12 @@ class Roster:
     def gather(self, name: str, text: str = "") -> dict[int, str]:
         """Return the texts of the members that are not empty, by rank, once all members have called this.
 
-        A name is used once in a generation.
+        A name is used once in a generation, and is no number.
 
         Raises:
             PeerFailed: if a member is dead, or a peer has revoked this generation.
         """
-        prefix = f"g/{self.generation}/gather/{name}/"
+        prefix = f"g/{self.generation}/act/{name}/"
         self.store.post(f"{prefix}{self.rank}", text)
 
         def all_texts() -> dict[int, str] | None:

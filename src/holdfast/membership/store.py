@@ -104,6 +104,11 @@ class Store(ABC):
     def create(self, key: str, value: str) -> bool:
         """Write a value unless the key exists; return whether it was written."""
 
+    @property
+    def posts_at_once(self) -> bool:
+        """Whether :meth:`post` and :meth:`post_new` do not wait for an answer."""
+        return False
+
     def post(self, key: str, value: str) -> None:
         """Write a value, without waiting for the answer where the store allows that."""
         self.put(key, value)
@@ -175,11 +180,12 @@ class Store(ABC):
         """Apply a change to the local copy; None removes the key, or all keys under it if it ends in ``/``."""
         with self._changed:
             folder, slash, _ = key.partition("/")
-            for items in (self._items, self._folders.setdefault(folder, {})) if slash else (self._items,):
-                if value is None:
-                    remove(items, key)
-                else:
-                    items[key] = value
+            items = self._folders.setdefault(folder, {}) if slash else self._items
+            if value is not None:
+                self._items[key] = items[key] = value
+            else:
+                for gone in remove(items, key):
+                    self._items.pop(gone, None)
             if self._listener is not None:
                 self._listener(key, value)
             self._version += 1
