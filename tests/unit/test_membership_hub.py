@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -50,6 +51,64 @@ def send(hub, *pieces):
         except OSError:  # it was cut off while it still sent
             return None
         return answer
+
+
+def test_a_folder_is_removed_with_one_message(hub, store):
+    for key in ("a/b/1", "a/b/2", "a/bc", "a", "b/a/b/1", "g/0/act/1/decision", "g/0/act/2/7"):
+        store.put(key, '{"act": "agree"}')
+    heard = []
+    other = HubStore(hub.address, TOKEN, "j")
+    other.listen(lambda key, value: heard.append(key))
+    heard.clear()
+
+    store.delete("a/b/")
+    store.delete("a/none/")
+    store.delete("g/0/act/")
+    store.put("end", "")
+
+    assert other.wait(lambda: other.get("end"), WAIT_S) is not None
+    assert heard == ["a/b/", "g/0/act/", "end"]
+    for copy in (store, other):
+        assert set(copy.under("")) == {"a/bc", "a", "b/a/b/1", "end"}
+        assert set(copy.under("a/")) == {"bc"}
+    other.close()
+
+
+def test_a_thread_that_waits_is_woken_only_by_a_change_that_lets_it_continue(hub, store):
+    callers = []
+
+    def ready():
+        callers.append(threading.current_thread())
+        return store.get("key")
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.wait, ready, WAIT_S)
+        while not store._waiting:
+            time.sleep(0.001)
+        other = HubStore(hub.address, TOKEN, "j")  # an answer to a request wakes the threads of its own store
+        for number in range(20):
+            other.put(f"other/{number}", "")
+        other.put("key", "value")
+        assert waiting.result(WAIT_S) == "value"
+        other.close()
+
+    waiter = callers[0]
+    assert callers.count(waiter) == 2  # before it waits, and when it was woken
+    assert len(callers) >= 22
+
+
+def test_what_fails_while_a_thread_waits_fails_in_that_thread(store):
+    def ready():
+        if store.get("key"):
+            raise RuntimeError("seen")
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.wait, ready, WAIT_S)
+        store.put("key", "value")
+        with pytest.raises(RuntimeError, match="seen"):
+            waiting.result(WAIT_S)
+    store.put("key", "the store is still heard")
+    assert store.get("key") == "the store is still heard"
 
 
 def test_a_wrong_token_is_refused_and_logged(hub, caplog):

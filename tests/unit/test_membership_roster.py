@@ -10,7 +10,7 @@ from rosters import Explored, Seen, check, draw_parts, play
 
 from holdfast.errors import InternalError, PeerFailed, VotedOut
 from holdfast.membership import Roster
-from holdfast.membership.acts import NodeVotes, Tally
+from holdfast.membership.acts import NodeVotes, Tally, check_vote, decode_members, describe_members, encode_members
 
 WORLD = (0, 1, 2, 3)
 
@@ -62,6 +62,28 @@ def test_members_decide_alike_whoever_dies_leaves_or_comes(seed, kind):
 @given(seed=st.integers(0, 2**32), suspects=st.integers(1, 3), kind=st.sampled_from(KINDS))
 def test_who_is_taken_for_dead_and_lives_is_voted_out_and_never_decides_otherwise(seed, suspects, kind):
     explore(seed, suspects, kind=kind)
+
+
+@given(members=st.frozensets(st.integers(0, 40)))
+def test_members_come_back_as_they_went(members):
+    assert decode_members(encode_members(members)) == tuple(sorted(members))
+
+
+def test_the_text_of_members_grows_with_the_losses_only():
+    survivors = set(range(10_000)) - {17, 4_000}
+
+    assert encode_members(survivors) == "[[0, 16], [18, 3999], [4001, 9999]]"
+    assert describe_members({0, 1, 2, 5}) == "0-2, 5"
+    assert decode_members("[0, 1, 5]") == (0, 1, 5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[[0, 4294967296]]", "[[3, 1]]", "[5, 1]", "[[0, 1, 2]]", "[true]", "7", "[null]", '["12"]', "[[0, 1.5]]", "no"],
+)
+def test_what_holds_no_members_is_refused(text):
+    with pytest.raises(ValueError, match=r"\w"):
+        check_vote("g/0/members", text)
 
 
 def test_the_plays_reach_what_they_are_about():
