@@ -144,7 +144,7 @@ class TrainingLoop:
         if job.loops.sum is None:
             job.loops.sum = make_allreduce(
                 job.comm,
-                job.settings.order,
+                job.loops.order or "fold",  # chosen when a state is loaded
                 trainable.size_bytes,
                 device=device_of(trainable.device),
                 shared_bytes=job.settings.shared_bytes,
