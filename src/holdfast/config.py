@@ -30,7 +30,8 @@ MIRROR_DISTANCES = ("euclidean", "scaled")
 MIRROR_PREDICTORS = ("last", "line", "calibrated")
 MIRROR_CODECS = ("exact", "int8")
 MIRROR_OPTIMIZERS = ("saved", "reset", "kept")
-ORDERS = ("fold", "tree", "fold-wide", "tree-wide")
+AUTO = "auto"
+ORDERS = (AUTO, "fold", "tree", "fold-wide", "tree-wide")
 BETWEEN_HOSTS = ("fabric", "nccl")
 SPLITS = ("slices", "even")
 BATCHES = ("global", "local")
@@ -134,9 +135,9 @@ class Settings:
         choices=REINIT_FROM,
     )
     order: str = option(
-        "fold",
-        help="Order in which the gradients of slices are added.",
-        manual="order in which the gradients of slices are added: ((0+1)+2)+3, or (0+1)+(2+3); `-wide`: 16-bit gradients are added in float32, and rounded once",
+        AUTO,
+        help="Order in which the gradients of slices are added; auto: tree if the run begins on several hosts, else fold.",
+        manual="order in which the gradients of slices are added: `fold` ((0+1)+2)+3, or `tree` (0+1)+(2+3); `-wide`: 16-bit gradients are added in float32, and rounded once; `auto`: [`tree` if the run begins with workers on several hosts, else `fold`](../explanation/all-reduce.md#which-order)",
         group="Mini-batches and gradient reduction",
         choices=ORDERS,
     )

@@ -315,7 +315,7 @@ class C10dCommunicator(SingleRankCommunicator):
     def _connect(self) -> Any:
         """Create the process group of this generation, together with all members."""
         self._roster.gather("here")  # however late: the time limit below is for members that are alive
-        prefix = f"g/{self.generation}/gather/addresses/"
+        prefix = f"g/{self.generation}/act/addresses/"
         exchange = AddressExchange(self._store, prefix, self._me, self.members, self._timeout_s)
         place, size, address = self._index(self._me), len(self.members), self._store.own_address
         making = ThreadedWork(lambda: make_gloo(exchange, place, size, address, self._timeout_s))

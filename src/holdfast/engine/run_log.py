@@ -9,6 +9,7 @@ from typing import Any
 
 from holdfast.checkpoint.writer import WriteResult
 from holdfast.comm.launchers import chosen
+from holdfast.config import AUTO
 from holdfast.data.ledger import SampleCounts
 from holdfast.data.plan import MiniBatch, SamplePlan
 from holdfast.engine.context import JobContext, RebuildInfo, RecoveryContext
@@ -62,6 +63,10 @@ class RunLog:
     def started(self, plan: SamplePlan, num_buckets: int, parameters: int) -> None:
         """Training begins or resumes."""
         job, settings = self._job, self._job.settings
+        if settings.order == AUTO and job.loops.order != "fold" and not job.loops.finished:
+            self.print_line(
+                f"gradients of this run are added in order {job.loops.order}, also when it is resumed (--order)"
+            )
         self.write(
             RunStarted(
                 fabric=chosen(settings.fabric),
@@ -69,7 +74,7 @@ class RunLog:
                 seed=plan.seed,
                 workers=len(job.comm.members),
                 slices=plan.slices,
-                order=settings.order,
+                order=job.loops.order,
                 split=plan.split,
                 batch=plan.batch,
                 rescale=settings.rescale,

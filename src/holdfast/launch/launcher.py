@@ -8,7 +8,7 @@ import time
 from typing import Self
 
 from holdfast.clock import SystemClock
-from holdfast.config import Settings
+from holdfast.config import AUTO, Settings
 from holdfast.errors import StoreLost
 from holdfast.faults.plan import FaultPlan
 from holdfast.launch.attempt import AttemptFiles, JobAttempt, common_environment
@@ -279,6 +279,7 @@ class Launcher:
             store=store,
             token=start.token,
             slices=self._slices(start),
+            order=self._order(),
             resume=given.resume or goes_on,
             mtbf_s=self._mtbf_s(),
             faults=plan.to_json() if plan.faults else "",
@@ -300,6 +301,13 @@ class Launcher:
         is_short = self._nodes is not None and len(start.ranks) < len(self._job.ranks)  # an unfit node stays out
         unsaid = self._job.slices if self._restarts or is_short else self._job.settings.slices
         return next((record.slices for record in self._began()), unsaid)
+
+    def _order(self) -> str:
+        """Return the order of additions; a job that is restarted keeps the one that it began with."""
+        if not self._restarts or self._job.settings.order != AUTO:
+            return self._job.settings.order
+        shared = "" if self._nodes is None else self._nodes.order
+        return shared or next((record.order for record in self._began()), AUTO)
 
     def _mtbf_s(self) -> float:
         """Return the estimated time between failures: the configured value counts as one failure, as does each restart."""

@@ -51,9 +51,18 @@ class StoreScope(Store):
         """See :meth:`Store.create`."""
         return self._store.create(self._key(key), value)
 
+    @property
+    def posts_at_once(self) -> bool:
+        """See :attr:`Store.posts_at_once`."""
+        return self._store.posts_at_once
+
     def post(self, key: str, value: str) -> None:
         """See :meth:`Store.post`."""
         self._store.post(self._key(key), value)
+
+    def post_new(self, key: str, value: str) -> None:
+        """See :meth:`Store.post_new`."""
+        self._store.post_new(self._key(key), value)
 
     def delete(self, key: str) -> None:
         """See :meth:`Store.delete`."""

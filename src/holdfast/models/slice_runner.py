@@ -58,7 +58,7 @@ class SliceRunner(Runner):
         if self._job.settings.guard == "heal" or self._job.faults.alters("message"):
             return SINGLE_ROWS
         if self._planned[0] != batch.owners:
-            self._planned = batch.owners, plan_rows(batch.owners, self._job.settings.order)
+            self._planned = batch.owners, plan_rows(batch.owners, self._job.loops.order)
         return self._planned[1]
 
     # -- a slice
