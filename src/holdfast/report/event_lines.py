@@ -39,6 +39,13 @@ def cause_of_death(exit_code: int) -> str:
         return f"killed by signal {-exit_code}"
 
 
+def decision_phrase(decision: str, step: int) -> str:
+    """Return a phrase for what the survivors decided, or for a restart of the job."""
+    if decision == "restart":
+        return "the job is restarted"
+    return decision_of(decision).sentence.format(step=step).removesuffix(",")
+
+
 class EventFormatter:
     """Turns records into lines of text; an event that every survivor records is reported once."""
 
