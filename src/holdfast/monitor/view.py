@@ -45,6 +45,8 @@ MOST_CHECKPOINTS = 200
 """The last checkpoints that are kept."""
 MOST_FINDINGS = 100
 """The last findings of the guard that are kept."""
+SERIES_S = 1.0
+"""The curves are sent again after this time of the run."""
 _FEW = 64
 """Up to so many workers, each change has the rows of all workers, which show their step."""
 
@@ -109,6 +111,7 @@ class LiveRun:
         self._checkpoints: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MOST_CHECKPOINTS)
         self._findings: deque[dict[str, Any]] = deque(maxlen=MOST_FINDINGS)
         self._checks = 0
+        self._drawn_s = float("-inf")
         self._certified: tuple[int, int, str] | None = None  # first and last step, and the link of the last
         self._end: tuple[float, int | None, str] | None = None  # when, the exit code, and how
         self._spent: Goodput | None = None
@@ -120,6 +123,11 @@ class LiveRun:
 
     def _touch(self, section: str) -> None:
         self._stamps[section] = self._stamp()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended."""
+        return self._end is not None and self._end[0] > 0
 
     # -- records
 
@@ -162,6 +170,8 @@ class LiveRun:
             _, exit_code, how = self._end or (0.0, None, "")
             self._end = (end_s, exit_code, how)
             self._lanes.close(end_s)
+            self._touch("series")
+            self._touch("integrity")
             self._touch("run")
 
     def _settle(self, until_s: float) -> None:
@@ -203,7 +213,10 @@ class LiveRun:
     def _commit(self, record: StepCommitted) -> None:
         if not self._pace.commit(record):
             return
-        self._touch("series")
+        self._stamp()
+        if record.t_s - self._drawn_s >= SERIES_S:
+            self._drawn_s = record.t_s
+            self._touch("series")
         self._checks += self.info.guard != "off"
         if record.link:
             first = record.step if self._certified is None else min(self._certified[0], record.step)
@@ -230,7 +243,7 @@ class LiveRun:
         return {"id": self.info.id, "name": name, "live": self.info.is_live and self._end is None, **kept}
 
     def _since(self, since: int, now_s: float) -> dict[str, Any]:
-        now_s = now_s if self._end is None or not self._end[0] else self._end[0]
+        now_s = self._end[0] if self._end is not None and self.is_over else now_s
         if self._spent is None:
             self._settle(now_s - SETTLED_S)
         told: dict[str, Any] = {"now_s": round(now_s, 3), **self._brief(now_s), **self._rows(since)}
@@ -246,7 +259,7 @@ class LiveRun:
     def _brief(self, now_s: float) -> dict[str, Any]:
         """Return the sections that change all the time."""
         level, sentence = level_and_sentence(
-            self._members, self._pace, ended=None if self._end is None or not self._end[0] else self._end
+            self._members, self._pace, ended=self._end if self.is_over else None
         )
         spent = self._spent or self._account.now(max(0.0, now_s))
         goodput: dict[str, Any] | None = None
@@ -278,7 +291,7 @@ class LiveRun:
     def _run(self) -> dict[str, Any]:
         info, start = self.info, self._start
         of_start = {name: getattr(start, name, "") for name in ("strategy", "fabric", "order")}
-        is_over = self._end is not None and self._end[0] > 0
+        is_over = self.is_over
         return {
             "id": info.id,
             "script": info.script,
