@@ -26,8 +26,8 @@ _ASKED = "asked.jsonl"
 MAX_WORKERS = 1024
 _MAX_NUMBER = 2**31 - 1
 
-CHANGES = ("workers", "lr", "batch_size", "strategy", "checkpoint_every")
-"""Settings that a running job can change."""
+CHANGES = ("workers", "lr", "batch_size", "strategy", "checkpoint_every", "save")
+"""Settings that a running job can change, and ``save``, a request for one checkpoint after the step in progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +160,8 @@ def check(changes: Mapping[str, Any], job: RunningJob) -> None:
         _check_saves(f"--strategy {changes['strategy']}", job)
     if "checkpoint_every" in changes:
         _check_saves("--checkpoint-every", job)
+    if "save" in changes:
+        _check_saves("a checkpoint", job)
 
 
 def check_values(changes: Mapping[str, Any]) -> None:
@@ -184,6 +186,9 @@ def check_values(changes: Mapping[str, Any]) -> None:
                     refuse(f"--strategy must be one of {', '.join(live)}, got {value!r}")
             case "checkpoint_every":
                 _check_number("--checkpoint-every", value, 0, _MAX_NUMBER)
+            case "save":
+                if value is not True:
+                    refuse(f"save must be true, got {value!r}")
             case _:
                 refuse(f"{name} cannot be changed while a job runs; these can: {', '.join(CHANGES)}")
 

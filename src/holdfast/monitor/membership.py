@@ -233,7 +233,7 @@ class Membership:
             self._causes.pop(rank, None)
             self._left.discard(rank)
             self.lanes.lane(rank, "starting", record.t_s)
-            self.lanes.note(rank, cause="", step=None)
+            self.lanes.note(rank, cause="", step=None, pid=None)
             self.lanes.enter(rank, "starting", record.t_s)
 
     # -- as JSON

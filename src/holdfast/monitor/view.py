@@ -155,6 +155,11 @@ class LiveRun:
             for rank, pid in pids.items():
                 self._lanes.note(rank, pid=pid)
 
+    def without_pid(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of these workers whose process ID is not known."""
+        with self._lock:
+            return [rank for rank in ranks if (lane := self._lanes.by_rank.get(rank)) is None or lane.pid is None]
+
     def finish(self, exit_code: int | None, how: str = "") -> None:
         """Take how the run ended, before :meth:`close`."""
         with self._lock:
@@ -258,9 +263,7 @@ class LiveRun:
 
     def _brief(self, now_s: float) -> dict[str, Any]:
         """Return the sections that change all the time."""
-        level, sentence = level_and_sentence(
-            self._members, self._pace, ended=self._end if self.is_over else None
-        )
+        level, sentence = level_and_sentence(self._members, self._pace, ended=self._end if self.is_over else None)
         spent = self._spent or self._account.now(max(0.0, now_s))
         goodput: dict[str, Any] | None = None
         if not self._account.is_unknown:
