@@ -87,7 +87,7 @@ def find(pid: int | None = None) -> RunningJob:
     Raises:
         ConfigError: if there is no such job, more than one, or one that was started elsewhere.
     """
-    all_jobs = list(_jobs())
+    all_jobs = list(running_jobs())
     jobs = [job for job in all_jobs if pid in (None, job.pid)]
     if len(jobs) == 1 and (pid is not None or jobs[0].is_from_here):
         return jobs[0]
@@ -105,7 +105,8 @@ def find(pid: int | None = None) -> RunningJob:
     return refuse(f"--job must be the PID of a running launcher: {there}; got {pid}")
 
 
-def _jobs() -> Iterator[RunningJob]:
+def running_jobs() -> Iterator[RunningJob]:
+    """Yield this user's jobs that run on this machine."""
     place = Path(tempfile.gettempdir())
     for about in sorted([*place.glob(f"holdfast-*/{_ABOUT}"), *place.glob(f"holdfast-*/{SHARED}/{_ABOUT}")]):
         running = _read(about)

@@ -38,9 +38,13 @@ from holdfast.records.types import ActionRequested, Record
 _ANSWER_S = 5.0
 """The launcher answers an action within this time, or is too busy."""
 _LOOK_S = 1.0
-_OF_CHANGE = {"scale": ("workers",), "set": ("lr", "batch_size", "strategy", "checkpoint_every"), "save": ()}
+CHANGE_ACTIONS: dict[str, tuple[str, ...]] = {
+    "scale": ("workers",),
+    "set": ("lr", "batch_size", "strategy", "checkpoint_every"),
+    "save": (),
+}
 """Actions that are requests to the workers, each with the values that it may have."""
-ACTIONS = ("kill", *_OF_CHANGE, "stop")
+ACTIONS = ("kill", *CHANGE_ACTIONS, "stop")
 """All actions."""
 
 
@@ -151,11 +155,11 @@ class Dashboard:
         if asked.action == "kill":
             return self._kill(asked.values, attempt, run, bus, functools.partial(bus.note, note))
         if asked.action == "stop":
-            _check_names(asked, ())
+            check_names(asked.action, asked.values, ())
             bus.note(note)
             stopping.request()
             return "the job stops; its workers finish their step and save"
-        _check_names(asked, _OF_CHANGE[asked.action])
+        check_names(asked.action, asked.values, CHANGE_ACTIONS[asked.action])
         if bus.is_distributed and asked.action != "scale":
             raise Refused("a script of torch.distributed sets its own learning rate, batches and checkpoints")
         changes = {"save": True} if asked.action == "save" else dict(asked.values)
@@ -185,12 +189,12 @@ class Dashboard:
         return f"worker {rank} is killed"
 
 
-def _check_names(asked: _Requested, allowed: Sequence[str]) -> None:
+def check_names(action: str, values: Mapping[str, Any], allowed: Sequence[str]) -> None:
     """Raise Refused if an action has values that it must not have, or lacks all that it may have."""
-    wrong = [name for name in asked.values if name not in allowed]
-    if wrong or (allowed and not asked.values):
+    wrong = [name for name in values if name not in allowed]
+    if wrong or (allowed and not values):
         may = f"one or more of {', '.join(allowed)}" if allowed else "no values"
-        raise Refused(f"{asked.action} takes {may}, got {', '.join(wrong)[:100] or 'none'}")
+        raise Refused(f"{action} takes {may}, got {', '.join(wrong)[:100] or 'none'}")
 
 
 def _running(job: Job, paths: RunPaths) -> RunningJob:

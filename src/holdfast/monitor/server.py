@@ -141,7 +141,7 @@ class _Server(ThreadingHTTPServer):
         self.address_family = socket.AddressFamily(family)
         self.dashboard = dashboard
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        self._threads: set[threading.Thread] = set()
+        self._answering: set[threading.Thread] = set()
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -160,16 +160,16 @@ class _Server(ThreadingHTTPServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer one connection."""
-        self._threads.add(threading.current_thread())
+        self._answering.add(threading.current_thread())
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._threads.discard(threading.current_thread())
+            self._answering.discard(threading.current_thread())
             self._free.release()
 
     def open_threads(self) -> list[threading.Thread]:
         """Return the threads of open connections."""
-        return list(self._threads)
+        return list(self._answering)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Drop a connection that broke; a browser that leaves is no event of the run."""
