@@ -75,6 +75,7 @@ class Membership:
             case StepCommitted():
                 self._committed = max(self._committed, record.step)
                 self.is_recovering = self.is_starting = False
+                self.recoveries.resume()
             case RunStarted():
                 self._begin(record)
             case FailureSeen():
