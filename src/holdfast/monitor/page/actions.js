@@ -2,7 +2,7 @@
 
 import { ask, runPath, token } from "./connection.js";
 import { byId, make, setText, show } from "./dom.js";
-import { ranges } from "./format.js";
+import { count, ranges } from "./format.js";
 import { alive } from "./state.js";
 
 /** What can be set while a job runs: name in the request, name on the page, and whether it is a number. */
@@ -30,6 +30,11 @@ export function startActions() {
   });
 }
 
+/** Whether something can be done now to a worker. */
+export function canAct() {
+  return !byId("act-all").disabled;
+}
+
 /** Show what can be done now; without a connection, or after the end of the run, nothing. */
 export function drawActions(state, connected) {
   Object.assign(view, { state, connected });
@@ -38,21 +43,27 @@ export function drawActions(state, connected) {
   const reason = ended ? "The run has ended." : !connected ? "Not connected." : locked ? "Actions need the token of the job: the launcher printed it in the address of this page." : "";
   show(byId("act-token"), locked && !ended);
   byId("act-all").disabled = Boolean(reason);
-  byId("drawer-kill").disabled = Boolean(reason);
   const ids = state ? alive(state).map(({ id }) => id) : [];
-  setText(byId("actions-note"), reason || `Workers that can be killed: ${ranges(ids) || "none"}.`);
+  setText(byId("actions-note"), reason || `Alive: ${named(ids)}.`);
   const form = byId("act-kill").elements;
   if (form.rank.value === "" && ids.length > 1 && document.activeElement !== form.rank) form.rank.value = ids.at(-1);
 }
 
 /** Ask, then kill a worker; returns what the launcher said, or "" if it was not confirmed. */
 export async function confirmKill(rank) {
-  const worker = view.state?.workers.get(rank);
-  if (!worker) throw new Error(`There is no worker ${rank}; there are ${ranges([...(view.state?.workers.keys() ?? [])].sort((a, b) => a - b))}.`);
-  const others = alive(view.state).length - 1;
+  const ids = alive(view.state).map(({ id }) => id);
+  if (!ids.includes(rank)) throw new Error(`Worker ${rank} is not alive; these are: ${named(ids)}.`);
+  const others = ids.length - 1;
   const after = others > 0 ? `Training should continue with the others.` : "It is the last one: the job will end or restart.";
   const yes = await confirm(`Kill worker ${rank}?`, `It receives SIGKILL, as in a real failure. ${after}`, "Kill it");
   return yes ? act({ action: "kill", rank }) : "";
+}
+
+/** Workers by number, or how many they are if that is too long to read. */
+function named(ids) {
+  const text = ranges(ids);
+  if (!ids.length) return "no worker";
+  return text.length <= 60 ? `worker${ids.length > 1 ? "s" : ""} ${text}` : count(ids.length, "worker");
 }
 
 async function confirmStop() {

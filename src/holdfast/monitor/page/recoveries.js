@@ -52,7 +52,7 @@ function fill(element, recovery) {
 }
 
 const columns = (whole) => [
-  { name: "Part", text: ({ name }) => name, mark: ({ id }) => id },
+  { name: "Part", text: ({ name }) => name, cause: ({ id }) => id },
   { name: "Time", text: (part) => seconds(part.seconds), right: true },
   { name: "Share", text: (part) => percent(whole ? part.seconds / whole : 0), right: true },
 ];

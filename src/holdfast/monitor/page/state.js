@@ -1,5 +1,7 @@
 // What the page knows of a run, and how a change from the server is merged into it.
 
+import { ENDED } from "./words.js";
+
 /** Sections that are lists of rows with an id, and how many of the newest rows are kept. */
 const LISTS = {
   series: 100,
@@ -53,7 +55,7 @@ export function rows(map) {
 
 /** Workers that take part in the job now. */
 export function alive(state) {
-  return rows(state.workers).filter(({ state: phase }) => !["lost", "left", "done"].includes(phase));
+  return rows(state.workers).filter(({ state: phase }) => !ENDED.has(phase));
 }
 
 function bounded(map, most) {
