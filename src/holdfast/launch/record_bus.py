@@ -11,8 +11,8 @@ from holdfast.clock import Clock
 from holdfast.errors import StoreLost
 from holdfast.launch.attempt import AttemptFiles, JobAttempt
 from holdfast.launch.job import Job
-from holdfast.launch.job_state import JobState, cause_of_death
-from holdfast.launch.live import EventFormatter, RunStatus, RunView
+from holdfast.launch.job_state import JobState
+from holdfast.launch.live import RunStatus, RunView
 from holdfast.launch.nodes import NodeGroup
 from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.run_paths import RunPaths
@@ -31,6 +31,7 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
+from holdfast.report.event_lines import EventFormatter, cause_of_death
 from holdfast.report.history import is_distributed
 
 
