@@ -39,7 +39,7 @@ class PageServer:
         """Address of the page."""
         return f"http://127.0.0.1:{self.port}/"
 
-    def change(self, run: str, **sections: Any) -> None:
+    def change(self, run: str, /, **sections: Any) -> None:
         """Send a change of a run to every page that follows it."""
         with self._news:
             state = self.runs[run]

@@ -13,6 +13,8 @@ const SETTINGS = [
   ["checkpoint_every", "steps between checkpoints", true],
 ];
 
+const ACTIONS = ["kill", "scale", "set", "save", "stop"];
+
 const view = { state: null, connected: false };
 
 export function startActions() {
@@ -23,25 +25,31 @@ export function startActions() {
   handle("act-save", () => act({ action: "save" }));
   handle("act-stop", confirmStop);
   handle("act-token", (form) => {
-    token.set(form.token.value);
+    takeToken(form.token.value);
     form.token.value = "";
-    drawActions(view.state, view.connected);
     return Promise.resolve("The token is kept in this tab.");
   });
 }
 
-/** Whether something can be done now to a worker. */
-export function canAct() {
-  return !byId("act-all").disabled;
+function whyNot(ended, live, connected) {
+  if (ended) return "The run has ended.";
+  if (!connected) return "Not connected.";
+  if (!live) return "This page reads the run's records; its own launcher serves the actions.";
+  return token.get() ? "" : "Actions need the token of the job: the launcher printed it in the address of this page.";
+}
+
+/** Whether a worker can be killed now. */
+export function canKill() {
+  return !byId("act-all").disabled && !byId("act-kill").hidden;
 }
 
 /** Show what can be done now; without a connection, or after the end of the run, nothing. */
 export function drawActions(state, connected) {
   Object.assign(view, { state, connected });
-  const ended = state?.run?.ended || !state?.run?.live;
-  const locked = !token.get();
-  const reason = ended ? "The run has ended." : !connected ? "Not connected." : locked ? "Actions need the token of the job: the launcher printed it in the address of this page." : "";
-  show(byId("act-token"), locked && !ended);
+  const { ended, live, actions } = state?.run ?? {};
+  const reason = whyNot(ended, live, connected);
+  show(byId("act-token"), Boolean(live && !ended && !token.get()));
+  for (const name of ACTIONS) show(byId(`act-${name}`), actions?.includes(name) ?? true);
   byId("act-all").disabled = Boolean(reason);
   const ids = state ? alive(state).map(({ id }) => id) : [];
   setText(byId("actions-note"), reason || `Alive: ${named(ids)}.`);
@@ -84,8 +92,18 @@ function confirm(title, text, yes) {
 }
 
 async function act(body) {
-  const answer = await ask(runPath(view.state.run.id, "/actions"), { body });
-  return String((await answer.json()).said);
+  try {
+    const answer = await ask(runPath(view.state.run.id, "/actions"), { body });
+    return String((await answer.json()).said);
+  } catch (error) {
+    if (error.status === 401) takeToken(""); // another launcher has another token
+    throw error;
+  }
+}
+
+function takeToken(value) {
+  token.set(value);
+  drawActions(view.state, view.connected);
 }
 
 function setting(name, text) {

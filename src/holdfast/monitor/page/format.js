@@ -87,10 +87,8 @@ export function ticks(low, high, most) {
 
 /** The label of a tick: few digits, thousands as k and M. */
 export function tick(value) {
-  const magnitude = Math.abs(value);
-  if (magnitude >= 1e6) return `${Number((value / 1e6).toPrecision(4))}M`;
-  if (magnitude >= 1e4) return `${Number((value / 1e3).toPrecision(4))}k`;
-  return String(Number(value.toPrecision(6))).replace("-", "−");
+  const [unit, name] = Math.abs(value) >= 1e6 ? [1e6, "M"] : Math.abs(value) >= 1e4 ? [1e3, "k"] : [1, ""];
+  return `${Number((value / unit).toPrecision(6))}${name}`.replace("-", "−");
 }
 
 /** The label of a tick on an axis of time: "30 s", "5 min", "1.5 h". */

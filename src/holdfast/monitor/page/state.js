@@ -33,7 +33,7 @@ export function fromFull(full) {
  */
 export function merge(state, change) {
   const changed = new Set();
-  if (change.version <= state.version) return changed;
+  if (change.version < state.version) return changed;
   for (const [name, value] of Object.entries(change)) {
     if (name === "version") state.version = value;
     else if (name in LISTS) {
@@ -51,6 +51,11 @@ export function merge(state, change) {
 /** The rows of a list by ascending id. */
 export function rows(map) {
   return [...map.values()].sort((a, b) => (a.id < b.id ? -1 : a.id > b.id ? 1 : 0));
+}
+
+/** Recoveries so far: the server keeps the last ones only, and counts all. */
+export function recoveryCount(state) {
+  return Math.max(0, ...state.recoveries.keys());
 }
 
 /** Workers that take part in the job now. */
