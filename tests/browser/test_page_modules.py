@@ -4,6 +4,8 @@ import page_states
 import pytest
 from page_server import PageServer
 
+from holdfast.report import formatting
+
 
 @pytest.fixture
 def page(visit):
@@ -66,8 +68,6 @@ def test_patience_grows_up_to_a_limit(page):
 
 
 def test_numbers_read_as_in_the_reports(page):
-    from holdfast.report import formatting
-
     values = [None, 0.0041, 0.0523, 0.9, 1.3, 12.34, 125.0, 3700.0, 90000.0]
     shown = page.evaluate(
         "async (v) => { const { seconds } = await import('/format.js'); return v.map(seconds); }", values
@@ -75,7 +75,7 @@ def test_numbers_read_as_in_the_reports(page):
     assert shown == [formatting.seconds(value) for value in values]
     sizes = [None, 12, 999, 12_345_678, 5e12]
     shown = page.evaluate("async (v) => { const { size } = await import('/format.js'); return v.map(size); }", sizes)
-    assert shown == ["–", *(formatting.size(value) for value in sizes[1:])]
+    assert shown == [formatting.DASH, *(formatting.size(value) for value in sizes[1:])]
 
 
 def test_ranges_and_ticks(page):
@@ -83,4 +83,12 @@ def test_ranges_and_ticks(page):
       const { ranges, ticks, tick, listing } = await import("/format.js");
       return [ranges([0, 1, 2, 5]), ranges([]), ticks(0, 10, 4), ticks(3, 3, 4), tick(-120000), listing([1, 2, 3]), listing([1, 2, 3], 2)];
     }""")
-    assert found == ["0–2, 5", "", [0, 5, 10], [3], "−120k", "1, 2 and 3", "1, 2 and 1 more"]
+    assert found == [
+        f"0{formatting.DASH}2, 5",
+        "",
+        [0, 5, 10],
+        [3],
+        f"{formatting.MINUS}120k",
+        "1, 2 and 3",
+        "1, 2 and 1 more",
+    ]

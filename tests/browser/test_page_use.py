@@ -88,7 +88,7 @@ def test_actions_send_what_they_say(page, server):
     page.click("#confirm-yes")
     page.fill("#act-kill input", "2")
     page.click("#act-kill button")
-    looks.wait_for_text(page, "act-said", "Worker 2 is not alive; these are: workers 0–1, 3.")
+    looks.wait_for_text(page, "act-said", f"Worker 2 is not alive; these are: workers 0{formatting.DASH}1, 3.")
     assert server.actions == [
         {"action": "scale", "workers": 6},
         {"action": "set", "lr": 0.01},
@@ -126,7 +126,7 @@ def test_the_token_leaves_the_address_and_without_it_nothing_can_be_done(visit, 
 
 
 def test_beyond_loopback_the_page_asks_for_the_token(visit):
-    with PageServer({"run-1": page_states.small()}, token="far") as server:
+    with PageServer({"run-1": page_states.small()}, "far") as server:
         page = visit(server.url)
         page.wait_for_selector("#token-view:not([hidden])")
         assert page.is_hidden("#run-view")
