@@ -12,6 +12,7 @@ from typer import Option
 
 from holdfast.cli.ckpt import ckpt
 from holdfast.cli.control import scale, set_
+from holdfast.cli.dashboard import dashboard
 from holdfast.cli.diff_runs import diff_runs
 from holdfast.cli.doctor import doctor
 from holdfast.cli.given import GroupedCommand
@@ -36,6 +37,7 @@ app.command(context_settings={"allow_interspersed_args": False})(doctor)
 app.command()(scale)
 app.command(name="set")(set_)
 app.command()(report)
+app.command()(dashboard)
 app.command(name="diff-runs")(diff_runs)
 app.command()(verify)
 app.add_typer(ckpt)

@@ -26,8 +26,8 @@ _ASKED = "asked.jsonl"
 MAX_WORKERS = 1024
 _MAX_NUMBER = 2**31 - 1
 
-CHANGES = ("workers", "lr", "batch_size", "strategy", "checkpoint_every")
-"""Settings that a running job can change."""
+CHANGES = ("workers", "lr", "batch_size", "strategy", "checkpoint_every", "save")
+"""Settings that a running job can change, and ``save``, a request for one checkpoint after the step in progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ def find(pid: int | None = None) -> RunningJob:
     Raises:
         ConfigError: if there is no such job, more than one, or one that was started elsewhere.
     """
-    all_jobs = list(_jobs())
+    all_jobs = list(running_jobs())
     jobs = [job for job in all_jobs if pid in (None, job.pid)]
     if len(jobs) == 1 and (pid is not None or jobs[0].is_from_here):
         return jobs[0]
@@ -105,7 +105,8 @@ def find(pid: int | None = None) -> RunningJob:
     return refuse(f"--job must be the PID of a running launcher: {there}; got {pid}")
 
 
-def _jobs() -> Iterator[RunningJob]:
+def running_jobs() -> Iterator[RunningJob]:
+    """Yield this user's jobs that run on this machine."""
     place = Path(tempfile.gettempdir())
     for about in sorted([*place.glob(f"holdfast-*/{_ABOUT}"), *place.glob(f"holdfast-*/{SHARED}/{_ABOUT}")]):
         running = _read(about)
@@ -160,6 +161,8 @@ def check(changes: Mapping[str, Any], job: RunningJob) -> None:
         _check_saves(f"--strategy {changes['strategy']}", job)
     if "checkpoint_every" in changes:
         _check_saves("--checkpoint-every", job)
+    if "save" in changes:
+        _check_saves("a checkpoint", job)
 
 
 def check_values(changes: Mapping[str, Any]) -> None:
@@ -184,6 +187,9 @@ def check_values(changes: Mapping[str, Any]) -> None:
                     refuse(f"--strategy must be one of {', '.join(live)}, got {value!r}")
             case "checkpoint_every":
                 _check_number("--checkpoint-every", value, 0, _MAX_NUMBER)
+            case "save":
+                if value is not True:
+                    refuse(f"save must be true, got {value!r}")
             case _:
                 refuse(f"{name} cannot be changed while a job runs; these can: {', '.join(CHANGES)}")
 

@@ -60,6 +60,7 @@ class Feed:
     def __init__(self, source: RunSource) -> None:
         self.source = source
         self._lock = threading.Lock()
+        self._of = source.live
         self._cached: OrderedDict[tuple[int, int], bytes] = OrderedDict()
 
     def full(self) -> bytes:
@@ -76,6 +77,9 @@ class Feed:
         """Return the version, and what has changed since an older one."""
         with self._lock:
             live = self.source.live
+            if live is not self._of:
+                self._of = live
+                self._cached.clear()
             key = since, live.version
             if key not in self._cached or since == live.version:
                 told = live.changes(since, self.source.now_s())
@@ -93,10 +97,15 @@ class Feed:
         Args:
             sleep: Waits for some seconds; returns whether the server ends.
         """
-        version, full = self.source.live.version, self.full()
+        live = self.source.live
+        version, full = live.version, self.full()
         yield _event("full", full)
         sent_s = time.monotonic()
         while not sleep(CHANGE_S):
+            if self.source.live is not live:  # the files were replaced: another run is there now
+                live = self.source.live
+                version, full = live.version, self.full()
+                yield _event("full", full)
             now_s, is_over = time.monotonic(), self.source.live.is_over
             if self.source.live.version == version:
                 if is_over and now_s - sent_s >= KEEP_ALIVE_S:

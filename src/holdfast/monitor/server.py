@@ -141,7 +141,7 @@ class _Server(ThreadingHTTPServer):
         self.address_family = socket.AddressFamily(family)
         self.dashboard = dashboard
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        self._threads: set[threading.Thread] = set()
+        self._answering: set[threading.Thread] = set()
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -160,16 +160,16 @@ class _Server(ThreadingHTTPServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer one connection."""
-        self._threads.add(threading.current_thread())
+        self._answering.add(threading.current_thread())
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._threads.discard(threading.current_thread())
+            self._answering.discard(threading.current_thread())
             self._free.release()
 
     def open_threads(self) -> list[threading.Thread]:
         """Return the threads of open connections."""
-        return list(self._threads)
+        return list(self._answering)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Drop a connection that broke; a browser that leaves is no event of the run."""
@@ -204,8 +204,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, make: Callable[[list[str], Mapping[str, str]], None]) -> None:
         try:
-            self._check_origin()
             asked = urllib.parse.urlsplit(self.path)
+            self._check_origin(is_page=asked.path == "/")
             make(asked.path.split("/")[1:], dict(urllib.parse.parse_qsl(asked.query)))
         except _Answer as answer:
             if self.command == "POST":
@@ -214,14 +214,14 @@ class _Handler(BaseHTTPRequestHandler):
         except (OSError, ValueError):
             self.close_connection = True
 
-    def _check_origin(self) -> None:
+    def _check_origin(self, *, is_page: bool) -> None:
         """Refuse what a page of another site has a browser send."""
         host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
         if not self.server.dashboard.is_ours(host):
             raise _Answer(HTTPStatus.FORBIDDEN, "the Host header names another server; use the address of this one")
         if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
             raise _Answer(HTTPStatus.FORBIDDEN, "requests from pages of other sites are refused")
-        if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin") and self.path != "/":
+        if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin") and not is_page:
             raise _Answer(HTTPStatus.FORBIDDEN, "requests from pages of other sites are refused")
 
     def _check_token(self, *, acts: bool) -> None:

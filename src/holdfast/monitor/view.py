@@ -21,7 +21,7 @@ from holdfast.monitor.lanes import Lanes
 from holdfast.monitor.membership import Membership
 from holdfast.monitor.pace import Pace
 from holdfast.monitor.recoveries import Recoveries
-from holdfast.monitor.sentence import level_and_sentence
+from holdfast.monitor.sentence import Ended, level_and_sentence
 from holdfast.records.queued import SinkCount
 from holdfast.records.types import (
     CheckpointSaved,
@@ -37,6 +37,7 @@ from holdfast.records.types import (
     StateHashed,
     StepCommitted,
 )
+from holdfast.report.formatting import seconds
 from holdfast.report.goodput import CAUSES, Goodput, TimeAccount
 
 SETTLED_S = 1.0
@@ -47,6 +48,8 @@ MOST_FINDINGS = 100
 """The last findings of the guard that are kept."""
 SERIES_S = 1.0
 """The curves are sent again after this time of the run."""
+SILENT_S = 60.0
+"""A run of another launcher that writes nothing for so long may have ended."""
 _FEW = 64
 """Up to so many workers, each change has the rows of all workers, which show their step."""
 
@@ -113,9 +116,12 @@ class LiveRun:
         self._checks = 0
         self._drawn_s = float("-inf")
         self._certified: tuple[int, int, str] | None = None  # first and last step, and the link of the last
-        self._end: tuple[float, int | None, str] | None = None  # when, the exit code, and how
+        self._ended: Ended | None = None
+        self._is_over = False
         self._spent: Goodput | None = None
         self._sinks: tuple[SinkCount, ...] = ()
+        self.silent_s = 0.0
+        """For so long no file of the run has changed; for a run of another launcher, of which it is not known that it runs."""
 
     def _stamp(self) -> int:
         self.version += 1
@@ -127,7 +133,7 @@ class LiveRun:
     @property
     def is_over(self) -> bool:
         """Whether the run has ended."""
-        return self._end is not None and self._end[0] > 0
+        return self._is_over
 
     # -- records
 
@@ -155,11 +161,15 @@ class LiveRun:
             for rank, pid in pids.items():
                 self._lanes.note(rank, pid=pid)
 
-    def finish(self, exit_code: int | None, how: str = "") -> None:
-        """Take how the run ended, before :meth:`close`."""
+    def without_pid(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of these workers whose process ID is not known."""
         with self._lock:
-            self._end = (0.0 if self._end is None else self._end[0], exit_code, how)
-            self._touch("run")
+            return [rank for rank in ranks if (lane := self._lanes.by_rank.get(rank)) is None or lane.pid is None]
+
+    def finish(self, exit_code: int | None, why: str = "", outcome: str = "") -> None:
+        """Take how the run ended, see :class:`~holdfast.monitor.sentence.Ended`, before :meth:`close`."""
+        with self._lock:
+            self._ended = Ended(end_s=0.0, exit_code=exit_code, why=why, outcome=outcome)
 
     def close(self, end_s: float) -> None:
         """Take the end of the run: all records have arrived. Nothing follows."""
@@ -167,8 +177,8 @@ class LiveRun:
             self._settle(float("inf"))
             self._spent = self._account.close(end_s)
             self._explain()
-            _, exit_code, how = self._end or (0.0, None, "")
-            self._end = (end_s, exit_code, how)
+            self._ended = dataclasses.replace(self._ended or Ended(end_s=end_s), end_s=end_s)
+            self._is_over = True
             self._lanes.close(end_s)
             self._touch("series")
             self._touch("integrity")
@@ -240,13 +250,14 @@ class LiveRun:
             told = self._since(self.version, now_s)
         kept = {name: told[name] for name in ("state", "progress", "goodput")}
         name = self.info.script or self.info.id
-        return {"id": self.info.id, "name": name, "live": self.info.is_live and self._end is None, **kept}
+        return {"id": self.info.id, "name": name, "live": self.info.is_live and not self._is_over, **kept}
 
     def _since(self, since: int, now_s: float) -> dict[str, Any]:
-        now_s = self._end[0] if self._end is not None and self.is_over else now_s
+        ended = self._ended if self._is_over else None
+        now_s = now_s if ended is None else ended.end_s
         if self._spent is None:
             self._settle(now_s - SETTLED_S)
-        told: dict[str, Any] = {"now_s": round(now_s, 3), **self._brief(now_s), **self._rows(since)}
+        told: dict[str, Any] = {"now_s": round(now_s, 3), **self._brief(now_s, ended), **self._rows(since)}
         sections: dict[str, Callable[[], Any]] = {
             "run": self._run,
             "series": self._pace.series_rows,
@@ -256,11 +267,11 @@ class LiveRun:
         told |= {name: make() for name, make in sections.items() if since < 0 or self._stamps[name] > since}
         return {"version": self.version, **told}
 
-    def _brief(self, now_s: float) -> dict[str, Any]:
+    def _brief(self, now_s: float, ended: Ended | None) -> dict[str, Any]:
         """Return the sections that change all the time."""
-        level, sentence = level_and_sentence(
-            self._members, self._pace, ended=self._end if self.is_over else None
-        )
+        level, sentence = level_and_sentence(self._members, self._pace, ended)
+        if self.silent_s > SILENT_S and not self.is_over:
+            level, sentence = "warning", f"Nothing was written for {seconds(self.silent_s)}. Before: {sentence}"
         spent = self._spent or self._account.now(max(0.0, now_s))
         goodput: dict[str, Any] | None = None
         if not self._account.is_unknown:
@@ -275,6 +286,7 @@ class LiveRun:
 
     def _rows(self, since: int) -> dict[str, Any]:
         """Return the sections of rows that have new ones."""
+        self._members.assign_slices()
         lanes = [lane for _, lane in sorted(self._lanes.by_rank.items())]
         changed = [lane for lane in lanes if lane.version > since]
         shown = lanes if len(lanes) <= _FEW else changed
@@ -291,7 +303,7 @@ class LiveRun:
     def _run(self) -> dict[str, Any]:
         info, start = self.info, self._start
         of_start = {name: getattr(start, name, "") for name in ("strategy", "fabric", "order")}
-        is_over = self.is_over
+        is_over, ended = self._is_over, self._ended
         return {
             "id": info.id,
             "script": info.script,
@@ -303,7 +315,7 @@ class LiveRun:
             "started_unix": round(info.started_unix, 3),
             "live": info.is_live and not is_over,
             "ended": is_over,
-            "exit_code": self._end[1] if self._end is not None and is_over else None,
+            "exit_code": ended.exit_code if ended is not None and is_over else None,
             "report": info.report,
         }
 
