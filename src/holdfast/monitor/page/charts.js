@@ -1,7 +1,7 @@
 // Metrics over steps or time, one small chart each, with the recoveries as vertical lines.
 
 import { colours } from "./colours.js";
-import { byId, fitCanvas, keyed, make, setAttribute, setText } from "./dom.js";
+import { byId, fitCanvas, keyed, make, setAttribute, setText, show } from "./dom.js";
 import { count, moment, number, seconds, tick, ticks, timeTick, timeTicks } from "./format.js";
 import { rows } from "./state.js";
 
@@ -23,7 +23,7 @@ export function drawCharts(state) {
   const recoveries = [...state.recoveries.values()];
   keyed(byId("charts"), list, build, (element, series) => (element.series = series));
   for (const element of byId("charts").children) drawChart(element, recoveries);
-  if (!list.length) byId("charts").replaceChildren(make("p", { class: "note", text: "Nothing was measured yet." }));
+  show(byId("charts-none"), !list.length);
 }
 
 const order = (id) => (FIRST.includes(id) ? FIRST.indexOf(id) : FIRST.length);
