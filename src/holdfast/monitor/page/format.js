@@ -1,6 +1,7 @@
 // Readable text from numbers, in the words of the reports (holdfast/report/formatting.py).
 
 export const DASH = "–";
+const WHOLE = new Intl.NumberFormat("en-US"); // making one takes longer than a frame has time for
 
 /** A duration: "52 ms", "1.30 s", "2 min 5 s", or a dash. */
 export function seconds(value) {
@@ -36,7 +37,7 @@ export function size(bytes) {
 /** A number with commas between thousands; a fraction has four digits that count. */
 export function number(value, digits = 4) {
   if (!isNumber(value)) return DASH;
-  if (Number.isInteger(value)) return value.toLocaleString("en-US");
+  if (Number.isInteger(value)) return WHOLE.format(value);
   const magnitude = Math.abs(value);
   return magnitude >= 1e-4 && magnitude < 1e6 ? String(Number(value.toPrecision(digits))) : value.toExponential(2);
 }
