@@ -62,6 +62,7 @@ class Membership:
         self._has_begun = False
         self._shares: SliceShares | None = None
         self._shared_among: tuple[int, ...] = ()
+        self._shared_at = -1  # version of the lanes then
         for rank in (*started, *spares):
             lanes.lane(rank, "starting", 0.0)
 
@@ -75,6 +76,7 @@ class Membership:
             case StepCommitted():
                 self._committed = max(self._committed, record.step)
                 self.is_recovering = self.is_starting = False
+                self.recoveries.resume()
             case RunStarted():
                 self._begin(record)
             case FailureSeen():
@@ -117,12 +119,15 @@ class Membership:
                 self._share(record.t_s)
             case SettingChanged(name="speeds") if self._shares is not None:
                 self._shares.change(record)
-                self._shared_among = ()
+                self._shared_among, self._shared_at = (), -1
 
     def assign_slices(self) -> None:
         """Note which slices each worker computes, if the workers that compute have changed."""
+        if self._shares is None or self._shared_at == self.lanes.version:
+            return
+        self._shared_at = self.lanes.version
         active = tuple(self.lanes.ranks("training", "recovering"))
-        if self._shares is None or active == self._shared_among:
+        if active == self._shared_among:
             return
         self._shared_among = active
         found = self._shares.of(active)

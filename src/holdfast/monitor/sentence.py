@@ -39,24 +39,24 @@ def level_and_sentence(members: Membership, pace: Pace, ended: Ended | None) -> 
     if ended is not None:
         return _of_end(members, pace, ended)
     lanes = members.lanes
-    training, starting = lanes.ranks("training", "recovering"), lanes.ranks("starting")
+    training, starting = lanes.count("training", "recovering"), lanes.count("starting")
     if members.is_starting and (starting or not training):
-        ready = len(training) + len(lanes.ranks("spare"))
+        ready = training + lanes.count("spare")
         what = f"Restarting the job, restart {members.restarts}" if members.restarts else "Starting"
-        return "busy", f"{what}: {ready} of {count(ready + len(starting), 'worker')} ready."
+        return "busy", f"{what}: {ready} of {count(ready + starting, 'worker')} ready."
     if not training:
         return ("done", "The workers have finished.") if members.outcome else ("bad", "No worker is training.")
-    if members.is_recovering and (lanes.ranks("recovering") or members.recoveries.rows):
+    if members.is_recovering and (lanes.count("recovering") or members.recoveries.rows):
         return "busy", _of_recovery(members, pace)
     of = f" of {number(pace.planned)}" if pace.planned else ""
-    here, wanted = len(training), max(members.wanted, 1)
+    here, wanted = training, max(members.wanted, 1)
     workers = count(here, "worker") if here >= wanted else f"{here} of {count(wanted, 'worker')}"
-    more = f"; {count(len(starting), 'worker')} starting" if starting else ""
+    more = f"; {count(starting, 'worker')} starting" if starting else ""
     return "good" if here >= wanted else "warning", f"Training: step {number(pace.step)}{of}, {workers}{more}."
 
 
 def _of_recovery(members: Membership, pace: Pace) -> str:
-    if members.lanes.ranks("recovering"):
+    if members.lanes.count("recovering"):
         return f"Recovering at step {number(pace.step)}: a worker has failed, and the survivors agree on what to do."
     row = members.recoveries.rows[-1]
     lost = _ranks(row.lost)
@@ -65,7 +65,7 @@ def _of_recovery(members: Membership, pace: Pace) -> str:
 
 
 def _of_end(members: Membership, pace: Pace, ended: Ended) -> tuple[str, str]:
-    lost = members.lanes.ranks("lost")
+    lost = members.lanes.count("lost")
     after = f"after {count(pace.step, 'step')} in {seconds(ended.end_s)}"
     outcome = ended.outcome or members.outcome or "failed"
     if ended.exit_code not in (None, 0, 4):
@@ -77,7 +77,7 @@ def _of_end(members: Membership, pace: Pace, ended: Ended) -> tuple[str, str]:
         return "bad", f"Gave up {after}: too few workers."
     if outcome == "stopped":
         return "warning", f"Stopped on request {after}{'; its state was saved' if ended.exit_code == 4 else ''}."
-    losses = f"; {count(len(lost), 'worker')} lost" if lost else ""
+    losses = f"; {count(lost, 'worker')} lost" if lost else ""
     return "done", f"Done {after}{losses}."
 
 

@@ -82,7 +82,7 @@ class DashboardServer:
         self.port: int = self._server.server_address[1]
         self._names = _names(host)
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.2,), name="holdfast-dashboard", daemon=True
+            target=self._server.serve_forever, args=(0.1,), name="holdfast-dashboard", daemon=True
         )
         self._thread.start()
 

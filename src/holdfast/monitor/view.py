@@ -287,9 +287,11 @@ class LiveRun:
     def _rows(self, since: int) -> dict[str, Any]:
         """Return the sections of rows that have new ones."""
         self._members.assign_slices()
-        lanes = [lane for _, lane in sorted(self._lanes.by_rank.items())]
+        is_few = len(self._lanes.by_rank) <= _FEW
+        is_same = self._lanes.version <= since and not is_few
+        lanes = [] if is_same else [lane for _, lane in sorted(self._lanes.by_rank.items())]
         changed = [lane for lane in lanes if lane.version > since]
-        shown = lanes if len(lanes) <= _FEW else changed
+        shown = lanes if is_few else changed
         rows = {
             "workers": self._lanes.workers(shown, self._pace.step),
             "lanes": self._lanes.lanes(changed),
