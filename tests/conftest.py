@@ -272,6 +272,7 @@ LONGEST_FIRST = (
     "property",
     "model",
     "integrations",
+    "browser",
     "lab",
     "attacks",
     "golden",
