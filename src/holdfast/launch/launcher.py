@@ -19,7 +19,7 @@ from holdfast.launch.gpus import check_gpus, sharing_line
 from holdfast.launch.health import HealthMonitor
 from holdfast.launch.job import Job, JobOutcome, check
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
-from holdfast.launch.live import RunView
+from holdfast.launch.live import RunStatus, RunView
 from holdfast.launch.mpi_hosts import MpiHosts, check_hosts, shared_folder
 from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_node_faults
 from holdfast.launch.node_health import NodeCheck
@@ -76,6 +76,7 @@ class Launcher:
         self._nodes: NodeGroup | None = None
         self._hosts: MpiHosts | None = None
         self._restarts = 0
+        self._begun_s = time.monotonic()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as undo:
@@ -86,10 +87,11 @@ class Launcher:
     def _make_ready(self, undo: contextlib.ExitStack) -> None:
         """Create the parts of a run, and register with ``undo`` how to undo each, even if a later one raises."""
         job = self._job
+        undo.callback(self._view.close)
         node_check = NodeCheck.of_job(job)
         undo.callback(node_check.close)
         if job.fabric.starts_each:
-            self._nodes = NodeGroup(job, node_check if job.nnodes > 1 else None)
+            self._nodes = NodeGroup(job, node_check if job.nnodes > 1 else None, self._show_wait)
             undo.callback(self._nodes.close)
         self._origin_s = time.monotonic() if self._nodes is None else self._nodes.origin_s()
         report_logs = None if job.report_dir is None else job.report_dir / "logs"
@@ -98,13 +100,13 @@ class Launcher:
         self._fork_server = self._start_fork_server()
         if self._fork_server is not None:
             undo.callback(self._fork_server.close)
+        self._show_wait("checking this node" if job.nnodes == 1 else "")
         node_check.admit()  # of a single node, which imports torch in the meantime
         if job.hosts:
             self._hosts = MpiHosts(job, self._paths)
             undo.callback(self._hosts.close)
         self._files = AttemptFiles(self._paths)
         undo.callback(self._files.close)
-        undo.callback(self._view.close)
         self._run = run = RunState(
             job=job,
             view=self._view,
@@ -130,6 +132,12 @@ class Launcher:
         undo.callback(self._node_faults.close)
         undo.callback(self._end_attempt)
 
+    def _show_wait(self, text: str) -> None:
+        """Display what this launcher waits for before the run begins."""
+        if text:
+            elapsed_s = time.monotonic() - self._begun_s
+            self._view.show(RunStatus(alive={}, metrics={}, elapsed_s=elapsed_s, waits_for=text))
+
     def _start_fork_server(self) -> ForkServer | None:
         """Start it first: it imports torch while everything else is prepared."""
         job, paths = self._job, self._paths
@@ -151,6 +159,7 @@ class Launcher:
         """Start the job, and restart it as often as necessary and allowed; return how it ended."""
         ranks = self._job.ranks
         if self._hosts is not None:
+            self._show_wait("waiting for the hosts")
             self._hosts.connect()
         while True:
             try:

@@ -23,6 +23,7 @@ from holdfast.records.paths import records_path
 from holdfast.records.queued import QueuedSink
 from holdfast.records.types import (
     FaultFired,
+    JobRestarted,
     Record,
     RunStarted,
     ScriptFailed,
@@ -32,6 +33,7 @@ from holdfast.records.types import (
     WorkerFenced,
 )
 from holdfast.report.history import is_distributed
+from holdfast.report.pace import Pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +68,15 @@ class RecordBus:
         self._story = EventFormatter()
         self._recorder = FileRecorder(records_path(run.paths.run_dir, "launcher"))
         self._log = Logger(run.clock, lambda: (-1, -1), self._recorder)
-        self._status = RunStatus(alive={}, metrics={})
+        self._status = RunStatus(alive={}, metrics={}, workers=len(run.job.ranks))
+        self._pace = Pace()
         self._noted: list[tuple[Record, BeaconPosition | None]] = []
         self._tracebacks: dict[int, str] = {}
         self.is_distributed = False
         """Whether the script uses ``torch.distributed``, as far as is known."""
+
+        self.is_training = False
+        """Whether a step was committed in this start of the job."""
 
     @property
     def has_committed(self) -> bool:
@@ -110,7 +116,12 @@ class RecordBus:
                 self.is_distributed = is_distributed(record)
                 if self._run.nodes is not None:
                     self._run.nodes.note_slices(record.slices)
+            case JobRestarted():
+                self.is_training = False
+                self._pace.begin()
             case StepCommitted():
+                self.is_training = True
+                self._pace.add(record.step, record.t_s)
                 self._status = dataclasses.replace(self._status, step=record.step + 1, metrics=record.metrics)
             case ScriptFailed():
                 self._tracebacks[record.rank] = record.traceback or record.message
@@ -131,9 +142,18 @@ class RecordBus:
         self.poll(ended, position)
         self._noted.append((ended, position))
 
-    def show(self, alive: Mapping[int, int]) -> None:
-        """Display the progress, with the PIDs of the workers."""
-        self._status = dataclasses.replace(self._status, alive=alive)
+    def show(self, alive: Mapping[int, int], waits_for: str = "") -> None:
+        """Display the progress, with the PIDs of the workers, and what a job that does not train yet waits for."""
+        known = self._status
+        self._status = dataclasses.replace(
+            known,
+            alive=alive,
+            workers_alive=len(self._run.state.workers_alive()),
+            elapsed_s=self._run.clock.now_s(),
+            steps_per_s=self._pace.steps_per_s,
+            left_s=self._pace.left_s(known.planned - known.step) if known.planned else None,
+            waits_for=waits_for,
+        )
         self._run.view.show(self._status)
 
     def _end_of(self, record: Record, attempt: JobAttempt) -> BeaconPosition | None:
