@@ -19,7 +19,7 @@ from holdfast.launch.waiting_for import what_workers_wait_for
 from holdfast.records.activity import current_activity
 from holdfast.records.beacon import Beacon, Pulse
 from holdfast.report.formatting import rough, speed, timer
-from holdfast.report.pace import Pace
+from holdfast.report.step_times import StepTimes
 
 # -- what a job waits for
 
@@ -127,7 +127,7 @@ def test_the_beacon_says_what_a_worker_does_until_its_first_step(tmp_path, monke
 
 
 def pace_of(*steps):
-    pace = Pace()
+    pace = StepTimes()
     for step, t_s in steps:
         pace.add(step, t_s)
     return pace

@@ -11,8 +11,8 @@ from holdfast.clock import Clock
 from holdfast.errors import StoreLost
 from holdfast.launch.attempt import AttemptFiles, JobAttempt
 from holdfast.launch.job import Job
-from holdfast.launch.job_state import JobState, cause_of_death
-from holdfast.launch.live import EventFormatter, RunStatus, RunView
+from holdfast.launch.job_state import JobState
+from holdfast.launch.live import RunStatus, RunView
 from holdfast.launch.nodes import NodeGroup
 from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.run_paths import RunPaths
@@ -32,8 +32,9 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
+from holdfast.report.event_lines import EventFormatter, cause_of_death
 from holdfast.report.history import is_distributed
-from holdfast.report.pace import Pace
+from holdfast.report.step_times import StepTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class RecordBus:
         self._recorder = FileRecorder(records_path(run.paths.run_dir, "launcher"))
         self._log = Logger(run.clock, lambda: (-1, -1), self._recorder)
         self._status = RunStatus(alive={}, metrics={}, workers=len(run.job.ranks))
-        self._pace = Pace()
+        self._times = StepTimes()
         self._noted: list[tuple[Record, BeaconPosition | None]] = []
         self._tracebacks: dict[int, str] = {}
         self.is_distributed = False
@@ -118,10 +119,10 @@ class RecordBus:
                     self._run.nodes.note_slices(record.slices)
             case JobRestarted():
                 self.is_training = False
-                self._pace.begin()
+                self._times.begin()
             case StepCommitted():
                 self.is_training = True
-                self._pace.add(record.step, record.t_s)
+                self._times.add(record.step, record.t_s)
                 self._status = dataclasses.replace(self._status, step=record.step + 1, metrics=record.metrics)
             case ScriptFailed():
                 self._tracebacks[record.rank] = record.traceback or record.message
@@ -150,8 +151,8 @@ class RecordBus:
             alive=alive,
             workers_alive=len(self._run.state.workers_alive()),
             elapsed_s=self._run.clock.now_s(),
-            steps_per_s=self._pace.steps_per_s,
-            left_s=self._pace.left_s(known.planned - known.step) if known.planned else None,
+            steps_per_s=self._times.steps_per_s,
+            left_s=self._times.left_s(known.planned - known.step) if known.planned else None,
             waits_for=waits_for,
         )
         self._run.view.show(self._status)

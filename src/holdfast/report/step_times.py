@@ -12,7 +12,7 @@ _LONGEST = 10.0
 but the checkpoints and evaluations in between do."""
 
 
-class Pace:
+class StepTimes:
     """Step duration of a run. Pure: times come from the records."""
 
     def __init__(self) -> None:

@@ -1,0 +1,67 @@
+"""The state of a run in one sentence, and how good it is."""
+
+from __future__ import annotations
+
+from holdfast.monitor.membership import Membership
+from holdfast.monitor.pace import Pace
+from holdfast.report.formatting import count, listing, number, seconds
+
+_MOST_NAMED = 4
+
+
+def level_and_sentence(
+    members: Membership, pace: Pace, *, ended: tuple[float, int | None, str] | None
+) -> tuple[str, str]:
+    """Return the level and the sentence.
+
+    Args:
+        members: The workers.
+        pace: The steps.
+        ended: When the run ended, its exit code if it is known, and the reason if it failed; None while it runs.
+    """
+    if ended is not None:
+        return _of_end(members, pace, *ended)
+    lanes = members.lanes
+    training, starting = lanes.ranks("training", "recovering"), lanes.ranks("starting")
+    if members.is_starting and (starting or not training):
+        ready = len(training) + len(lanes.ranks("spare"))
+        what = f"Restarting the job, restart {members.restarts}" if members.restarts else "Starting"
+        return "busy", f"{what}: {ready} of {count(ready + len(starting), 'worker')} ready."
+    if not training:
+        return ("done", "The workers have finished.") if members.outcome else ("bad", "No worker is training.")
+    if members.is_recovering and (lanes.ranks("recovering") or members.recoveries.rows):
+        return "busy", _of_recovery(members, pace)
+    of = f" of {number(pace.planned)}" if pace.planned else ""
+    here, wanted = len(training), max(members.wanted, 1)
+    workers = count(here, "worker") if here >= wanted else f"{here} of {count(wanted, 'worker')}"
+    more = f"; {count(len(starting), 'worker')} starting" if starting else ""
+    return "good" if here >= wanted else "warning", f"Training: step {number(pace.step)}{of}, {workers}{more}."
+
+
+def _of_recovery(members: Membership, pace: Pace) -> str:
+    if members.lanes.ranks("recovering"):
+        return f"Recovering at step {number(pace.step)}: a worker has failed, and the survivors agree on what to do."
+    row = members.recoveries.rows[-1]
+    lost = _ranks(row.lost)
+    what = f"after the loss of {lost}" if row.lost else "after a change of the membership"
+    return f"Resuming at step {number(row.step)} {what}."
+
+
+def _of_end(members: Membership, pace: Pace, end_s: float, exit_code: int | None, how: str) -> tuple[str, str]:
+    lost = members.lanes.ranks("lost")
+    after = f"after {count(pace.step, 'step')} in {seconds(end_s)}"
+    if exit_code not in (None, 0, 4) or (exit_code is None and not members.outcome):
+        why = how or members.error
+        return "bad", f"Failed {after}{': ' + why if why else ''}"
+    if members.outcome == "stopped":
+        return "warning", f"Stopped on request {after}; its state was saved." if exit_code == 4 else f"Stopped {after}."
+    if members.outcome == "gave-up":
+        return "bad", f"Gave up {after}: too few workers."
+    losses = f"; {count(len(lost), 'worker')} lost" if lost else ""
+    return "done", f"Done {after}{losses}."
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    if len(ranks) > _MOST_NAMED:
+        return f"{len(ranks)} workers"
+    return f"{'worker' if len(ranks) == 1 else 'workers'} {listing(ranks)}"
