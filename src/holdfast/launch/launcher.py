@@ -12,6 +12,7 @@ from holdfast.config import Settings
 from holdfast.errors import StoreLost
 from holdfast.faults.plan import FaultPlan
 from holdfast.launch.attempt import AttemptFiles, JobAttempt, common_environment
+from holdfast.launch.control import announce, note_wait
 from holdfast.launch.elasticity import ElasticWorkers
 from holdfast.launch.exit_status import explain, unsaid, why_not_again
 from holdfast.launch.fork_server import ForkServer, is_useful
@@ -88,15 +89,17 @@ class Launcher:
         """Create the parts of a run, and register with ``undo`` how to undo each, even if a later one raises."""
         job = self._job
         undo.callback(self._view.close)
+        report_logs = None if job.report_dir is None else job.report_dir / "logs"
+        self._paths = RunPaths.make(job.log_dir or report_logs, shared_folder(job))
+        undo.callback(self._paths.clear)
+        announce(self._paths.run_dir, job, self._begun_s)
         node_check = NodeCheck.of_job(job)
         undo.callback(node_check.close)
         if job.fabric.starts_each:
             self._nodes = NodeGroup(job, node_check if job.nnodes > 1 else None, self._show_wait)
             undo.callback(self._nodes.close)
         self._origin_s = time.monotonic() if self._nodes is None else self._nodes.origin_s()
-        report_logs = None if job.report_dir is None else job.report_dir / "logs"
-        self._paths = RunPaths.make(job.log_dir or report_logs, shared_folder(job))
-        undo.callback(self._paths.clear)
+        self._paths.clear_logs()
         self._fork_server = self._start_fork_server()
         if self._fork_server is not None:
             undo.callback(self._fork_server.close)
@@ -135,6 +138,7 @@ class Launcher:
     def _show_wait(self, text: str) -> None:
         """Display what this launcher waits for before the run begins."""
         if text:
+            note_wait(self._paths.run_dir, text)
             elapsed_s = time.monotonic() - self._begun_s
             self._view.show(RunStatus(alive={}, metrics={}, elapsed_s=elapsed_s, waits_for=text))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from holdfast.clock import Clock
 from holdfast.errors import StoreLost
 from holdfast.launch.attempt import AttemptFiles, JobAttempt
+from holdfast.launch.control import note_wait
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobState
 from holdfast.launch.live import RunStatus, RunView
@@ -146,6 +147,8 @@ class RecordBus:
     def show(self, alive: Mapping[int, int], waits_for: str = "") -> None:
         """Display the progress, with the PIDs of the workers, and what a job that does not train yet waits for."""
         known = self._status
+        if waits_for != known.waits_for:
+            note_wait(self._run.paths.run_dir, waits_for)
         self._status = dataclasses.replace(
             known,
             alive=alive,
