@@ -247,7 +247,7 @@ def test_the_panel_has_all_that_is_known():
     text = "\n".join(drawn(TRAINING, 100))
 
     for part in (
-        "120/400 30 %",
+        "30 %  120/400",
         "1:05  9.8 steps/s  about 29 s left  loss 0.5",
         "workers 2 of 3  0 (pid 7)  2 (pid 9)",
     ):

@@ -9,17 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
+from holdfast.report.bar import bar_line
 from holdfast.report.formatting import clean, count, rough, speed, timer
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.live import Live
-    from rich.table import Table
 
 
 EVERY_S = 30.0
 """Seconds between two lines about the progress, without a terminal."""
-_WIDEST_BAR, _NARROWEST_BAR = 40, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,26 +169,8 @@ def _panel(status: RunStatus, last: str, width: int = 80) -> Group:
     for line in lines:
         line.no_wrap, line.overflow = True, "ellipsis"
     lines.insert(0, Text(f"{elapsed}  {now}", style=colour))  # the one that may be folded instead
-    return Group(*lines) if status.waits_for else Group(_bar(status, width), *lines)
-
-
-def _bar(status: RunStatus, width: int) -> Table:
-    """Return the line with the progress bar; on a narrow screen, there is only the text."""
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-    from rich.text import Text
-
-    share = f" {100 * status.step // status.planned} %" if status.planned else ""
-    text = Text(f"{status.step}/{status.planned}{share}" if status.planned else f"{status.step}", no_wrap=True)
-    row, room = Table.grid(padding=(0, 1)), width - len(text) - len("step   ")
-    if room < _NARROWEST_BAR:
-        row.add_row(Text("step", no_wrap=True), text)
-        return row
-    bar = ProgressBar(
-        total=status.planned or None,
-        completed=status.step,
-        width=min(room, _WIDEST_BAR),
-        pulse=not status.planned,
-    )
-    row.add_row(Text("step"), bar, text)
-    return row
+    if status.waits_for:
+        return Group(*lines)
+    steps = f"{status.step}/{status.planned}" if status.planned else str(status.step)
+    share = min(1.0, status.step / status.planned) if status.planned else None
+    return Group(bar_line("step", share, steps, width), *lines)
