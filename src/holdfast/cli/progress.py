@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 EVERY_S = 30.0
 """Seconds between two lines, without a terminal."""
-_KNOWN_AFTER_S = 1.0
-"""The remaining time is estimated only after so much work."""
-_LIKELY = 0.01
-"""And after this share of it."""
+_KNOWN_AFTER_S = 2.0
+"""The remaining time is estimated only after so much work, and after this share of it."""
+_KNOWN_AFTER = 0.03
 _MOST_BY_TIME = 0.99
 """The share that time alone makes complete."""
 
@@ -76,7 +75,9 @@ class Progress:
         share = min(1.0, self._done / self._total)
         if self._left is None or self._left[1] <= 0:
             return share
-        given_s, left_s = self._left  # the share goes on as the remaining time goes down, but is never complete by itself
+        given_s, left_s = (
+            self._left
+        )  # the share goes on as the remaining time goes down, but is never complete by itself
         passed = (1 - share) * (time.monotonic() - given_s) / left_s
         return max(share, min(_MOST_BY_TIME, share + passed))
 
@@ -92,7 +93,7 @@ class Progress:
             given_s, left_s = self._left
             return max(0.0, left_s - (time.monotonic() - given_s))
         share, elapsed_s = self.share, time.monotonic() - self._counts_since_s
-        if share is None or share < _LIKELY or elapsed_s < _KNOWN_AFTER_S:
+        if share is None or share < _KNOWN_AFTER or elapsed_s < _KNOWN_AFTER_S:
             return None
         return elapsed_s * (1 - share) / share
 
