@@ -12,6 +12,7 @@ from typer import Option
 
 from holdfast.cli.ckpt import ckpt
 from holdfast.cli.control import scale, set_
+from holdfast.cli.dashboard import dashboard
 from holdfast.cli.diff_runs import diff_runs
 from holdfast.cli.doctor import doctor
 from holdfast.cli.given import GroupedCommand
@@ -40,6 +41,7 @@ app.command()(top)
 app.command()(scale)
 app.command(name="set")(set_)
 app.command()(report)
+app.command()(dashboard)
 app.command(name="diff-runs")(diff_runs)
 app.command()(verify)
 app.add_typer(ckpt)

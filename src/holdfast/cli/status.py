@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from holdfast.launch.observed import ObservedJob, ObservedWorker
 
 _NOTHING_RUNS = 1
+_STOPPED = 4
 _EVENTS = 5
 
 
@@ -85,16 +86,28 @@ def _state(job: ObservedJob) -> dict[str, Any]:
 
 
 def _show_folder(directory: Path, *, as_json: bool) -> int:
-    from holdfast.monitor.folder import read_folder
+    from holdfast.monitor.followed import FollowedRun
+    from holdfast.report.files import load_report
 
-    state = read_folder(directory).full(0.0)
+    run = FollowedRun(directory, directory.resolve().name)
+    has_ended = (directory / "report.json").is_file()
+    if not run.has_records:
+        what = "events.jsonl has no records" if has_ended else "there is no report.json, and no records of a running job"
+        raise ConfigError(f"{directory} has no run: {what}; give the directory of holdfast run --report")
+    state = run.live.full(run.now_s()) | {"waits_for": ""}
     if as_json:
         print_json(state)
     else:
-        say(f"{state['run']['script'] or 'a run'}: {directory}", "bold")
+        say(f"{state['run']['script']}: {directory}", "bold")
         _show(state, {})
-    exit_code: int = state["run"]["exit_code"]
-    return exit_code
+    return _exit_code(load_report(directory)) if has_ended else 0
+
+
+def _exit_code(report: dict[str, Any]) -> int:
+    """Return the exit code of the run as far as its report tells: 1 stands for every failure."""
+    if report["outcome"] == "stopped":
+        return _STOPPED if report.get("checkpoint") else 1
+    return 0 if report["outcome"] == "done" else 1
 
 
 def _show(state: dict[str, Any], workers: dict[int, ObservedWorker]) -> None:

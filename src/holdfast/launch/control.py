@@ -28,8 +28,8 @@ _WAITS_FOR = "waits-for"
 MAX_WORKERS = 1024
 _MAX_NUMBER = 2**31 - 1
 
-CHANGES = ("workers", "lr", "batch_size", "strategy", "checkpoint_every")
-"""Settings that a running job can change."""
+CHANGES = ("workers", "lr", "batch_size", "strategy", "checkpoint_every", "save")
+"""Settings that a running job can change, and ``save``, a request for one checkpoint after the step in progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ def find(pid: int | None = None) -> RunningJob:
 
 
 def running_jobs() -> Iterator[RunningJob]:
-    """Yield the jobs of this user that run on this machine."""
+    """Yield this user's jobs that run on this machine."""
     place = Path(tempfile.gettempdir())
     for about in sorted([*place.glob(f"holdfast-*/{_ABOUT}"), *place.glob(f"holdfast-*/{SHARED}/{_ABOUT}")]):
         running = _read(about)
@@ -192,6 +192,8 @@ def check(changes: Mapping[str, Any], job: RunningJob) -> None:
         _check_saves(f"--strategy {changes['strategy']}", job)
     if "checkpoint_every" in changes:
         _check_saves("--checkpoint-every", job)
+    if "save" in changes:
+        _check_saves("a checkpoint", job)
 
 
 def check_values(changes: Mapping[str, Any]) -> None:
@@ -216,6 +218,9 @@ def check_values(changes: Mapping[str, Any]) -> None:
                     refuse(f"--strategy must be one of {', '.join(live)}, got {value!r}")
             case "checkpoint_every":
                 _check_number("--checkpoint-every", value, 0, _MAX_NUMBER)
+            case "save":
+                if value is not True:
+                    refuse(f"save must be true, got {value!r}")
             case _:
                 refuse(f"{name} cannot be changed while a job runs; these can: {', '.join(CHANGES)}")
 

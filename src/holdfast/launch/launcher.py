@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from holdfast.clock import SystemClock
 from holdfast.config import Settings
@@ -33,8 +33,11 @@ from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.sinks import check_sinks, open_sinks
 from holdfast.launch.stopping import StopProcedure
 from holdfast.records.files import read_run
-from holdfast.records.queued import SinkCount
+from holdfast.records.queued import QueuedSink, SinkCount
 from holdfast.records.types import JobRestarted, RunStarted
+
+if TYPE_CHECKING:
+    from holdfast.launch.dashboard import Dashboard
 
 POLL_S = 0.02
 _FAR_POLL_S = 0.2
@@ -76,6 +79,7 @@ class Launcher:
         self._attempt: JobAttempt | None = None
         self._nodes: NodeGroup | None = None
         self._hosts: MpiHosts | None = None
+        self._dashboard: Dashboard | None = None
         self._restarts = 0
         self._begun_s = time.monotonic()
 
@@ -119,7 +123,7 @@ class Launcher:
             paths=self._paths,
             files=self._files,
             clock=SystemClock(self._origin_s),
-            sinks=open_sinks(job, SystemClock(self._origin_s), self._view.print_line),
+            sinks=self._open_sinks(),
         )
         undo.callback(self._close_sinks)
         if line := sharing_line(job.gpus, 0 if job.is_virtual or job.hosts else len(job.ranks) // job.nnodes):
@@ -127,7 +131,7 @@ class Launcher:
         self._bus = RecordBus(run)
         self._health = HealthMonitor(run, self._bus)
         self._elastic = ElasticWorkers(run)
-        self._killer = RandomKiller(run, self._bus, len(self._plan.faults))
+        self._killer = RandomKiller(run, self._bus)
         self._stopping = StopProcedure(run, self._bus)
         undo.callback(self._stopping.close)
         self._stopping.install_handlers()
@@ -215,6 +219,8 @@ class Launcher:
         """Act on requests, faults and findings while the job runs."""
         self._stopping.advance(attempt)
         self._node_faults.strike(attempt)
+        if self._dashboard is not None:
+            self._dashboard.answer(attempt, self._run, self._bus, self._stopping)
         if self._health.is_due():
             attempt.shut_ports()
             self._health.poll(attempt)
@@ -369,7 +375,19 @@ class Launcher:
         )
         return None
 
-    # --- the end
+    # --- sinks, and the end
+
+    def _open_sinks(self) -> tuple[QueuedSink, ...]:
+        """Open what receives the records besides their files; the launcher of the first node has the dashboard."""
+        job, clock, say = self._job, SystemClock(self._origin_s), self._view.print_line
+        sinks = open_sinks(job, clock, say)
+        if job.dashboard and job.node_rank == 0:
+            from holdfast.launch.dashboard import Dashboard
+
+            self._dashboard = Dashboard(job, self._paths, clock, say)
+            self._dashboard.watch(sinks)
+            sinks = (*sinks, QueuedSink(self._dashboard, say))
+        return sinks
 
     def _close_sinks(self, end_s: float | None = None) -> list[SinkCount]:
         """End the sinks of records, if that was not done; return what became of the records."""
@@ -382,6 +400,8 @@ class Launcher:
         if isinstance(verdict, JobBroken) and not self._bus.is_explained:
             self._bus.note(unsaid(verdict))
         exit_code, message, traceback = explain(self._job, verdict, self._state)
+        if self._dashboard is not None:
+            self._dashboard.finish(exit_code, message)
         records, wall_s = read_run(self._paths.run_dir), self._run.clock.now_s()
         report, unwritten = write_results(
             self._job,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.records.types import (
+    ActionRequested,
     CheckpointSaved,
     CorruptionFound,
     CorruptionHealed,
@@ -45,6 +46,7 @@ _KINDS: dict[type[Record], str] = {
     SeatTaken: "join",
     Left: "left",
     SettingChanged: "change",
+    ActionRequested: "change",
     CorruptionFound: "corruption",
     CorruptionHealed: "corruption",
     JobRestarted: "restart",

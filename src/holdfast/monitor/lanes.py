@@ -63,6 +63,12 @@ class Lanes:
     def __init__(self, stamp: Callable[[], int], node_of: Callable[[int], int]) -> None:
         self._stamp, self._node_of = stamp, node_of
         self.by_rank: dict[int, Lane] = {}
+        self.version = 0
+        """Version of the last change of any lane."""
+        self._in_state: dict[str, set[int]] = {state: set() for state in SPAN_OF}
+
+    def _change(self, lane: Lane) -> None:
+        self.version = lane.version = self._stamp()
 
     def lane(self, rank: int, state: str, t_s: float) -> Lane:
         """Return the lane of a worker; if it is new, it begins in ``state``."""
@@ -85,10 +91,12 @@ class Lanes:
         t_s = max(t_s, lane.since_s)
         if lane.spans:
             lane.spans[-1][1] = t_s
+        self._in_state.get(lane.state, set()).discard(rank)
+        self._in_state[state].add(rank)
         lane.state, lane.since_s = state, t_s
         lane.spans.append([t_s, None, SPAN_OF[state]])
         self._shorten(lane)
-        lane.version = self._stamp()
+        self._change(lane)
         return True
 
     def note(self, rank: int, **known: Any) -> None:
@@ -99,7 +107,7 @@ class Lanes:
         for name, value in known.items():
             if getattr(lane, name) != value:
                 setattr(lane, name, value)
-                lane.version = self._stamp()
+                self._change(lane)
 
     def mark(self, rank: int, t_s: float, kind: str, text: str) -> None:
         """Mark a moment in the lane of a worker; the same mark counts once."""
@@ -107,22 +115,26 @@ class Lanes:
         mark = [t_s, kind, text]
         if lane is not None and mark not in lane.marks:
             lane.marks = [*lane.marks, mark][-self._most :]
-            lane.version = self._stamp()
+            self._change(lane)
 
     def close(self, end_s: float) -> None:
         """End the open spans."""
         for lane in self.by_rank.values():
             if lane.spans and lane.spans[-1][1] is None:
                 lane.spans[-1][1] = max(end_s, lane.since_s)
-                lane.version = self._stamp()
+                self._change(lane)
 
     def ranks(self, *states: str) -> list[int]:
         """Return the workers in these states, in order."""
-        return sorted(rank for rank, lane in self.by_rank.items() if lane.state in states)
+        return sorted(set().union(*(self._in_state[state] for state in states)))
+
+    def count(self, *states: str) -> int:
+        """Return how many workers are in these states."""
+        return sum(len(self._in_state[state]) for state in states)
 
     def alive(self) -> list[int]:
         """Return the workers that take part or wait, in order."""
-        return sorted(rank for rank, lane in self.by_rank.items() if lane.state not in GONE)
+        return self.ranks(*(state for state in SPAN_OF if state not in GONE))
 
     def share(self, alive: Collection[int], wanted: int, t_s: float) -> None:
         """Let the lowest ranks of ``alive`` train and the others wait as spares."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from holdfast.monitor.lanes import GONE, Lanes
 from holdfast.monitor.recoveries import Recoveries
+from holdfast.monitor.slices import SliceShares
 from holdfast.records.types import (
     CorruptionFound,
     DeviceLost,
@@ -59,6 +60,9 @@ class Membership:
         self._restarted_s = float("-inf")
         self._is_virtual = False
         self._has_begun = False
+        self._shares: SliceShares | None = None
+        self._shared_among: tuple[int, ...] = ()
+        self._shared_at = -1  # version of the lanes then
         for rank in (*started, *spares):
             lanes.lane(rank, "starting", 0.0)
 
@@ -72,6 +76,7 @@ class Membership:
             case StepCommitted():
                 self._committed = max(self._committed, record.step)
                 self.is_recovering = self.is_starting = False
+                self.recoveries.resume()
             case RunStarted():
                 self._begin(record)
             case FailureSeen():
@@ -112,6 +117,22 @@ class Membership:
             case SettingChanged(name="workers") if record.value.isdecimal():
                 self.wanted = int(record.value)
                 self._share(record.t_s)
+            case SettingChanged(name="speeds") if self._shares is not None:
+                self._shares.change(record)
+                self._shared_among, self._shared_at = (), -1
+
+    def assign_slices(self) -> None:
+        """Note which slices each worker computes, if the workers that compute have changed."""
+        if self._shares is None or self._shared_at == self.lanes.version:
+            return
+        self._shared_at = self.lanes.version
+        active = tuple(self.lanes.ranks("training", "recovering"))
+        if active == self._shared_among:
+            return
+        self._shared_among = active
+        found = self._shares.of(active)
+        for rank in self.lanes.by_rank:
+            self.lanes.note(rank, slices=tuple(found.get(rank, ())))
 
     # -- begin and end
 
@@ -125,6 +146,9 @@ class Membership:
             self.lanes.lane(record.rank, "joining", record.t_s)
             return  # it trains once the others have admitted it
         self._has_begun = True
+        if self._shares is None:
+            initial = sorted({*self.lanes.alive(), record.rank})[: record.workers]
+            self._shares, self._shared_among = SliceShares(record, initial), ()
         ranks = range(record.workers) if self._is_virtual else (record.rank,)
         alive = sorted({*self.lanes.alive(), *ranks})
         for rank in ranks:
@@ -227,13 +251,14 @@ class Membership:
         self.recoveries.restart(record, tuple(gone))
         self._resumes_after = self._committed + 1
         self.is_recovering, self.is_starting, self.outcome = False, True, ""
+        self._shares = None
         for rank in gone:
             self._lose(rank, record.t_s, record.step)
         for rank in record.workers:
             self._causes.pop(rank, None)
             self._left.discard(rank)
             self.lanes.lane(rank, "starting", record.t_s)
-            self.lanes.note(rank, cause="", step=None)
+            self.lanes.note(rank, cause="", step=None, pid=None)
             self.lanes.enter(rank, "starting", record.t_s)
 
     # -- as JSON

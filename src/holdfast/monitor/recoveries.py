@@ -60,8 +60,15 @@ class Recoveries:
 
     def detect(self, seen: FailureSeen) -> None:
         """Take the detection of a failure by one survivor."""
-        if not self.rows or seen.t_s > self.rows[-1].last_s:
+        row = self.rows[-1] if self.rows else None
+        if row is None or seen.t_s > row.last_s:
             self._seen_s = seen.t_s if self._seen_s is None else min(self._seen_s, seen.t_s)
+        elif seen.t_s < row.begin_s and (len(self.rows) < 2 or seen.t_s > self.rows[-2].last_s):
+            row.begin_s, row.version = seen.t_s, self._stamp()
+
+    def resume(self) -> None:
+        """Take that a step was committed: what was detected before belongs to no later recovery."""
+        self._seen_s = None
 
     def decide(self, said: Recovered) -> RecoveryRow | None:
         """Take the decision of one survivor; return the row if it is the first of this recovery."""

@@ -7,8 +7,8 @@ import math
 MOST_POINTS = 600
 """Points of a curve."""
 
-Point = tuple[int, float, float]
-"""Step, seconds since the start, value."""
+Point = tuple[int, float, float | None]
+"""Step, seconds since the start, value; None if it is no finite number."""
 
 
 class Series:
@@ -30,7 +30,8 @@ class Series:
 
     def add(self, step: int, t_s: float, value: float) -> None:
         """Add a point; a value that is no finite number counts as the highest."""
-        point = self._last = (step, t_s, value)
+        shown = float(f"{value:.6g}") if math.isfinite(value) else None
+        point = self._last = (step, round(t_s, 3), shown)
         if self._stretches and self._filled < self._length:
             self._stretches[-1] = _extremes(*self._stretches[-1], point)
             self._filled += 1
@@ -40,17 +41,17 @@ class Series:
         if len(self._stretches) > self._most:
             self._thin()
 
-    def points(self) -> list[list[float | None]]:
-        """Return the points in the order in which they were added, as step, seconds and value; None if it is not finite."""
+    def points(self) -> list[Point]:
+        """Return the points in the order in which they were added."""
         points: list[Point] = []
         for low, high in self._stretches:
-            points += sorted({low, high}, key=lambda point: point[1])
+            if low is high:
+                points.append(low)
+            else:
+                points += (low, high) if low[1] <= high[1] else (high, low)
         if self._last is not None and points[-1] != self._last:
             points.append(self._last)
-        return [
-            [step, round(t_s, 3), float(f"{value:.6g}") if math.isfinite(value) else None]
-            for step, t_s, value in points
-        ]
+        return points
 
     def _thin(self) -> None:
         pairs = [self._stretches[place : place + 2] for place in range(0, len(self._stretches), 2)]
@@ -65,4 +66,4 @@ def _extremes(*points: Point) -> tuple[Point, Point]:
 
 
 def _height(point: Point) -> float:
-    return point[2] if math.isfinite(point[2]) else math.inf
+    return math.inf if point[2] is None else point[2]

@@ -21,7 +21,7 @@ from holdfast.monitor.lanes import Lanes
 from holdfast.monitor.membership import Membership
 from holdfast.monitor.pace import Pace
 from holdfast.monitor.recoveries import Recoveries
-from holdfast.monitor.sentence import level_and_sentence
+from holdfast.monitor.sentence import Ended, level_and_sentence
 from holdfast.records.queued import SinkCount
 from holdfast.records.types import (
     CheckpointSaved,
@@ -37,6 +37,7 @@ from holdfast.records.types import (
     StateHashed,
     StepCommitted,
 )
+from holdfast.report.formatting import seconds
 from holdfast.report.goodput import CAUSES, Goodput, TimeAccount
 
 SETTLED_S = 1.0
@@ -45,6 +46,10 @@ MOST_CHECKPOINTS = 200
 """The last checkpoints that are kept."""
 MOST_FINDINGS = 100
 """The last findings of the guard that are kept."""
+SERIES_S = 1.0
+"""The curves are sent again after this time of the run."""
+SILENT_S = 60.0
+"""A run of another launcher that writes nothing for so long may have ended."""
 _FEW = 64
 """Up to so many workers, each change has the rows of all workers, which show their step."""
 
@@ -109,10 +114,14 @@ class LiveRun:
         self._checkpoints: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MOST_CHECKPOINTS)
         self._findings: deque[dict[str, Any]] = deque(maxlen=MOST_FINDINGS)
         self._checks = 0
+        self._drawn_s = float("-inf")
         self._certified: tuple[int, int, str] | None = None  # first and last step, and the link of the last
-        self._end: tuple[float, int | None, str] | None = None  # when, the exit code, and how
+        self._ended: Ended | None = None
+        self._is_over = False
         self._spent: Goodput | None = None
         self._sinks: tuple[SinkCount, ...] = ()
+        self.silent_s = 0.0
+        """For so long no file of the run has changed; for a run of another launcher, of which it is not known that it runs."""
 
     def _stamp(self) -> int:
         self.version += 1
@@ -120,6 +129,11 @@ class LiveRun:
 
     def _touch(self, section: str) -> None:
         self._stamps[section] = self._stamp()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended."""
+        return self._is_over
 
     # -- records
 
@@ -147,11 +161,15 @@ class LiveRun:
             for rank, pid in pids.items():
                 self._lanes.note(rank, pid=pid)
 
-    def finish(self, exit_code: int | None, how: str = "") -> None:
-        """Take how the run ended, before :meth:`close`."""
+    def without_pid(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of these workers whose process ID is not known."""
         with self._lock:
-            self._end = (0.0 if self._end is None else self._end[0], exit_code, how)
-            self._touch("run")
+            return [rank for rank in ranks if (lane := self._lanes.by_rank.get(rank)) is None or lane.pid is None]
+
+    def finish(self, exit_code: int | None, why: str = "", outcome: str = "") -> None:
+        """Take how the run ended, see :class:`~holdfast.monitor.sentence.Ended`, before :meth:`close`."""
+        with self._lock:
+            self._ended = Ended(end_s=0.0, exit_code=exit_code, why=why, outcome=outcome)
 
     def close(self, end_s: float) -> None:
         """Take the end of the run: all records have arrived. Nothing follows."""
@@ -159,9 +177,11 @@ class LiveRun:
             self._settle(float("inf"))
             self._spent = self._account.close(end_s)
             self._explain()
-            _, exit_code, how = self._end or (0.0, None, "")
-            self._end = (end_s, exit_code, how)
+            self._ended = dataclasses.replace(self._ended or Ended(end_s=end_s), end_s=end_s)
+            self._is_over = True
             self._lanes.close(end_s)
+            self._touch("series")
+            self._touch("integrity")
             self._touch("run")
 
     def _settle(self, until_s: float) -> None:
@@ -203,7 +223,10 @@ class LiveRun:
     def _commit(self, record: StepCommitted) -> None:
         if not self._pace.commit(record):
             return
-        self._touch("series")
+        self._stamp()
+        if record.t_s - self._drawn_s >= SERIES_S:
+            self._drawn_s = record.t_s
+            self._touch("series")
         self._checks += self.info.guard != "off"
         if record.link:
             first = record.step if self._certified is None else min(self._certified[0], record.step)
@@ -227,13 +250,14 @@ class LiveRun:
             told = self._since(self.version, now_s)
         kept = {name: told[name] for name in ("state", "progress", "goodput")}
         name = self.info.script or self.info.id
-        return {"id": self.info.id, "name": name, "live": self.info.is_live and self._end is None, **kept}
+        return {"id": self.info.id, "name": name, "live": self.info.is_live and not self._is_over, **kept}
 
     def _since(self, since: int, now_s: float) -> dict[str, Any]:
-        now_s = now_s if self._end is None or not self._end[0] else self._end[0]
+        ended = self._ended if self._is_over else None
+        now_s = now_s if ended is None else ended.end_s
         if self._spent is None:
             self._settle(now_s - SETTLED_S)
-        told: dict[str, Any] = {"now_s": round(now_s, 3), **self._brief(now_s), **self._rows(since)}
+        told: dict[str, Any] = {"now_s": round(now_s, 3), **self._brief(now_s, ended), **self._rows(since)}
         sections: dict[str, Callable[[], Any]] = {
             "run": self._run,
             "series": self._pace.series_rows,
@@ -243,11 +267,11 @@ class LiveRun:
         told |= {name: make() for name, make in sections.items() if since < 0 or self._stamps[name] > since}
         return {"version": self.version, **told}
 
-    def _brief(self, now_s: float) -> dict[str, Any]:
+    def _brief(self, now_s: float, ended: Ended | None) -> dict[str, Any]:
         """Return the sections that change all the time."""
-        level, sentence = level_and_sentence(
-            self._members, self._pace, ended=None if self._end is None or not self._end[0] else self._end
-        )
+        level, sentence = level_and_sentence(self._members, self._pace, ended)
+        if self.silent_s > SILENT_S and not self.is_over:
+            level, sentence = "warning", f"Nothing was written for {seconds(self.silent_s)}. Before: {sentence}"
         spent = self._spent or self._account.now(max(0.0, now_s))
         goodput: dict[str, Any] | None = None
         if not self._account.is_unknown:
@@ -262,9 +286,12 @@ class LiveRun:
 
     def _rows(self, since: int) -> dict[str, Any]:
         """Return the sections of rows that have new ones."""
-        lanes = [lane for _, lane in sorted(self._lanes.by_rank.items())]
+        self._members.assign_slices()
+        is_few = len(self._lanes.by_rank) <= _FEW
+        is_same = self._lanes.version <= since and not is_few
+        lanes = [] if is_same else [lane for _, lane in sorted(self._lanes.by_rank.items())]
         changed = [lane for lane in lanes if lane.version > since]
-        shown = lanes if len(lanes) <= _FEW else changed
+        shown = lanes if is_few else changed
         rows = {
             "workers": self._lanes.workers(shown, self._pace.step),
             "lanes": self._lanes.lanes(changed),
@@ -278,7 +305,7 @@ class LiveRun:
     def _run(self) -> dict[str, Any]:
         info, start = self.info, self._start
         of_start = {name: getattr(start, name, "") for name in ("strategy", "fabric", "order")}
-        is_over = self._end is not None and self._end[0] > 0
+        is_over, ended = self._is_over, self._ended
         return {
             "id": info.id,
             "script": info.script,
@@ -290,7 +317,7 @@ class LiveRun:
             "started_unix": round(info.started_unix, 3),
             "live": info.is_live and not is_over,
             "ended": is_over,
-            "exit_code": self._end[1] if self._end is not None and is_over else None,
+            "exit_code": ended.exit_code if ended is not None and is_over else None,
             "report": info.report,
         }
 

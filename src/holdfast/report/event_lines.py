@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Sequence
 
 from holdfast.records.types import (
+    ActionRequested,
     CheckpointSaved,
     DeviceLost,
     FaultFired,
@@ -25,7 +27,7 @@ from holdfast.records.types import (
     WorkerFenced,
 )
 from holdfast.recovery.decisions import decision_of
-from holdfast.report.formatting import clean, count, seconds, slowness
+from holdfast.report.formatting import action_line, clean, count, seconds, slowness
 from holdfast.report.history import is_distributed
 
 
@@ -93,6 +95,8 @@ class EventFormatter:
                 return ("fenced", record.rank), f"rank {record.rank} is killed: {record.reason}"
             case SettingChanged():
                 return ("set", record.step, record.name), _changed(record)
+            case ActionRequested():
+                return ("action", record.t_s, record.action), action_line(record.action, json.loads(record.values))
             case StragglerSeen():
                 key = ("slow", record.rank, record.step)
                 return key, f"rank {record.rank} is slow: {slowness(record.score, record.policy)}"
@@ -164,6 +168,8 @@ def _changed(record: SettingChanged) -> str:
     if record.name == "workers":
         wanted = int(record.value)
         return f"the job should have {count(wanted, 'worker')} from step {record.step} on"
+    if record.name == "save":
+        return f"a checkpoint is saved after step {record.step}"
     if record.name == "speeds":
         return f"from step {record.step} on, slices are assigned by worker speed"
     return f"from step {record.step} on, {record.name} is {record.value}"

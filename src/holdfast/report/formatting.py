@@ -145,6 +145,7 @@ def happenings(report: Mapping[str, Any]) -> list[tuple[float, str]]:
         slow.setdefault(r["rank"], []).append(r)
     found += [(said[0]["t_s"], f"{one} {rank} was slow {_slow(said)}") for rank, said in slow.items()]
     found += [(r["t_s"], _changed(r)) for r in report.get("changed", ())]
+    found += [(r["t_s"], action_line(r["action"], r["values"])) for r in report.get("actions", ())]
     guard = report.get("guard", {})
     found += [(r["t_s"], _corrupt(r)) for r in guard.get("found", ())]
     found += [(r["t_s"], _healed(r)) for r in guard.get("healed", ())]
@@ -190,11 +191,29 @@ def _healed(r: Mapping[str, Any]) -> str:
     return f"it was healed: all workers rolled back to step {r['went_back_to']}, to the state {sources[r['source']]}{whose}"
 
 
+def action_line(action: str, values: Mapping[str, Any]) -> str:
+    """Return a description of an action that was requested through the dashboard."""
+    match action:
+        case "kill":
+            what = f"kill rank {values.get('rank')}"
+        case "scale":
+            what = f"scale to {count(values.get('workers', 0), 'worker')}"
+        case "set":
+            what = "set " + ", ".join(f"{name}={value}" for name, value in values.items())
+        case "save":
+            what = "save a checkpoint"
+        case _:
+            what = f"{action} the job"
+    return f"requested through the dashboard: {what}"
+
+
 def _changed(change: Mapping[str, Any]) -> str:
     """Return a description of a change to a running job."""
     name, value, step = change["name"], change["value"], change["step"]
     if name == "workers":
         return f"{count(value, 'worker')} {'was' if value == 1 else 'were'} requested before step {step}"
+    if name == "save":
+        return f"a checkpoint was requested during step {step}"
     if name == "speeds":  # a table with a row for each worker, which no user requested
         return f"slices were assigned by the workers' speed from step {step} on"
     return f"{name} was {value} from step {step} on"
