@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ from typer import Argument, Option
 
 from holdfast.cli.tables import print_json, say, table
 from holdfast.errors import ConfigError
+from holdfast.report.formatting import DASH
 
 if TYPE_CHECKING:
     from holdfast.launch.control import RunningJob
@@ -92,7 +94,9 @@ def _show_folder(directory: Path, *, as_json: bool) -> int:
     run = FollowedRun(directory, directory.resolve().name)
     has_ended = (directory / "report.json").is_file()
     if not run.has_records:
-        what = "events.jsonl has no records" if has_ended else "there is no report.json, and no records of a running job"
+        what = (
+            "events.jsonl has no records" if has_ended else "there is no report.json, and no records of a running job"
+        )
         raise ConfigError(f"{directory} has no run: {what}; give the directory of holdfast run --report")
     state = run.live.full(run.now_s()) | {"waits_for": ""}
     if as_json:
@@ -117,11 +121,17 @@ def _show(state: dict[str, Any], workers: dict[int, ObservedWorker]) -> None:
     say(known[0][1])
     table(("", ""), known[1:])
     say("")
-    table(WORKER_COLUMNS, [worker_cells(state, row, workers) for row in state["workers"]])
+    table(*_without_empty(WORKER_COLUMNS, [worker_cells(state, row, workers) for row in state["workers"]]))
     if lines := event_lines(state, _EVENTS):
         say("")
         for line in lines:
             say(line)
+
+
+def _without_empty(heads: Sequence[str], rows: list[tuple[str, ...]]) -> tuple[list[str], list[list[str]]]:
+    """Return the columns in which a row says something."""
+    kept = [place for place in range(len(heads)) if any(row[place] not in ("", DASH) for row in rows)]
+    return [heads[place] for place in kept], [[row[place] for place in kept] for row in rows]
 
 
 def _list(running: list[RunningJob], *, as_json: bool) -> int:
