@@ -86,12 +86,15 @@ class FollowedRun:
         self._files: dict[Path, GrowingFile] = {}
         self._newest_s = 0.0
         self._changed_s = 0.0
+        self.has_records = False
+        """Whether the directory has any record of a run."""
         self.live = LiveRun(RunInfo(id=self._name, script=self._name, is_live=self._act is not None))
 
     def poll(self) -> None:
         """Read what is new."""
         self._read_report()
         while records := self._read():
+            self.has_records = True
             records.sort(key=lambda record: record.t_s)
             self.live.take(records)
             self._newest_s = max(self._newest_s, records[-1].t_s)
