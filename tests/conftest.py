@@ -273,6 +273,7 @@ LONGEST_FIRST = (
     "property",
     "model",
     "integrations",
+    "browser",
     "lab",
     "attacks",
     "golden",

@@ -39,7 +39,7 @@ class PageServer:
         """Address of the page."""
         return f"http://127.0.0.1:{self.port}/"
 
-    def change(self, run: str, **sections: Any) -> None:
+    def change(self, run: str, /, **sections: Any) -> None:
         """Send a change of a run to every page that follows it."""
         with self._news:
             state = self.runs[run]
@@ -104,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Print nothing."""
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         if not path.startswith("/api/"):
             self._file(path)
@@ -122,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._json(200, self.page.runs[run])
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if not self._is_allowed():
             self._json(401, {"error": "this needs the token of the job"})

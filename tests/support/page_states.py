@@ -64,7 +64,7 @@ def small(run: str = "run-1", *, live: bool = True) -> dict[str, Any]:
             {"id": "loss", "points": [[s, 0.8 + s / 28, _loss(s)] for s in range(1, 321)]},
             {"id": "rate", "points": [[s, 0.8 + s / 28, _rate(s)] for s in range(4, 321, 4)]},
         ],
-        "workers": [_worker(rank, lost_s if rank == 2 else None) for rank in range(4)],
+        "workers": [worker(rank, lost_s if rank == 2 else None) for rank in range(4)],
         "lanes": [_lane(rank, lost_s) for rank in range(4)],
         "recoveries": [
             {
@@ -136,10 +136,13 @@ def large(workers: int = 1000, steps: int = 100_000) -> dict[str, Any]:
             {"id": name, "points": [[s, s / 10, f(s / steps * 320)] for s in range(0, steps, steps // 599)]}
             for name, f in (("loss", _loss), ("rate", _rate))
         ],
-        "workers": [_worker(rank, deaths.get(rank)) for rank in range(workers)],
-        "lanes": [_lane(rank, deaths.get(rank, 0.0), rank in deaths, sorted(deaths.values())) for rank in range(workers)],
+        "workers": [worker(rank, deaths.get(rank)) for rank in range(workers)],
+        "lanes": [
+            _lane(rank, deaths.get(rank, 0.0), rank in deaths, sorted(deaths.values())) for rank in range(workers)
+        ],
         "recoveries": [
-            state["recoveries"][0] | {"id": i, "t_s": t, "step": int(t * 10), "lost": [{"rank": rank, "cause": "SIGKILL"}]}
+            state["recoveries"][0]
+            | {"id": i, "t_s": t, "step": int(t * 10), "lost": [{"rank": rank, "cause": "SIGKILL"}]}
             for i, (rank, t) in enumerate(deaths.items())
         ],
         "nodes": [
@@ -181,7 +184,8 @@ def _rate(step: float) -> float:
     return 9.0 if 96 <= step <= 100 else 31 + 2.2 * math.sin(step * 0.9)
 
 
-def _worker(rank: int, lost_s: float | None) -> dict[str, Any]:
+def worker(rank: int, lost_s: float | None) -> dict[str, Any]:
+    """Return the row of a worker that trains, or was killed at a time."""
     lost = lost_s is not None
     return {
         "id": rank,

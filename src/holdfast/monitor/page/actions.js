@@ -2,7 +2,7 @@
 
 import { ask, runPath, token } from "./connection.js";
 import { byId, make, setText, show } from "./dom.js";
-import { ranges } from "./format.js";
+import { count, ranges } from "./format.js";
 import { alive } from "./state.js";
 
 /** What can be set while a job runs: name in the request, name on the page, and whether it is a number. */
@@ -12,6 +12,8 @@ const SETTINGS = [
   ["strategy", "strategy", false],
   ["checkpoint_every", "steps between checkpoints", true],
 ];
+
+const ACTIONS = ["kill", "scale", "set", "save", "stop"];
 
 const view = { state: null, connected: false };
 
@@ -23,36 +25,53 @@ export function startActions() {
   handle("act-save", () => act({ action: "save" }));
   handle("act-stop", confirmStop);
   handle("act-token", (form) => {
-    token.set(form.token.value);
+    takeToken(form.token.value);
     form.token.value = "";
-    drawActions(view.state, view.connected);
     return Promise.resolve("The token is kept in this tab.");
   });
+}
+
+function whyNot(ended, live, connected) {
+  if (ended) return "The run has ended.";
+  if (!connected) return "Not connected.";
+  if (!live) return "This page reads the run's records; its own launcher serves the actions.";
+  return token.get() ? "" : "Actions need the token of the job: the launcher printed it in the address of this page.";
+}
+
+/** Whether a worker can be killed now. */
+export function canKill() {
+  return !byId("act-all").disabled && !byId("act-kill").hidden;
 }
 
 /** Show what can be done now; without a connection, or after the end of the run, nothing. */
 export function drawActions(state, connected) {
   Object.assign(view, { state, connected });
-  const ended = state?.run?.ended || !state?.run?.live;
-  const locked = !token.get();
-  const reason = ended ? "The run has ended." : !connected ? "Not connected." : locked ? "Actions need the token of the job: the launcher printed it in the address of this page." : "";
-  show(byId("act-token"), locked && !ended);
+  const { ended, live, actions } = state?.run ?? {};
+  const reason = whyNot(ended, live, connected);
+  show(byId("act-token"), Boolean(live && !ended && !token.get()));
+  for (const name of ACTIONS) show(byId(`act-${name}`), actions?.includes(name) ?? true);
   byId("act-all").disabled = Boolean(reason);
-  byId("drawer-kill").disabled = Boolean(reason);
   const ids = state ? alive(state).map(({ id }) => id) : [];
-  setText(byId("actions-note"), reason || `Workers that can be killed: ${ranges(ids) || "none"}.`);
+  setText(byId("actions-note"), reason || `Alive: ${named(ids)}.`);
   const form = byId("act-kill").elements;
   if (form.rank.value === "" && ids.length > 1 && document.activeElement !== form.rank) form.rank.value = ids.at(-1);
 }
 
 /** Ask, then kill a worker; returns what the launcher said, or "" if it was not confirmed. */
 export async function confirmKill(rank) {
-  const worker = view.state?.workers.get(rank);
-  if (!worker) throw new Error(`There is no worker ${rank}; there are ${ranges([...(view.state?.workers.keys() ?? [])].sort((a, b) => a - b))}.`);
-  const others = alive(view.state).length - 1;
+  const ids = alive(view.state).map(({ id }) => id);
+  if (!ids.includes(rank)) throw new Error(`Worker ${rank} is not alive; these are: ${named(ids)}.`);
+  const others = ids.length - 1;
   const after = others > 0 ? `Training should continue with the others.` : "It is the last one: the job will end or restart.";
   const yes = await confirm(`Kill worker ${rank}?`, `It receives SIGKILL, as in a real failure. ${after}`, "Kill it");
   return yes ? act({ action: "kill", rank }) : "";
+}
+
+/** Workers by number, or how many they are if that is too long to read. */
+function named(ids) {
+  const text = ranges(ids);
+  if (!ids.length) return "no worker";
+  return text.length <= 60 ? `worker${ids.length > 1 ? "s" : ""} ${text}` : count(ids.length, "worker");
 }
 
 async function confirmStop() {
@@ -73,8 +92,18 @@ function confirm(title, text, yes) {
 }
 
 async function act(body) {
-  const answer = await ask(runPath(view.state.run.id, "/actions"), { body });
-  return String((await answer.json()).said);
+  try {
+    const answer = await ask(runPath(view.state.run.id, "/actions"), { body });
+    return String((await answer.json()).said);
+  } catch (error) {
+    if (error.status === 401) takeToken(""); // another launcher has another token
+    throw error;
+  }
+}
+
+function takeToken(value) {
+  token.set(value);
+  drawActions(view.state, view.connected);
 }
 
 function setting(name, text) {

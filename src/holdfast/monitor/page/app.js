@@ -28,7 +28,7 @@ const VIEWS = [
   [drawNodes, ["nodes"]],
   [drawIntegrity, ["integrity"]],
   [drawResume, ["run"]],
-  [drawWorker, ["workers", "lanes"]],
+  [drawWorker, ["workers", "lanes", "run"]],
 ];
 
 /** A frame draws views until so much of it is used, and leaves the others to the next frame. */
@@ -142,6 +142,7 @@ async function choose() {
   clearTimeout(page.timer);
   try {
     const runs = await (await ask("api/runs")).json();
+    if (!runs.length && page.state) throw new Error("the launcher has no run yet");
     page.lost = null;
     const wanted = new URL(location.href).searchParams;
     const run = runs.find(({ id }) => id === wanted.get("run")) ?? (runs.length === 1 && !wanted.has("runs") ? runs[0] : null);

@@ -1,13 +1,14 @@
 // Metrics over steps or time, one small chart each, with the recoveries as vertical lines.
 
 import { colours } from "./colours.js";
-import { byId, fitCanvas, keyed, make, setAttribute, setText } from "./dom.js";
+import { byId, fitCanvas, keyed, make, setAttribute, setText, show } from "./dom.js";
 import { count, moment, number, seconds, tick, ticks, timeTick, timeTicks } from "./format.js";
 import { rows } from "./state.js";
 
 const HEIGHT = 190;
 const ROOM = { left: 52, right: 14, top: 10, bottom: 34 };
 const FONT = "12px system-ui, sans-serif";
+const MOST_LINES = 30;
 const NAMES = { loss: "Loss", rate: "Steps per second" };
 const FIRST = ["loss", "rate"];
 
@@ -22,7 +23,7 @@ export function drawCharts(state) {
   const recoveries = [...state.recoveries.values()];
   keyed(byId("charts"), list, build, (element, series) => (element.series = series));
   for (const element of byId("charts").children) drawChart(element, recoveries);
-  if (!list.length) byId("charts").replaceChildren(make("p", { class: "note", text: "Nothing was measured yet." }));
+  show(byId("charts-none"), !list.length);
 }
 
 const order = (id) => (FIRST.includes(id) ? FIRST.indexOf(id) : FIRST.length);
@@ -130,12 +131,18 @@ function drawAxes(context, { x, y, x0, x1, y0, y1, width }, byTime) {
   context.fillText(byTime ? "time" : "step", width - ROOM.right, bottom + 27);
 }
 
+/** A dashed line a recovery; many of them are short lines on the axis, as they would hide the curve. */
 function drawRecoveries(context, { x, x0, x1 }, recoveries, byTime) {
-  context.setLineDash([3, 3]);
+  const bottom = HEIGHT - ROOM.bottom;
+  const top = recoveries.length > MOST_LINES ? bottom - 7 : ROOM.top;
+  context.setLineDash(recoveries.length > MOST_LINES ? [] : [3, 3]);
+  const drawn = new Set();
   for (const recovery of recoveries) {
-    const at = byTime ? recovery.t_s : recovery.step;
-    if (at < x0 || at > x1) continue;
-    stroke(context, colours().death, [Math.round(x(at)) + 0.5, ROOM.top], [Math.round(x(at)) + 0.5, HEIGHT - ROOM.bottom]);
+    const value = byTime ? recovery.t_s : recovery.step;
+    const at = Math.round(x(value)) + 0.5;
+    if (value < x0 || value > x1 || drawn.has(at)) continue;
+    drawn.add(at);
+    stroke(context, colours().death, [at, top], [at, bottom]);
   }
   context.setLineDash([]);
 }

@@ -54,7 +54,8 @@ export function keyed(parent, rows, build, fill) {
 /**
  * Fill a table, one row a record.
  * @param {HTMLTableElement} table
- * @param {Array<{name: string, text: (row) => string, right?: boolean, mark?: (row) => string}>} columns
+ * @param {Array<{name: string, text: (row) => string, right?: boolean, mark?: (row) => string, cause?: (row) => string}>} columns -
+ *   `mark` and `cause` give the cell an attribute for the style sheet
  * @param {Array<{id: *}>} rows
  */
 export function fillTable(table, columns, rows) {
@@ -64,9 +65,10 @@ export function fillTable(table, columns, rows) {
   }
   const build = () => make("tr", {}, ...columns.map(({ right }) => make("td", { class: right ? "r" : null })));
   keyed(table.tBodies[0], rows, build, (element, row) => {
-    columns.forEach(({ text, mark }, i) => {
+    columns.forEach(({ text, mark, cause }, i) => {
       setText(element.cells[i], text(row));
       if (mark) setAttribute(element.cells[i], "data-mark", mark(row));
+      if (cause) setAttribute(element.cells[i], "data-cause", cause(row));
     });
   });
 }

@@ -1,6 +1,7 @@
 // Readable text from numbers, in the words of the reports (holdfast/report/formatting.py).
 
 export const DASH = "–";
+const WHOLE = new Intl.NumberFormat("en-US"); // making one takes longer than a frame has time for
 
 /** A duration: "52 ms", "1.30 s", "2 min 5 s", or a dash. */
 export function seconds(value) {
@@ -36,7 +37,7 @@ export function size(bytes) {
 /** A number with commas between thousands; a fraction has four digits that count. */
 export function number(value, digits = 4) {
   if (!isNumber(value)) return DASH;
-  if (Number.isInteger(value)) return value.toLocaleString("en-US");
+  if (Number.isInteger(value)) return WHOLE.format(value);
   const magnitude = Math.abs(value);
   return magnitude >= 1e-4 && magnitude < 1e6 ? String(Number(value.toPrecision(digits))) : value.toExponential(2);
 }
@@ -87,10 +88,8 @@ export function ticks(low, high, most) {
 
 /** The label of a tick: few digits, thousands as k and M. */
 export function tick(value) {
-  const magnitude = Math.abs(value);
-  if (magnitude >= 1e6) return `${Number((value / 1e6).toPrecision(4))}M`;
-  if (magnitude >= 1e4) return `${Number((value / 1e3).toPrecision(4))}k`;
-  return String(Number(value.toPrecision(6))).replace("-", "−");
+  const [unit, name] = Math.abs(value) >= 1e6 ? [1e6, "M"] : Math.abs(value) >= 1e4 ? [1e3, "k"] : [1, ""];
+  return `${Number((value / unit).toPrecision(6))}${name}`.replace("-", "−");
 }
 
 /** The label of a tick on an axis of time: "30 s", "5 min", "1.5 h". */

@@ -2,7 +2,7 @@
 
 import { byId, keyed, make, setAttribute, setText, show } from "./dom.js";
 import { count, DASH, number, percent, seconds } from "./format.js";
-import { alive } from "./state.js";
+import { alive, recoveryCount } from "./state.js";
 import { LEVELS, recoveryCost } from "./words.js";
 
 export function drawHero(state) {
@@ -40,7 +40,7 @@ function tiles(state) {
     ["rate", number(rate, 3), "steps per second", left ? `${seconds(left)} left` : ""],
     ["workers", number(working), working === 1 ? "worker" : "workers", notes.join(", ")],
     ["goodput", percent(state.goodput?.ratio), "goodput", `of ${seconds(state.now_s ?? state.goodput?.wall_s)}`],
-    ["cost", state.goodput ? seconds(cost) : DASH, "cost of failures", count(state.recoveries.size, "recovery", "recoveries")],
+    ["cost", state.goodput ? seconds(cost) : DASH, "cost of failures", count(recoveryCount(state), "recovery", "recoveries")],
   ];
   return found.map(([id, ...words]) => ({ id, words }));
 }

@@ -97,7 +97,8 @@ function drawAxis({ left, begin, end, x, width }) {
 function drawLane(context, frame, worker, top) {
   const lane = view.state.lanes.get(worker.id);
   for (const [from, to, phase] of lane?.spans ?? []) drawSpan(context, frame, from, to ?? frame.end, phase, top);
-  for (const [t, kind] of lane?.marks ?? []) if (t >= frame.begin) drawMark(context, frame.x(t), top + ROW / 2, kind);
+  const marks = (lane?.marks ?? []).toReversed(); // a fault is drawn over its detection
+  for (const [t, kind] of marks) if (t >= frame.begin) drawMark(context, frame.x(t), top + ROW / 2, kind);
 }
 
 function drawSpan(context, { begin, x }, from, to, phase, top) {

@@ -6,10 +6,17 @@ import { drawBar, segments } from "./goodput.js";
 import { CAUSES, LEVELS } from "./words.js";
 
 /** Draw the runs that `GET /api/runs` gave. */
-export function drawRuns(runs) {
+export function drawRuns(given) {
+  const runs = given.map((run) => ({ ...run, name: nameOf(run, given) }));
   setText(byId("runs-title"), runs.length ? `${number(runs.length)} runs, ${number(runs.filter(({ live }) => live).length)} live` : "No runs yet");
   keyed(byId("runs-cards"), runs, build, fill);
   drawComparison(byId("compare"), runs);
+}
+
+/** The name of a run; runs that share a name also show their id. */
+function nameOf({ id, name }, runs) {
+  const shared = runs.some((other) => other.name === name && other.id !== id);
+  return shared && name !== id ? `${name} (${id})` : name;
 }
 
 function build({ id }) {
@@ -31,6 +38,7 @@ function fill(element, { name, live, state, progress, goodput }) {
   setAttribute(element, "data-level", state?.level ?? "busy");
   setText(word, `${LEVELS[state?.level] ?? "Unknown"} · ${live ? "live" : "recorded"}`);
   setText(title.firstChild, name);
+
   setText(sentence, state?.sentence ?? "");
   show(bar, progress?.planned > 0);
   if (progress?.planned > 0) [bar.max, bar.value] = [progress.planned, Math.min(progress.step, progress.planned)];

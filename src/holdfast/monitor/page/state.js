@@ -1,5 +1,7 @@
 // What the page knows of a run, and how a change from the server is merged into it.
 
+import { ENDED } from "./words.js";
+
 /** Sections that are lists of rows with an id, and how many of the newest rows are kept. */
 const LISTS = {
   series: 100,
@@ -31,7 +33,7 @@ export function fromFull(full) {
  */
 export function merge(state, change) {
   const changed = new Set();
-  if (change.version <= state.version) return changed;
+  if (change.version < state.version) return changed;
   for (const [name, value] of Object.entries(change)) {
     if (name === "version") state.version = value;
     else if (name in LISTS) {
@@ -51,9 +53,14 @@ export function rows(map) {
   return [...map.values()].sort((a, b) => (a.id < b.id ? -1 : a.id > b.id ? 1 : 0));
 }
 
+/** Recoveries so far: the server keeps the last ones only, and counts all. */
+export function recoveryCount(state) {
+  return Math.max(0, ...state.recoveries.keys());
+}
+
 /** Workers that take part in the job now. */
 export function alive(state) {
-  return rows(state.workers).filter(({ state: phase }) => !["lost", "left", "done"].includes(phase));
+  return rows(state.workers).filter(({ state: phase }) => !ENDED.has(phase));
 }
 
 function bounded(map, most) {

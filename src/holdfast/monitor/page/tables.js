@@ -5,6 +5,7 @@ import { count, moment, number, seconds, size } from "./format.js";
 import { rows } from "./state.js";
 
 const MOST_ROWS = 200;
+const LONG = 160;
 const FAILURES = new Set(["fault", "lost", "recovery", "restart", "corruption"]);
 
 const VERIFIED = { true: "yes", false: "damaged", null: "not yet" };
@@ -79,6 +80,7 @@ export function drawEvents(state) {
       setText(when, moment(t));
       setText(what, kind);
       setText(words, text);
+      words.title = text.length > LONG ? text : ""; // the style sheet shows its first lines
     },
   );
   const missed = rows(state.sinks).filter((sink) => sink.missed > 0);

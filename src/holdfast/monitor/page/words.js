@@ -32,6 +32,9 @@ export const STATES = {
   done: "finished",
 };
 
+/** States of a worker whose process has ended. */
+export const ENDED = new Set(["lost", "left", "done"]);
+
 /** Phases of a lane, in the order of the legend. */
 export const PHASES = {
   train: "training",

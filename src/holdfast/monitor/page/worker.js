@@ -1,10 +1,10 @@
 // One worker in a drawer: its facts, its last output, and the action that kills it.
 
-import { confirmKill, report } from "./actions.js";
+import { canKill, confirmKill, report } from "./actions.js";
 import { ask, runPath } from "./connection.js";
 import { byId, fillFacts, setText } from "./dom.js";
 import { moment, number, ranges } from "./format.js";
-import { MARKS, STATES } from "./words.js";
+import { ENDED, MARKS, STATES } from "./words.js";
 
 const LINES = 200;
 const EVERY_MS = 2000;
@@ -40,6 +40,7 @@ export function drawWorker(state) {
   const worker = state?.workers.get(view.id);
   if (!worker) return;
   const last = (state.lanes.get(view.id)?.marks ?? []).at(-1);
+  byId("drawer-kill").disabled = !canKill() || ENDED.has(worker.state);
   setText(byId("drawer-title"), `Worker ${worker.id}`);
   fillFacts(byId("drawer-facts"), [
     ["State", `${STATES[worker.state] ?? worker.state} since ${moment(worker.since_s)}`],
