@@ -139,7 +139,7 @@ class Dashboard:
         """Carry out the requested actions."""
         if time.monotonic() >= self._look_s:
             self._look_s = time.monotonic() + _LOOK_S
-            self.live.note_processes(attempt.pids(set(self.live.without_pid()) & set(attempt.processes)))
+            self._look(attempt, run)
         while not self._requested.empty():
             requested = self._requested.get_nowait()
             try:
@@ -147,6 +147,16 @@ class Dashboard:
             except (ConfigError, Refused) as error:
                 requested.refused = str(error)
             requested.is_done.set()
+
+    def _look(self, attempt: JobAttempt, run: RunState) -> None:
+        """Show what no record says: newcomers that start, process IDs, and the nodes of newcomers."""
+        self.live.note_newcomers(run.state.waiting)
+        self.live.note_processes(attempt.pids(set(self.live.without_pid()) & set(attempt.processes)))
+        for rank in self.live.unplaced():
+            there = () if run.others is None else run.others.ranks_of([rank])
+            here = (run.job.node_rank,) if rank in attempt.processes else ()
+            if places := (*here, *there):
+                self.live.note_node(rank, places[0])
 
     def _carry_out(
         self, asked: _Requested, attempt: JobAttempt, run: RunState, bus: RecordBus, stopping: StopProcedure
@@ -217,5 +227,5 @@ def _info(job: Job, clock: Clock) -> RunInfo:
         started=range(job.workers),
         spares=job.ranks[job.workers :],
         nodes={node: socket.gethostname() if node == job.node_rank else "" for node in range(job.nnodes)},
-        node_of=job.home,
+        node_of=lambda rank: job.home(rank) if job.nnodes == 1 or rank in job.ranks else -1,
     )

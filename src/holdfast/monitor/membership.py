@@ -277,6 +277,8 @@ class Membership:
             for node, host in hosts.items()
         }
         for lane in self.lanes.by_rank.values():
+            if lane.node < 0:
+                continue
             row = rows.setdefault(lane.node, {"id": lane.node, "host": "", "alive": 0, "workers": 0, "state": ""})
             row["workers"] += 1
             row["alive"] += lane.state not in GONE
