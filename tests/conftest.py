@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from time_left import TimeLeftLines
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As for what a shell starts in the background. Jobs of tests inherit it, and must hear an interrupt.
@@ -280,6 +281,14 @@ LONGEST_FIRST = (
 )
 """Folders below ``tests/`` in the order in which they run: files that start many jobs come first, so that no process of
 pytest is left with one of them while the others have nothing to do."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    """Say now and then how long the tests will take; the processes of pytest-xdist have no terminal."""
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    if reporter is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(TimeLeftLines(reporter), "holdfast-time-left")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -19,7 +19,9 @@ from holdfast.cli.given import GroupedCommand
 from holdfast.cli.lab import COMMANDS, CommandGroup, placeholder
 from holdfast.cli.report import report
 from holdfast.cli.run import RunCommand, our_name, run
+from holdfast.cli.status import status
 from holdfast.cli.tables import need_command
+from holdfast.cli.top import top
 from holdfast.cli.verify import verify
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError, HoldfastError, InternalError
 from holdfast.report.formatting import clean
@@ -34,6 +36,8 @@ app = typer.Typer(
 )
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False, "token_normalize_func": our_name})(run)
 app.command(context_settings={"allow_interspersed_args": False})(doctor)
+app.command()(status)
+app.command()(top)
 app.command()(scale)
 app.command(name="set")(set_)
 app.command()(report)

@@ -136,10 +136,13 @@ class JobAttempt:
             processes = _living(self._watchers[rank])
         is_stopped = any(process.is_stopped() for process in processes)
         if pair is None and self._fork_server is not None and self._fork_server.is_importing():
-            return StartupStatus("launch", pulse=time.monotonic_ns(), is_stopped=is_stopped)
+            pulse = time.monotonic_ns()
+            return StartupStatus("launch", pulse=pulse, is_stopped=is_stopped, doing="importing torch")
         if position is None:
             return StartupStatus(is_stopped=is_stopped)
-        return StartupStatus(position.phase, position.pulse, position.beats, position.waits, is_stopped)
+        return StartupStatus(
+            position.phase, position.pulse, position.beats, position.waits, is_stopped, doing=position.doing
+        )
 
     def fence(self, rank: int) -> bool:
         """Kill a worker, and resume its watcher, which records the death; return whether the worker's process is known."""

@@ -12,6 +12,7 @@ from holdfast.config import Settings
 from holdfast.errors import StoreLost
 from holdfast.faults.plan import FaultPlan
 from holdfast.launch.attempt import AttemptFiles, JobAttempt, common_environment
+from holdfast.launch.control import announce, note_wait
 from holdfast.launch.elasticity import ElasticWorkers
 from holdfast.launch.exit_status import explain, unsaid, why_not_again
 from holdfast.launch.fork_server import ForkServer, is_useful
@@ -19,7 +20,7 @@ from holdfast.launch.gpus import check_gpus, sharing_line
 from holdfast.launch.health import HealthMonitor
 from holdfast.launch.job import Job, JobOutcome, check
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
-from holdfast.launch.live import RunView
+from holdfast.launch.live import RunStatus, RunView
 from holdfast.launch.mpi_hosts import MpiHosts, check_hosts, shared_folder
 from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_node_faults
 from holdfast.launch.node_health import NodeCheck
@@ -80,6 +81,7 @@ class Launcher:
         self._hosts: MpiHosts | None = None
         self._dashboard: Dashboard | None = None
         self._restarts = 0
+        self._begun_s = time.monotonic()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as undo:
@@ -90,25 +92,28 @@ class Launcher:
     def _make_ready(self, undo: contextlib.ExitStack) -> None:
         """Create the parts of a run, and register with ``undo`` how to undo each, even if a later one raises."""
         job = self._job
-        node_check = NodeCheck.of_job(job)
-        undo.callback(node_check.close)
-        if job.fabric.starts_each:
-            self._nodes = NodeGroup(job, node_check if job.nnodes > 1 else None)
-            undo.callback(self._nodes.close)
-        self._origin_s = time.monotonic() if self._nodes is None else self._nodes.origin_s()
+        undo.callback(self._view.close)
         report_logs = None if job.report_dir is None else job.report_dir / "logs"
         self._paths = RunPaths.make(job.log_dir or report_logs, shared_folder(job))
         undo.callback(self._paths.clear)
+        announce(self._paths.run_dir, job, self._begun_s)
+        node_check = NodeCheck.of_job(job)
+        undo.callback(node_check.close)
+        if job.fabric.starts_each:
+            self._nodes = NodeGroup(job, node_check if job.nnodes > 1 else None, self._show_wait)
+            undo.callback(self._nodes.close)
+        self._origin_s = time.monotonic() if self._nodes is None else self._nodes.origin_s()
+        self._paths.clear_logs()
         self._fork_server = self._start_fork_server()
         if self._fork_server is not None:
             undo.callback(self._fork_server.close)
+        self._show_wait("checking this node" if job.nnodes == 1 else "")
         node_check.admit()  # of a single node, which imports torch in the meantime
         if job.hosts:
             self._hosts = MpiHosts(job, self._paths)
             undo.callback(self._hosts.close)
         self._files = AttemptFiles(self._paths)
         undo.callback(self._files.close)
-        undo.callback(self._view.close)
         self._run = run = RunState(
             job=job,
             view=self._view,
@@ -134,6 +139,13 @@ class Launcher:
         undo.callback(self._node_faults.close)
         undo.callback(self._end_attempt)
 
+    def _show_wait(self, text: str) -> None:
+        """Display what this launcher waits for before the run begins."""
+        if text:
+            note_wait(self._paths.run_dir, text)
+            elapsed_s = time.monotonic() - self._begun_s
+            self._view.show(RunStatus(alive={}, metrics={}, elapsed_s=elapsed_s, waits_for=text))
+
     def _start_fork_server(self) -> ForkServer | None:
         """Start it first: it imports torch while everything else is prepared."""
         job, paths = self._job, self._paths
@@ -155,6 +167,7 @@ class Launcher:
         """Start the job, and restart it as often as necessary and allowed; return how it ended."""
         ranks = self._job.ranks
         if self._hosts is not None:
+            self._show_wait("waiting for the hosts")
             self._hosts.connect()
         while True:
             try:

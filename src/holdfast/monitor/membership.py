@@ -1,4 +1,4 @@
-"""Who takes part in a run, as its records tell: moves the workers of a live view from state to state."""
+"""The membership of a run, as its records tell: moves the workers of a live view from state to state."""
 
 from __future__ import annotations
 

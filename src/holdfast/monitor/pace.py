@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 from holdfast.monitor.series import Series
 from holdfast.records.types import FailureSeen, JobRestarted, Record, Recovered, RunStarted, SamplesLost, StepCommitted
+from holdfast.report.step_times import StepTimes
 
 RATE = "rate"
 """Name of the curve of steps per second."""
-_WINDOW = 200
-_WINDOW_S = 30.0
-"""The pace is that of the last steps: so many at most, and of so many seconds."""
 _RATE_S = 1.0
 """The curve of the pace has a point this often."""
 _MOST_CURVES = 16
@@ -29,7 +26,8 @@ class Pace:
         self._resumes = False  # the job was restarted, and it is not known yet where it resumes
         self._samples = 0
         self._samples_lost: set[tuple[int, int]] = set()
-        self._recent: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
+        self._times = StepTimes()
+        self._last: tuple[float, int] | None = None  # when the newest step was committed, and the steps since the start
         self._marked: tuple[float, int] | None = None  # the last point of the curve of the pace
         self._series: dict[str, Series] = {}
 
@@ -37,12 +35,11 @@ class Pace:
         """Take the start of the run."""
         self.planned = record.steps_planned
         self.step = max(self.step, record.step, 0)
-        self._recent.append((record.t_s, self.step))
-        self._marked = self._recent[-1]
+        self._marked = self._last = (record.t_s, self.step)
 
     def commit(self, record: StepCommitted) -> bool:
         """Take a committed step; return whether it is new: a new lead repeats the last one."""
-        if self._recent and (record.t_s, record.step + 1) <= self._recent[-1]:
+        if self._last is not None and (record.t_s, record.step + 1) <= self._last:
             return False
         if record.step + 1 == self.step:
             return False
@@ -50,9 +47,8 @@ class Pace:
             self._highest = record.step
             self._samples += record.samples
         self.step, self._resumes = record.step + 1, False
-        self._recent.append((record.t_s, self.step))
-        while record.t_s - self._recent[0][0] > _WINDOW_S and len(self._recent) > 2:
-            self._recent.popleft()
+        self._last = (record.t_s, self.step)
+        self._times.add(record.step, record.t_s)
         for name, value in record.metrics.items():
             self._curve(f"{name} (metric)" if name == RATE else name).add(record.step, record.t_s, value)
         self._mark(record)
@@ -74,12 +70,14 @@ class Pace:
             self._marked = (record.t_s, self.step)
 
     def interrupt(self, record: JobRestarted | Recovered | FailureSeen) -> None:
-        """Take an interruption; after a rollback, the pace is that of the steps since."""
+        """Take an interruption, which is no part of the pace."""
         if isinstance(record, Recovered) and 0 <= record.step < self.step and record.redone_steps > 1:
             self.step = record.step
         self._resumes |= isinstance(record, JobRestarted)
-        if isinstance(record, JobRestarted) or (self._recent and self._recent[-1][1] > self.step):
-            self._recent.clear()
+        if isinstance(record, JobRestarted):
+            self._times.begin()
+        if isinstance(record, JobRestarted) or (self._last is not None and self._last[1] > self.step):
+            self._last = None
 
     def note(self, record: Record) -> None:
         """Take another record."""
@@ -91,20 +89,16 @@ class Pace:
     @property
     def steps_per_s(self) -> float | None:
         """Steps per second, None if it is not known."""
-        if len(self._recent) < 2:
-            return None
-        (first_s, first), (last_s, last) = self._recent[0], self._recent[-1]
-        return (last - first) / (last_s - first_s) if last_s > first_s and last > first else None
+        return self._times.steps_per_s
 
     def progress(self) -> dict[str, Any]:
         """Return the numbers as JSON."""
-        rate = self.steps_per_s
-        left = self.planned - self.step
+        rate, left_s = self.steps_per_s, self._times.left_s(self.planned - self.step)
         return {
             "step": self.step,
             "planned": self.planned,
             "steps_per_s": None if rate is None else round(rate, 3),
-            "eta_s": round(max(0, left) / rate, 1) if rate is not None and self.planned else None,
+            "eta_s": round(left_s, 1) if left_s is not None and self.planned else None,
             "samples": self._samples,
             "samples_lost": len(self._samples_lost),
         }

@@ -299,6 +299,7 @@ class LiveRun:
             "checkpoints": [row for version, row in self._checkpoints if version > since],
             "nodes": self._members.node_rows(self.info.nodes) if changed else [],
             "events": self._events.as_rows(since),
+            "dropped": [rank for version, rank in self._lanes.dropped if version > since >= 0],
         }
         return {name: found for name, found in rows.items() if found or since < 0}
 

@@ -34,6 +34,29 @@ def seconds(value: float | None) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def rough(value: float) -> str:
+    """Return a duration in whole units that does not flicker while it is counted: ``"9 s"``, ``"2 min 5 s"``, ``"3 d 4 h"``."""
+    whole = max(0, round(value))
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h" if whole >= 86400 else seconds(whole)
+
+
+def timer(value: float) -> str:
+    """Return a duration as a clock shows it: ``"0:07"``, ``"12:30"``, ``"1:02:03"``."""
+    minutes, whole = divmod(max(0, int(value)), 60)
+    return f"{minutes}:{whole:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{whole:02}"
+
+
+def speed(steps_per_s: float | None) -> str:
+    """Return ``"9.8 steps/s"``, or ``"12.5 s a step"`` if a step takes longer than a second; "" if it is not known."""
+    if not steps_per_s:
+        return ""
+    if steps_per_s < 1:
+        return f"{seconds(1 / steps_per_s)} a step"
+    return f"{steps_per_s:.3g} steps/s" if steps_per_s < 100 else f"{steps_per_s:,.0f} steps/s"
+
+
 def plain(value: float) -> str:
     """Return the label of an axis tick: as few digits as possible, and a real minus sign."""
     return f"{value:g}".replace("-", MINUS)
