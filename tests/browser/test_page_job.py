@@ -20,14 +20,16 @@ SHOWN_S = 1.0
 
 def legend(page):
     """The words of the goodput bar's legend, by cause."""
-    return page.evaluate("""() => Object.fromEntries([...document.querySelectorAll("#time-legend li")]
+    found = page.evaluate("""() => Object.fromEntries([...document.querySelectorAll("#time-legend li")]
       .map((e) => [e.querySelector("i").dataset.cause, e.querySelector("b").textContent]))""")
+    return {cause: looks.plain(text) for cause, text in found.items()}
 
 
 def parts(page):
     """The parts of the first recovery that the page shows, by cause."""
-    return page.evaluate("""() => Object.fromEntries([...document.querySelectorAll(".recovery:first-child tbody tr")]
+    found = page.evaluate("""() => Object.fromEntries([...document.querySelectorAll(".recovery:first-child tbody tr")]
       .map((row) => [row.cells[0].dataset.cause, row.cells[1].textContent]))""")
+    return {cause: looks.plain(text) for cause, text in found.items()}
 
 
 def test_a_worker_is_killed_from_the_page_and_its_numbers_are_those_of_the_report(visit, tmp_path, record_property):
@@ -60,7 +62,7 @@ def test_a_worker_is_killed_from_the_page_and_its_numbers_are_those_of_the_repor
         spent = report["goodput"]
         wanted = {"useful": spent["useful_s"]} | {cause: s for cause, s in spent["badput_s"].items() if s}
         assert legend(page) == {cause: formatting.seconds(s) for cause, s in wanted.items()}
-        assert formatting.percent(spent["ratio"]) in page.text_content("#time-sentence")
+        assert formatting.percent(spent["ratio"]) in looks.plain(page.text_content("#time-sentence"))
         assert [failure["rank"] for failure in report["failures"]] == [2]
         lost = {cause: spent["badput_s"][cause] for cause in RECOVERY_PARTS if spent["badput_s"][cause]}
         shown = {cause: formatting.seconds(s) for cause, s in lost.items()}
