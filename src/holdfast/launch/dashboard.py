@@ -139,7 +139,7 @@ class Dashboard:
         """Carry out the requested actions."""
         if time.monotonic() >= self._look_s:
             self._look_s = time.monotonic() + _LOOK_S
-            self.live.note_processes(attempt.pids(self.live.without_pid(attempt.processes)))
+            self.live.note_processes(attempt.pids(set(self.live.without_pid()) & set(attempt.processes)))
         while not self._requested.empty():
             requested = self._requested.get_nowait()
             try:
@@ -163,8 +163,7 @@ class Dashboard:
         if bus.is_distributed and asked.action != "scale":
             raise Refused("a script of torch.distributed sets its own learning rate, batches and checkpoints")
         changes = {"save": True} if asked.action == "save" else dict(asked.values)
-        request_changes(_running(self._job, self._paths), **changes)
-        bus.note(note)
+        request_changes(_running(self._job, self._paths), from_dashboard=True, **changes)
         return f"requested: {', '.join(f'{name}={value}' for name, value in changes.items())}"
 
     def _kill(

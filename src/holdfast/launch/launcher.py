@@ -130,7 +130,7 @@ class Launcher:
             self._view.print_line(line)
         self._bus = RecordBus(run)
         self._health = HealthMonitor(run, self._bus)
-        self._elastic = ElasticWorkers(run)
+        self._elastic = ElasticWorkers(run, self._bus)
         self._killer = RandomKiller(run, self._bus)
         self._stopping = StopProcedure(run, self._bus)
         undo.callback(self._stopping.close)

@@ -14,7 +14,9 @@ from holdfast.errors import ConfigError
 from holdfast.monitor.feed import Refused
 from holdfast.monitor.log_lines import last_lines
 from holdfast.monitor.view import LiveRun, RunInfo
+from holdfast.records.beacon import Beacon
 from holdfast.records.files import parse_record
+from holdfast.records.paths import beacon_path
 from holdfast.records.types import Record
 
 _CHUNK_BYTES = 1 << 20
@@ -102,6 +104,10 @@ class FollowedRun:
             records.sort(key=lambda record: record.t_s)
             self._take(records)
             self._newest_s = max(self._newest_s, records[-1].t_s)
+        if self._act is not None:
+            unknown = self.live.without_pid()
+            beacons = {rank: Beacon.read(beacon_path(self._directory, rank)) for rank in unknown}
+            self.live.note_processes({rank: found.pid for rank, found in beacons.items() if found is not None})
         self._look_at_end()
 
     def _take(self, records: list[Record]) -> None:

@@ -59,7 +59,6 @@ class Membership:
         self._resumes_after: int | None = None  # the last step before a restart
         self._restarted_s = float("-inf")
         self._is_virtual = False
-        self._has_begun = False
         self._shares: SliceShares | None = None
         self._shared_among: tuple[int, ...] = ()
         self._shared_at = -1  # version of the lanes then
@@ -142,11 +141,10 @@ class Membership:
         if self._resumes_after is not None:
             self.steps_redone += max(0, self._resumes_after - record.step + 1)
             self._resumes_after = None
-        if self._has_begun and record.rank not in self.lanes.by_rank:
+        if not self.is_starting and record.rank not in self.lanes.by_rank:
             self.lanes.lane(record.rank, "joining", record.t_s)
             return  # it trains once the others have admitted it
-        self._has_begun = True
-        if self._shares is None:
+        if self.is_starting:  # all workers of this start are known before its first step
             initial = sorted({*self.lanes.alive(), record.rank})[: record.workers]
             self._shares, self._shared_among = SliceShares(record, initial), ()
         ranks = range(record.workers) if self._is_virtual else (record.rank,)

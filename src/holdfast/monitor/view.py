@@ -161,10 +161,10 @@ class LiveRun:
             for rank, pid in pids.items():
                 self._lanes.note(rank, pid=pid)
 
-    def without_pid(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of these workers whose process ID is not known."""
+    def without_pid(self) -> list[int]:
+        """Return the live workers whose process ID is not known."""
         with self._lock:
-            return [rank for rank in ranks if (lane := self._lanes.by_rank.get(rank)) is None or lane.pid is None]
+            return [rank for rank in self._lanes.alive() if self._lanes.by_rank[rank].pid is None]
 
     def finish(self, exit_code: int | None, why: str = "", outcome: str = "") -> None:
         """Take how the run ended, see :class:`~holdfast.monitor.sentence.Ended`, before :meth:`close`."""

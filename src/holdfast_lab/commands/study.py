@@ -65,7 +65,7 @@ def study(
         model=network,
     )
     try:
-        with sigterm_as_interrupt(), progress(f"preparing {name}", quiet=not sys.stderr.isatty()) as now:
+        with sigterm_as_interrupt(), progress(f"preparing {name}", quiet=as_json or not sys.stderr.isatty()) as now:
             results = carry_out(STUDIES[name], options, now.print_line, now.at_task)
     except KeyboardInterrupt:
         print(_stopped(options.out), file=sys.stderr)
