@@ -243,6 +243,7 @@ class LiveRun:
         if record.t_s - self._drawn_s >= SERIES_S:
             self._drawn_s = record.t_s
             self._touch("series")
+            self._touch("integrity")  # its number of checks, and the last link
         self._checks += self.info.guard != "off"
         if record.link:
             first = record.step if self._certified is None else min(self._certified[0], record.step)

@@ -127,6 +127,8 @@ function askForToken() {
   clearTimeout(page.timer);
   show(byId("banner"), false);
   showView("token-view");
+  byId("link").dataset.phase = "locked";
+  setText(byId("link"), "Locked");
   byId("token-input").focus();
 }
 

@@ -8,14 +8,14 @@ const MOST_ROWS = 200;
 const LONG = 160;
 const FAILURES = new Set(["fault", "lost", "recovery", "restart", "corruption"]);
 
-const VERIFIED = { true: "yes", false: "damaged", null: "not yet" };
+const VERIFIED = { true: "yes", false: "damaged", null: "not checked" };
 
 const CHECKPOINTS = [
   { name: "Step", text: ({ step }) => number(step), right: true },
   { name: "At", text: ({ t_s: t }) => moment(t), right: true },
   { name: "Size", text: ({ size_bytes: bytes }) => size(bytes), right: true },
   { name: "Held", text: ({ held_s: held }) => seconds(held), right: true },
-  { name: "Written", text: ({ write_s: wrote }) => seconds(wrote), right: true },
+  { name: "Written", of: "write_s", text: ({ write_s: wrote }) => seconds(wrote), right: true },
   {
     name: "Verified",
     text: ({ verified }) => VERIFIED[verified ?? null],
@@ -33,7 +33,8 @@ export function drawCheckpoints(state) {
       : "This run writes none: it was started without --checkpoint-dir.";
   setText(byId("checkpoints-sentence"), words);
   show(byId("checkpoints-table").parentElement, all.length > 0);
-  fillTable(byId("checkpoints-table"), CHECKPOINTS, all.slice(0, MOST_ROWS));
+  const known = CHECKPOINTS.filter(({ of }) => !of || all.some((row) => row[of] !== null));
+  fillTable(byId("checkpoints-table"), known, all.slice(0, MOST_ROWS));
 }
 
 export function drawIntegrity({ integrity }) {
