@@ -83,7 +83,7 @@ class Dashboard:
         self.live = LiveRun(_info(job, clock))
         self._requested: queue.Queue[_Requested] = queue.Queue(maxsize=16)
         self._look_s = 0.0
-        self._others: tuple[QueuedSink, ...] = ()
+        self._sinks: tuple[QueuedSink, ...] = ()
         self._token = Token.in_folder(job.report_dir or paths.run_dir)
         self._server = DashboardServer(*host_and_port(job.dashboard, "--dashboard"), self._token)
         self._server.feeds[self.live.info.id] = Feed(self)
@@ -92,13 +92,13 @@ class Dashboard:
     # -- records, on the thread of the queue
 
     def watch(self, sinks: Sequence[QueuedSink]) -> None:
-        """Show how many records the other sinks miss."""
-        self._others = tuple(sinks)
+        """Show how many records these sinks miss; one of them is the dashboard itself."""
+        self._sinks = tuple(sinks)
 
     def take(self, records: Sequence[Record]) -> None:
         """Take new records."""
         self.live.take(records)
-        self.live.note_sinks([sink.count() for sink in self._others])
+        self.live.note_sinks([sink.count() for sink in self._sinks])
 
     def close(self, end_s: float) -> None:
         """Show the end, and close the port. The token is of no use after it."""

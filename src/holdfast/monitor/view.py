@@ -151,7 +151,8 @@ class LiveRun:
     def note_sinks(self, counts: Sequence[SinkCount]) -> None:
         """Take how many records other sinks received."""
         with self._lock:
-            if tuple(counts) != self._sinks:
+            missed = [(count.name, count.dropped) for count in counts]
+            if missed != [(count.name, count.dropped) for count in self._sinks]:
                 self._sinks = tuple(counts)
                 self._touch("sinks")
 
