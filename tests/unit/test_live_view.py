@@ -174,6 +174,32 @@ def test_a_restart_begins_again_with_the_workers_that_are_left():
     assert kinds(told, 0) == ["start", "train", "start", "train", "done"]
 
 
+def test_a_newcomer_that_starts_is_shown_before_it_says_anything():
+    live = LiveRun(RunInfo(id="run", started=range(2), node_of=lambda rank: 0 if rank < 2 else -1))
+    live.take([*begun(1.0, range(2)), *steps(0, 9, 1.1)])
+    live.note_newcomers([2])
+    assert (live.unplaced(), live.without_pid()) == ([2], [0, 1, 2])
+    live.note_node(2, 1)
+    live.note_processes({2: 77})
+    told = live.full(3.0)
+
+    assert told["workers"][2] | {"since_s": 0} == {
+        "id": 2, "node": 1, "pid": 77, "state": "joining", "step": None, "slices": [], "since_s": 0, "joined": False,
+        "cause": "",
+    }  # fmt: skip
+    assert [(row["id"], row["alive"]) for row in told["nodes"]] == [(0, 2), (1, 1)]
+
+
+def test_a_launcher_that_came_back_sees_the_workers_that_go_on():
+    how = {"lost": (), "survivors": (0, 1, 2, 3), "joined": (2, 3), "decision": "grow", "redone_steps": 0}
+    said = [Recovered(t_s=52.0 + r / 1000, rank=r, step=510, generation=2, held_s=0.1, **how) for r in range(4)]
+    records = [*steps(500, 509, 50.0), *begun(51.5, (2, 3), step=510), *said]
+    told = shown(records, started=range(4), spares=(), end_s=None)
+
+    assert set(states(told).values()) == {"training"}
+    assert told["state"]["sentence"] == "Training: step 510 of 40, 4 workers."
+
+
 def test_a_worker_that_left_is_not_lost():
     left = Left(t_s=2.15, rank=2, step=10)
     records = [

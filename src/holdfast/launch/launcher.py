@@ -385,8 +385,8 @@ class Launcher:
             from holdfast.launch.dashboard import Dashboard
 
             self._dashboard = Dashboard(job, self._paths, clock, say)
-            self._dashboard.watch(sinks)
             sinks = (*sinks, QueuedSink(self._dashboard, say))
+            self._dashboard.watch(sinks)
         return sinks
 
     def _close_sinks(self, end_s: float | None = None) -> list[SinkCount]:
