@@ -30,7 +30,7 @@ export function drawCheckpoints(state) {
     ? `${count(all.length, "checkpoint")}; training was held for ${seconds(held)} in all.`
     : state.run?.checkpoint_dir
       ? "None yet."
-      : "This run writes none: it was started without --checkpoint-dir.";
+      : "This run has no checkpoint directory, so it writes none.";
   setText(byId("checkpoints-sentence"), words);
   show(byId("checkpoints-table").parentElement, all.length > 0);
   const known = CHECKPOINTS.filter(({ of }) => !of || all.some((row) => row[of] !== null));
@@ -104,11 +104,17 @@ export function startResume() {
   });
 }
 
+function resumeNote(run) {
+  if (!run?.resume) return "Without a checkpoint directory nothing is kept to resume from.";
+  if (!run.ended) return "If the job ends early, this continues from its newest checkpoint:";
+  return run.exit_code === 0 ? "The run is complete. This would begin from its last checkpoint:" : "This continues the run from its newest checkpoint:";
+}
+
 export function drawResume({ run }) {
   const resume = run?.resume ?? "";
   show(byId("resume-box"), Boolean(resume));
   setText(byId("resume-command"), resume);
-  setText(byId("resume-note"), resume ? "If the job ends early, this continues from its newest checkpoint:" : "Without --checkpoint-dir nothing is kept to resume from.");
+  setText(byId("resume-note"), resumeNote(run));
   fillFacts(byId("run-facts"), [
     ["Run", run?.id],
     ["Started with", run?.command],
