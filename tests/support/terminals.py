@@ -13,6 +13,7 @@ import time
 
 from jobs import clean_env
 
+_MOVES = re.compile(rb"\x1b\[[0-9;]*[ABHJ]")
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>78]|\x1b\][^\x07]*\x07")
 
 
@@ -37,7 +38,8 @@ class Terminal:
 
     def widest(self):
         """The length of the longest line that was drawn on purpose as one line."""
-        return max((len(line.rstrip()) for line in re.split(r"[\r\n]+", self.text)), default=0)
+        drawn = _ESCAPES.sub(b"", _MOVES.sub(b"\n", self.written)).decode(errors="replace")
+        return max((len(line.rstrip()) for line in re.split(r"[\r\n]+", drawn)), default=0)
 
     def read(self, seconds):
         """Take what is written within this time; return False at the end of the command."""

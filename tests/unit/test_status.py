@@ -262,6 +262,21 @@ def test_where_there_is_no_room_for_all_workers_those_that_train_are_left_out(te
     assert any(line.startswith("... and 9") for line in lines)
 
 
+def test_of_a_thousand_workers_status_shows_those_that_do_not_train(temp, capsys):
+    records = [
+        *map(begun, range(1000)),
+        committed(0, 1000),
+        WorkerEnded(t_s=4.4, rank=700, step=1, exit_code=-9, pid=17),
+    ]
+    started(temp, records, workers=1000)
+
+    lines = said(capsys, "status")[1].out.splitlines()
+
+    assert len(lines) < 60
+    assert any(line.startswith("700 ") and "lost" in line for line in lines)
+    assert "... and 960 more workers; --json has all of them" in lines
+
+
 def test_a_frame_without_jobs_says_so():
     assert "no job of yours runs" in _screen([], 80, 24).renderables[1].plain
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 WORKER_COLUMNS = ("worker", "state", "step>", "pid>", "cpu>", "memory>", "for>", "")
 """Headings of the rows of workers; ``>`` is a column of numbers."""
 _MOST_CAUSES = 3
+_FIRST = ("lost", "recovering", "joining", "starting", "training", "spare", "left", "done")
+"""States of workers in the order in which they are shown where there is no room for all."""
 
 
 def facts(state: Mapping[str, Any], waits_for: str = "") -> list[tuple[str, str]]:
@@ -72,6 +74,12 @@ def _recoveries(recoveries: list[Mapping[str, Any]]) -> str:
     took = "" if last["duration_s"] is None else f", {seconds(last['duration_s'])}"
     what = f"lost {lost}" if lost else last["decision"]
     return clean(f"{len(recoveries)}; the last at step {last['step']}: {what}{took}")
+
+
+def shown_workers(state: Mapping[str, Any], most: int) -> list[Mapping[str, Any]]:
+    """Return at most so many workers, by rank; those that train as usual are left out first."""
+    rows: list[Mapping[str, Any]] = sorted(state["workers"], key=lambda row: (_FIRST.index(row["state"]), row["id"]))
+    return sorted(rows[:most], key=lambda row: row["id"])
 
 
 def worker_cells(

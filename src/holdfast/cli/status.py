@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from holdfast.cli.tables import print_json, say, table
+from holdfast.cli.tables import count, print_json, say, table
 from holdfast.errors import ConfigError
 from holdfast.report.formatting import DASH
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _NOTHING_RUNS = 1
 _STOPPED = 4
 _EVENTS = 5
+_MOST_WORKERS = 40
 
 
 def status(
@@ -115,13 +116,16 @@ def _exit_code(report: dict[str, Any]) -> int:
 
 
 def _show(state: dict[str, Any], workers: dict[int, ObservedWorker]) -> None:
-    from holdfast.cli.run_text import WORKER_COLUMNS, event_lines, facts, worker_cells
+    from holdfast.cli.run_text import WORKER_COLUMNS, event_lines, facts, shown_workers, worker_cells
 
     known = facts(state, state.get("waits_for", ""))
     say(known[0][1])
     table(("", ""), known[1:])
     say("")
-    table(*_without_empty(WORKER_COLUMNS, [worker_cells(state, row, workers) for row in state["workers"]]))
+    shown = shown_workers(state, _MOST_WORKERS)
+    table(*_without_empty(WORKER_COLUMNS, [worker_cells(state, row, workers) for row in shown]))
+    if left_out := len(state["workers"]) - len(shown):
+        say(f"... and {count(left_out, 'more worker')}; --json has all of them", "dim")
     if lines := event_lines(state, _EVENTS):
         say("")
         for line in lines:

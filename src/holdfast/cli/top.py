@@ -42,7 +42,7 @@ def top(
     if not _SHORTEST_S <= every <= _LONGEST_S:
         raise ConfigError(f"--every must be from {_SHORTEST_S:g} to {_LONGEST_S:g} seconds, got {every:g}")
     jobs = _Jobs()
-    if not sys.stdout.isatty():
+    if not sys.stdout.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         return _print_once(jobs)
     with contextlib.suppress(KeyboardInterrupt), sigterm_as_interrupt():
         _run(jobs, every)
@@ -136,25 +136,23 @@ def _job_lines(job: ObservedJob, width: int, room: int) -> list[RenderableType]:
 
 
 _STYLES = {"good": "green", "busy": "cyan", "warning": "yellow", "bad": "bold red", "done": "green"}
-_FIRST = ("lost", "recovering", "joining", "starting", "training", "spare", "left", "done")
-"""States of workers in the order in which they are shown where there is no room for all."""
 
 
 def _worker_lines(job: ObservedJob, state: dict[str, Any], room: int) -> list[Text]:
     """Return the table of workers in at most so many lines; those that train as usual are left out first."""
     from rich.text import Text
 
-    from holdfast.cli.run_text import WORKER_COLUMNS, worker_cells
+    from holdfast.cli.run_text import WORKER_COLUMNS, shown_workers, worker_cells
 
     if room < 2:
         return []
-    workers = sorted(state["workers"], key=lambda row: (_FIRST.index(row["state"]), row["id"]))
-    shown = workers if len(workers) < room else workers[: room - 2]
-    cells = [worker_cells(state, row, job.workers) for row in sorted(shown, key=lambda row: row["id"])]
+    number = len(state["workers"])
+    shown = shown_workers(state, number if number < room else room - 2)
+    cells = [worker_cells(state, row, job.workers) for row in shown]
     heads = [head.removesuffix(">") for head in WORKER_COLUMNS]
     widths = [max(len(row[place]) for row in (heads, *cells)) for place in range(len(heads))]
     lines = [Text(_row(heads, widths), style="bold"), *(Text(_row(row, widths)) for row in cells)]
-    if left_out := len(workers) - len(shown):
+    if left_out := number - len(shown):
         lines.append(Text(f"... and {left_out} more", style="dim"))
     return lines
 
@@ -182,6 +180,9 @@ def _keys() -> Iterator[None]:
     before = termios.tcgetattr(file)
     try:
         tty.setcbreak(file)
+        modes = termios.tcgetattr(file)
+        modes[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell with this screen
+        termios.tcsetattr(file, termios.TCSANOW, modes)
         yield
     finally:
         termios.tcsetattr(file, termios.TCSADRAIN, before)
