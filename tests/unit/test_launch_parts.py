@@ -23,7 +23,7 @@ from holdfast.launch.hostlist import Host
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobBroken, JobLost, JobState, NodeDeparted
 from holdfast.launch.launcher import Launcher
-from holdfast.launch.live import EventFormatter, RunStatus, RunView, make_view
+from holdfast.launch.live import RunStatus, RunView, make_view
 from holdfast.launch.node_faults import KillSchedule
 from holdfast.launch.processes import Process, WatchedWorker, descendants_of, end_gently, wait_for_end
 from holdfast.launch.run_paths import RunPaths
@@ -41,6 +41,7 @@ from holdfast.records.types import (
     StepCommitted,
     WorkerEnded,
 )
+from holdfast.report.event_lines import EventFormatter
 
 SEEN = FailureSeen(t_s=1.0, rank=0, step=3, phase="allreduce")
 

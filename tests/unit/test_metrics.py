@@ -11,7 +11,7 @@ import pytest
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.job import Job
-from holdfast.launch.sinks import check_sinks, metrics_address
+from holdfast.launch.sinks import check_sinks, host_and_port
 from holdfast.monitor.metrics import METRICS, RunMetrics
 from holdfast.records.queued import NotTaken
 from holdfast.records.types import (
@@ -257,13 +257,13 @@ def test_a_port_in_use_and_a_file_that_cannot_be_written_are_said(tmp_path):
     ],
 )
 def test_a_port_alone_is_of_this_machine(given, address):
-    assert metrics_address(given) == address
+    assert host_and_port(given, "--metrics-port") == address
 
 
 @pytest.mark.parametrize("given", ["", "x", ":9", "9400:", "host:65536", "-1", "1.5", "host:x", "²"])
 def test_other_addresses_are_refused(given):
     with pytest.raises(ConfigError, match=r"--metrics-port must be \[HOST:\]PORT with a port from 0 to 65535, got '"):
-        metrics_address(given)
+        host_and_port(given, "--metrics-port")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import xxhash
@@ -20,9 +20,12 @@ _EARLY_BYTES = 1 << 20
 
 
 def write_blocks(
-    folder: Path, layout: FileLayout, boxes: Sequence[WriteBox]
+    folder: Path, layout: FileLayout, boxes: Sequence[WriteBox], tell: Callable[[int], None] = lambda size: None
 ) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
-    """Write the values to their places in the layout and digest them, several blocks in parallel."""
+    """Write the values to their places in the layout and digest them, several blocks in parallel.
+
+    ``tell`` is called with the bytes of each block that is written, from any thread.
+    """
     numbers = {name: os.open(folder / name, os.O_RDWR | os.O_CLOEXEC) for name in layout.files}
     try:
         jobs = [(box, start, end) for box in boxes for start, end in block_ranges(box.tensor.nbytes)]
@@ -31,9 +34,12 @@ def write_blocks(
             box, start, end = job
             data = tensor_bytes(box.tensor)[start:end]
             if layout.has_values:
-                return digest(data)
-            file, offset = layout.places[box.key]
-            return _write_block(numbers[file], data, offset + start)
+                found = digest(data)
+            else:
+                file, offset = layout.places[box.key]
+                found = _write_block(numbers[file], data, offset + start)
+            tell(end - start)
+            return found
 
         total = sum(box.tensor.nbytes for box in boxes)
         digests: dict[str, list[str]] = {}

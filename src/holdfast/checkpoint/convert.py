@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import PurePath
 
 from holdfast.checkpoint.files.base import TensorSource
@@ -15,13 +16,16 @@ from holdfast.checkpoint.write_plan import WritePlan, take
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 
-def convert(source: TensorSource, storage: Storage, format: str) -> SavedCheckpoint:
+def convert(
+    source: TensorSource, storage: Storage, format: str, tell: Callable[[int], None] = lambda size: None
+) -> SavedCheckpoint:
     """Write the content of a source as a checkpoint in another format; read it back, and compare the digests.
 
     Args:
         source: A checkpoint, or a file of another program.
         storage: The destination; must not contain this step. A file without a step becomes step 0.
         format: One of :data:`~holdfast.checkpoint.files.kinds.FORMATS`.
+        tell: Called with the bytes of each block that is written, from any thread.
 
     Raises:
         ConfigError: if the step exists already, or the format is unknown.
@@ -38,7 +42,7 @@ def convert(source: TensorSource, storage: Storage, format: str) -> SavedCheckpo
     wanted = _digests(source, content)
     old = source.manifest
     info = {"converted_from": PurePath(source.name).name} if old is None else old.info
-    pending = write(storage, step, content, info, format=format)
+    pending = write(storage, step, content, info, format=format, tell=tell)
     try:
         _check(pending.manifest, wanted)
     except CheckpointError:

@@ -172,6 +172,7 @@ def write(
     format: str = "safetensors",
     token: str = "",
     clean: set[int] | None = None,
+    tell: Callable[[int], None] = lambda size: None,
 ) -> PendingCheckpoint:
     """Write the tensors of a checkpoint, or a part of them, and wait until they are durable.
 
@@ -183,6 +184,7 @@ def write(
         format: One of :data:`~holdfast.checkpoint.files.kinds.FORMATS`.
         token: Identifies this attempt at the step, the same at all writers: lower-case letters, digits, ``-``.
         clean: See :class:`PendingCheckpoint`; pass the same set for each checkpoint.
+        tell: Called with the bytes of each block that is written, from any thread.
 
     Returns:
         The checkpoint, still to be committed. The checkpoint, still to be completed.
@@ -216,7 +218,7 @@ def write(
         with explained(f"write the checkpoint of step {step} to", path):
             stem, boxes = f"part-{part:05d}", in_host_memory(content).boxes
             layout = FORMATS[format].lay_out(path, stem, {box.key: box.tensor for box in boxes})
-            files, tensors = write_blocks(path, layout, boxes)
+            files, tensors = write_blocks(path, layout, boxes, tell)
         described = Manifest(
             step=step,
             generation=0,

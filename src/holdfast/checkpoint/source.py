@@ -12,6 +12,7 @@ from holdfast.checkpoint.format import DTYPES, scalars_of, tensor_bytes
 from holdfast.checkpoint.loading import load, read_box, read_manifest
 from holdfast.checkpoint.manifest import MANIFEST_NAME
 from holdfast.checkpoint.storage import Storage, step_folder
+from holdfast.checkpoint.storage.counted import CountedStorage
 from holdfast.checkpoint.storage.local import LocalStorage
 
 
@@ -47,6 +48,8 @@ def saved_source(storage: Storage, step: int) -> TensorSource:
 
 def written_s(storage: Storage, step: int) -> float | None:
     """Return the completion time of a checkpoint, in seconds since 1970; None if the storage does not record it."""
+    if isinstance(storage, CountedStorage):
+        storage = storage.inner
     if not isinstance(storage, LocalStorage):
         return None
     try:

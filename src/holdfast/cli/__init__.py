@@ -12,13 +12,16 @@ from typer import Option
 
 from holdfast.cli.ckpt import ckpt
 from holdfast.cli.control import scale, set_
+from holdfast.cli.dashboard import dashboard
 from holdfast.cli.diff_runs import diff_runs
 from holdfast.cli.doctor import doctor
 from holdfast.cli.given import GroupedCommand
 from holdfast.cli.lab import COMMANDS, CommandGroup, placeholder
 from holdfast.cli.report import report
 from holdfast.cli.run import RunCommand, our_name, run
+from holdfast.cli.status import status
 from holdfast.cli.tables import need_command
+from holdfast.cli.top import top
 from holdfast.cli.verify import verify
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError, HoldfastError, InternalError
 from holdfast.report.formatting import clean
@@ -33,9 +36,12 @@ app = typer.Typer(
 )
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False, "token_normalize_func": our_name})(run)
 app.command(context_settings={"allow_interspersed_args": False})(doctor)
+app.command()(status)
+app.command()(top)
 app.command()(scale)
 app.command(name="set")(set_)
 app.command()(report)
+app.command()(dashboard)
 app.command(name="diff-runs")(diff_runs)
 app.command()(verify)
 app.add_typer(ckpt)

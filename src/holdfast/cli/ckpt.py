@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ import typer
 from typer import Argument, Option
 
 from holdfast.cli.places import find, find_root, opened
-from holdfast.cli.tables import count, moment, need_command, print_json, progress, say, table, warn, warn_of
+from holdfast.cli.progress import progress
+from holdfast.cli.tables import count, moment, need_command, print_json, say, table, warn, warn_of
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
 from holdfast.report.formatting import size
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.compare import Comparison, TensorDiff
     from holdfast.checkpoint.files.base import TensorSource
     from holdfast.checkpoint.listing import CheckpointStatus
+    from holdfast.checkpoint.storage import Storage
 
 _DAMAGED = 3
 """Exit code if damaged data was found."""
@@ -63,7 +66,7 @@ def ls(
     from holdfast.checkpoint.listing import attempts, examine_all
 
     storage = find_root(directory)
-    with progress(f"reading {storage.url}") as now:
+    with progress(f"reading {storage.url}", quiet=as_json) as now:
         found = examine_all(storage, lambda step: now(f"reading step {step}"), read_all=not fast)
         unfinished = attempts(storage)
     if as_json:
@@ -124,7 +127,7 @@ def show(
 
     Example: holdfast ckpt show runs/a --step 20
     """
-    with progress(f"opening {path}") as now, opened(path, step, now) as source:
+    with progress(f"opening {path}", quiet=as_json) as now, opened(path, step, now) as source:
         facts = _tensor_facts(source, now)
     if as_json:
         print_json(facts)
@@ -181,12 +184,16 @@ def verify(path: _Path, *, everything: _All = False, as_json: _Json = False) -> 
     Example: holdfast ckpt verify runs/a/step-00000020
     """
     from holdfast.checkpoint.listing import examine, examine_all
+    from holdfast.checkpoint.loading import steps
+    from holdfast.checkpoint.storage.counted import CountedStorage
 
     if Path(path).is_file() and Path(path).name != "manifest.json":
         what = f"{path} is a file of another program, which has no digests"
         raise ConfigError(f"{what}; name a checkpoint, or a directory of checkpoints")
     storage, named = find(path)
-    with progress(f"reading {storage.url}") as now:
+    with progress(f"reading {storage.url}", quiet=as_json) as now:
+        now.expect(_bytes_of(storage, steps(storage) if named is None else [named]))
+        storage = CountedStorage(storage, now.advance)
         if named is None:
             found = examine_all(storage, lambda step: now(f"reading step {step}"))
         else:
@@ -200,6 +207,17 @@ def verify(path: _Path, *, everything: _All = False, as_json: _Json = False) -> 
         for examined in found:
             _say_verified(examined, everything)
     return _DAMAGED if any(examined.damage for examined in found) else 0
+
+
+def _bytes_of(storage: Storage, steps: Sequence[int]) -> int:
+    """Return the size of the files of checkpoints, as far as their manifests can be read."""
+    from holdfast.checkpoint.loading import read_manifest
+
+    total = 0
+    for step in steps:
+        with contextlib.suppress(CheckpointCorrupt, CheckpointMissing):
+            total += sum(file.size_bytes for file in read_manifest(storage, step).files.values())
+    return total
 
 
 def _say_verified(examined: CheckpointStatus, everything: bool) -> None:
@@ -235,7 +253,7 @@ def diff(
     """
     from holdfast.checkpoint.compare import compare
 
-    with progress(f"opening {first}") as now, opened(first, now=now) as a, opened(second, now=now) as b:
+    with progress(f"opening {first}", quiet=as_json) as now, opened(first, now=now) as a, opened(second, now=now) as b:
         found = compare(a, b, lambda path: now(f"comparing {path}"))
         names, kinds = {"a": a.name, "b": b.name}, {"a": a.kind, "b": b.kind}
     if as_json:
@@ -312,18 +330,24 @@ def convert(
     from holdfast.checkpoint.convert import check_format
     from holdfast.checkpoint.convert import convert as carry_out
     from holdfast.checkpoint.storage import open_storage
+    from holdfast.checkpoint.storage.counted import CountedStorage
 
     check_format(to)
     if guard not in _GUARDS:
         raise ConfigError(f"--guard must be one of {', '.join(_GUARDS)}, got {guard!r}")
     if Path(target).is_file():
         raise ConfigError(f"{target} is a file; name a directory or URL for the new checkpoint")
-    with progress(f"opening {source}") as now, opened(source, now=now) as opened_source:
+    with (
+        progress(f"opening {source}", quiet=as_json) as now,
+        opened(source, now=now, count=now.advance) as opened_source,
+    ):
+        size_bytes = sum(tensor.size_bytes for tensor in opened_source.tensors.values())
+        now.expect((2 if opened_source.manifest is None else 3) * size_bytes)  # read, written, and read again
         if opened_source.manifest is None and guard != "off":
             now(f"checking the values of {opened_source.name}")
             _check_plausible(opened_source, guard)
         now(f"converting {opened_source.name}")
-        saved = carry_out(opened_source, open_storage(target), to)
+        saved = carry_out(opened_source, CountedStorage(open_storage(target), now.advance), to, now.advance)
         num_tensors = len(opened_source.tensors) - len(opened_source.ties)
     if as_json:
         print_json({"path": saved.path, "step": saved.step, "bytes": saved.size_bytes, "tensors": num_tensors})
@@ -370,7 +394,7 @@ def prune(
             why = "; the newest may be damaged" if least else ""
             raise ConfigError(f"{name} must be at least {least}, got {value}{why}")
     storage = find_root(directory)
-    with progress(f"reading {storage.url}"):
+    with progress(f"reading {storage.url}", quiet=as_json):
         done = carry_out(storage, keep_last, keep_every, dry_run=dry_run, on_damaged=warn_of)
     if as_json:
         print_json({"url": storage.url, "dry_run": dry_run, **dataclasses.asdict(done)})

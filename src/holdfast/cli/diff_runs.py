@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from holdfast.cli.tables import count, print_json, progress, say
+from holdfast.cli.progress import progress
+from holdfast.cli.tables import count, print_json, say
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.compare import ValueDifference

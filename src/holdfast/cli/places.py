@@ -44,9 +44,14 @@ def find_root(text: str) -> Storage:
 
 @contextmanager
 def opened(
-    text: str, step: int | None = None, now: Callable[[str], None] = lambda text: None
+    text: str,
+    step: int | None = None,
+    now: Callable[[str], None] = lambda text: None,
+    count: Callable[[int], None] = lambda size: None,
 ) -> Iterator[TensorSource]:
-    """Open a checkpoint or file; in a directory, ``step``, or the newest intact one. ``now`` receives progress messages.
+    """Open a checkpoint or file; in a directory, ``step``, or the newest intact one.
+
+    ``now`` receives progress messages, ``count`` the bytes that are read of a checkpoint's files.
 
     Raises:
         ConfigError: if it does not exist, or a step is given for a single checkpoint or file.
@@ -55,6 +60,7 @@ def opened(
     from holdfast.checkpoint.files.kinds import KINDS, open_imported
     from holdfast.checkpoint.source import saved_source
     from holdfast.checkpoint.storage import is_remote
+    from holdfast.checkpoint.storage.counted import CountedStorage
 
     if is_remote(text) and text.lower().endswith(KINDS):
         raise ConfigError(f"{text} is a file of another program, which must be on this machine; download it first")
@@ -69,6 +75,7 @@ def opened(
         raise ConfigError(
             f"--step selects one of several checkpoints, and {text} is one; leave it out, or name {storage.url}"
         )
+    storage = CountedStorage(storage, count)
     chosen = named if named is not None else step
     yield saved_source(storage, _newest(storage, now) if chosen is None else chosen)
 

@@ -10,8 +10,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
@@ -104,19 +103,6 @@ def need_command(context: typer.Context) -> None:
         print(context.get_help(), file=sys.stderr)
         print(f"error: {context.command_path} needs a command; the commands are listed above", file=sys.stderr)
         raise typer.Exit(2)
-
-
-@contextmanager
-def progress(text: str) -> Iterator[Callable[[str], None]]:
-    """Show progress on stderr, if it is a terminal, and yield a function that updates it; it is removed at the end."""
-    if not sys.stderr.isatty():
-        yield lambda text: None
-        return
-    from rich.console import Console
-    from rich.markup import escape
-
-    with Console(file=sys.stderr).status(clean(text)) as status:
-        yield lambda text: status.update(escape(clean(text)))
 
 
 def _console() -> Console:

@@ -165,6 +165,7 @@ _CHANGES: dict[str, Callable[[LiveConfig, Any], None]] = {
     "checkpoint_every": LiveConfig._checkpoint_every,
     "workers": lambda self, value: self._change_slicing(self._live.slicing | {"workers": value}),
     "speeds": lambda self, value: self._change_slicing(self._live.slicing | {"speeds": dict(value)}),
+    "save": lambda self, _: self._job.checkpoints.request(),
 }
 
 
@@ -189,6 +190,7 @@ _ALLOWED: dict[str, Callable[[Any], bool]] = {
     "checkpoint_every": lambda value: _is_whole(value, 0),
     "workers": lambda value: _is_whole(value, 1),
     "speeds": _are_speeds,
+    "save": lambda value: value is True,
 }
 """Allowed values of each. The launcher checks more, with messages; this is for lines written by another tool."""
 

@@ -17,7 +17,6 @@ from holdfast.launch.fork_protocol import FORK_SERVER
 from holdfast.launch.fork_server import ForkServer
 from holdfast.launch.gpus import for_workers
 from holdfast.launch.job import Job
-from holdfast.launch.job_state import cause_of_death
 from holdfast.launch.mpi_hosts import MpiHosts
 from holdfast.launch.ports import shut_ports
 from holdfast.launch.processes import Process, WatchedWorker, end, pair_path, start, this_node
@@ -29,6 +28,7 @@ from holdfast.launch.worker_context import ALL_STOP, GRACE_S, LAUNCHER, LAUNCHER
 from holdfast.records.beacon import UNCONNECTED, Beacon, BeaconPosition
 from holdfast.records.paths import beacon_path, records_path
 from holdfast.records.types import Record, WorkerEnded
+from holdfast.report.event_lines import cause_of_death
 
 _MEMORY_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
 _SESSION_VARIABLE = "PRTE_MCA_prte_tmpdir_base"
@@ -136,10 +136,13 @@ class JobAttempt:
             processes = _living(self._watchers[rank])
         is_stopped = any(process.is_stopped() for process in processes)
         if pair is None and self._fork_server is not None and self._fork_server.is_importing():
-            return StartupStatus("launch", pulse=time.monotonic_ns(), is_stopped=is_stopped)
+            pulse = time.monotonic_ns()
+            return StartupStatus("launch", pulse=pulse, is_stopped=is_stopped, doing="importing torch")
         if position is None:
             return StartupStatus(is_stopped=is_stopped)
-        return StartupStatus(position.phase, position.pulse, position.beats, position.waits, is_stopped)
+        return StartupStatus(
+            position.phase, position.pulse, position.beats, position.waits, is_stopped, doing=position.doing
+        )
 
     def fence(self, rank: int) -> bool:
         """Kill a worker, and resume its watcher, which records the death; return whether the worker's process is known."""

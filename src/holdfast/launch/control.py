@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,7 +15,7 @@ from typing import Any, Self
 
 from holdfast.comm.fabrics.registry import make_fabric
 from holdfast.errors import ConfigError
-from holdfast.launch.job import Job, refuse
+from holdfast.launch.job import Job, command_line, refuse
 from holdfast.launch.processes import Process
 from holdfast.launch.run_paths import SHARED
 from holdfast.options import request_in
@@ -22,12 +23,13 @@ from holdfast.recovery.registry import strategy_class, strategy_names
 
 _ABOUT = "job.json"
 _ASKED = "asked.jsonl"
+_WAITS_FOR = "waits-for"
 
 MAX_WORKERS = 1024
 _MAX_NUMBER = 2**31 - 1
 
-CHANGES = ("workers", "lr", "batch_size", "strategy", "checkpoint_every")
-"""Settings that a running job can change."""
+CHANGES = ("workers", "lr", "batch_size", "strategy", "checkpoint_every", "save")
+"""Settings that a running job can change, and ``save``, a request for one checkpoint after the step in progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +45,19 @@ class RunningJob:
     saves: bool  # whether the job has a checkpoint directory
     folder: str = ""  # directory in which the launcher was started; "" if an older launcher did not record it
     run_dir: Path = Path()  # directory of its files
+    origin_s: float = 0.0  # value of time.monotonic() of this machine when the run began; 0: unknown
+    command: str = ""
+    report_dir: str = ""  # the directory of its report, absolute; "" for none
+    checkpoint_dir: str = ""
+    guard: str = "off"
+    workers: int = 0  # workers and spares that it starts with, on all nodes
+    spares: int = 0
 
     @classmethod
-    def of(cls, job: Job) -> Self:
-        """Return the description of this launcher's job."""
-        told = {name: getattr(job.settings, name) for name in ("fabric", "split", "min_workers")}
+    def of(cls, job: Job, origin_s: float = 0.0) -> Self:
+        """Return the description of this launcher's job, which began at ``origin_s`` of the monotonic clock."""
+        of_settings = ("fabric", "split", "min_workers", "checkpoint_dir", "guard")
+        told = {name: getattr(job.settings, name) for name in of_settings}
         process, saves = str(Process.of(os.getpid())), bool(job.settings.checkpoint_dir)
         return cls(
             process=process,
@@ -55,6 +65,11 @@ class RunningJob:
             slices=job.slices,
             saves=saves,
             folder=str(Path.cwd()),
+            origin_s=origin_s,
+            command=command_line(job),
+            report_dir="" if job.report_dir is None else str(job.report_dir.absolute()),
+            workers=job.workers,
+            spares=len(job.ranks) - job.workers,
             **told,
         )
 
@@ -72,9 +87,9 @@ class RunningJob:
             return False
 
 
-def announce(run_dir: Path, job: Job) -> RunningJob:
+def announce(run_dir: Path, job: Job, origin_s: float = 0.0) -> RunningJob:
     """Publish the job of this launcher, so that commands can find it; return the published description."""
-    running = dataclasses.replace(RunningJob.of(job), run_dir=run_dir)
+    running = dataclasses.replace(RunningJob.of(job, origin_s), run_dir=run_dir)
     draft = run_dir / f"{_ABOUT}.draft"
     draft.write_text(json.dumps(dataclasses.asdict(running) | {"run_dir": ""}))
     draft.replace(run_dir / _ABOUT)
@@ -87,7 +102,7 @@ def find(pid: int | None = None) -> RunningJob:
     Raises:
         ConfigError: if there is no such job, more than one, or one that was started elsewhere.
     """
-    all_jobs = list(_jobs())
+    all_jobs = list(running_jobs())
     jobs = [job for job in all_jobs if pid in (None, job.pid)]
     if len(jobs) == 1 and (pid is not None or jobs[0].is_from_here):
         return jobs[0]
@@ -105,7 +120,8 @@ def find(pid: int | None = None) -> RunningJob:
     return refuse(f"--job must be the PID of a running launcher: {there}; got {pid}")
 
 
-def _jobs() -> Iterator[RunningJob]:
+def running_jobs() -> Iterator[RunningJob]:
+    """Yield this user's jobs that run on this machine."""
     place = Path(tempfile.gettempdir())
     for about in sorted([*place.glob(f"holdfast-*/{_ABOUT}"), *place.glob(f"holdfast-*/{SHARED}/{_ABOUT}")]):
         running = _read(about)
@@ -128,11 +144,31 @@ def _read(about: Path) -> RunningJob | None:
         return None
 
 
-def request_changes(job: RunningJob, **changes: Any) -> None:
+def note_wait(run_dir: Path, text: str) -> None:
+    """Publish what this launcher's job waits for; "" once it trains."""
+    with contextlib.suppress(OSError):  # only shown
+        draft = run_dir / f"{_WAITS_FOR}.draft"
+        draft.write_text(text)
+        draft.replace(run_dir / _WAITS_FOR)
+
+
+def waits_for(run_dir: Path) -> str:
+    """Return what a job waits for before it trains; "" if that is not known."""
+    try:
+        return (run_dir / _WAITS_FOR).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+FROM_DASHBOARD = "from_dashboard"
+"""In a request: the user made it through a dashboard, and the launcher records that."""
+
+
+def request_changes(job: RunningJob, *, from_dashboard: bool = False, **changes: Any) -> None:
     """Request some of :data:`CHANGES`; raise a ConfigError if a value is not allowed or the job has ended."""
     check(changes, job)
     try:
-        append(job.run_dir / _ASKED, changes)
+        append(job.run_dir / _ASKED, changes | ({FROM_DASHBOARD: True} if from_dashboard else {}))
     except OSError:
         refuse(f"job {job.pid} ({job.script}) has ended in the meantime")
 
@@ -160,6 +196,8 @@ def check(changes: Mapping[str, Any], job: RunningJob) -> None:
         _check_saves(f"--strategy {changes['strategy']}", job)
     if "checkpoint_every" in changes:
         _check_saves("--checkpoint-every", job)
+    if "save" in changes:
+        _check_saves("a checkpoint", job)
 
 
 def check_values(changes: Mapping[str, Any]) -> None:
@@ -184,6 +222,9 @@ def check_values(changes: Mapping[str, Any]) -> None:
                     refuse(f"--strategy must be one of {', '.join(live)}, got {value!r}")
             case "checkpoint_every":
                 _check_number("--checkpoint-every", value, 0, _MAX_NUMBER)
+            case "save":
+                if value is not True:
+                    refuse(f"save must be true, got {value!r}")
             case _:
                 refuse(f"{name} cannot be changed while a job runs; these can: {', '.join(CHANGES)}")
 

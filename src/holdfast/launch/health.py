@@ -14,6 +14,7 @@ from holdfast.launch.nodes import NodeGroup
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.starting import StartupFinding, StartupMonitor
 from holdfast.launch.stragglers import StragglerDetector
+from holdfast.launch.waiting_for import what_workers_wait_for
 from holdfast.records.beacon import UNCONNECTED, BeaconPosition
 from holdfast.records.paths import requests_path
 from holdfast.records.types import StragglerSeen, WorkerFenced
@@ -62,7 +63,7 @@ class HealthMonitor:
         self._end_stuck(attempt, positions, now_s)
         self._print_progress(living, now_s)
         self._check_stragglers(attempt, positions, now_s)
-        self._bus.show(attempt.pids(living))
+        self._bus.show(attempt.pids(living), self._waits_for(attempt, living, positions))
 
     def all_stall(self, attempt: JobAttempt, nodes: NodeGroup) -> bool:
         """Return whether the workers of all nodes wait for each other; the job state knows only those of this node."""
@@ -115,6 +116,18 @@ class HealthMonitor:
         if found.lost or unknown:
             why = found.lost or f"rank {unknown[0].rank} {unknown[0].reason}"
             state.give_up("mpirun is stopped" if attempt.is_mpirun_stopped() else why)
+
+    def _waits_for(self, attempt: JobAttempt, living: Sequence[int], positions: Mapping[int, BeaconPosition]) -> str:
+        """Return which workers of this node the first step waits for, in words; "" once a step was committed."""
+        if self._bus.is_training:
+            return ""
+        job = self._run.job
+        return what_workers_wait_for(
+            {rank: attempt.sign(rank, positions.get(rank)) for rank in living},
+            script=job.script.name,
+            connecting=job.fabric.connecting,
+            node=" of this node" if job.nnodes > 1 else "",
+        )
 
     def _end_stuck(self, attempt: JobAttempt, positions: Mapping[int, BeaconPosition], now_s: float) -> None:
         nodes = self._run.nodes

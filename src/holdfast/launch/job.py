@@ -257,6 +257,15 @@ class Job:
         kind=Path,
     )
 
+    dashboard: str = option(
+        "",
+        help="Serve a page about the running job on this port, of this machine only unless HOST is given.",
+        manual="serve a page about the running job at `http://HOST:PORT/`, on the first node; without HOST only to this machine, with port 0 on a free port. The URL, with the token that actions need, is printed once: [dashboard.md](../how-to/dashboard.md)",
+        group="Monitoring",
+        metavar="[HOST:]PORT",
+        kind=str,
+    )
+
     @property
     def words(self) -> tuple[str, ...]:
         """The script or module and its arguments, as on a command line."""

@@ -21,6 +21,7 @@ from holdfast.records.types import (
     StepCommitted,
     WorkerEnded,
 )
+from holdfast.report.event_lines import cause_of_death
 
 POISON_DEATHS = 3
 """Consecutive deaths at the same slice of the same step after which the samples are blamed, not the machine."""
@@ -403,16 +404,6 @@ class JobState:
                     "admitted, and no step was committed"
                 )
         return None
-
-
-def cause_of_death(exit_code: int) -> str:
-    """Return a phrase for how a process ended."""
-    if exit_code >= 0:
-        return f"ended with exit code {exit_code}"
-    try:
-        return f"killed by {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"killed by signal {-exit_code}"
 
 
 def _place(position: BeaconPosition) -> tuple[int, int]:

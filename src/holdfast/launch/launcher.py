@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from holdfast.clock import SystemClock
 from holdfast.config import AUTO, Settings
 from holdfast.errors import StoreLost
 from holdfast.faults.plan import FaultPlan
 from holdfast.launch.attempt import AttemptFiles, JobAttempt, common_environment
+from holdfast.launch.control import announce, note_wait
 from holdfast.launch.elasticity import ElasticWorkers
 from holdfast.launch.exit_status import explain, unsaid, why_not_again
 from holdfast.launch.fork_server import ForkServer, is_useful
@@ -19,7 +20,7 @@ from holdfast.launch.gpus import check_gpus, sharing_line
 from holdfast.launch.health import HealthMonitor
 from holdfast.launch.job import Job, JobOutcome, check
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
-from holdfast.launch.live import RunView
+from holdfast.launch.live import RunStatus, RunView
 from holdfast.launch.mpi_hosts import MpiHosts, check_hosts, shared_folder
 from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_node_faults
 from holdfast.launch.node_health import NodeCheck
@@ -32,8 +33,11 @@ from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.sinks import check_sinks, open_sinks
 from holdfast.launch.stopping import StopProcedure
 from holdfast.records.files import read_run
-from holdfast.records.queued import SinkCount
+from holdfast.records.queued import QueuedSink, SinkCount
 from holdfast.records.types import JobRestarted, RunStarted
+
+if TYPE_CHECKING:
+    from holdfast.launch.dashboard import Dashboard
 
 POLL_S = 0.02
 _FAR_POLL_S = 0.2
@@ -75,7 +79,9 @@ class Launcher:
         self._attempt: JobAttempt | None = None
         self._nodes: NodeGroup | None = None
         self._hosts: MpiHosts | None = None
+        self._dashboard: Dashboard | None = None
         self._restarts = 0
+        self._begun_s = time.monotonic()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as undo:
@@ -86,25 +92,28 @@ class Launcher:
     def _make_ready(self, undo: contextlib.ExitStack) -> None:
         """Create the parts of a run, and register with ``undo`` how to undo each, even if a later one raises."""
         job = self._job
-        node_check = NodeCheck.of_job(job)
-        undo.callback(node_check.close)
-        if job.fabric.starts_each:
-            self._nodes = NodeGroup(job, node_check if job.nnodes > 1 else None)
-            undo.callback(self._nodes.close)
-        self._origin_s = time.monotonic() if self._nodes is None else self._nodes.origin_s()
+        undo.callback(self._view.close)
         report_logs = None if job.report_dir is None else job.report_dir / "logs"
         self._paths = RunPaths.make(job.log_dir or report_logs, shared_folder(job))
         undo.callback(self._paths.clear)
+        announce(self._paths.run_dir, job, self._begun_s)
+        node_check = NodeCheck.of_job(job)
+        undo.callback(node_check.close)
+        if job.fabric.starts_each:
+            self._nodes = NodeGroup(job, node_check if job.nnodes > 1 else None, self._show_wait)
+            undo.callback(self._nodes.close)
+        self._origin_s = time.monotonic() if self._nodes is None else self._nodes.origin_s()
+        self._paths.clear_logs()
         self._fork_server = self._start_fork_server()
         if self._fork_server is not None:
             undo.callback(self._fork_server.close)
+        self._show_wait("checking this node" if job.nnodes == 1 else "")
         node_check.admit()  # of a single node, which imports torch in the meantime
         if job.hosts:
             self._hosts = MpiHosts(job, self._paths)
             undo.callback(self._hosts.close)
         self._files = AttemptFiles(self._paths)
         undo.callback(self._files.close)
-        undo.callback(self._view.close)
         self._run = run = RunState(
             job=job,
             view=self._view,
@@ -114,21 +123,28 @@ class Launcher:
             paths=self._paths,
             files=self._files,
             clock=SystemClock(self._origin_s),
-            sinks=open_sinks(job, SystemClock(self._origin_s), self._view.print_line),
+            sinks=self._open_sinks(),
         )
         undo.callback(self._close_sinks)
         if line := sharing_line(job.gpus, 0 if job.is_virtual or job.hosts else len(job.ranks) // job.nnodes):
             self._view.print_line(line)
         self._bus = RecordBus(run)
         self._health = HealthMonitor(run, self._bus)
-        self._elastic = ElasticWorkers(run)
-        self._killer = RandomKiller(run, self._bus, len(self._plan.faults))
+        self._elastic = ElasticWorkers(run, self._bus)
+        self._killer = RandomKiller(run, self._bus)
         self._stopping = StopProcedure(run, self._bus)
         undo.callback(self._stopping.close)
         self._stopping.install_handlers()
         self._node_faults = NodeFaults(run, self._bus, self._plan)
         undo.callback(self._node_faults.close)
         undo.callback(self._end_attempt)
+
+    def _show_wait(self, text: str) -> None:
+        """Display what this launcher waits for before the run begins."""
+        if text:
+            note_wait(self._paths.run_dir, text)
+            elapsed_s = time.monotonic() - self._begun_s
+            self._view.show(RunStatus(alive={}, metrics={}, elapsed_s=elapsed_s, waits_for=text))
 
     def _start_fork_server(self) -> ForkServer | None:
         """Start it first: it imports torch while everything else is prepared."""
@@ -151,6 +167,7 @@ class Launcher:
         """Start the job, and restart it as often as necessary and allowed; return how it ended."""
         ranks = self._job.ranks
         if self._hosts is not None:
+            self._show_wait("waiting for the hosts")
             self._hosts.connect()
         while True:
             try:
@@ -202,6 +219,8 @@ class Launcher:
         """Act on requests, faults and findings while the job runs."""
         self._stopping.advance(attempt)
         self._node_faults.strike(attempt)
+        if self._dashboard is not None:
+            self._dashboard.answer(attempt, self._run, self._bus, self._stopping)
         if self._health.is_due():
             attempt.shut_ports()
             self._health.poll(attempt)
@@ -364,7 +383,19 @@ class Launcher:
         )
         return None
 
-    # --- the end
+    # --- sinks, and the end
+
+    def _open_sinks(self) -> tuple[QueuedSink, ...]:
+        """Open what receives the records besides their files; the launcher of the first node has the dashboard."""
+        job, clock, say = self._job, SystemClock(self._origin_s), self._view.print_line
+        sinks = open_sinks(job, clock, say)
+        if job.dashboard and job.node_rank == 0:
+            from holdfast.launch.dashboard import Dashboard
+
+            self._dashboard = Dashboard(job, self._paths, clock, say)
+            sinks = (*sinks, QueuedSink(self._dashboard, say))
+            self._dashboard.watch(sinks)
+        return sinks
 
     def _close_sinks(self, end_s: float | None = None) -> list[SinkCount]:
         """End the sinks of records, if that was not done; return what became of the records."""
@@ -377,6 +408,8 @@ class Launcher:
         if isinstance(verdict, JobBroken) and not self._bus.is_explained:
             self._bus.note(unsaid(verdict))
         exit_code, message, traceback = explain(self._job, verdict, self._state)
+        if self._dashboard is not None:
+            self._dashboard.finish(exit_code, message)
         records, wall_s = read_run(self._paths.run_dir), self._run.clock.now_s()
         report, unwritten = write_results(
             self._job,

@@ -2,48 +2,52 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from holdfast.launch.job_state import cause_of_death
-from holdfast.records.types import (
-    CheckpointSaved,
-    DeviceLost,
-    FaultFired,
-    Finished,
-    JobRestarted,
-    Left,
-    Record,
-    Recovered,
-    RunStarted,
-    SamplesLost,
-    SeatTaken,
-    SettingChanged,
-    StepCommitted,
-    StragglerSeen,
-    ValuesAltered,
-    WorkerEnded,
-    WorkerFenced,
-)
-from holdfast.recovery.decisions import decision_of
-from holdfast.report.formatting import clean, count, seconds, slowness
-from holdfast.report.history import is_distributed
+from holdfast.report.bar import bar_line
+from holdfast.report.formatting import clean, count, rough, speed, timer
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.live import Live
 
 
+EVERY_S = 30.0
+"""Seconds between two lines about the progress, without a terminal."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """Progress of a run: committed steps, of ``planned`` (0: unknown); the PID of each live worker; metrics."""
+    """Progress of a run.
+
+    Args:
+        step: Committed steps.
+        planned: Steps of the run; 0: unknown.
+        alive: The PID of each live worker of this node.
+        metrics: Those of the newest step.
+        workers: Workers that the job has while none is lost, spares included; 0: unknown.
+        workers_alive: Live workers of all nodes.
+        elapsed_s: Seconds since the run began.
+        steps_per_s: Speed of the newest steps; None: unknown.
+        left_s: Estimated seconds until the last step; None: unknown.
+        waits_for: What a job that does not train yet waits for; "" while it trains.
+    """
 
     step: int = 0
     planned: int = 0
     alive: Mapping[int, int]
     metrics: Mapping[str, float]
+    workers: int = 0
+    workers_alive: int = 0
+    elapsed_s: float = 0.0
+    steps_per_s: float | None = None
+    left_s: float | None = None
+    waits_for: str = ""
 
 
 class RunView:
@@ -63,10 +67,14 @@ class RunView:
 
 
 class PlainView(RunView):
-    """One line per event, for logs and pipes; the workers' output goes to ``output``."""
+    """One line per event, and one about the progress every :data:`EVERY_S` seconds, for logs and pipes.
+
+    The workers' output goes to ``output``.
+    """
 
     def __init__(self, output: TextIO | None = None) -> None:
         self._output = output or sys.stdout
+        self._due_s = time.monotonic() + EVERY_S
 
     def output(self, rank: int, line: str) -> None:
         """Print the line with the worker's rank."""
@@ -76,9 +84,15 @@ class PlainView(RunView):
         """Print the line on stderr."""
         print(f"holdfast: {clean(line)}", file=sys.stderr, flush=True)  # noqa: T201 - this is what it is for
 
+    def show(self, status: RunStatus) -> None:
+        """Print a line about the progress, if the next one is due."""
+        if time.monotonic() >= self._due_s:
+            self._due_s = time.monotonic() + EVERY_S
+            self.print_line(progress_line(status))
+
 
 class LiveView(RunView):
-    """A progress bar, the workers and the last event at the bottom of stderr; output scrolls above, or goes to ``output``."""
+    """Progress, workers and the last event at the bottom of stderr; output scrolls above, or goes to ``output``."""
 
     def __init__(self, output: TextIO | None = None) -> None:
         from rich.console import Console
@@ -100,181 +114,63 @@ class LiveView(RunView):
             print(f"[{rank}] {line}", file=self._output, flush=True)
 
     def print_line(self, line: str) -> None:
-        """Print the line above the bar and keep it visible."""
+        """Print the line above the panel and keep it visible."""
         from rich.text import Text
 
         self._last = clean(line)
         self._console.print(Text(f"holdfast: {self._last}", style="yellow"), soft_wrap=True)
 
     def show(self, status: RunStatus) -> None:
-        """Redraw the bar."""
+        """Redraw the panel."""
         self._live.start()  # has no effect the second time
-        self._live.update(_panel(status, self._last), refresh=True)
+        self._live.update(_panel(status, self._last, self._console.width), refresh=True)
 
     def close(self) -> None:
-        """Remove the bar."""
+        """Remove the panel."""
         self._live.stop()
 
 
 def make_view(output: TextIO | None = None) -> RunView:
-    """Return the live view if stderr is a terminal, otherwise one line per event."""
-    return LiveView(output) if sys.stderr.isatty() else PlainView(output)
+    """Return the live view if stderr is a terminal that can move its cursor, otherwise one line per event."""
+    is_live = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    return LiveView(output) if is_live else PlainView(output)
 
 
-def _panel(status: RunStatus, last: str) -> Group:
+def progress_line(status: RunStatus) -> str:
+    """Return the progress in one line."""
+    if status.waits_for:
+        return f"after {rough(status.elapsed_s)}: {status.waits_for}"
+    of = f" of {status.planned}" if status.planned else ""
+    workers = f"{status.workers_alive} of {count(status.workers, 'worker')}" if status.workers else ""
+    return ", ".join(
+        filter(None, (f"step {status.step}{of} after {rough(status.elapsed_s)}", *_speed(status), workers))
+    )
+
+
+def _speed(status: RunStatus) -> list[str]:
+    """Return speed, remaining time and metrics, as far as they are known."""
+    left = f"about {rough(max(1.0, status.left_s))} left" if status.left_s else ""
+    metrics = [f"{clean(name)} {value:.4g}" for name, value in status.metrics.items()]
+    return [text for text in (speed(status.steps_per_s), left, *metrics) if text]
+
+
+def _panel(status: RunStatus, last: str, width: int = 80) -> Group:
+    """Return what the terminal shows, for a screen of so many columns."""
     from rich.console import Group
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
     from rich.text import Text
 
-    metrics = "  ".join(f"{clean(name)} {value:.4g}" for name, value in status.metrics.items())
-    progress = Table.grid(padding=(0, 1))
-    bar = ProgressBar(total=status.planned or None, completed=status.step, width=40, pulse=not status.planned)
-    of = f"/{status.planned}" if status.planned else ""
-    progress.add_row(Text("step "), bar, Text(f"{status.step}{of}  {metrics}"))
+    workers = f"{status.workers_alive} of {status.workers}  " if status.workers else ""
     pids = "  ".join(f"{rank} (pid {pid})" for rank, pid in sorted(status.alive.items()))
-    lines = (Text(f"alive  {pids}", style="green"), Text(f"last   {last}", style="yellow"))
+    elapsed = timer(status.elapsed_s)
+    now, colour = (status.waits_for, "cyan") if status.waits_for else ("  ".join(_speed(status)), "")
+    lines = [Text(f"last    {last}", style="yellow")]
+    if workers or pids:
+        lines.insert(0, Text(f"workers {workers}{pids}", style="green"))
     for line in lines:
         line.no_wrap, line.overflow = True, "ellipsis"
-    return Group(progress, *lines)
-
-
-class EventFormatter:
-    """Turns records into lines of text; an event that every survivor records is reported once."""
-
-    def __init__(self) -> None:
-        self._printed: set[tuple[object, ...]] = set()
-        self._restarts = 0
-        self._started: RunStarted | None = None
-        self._injected: set[int] = set()
-        self._left: set[int] = set()
-
-    def format(self, record: Record) -> str | None:
-        """Return the line for ``record``, None if it has none or the event was reported before."""
-        if isinstance(record, JobRestarted):
-            self._restarts, self._started = record.restart, None
-        if isinstance(record, RunStarted):
-            self._started = record
-        if isinstance(record, FaultFired) and record.kind != "flip":
-            self._injected.update((record.rank, *record.workers))
-        if isinstance(record, Left):
-            self._left.add(record.rank)
-        key, line = self._line(record)
-        if line is None or (self._restarts, *key) in self._printed:
-            return None
-        self._printed.add((self._restarts, *key))
-        return line
-
-    def _line(self, record: Record) -> tuple[tuple[object, ...], str | None]:
-        match record:
-            case RunStarted():
-                return ("start",), None if is_distributed(record) else _begin(record)
-            case StepCommitted() if self._started is not None and is_distributed(self._started):
-                # not earlier: a script without DistributedDataParallel "starts" when it ends
-                ranks = count(record.workers, "rank")
-                return ("start",), f"{ranks}: torch.distributed; all-reduces of DDP continue over the survivors"
-            case ValuesAltered():
-                return ("fault", record.fault), f"flip of rank {record.rank} at step {record.step}: {_altered(record)}"
-            case FaultFired(kind="flip"):
-                return ("flip",), None
-            case FaultFired():
-                victim = f"rank {record.rank}" if record.node < 0 else f"node {record.node}"
-                return ("fault", record.fault), f"{record.kind} of {victim} at step {record.step}, {record.phase}"
-            case DeviceLost():
-                return ("device", record.rank), _device(record)
-            case WorkerFenced():
-                return ("fenced", record.rank), f"rank {record.rank} is killed: {record.reason}"
-            case SettingChanged():
-                return ("set", record.step, record.name), _changed(record)
-            case StragglerSeen():
-                key = ("slow", record.rank, record.step)
-                return key, f"rank {record.rank} is slow: {slowness(record.score, record.policy)}"
-            case Left():
-                return ("left", record.rank), f"rank {record.rank} left before step {record.step}, as requested"
-            case WorkerEnded() if record.exit_code < 0 and record.rank not in self._injected:
-                where = f" at step {record.step}" if record.step >= 0 else ""
-                return ("end", record.rank), f"rank {record.rank} died{where}: {cause_of_death(record.exit_code)}"
-            case Recovered() if record.rank in record.joined:
-                return (), None  # it did not pause the others, and does not know for how long they paused
-            case SeatTaken():
-                return ("seat", record.worker), _seat_taken(record)
-            case Recovered():
-                return ("recovered", record.generation), self._recovery(record)
-            case SamplesLost():
-                what = f"step {record.step} continues without {len(record.ids)} samples"
-                return ("lost", record.step, record.ids), what
-            case CheckpointSaved():
-                return ("saved", record.step), f"checkpoint before step {record.step}: {record.path}"
-            case JobRestarted():
-                on = _ranks(record.workers)
-                return ("restart",), f"start {record.restart + 1} of the job, on {on}: {record.reason}"
-            case Finished(outcome="stopped"):
-                return ("stopped",), f"stopped before step {record.step}"
-        return (), None
-
-    def _recovery(self, record: Recovered) -> str:
-        parts = self._losses(record)
-        if record.joined:
-            parts.append(
-                f"{_ranks(record.joined)} joined at step {record.step}; the other workers paused for {seconds(record.held_s)}"
-            )
-        # Under torch.distributed, before the first step or without steps, no step can be named.
-        has_no_step = record.decision == "continue" and self._started is None
-        if has_no_step or (record.decision in ("redo", "grow") and not record.redone_steps):
-            verb = "continues" if len(record.survivors) == 1 else "continue"
-            return "; ".join([*parts, f"{_ranks(record.survivors)} {verb}"])
-        what = decision_of(record.decision).sentence.format(step=record.step)
-        return "; ".join([*parts, f"{what} with {_ranks(record.survivors)}"])
-
-    def _losses(self, record: Recovered) -> list[str]:
-        """Return the lost ranks; the record of a worker that left in order may arrive after those of the survivors."""
-        lost = [rank for rank in record.lost if rank not in self._left]
-        if not lost:
-            return []
-        if record.decision in ("redo", "grow") and not record.redone_steps and not self._injected.intersection(lost):
-            return [f"{_ranks(lost)} {'has' if len(lost) == 1 else 'have'} ended"]
-        return [f"lost {_ranks(lost)}"]
-
-
-def _seat_taken(record: SeatTaken) -> str:
-    return f"rank {record.worker} takes the place of rank {record.seat} from step {record.step} on"
-
-
-def _altered(record: ValuesAltered) -> str:
-    values = count(record.count, "value")
-    if not record.values:
-        return f"{values} of {record.target} altered"
-    first = record.values[0]
-    place = f"{first['path']}[{first['index']}]"
-    return f"{values} of {record.target} altered, {place} from {_short(first['before'])} to {_short(first['after'])}"
-
-
-def _short(value: float | str) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _changed(record: SettingChanged) -> str:
-    if record.name == "workers":
-        wanted = int(record.value)
-        return f"the job should have {count(wanted, 'worker')} from step {record.step} on"
-    if record.name == "speeds":
-        return f"from step {record.step} on, slices are assigned by worker speed"
-    return f"from step {record.step} on, {record.name} is {record.value}"
-
-
-def _device(record: DeviceLost) -> str:
-    gpu = f"its GPU ({record.gpu})" if record.gpu else "its device"
-    what = f"lost {gpu}" if record.what == "lost" else f"took over slices, and {gpu} has too little memory"
-    return f"rank {record.rank} {what}: {clean(record.message)}"
-
-
-def _begin(record: RunStarted) -> str:
-    at = f", from step {record.step}" if record.step > 0 else ""
-    workers = f"{record.workers} {'worker' if record.workers == 1 else 'workers'}"
-    steps = f"{record.steps_planned} steps" if record.steps_planned else "a stream"
-    order = "" if record.order == "fold" else f", order {record.order}"
-    return f"{workers}, {steps}{at}: {record.fabric}, {record.strategy}{order}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else "no rank"
+    lines.insert(0, Text(f"{elapsed}  {now}", style=colour))  # the one that may be folded instead
+    if status.waits_for:
+        return Group(*lines)
+    steps = f"{status.step}/{status.planned}" if status.planned else str(status.step)
+    share = min(1.0, status.step / status.planned) if status.planned else None
+    return Group(bar_line("step", share, steps, width), *lines)

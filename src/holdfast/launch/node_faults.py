@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from holdfast.errors import ConfigError
@@ -48,13 +48,30 @@ class KillSchedule:
         return victim
 
 
-class RandomKiller:
-    """Kills random workers from the first committed step on (``--mtbf``); numbered after the planned faults."""
+def kill_worker(
+    run: RunState, bus: RecordBus, attempt: JobAttempt, victim: int, before: Callable[[], object] = lambda: None
+) -> bool:
+    """Kill a worker of this node as an injected fault, numbered after the planned faults; return whether it was killed.
 
-    def __init__(self, run: RunState, bus: RecordBus, planned: int) -> None:
+    A worker that is not connected to the others yet is not killed. ``before`` is called just before.
+    """
+    position, pair = attempt.position(victim), attempt.pair(victim)
+    if position is None or position.phase in UNCONNECTED or pair is None or not pair.worker.is_alive():
+        return False
+    faults = run.job.settings.faults
+    planned = len(FaultPlan.from_json(faults).faults) if faults else 0
+    number = planned + sum(fault >= planned for fault in run.state.fired)
+    before()
+    bus.note(FaultFired(rank=victim, step=position.step, fault=number, kind="kill", phase=position.phase))
+    return pair.worker.send(signal.SIGKILL)
+
+
+class RandomKiller:
+    """Kills random workers from the first committed step on (``--mtbf``)."""
+
+    def __init__(self, run: RunState, bus: RecordBus) -> None:
         self._run = run
         self._bus = bus
-        self._planned = planned
         self._kills: KillSchedule | None = None
 
     def kill(self, attempt: JobAttempt) -> bool:
@@ -66,15 +83,7 @@ class RandomKiller:
         victim = None if self._kills is None else self._kills.due(now_s)
         if victim is None or victim not in run.state.living():
             return False
-        position = attempt.position(victim)
-        pair = attempt.pair(victim)
-        if position is None or position.phase in UNCONNECTED or pair is None or not pair.worker.is_alive():
-            return False
-        number = self._planned + sum(fault >= self._planned for fault in run.state.fired)
-        step, phase = position.step, position.phase
-        self._bus.note(FaultFired(rank=victim, step=step, fault=number, kind="kill", phase=phase))
-        pair.worker.send(signal.SIGKILL)
-        return True
+        return kill_worker(run, self._bus, attempt, victim)
 
 
 _HEARD_S = 0.2

@@ -37,7 +37,7 @@ import json
 import secrets
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -87,10 +87,12 @@ class NodeChanges:
 class NodeGroup(Rendezvous):
     """This launcher and those of the other nodes, over all starts of the job."""
 
-    def __init__(self, job: Job, node_check: NodeCheck | None = None) -> None:
+    def __init__(
+        self, job: Job, node_check: NodeCheck | None = None, tell: Callable[[str], None] = lambda text: None
+    ) -> None:
         self._members: Store | None = None
         self._relay: Relay | None = None
-        super().__init__(job, node_check)
+        super().__init__(job, node_check, tell)
         self._requests = 0
         self._own: tuple[int, ...] = ()
         self._posted: set[str] = set()

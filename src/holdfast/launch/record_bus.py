@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from holdfast.clock import Clock
 from holdfast.errors import StoreLost
 from holdfast.launch.attempt import AttemptFiles, JobAttempt
+from holdfast.launch.control import note_wait
 from holdfast.launch.job import Job
-from holdfast.launch.job_state import JobState, cause_of_death
-from holdfast.launch.live import EventFormatter, RunStatus, RunView
+from holdfast.launch.job_state import JobState
+from holdfast.launch.live import RunStatus, RunView
 from holdfast.launch.nodes import NodeGroup
 from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.run_paths import RunPaths
@@ -23,6 +24,7 @@ from holdfast.records.paths import records_path
 from holdfast.records.queued import QueuedSink
 from holdfast.records.types import (
     FaultFired,
+    JobRestarted,
     Record,
     RunStarted,
     ScriptFailed,
@@ -31,7 +33,9 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
+from holdfast.report.event_lines import EventFormatter, cause_of_death
 from holdfast.report.history import is_distributed
+from holdfast.report.step_times import StepTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +70,15 @@ class RecordBus:
         self._story = EventFormatter()
         self._recorder = FileRecorder(records_path(run.paths.run_dir, "launcher"))
         self._log = Logger(run.clock, lambda: (-1, -1), self._recorder)
-        self._status = RunStatus(alive={}, metrics={})
+        self._status = RunStatus(alive={}, metrics={}, workers=len(run.job.ranks))
+        self._times = StepTimes()
         self._noted: list[tuple[Record, BeaconPosition | None]] = []
         self._tracebacks: dict[int, str] = {}
         self.is_distributed = False
         """Whether the script uses ``torch.distributed``, as far as is known."""
+
+        self.is_training = False
+        """Whether a step was committed in this start of the job."""
 
     @property
     def has_committed(self) -> bool:
@@ -110,7 +118,12 @@ class RecordBus:
                 self.is_distributed = is_distributed(record)
                 if self._run.nodes is not None:
                     self._run.nodes.note_start(record.slices, record.order)
+            case JobRestarted():
+                self.is_training = False
+                self._times.begin()
             case StepCommitted():
+                self.is_training = True
+                self._times.add(record.step, record.t_s)
                 self._status = dataclasses.replace(self._status, step=record.step + 1, metrics=record.metrics)
             case ScriptFailed():
                 self._tracebacks[record.rank] = record.traceback or record.message
@@ -131,9 +144,20 @@ class RecordBus:
         self.poll(ended, position)
         self._noted.append((ended, position))
 
-    def show(self, alive: Mapping[int, int]) -> None:
-        """Display the progress, with the PIDs of the workers."""
-        self._status = dataclasses.replace(self._status, alive=alive)
+    def show(self, alive: Mapping[int, int], waits_for: str = "") -> None:
+        """Display the progress, with the PIDs of the workers, and what a job that does not train yet waits for."""
+        known = self._status
+        if waits_for != known.waits_for:
+            note_wait(self._run.paths.run_dir, waits_for)
+        self._status = dataclasses.replace(
+            known,
+            alive=alive,
+            workers_alive=len(self._run.state.workers_alive()),
+            elapsed_s=self._run.clock.now_s(),
+            steps_per_s=self._times.steps_per_s,
+            left_s=self._times.left_s(known.planned - known.step) if known.planned else None,
+            waits_for=waits_for,
+        )
         self._run.view.show(self._status)
 
     def _end_of(self, record: Record, attempt: JobAttempt) -> BeaconPosition | None:

@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from holdfast.errors import JobError, StoreLost
 from holdfast.launch.job import OPTIONS, Job, refuse
 from holdfast.launch.node_health import NodeCheck
 from holdfast.membership import Hub, Store, open_store
+from holdfast.report.formatting import count
 
 _RETRY_S = 0.5
 _TOGETHER_S = 1.0
@@ -54,13 +55,21 @@ class LauncherInfo:
 class Rendezvous:
     """This launcher among those that share a store. The constructor waits until all are present, or the job has begun.
 
+    Args:
+        job: The job.
+        node_check: The checks of this node, if it must be fit.
+        tell: Called again and again with what this launcher waits for, while it waits.
+
     Raises:
         ConfigError: if the launchers' settings differ, or this node has a launcher already.
         JobError: if the store cannot be reached, or another launcher does not arrive, in time.
     """
 
-    def __init__(self, job: Job, node_check: NodeCheck | None = None) -> None:
+    def __init__(
+        self, job: Job, node_check: NodeCheck | None = None, tell: Callable[[str], None] = lambda text: None
+    ) -> None:
         self._job = job
+        self._tell = tell
         self._me = job.node_rank
         self._lease_s = job.node_timeout_s
         self._hub: Hub | None = None
@@ -227,6 +236,8 @@ class Rendezvous:
                     raise JobError(
                         f"{error}; node {self._me} waited {self._job.rdzv_timeout_s:g} s (--rdzv-timeout) for {what}"
                     ) from error
+            host = "node 0, which hosts " if len(self._places) == 1 else ""
+            self._tell(f"waiting for {host}the membership store at {self._url.partition('://')[2]}")
             time.sleep(_RETRY_S)
 
     # -- waiting for the others
@@ -285,7 +296,10 @@ class Rendezvous:
             all_known = bool(there) and len(there.keys() | unfit.keys()) == self._job.nnodes
             return self.store.get("start/0") or (whole if all_known and is_enough else None)
 
-        seats = self.store.wait(ready, self._job.rdzv_timeout_s)
+        seats, ends_s = None, time.monotonic() + self._job.rdzv_timeout_s
+        while seats is None and (left_s := ends_s - time.monotonic()) > 0:
+            self._tell(self._missing_nodes())
+            seats = self.store.wait(ready, min(left_s, _RETRY_S))
         if seats is None:
             unfit = self._unfit()
             missing = ", ".join(str(node) for node in range(self._job.nnodes) if node not in self.there())
@@ -293,6 +307,16 @@ class Rendezvous:
             raise JobError(f"node {missing} did not join within {self._job.rdzv_timeout_s:g} s (--rdzv-timeout){why}")
         self.store.create("start/0", seats)
         return {int(node): seat for node, seat in self.read("start/0").items()}
+
+    def _missing_nodes(self) -> str:
+        """Return which nodes the rendezvous waits for, in words; "" for none."""
+        nnodes, there, unfit = self._job.nnodes, self.there(), self._unfit()
+        missing = [node for node in range(nnodes) if node not in there and node not in unfit]
+        if not missing:
+            return ""
+        which = f"node{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
+        stay_out = f"; {count(len(unfit), 'node')} unfit" if unfit else ""
+        return f"waiting for {which}: rendezvous, {len(there)} of {nnodes} nodes{stay_out}"
 
     def _unfit(self) -> dict[int, str]:
         """Return the nodes that stay out, and why."""

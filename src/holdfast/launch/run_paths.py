@@ -60,13 +60,16 @@ class RunPaths:
                 (own[0].path / SHARED).symlink_to(run_dir)
             log_dir = (log_dir or run_dir / "logs").absolute()
             log_dir.mkdir(parents=True, exist_ok=True)
-            for old in (*log_dir.glob("rank-*.log"), log_dir / "mpirun.log"):
-                old.unlink(missing_ok=True)
             undo.pop_all()
         memory_dir = own[1].path if usable else None
         return cls(
             run_dir=run_dir, log_dir=log_dir, memory_dir=memory_dir, own=tuple(own), is_shared=shared is not None
         )
+
+    def clear_logs(self) -> None:
+        """Remove the logs of an earlier run, which has ended."""
+        for old in (*self.log_dir.glob("rank-*.log"), self.log_dir / "mpirun.log"):
+            old.unlink(missing_ok=True)
 
     @property
     def locks(self) -> tuple[int, ...]:

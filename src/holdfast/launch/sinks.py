@@ -15,7 +15,9 @@ _TRAIN_JOB = "KUBEFLOW_TRAINER_SERVER_URL"
 
 
 def check_sinks(job: Job) -> None:
-    """Raise a ConfigError that says what to change, if metrics cannot be exported as the job asks for."""
+    """Raise a ConfigError that says what to change, if the job cannot be monitored as it asks for."""
+    if job.dashboard:
+        host_and_port(job.dashboard, "--dashboard")
     path = job.metrics_file
     if not job.metrics_port and path is None:
         return
@@ -23,22 +25,22 @@ def check_sinks(job: Job) -> None:
         flag = "--metrics-port" if job.metrics_port else "--metrics-file"
         raise ConfigError(f"{flag} needs prometheus-client: pip install 'holdfast[monitor]'")
     if job.metrics_port:
-        metrics_address(job.metrics_port)
+        host_and_port(job.metrics_port, "--metrics-port")
     if path is not None and (path.suffix != ".prom" or path.is_dir()):
         raise ConfigError(f"--metrics-file must be a file whose name ends in .prom, as node-exporter wants, got {path}")
     if path is not None:
         check_writable(path.parent, "--metrics-file: the folder")
 
 
-def metrics_address(given: str) -> tuple[str, int]:
-    """Return host and port of ``--metrics-port``; a port alone is of the loopback interface.
+def host_and_port(given: str, option: str) -> tuple[str, int]:
+    """Return host and port of an option; a port alone is of the loopback interface.
 
     Raises:
         ConfigError: if it is not of the form ``[HOST:]PORT``, with a port from 0 to 65535.
     """
     host, colon, port = given.rpartition(":")
     if not (port.isascii() and port.isdecimal() and int(port) <= 65535) or (colon and not host):
-        raise ConfigError(f"--metrics-port must be [HOST:]PORT with a port from 0 to 65535, got {given!r}")
+        raise ConfigError(f"{option} must be [HOST:]PORT with a port from 0 to 65535, got {given!r}")
     return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
 
 
@@ -61,7 +63,7 @@ def open_sinks(job: Job, clock: Clock, say: Callable[[str], None]) -> tuple[Queu
 
         exporter = MetricsExporter(range(job.workers), clock, job.metrics_file)
         if job.metrics_port:
-            say(f"metrics at {exporter.serve(*metrics_address(job.metrics_port))}")
+            say(f"metrics at {exporter.serve(*host_and_port(job.metrics_port, '--metrics-port'))}")
         sinks.append(exporter)
     if _TRAIN_JOB in os.environ:
         from holdfast.monitor.kubeflow import progress_reporter

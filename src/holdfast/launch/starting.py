@@ -30,6 +30,8 @@ class StartupStatus:
     beats: int = 0
     waits: bool = False
     is_stopped: bool = False
+    doing: str = field(default="", compare=False)
+    """What the worker's main thread does, as far as its beacon says: see :mod:`holdfast.records.activity`."""
 
     @property
     def is_late(self) -> bool:

@@ -13,10 +13,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from holdfast.records.activity import current_activity
 from holdfast.records.paths import beacon_path
 
 _COMPUTED_STEPS = 15
 """Number of steps in the median of the compute time: a single step with an evaluation in it does not count."""
+_START_EVERY_S = 0.5
+"""Seconds between pulses, at most, before the first step."""
 
 
 PHASES = (
@@ -57,6 +60,7 @@ class BeaconPosition:
         waits: The worker waits for other workers.
         compute_s: Seconds that this worker takes to compute a slice, the median over its last steps; 0 before any.
         in_vain: Consecutive recoveries after which the members were unchanged, without a step applied since.
+        doing: What its main thread does before its first step, such as ``importing torch``; "" if that is not known.
     """
 
     beats: int
@@ -71,18 +75,21 @@ class BeaconPosition:
     waits: bool = False
     compute_s: float = 0.0
     in_vain: int = 0
+    doing: str = ""
 
 
 class Beacon:
     """The state of a worker, which other processes can read at any time, also after its death.
 
     Layout, little-endian int64: beats, step, slice, phase, pid, applied, number of samples, samples; pulse, busy, waits; and
-    as float64 the compute seconds; recoveries in vain. Each field is written by one thread, so none waits.
+    as float64 the compute seconds; recoveries in vain; what it does, as text. Each field is written by one thread, so none
+    waits.
     """
 
     MAX_SAMPLES = 500
     _HEAD = struct.Struct("<7q")
-    _TAIL = struct.Struct("<3qdq")
+    _TAIL = struct.Struct("<3qdq40s")
+    _DOING_AT, _DOING_BYTES = 40, 40
     _TAIL_AT = _HEAD.size + 8 * MAX_SAMPLES
     _SIZE = _TAIL_AT + _TAIL.size
 
@@ -112,10 +119,20 @@ class Beacon:
         place = (self._beats, step, slice_, PHASES.index(phase), self._pid, self._applied, count)
         self._HEAD.pack_into(self._map, 0, *place)
 
+    @property
+    def has_applied(self) -> bool:
+        """Whether this worker has applied a step, or begun to."""
+        return self._applied > 0
+
     def pulse(self) -> None:
         """Increment the pulse, which shows that the interpreter runs."""
         self._pulses += 1
         struct.pack_into("<q", self._map, self._TAIL_AT, self._pulses)
+
+    def show_doing(self, text: str) -> None:
+        """Publish what the main thread does before its first step; a long text is cut."""
+        data = text.encode("ascii", "replace")[: self._DOING_BYTES]
+        struct.pack_into(f"{self._DOING_BYTES}s", self._map, self._TAIL_AT + self._DOING_AT, data)
 
     def publish_busy(self, *, busy: bool) -> None:
         """Announce the start or the end of an operation that may take long; such operations may nest."""
@@ -149,7 +166,7 @@ class Beacon:
         if beats == 0:
             return None
         samples = struct.unpack_from(f"<{count}q", data, cls._HEAD.size)
-        pulse, busy, waits, compute_s, in_vain = cls._TAIL.unpack_from(data, cls._TAIL_AT)
+        pulse, busy, waits, compute_s, in_vain, doing = cls._TAIL.unpack_from(data, cls._TAIL_AT)
         return BeaconPosition(
             beats=beats,
             step=step,
@@ -163,6 +180,7 @@ class Beacon:
             waits=bool(waits),
             compute_s=compute_s,
             in_vain=in_vain,
+            doing=doing.rstrip(b"\0").decode("ascii", "replace"),
         )
 
 
@@ -181,6 +199,11 @@ class Pulse:
         threading.Thread(target=self._run, name="holdfast-pulse", daemon=True).start()
 
     def _run(self) -> None:
+        while not self._beacon.has_applied:
+            time.sleep(min(self._every_s, _START_EVERY_S))
+            self._beacon.show_doing(current_activity())
+            self._beacon.pulse()
+        self._beacon.show_doing("")
         while True:
             time.sleep(self._every_s)
             self._beacon.pulse()

@@ -541,3 +541,16 @@ class JobRestarted(Record):
     restart: int
     workers: tuple[int, ...]
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionRequested(Record):
+    """The user requested an action on the running job through the dashboard. Written by the launcher.
+
+    Args:
+        action: ``"kill"``, ``"scale"``, ``"set"``, ``"save"`` or ``"stop"``.
+        values: Its values as JSON, such as ``{"rank": 2}``.
+    """
+
+    action: str
+    values: str = "{}"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.records.types import (
+    ActionRequested,
     CheckpointSaved,
     CorruptionFound,
     CorruptionHealed,
@@ -66,7 +67,8 @@ def build_report(
     slowest. ``restored`` has one for each part of a split model that ``partial`` restored, with its number of blocks
     and their age in steps; ``optimizer_stale_steps`` is null unless its optimizer state was kept. ``seats_taken`` has
     one for each newcomer that took the rank of a failed process of ``torch.distributed``, and ``seats_filled``
-    one for each kind of collective in which survivors' values stood in for failed ranks. ``flips`` has one for
+    one for each kind of collective in which survivors' values stood in for failed ranks. ``actions`` lists what the user
+    requested through the dashboard. ``flips`` has one for
     each injected flip that struck, with its target and the first altered values. ``parts_held`` lists the parts of a
     split model in each worker's memory at the end, in bytes. ``eager`` is the cost at each worker of updating buckets
     before their step's commit vote: seconds over all steps, and the memory of the undo copies.
@@ -155,6 +157,10 @@ def _happenings(history: History) -> dict[str, Any]:
         ],
         "changed": [
             _rounded(record, "step", "t_s", "name") | {"value": json.loads(record.value)} for record in history.changes
+        ],
+        "actions": [
+            _rounded(record, "t_s", "step", "action") | {"values": json.loads(record.values)}
+            for record in history.of(ActionRequested)
         ],
         "flips": [_flip(record) for record in history.of(ValuesAltered)],
         "guard": _guard(history),

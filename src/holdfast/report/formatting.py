@@ -34,6 +34,29 @@ def seconds(value: float | None) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def rough(value: float) -> str:
+    """Return a duration in whole units that does not flicker while it is counted: ``"9 s"``, ``"2 min 5 s"``, ``"3 d 4 h"``."""
+    whole = max(0, round(value))
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h" if whole >= 86400 else seconds(whole)
+
+
+def timer(value: float) -> str:
+    """Return a duration as a clock shows it: ``"0:07"``, ``"12:30"``, ``"1:02:03"``."""
+    minutes, whole = divmod(max(0, int(value)), 60)
+    return f"{minutes}:{whole:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{whole:02}"
+
+
+def speed(steps_per_s: float | None) -> str:
+    """Return ``"9.8 steps/s"``, or ``"12.5 s a step"`` if a step takes longer than a second; "" if it is not known."""
+    if not steps_per_s:
+        return ""
+    if steps_per_s < 1:
+        return f"{seconds(1 / steps_per_s)} a step"
+    return f"{steps_per_s:.3g} steps/s" if steps_per_s < 100 else f"{steps_per_s:,.0f} steps/s"
+
+
 def plain(value: float) -> str:
     """Return the label of an axis tick: as few digits as possible, and a real minus sign."""
     return f"{value:g}".replace("-", MINUS)
@@ -122,6 +145,7 @@ def happenings(report: Mapping[str, Any]) -> list[tuple[float, str]]:
         slow.setdefault(r["rank"], []).append(r)
     found += [(said[0]["t_s"], f"{one} {rank} was slow {_slow(said)}") for rank, said in slow.items()]
     found += [(r["t_s"], _changed(r)) for r in report.get("changed", ())]
+    found += [(r["t_s"], action_line(r["action"], r["values"])) for r in report.get("actions", ())]
     guard = report.get("guard", {})
     found += [(r["t_s"], _corrupt(r)) for r in guard.get("found", ())]
     found += [(r["t_s"], _healed(r)) for r in guard.get("healed", ())]
@@ -167,11 +191,29 @@ def _healed(r: Mapping[str, Any]) -> str:
     return f"it was healed: all workers rolled back to step {r['went_back_to']}, to the state {sources[r['source']]}{whose}"
 
 
+def action_line(action: str, values: Mapping[str, Any]) -> str:
+    """Return a description of an action that was requested through the dashboard."""
+    match action:
+        case "kill":
+            what = f"kill rank {values.get('rank')}"
+        case "scale":
+            what = f"scale to {count(values.get('workers', 0), 'worker')}"
+        case "set":
+            what = "set " + ", ".join(f"{name}={value}" for name, value in values.items())
+        case "save":
+            what = "save a checkpoint"
+        case _:
+            what = f"{action} the job"
+    return f"requested through the dashboard: {what}"
+
+
 def _changed(change: Mapping[str, Any]) -> str:
     """Return a description of a change to a running job."""
     name, value, step = change["name"], change["value"], change["step"]
     if name == "workers":
         return f"{count(value, 'worker')} {'was' if value == 1 else 'were'} requested before step {step}"
+    if name == "save":
+        return f"a checkpoint was requested during step {step}"
     if name == "speeds":  # a table with a row for each worker, which no user requested
         return f"slices were assigned by the workers' speed from step {step} on"
     return f"{name} was {value} from step {step} on"

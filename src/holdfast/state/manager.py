@@ -44,6 +44,7 @@ class CheckpointManager:
         self._named = bool(settings.checkpoint_dir)
         self._every = settings.checkpoint_every if self._named else 0
         self.adaptive = AdaptiveInterval(settings.mtbf_s) if self._named and settings.checkpoint_auto else None
+        self._is_requested = False
         self._token = 0
         self._begun = (-1, -1)
         self._writers: tuple[int, ...] = ()
@@ -93,8 +94,12 @@ class CheckpointManager:
     # -- schedule
 
     def is_due(self, step: int) -> bool:
-        """Return whether the state before ``step`` must be saved according to ``checkpoint_every``."""
-        return self._every > 0 and step > 0 and step % self._every == 0
+        """Return whether the state before ``step`` must be saved according to ``checkpoint_every``, or on request."""
+        return step > 0 and (self._is_requested or (self._every > 0 and step % self._every == 0))
+
+    def request(self) -> None:
+        """Make a checkpoint due after the step in progress, if the job has a directory for it."""
+        self._is_requested = self._named
 
     def is_due_now(self) -> bool:
         """Return whether a checkpoint is due by this worker's clock; False while the last one is still in progress."""
@@ -123,7 +128,7 @@ class CheckpointManager:
 
     def state(self) -> dict[str, Any]:
         """Return what a newcomer must know, as plain JSON."""
-        return {"token": self._token, "url": self.url, "begun": self._begun[0]}
+        return {"token": self._token, "url": self.url, "begun": self._begun[0], "requested": self._is_requested}
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Adopt the survivors' :meth:`state`, as a newcomer."""
@@ -131,6 +136,7 @@ class CheckpointManager:
             self._open(state["url"])
         # All workers begin the checkpoint in progress again, because this worker's part is missing.
         self._token, self._begun = state["token"], (state["begun"], -1)
+        self._is_requested = state.get("requested", False)
 
     def set_interval(self, steps: int, *, automatic: bool) -> None:
         """Save every ``steps`` steps from now on, or at the optimal interval if ``automatic``."""
@@ -187,7 +193,7 @@ class CheckpointManager:
                 "checkpoint_format dcp can be written by one worker only, and the parts of this model are held by "
                 f"{len(writers)}; choose safetensors, npz or hdf5"
             )
-        self._begun = (step, generation)
+        self._begun, self._is_requested = (step, generation), False
         if self.adaptive is not None:
             self.adaptive.began(time.monotonic())
         self._writer.abandon()

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.tables import count, progress, say, table
+from holdfast.cli.progress import progress
+from holdfast.cli.tables import count, say, table
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:

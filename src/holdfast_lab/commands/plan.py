@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.tables import progress, say, table
+from holdfast.cli.progress import progress
+from holdfast.cli.tables import say, table
 from holdfast.errors import ConfigError
 from holdfast.report.formatting import clean
 from holdfast_lab.commands.simulate import settings_of, show_rows, write
@@ -148,7 +149,7 @@ def plan(
 
     rate = next((FittedRate(f"{name}_s", one.chosen.distribution, one.why) for name, one in fitted.items()), None)
     question, known = ask(given, None if from_report is None else read_measured(from_report), rate)
-    with progress("planning") as now:
+    with progress("planning", quiet=as_json) as now:
         answer = answer_of(question, repetitions=repetitions, seed=seed, with_map=with_map, now=now)
     results = {
         "simulated": "plan",

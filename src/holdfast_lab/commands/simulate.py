@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.tables import progress, table
+from holdfast.cli.progress import progress
+from holdfast.cli.tables import table
 from holdfast.errors import ConfigError
 
 
@@ -49,8 +50,8 @@ def simulate(
     seed = file.seed if seed is None else seed
     from holdfast_lab.simulate.comparing import compare
 
-    with progress("simulating") as now:
-        found = compare(file.settings, repetitions, seed=seed, now=now)
+    with progress("simulating", quiet=as_json) as now:
+        found = compare(file.settings, repetitions, seed=seed, now=now, tell=now.at)
     results: dict[str, Any] = {
         "simulated": "scenario",
         "title": file.title or scenario.stem,

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from holdfast.cli.progress import progress
 from holdfast.cli.signals import sigterm_as_interrupt
 from holdfast.errors import ConfigError
 
@@ -64,8 +65,8 @@ def study(
         model=network,
     )
     try:
-        with sigterm_as_interrupt():
-            results = carry_out(STUDIES[name], options, lambda line: print(line, file=sys.stderr, flush=True))
+        with sigterm_as_interrupt(), progress(f"preparing {name}", quiet=as_json or not sys.stderr.isatty()) as now:
+            results = carry_out(STUDIES[name], options, now.print_line, now.at_task)
     except KeyboardInterrupt:
         print(_stopped(options.out), file=sys.stderr)
         return _STOPPED

@@ -10,8 +10,8 @@ from typing import Any
 from holdfast.checkpoint.interval import daly
 from holdfast_lab.simulate.failures import Failures
 from holdfast_lab.simulate.formulas import exact_interval_s, young
-from holdfast_lab.simulate.many import monte_carlo
-from holdfast_lab.simulate.optimum import best_interval
+from holdfast_lab.simulate.many import monte_carlo, part_of
+from holdfast_lab.simulate.optimum import best_interval, candidates
 from holdfast_lab.simulate.outcome import PARTS, Estimate, Sweep
 from holdfast_lab.simulate.scenario import Scenario
 from holdfast_lab.simulate.toml import StrategySetting
@@ -22,6 +22,9 @@ MEASURES = ("goodput", "lost_share", "total_s", "worker_hours", "failures", "sta
 
 _TRIES = 20
 """Repetitions per tried checkpoint interval; few suffice, because all intervals are tried on the same failures."""
+
+_FIXED = 200
+"""A simulation of few histories takes about as long as if it had so many more: all of them share the calls of numpy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,7 @@ def compare(
     *,
     seed: int = 0,
     now: Callable[[str], None] = lambda text: None,
+    tell: Callable[[float], None] = lambda share: None,
 ) -> list[StrategyResult]:
     """Simulate each setting with the checkpoint interval that it asks for.
 
@@ -78,22 +82,38 @@ def compare(
         repetitions: Histories per setting, ``>= 2``; all settings use the same failures.
         seed: Same seed, same failures.
         now: Called with progress messages.
+        tell: Called now and then with the share that is done, at most 1.
 
     Raises:
         ConfigError: if an interval cannot be determined.
     """
+    settings = list(settings)
+    searches, own = [_work_of_search(setting) for setting in settings], repetitions + _FIXED
+    total, done = sum(searches) + own * len(settings), 0
     found = []
-    for setting in settings:
+    for setting, search in zip(settings, searches, strict=True):
         now(f"simulating {setting.name}")
-        every, chosen = choose_every(setting, seed=seed)
+        every, chosen = choose_every(setting, seed=seed, tell=part_of(tell, done / total, search / total))
+        done += search
         scenario = replace(setting.scenario, job=replace(setting.scenario.job, save_every=every))
-        sweep = monte_carlo(scenario, repetitions, seed=seed)
+        sweep = monte_carlo(scenario, repetitions, seed=seed, tell=part_of(tell, done / total, own / total))
+        done += own
+        tell(done / total)
         found.append(StrategyResult(name=setting.name, scenario=scenario, sweep=sweep, chosen=chosen))
     return found
 
 
-def choose_every(setting: StrategySetting, *, seed: int = 0) -> tuple[int, str]:
-    """Return the steps between two checkpoints of a setting, and how they were chosen.
+def _work_of_search(setting: StrategySetting) -> int:
+    """Return about how long the search for the best interval of a setting takes, in histories of a large simulation."""
+    if setting.every != "best":
+        return 0
+    return (_TRIES + _FIXED) * candidates(_least(setting.scenario), _most(setting.scenario))
+
+
+def choose_every(
+    setting: StrategySetting, *, seed: int = 0, tell: Callable[[float], None] = lambda share: None
+) -> tuple[int, str]:
+    """Return the steps between two checkpoints of a setting, and how they were chosen; ``tell`` as for :func:`compare`.
 
     Raises:
         ConfigError: if a formula is asked for and checkpoints cost nothing.
@@ -103,7 +123,7 @@ def choose_every(setting: StrategySetting, *, seed: int = 0) -> tuple[int, str]:
         case "never":
             return 0, "no checkpoints"
         case "best":
-            best = best_interval(scenario, _TRIES, seed=seed, least=_least(scenario))
+            best = best_interval(scenario, _TRIES, seed=seed, least=_least(scenario), tell=tell)
             if 2 * best.interval_s > scenario.horizon_s or best.save_every >= (scenario.job.steps or math.inf):
                 return 0, "no checkpoint is worth its cost"
             return best.save_every, f"best of {len(best.tried)} tried"
@@ -128,5 +148,8 @@ def _least(scenario: Scenario) -> int:
     mtbf_s, save_s = _mtbf_s(scenario), scenario.costs.save_s
     if save_s == 0 or not math.isfinite(mtbf_s):
         return 1
-    most = max(1, int(scenario.horizon_s / scenario.full_step_s))
-    return min(most, max(1, scenario.save_steps(exact_interval_s(save_s, mtbf_s) / 8)))
+    return min(_most(scenario), max(1, scenario.save_steps(exact_interval_s(save_s, mtbf_s) / 8)))
+
+
+def _most(scenario: Scenario) -> int:
+    return max(1, int(scenario.horizon_s / scenario.full_step_s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 
 import numpy as np
@@ -30,7 +31,9 @@ def simulate(scenario: Scenario, *, seed: int = 0, repetition: int = 0) -> Outco
     return Simulator(scenario, [outages], nested=_is_nested(scenario)).run().history(0)
 
 
-def monte_carlo(scenario: Scenario, repetitions: int, *, seed: int = 0) -> Sweep:
+def monte_carlo(
+    scenario: Scenario, repetitions: int, *, seed: int = 0, tell: Callable[[float], None] = lambda share: None
+) -> Sweep:
     """Return the outcomes of many histories.
 
     That of repetition ``r`` is ``simulate(scenario, seed=seed, repetition=r)``.
@@ -39,6 +42,7 @@ def monte_carlo(scenario: Scenario, repetitions: int, *, seed: int = 0) -> Sweep
         scenario: The scenario.
         repetitions: Number of histories, ``>= 1``.
         seed: Same seed, same outages, whatever the job.
+        tell: Called now and then with the share that is done, at most 1.
     """
     check_range("repetitions", repetitions, 1)
     nested = _is_nested(scenario)
@@ -49,9 +53,16 @@ def monte_carlo(scenario: Scenario, repetitions: int, *, seed: int = 0) -> Sweep
         waiting.append(scenario.failures.draw(scenario.cluster, scenario.horizon_s, (seed, number)))
         is_last = number == repetitions - 1
         if is_last or len(waiting) >= at_most or sum(map(len, waiting)) >= _OUTAGES:
-            sweeps.append(Simulator(scenario, waiting, nested=nested).run())
+            before, batch = number + 1 - len(waiting), len(waiting)
+            simulator = Simulator(scenario, waiting, nested=nested)
+            sweeps.append(simulator.run(part_of(tell, before / repetitions, batch / repetitions)))
             waiting = []
     return _joined(sweeps)
+
+
+def part_of(tell: Callable[[float], None], before: float, share: float) -> Callable[[float], None]:
+    """Return the function that a part of some work calls with the share of it that is done."""
+    return lambda done: tell(before + share * done)
 
 
 def _is_nested(scenario: Scenario) -> bool:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from holdfast.errors import ConfigError
 from holdfast_lab.simulate.many import monte_carlo
 from holdfast_lab.simulate.outcome import Estimate
 from holdfast_lab.simulate.scenario import Scenario
+
+_CLOSER = 9
+"""Candidates around the best power of two that the search usually tries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +32,19 @@ class Optimum:
     tried: tuple[tuple[int, Estimate], ...]
 
 
+def candidates(least: int, most: int) -> int:
+    """Return about how many candidates :func:`best_interval` tries between two bounds."""
+    return most.bit_length() - least.bit_length() + _CLOSER
+
+
 def best_interval(
-    scenario: Scenario, repetitions: int = 100, *, seed: int = 0, least: int = 1, most: int | None = None
+    scenario: Scenario,
+    repetitions: int = 100,
+    *,
+    seed: int = 0,
+    least: int = 1,
+    most: int | None = None,
+    tell: Callable[[float], None] = lambda share: None,
 ) -> Optimum:
     """Return the number of steps between two checkpoints with the highest goodput.
 
@@ -43,6 +58,7 @@ def best_interval(
         seed: Same seed, same result.
         least: The smallest candidate.
         most: The largest candidate; by default as many steps as fit into the horizon.
+        tell: Called with the estimated share that is done after each candidate.
 
     Raises:
         ConfigError: if nothing lies between ``least`` and ``most``.
@@ -52,11 +68,13 @@ def best_interval(
     if not 1 <= least <= most:
         raise ConfigError(f"the steps between two checkpoints must be from 1 to {most}, got least {least}")
     tried: dict[int, Estimate] = {}
+    expected = candidates(least, most)
 
     def goodput(every: int) -> float:
         if every not in tried:
             one = replace(scenario, job=replace(scenario.job, save_every=every))
             tried[every] = monte_carlo(one, repetitions, seed=seed).estimate("goodput")
+            tell(min(1.0, len(tried) / expected))
         return tried[every].mean
 
     powers = {2**power for power in range(most.bit_length())}

@@ -6,7 +6,8 @@ outage, then through the next outage or the end of one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +28,8 @@ from holdfast_lab.simulate.segments import FAR, Segments, TrainingPosition
 Ticks = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
+_TELL_EVERY = 256
+"""Rounds between two reports of the share that is done."""
 _REPEATS = np.int64(-1)
 """In place of a number of all-reduces: the step in progress is computed again."""
 
@@ -94,11 +97,13 @@ class Simulator:
         self._clocks, self._workers = Clocks.at_start(self._calendar), WorkerStates.at_start(number, cluster.total)
         self._recoveries, self._totals = RecoveryStates.at_start(number), Totals(number)
 
-    def run(self) -> Sweep:
-        """Run until all histories are over."""
+    def run(self, tell: Callable[[float], None] = lambda share: None) -> Sweep:
+        """Run until all histories are over; ``tell`` is called now and then with the share that is done, at most 1."""
         calendar, clocks, horizon = self._calendar, self._clocks, self._times.horizon
         active = np.arange(len(clocks.phase))
-        while active.size:
+        for turn in itertools.count(1):
+            if not active.size:
+                break
             down = calendar.start[clocks.next_down[active]]
             ready = calendar.ready[calendar.by_ready[clocks.next_ready[active]]]
             outside = np.minimum(down, ready)
@@ -116,6 +121,9 @@ class Simulator:
                     self._go_down(active[falls], down[falls])
                 if rises.any():
                     self._come_up(active[rises], ready[rises])
+            if turn % _TELL_EVERY == 0:
+                left = np.clip(1 - np.minimum(outside, wake) / horizon, 0, 1).sum()
+                tell(float(1 - left / len(clocks.phase)))
             active = active[clocks.phase[active] != Phase.OVER]
         return self._sweep()
 

@@ -215,13 +215,20 @@ def parts_left_out(only: Sequence[str], known: Collection[str]) -> list[str]:
     return [f"Parts: {', '.join(missing)}."] if missing else []
 
 
-def carry_out(study: Study, options: Options, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def carry_out(
+    study: Study,
+    options: Options,
+    say: Callable[[str], None] = lambda _: None,
+    tell: Callable[[str, float, float], None] = lambda text, share, left_s: None,
+) -> dict[str, Any]:
     """Execute the unfinished tasks, write ``results.json``, and return its contents.
 
     Args:
         study: The study.
         options: Its options.
         say: Called with each progress line.
+        tell: Called before each task with its name, the share of the time that has passed, and the seconds that are
+            left, both estimated.
 
     Raises:
         ConfigError: if the directory holds another study, or the same study with other settings.
@@ -241,6 +248,7 @@ def carry_out(study: Study, options: Options, say: Callable[[str], None] = lambd
             if task.key not in known:
                 rest = [other.key for other in tasks[number - 1 :] if other.key not in known]
                 say(f"[{number}/{len(tasks)}] {task.key}" + (f"; {pace.left(rest)}" if journal.took_s else ""))
+                tell(f"[{number}/{len(tasks)}] {task.key}", *pace.share_and_left_s(rest))
                 begun_s = time.monotonic()
                 known[task.key] = task.run(rows)
                 journal.add(task.key, known[task.key], time.monotonic() - begun_s)
@@ -263,10 +271,21 @@ class Pace:
     def __init__(self, task_s: float, took_s: Mapping[str, float]) -> None:
         self._task_s, self._took_s = task_s, took_s
 
+    def share_and_left_s(self, keys: Sequence[str]) -> tuple[float, float]:
+        """Return the share of the whole time that has passed if these tasks are left, and their estimated seconds."""
+        left_s, passed_s = self._estimate(keys)[0], sum(self._took_s.values())
+        return passed_s / (passed_s + left_s) if passed_s + left_s > 0 else 0.0, left_s
+
     def left(self, keys: Sequence[str]) -> str:
         """Return the estimated time of these tasks in words, with its bounds and what it is based on."""
         if not self._took_s:
             return f"about {_in_words(self._task_s * len(keys))}, estimated from a run on two cores"
+        about_s, low_s, high_s = self._estimate(keys)
+        bounds = f" ({_in_words(low_s)} to {_in_words(high_s)})" if high_s > _WIDE * low_s else ""
+        return f"about {_in_words(about_s)}{bounds}, estimated from the {len(self._took_s)} finished"
+
+    def _estimate(self, keys: Sequence[str]) -> tuple[float, float, float]:
+        """Return the estimated seconds of these tasks, and their bounds."""
         kinds: dict[str, list[float]] = {}
         for key, taken_s in self._took_s.items():
             kinds.setdefault(_kind(key), []).append(taken_s)
@@ -282,8 +301,7 @@ class Pace:
                 off_s = _off_s(known, number)
                 low_s += max(number * mean_s - off_s, number * min(known))
                 high_s += min(number * mean_s + off_s, number * max(known))
-        bounds = f" ({_in_words(low_s)} to {_in_words(high_s)})" if high_s > _WIDE * low_s else ""
-        return f"about {_in_words(about_s)}{bounds}, estimated from the {len(self._took_s)} finished"
+        return about_s, low_s, high_s
 
 
 def _off_s(known: Sequence[float], number: int) -> float:

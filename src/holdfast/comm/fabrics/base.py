@@ -50,6 +50,8 @@ class Fabric(ABC):
     """A job on several nodes continues when one is lost; each node has a launcher of its own."""
     spans_hosts: ClassVar[bool] = False
     """One launcher can start workers on several nodes (``--hosts``)."""
+    connecting: ClassVar[str] = "the rendezvous of the workers"
+    """What workers wait in until all of them are connected, in words."""
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     """Types of devices that models can be on. The communicator itself only ever gets tensors in host memory."""
 

@@ -29,6 +29,7 @@ class UlfmFabric(Fabric):
     """Real processes over MPI. Open MPI's runtime aborts the job when a node is lost."""
 
     name = "ulfm"
+    connecting = "MPI_Init"
     spans_hosts = True
 
     def check_installed(self) -> None:

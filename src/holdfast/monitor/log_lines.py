@@ -1,0 +1,34 @@
+"""The last lines of a file that may be long and may grow."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from holdfast.monitor.feed import Refused
+
+_MOST_BYTES = 1 << 18
+
+
+def last_lines(path: Path, lines: int) -> list[str]:
+    """Return the last lines of a file: at most so many, and of its last 256 KiB.
+
+    Raises:
+        Refused: if it is not there, or no file.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        raise Refused(f"there is no {path.name}: the worker is on another node, or has not started yet") from None
+    with os.fdopen(file, "rb") as opened:
+        about = os.fstat(opened.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise Refused(f"{path.name} is no file")
+        skipped = max(0, about.st_size - _MOST_BYTES)
+        opened.seek(skipped)
+        found = opened.read(_MOST_BYTES).decode(errors="replace").split("\n")
+    found = found[1:] if skipped else found  # the first may be incomplete
+    if found and not found[-1]:
+        found.pop()
+    return found[len(found) - lines :] if 0 < lines < len(found) else found if lines else []

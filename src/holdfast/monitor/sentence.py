@@ -1,0 +1,89 @@
+"""The state of a run in one sentence, and how good it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.monitor.membership import Membership
+from holdfast.monitor.pace import Pace
+from holdfast.report.formatting import count, listing, number, seconds
+
+_MOST_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a run ended.
+
+    Args:
+        end_s: Seconds since its begin.
+        exit_code: That of its launcher, None if it is not known.
+        why: Why it failed, "" if it did not, or that is not known.
+        outcome: As in the report: ``done``, ``stopped``, ``gave-up`` or ``failed``; "" if it is not known.
+    """
+
+    end_s: float
+    exit_code: int | None = None
+    why: str = ""
+    outcome: str = ""
+
+
+def level_and_sentence(members: Membership, pace: Pace, ended: Ended | None) -> tuple[str, str]:
+    """Return the level and the sentence.
+
+    Args:
+        members: The workers.
+        pace: The steps.
+        ended: How the run ended, None while it runs.
+    """
+    if ended is not None:
+        return _of_end(members, pace, ended)
+    lanes = members.lanes
+    training, starting = lanes.count("training", "recovering"), lanes.count("starting")
+    if members.is_starting and (starting or not training):
+        ready = training + lanes.count("spare")
+        what = f"Restarting the job, restart {members.restarts}" if members.restarts else "Starting"
+        if not ready + starting:
+            return "busy", f"{what}: no worker is ready."
+        return "busy", f"{what}: {ready} of {count(ready + starting, 'worker')} ready."
+    if not training:
+        return ("done", "The workers have finished.") if members.outcome else ("bad", "No worker is training.")
+    if members.is_recovering and (lanes.count("recovering") or members.recoveries.rows):
+        return "busy", _of_recovery(members, pace)
+    of = f" of {number(pace.planned)}" if pace.planned else ""
+    here, wanted = training, max(members.wanted, 1)
+    workers = count(here, "worker") if here >= wanted else f"{here} of {count(wanted, 'worker')}"
+    more = f"; {count(starting, 'worker')} starting" if starting else ""
+    return "good" if here >= wanted else "warning", f"Training: step {number(pace.step)}{of}, {workers}{more}."
+
+
+def _of_recovery(members: Membership, pace: Pace) -> str:
+    if members.lanes.count("recovering"):
+        return f"Recovering at step {number(pace.step)}: a worker has failed, and the survivors agree on what to do."
+    row = members.recoveries.rows[-1]
+    lost = _ranks(row.lost)
+    what = f"after the loss of {lost}" if row.lost else "after a change of the membership"
+    return f"Resuming at step {number(row.step)} {what}."
+
+
+def _of_end(members: Membership, pace: Pace, ended: Ended) -> tuple[str, str]:
+    lost = members.lanes.count("lost")
+    after = f"after {count(pace.step, 'step')} in {seconds(ended.end_s)}"
+    outcome = ended.outcome or members.outcome or "failed"
+    if ended.exit_code not in (None, 0, 4):
+        outcome = "failed"
+    if outcome == "failed":
+        why = ended.why or members.error
+        return "bad", f"Failed {after}{': ' + why if why else '.'}"
+    if outcome == "gave-up":
+        return "bad", f"Gave up {after}: too few workers."
+    if outcome == "stopped":
+        return "warning", f"Stopped on request {after}{'; its state was saved' if ended.exit_code == 4 else ''}."
+    losses = f"; {count(lost, 'worker')} lost" if lost else ""
+    return "done", f"Done {after}{losses}."
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    if len(ranks) > _MOST_NAMED:
+        return f"{len(ranks)} workers"
+    return f"{'worker' if len(ranks) == 1 else 'workers'} {listing(ranks)}"

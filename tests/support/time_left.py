@@ -1,0 +1,101 @@
+"""A line about the progress of a long run of the tests, every 30 s: how many are done, and about how long the rest takes.
+
+Tests of a folder take about as long as those of it that are done; of a folder that has not begun, as long as they
+usually do. The percentage that pytest prints counts tests, of which the long ones come first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from pathlib import PurePosixPath
+
+EVERY_S = 30.0
+USUAL_S = {"chaos": 5.0, "gpu": 5.0, "contract": 1.0, "cli": 3.0, "integrations": 2.0, "property": 1.0, "model": 1.0}
+"""Seconds that a test usually takes, by folder below ``tests/``."""
+OTHERS_S = 0.2
+_USUAL_WEIGHT = 3
+"""The usual time counts as so many tests."""
+
+
+class TimeLeft:
+    """The tests of a run, finished and not. Pure: no clock."""
+
+    def __init__(self) -> None:
+        self._left: Counter[str] = Counter()
+        self._took_s: dict[str, list[float]] = defaultdict(list)
+        self.failed = 0
+
+    def expect(self, nodeids: list[str]) -> None:
+        """Take the tests that will run."""
+        self._left = Counter(map(folder_of, nodeids))
+
+    def finish(self, nodeid: str, seconds: float) -> None:
+        """Take a finished test, and how long it took with its fixtures."""
+        self._left[folder_of(nodeid)] -= 1
+        self._took_s[folder_of(nodeid)].append(seconds)
+
+    def left_s(self, elapsed_s: float) -> float:
+        """Return the estimated seconds until the end; several tests run at once."""
+        spent_s = sum(map(sum, self._took_s.values()))
+        at_once = max(1.0, spent_s / elapsed_s) if elapsed_s > 0 else 1.0
+        return sum(number * self._mean_s(folder) for folder, number in self._left.items()) / at_once
+
+    def _mean_s(self, folder: str) -> float:
+        took_s, usual_s = self._took_s[folder], USUAL_S.get(folder, OTHERS_S)
+        return (sum(took_s) + _USUAL_WEIGHT * usual_s) / (len(took_s) + _USUAL_WEIGHT)
+
+    def line(self, elapsed_s: float) -> str:
+        """Return the state in one line."""
+        done, left = sum(map(len, self._took_s.values())), sum(self._left.values())
+        minutes, seconds = divmod(round(self.left_s(elapsed_s)), 60)
+        rest = f"{minutes} min" if minutes else f"{seconds} s"
+        failed = f", {self.failed} failed" if self.failed else ""
+        return f"{done:,} of {done + left:,} tests done{failed}, about {rest} left"
+
+
+def folder_of(nodeid: str) -> str:
+    """Return the folder of a test below ``tests/``."""
+    parts = PurePosixPath(nodeid.partition("::")[0]).parts
+    return parts[1] if len(parts) > 2 and parts[0] == "tests" else ""
+
+
+class TimeLeftLines:
+    """The plugin: it prints the lines, in the process that the terminal belongs to."""
+
+    def __init__(self, reporter) -> None:
+        self._reporter = reporter
+        self._state = TimeLeft()
+        self._nodes: list[str] | None = None
+        self._begun_s = time.monotonic()
+        self._due_s = self._begun_s + EVERY_S
+
+    def pytest_collection_finish(self, session) -> None:
+        """Without pytest-xdist, this process has the tests."""
+        if session.items:
+            self._expect([item.nodeid for item in session.items])
+
+    def pytest_xdist_node_collection_finished(self, node, ids) -> None:
+        """With it, each of its processes has all tests."""
+        if self._nodes is None:
+            self._nodes = ids
+            self._expect(ids)
+
+    def _expect(self, nodeids) -> None:
+        self._state.expect(list(nodeids))
+        self._begun_s = time.monotonic()
+        self._due_s = self._begun_s + EVERY_S
+        self._took_s = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report) -> None:
+        """Take a part of a test, and print a line if it is time to."""
+        self._took_s[report.nodeid] += report.duration
+        self._state.failed += report.failed
+        if report.when != "teardown":
+            return
+        self._state.finish(report.nodeid, self._took_s.pop(report.nodeid))
+        now_s = time.monotonic()
+        if now_s >= self._due_s:
+            self._due_s = now_s + EVERY_S
+            self._reporter.ensure_newline()
+            self._reporter.write_line(self._state.line(now_s - self._begun_s))
