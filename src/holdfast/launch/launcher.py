@@ -20,6 +20,7 @@ from holdfast.launch.health import HealthMonitor
 from holdfast.launch.job import Job, JobOutcome, check
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
 from holdfast.launch.live import RunView
+from holdfast.launch.loggers import find_leftovers
 from holdfast.launch.mpi_hosts import MpiHosts, check_hosts, shared_folder
 from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_node_faults
 from holdfast.launch.node_health import NodeCheck
@@ -92,6 +93,7 @@ class Launcher:
             self._nodes = NodeGroup(job, node_check if job.nnodes > 1 else None)
             undo.callback(self._nodes.close)
         self._origin_s = time.monotonic() if self._nodes is None else self._nodes.origin_s()
+        undo.callback((earlier := find_leftovers(job)).close)  # before the folders of earlier starts are removed
         report_logs = None if job.report_dir is None else job.report_dir / "logs"
         self._paths = RunPaths.make(job.log_dir or report_logs, shared_folder(job))
         undo.callback(self._paths.clear)
@@ -114,7 +116,9 @@ class Launcher:
             paths=self._paths,
             files=self._files,
             clock=SystemClock(self._origin_s),
-            sinks=open_sinks(job, SystemClock(self._origin_s), self._view.print_line),
+            sinks=open_sinks(
+                job, SystemClock(self._origin_s), self._view.print_line, self._paths.run_dir, earlier
+            ),
         )
         undo.callback(self._close_sinks)
         if line := sharing_line(job.gpus, 0 if job.is_virtual or job.hosts else len(job.ranks) // job.nnodes):

@@ -1,0 +1,210 @@
+"""The sink of an experiment logger: passes each committed step on once, also after failures of what it logs to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from holdfast.loggers.leftovers import RunRecords
+from holdfast.loggers.steps import LoggedStep, StepOrder
+from holdfast.records.queued import NotTaken
+from holdfast.records.types import Finished, Record, RunStarted, StepCommitted
+
+EVERY_S = 1.0
+"""Steps are written this often."""
+GAP_S = 5.0
+"""A step that is missing while later ones have arrived is looked for in the record files after this time."""
+LAST_S = 30.0
+"""The end of a job waits this long for a logger."""
+_LONGEST_PAUSE_S = 60.0
+
+
+class StepLogger(Protocol):
+    """Writes steps to one place. Only one thread calls it."""
+
+    name: str
+
+    def open(self) -> Mapping[str, int]:
+        """Open the log, or continue it; called again after :meth:`write` has failed.
+
+        Returns:
+            By metric, the last step that the log has of it, read from the log itself; "" stands for all metrics.
+        """
+        ...
+
+    def write(self, steps: Sequence[LoggedStep]) -> None:
+        """Write steps, in ascending order. If this process dies, the log may lack the last ones, but none before them."""
+        ...
+
+    def close(self, *, is_done: bool) -> None:
+        """Close the log, if it is open; ``is_done``: the run has ended as planned, and will not be resumed."""
+        ...
+
+
+class LoggerSink:
+    """A sink of records (:class:`~holdfast.records.queued.SlowSink`) for a :class:`StepLogger`.
+
+    Args:
+        logger: The logger.
+        run: The records of this run, to look for steps that did not arrive: the queue may have been full.
+        earlier: Those of earlier starts of the job, whose launcher may have been killed before it logged their steps.
+        now_s: Returns the time in seconds since a fixed moment.
+    """
+
+    def __init__(
+        self,
+        logger: StepLogger,
+        run: RunRecords,
+        earlier: Sequence[RunRecords] = (),
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name, self.trouble = logger.name, f"steps are not logged to {logger.name}"
+        self.pause_s = self.longest_s = EVERY_S
+        self._logger, self._run, self._earlier, self._now_s = logger, run, earlier, now_s
+        self._order = StepOrder()
+        self._logged: dict[str, int] | None = None  # None: the log is not open
+        self._unwritten: list[LoggedStep] = []
+        self._first: int | None = None
+        self._gap_s: float | None = None
+        self._finished: dict[int, Finished] = {}
+        self._last: LoggedStep | None = None
+
+    def take(self, records: Sequence[Record]) -> None:
+        """Log the steps among new records; NotTaken says why they have to wait, or are lost."""
+        for record in records:
+            match record:
+                case RunStarted() if self._first is None:
+                    self._first = record.step
+                case StepCommitted():
+                    self._order.add(_as_logged(record, self._run))
+                case Finished():
+                    self._finished[record.rank] = record
+        self._log()
+
+    def close(self, end_s: float) -> None:
+        """Log what is left, and the metrics that the script logged after training; NotTaken says what is not logged."""
+        try:
+            if self._order.has_left_out:
+                self._order.add_all(_steps_of(self._run))
+            self._log(is_end=True)
+            self._unwritten += self._final(end_s)
+            self._write()
+        except NotTaken as error:
+            raise NotTaken(str(error), dropped=len(self._unwritten) + self._order.num_waiting) from error
+        finally:
+            self._logger.close(is_done=any(each.outcome == "done" for each in self._finished.values()))
+
+    # --- in order
+
+    def _log(self, *, is_end: bool = False) -> None:
+        """Write the steps that are next, as far as they have arrived.
+
+        Raises:
+            NotTaken: if they cannot be written yet, and are kept; or if some have no record, and are lost.
+        """
+        if self._logged is None:
+            self._open()
+        if not self._order.has_begun:
+            self._begin()
+        self._take_next()
+        if lost := self._search(is_end=is_end):
+            self._write()
+            raise NotTaken(f"{len(lost)} steps from step {lost[0]} on have no record", dropped=len(lost))
+        self._write()
+
+    def _search(self, *, is_end: bool) -> list[int]:
+        """Look for steps that have been missing for some time; return those that are lost."""
+        if not self._order.missing:
+            self._gap_s = None
+            return []
+        self._gap_s = self._now_s() if self._gap_s is None else self._gap_s
+        if not is_end and self._now_s() - self._gap_s < GAP_S and not self._order.has_left_out:
+            return []
+        for run in (*self._earlier, self._run):
+            self._order.add_all(_steps_of(run))
+        self._take_next()
+        lost: list[int] = []
+        while missing := self._order.missing:
+            lost += missing
+            self._order.skip_missing()
+            self._take_next()
+        self._gap_s = None
+        return lost
+
+    def _take_next(self) -> None:
+        self._unwritten += self._order.take()
+
+    def _begin(self) -> None:
+        """Find the first step to log: after those that the log has, or that of the oldest record."""
+        if self._first is None:
+            return
+        assert self._logged is not None
+        last = max(self._logged.values(), default=-1)
+        for run in self._earlier:
+            self._order.add_all(_steps_of(run))
+        known = [self._first, *self._order.steps]
+        if last < 0:
+            self._order.begin(min(known))
+        else:  # the last step may lack some of its metrics, if its logger cannot write all of a step at once
+            self._order.begin(last if min(known) <= last else last + 1)
+
+    # --- once
+
+    def _open(self) -> None:
+        try:
+            self._logged = dict(self._logger.open())
+        except Exception as error:  # of any package, about files, networks, credentials
+            raise self._put_off(error) from error
+        self.pause_s = EVERY_S
+
+    def _write(self) -> None:
+        """Write the steps that wait, without what the log has of them."""
+        if not self._unwritten:
+            return
+        assert self._logged is not None
+        logged = self._logged
+        steps = [step for each in self._unwritten if (step := _without(each, logged)).metrics]
+        try:
+            if steps:
+                self._logger.write(steps)
+        except Exception as error:  # as in _open
+            self._logged = None  # it is not known what was written
+            raise self._put_off(error) from error
+        for step in steps:
+            logged.update(dict.fromkeys(step.metrics, step.step))
+        self._last = self._unwritten[-1]
+        self._unwritten = []
+
+    def _put_off(self, error: Exception) -> NotTaken:
+        self.pause_s = min(2 * self.pause_s, _LONGEST_PAUSE_S)
+        return NotTaken(f"{type(error).__name__}: {error}".partition("\n")[0], dropped=0)
+
+    def _final(self, end_s: float) -> list[LoggedStep]:
+        """Return the metrics that the script logged after training, as part of the last step."""
+        if not self._finished or self._logged is None:
+            return []
+        last = self._last
+        number = max(self._logged.values(), default=-1) if last is None else last.step
+        of_step = {} if last is None else last.metrics
+        found = self._finished[min(self._finished)].metrics
+        metrics = {name: value for name, value in found.items() if name not in of_step}
+        return [LoggedStep(step=max(0, number), time_s=self._run.epoch_s + end_s, metrics=metrics, is_final=True)]
+
+
+def _as_logged(record: StepCommitted, run: RunRecords) -> LoggedStep:
+    return LoggedStep(step=record.step, time_s=run.epoch_s + record.t_s, metrics=record.metrics)
+
+
+def _steps_of(run: RunRecords) -> Iterator[LoggedStep]:
+    return (_as_logged(record, run) for record in run.read() if isinstance(record, StepCommitted))
+
+
+def _without(step: LoggedStep, logged: Mapping[str, int]) -> LoggedStep:
+    """Return a step without the metrics that the log has of it."""
+    everything = logged.get("", -1)
+    metrics = {
+        name: value for name, value in step.metrics.items() if max(everything, logged.get(name, -1)) < step.step
+    }
+    return step if len(metrics) == len(step.metrics) else replace(step, metrics=metrics)
