@@ -272,6 +272,7 @@ LONGEST_FIRST = (
     "property",
     "model",
     "integrations",
+    "loggers",
     "lab",
     "attacks",
     "golden",

@@ -126,6 +126,8 @@ class TimeAccount:
         self._is_blind = False
         self.recoveries: list[dict[str, float]] = []
         """For each failure or change of the membership, its seconds by cause, of :data:`RECOVERY_PARTS`."""
+        self.recovered_s: list[float] = []
+        """When each of them was over, in seconds since the launcher started."""
 
     def take(self, record: Record) -> None:
         """Take a record; it must not be older than the last one by more than their clocks differ."""
@@ -316,6 +318,7 @@ class TimeAccount:
         for name, seconds in parts.items():
             self._badput_s[name] += seconds
         self.recoveries.append(dict.fromkeys(RECOVERY_PARTS, 0.0) | parts | {"step_redone": redone_s})
+        self.recovered_s.append(self._until_s)
 
     def _count(self, work_s: float, *, counts: bool) -> float:
         """Count work on the step in progress; return how much of it was discarded."""
