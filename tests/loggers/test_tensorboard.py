@@ -57,7 +57,9 @@ def test_each_phase_has_its_kills():
 @pytest.mark.parametrize("phase", KILLS)
 def test_however_the_lead_dies_each_step_is_logged_once(tmp_path, undisturbed, phase):
     log = tmp_path / "log"
-    faults = [word for rank, step, at in KILLS[phase] for word in ("--inject", f"kill:rank={rank},step={step},phase={at}")]
+    faults = [
+        word for rank, step, at in KILLS[phase] for word in ("--inject", f"kill:rank={rank},step={step},phase={at}")
+    ]
     options = ["--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-every", 4] if phase == "checkpoint" else []
     options += ["--respawn"] if phase == "rejoin" else []
 
@@ -170,7 +172,9 @@ def commit(step):
 
 def start_at(step):
     values = dict.fromkeys(("fabric", "strategy", "order", "split", "batch", "rescale"), "")
-    numbers = dict.fromkeys(("seed", "workers", "slices", "steps_planned", "samples_planned", "num_buckets", "parameters"), 1)
+    numbers = dict.fromkeys(
+        ("seed", "workers", "slices", "steps_planned", "samples_planned", "num_buckets", "parameters"), 1
+    )
     return RunStarted(t_s=0.0, rank=0, step=step, **values, **numbers)
 
 

@@ -116,9 +116,7 @@ class Launcher:
             paths=self._paths,
             files=self._files,
             clock=SystemClock(self._origin_s),
-            sinks=open_sinks(
-                job, SystemClock(self._origin_s), self._view.print_line, self._paths.run_dir, earlier
-            ),
+            sinks=open_sinks(job, SystemClock(self._origin_s), self._view.print_line, self._paths.run_dir, earlier),
         )
         undo.callback(self._close_sinks)
         if line := sharing_line(job.gpus, 0 if job.is_virtual or job.hosts else len(job.ranks) // job.nnodes):

@@ -77,7 +77,9 @@ class RecoveryTracer:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         known: dict[str, Any] = {RUN_ID_ATTRIBUTE: self._run_id}
-        if not (os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")):
+        if not (
+            os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+        ):
             known["service.name"] = "holdfast"
         self._provider = TracerProvider(resource=Resource.create(known), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter or self._open_exporter()))
@@ -98,12 +100,13 @@ class RecoveryTracer:
         within = set_span_in_context(self._run)
         for each in recoveries:
             span = self._tracer.start_span(
-                "recovery", within, attributes=dict(each.attributes), start_time=self._at(each.begin_s)
+                "recovery",
+                within,
+                attributes={**each.attributes, "holdfast.redone_s": each.redone_s},
+                start_time=self._at(each.begin_s),
             )
             for part in each.parts:
-                child = self._tracer.start_span(
-                    part.name, set_span_in_context(span), start_time=self._at(part.begin_s)
-                )
+                child = self._tracer.start_span(part.name, set_span_in_context(span), start_time=self._at(part.begin_s))
                 child.end(self._at(part.end_s))
             span.end(self._at(each.end_s))
 

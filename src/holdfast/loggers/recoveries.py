@@ -13,7 +13,6 @@ from holdfast.report.goodput import RECOVERY_PARTS, TimeAccount
 _SETTLED_S = 1.0
 """Records of several workers arrive in any order; after so long, all of a moment are taken to be there."""
 
-_REDONE = "holdfast.step_redone_s"
 Attributes = Mapping[str, str | int | float | tuple[int, ...]]
 
 
@@ -40,12 +39,14 @@ class RecoverySpan:
         begin_s: When the failure began to cost time, in seconds since the launcher started.
         end_s: When training resumed.
         parts: What it consisted of, one after the other, without empty ones.
+        redone_s: Work that was discarded, in seconds: it lies before the failure, or is done again after the recovery.
         attributes: What was lost, and what was decided.
     """
 
     begin_s: float
     end_s: float
     parts: tuple[Part, ...]
+    redone_s: float
     attributes: Attributes
 
 
@@ -126,26 +127,24 @@ class RecoveryTrace:
 
 
 def _span(parts_s: Mapping[str, float], end_s: float, attributes: Attributes) -> RecoverySpan:
-    """Return the span of a recovery; its parts follow each other in the order of :data:`RECOVERY_PARTS`.
-
-    Work that was discarded lies before the failure, or will be done after the recovery: it is an attribute.
-    """
+    """Return the span of a recovery; its parts follow each other in the order of :data:`RECOVERY_PARTS`."""
     lasted = {name: parts_s[name] for name in RECOVERY_PARTS if name != "step_redone" and parts_s[name] > 0}
     begin_s = at_s = end_s - sum(lasted.values())
     parts = []
     for name, seconds in lasted.items():
         parts.append(Part(name=name, begin_s=at_s, end_s=at_s + seconds))
         at_s += seconds
-    more = {_REDONE: parts_s["step_redone"]}
-    return RecoverySpan(begin_s=begin_s, end_s=end_s, parts=tuple(parts), attributes={**attributes, **more})
+    return RecoverySpan(
+        begin_s=begin_s, end_s=end_s, parts=tuple(parts), redone_s=parts_s["step_redone"], attributes=dict(attributes)
+    )
 
 
 def _joined(before: RecoverySpan, after: RecoverySpan) -> RecoverySpan:
     """Return the span of a recovery in which the launcher restarted the job: until it did, and since then."""
-    redone_s = sum(float(each.attributes[_REDONE]) for each in (before, after))  # type: ignore[arg-type]
     return RecoverySpan(
         begin_s=before.begin_s,
         end_s=after.end_s,
         parts=before.parts + after.parts,
-        attributes={**before.attributes, **after.attributes, _REDONE: redone_s},
+        redone_s=before.redone_s + after.redone_s,
+        attributes={**before.attributes, **after.attributes},
     )

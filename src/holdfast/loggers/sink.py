@@ -106,7 +106,7 @@ class LoggerSink:
         """
         if self._logged is None:
             self._open()
-        if not self._order.has_begun:
+        if not self._order.has_begun and (self._first is not None or is_end):
             self._begin()
         self._take_next()
         if lost := self._search(is_end=is_end):
@@ -138,13 +138,13 @@ class LoggerSink:
 
     def _begin(self) -> None:
         """Find the first step to log: after those that the log has, or that of the oldest record."""
-        if self._first is None:
-            return
         assert self._logged is not None
         last = max(self._logged.values(), default=-1)
         for run in self._earlier:
             self._order.add_all(_steps_of(run))
-        known = [self._first, *self._order.steps]
+        known = [*self._order.steps, *([] if self._first is None else [self._first])]
+        if not known:
+            return
         if last < 0:
             self._order.begin(min(known))
         else:  # the last step may lack some of its metrics, if its logger cannot write all of a step at once
@@ -204,7 +204,5 @@ def _steps_of(run: RunRecords) -> Iterator[LoggedStep]:
 def _without(step: LoggedStep, logged: Mapping[str, int]) -> LoggedStep:
     """Return a step without the metrics that the log has of it."""
     everything = logged.get("", -1)
-    metrics = {
-        name: value for name, value in step.metrics.items() if max(everything, logged.get(name, -1)) < step.step
-    }
+    metrics = {name: value for name, value in step.metrics.items() if max(everything, logged.get(name, -1)) < step.step}
     return step if len(metrics) == len(step.metrics) else replace(step, metrics=metrics)

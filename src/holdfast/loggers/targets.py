@@ -86,7 +86,9 @@ def parse_targets(texts: Sequence[str]) -> tuple[LogTarget, ...]:
 
 def _forms() -> str:
     optional = {kind: place.removesuffix("]") for kind, (_, place) in LOGGERS.items()}
-    forms = [f"{kind}[:{place[1:]}]" if place.startswith("[") else f"{kind}:{place}" for kind, place in optional.items()]
+    forms = [
+        f"{kind}[:{place[1:]}]" if place.startswith("[") else f"{kind}:{place}" for kind, place in optional.items()
+    ]
     return f"{', '.join(forms[:-1])} or {forms[-1]}"
 
 

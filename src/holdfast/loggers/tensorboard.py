@@ -111,9 +111,7 @@ def _event(**fields: Any) -> bytes:
 
 def _framed(data: bytes) -> bytes:
     length = struct.pack("<Q", len(data))
-    return b"".join(
-        (length, struct.pack("<I", _masked_crc32c(length)), data, struct.pack("<I", _masked_crc32c(data)))
-    )
+    return b"".join((length, struct.pack("<I", _masked_crc32c(length)), data, struct.pack("<I", _masked_crc32c(data))))
 
 
 def _masked_crc32c(data: bytes) -> int:
