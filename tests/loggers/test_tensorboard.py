@@ -62,8 +62,9 @@ def test_however_the_lead_dies_each_step_is_logged_once(tmp_path, undisturbed, p
     ]
     options = ["--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-every", 4] if phase == "checkpoint" else []
     options += ["--respawn"] if phase == "rejoin" else []
+    pace_s = 0.6 if phase == "rejoin" else 0.0  # a newcomer has to find the job at work
 
-    report = run_report(tmp_path, "-n", 3, *JOB, *options, *faults, "--log-to", f"tensorboard:{log}", SCRIPT)
+    report = run_report(tmp_path, "-n", 3, *JOB, *options, *faults, "--log-to", f"tensorboard:{log}", SCRIPT, "--step-s", pace_s)
 
     killed = {rank for rank, _, _ in KILLS[phase]}
     assert {rank: exit_codes(report)[rank] for rank in killed} == dict.fromkeys(killed, -signal.SIGKILL)
