@@ -64,7 +64,9 @@ def test_however_the_lead_dies_each_step_is_logged_once(tmp_path, undisturbed, p
     options += ["--respawn"] if phase == "rejoin" else []
     pace_s = 0.6 if phase == "rejoin" else 0.0  # a newcomer has to find the job at work
 
-    report = run_report(tmp_path, "-n", 3, *JOB, *options, *faults, "--log-to", f"tensorboard:{log}", SCRIPT, "--step-s", pace_s)
+    report = run_report(
+        tmp_path, "-n", 3, *JOB, *options, *faults, "--log-to", f"tensorboard:{log}", SCRIPT, "--step-s", pace_s
+    )
 
     killed = {rank for rank, _, _ in KILLS[phase]}
     assert {rank: exit_codes(report)[rank] for rank in killed} == dict.fromkeys(killed, -signal.SIGKILL)
@@ -93,16 +95,17 @@ class Start:
     def __init__(self, folder, *options):
         self._temporary = folder / "tmp"
         self._temporary.mkdir(exist_ok=True)
+        self._errors = folder / "errors.txt"
         self._known = set(self._temporary.glob("holdfast-*"))
         words = ["-n", 2, *JOB, "--checkpoint-dir", folder / "checkpoints", "--checkpoint-every", 3, *options]
         words += ["--log-to", f"tensorboard:{folder / 'log'}", SCRIPT, "--step-s", 0.05]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast", "run", *map(str, words)],
-            env=clean_env(TMPDIR=str(self._temporary)),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        with self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "holdfast", "run", *map(str, words)],
+                env=clean_env(TMPDIR=str(self._temporary)),
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
 
     def records(self):
         folders = set(self._temporary.glob("holdfast-*")) - self._known
@@ -115,7 +118,7 @@ class Start:
         """Kill the launcher once the step is committed; return what was committed and saved when all had ended."""
         deadline = time.monotonic() + 60
         while step not in self.committed():
-            assert self._process.poll() is None, self._process.stderr.read()
+            assert self._process.poll() is None, self._errors.read_text()
             assert time.monotonic() < deadline, self.records()
             time.sleep(0.005)
         self._process.kill()
@@ -137,8 +140,7 @@ class Start:
         return False
 
     def end(self):
-        _, error = self._process.communicate(timeout=100)
-        assert self._process.returncode == 0, error
+        assert self._process.wait(100) == 0, self._errors.read_text()
 
 
 @pytest.mark.chaos

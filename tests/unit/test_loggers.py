@@ -68,7 +68,7 @@ class Log:
 class Logger:
     """Writes value by value; ``fails`` says of each value whether the store fails before it."""
 
-    name = "test"
+    name, shows = "test", frozenset()
 
     def __init__(self, log, fails=lambda: False):
         self._log, self._fails, self.is_done = log, fails, None
@@ -309,7 +309,7 @@ class Killed(BaseException):
 class LiveRecords:
     """The record files of the run that lasts."""
 
-    epoch_s = 0.0
+    epoch_s, run_dir = 0.0, Path("/nowhere")
 
     def __init__(self, history):
         self._history = history
@@ -392,7 +392,7 @@ def test_records_of_a_dead_launcher_are_found_and_kept(tmp_path, monkeypatch):
 def test_a_damaged_mark_is_not_one(tmp_path, monkeypatch, text):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "holdfast-1-x").mkdir()
-    (tmp_path / "holdfast-1-x" / "job.json").write_text(text, encoding="latin-1")
+    (tmp_path / "holdfast-1-x" / "logged.json").write_text(text, encoding="latin-1")
 
     assert Leftovers("/jobs/a").runs == ()
 

@@ -13,10 +13,13 @@ from pathlib import Path
 from holdfast.clock import Clock
 from holdfast.errors import ConfigError
 from holdfast.launch.job import Job, check_writable, is_remote
-from holdfast.loggers.leftovers import Leftovers, RunRecords, mark_run
+from holdfast.loggers.leftovers import Leftovers, mark_run
+from holdfast.loggers.media import MediaFiles
+from holdfast.loggers.otel import RecoveryTracer
 from holdfast.loggers.sink import LAST_S, LoggerSink, StepLogger
 from holdfast.loggers.targets import LogTarget, parse_targets
-from holdfast.records.queued import QueuedSink, SlowSink
+from holdfast.records.paths import media_dir
+from holdfast.records.queued import QueuedSink
 
 RUN_ID = "HOLDFAST_RUN_ID"
 """Variable with the id of the run, if it is given from outside."""
@@ -55,17 +58,16 @@ def open_loggers(
     if not targets:
         return []
     run = mark_run(run_dir, _name_of(job), time.time() - clock.now_s())
-    run_id = _find_run_id(job)
-    sinks = [_open(target, run_id, run, earlier, clock) for target in targets]
+    if any(target.kind != "otel" for target in targets):
+        media_dir(run_dir).mkdir(exist_ok=True)
+    run_id, files = _find_run_id(job), MediaFiles(sum(target.kind != "otel" for target in targets))
+    sinks = [
+        RecoveryTracer(target.place, run_id, run.epoch_s, clock)
+        if target.kind == "otel"
+        else LoggerSink(_logger(target, run_id), run, earlier.runs, files, say)
+        for target in targets
+    ]
     return [QueuedSink(sink, say, last_s=LAST_S) for sink in sinks]
-
-
-def _open(target: LogTarget, run_id: str, run: RunRecords, earlier: Leftovers, clock: Clock) -> SlowSink:
-    if target.kind == "otel":
-        from holdfast.loggers.otel import RecoveryTracer
-
-        return RecoveryTracer(target.place, run_id, run.epoch_s, clock)
-    return LoggerSink(_logger(target, run_id), run, earlier.runs)
 
 
 def _logger(target: LogTarget, run_id: str) -> StepLogger:

@@ -17,7 +17,7 @@ from pathlib import Path
 from holdfast.records.files import read_run
 from holdfast.records.types import Record
 
-_MARK = "job.json"
+_MARK = "logged.json"
 """File in a run folder: which job it is of, and the Unix time of the records' zero."""
 _SHARED = "shared"
 """Name of the link to a run folder on a shared file system; see :mod:`holdfast.launch.run_paths`."""

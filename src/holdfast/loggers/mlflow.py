@@ -6,6 +6,9 @@ A step of several metrics is not written at once: what a store has is read back 
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ class MlflowLogger:
     """
 
     name = "mlflow"
+    shows = frozenset(("images",))
 
     def __init__(self, uri: str, run_id: str) -> None:
         self._uri, self._holdfast_id = uri, run_id
@@ -79,6 +83,17 @@ class MlflowLogger:
         ]
         for first in range(0, len(values), _MOST_METRICS):
             self._client.log_batch(self._run, metrics=values[first : first + _MOST_METRICS])
+        for step in steps:
+            for name, image in step.images.items():
+                self._log_image(name, step.step, image.path)
+
+    def _log_image(self, name: str, step: int, path: Path) -> None:
+        """Keep an image as an artifact, whose name says the step; writing it again changes nothing."""
+        folder = re.sub(r"[^\w.-]+", "_", name)
+        with tempfile.TemporaryDirectory() as scratch:
+            named = Path(scratch, f"{step:08d}.png")
+            shutil.copyfile(path, named)
+            self._client.log_artifact(self._run, str(named), f"images/{folder}")
 
     def close(self, *, is_done: bool) -> None:
         """Say how the run ended."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from holdfast.loggers.leftovers import RunRecords
+from holdfast.loggers.media import MediaFiles, MediaRecord, StepMedia, with_media
 from holdfast.loggers.steps import LoggedStep, StepOrder
+from holdfast.records.paths import media_dir
 from holdfast.records.queued import NotTaken
-from holdfast.records.types import Finished, Record, RunStarted, StepCommitted
+from holdfast.records.types import Finished, HistogramLogged, ImageLogged, Record, RunStarted, StepCommitted
 
 EVERY_S = 1.0
 """Steps are written this often."""
@@ -25,6 +28,8 @@ class StepLogger(Protocol):
     """Writes steps to one place. Only one thread calls it."""
 
     name: str
+    shows: frozenset[str]
+    """Which of ``images`` and ``histograms`` it can show."""
 
     def open(self) -> Mapping[str, int]:
         """Open the log, or continue it; called again after :meth:`write` has failed.
@@ -50,6 +55,8 @@ class LoggerSink:
         logger: The logger.
         run: The records of this run, to look for steps that did not arrive: the queue may have been full.
         earlier: Those of earlier starts of the job, whose launcher may have been killed before it logged their steps.
+        files: The files of images, which all loggers of the run read; None: of this one alone.
+        say: Displays a line.
         now_s: Returns the time in seconds since a fixed moment.
     """
 
@@ -58,12 +65,18 @@ class LoggerSink:
         logger: StepLogger,
         run: RunRecords,
         earlier: Sequence[RunRecords] = (),
+        files: MediaFiles | None = None,
+        say: Callable[[str], None] = print,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self.trouble = logger.name, f"steps are not logged to {logger.name}"
         self.pause_s = self.longest_s = EVERY_S
         self._logger, self._run, self._earlier, self._now_s = logger, run, earlier, now_s
         self._order = StepOrder()
+        self._media = StepMedia(run.run_dir, files or MediaFiles(1))
+        self._say = say
+        self._unshown: Counter[str] = Counter()
+        self._said: set[str] = set()
         self._logged: dict[str, int] | None = None  # None: the log is not open
         self._unwritten: list[LoggedStep] = []
         self._first: int | None = None
@@ -79,9 +92,12 @@ class LoggerSink:
                     self._first = record.step
                 case StepCommitted():
                     self._order.add(_as_logged(record, self._run))
+                case ImageLogged() | HistogramLogged():
+                    self._media.add(record)
                 case Finished():
                     self._finished[record.rank] = record
         self._log()
+        self._tell_unshown()
 
     def close(self, end_s: float) -> None:
         """Log what is left, and the metrics that the script logged after training; NotTaken says what is not logged."""
@@ -134,7 +150,7 @@ class LoggerSink:
         return lost
 
     def _take_next(self) -> None:
-        self._unwritten += self._order.take()
+        self._unwritten += map(self._media.attach, self._order.take())
 
     def _begin(self) -> None:
         """Find the first step to log: after those that the log has, or that of the oldest record."""
@@ -165,7 +181,7 @@ class LoggerSink:
             return
         assert self._logged is not None
         logged = self._logged
-        steps = [step for each in self._unwritten if (step := _without(each, logged)).metrics]
+        steps = [step for each in self._unwritten if (step := self._shown(each.without(logged))).names]
         try:
             if steps:
                 self._logger.write(steps)
@@ -173,9 +189,34 @@ class LoggerSink:
             self._logged = None  # it is not known what was written
             raise self._put_off(error) from error
         for step in steps:
-            logged.update(dict.fromkeys(step.metrics, step.step))
+            logged.update(dict.fromkeys(step.names, step.step))
+        for step in self._unwritten:
+            self._media.done(step)
         self._last = self._unwritten[-1]
         self._unwritten = []
+
+    def _shown(self, step: LoggedStep) -> LoggedStep:
+        """Return a step without what the logger cannot show."""
+        if step.images and "images" not in self._logger.shows:
+            self._unshown["images"] += len(step.images)
+            step = replace(step, images={})
+        if step.histograms and "histograms" not in self._logger.shows:
+            self._unshown["histograms"] += len(step.histograms)
+            step = replace(step, histograms={})
+        return step
+
+    def _tell_unshown(self) -> None:
+        """Count what the logger cannot show, and say so once.
+
+        Raises:
+            NotTaken: with its number.
+        """
+        if dropped := sum(self._unshown.values()):
+            for kind in sorted(set(self._unshown) - self._said):
+                self._say(f"{self.name} shows no {kind}: they are left out there")
+            self._said |= set(self._unshown)
+            self._unshown.clear()
+            raise NotTaken("", dropped=dropped)
 
     def _put_off(self, error: Exception) -> NotTaken:
         self.pause_s = min(2 * self.pause_s, _LONGEST_PAUSE_S)
@@ -198,11 +239,10 @@ def _as_logged(record: StepCommitted, run: RunRecords) -> LoggedStep:
 
 
 def _steps_of(run: RunRecords) -> Iterator[LoggedStep]:
-    return (_as_logged(record, run) for record in run.read() if isinstance(record, StepCommitted))
-
-
-def _without(step: LoggedStep, logged: Mapping[str, int]) -> LoggedStep:
-    """Return a step without the metrics that the log has of it."""
-    everything = logged.get("", -1)
-    metrics = {name: value for name, value in step.metrics.items() if max(everything, logged.get(name, -1)) < step.step}
-    return step if len(metrics) == len(step.metrics) else replace(step, metrics=metrics)
+    """Yield the steps in record files, with their images and histograms."""
+    media: dict[int, dict[str, MediaRecord]] = {}
+    for record in run.read():
+        if isinstance(record, ImageLogged | HistogramLogged):
+            media.setdefault(record.step, {})[record.name] = record
+        elif isinstance(record, StepCommitted):
+            yield with_media(_as_logged(record, run), media.pop(record.step, {}).values(), media_dir(run.run_dir))

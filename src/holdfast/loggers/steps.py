@@ -8,10 +8,24 @@ worker, and each node, has a file of its own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Self
+
+from holdfast.records.types import HistogramLogged
 
 MOST_WAITING = 10_000
 """Steps that are kept while they cannot be logged; later ones have to be read from the record files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedImage:
+    """An image of a step: a PNG file, with its width, its height and its number of channels."""
+
+    path: Path
+    width: int
+    height: int
+    channels: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,13 +36,33 @@ class LoggedStep:
         step: Its number.
         time_s: When it was committed, as Unix time.
         metrics: What the script logged, by name.
+        images: Images, by name.
+        histograms: Histograms, by name.
         is_final: Whether the metrics are those that the script logged after training.
     """
 
     step: int
     time_s: float
     metrics: Mapping[str, float]
+    images: Mapping[str, LoggedImage] = field(default_factory=dict)
+    histograms: Mapping[str, HistogramLogged] = field(default_factory=dict)
     is_final: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of everything in it."""
+        return (*self.metrics, *self.images, *self.histograms)
+
+    def without(self, logged: Mapping[str, int]) -> Self:
+        """Return the step without what a log has of it: by name the last step, "" for all names."""
+        last = logged.get("", -1)
+        known = {name for name in self.names if max(last, logged.get(name, -1)) >= self.step}
+        if not known:
+            return self
+        metrics = {name: value for name, value in self.metrics.items() if name not in known}
+        images = {name: image for name, image in self.images.items() if name not in known}
+        histograms = {name: each for name, each in self.histograms.items() if name not in known}
+        return replace(self, metrics=metrics, images=images, histograms=histograms)
 
 
 class StepOrder:

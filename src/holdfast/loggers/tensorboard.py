@@ -23,13 +23,14 @@ _FOOTER_BYTES = 4
 
 
 class TensorBoardLogger:
-    """Writes the scalars of each step to an event file in a folder.
+    """Writes the scalars, images and histograms of each step to an event file in a folder.
 
     Args:
         folder: The folder; TensorBoard shows it as one run.
     """
 
     name = "tensorboard"
+    shows = frozenset(("images", "histograms"))
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -96,9 +97,29 @@ def read_events(path: Path) -> Iterator[Any]:
 
 
 def _event_of(step: LoggedStep) -> bytes:
-    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
     values = [Summary.Value(tag=name, simple_value=value) for name, value in step.metrics.items()]
+    for name, image in step.images.items():
+        shown = Summary.Image(
+            width=image.width,
+            height=image.height,
+            colorspace=image.channels,
+            encoded_image_string=image.path.read_bytes(),
+        )
+        values.append(Summary.Value(tag=name, image=shown))
+    for name, each in step.histograms.items():
+        width = (each.high - each.low) / len(each.counts)
+        histogram = HistogramProto(
+            min=each.low,
+            max=each.high,
+            num=sum(each.counts),
+            sum=each.total,
+            sum_squares=each.squares,
+            bucket_limit=[each.low + width * (number + 1) for number in range(len(each.counts))],
+            bucket=each.counts,
+        )
+        values.append(Summary.Value(tag=name, histo=histogram))
     return _event(wall_time=step.time_s, step=step.step, summary=Summary(value=values))
 
 

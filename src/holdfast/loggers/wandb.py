@@ -30,6 +30,7 @@ class WandbLogger:
     """
 
     name = "wandb"
+    shows = frozenset(("images", "histograms"))
 
     def __init__(self, project: str, run_id: str) -> None:
         self._project, self._run_id = project, os.environ.get("WANDB_RUN_ID") or run_id
@@ -58,13 +59,26 @@ class WandbLogger:
             if step.is_final:
                 self._run.summary.update(dict(step.metrics))
             else:
-                self._run.log(dict(step.metrics), step=step.step, commit=True)
+                self._run.log({**step.metrics, **_media_of(step)}, step=step.step, commit=True)
 
     def close(self, *, is_done: bool) -> None:
         """Wait until W&B has written, or sent, everything."""
         if self._run is not None:
             run, self._run = self._run, None
             run.finish(exit_code=0 if is_done else 1)
+
+
+def _media_of(step: LoggedStep) -> dict[str, Any]:
+    if not (step.images or step.histograms):
+        return {}
+    import wandb
+
+    shown: dict[str, Any] = {name: wandb.Image(str(image.path)) for name, image in step.images.items()}
+    for name, each in step.histograms.items():
+        width = (each.high - each.low) / len(each.counts)
+        edges = [each.low + width * number for number in range(len(each.counts) + 1)]
+        shown[name] = wandb.Histogram(np_histogram=(list(each.counts), edges))
+    return shown
 
 
 def run_files(folder: Path, run_id: str) -> list[Path]:

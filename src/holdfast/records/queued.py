@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from holdfast.records.types import Record, StateHashed, StepCommitted
+from holdfast.records.files import OF_STEPS
+from holdfast.records.types import Record
 
 CAPACITY = 10_000
 """Records that wait for one sink."""
@@ -30,7 +31,7 @@ class NotTaken(Exception):
     """Raised by a sink that could not pass its records on.
 
     Args:
-        why: The reason, in one line.
+        why: The reason, in one line; "" if it was said.
         dropped: How many of the records are lost; None: all that the sink was called with.
     """
 
@@ -101,7 +102,7 @@ class QueuedSink:
 
     def write(self, record: Record) -> None:
         """Queue a record, or drop it if there is no room; return immediately."""
-        room = self._capacity * (_FOR_STEPS if isinstance(record, StepCommitted | StateHashed) else 1)
+        room = self._capacity * (_FOR_STEPS if isinstance(record, OF_STEPS) else 1)
         with self._changed:
             if len(self._waiting) >= room or self._end_s is not None:
                 self._dropped += 1
@@ -160,7 +161,8 @@ class QueuedSink:
         try:
             call()
         except NotTaken as error:
-            self._complain(str(error))
+            if error.args[0]:
+                self._complain(str(error))
             return records if error.dropped is None else error.dropped
         except Exception as error:  # training must not end for a defect of a sink
             self._complain(f"{type(error).__name__}: {error}")
