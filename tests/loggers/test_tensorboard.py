@@ -2,35 +2,27 @@
 
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, assert_landed, clean_env, exit_codes, run_report
+from jobs import assert_landed, exit_codes, run_report
 
 pytest.importorskip("tensorboard", reason="make loggers")
-from logged import scalars_of, steps_on_disk
+from logged import LOGGED, LOGGED_JOB, STEPS, Start, scalars_of, steps_on_disk
 
 from holdfast.faults.kinds import PHASES
 from holdfast.loggers.leftovers import RunRecords
 from holdfast.loggers.sink import LoggerSink
 from holdfast.loggers.steps import LoggedStep
 from holdfast.loggers.tensorboard import TensorBoardLogger
-from holdfast.records.files import read_run
-from holdfast.records.types import CheckpointSaved, RunStarted, StepCommitted
-
-SCRIPT = ROOT / "tests" / "support" / "train_logged.py"
-STEPS = 12
-JOB = ("--fabric", "gloo", "--slices", 3, "--seed", 11, "--no-page")
+from holdfast.records.types import RunStarted, StepCommitted
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The scalars of the job without a failure."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    run_report(folder, "-n", 3, *JOB, "--log-to", f"tensorboard:{folder / 'log'}", SCRIPT)
+    run_report(folder, "-n", 3, *LOGGED_JOB, "--log-to", f"tensorboard:{folder / 'log'}", LOGGED)
     found = scalars_of(folder / "log")
     assert {tag: [step for step, _ in values] for tag, values in found.items()} == {
         "loss": list(range(STEPS)),
@@ -65,7 +57,7 @@ def test_however_the_lead_dies_each_step_is_logged_once(tmp_path, undisturbed, p
     pace_s = 0.6 if phase == "rejoin" else 0.0  # a newcomer has to find the job at work
 
     report = run_report(
-        tmp_path, "-n", 3, *JOB, *options, *faults, "--log-to", f"tensorboard:{log}", SCRIPT, "--step-s", pace_s
+        tmp_path, "-n", 3, *LOGGED_JOB, *options, *faults, "--log-to", f"tensorboard:{log}", LOGGED, "--step-s", pace_s
     )
 
     killed = {rank for rank, _, _ in KILLS[phase]}
@@ -82,65 +74,11 @@ def test_a_job_that_is_started_again_from_a_checkpoint_logs_no_step_twice(tmp_pa
     faults = [word for rank in range(3) for word in ("--inject", f"kill:rank={rank},step=7")]
     options = ("--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-every", 4)
 
-    report = run_report(tmp_path, "-n", 3, *JOB, *options, *faults, "--log-to", f"tensorboard:{log}", SCRIPT)
+    report = run_report(tmp_path, "-n", 3, *LOGGED_JOB, *options, *faults, "--log-to", f"tensorboard:{log}", LOGGED)
 
     assert report["restarts"] == 1
     assert report["steps_redone"] >= 3
     assert scalars_of(log) == undisturbed
-
-
-class Start:
-    """One start of a job that resumes, whose launcher will be killed."""
-
-    def __init__(self, folder, *options):
-        self._temporary = folder / "tmp"
-        self._temporary.mkdir(exist_ok=True)
-        self._errors = folder / "errors.txt"
-        self._known = set(self._temporary.glob("holdfast-*"))
-        words = ["-n", 2, *JOB, "--checkpoint-dir", folder / "checkpoints", "--checkpoint-every", 3, *options]
-        words += ["--log-to", f"tensorboard:{folder / 'log'}", SCRIPT, "--step-s", 0.05]
-        with self._errors.open("w") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast", "run", *map(str, words)],
-                env=clean_env(TMPDIR=str(self._temporary)),
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-            )
-
-    def records(self):
-        folders = set(self._temporary.glob("holdfast-*")) - self._known
-        return [record for folder in folders for record in read_run(folder)]
-
-    def committed(self):
-        return {record.step for record in self.records() if isinstance(record, StepCommitted)}
-
-    def kill_after(self, step):
-        """Kill the launcher once the step is committed; return what was committed and saved when all had ended."""
-        deadline = time.monotonic() + 60
-        while step not in self.committed():
-            assert self._process.poll() is None, self._errors.read_text()
-            assert time.monotonic() < deadline, self.records()
-            time.sleep(0.005)
-        self._process.kill()
-        assert self._process.wait(30) == -signal.SIGKILL
-        while self._has_processes():
-            assert time.monotonic() < deadline + 60
-            time.sleep(0.05)
-        saved = {record.step for record in self.records() if isinstance(record, CheckpointSaved)}
-        return self.committed(), max(saved, default=0)
-
-    def _has_processes(self):
-        mark = f"TMPDIR={self._temporary}".encode()
-        for environ in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if mark in environ.read_bytes().split(b"\0"):
-                    return True
-            except OSError:
-                continue
-        return False
-
-    def end(self):
-        assert self._process.wait(100) == 0, self._errors.read_text()
 
 
 @pytest.mark.chaos
@@ -149,9 +87,9 @@ def test_however_often_the_launcher_dies_each_step_is_logged_once(tmp_path, undi
     log = tmp_path / "log"
     unlogged = []
     for number, step in enumerate((2, 6, 9)):
-        committed, saved = Start(tmp_path, *(["--resume"] if number else [])).kill_after(step)
+        committed, saved = Start(tmp_path, f"tensorboard:{log}", *(["--resume"] if number else [])).kill_after(step)
         unlogged.append({each for each in committed if each < saved} - set(steps_on_disk(log)))
-    Start(tmp_path, "--resume").end()
+    Start(tmp_path, f"tensorboard:{log}", "--resume").end()
 
     assert any(unlogged), "no checkpoint was newer than the log: the test shows nothing"
     found = scalars_of(log)
