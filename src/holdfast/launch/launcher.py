@@ -20,7 +20,7 @@ from holdfast.launch.health import HealthMonitor
 from holdfast.launch.job import Job, JobOutcome, check
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
 from holdfast.launch.live import RunView
-from holdfast.launch.loggers import find_leftovers
+from holdfast.launch.loggers import find_leftovers, open_loggers
 from holdfast.launch.mpi_hosts import MpiHosts, check_hosts, shared_folder
 from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_node_faults
 from holdfast.launch.node_health import NodeCheck
@@ -32,8 +32,9 @@ from holdfast.launch.rendezvous import check_nodes
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.sinks import check_sinks, open_sinks
 from holdfast.launch.stopping import StopProcedure
+from holdfast.loggers.leftovers import Leftovers
 from holdfast.records.files import read_run
-from holdfast.records.queued import SinkCount
+from holdfast.records.queued import QueuedSink, SinkCount
 from holdfast.records.types import JobRestarted, RunStarted
 
 POLL_S = 0.02
@@ -116,7 +117,7 @@ class Launcher:
             paths=self._paths,
             files=self._files,
             clock=SystemClock(self._origin_s),
-            sinks=open_sinks(job, SystemClock(self._origin_s), self._view.print_line, self._paths.run_dir, earlier),
+            sinks=self._open_sinks(earlier),
         )
         undo.callback(self._close_sinks)
         if line := sharing_line(job.gpus, 0 if job.is_virtual or job.hosts else len(job.ranks) // job.nnodes):
@@ -358,7 +359,12 @@ class Launcher:
         )
         return None
 
-    # --- the end
+    # --- sinks, and the end
+
+    def _open_sinks(self, earlier: Leftovers) -> tuple[QueuedSink, ...]:
+        """Open what receives the records besides their files; ``earlier`` are those of earlier starts of the job."""
+        job, clock, say = self._job, SystemClock(self._origin_s), self._view.print_line
+        return (*open_sinks(job, clock, say), *open_loggers(job, clock, say, self._paths.run_dir, earlier))
 
     def _close_sinks(self, end_s: float | None = None) -> list[SinkCount]:
         """End the sinks of records, if that was not done; return what became of the records."""

@@ -53,9 +53,20 @@ def find_leftovers(job: Job) -> Leftovers:
 def open_loggers(
     job: Job, clock: Clock, say: Callable[[str], None], run_dir: Path, earlier: Leftovers
 ) -> list[QueuedSink]:
-    """Return the sinks of all targets; the arguments are those of :func:`~holdfast.launch.sinks.open_sinks`."""
+    """Return the sinks of all targets, on the launcher of the first node: it receives the records of all nodes.
+
+    Args:
+        job: The job.
+        clock: Its zero is when the run began.
+        say: Displays a line.
+        run_dir: Folder of the record files.
+        earlier: Records of earlier starts of the job.
+
+    Raises:
+        ConfigError: if the folder of checkpoints cannot be written.
+    """
     targets = parse_targets(job.log_to)
-    if not targets:
+    if not targets or job.node_rank != 0:
         return []
     run = mark_run(run_dir, _name_of(job), time.time() - clock.now_s())
     if any(target.kind != "otel" for target in targets):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 from holdfast.clock import Clock
 from holdfast.errors import ConfigError
 from holdfast.launch.job import Job, check_writable
-from holdfast.launch.loggers import check_targets, open_loggers
-from holdfast.loggers.leftovers import Leftovers
+from holdfast.launch.loggers import check_targets
 from holdfast.records.queued import QueuedSink, SlowSink
 
 _TRAIN_JOB = "KUBEFLOW_TRAINER_SERVER_URL"
@@ -20,10 +18,6 @@ _TRAIN_JOB = "KUBEFLOW_TRAINER_SERVER_URL"
 def check_sinks(job: Job) -> None:
     """Raise a ConfigError that says what to change, if records cannot be passed on as the job asks for."""
     check_targets(job)
-    _check_metrics(job)
-
-
-def _check_metrics(job: Job) -> None:
     path = job.metrics_file
     if not job.metrics_port and path is None:
         return
@@ -50,17 +44,13 @@ def metrics_address(given: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
 
 
-def open_sinks(
-    job: Job, clock: Clock, say: Callable[[str], None], run_dir: Path, earlier: Leftovers
-) -> tuple[QueuedSink, ...]:
+def open_sinks(job: Job, clock: Clock, say: Callable[[str], None]) -> tuple[QueuedSink, ...]:
     """Return the sinks of a job, on the launcher of the first node: it receives the records of all nodes.
 
     Args:
         job: The job.
         clock: Its zero is when the run began.
         say: Displays a line.
-        run_dir: Folder of the record files.
-        earlier: Records of earlier starts of the job.
 
     Raises:
         ConfigError: if a sink that was asked for cannot be opened.
@@ -80,4 +70,4 @@ def open_sinks(
 
         if (reporter := progress_reporter(os.environ, say)) is not None:
             sinks.append(reporter)
-    return (*(QueuedSink(sink, say) for sink in sinks), *open_loggers(job, clock, say, run_dir, earlier))
+    return tuple(QueuedSink(sink, say) for sink in sinks)
