@@ -28,7 +28,11 @@ def offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
-    return tmp_path
+    import wandb
+
+    wandb.teardown()  # it reads its variables once a process
+    yield tmp_path
+    wandb.teardown()
 
 
 def history_of(folder, run_id):
