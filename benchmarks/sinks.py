@@ -1,6 +1,6 @@
 """The time of a step with all sinks of records on, beside none: what monitoring and logging cost.
 
-    python benchmarks/sinks.py [--workers 2] [--model mlp] [--fabric gloo] [--rounds 22] [--steps 40] [--json FILE]
+    python benchmarks/sinks.py [--workers 2] [--model mlp] [--fabric gloo] [--rounds 20] [--steps 40] [--json FILE]
 
 =======  ==============================================================================================================
 variant  what runs
@@ -64,7 +64,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--model", choices=sorted(JOBS), default="mlp")
     parser.add_argument("--fabric", default="gloo", help="ulfm needs Open MPI in this environment")
-    parser.add_argument("--rounds", type=int, default=22)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--control", action="store_true", help="also measure a second job without sinks")
     parser.add_argument("--json", metavar="FILE")

@@ -100,6 +100,21 @@ def test_however_often_the_launcher_dies_each_step_is_logged_once(tmp_path, undi
     assert sorted(steps_on_disk(log)) == [*range(STEPS), STEPS - 1], "the last step has a second event, of session.log"
 
 
+@pytest.mark.chaos
+@pytest.mark.timeout(400)
+def test_a_job_that_is_stopped_and_resumed_logs_each_step_once(tmp_path, undisturbed):
+    log = tmp_path / "log"
+
+    Start(tmp_path, f"tensorboard:{log}").stop_after(4)
+    stopped = steps_on_disk(log)
+    assert stopped == list(range(len(stopped)))
+    assert 5 <= len(stopped) < STEPS
+    for _ in range(2):  # the second time there is nothing left to do
+        Start(tmp_path, f"tensorboard:{log}", "--resume").end()
+
+        assert scalars_of(log) == undisturbed
+
+
 class Records(RunRecords):
     """Record files without a file."""
 

@@ -62,18 +62,28 @@ class Start:
 
     def kill_after(self, step):
         """Kill the launcher once the step is committed; return what was committed and saved when all had ended."""
+        self._wait_for(step)
+        self._process.kill()
+        assert self._process.wait(30) == -signal.SIGKILL
+        deadline = time.monotonic() + 60
+        while self._has_processes():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        saved = {record.step for record in self.records() if isinstance(record, CheckpointSaved)}
+        return self.committed(), max(saved, default=0)
+
+    def _wait_for(self, step):
         deadline = time.monotonic() + 60
         while step not in self.committed():
             assert self._process.poll() is None, self._errors.read_text()
             assert time.monotonic() < deadline, self.records()
             time.sleep(0.005)
-        self._process.kill()
-        assert self._process.wait(30) == -signal.SIGKILL
-        while self._has_processes():
-            assert time.monotonic() < deadline + 60
-            time.sleep(0.05)
-        saved = {record.step for record in self.records() if isinstance(record, CheckpointSaved)}
-        return self.committed(), max(saved, default=0)
+
+    def stop_after(self, step):
+        """Stop the job once the step is committed: it saves its state."""
+        self._wait_for(step)
+        self._process.terminate()
+        assert self._process.wait(100) == 4, self._errors.read_text()
 
     def _has_processes(self):
         mark = f"TMPDIR={self._temporary}".encode()

@@ -14,6 +14,7 @@ from holdfast.loggers.steps import LoggedStep, StepOrder
 from holdfast.records.paths import media_dir
 from holdfast.records.queued import NotTaken
 from holdfast.records.types import Finished, HistogramLogged, ImageLogged, Record, RunStarted, StepCommitted
+from holdfast.report.history import is_distributed
 
 EVERY_S = 1.0
 """Steps are written this often."""
@@ -90,6 +91,8 @@ class LoggerSink:
             match record:
                 case RunStarted() if self._first is None:
                     self._first = record.step
+                    if is_distributed(record):
+                        self._say(f"{self.name} gets nothing: steps of a torch.distributed script have no metrics")
                 case StepCommitted():
                     self._order.add(_as_logged(record, self._run))
                 case ImageLogged() | HistogramLogged():
@@ -220,7 +223,7 @@ class LoggerSink:
 
     def _put_off(self, error: Exception) -> NotTaken:
         self.pause_s = min(2 * self.pause_s, _LONGEST_PAUSE_S)
-        return NotTaken(f"{type(error).__name__}: {error}".partition("\n")[0], dropped=0)
+        return NotTaken(f"{type(error).__name__}: {error}".partition("\n")[0].rstrip("."), dropped=0)
 
     def _final(self, end_s: float) -> list[LoggedStep]:
         """Return the metrics that the script logged after training, as part of the last step."""
