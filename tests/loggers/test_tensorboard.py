@@ -171,8 +171,10 @@ def test_a_log_that_cannot_be_written_is_continued_in_a_new_file(tmp_path, monke
         patch.setattr("holdfast.loggers.tensorboard.os.write", torn)
         with pytest.raises(NotTaken, match="No space left on device"):
             sink.take([commit(2)])
-    sink.take([commit(3)])
+        with pytest.raises(NotTaken, match="No space left on device"):
+            sink.take([commit(3)])
+    sink.take([commit(4)])
     sink.close(5.0)
 
-    assert scalars_of(tmp_path) == {"loss": [(step, step / 8) for step in range(4)]}
+    assert scalars_of(tmp_path) == {"loss": [(step, step / 8) for step in range(5)]}
     assert len(list(tmp_path.iterdir())) == 2

@@ -130,6 +130,15 @@ def test_the_first_value_of_a_step_stands():
     assert log.kept == [(0, "loss", 1.0), (1, "loss", 3.0)]
 
 
+def test_the_value_of_an_earlier_start_stands():
+    log = Log()
+    sink = LoggerSink(Logger(log), run_of(), [run_of([commit(1, loss=1.0), commit(2, loss=1.0)])])
+
+    sink.take([start_at(2), commit(2, loss=2.0), commit(3, loss=2.0)])
+
+    assert log.kept == [(1, "loss", 1.0), (2, "loss", 1.0), (3, "loss", 2.0)]
+
+
 def test_metrics_after_training_belong_to_the_last_step_and_are_logged_once():
     log = Log()
     for _ in range(2):  # the second start finds nothing left to do
@@ -165,7 +174,7 @@ def test_a_step_without_any_record_is_left_out_and_counted():
         sink.close(9.0)
 
     assert log.kept == values_of([0, 4])
-    assert found.value.dropped == 0, "they were counted by then"
+    assert found.value.dropped == 3
 
 
 def test_a_job_that_resumes_into_an_empty_log_logs_from_there_on():

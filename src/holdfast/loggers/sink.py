@@ -82,6 +82,7 @@ class LoggerSink:
         self._unwritten: list[LoggedStep] = []
         self._first: int | None = None
         self._gap_s: float | None = None
+        self._lost: list[int] = []
         self._finished: dict[int, Finished] = {}
         self._last: LoggedStep | None = None
 
@@ -100,20 +101,23 @@ class LoggerSink:
                 case Finished():
                     self._finished[record.rank] = record
         self._log()
+        self._tell_lost()
         self._tell_unshown()
 
     def close(self, end_s: float) -> None:
         """Log what is left, and the metrics that the script logged after training; NotTaken says what is not logged."""
+        if self._order.has_left_out:
+            self._order.add_all(_steps_of(self._run))
         try:
-            if self._order.has_left_out:
-                self._order.add_all(_steps_of(self._run))
             self._log(is_end=True)
             self._unwritten += self._final(end_s)
             self._write()
         except NotTaken as error:
-            raise NotTaken(str(error), dropped=len(self._unwritten) + self._order.num_waiting) from error
+            left = len(self._unwritten) + self._order.num_waiting
+            raise NotTaken(str(error), dropped=len(self._lost) + left) from error
         finally:
             self._logger.close(is_done=any(each.outcome == "done" for each in self._finished.values()))
+        self._tell_lost()
 
     # --- in order
 
@@ -121,36 +125,32 @@ class LoggerSink:
         """Write the steps that are next, as far as they have arrived.
 
         Raises:
-            NotTaken: if they cannot be written yet, and are kept; or if some have no record, and are lost.
+            NotTaken: if they cannot be written yet, and are kept.
         """
         if self._logged is None:
             self._open()
         if not self._order.has_begun and (self._first is not None or is_end):
             self._begin()
         self._take_next()
-        if lost := self._search(is_end=is_end):
-            self._write()
-            raise NotTaken(f"{len(lost)} steps from step {lost[0]} on have no record", dropped=len(lost))
+        self._search(is_end=is_end)
         self._write()
 
-    def _search(self, *, is_end: bool) -> list[int]:
-        """Look for steps that have been missing for some time; return those that are lost."""
+    def _search(self, *, is_end: bool) -> None:
+        """Look for steps that have been missing for some time, and give up those without a record."""
         if not self._order.missing:
             self._gap_s = None
-            return []
+            return
         self._gap_s = self._now_s() if self._gap_s is None else self._gap_s
         if not is_end and self._now_s() - self._gap_s < GAP_S and not self._order.has_left_out:
-            return []
+            return
         for run in (*self._earlier, self._run):
             self._order.add_all(_steps_of(run))
         self._take_next()
-        lost: list[int] = []
         while missing := self._order.missing:
-            lost += missing
+            self._lost += missing
             self._order.skip_missing()
             self._take_next()
         self._gap_s = None
-        return lost
 
     def _take_next(self) -> None:
         self._unwritten += map(self._media.attach, self._order.take())
@@ -159,8 +159,7 @@ class LoggerSink:
         """Find the first step to log: after those that the log has, or that of the oldest record."""
         assert self._logged is not None
         last = max(self._logged.values(), default=-1)
-        for run in self._earlier:
-            self._order.add_all(_steps_of(run))
+        self._order.add_all((step for run in self._earlier for step in _steps_of(run)), are_first=True)
         known = [*self._order.steps, *([] if self._first is None else [self._first])]
         if not known:
             return
@@ -207,6 +206,12 @@ class LoggerSink:
             self._unshown["histograms"] += len(step.histograms)
             step = replace(step, histograms={})
         return step
+
+    def _tell_lost(self) -> None:
+        """Raise NotTaken with the number of steps that have no record, if there are new ones."""
+        if lost := self._lost:
+            self._lost = []
+            raise NotTaken(f"{len(lost)} steps from step {lost[0]} on have no record", dropped=len(lost))
 
     def _tell_unshown(self) -> None:
         """Count what the logger cannot show, and say so once.

@@ -110,12 +110,19 @@ class StepOrder:
             return
         self._waiting.setdefault(step.step, step)
 
-    def add_all(self, steps: Iterable[LoggedStep]) -> None:
-        """Take steps that were read from record files, however many are waiting."""
-        self.has_left_out = False
+    def add_all(self, steps: Iterable[LoggedStep], *, are_first: bool = False) -> None:
+        """Take steps that were read from record files, however many are waiting.
+
+        Args:
+            steps: The steps. Of each number the first one stands.
+            are_first: They were committed before all that are known.
+        """
+        found: dict[int, LoggedStep] = {}
         for step in steps:
             if self._next is None or step.step >= self._next:
-                self._waiting.setdefault(step.step, step)
+                found.setdefault(step.step, step)
+        self._waiting = self._waiting | found if are_first else found | self._waiting
+        self.has_left_out = False
 
     def take(self) -> list[LoggedStep]:
         """Return the next steps, up to the first one that is missing."""

@@ -55,7 +55,11 @@ class TensorBoardLogger:
         stamp = max([int(time.time()), *(int(part) + 1 for part in stamps)])
         path = self._folder / EVENT_FILES.replace("*", f"{stamp:010d}.{socket.gethostname()}.{os.getpid()}.0")
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self._write([_event(wall_time=time.time(), file_version="brain.Event:2")])
+        try:
+            self._write([_event(wall_time=time.time(), file_version="brain.Event:2")])
+        except OSError:  # such as a full disk: the next attempt needs a file that begins well
+            path.unlink()
+            raise
 
     def write(self, steps: Sequence[LoggedStep]) -> None:
         """Write one event a step, in one call."""
