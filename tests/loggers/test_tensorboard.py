@@ -64,6 +64,8 @@ def test_however_the_lead_dies_each_step_is_logged_once(tmp_path, undisturbed, p
     assert {rank: exit_codes(report)[rank] for rank in killed} == dict.fromkeys(killed, -signal.SIGKILL)
     if phase != "rejoin":
         assert_landed(report, *killed)
+    committed = [event["step"] for event in report["_events"] if event["event"] == "StepCommitted"]
+    assert len(committed) > STEPS, "no lead has repeated a step: the test shows nothing"
     assert scalars_of(log) == undisturbed
     assert report["sinks"] == [{"name": "tensorboard", "taken": report["sinks"][0]["taken"], "dropped": 0}]
 
