@@ -276,6 +276,7 @@ LONGEST_FIRST = (
     "model",
     "integrations",
     "browser",
+    "loggers",
     "lab",
     "attacks",
     "golden",

@@ -72,7 +72,7 @@ MAY_IMPORT = {
     "integrity": LOOP | {"data", "models.part", "engine.context", "engine.run_log", "engine.vote"},
     "models": LOOP
     | {"data", "integrity", "engine.context", "engine.run_log", "engine.vote", "engine.flips"}
-    | {"session.models", "session.step", "state.transfer"},
+    | {"session.media", "session.models", "session.step", "state.transfer"},
     "state": LOOP | {"data", "integrity", "models", "engine"},
     "engine": LOOP | {"data", "integrity", "models", "state", "session"},
     "session": LOOP | {"data", "integrity", "models", "state", "engine"},
@@ -115,6 +115,7 @@ MAY_IMPORT = {
     },
     "report": {"errors", "recovery", "integrity.hash_chain", "records"},
     "monitor": {"errors", "clock", "records", "report", "data.assignment"},
+    "loggers": {"errors", "clock", "records", "report"},
     "launch": {
         "errors",
         "device_errors",
@@ -131,6 +132,7 @@ MAY_IMPORT = {
         "faults.plan",
         "report",
         "monitor",
+        "loggers",
     },
     "testing": LOOP | {"data", "models", "engine"},
     # The laboratory: it imports the runtime, never the reverse.
@@ -196,6 +198,7 @@ WITHOUT_TORCH = (
     "recovery",
     "report",
     "monitor",
+    "loggers",
     "launch",
     "cli",
     "faults.points",

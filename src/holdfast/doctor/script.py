@@ -138,6 +138,9 @@ class ScriptInspector:
         """Do not batch slices."""
         return ONE_BY_ONE
 
+    def log_media(self, *_: Any) -> None:
+        """Drop it."""
+
     def free_memory(self, error: RuntimeError, batch: MiniBatch, number: int) -> bool:
         """Let every error end the computation."""
         return False

@@ -21,6 +21,7 @@ from holdfast.launch.health import HealthMonitor
 from holdfast.launch.job import Job, JobOutcome, check
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
 from holdfast.launch.live import RunStatus, RunView
+from holdfast.launch.loggers import find_leftovers, open_loggers
 from holdfast.launch.mpi_hosts import MpiHosts, check_hosts, shared_folder
 from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_node_faults
 from holdfast.launch.node_health import NodeCheck
@@ -32,6 +33,7 @@ from holdfast.launch.rendezvous import check_nodes
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.sinks import check_sinks, open_sinks
 from holdfast.launch.stopping import StopProcedure
+from holdfast.loggers.leftovers import Leftovers
 from holdfast.records.files import read_run
 from holdfast.records.queued import QueuedSink, SinkCount
 from holdfast.records.types import JobRestarted, RunStarted
@@ -93,6 +95,7 @@ class Launcher:
         """Create the parts of a run, and register with ``undo`` how to undo each, even if a later one raises."""
         job = self._job
         undo.callback(self._view.close)
+        undo.callback((earlier := find_leftovers(job)).close)  # before the folders of earlier starts are removed
         report_logs = None if job.report_dir is None else job.report_dir / "logs"
         self._paths = RunPaths.make(job.log_dir or report_logs, shared_folder(job))
         undo.callback(self._paths.clear)
@@ -123,7 +126,7 @@ class Launcher:
             paths=self._paths,
             files=self._files,
             clock=SystemClock(self._origin_s),
-            sinks=self._open_sinks(),
+            sinks=self._open_sinks(earlier),
         )
         undo.callback(self._close_sinks)
         if line := sharing_line(job.gpus, 0 if job.is_virtual or job.hosts else len(job.ranks) // job.nnodes):
@@ -385,10 +388,14 @@ class Launcher:
 
     # --- sinks, and the end
 
-    def _open_sinks(self) -> tuple[QueuedSink, ...]:
-        """Open what receives the records besides their files; the launcher of the first node has the dashboard."""
+    def _open_sinks(self, earlier: Leftovers) -> tuple[QueuedSink, ...]:
+        """Open what receives the records besides their files; the launcher of the first node has the dashboard.
+
+        Args:
+            earlier: What earlier starts of the job have not logged.
+        """
         job, clock, say = self._job, SystemClock(self._origin_s), self._view.print_line
-        sinks = open_sinks(job, clock, say)
+        sinks = (*open_sinks(job, clock, say), *open_loggers(job, clock, say, self._paths.run_dir, earlier))
         if job.dashboard and job.node_rank == 0:
             from holdfast.launch.dashboard import Dashboard
 

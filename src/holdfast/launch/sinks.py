@@ -9,13 +9,15 @@ from collections.abc import Callable
 from holdfast.clock import Clock
 from holdfast.errors import ConfigError
 from holdfast.launch.job import Job, check_writable
+from holdfast.launch.loggers import check_targets
 from holdfast.records.queued import QueuedSink, SlowSink
 
 _TRAIN_JOB = "KUBEFLOW_TRAINER_SERVER_URL"
 
 
 def check_sinks(job: Job) -> None:
-    """Raise a ConfigError that says what to change, if the job cannot be monitored as it asks for."""
+    """Raise a ConfigError that says what to change, if records cannot be passed on as the job asks for."""
+    check_targets(job)
     if job.dashboard:
         host_and_port(job.dashboard, "--dashboard")
     path = job.metrics_file

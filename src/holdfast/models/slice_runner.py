@@ -24,6 +24,7 @@ from holdfast.models.runner import Runner, StepContext
 from holdfast.models.slice_batching import Slice, SliceBatching, has_bits
 from holdfast.models.trainable import Trainable
 from holdfast.recovery.registry import strategy_class
+from holdfast.session.media import Histogram, Image
 from holdfast.session.step import Step
 
 
@@ -94,6 +95,11 @@ class SliceRunner(Runner):
         self._end(batch, number, metrics)
         if not self._adds_later:
             self._part.gradients.add_up(number)
+
+    def log_media(self, batch: MiniBatch, number: int, name: str, media: Image | Histogram) -> None:
+        """Record an image or a histogram, if it is of the first slice: whichever worker computes that, it is the same."""
+        if number == min(batch.owners):
+            self._context.log.media(batch.step, name, media)
 
     def free_memory(self, error: RuntimeError, batch: MiniBatch, number: int) -> bool:
         """Free what a slice has left that failed for want of memory, and say so; return False for any other error."""

@@ -11,6 +11,7 @@ import torch
 from holdfast.data.plan import MiniBatch
 from holdfast.errors import PeerFailed, ScriptError
 from holdfast.models.loss import Forward, Loss, check_name, checked, figure_of, loss_of
+from holdfast.session.media import Histogram, Image
 from holdfast.torch_private import drop_graph
 
 _Made = TypeVar("_Made")
@@ -29,6 +30,7 @@ class _SliceWork(_StepWork, Protocol):
     def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None: ...
     def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None: ...
     def between_slices(self, batch: MiniBatch) -> None: ...
+    def log_media(self, batch: MiniBatch, number: int, name: str, media: Image | Histogram) -> None: ...
     def free_memory(self, error: RuntimeError, batch: MiniBatch, number: int) -> bool: ...
     def at_once(
         self, batch: MiniBatch, numbers: Sequence[int], forward: Forward, loss: Loss
@@ -214,10 +216,11 @@ class Step:
         self._repeats, self._repeated = True, number
         return True
 
-    def log(self, **metrics: torch.Tensor | float) -> None:
+    def log(self, **metrics: torch.Tensor | float | Image | Histogram) -> None:
         """Log means over the slice. They become means over the step, reduced in slice order like the gradients.
 
-        Every slice must log the same names.
+        Every slice must log the same names. Of a :class:`holdfast.Image` or a :class:`holdfast.Histogram`, that of the
+        first slice stands for the step; ``holdfast run --log-to`` passes it on, and without that it is dropped.
 
         Raises:
             ScriptError: if it is called outside the loop over the slices.
@@ -226,7 +229,10 @@ class Step:
         self._check_in_slice("log")
         for name, value in metrics.items():
             check_name(name)
-            self.keep_metric(name, figure_of(value))
+            if isinstance(value, Image | Histogram):
+                self._work.log_media(self._batch, self._current, name, value)
+            else:
+                self.keep_metric(name, figure_of(value))
 
     def keep_metric(self, name: str, value: torch.Tensor | float) -> None:
         """Keep a metric of the slice, except the loss, which the session knows."""

@@ -414,6 +414,9 @@ class VirtualDdp:
         """Do not batch slices further."""
         return ONE_BY_ONE
 
+    def log_media(self, *_: Any) -> None:
+        """Drop it: no launcher logs."""
+
     def free_memory(self, error: RuntimeError, batch: MiniBatch, number: int) -> bool:
         """Let every error end the computation."""
         return False
