@@ -112,7 +112,8 @@ def _figure(
         _prepare(axes, metric, runs)
         for place, (name, values) in enumerate(runs.items()):
             color = style.WORK if metric == "loss" or not is_alone else style.ACCURACY
-            _draw(axes, name, values, color if is_alone else _COLOURS[place % len(_COLOURS)], place)
+            width = 1.3 if is_alone or place else 3.0  # the first one stays visible below equal ones
+            _draw(axes, name, values, color if is_alone else _COLOURS[place % len(_COLOURS)], place, width)
             if not is_alone:
                 _mark_losses(axes, values, failures[name])
         if is_alone:
@@ -141,11 +142,11 @@ def _prepare(axes: Axes, metric: str, runs: Mapping[str, Points]) -> None:
         axes.set_ylim(0, 1.05 * max(heights))
 
 
-def _draw(axes: Axes, name: str, values: Points, color: str, place: int) -> None:
+def _draw(axes: Axes, name: str, values: Points, color: str, place: int, width: float) -> None:
     steps, heights = zip(*values, strict=True)
     marker = "o" if len(values) <= 30 else ""
     dash = _DASHES[place % len(_DASHES)]
-    axes.plot(steps, heights, color=color, linewidth=1.3, linestyle=dash, marker=marker, markersize=3.5, label=name, zorder=3)
+    axes.plot(steps, heights, color=color, linewidth=width, linestyle=dash, marker=marker, markersize=3.5, label=name, zorder=3)
 
 
 def _mark_losses(axes: Axes, values: Points, failures: Sequence[LostWorker]) -> None:

@@ -1,0 +1,82 @@
+"""What a figure of a study or a simulation shows, in one line above it, computed from the rows that it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast.report.formatting import listing
+from holdfast_lab.pages.rows import grouped, middle
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def seen_in(section: Mapping[str, Any], rows: Rows) -> str:
+    """Return the title of a section's figure: the lowest and the highest value, and of what; "" if there is none.
+
+    Args:
+        section: The section, of a kind with a figure.
+        rows: The rows that the figure shows.
+    """
+    kind = section["kind"]
+    if kind == "bars":
+        return _bars(section, rows)
+    if kind in ("lines", "points"):
+        scale = 100.0 if kind == "lines" else 1.0  # the axis of lines counts in percent
+        return _ends(section["y"][1], _named(rows, section["series"], section["y"][0], scale), percent=kind == "lines")
+    if kind == "intervals":
+        return _ends(section["x"][1], _named(rows, [*section["by"], *section["series"]], section["x"][0]))
+    if kind == "map":
+        return _map(section, rows)
+    return ""
+
+
+def _bars(section: Mapping[str, Any], rows: Rows) -> str:
+    """Return the ends of the first part where bars are of equal length, of the totals otherwise."""
+    keys = [key for key, _ in section["values"]]
+    if "whole" in section:
+        keys, what = keys[:1], f"{section['values'][0][1]}, {section['unit']}"
+    else:
+        what = section["unit"]
+    totals = {
+        name: sum(middle([row.get(key) for row in group]) or 0.0 for key in keys)
+        for name, group in _groups(rows, section["by"]).items()
+    }
+    return _ends(what, totals)
+
+
+def _named(rows: Rows, names: Sequence[str], key: str, scale: float = 1.0) -> dict[str, list[float]]:
+    """Return the values of each group of rows."""
+    groups = _groups(rows, names)
+    return {
+        name: [scale * row[key] for row in group if row.get(key) is not None]
+        for name, group in groups.items()
+    }  # fmt: skip
+
+
+def _groups(rows: Rows, names: Sequence[str]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the rows grouped by those of ``names`` that differ between them."""
+    differ = [name for name in names if len(grouped(rows, [name])) > 1]
+    return {" ".join(key): group for key, group in grouped(rows, differ).items()}
+
+
+def _ends(what: str, values: Mapping[str, Any], *, percent: bool = False) -> str:
+    pairs = [(value, name) for name, of in values.items() for value in (of if isinstance(of, list) else [of])]
+    if not pairs:
+        return ""
+    (low, lowest), (high, highest) = min(pairs), max(pairs)
+    unit = " %" if percent else ""
+    label = f"{what[0].upper()}{what[1:]}"
+    if low == high:
+        return f"{label}: {low:.3g}{unit} everywhere"
+    ends = [f"{low:.3g}{unit}{f' ({lowest})' if lowest else ''}", f"{high:.3g}{unit}{f' ({highest})' if highest else ''}"]
+    return f"{label}: from {ends[0]} to {ends[1]}"
+
+
+def _map(section: Mapping[str, Any], rows: Rows) -> str:
+    """Return how often each text begins a cell."""
+    best: dict[str, int] = {}
+    for row in rows:
+        name = str(row[section["text"]]).split("\n")[0]
+        best[name] = best.get(name, 0) + 1
+    return f"Of {len(rows)} cells: {listing([f'{name} in {times}' for name, times in best.items()])}"
