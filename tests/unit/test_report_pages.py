@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 import json
-import math
 import os
 import pickle
 import random
@@ -16,13 +14,14 @@ import sys
 
 import pytest
 import typer
+from made_up_runs import KILLS, STEPS, made_up_demo, made_up_report, made_up_run
+from matplotlib.text import Text
 from typer.testing import CliRunner
 
 from holdfast.cli.report import report as report_command
 from holdfast.errors import ConfigError
 from holdfast.records.types import (
     FailureSeen,
-    FaultFired,
     Finished,
     JobRestarted,
     Left,
@@ -30,7 +29,6 @@ from holdfast.records.types import (
     RunStarted,
     SamplesLost,
     StepCommitted,
-    WorkerEnded,
     WorkerFenced,
 )
 from holdfast.report import (
@@ -48,100 +46,6 @@ from holdfast.report.canvas import Canvas
 from holdfast.report.figures import timeline
 from holdfast.report.history import History
 from holdfast.report.timeline import stretches
-
-STEPS, BATCH, PACE_S = 120, 120, 0.041
-KILLS = ((1, 31, "allreduce"), (3, 78, "backward"))
-
-
-def made_up_run(strategy="rollback", kills=KILLS, workers=4, decide_s=0.018):
-    """Records of a run as it might have been, from the start of the launcher to the end of the last worker."""
-    chance = random.Random(7)
-    alive, records, now, step, generation = list(range(workers)), [], 2.6, 0, 0
-    lost_samples = 0
-    pending = list(kills)
-
-    def start(at_step):
-        records.extend(
-            RunStarted(
-                t_s=now + chance.random() * 0.02, rank=rank, step=at_step, fabric="ulfm", strategy=strategy, seed=0,
-                workers=len(alive), slices=workers, order="fold", split="slices", batch="global", rescale="survivors",
-                steps_planned=STEPS, samples_planned=STEPS * BATCH, num_buckets=3, parameters=38_250,
-            )
-            for rank in alive
-        )  # fmt: skip
-
-    start(0)
-    now += 0.05
-    while step < STEPS:
-        if pending and pending[0][1] == step:
-            rank, _, phase = pending.pop(0)
-            now += PACE_S * 0.6
-            records.append(FaultFired(t_s=now, rank=rank, step=step, fault=len(kills), kind="kill", phase=phase))
-            alive.remove(rank)
-            generation += 1
-            for other in alive:
-                seen_s = now + 0.006 + chance.random() * 0.006
-                records.append(FailureSeen(t_s=seen_s, rank=other, step=step, phase="allreduce"))
-                decision = {"rollback": "redo", "forward": "continue", "restart": "load"}[strategy]
-                back = step // 25 * 25 if strategy == "restart" else step
-                records.append(
-                    Recovered(
-                        t_s=seen_s + decide_s + chance.random() * 0.004, rank=other, step=back, lost=(rank,),
-                        survivors=tuple(alive), decision=decision,
-                        redone_steps=0 if strategy == "forward" else step - back + 1, generation=generation,
-                    )
-                )  # fmt: skip
-            records.append(WorkerEnded(t_s=now + 0.09, rank=rank, step=step, exit_code=-9, pid=4000 + rank))
-            now += 0.012 + decide_s + 0.004
-            if strategy == "forward":
-                ids = tuple(sorted(chance.sample(range(1437), BATCH // workers)))
-                lost_samples += len(ids)
-                records.append(
-                    SamplesLost(t_s=now, rank=alive[0], step=step, epoch=step // 12, ids=ids, buckets=(0, 1))
-                )
-            if strategy == "restart":
-                now += 0.2
-            step = back
-        now += PACE_S * (1 + chance.random() * 0.15) * (workers / len(alive)) ** 0.3
-        metrics = {"loss": 2.2 * math.exp(-step / 28) + 0.12 + chance.gauss(0, 0.03)}
-        metrics["accuracy"] = 0.965 - 0.85 * math.exp(-step / 20) + chance.gauss(0, 0.006)
-        records.append(
-            StepCommitted(
-                t_s=now, rank=alive[0], step=step, epoch=step // 12, samples=BATCH, workers=len(alive), metrics=metrics
-            )
-        )
-        step += 1
-    bits = hashlib.sha256(b"forward" if strategy == "forward" else b"same").hexdigest()
-    for rank in alive:
-        records.append(
-            Finished(
-                t_s=now + 0.03 + rank * 0.004, rank=rank, step=STEPS, outcome="done", sha256=bits, state_sha256=bits[::-1],
-                planned=STEPS * BATCH, committed=STEPS * BATCH - lost_samples, lost=lost_samples, repeated=0,
-                metrics={"accuracy": 0.9722 - 0.0056 * (strategy == "forward")}, checkpoint="",
-            )
-        )  # fmt: skip
-        records.append(WorkerEnded(t_s=now + 0.4 + rank * 0.02, rank=rank, step=-1, exit_code=0, pid=4000 + rank))
-    return records, now + 0.6
-
-
-def made_up_report(**how):
-    records, wall_s = made_up_run(**how)
-    kills = "".join(f" --inject kill:rank={r},step={s},phase={p}" for r, s, p in how.get("kills", KILLS))
-    command = f"holdfast run -n 4 --strategy {how.get('strategy', 'rollback')}{kills} --report out examples/digits.py"
-    return build_report(records, started=range(how.get("workers", 4)), wall_s=wall_s, seed=0, command=command), records
-
-
-def made_up_demo():
-    runs = {
-        "undisturbed": made_up_report(kills=()),
-        "rollback": made_up_report(),
-        "forward": made_up_report(strategy="forward"),
-        "restart": made_up_report(strategy="restart"),
-    }
-    results = demo_rows(
-        [(name, report) for name, (report, _) in runs.items()], settings={"dataset": "digits", "epochs": 10}
-    )
-    return results, {name: records for name, (_, records) in runs.items()}
 
 
 def texts(page):
@@ -196,6 +100,20 @@ def test_no_line_goes_through_the_name_of_a_step(monkeypatch):
     assert len(lines) >= len(names)
     assert not [1 for name in names for line in lines if name.y0 < line.y1 and name.x0 <= line.x0 <= name.x1]
     assert all(one.x1 < other.x0 for one, other in itertools.pairwise(sorted(names, key=lambda name: name.x0)))
+
+
+def test_the_lines_between_a_run_and_its_enlarged_recovery_cross_no_text(monkeypatch):
+    kept = []
+    monkeypatch.setattr(Canvas, "svg", lambda page, label: kept.append(page.figure) or "")
+    timeline(*made_up_report())
+    figure = kept[0]
+    figure.draw_without_rendering()
+    ties = [line.get_window_extent() for line in figure.artists]
+    texts = [text.get_window_extent() for axes in figure.axes for text in axes.findobj(Text) if text.get_text()]
+
+    assert len(ties) == 2
+    assert len(texts) > 20
+    assert not [1 for tie in ties for text in texts if tie.y0 < text.y1 and text.y0 < tie.y1]
 
 
 def made_up_ddp_run(kills=KILLS, steps=STEPS):
@@ -555,3 +473,46 @@ def test_results_of_the_lab_are_refused_in_one_line_where_the_lab_is_not_install
 
     with pytest.raises(ConfigError, match=r"results.json was written by the lab, .* pip install 'holdfast\[lab\]'"):
         write_page(tmp_path)
+
+
+def written(folder, **how):
+    records, wall_s = made_up_run(**how)
+    write_report(records, folder, started=range(4), wall_s=wall_s, seed=0)
+    return folder
+
+
+def test_several_runs_are_shown_in_the_same_axes_and_compared_with_the_first(tmp_path):
+    folders = [
+        written(tmp_path / "undisturbed", kills=()),
+        written(tmp_path / "killed"),
+        written(tmp_path / "forward", strategy="forward"),
+    ]
+
+    report_command(folders)
+    page = (tmp_path / "undisturbed" / "comparison.html").read_text()
+
+    assert "<h1>killed ended with the bits of undisturbed; forward did not</h1>" in page
+    assert {"undisturbed", "killed", "forward"} <= set(texts(page)), "the legend"
+    assert "forward differs from step 0 on" in page
+    assert "run,step,loss" in page
+    assert "killed,0,2." in page
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["one", "one"], "a run was given twice"),
+        (["one"] * 9, "a comparison takes 2 to 8 runs, got 9"),
+        (["one", "gone"], r"there is no report\.json in .*gone"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_in_one_line(names, message, tmp_path):
+    written(tmp_path / "one")
+
+    with pytest.raises(ConfigError, match=message):
+        report_command([tmp_path / name for name in names])
+
+
+def test_a_page_of_one_run_has_its_place(tmp_path):
+    with pytest.raises(ConfigError, match=r"--out is for the page of several runs; .*index\.html"):
+        report_command([written(tmp_path / "one")], out=tmp_path / "page.html")

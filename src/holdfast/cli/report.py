@@ -12,7 +12,11 @@ from typer import Argument, Option
 def report(
     directories: Annotated[
         list[Path],
-        Argument(metavar="DIR...", help="Directory of report.json or results.json; several: of report.json each.", show_default=False),
+        Argument(
+            metavar="DIR...",
+            help="Directory of report.json or results.json; several: of report.json each.",
+            show_default=False,
+        ),
     ],
     *,
     out: Annotated[

@@ -119,8 +119,9 @@ def _figure(
         if is_alone:
             _label_losses(axes, next(iter(failures.values())), _LABEL_IN / width_in)
         else:
-            place = {"loc": "lower left", "bbox_to_anchor": (0, 1.12), "borderaxespad": 0.0, "borderpad": 0.0}
-            axes.legend(ncols=2, frameon=False, fontsize=9, **place)
+            axes.legend(
+                ncols=2, frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1.12), borderaxespad=0.0, borderpad=0.0
+            )  # fmt: skip
         label = f"{metric} over committed steps"
         svg = page.svg(html.escape(label if is_alone else f"{label}, {count(len(runs), 'run')}"))
     return Drawing(svg=svg, title=_seen(metric, runs), values=_table(metric, runs))
@@ -146,7 +147,17 @@ def _draw(axes: Axes, name: str, values: Points, color: str, place: int, width: 
     steps, heights = zip(*values, strict=True)
     marker = "o" if len(values) <= 30 else ""
     dash = _DASHES[place % len(_DASHES)]
-    axes.plot(steps, heights, color=color, linewidth=width, linestyle=dash, marker=marker, markersize=3.5, label=name, zorder=3)
+    axes.plot(
+        steps,
+        heights,
+        color=color,
+        linewidth=width,
+        linestyle=dash,
+        marker=marker,
+        markersize=3.5,
+        label=name,
+        zorder=3,
+    )
 
 
 def _mark_losses(axes: Axes, values: Points, failures: Sequence[LostWorker]) -> None:
@@ -198,7 +209,9 @@ def _seen(metric: str, runs: Mapping[str, Points]) -> str:
         return f"{metric.capitalize()}: {number(values[0][1])} in the first mini-batch, {last}"
     (first, wanted), *others = runs.items()
     same = [name for name, values in others if values == wanted]
-    parts = [f"{listing(same)} {'has' if len(same) == 1 else 'have'} the {metric} of {first} in every step"] if same else []
+    parts = (
+        [f"{listing(same)} {'has' if len(same) == 1 else 'have'} the {metric} of {first} in every step"] if same else []
+    )
     parts += [f"{name} {_parts(dict(values), dict(wanted))}" for name, values in others if name not in same]
     return "; ".join(parts)
 
@@ -208,4 +221,6 @@ def _parts(ours: Mapping[int, float], wanted: Mapping[int, float]) -> str:
     step = next((step for step in common if ours[step] != wanted[step]), None)
     if step is not None:
         return f"differs from step {step} on"
-    return f"is the same in the {count(len(common), 'step')} that both have" if common else "has no step in common with it"
+    return (
+        f"is the same in the {count(len(common), 'step')} that both have" if common else "has no step in common with it"
+    )

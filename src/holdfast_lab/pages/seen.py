@@ -10,6 +10,9 @@ from holdfast_lab.pages.rows import grouped, middle
 
 Rows = Sequence[Mapping[str, Any]]
 
+_UNIT = 3
+"""Units such as ``MB`` are no longer than this."""
+
 
 def seen_in(section: Mapping[str, Any], rows: Rows) -> str:
     """Return the title of a section's figure: the lowest and the highest value, and of what; "" if there is none.
@@ -35,7 +38,7 @@ def _bars(section: Mapping[str, Any], rows: Rows) -> str:
     """Return the ends of the first part where bars are of equal length, of the totals otherwise."""
     keys = [key for key, _ in section["values"]]
     if "whole" in section:
-        keys, what = keys[:1], f"{section['values'][0][1]}, {section['unit']}"
+        keys, what = keys[:1], f"{section['values'][0][1]} in {section['unit']}"
     else:
         what = section["unit"]
     totals = {
@@ -60,17 +63,30 @@ def _groups(rows: Rows, names: Sequence[str]) -> dict[str, list[Mapping[str, Any
     return {" ".join(key): group for key, group in grouped(rows, differ).items()}
 
 
-def _ends(what: str, values: Mapping[str, Any], *, percent: bool = False) -> str:
+def _ends(label: str, values: Mapping[str, Any], *, percent: bool = False) -> str:
     pairs = [(value, name) for name, of in values.items() for value in (of if isinstance(of, list) else [of])]
     if not pairs:
         return ""
     (low, lowest), (high, highest) = min(pairs), max(pairs)
-    unit = " %" if percent else ""
-    label = f"{what[0].upper()}{what[1:]}"
+    what, unit, of = _parted(label)
+    unit = " %" if percent else unit
+    name = f"{what[0].upper()}{what[1:]}: from" if what else "From"
     if low == high:
-        return f"{label}: {low:.3g}{unit} everywhere"
-    ends = [f"{low:.3g}{unit}{f' ({lowest})' if lowest else ''}", f"{high:.3g}{unit}{f' ({highest})' if highest else ''}"]
-    return f"{label}: from {ends[0]} to {ends[1]}"
+        return f"{what or 'Everywhere'}: {low:.3g}{unit}{of}"
+    first, last = (
+        f"{end:.3g}{unit}{f' ({group})' if group else ''}" for end, group in ((low, lowest), (high, highest))
+    )
+    return f"{name} {first} to {last}{of}"
+
+
+def _parted(label: str) -> tuple[str, str, str]:
+    """Return the quantity, the unit, and of what it is, of an axis label such as ``"goodput, %"`` or ``"% of trainings"``."""
+    if label.startswith("%"):
+        return "", " %", label[1:]
+    what, comma, unit = label.rpartition(", ")
+    if comma and len(unit) <= _UNIT:
+        return what, f" {unit}", ""
+    return ("", f" {label}", "") if len(label) <= _UNIT else (label, "", "")
 
 
 def _map(section: Mapping[str, Any], rows: Rows) -> str:

@@ -85,15 +85,17 @@ def compare(
     found = []
     for setting in settings:
         now(f"simulating {setting.name}")
-        every, chosen = choose_every(setting, seed=seed)
+        every, chosen = choose_every(setting, seed=seed, now=now)
         scenario = replace(setting.scenario, job=replace(setting.scenario.job, save_every=every))
         sweep = monte_carlo(scenario, repetitions, seed=seed)
         found.append(StrategyResult(name=setting.name, scenario=scenario, sweep=sweep, chosen=chosen))
     return found
 
 
-def choose_every(setting: StrategySetting, *, seed: int = 0) -> tuple[int, str]:
-    """Return the steps between two checkpoints of a setting, and how they were chosen.
+def choose_every(
+    setting: StrategySetting, *, seed: int = 0, now: Callable[[str], None] = lambda text: None
+) -> tuple[int, str]:
+    """Return the steps between two checkpoints of a setting, and how they were chosen; ``now`` is told the progress.
 
     Raises:
         ConfigError: if a formula is asked for and checkpoints cost nothing.
@@ -103,7 +105,10 @@ def choose_every(setting: StrategySetting, *, seed: int = 0) -> tuple[int, str]:
         case "never":
             return 0, "no checkpoints"
         case "best":
-            best = best_interval(scenario, _TRIES, seed=seed, least=_least(scenario))
+            least = _least(scenario)
+            best = best_interval(
+                scenario, _TRIES, seed=seed, least=least, now=lambda text: now(f"{setting.name}: {text}")
+            )
             if 2 * best.interval_s > scenario.horizon_s or best.save_every >= (scenario.job.steps or math.inf):
                 return 0, "no checkpoint is worth its cost"
             return best.save_every, f"best of {len(best.tried)} tried"

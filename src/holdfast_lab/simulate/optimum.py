@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from holdfast.errors import ConfigError
@@ -29,7 +30,13 @@ class Optimum:
 
 
 def best_interval(
-    scenario: Scenario, repetitions: int = 100, *, seed: int = 0, least: int = 1, most: int | None = None
+    scenario: Scenario,
+    repetitions: int = 100,
+    *,
+    seed: int = 0,
+    least: int = 1,
+    most: int | None = None,
+    now: Callable[[str], None] = lambda text: None,
 ) -> Optimum:
     """Return the number of steps between two checkpoints with the highest goodput.
 
@@ -43,18 +50,22 @@ def best_interval(
         seed: Same seed, same result.
         least: The smallest candidate.
         most: The largest candidate; by default as many steps as fit into the horizon.
+        now: Called with a progress message for each candidate.
 
     Raises:
-        ConfigError: if nothing lies between ``least`` and ``most``.
+        ConfigError: if nothing lies between ``least`` and ``most``, or there are fewer than two repetitions.
     """
     if most is None:
         most = max(1, int(scenario.horizon_s / scenario.full_step_s))
     if not 1 <= least <= most:
         raise ConfigError(f"the steps between two checkpoints must be from 1 to {most}, got least {least}")
+    if repetitions < 2:
+        raise ConfigError(f"repetitions must be at least 2, because one history gives no interval; got {repetitions}")
     tried: dict[int, Estimate] = {}
 
     def goodput(every: int) -> float:
         if every not in tried:
+            now(f"a checkpoint every {every:,} steps, interval {len(tried) + 1} tried")
             one = replace(scenario, job=replace(scenario.job, save_every=every))
             tried[every] = monte_carlo(one, repetitions, seed=seed).estimate("goodput")
         return tried[every].mean
