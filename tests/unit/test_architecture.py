@@ -114,6 +114,7 @@ MAY_IMPORT = {
         "launch",
     },
     "report": {"errors", "recovery", "integrity.hash_chain", "records"},
+    "debug": {"errors", "torch_private"},
     "monitor": {"errors", "clock", "records", "report"},
     "launch": {
         "errors",
@@ -131,6 +132,7 @@ MAY_IMPORT = {
         "faults.plan",
         "report",
         "monitor",
+        "debug",
     },
     "testing": LOOP | {"data", "models", "engine"},
     # The laboratory: it imports the runtime, never the reverse.
@@ -196,6 +198,7 @@ WITHOUT_TORCH = (
     "recovery",
     "report",
     "monitor",
+    "debug",
     "launch",
     "cli",
     "faults.points",

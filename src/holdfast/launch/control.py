@@ -43,6 +43,8 @@ class RunningJob:
     saves: bool  # whether the job has a checkpoint directory
     folder: str = ""  # directory in which the launcher was started; "" if an older launcher did not record it
     run_dir: Path = Path()  # directory of its files
+    report_dir: str = ""  # directory of its report; "" if it writes none
+    log_dir: str = ""  # directory of its workers' output
 
     @classmethod
     def of(cls, job: Job) -> Self:
@@ -55,6 +57,7 @@ class RunningJob:
             slices=job.slices,
             saves=saves,
             folder=str(Path.cwd()),
+            report_dir="" if job.report_dir is None else str(job.report_dir.absolute()),
             **told,
         )
 
@@ -72,9 +75,9 @@ class RunningJob:
             return False
 
 
-def announce(run_dir: Path, job: Job) -> RunningJob:
+def announce(run_dir: Path, job: Job, log_dir: Path | None = None) -> RunningJob:
     """Publish the job of this launcher, so that commands can find it; return the published description."""
-    running = dataclasses.replace(RunningJob.of(job), run_dir=run_dir)
+    running = dataclasses.replace(RunningJob.of(job), run_dir=run_dir, log_dir=str(log_dir or ""))
     draft = run_dir / f"{_ABOUT}.draft"
     draft.write_text(json.dumps(dataclasses.asdict(running) | {"run_dir": ""}))
     draft.replace(run_dir / _ABOUT)
@@ -103,6 +106,12 @@ def find(pid: int | None = None) -> RunningJob:
     if pid is None:
         refuse(f"{len(all_jobs)} jobs are running: {there}; choose one with --job NUMBER")
     return refuse(f"--job must be the PID of a running launcher: {there}; got {pid}")
+
+
+def writing_to(report_dir: Path) -> RunningJob | None:
+    """Return the running job whose report goes to this directory, None if there is none."""
+    wanted = report_dir.resolve()
+    return next((job for job in _jobs() if job.report_dir and Path(job.report_dir).resolve() == wanted), None)
 
 
 def _jobs() -> Iterator[RunningJob]:

@@ -20,7 +20,7 @@ class ElasticWorkers:
     def __init__(self, run: RunState) -> None:
         self._run = run
         self._requested = ControlRequest(run.paths.run_dir, run.view.print_line)
-        self._running = announce(run.paths.run_dir, run.job)
+        self._running = announce(run.paths.run_dir, run.job, run.paths.log_dir)
 
     def begin(self, start: JobStart) -> None:
         """Prepare for a start of the job. If it began without this node, offer the node's workers as newcomers."""

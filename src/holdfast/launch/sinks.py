@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from holdfast.clock import Clock
 from holdfast.errors import ConfigError
+from holdfast.launch.debugging import OFF, BundleWriter, check_bundles
 from holdfast.launch.job import Job, check_writable
 from holdfast.records.queued import QueuedSink, SlowSink
 
@@ -16,6 +18,7 @@ _TRAIN_JOB = "KUBEFLOW_TRAINER_SERVER_URL"
 
 def check_sinks(job: Job) -> None:
     """Raise a ConfigError that says what to change, if metrics cannot be exported as the job asks for."""
+    check_bundles(job)
     path = job.metrics_file
     if not job.metrics_port and path is None:
         return
@@ -63,6 +66,8 @@ def open_sinks(job: Job, clock: Clock, say: Callable[[str], None]) -> tuple[Queu
         if job.metrics_port:
             say(f"metrics at {exporter.serve(*metrics_address(job.metrics_port))}")
         sinks.append(exporter)
+    if job.debug_bundles not in ("", OFF):
+        sinks.append(BundleWriter(Path(job.debug_bundles).absolute()))
     if _TRAIN_JOB in os.environ:
         from holdfast.monitor.kubeflow import progress_reporter
 
