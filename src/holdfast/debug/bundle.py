@@ -38,8 +38,7 @@ _PACKAGES = (
     "ray",
     "py-spy",
 )
-_RUN_FILES = ("report.json", "plan.json")
-_RECORDS = ("events.jsonl",)
+_RUN_FILES = ("report.json", "plan.json", "events.jsonl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,10 +125,10 @@ def _texts(source: BundleSource, notes: list[str]) -> Iterator[tuple[str, str]]:
     yield "versions.json", json.dumps(versions(), indent=1) + "\n"
     yield "environment.json", json.dumps(helpful(source.environment), indent=1) + "\n"
     yield from source.live.items()
-    if source.report_dir is not None:
+    if (
+        source.run_dir is None and source.report_dir is not None
+    ):  # of a running job they would be those of an earlier run
         yield from _read(source.report_dir, _RUN_FILES, _MOST_RECORD_BYTES, notes)
-        if source.run_dir is None:
-            yield from _read(source.report_dir, _RECORDS, _MOST_RECORD_BYTES, notes)
     if source.run_dir is not None:
         names = [path.name for path in _files(source.run_dir, "records-*.jsonl")]
         yield from _read(source.run_dir, names, _MOST_RECORD_BYTES, notes, "records/")

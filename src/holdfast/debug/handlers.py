@@ -55,7 +55,7 @@ def flight_recorder(path: Path) -> str:
 def _ask(path: Path, handler: str) -> str:
     connection = _UnixConnection(path)
     try:
-        connection.request("POST", f"/handler/{handler}")
+        connection.request("POST", f"/handler/{handler}", headers={"Connection": "close"})
         answer = connection.getresponse()
         text = answer.read().decode(errors="replace")
     finally:

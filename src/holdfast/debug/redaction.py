@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 REDACTED = "<redacted>"
 """Replaces a secret."""
 
-_SECRET = r"(?:tokens?|secrets?|passwords?|passwd|passphrase|credentials?|cookie|authorization|(?:api|access|private|secret|account|auth)[-_]?key)"
+_WORDS = r"(?:tokens?|secrets?|passwords?|passwd|passphrase|credentials?|cookie|authorization|(?:api|access|private|secret|account|auth)[-_]?key)"
 _SECRET_NAME = re.compile(r"token|secret|passw|passphrase|key|credential|cookie|auth|private|signature", re.IGNORECASE)
 """Names of variables whose values are secret."""
 _AT_LEAST = 6
@@ -25,15 +25,17 @@ _HELPFUL_NAMES = (
 )  # fmt: skip
 """Further names."""
 
-_USER_IN_URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^\s/@\"'<>]+@", re.IGNORECASE)
-_IN_QUERY = re.compile(rf"(?P<name>[?&][\w.-]*{_SECRET})=[^\s&\"'<>]+", re.IGNORECASE)
+# Every repetition is bounded, or begins at a rare character: a text of millions of letters without a space is quick, too.
+_USER_IN_URL = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.-]{1,19}://)[^\s/@\"'<>]+@", re.IGNORECASE)
+_IN_QUERY = re.compile(rf"(?P<name>[?&][\w.-]{{0,40}}{_WORDS})=[^\s&\"'<>]+", re.IGNORECASE)
 _BEARER = re.compile(r"\b(?P<scheme>bearer|basic)\s+[\w.~+/=-]{6,}", re.IGNORECASE)
 _ASSIGNED = re.compile(
-    rf"(?P<name>[\w.-]*{_SECRET}\\?[\"']?\s*(?:=|:|\s(?=\S))\s*)(?P<quote>\\?[\"']?)(?P<value>[^\s\"',;&\\]+)",
+    rf"(?P<name>{_WORDS}\\?[\"']?\s{{0,4}}(?:[=:]\s{{0,4}}|\s(?=\S)))(?P<quote>\\?[\"']?)(?P<value>[^\s\"',;&\\]+)",
     re.IGNORECASE,
 )
-_IN_LIST = re.compile(rf"(?P<name>[\"']-[\w-]*{_SECRET}[\"'],\s*[\"'])[^\"']+", re.IGNORECASE)
-_OPTION = re.compile(r"^-")
+_IN_LIST = re.compile(rf"(?P<name>[\"']-[\w-]{{0,40}}{_WORDS}[\"'],\s*[\"'])[^\"']+", re.IGNORECASE)
+_OPTION = re.compile(r"(?:^|[\s\"'])--?[\w-]{0,40}$")
+"""The end of a text that is followed by the rest of an option's name."""
 _NUMBER = re.compile(r"[\d.,]+(?:[eE][+-]?\d+)?|null|none|true|false|\[?\]?", re.IGNORECASE)
 _KEY_BLOCK = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 
@@ -77,9 +79,9 @@ def redactor(environment: Mapping[str, str]) -> Callable[[str], str]:
 
 
 def _hide_assigned(found: re.Match[str]) -> str:
-    value = found["value"]
+    value, before = found["value"], found.string[max(0, found.start() - 48) : found.start()]
     separated = found["name"].rstrip().endswith(("=", ":"))
-    is_option = found["name"].startswith("-") and not _OPTION.match(value)
+    is_option = _OPTION.search(before) is not None and not value.startswith("-")
     if _NUMBER.fullmatch(value) or value.startswith(REDACTED) or not (separated or is_option):
         return found[0]
     return f"{found['name']}{found['quote']}{REDACTED}"

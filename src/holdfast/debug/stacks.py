@@ -51,7 +51,7 @@ def write_stacks_on_signal(path: Path) -> None:
         faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
 
 
-def last_stack(path: Path, send: Callable[[signal.Signals], object]) -> str:
+def last_stack(path: Path, send: Callable[[int], object]) -> str:
     """Return the stacks of a worker that is killed next, "" if it writes none within 50 ms.
 
     Args:
@@ -61,7 +61,7 @@ def last_stack(path: Path, send: Callable[[signal.Signals], object]) -> str:
     before = _size(path)
     if before < 0:  # it never registered, and the signal would kill it before its end is recorded
         return ""
-    send(signal.Signals(SIGNAL))
+    send(SIGNAL)
     ends_s, seen = time.monotonic() + _ANSWER_S, before
     while time.monotonic() < ends_s:
         time.sleep(_POLL_S)
@@ -87,14 +87,14 @@ def spy_command(program: str, pid: int) -> list[str]:
     return [program, "dump", "--nonblocking", "--pid", str(pid)]
 
 
-def stack_from_outside(pid: int) -> str:
-    """Return the stacks of a running process, which is not paused, or in parentheses why there is none."""
+def stack_from_outside(pid: int, limit_s: float = _SPY_S) -> str:
+    """Return the stacks of a process, which is not paused, or in parentheses why there is none within ``limit_s``."""
     program = py_spy()
     if program is None:
         return f"({NO_PY_SPY})"
     try:
         done = subprocess.run(
-            spy_command(program, pid), capture_output=True, text=True, errors="replace", timeout=_SPY_S, check=False
+            spy_command(program, pid), capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"(py-spy failed: {error})"

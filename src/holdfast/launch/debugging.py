@@ -31,6 +31,8 @@ OFF = "off"
 _MOST_BUNDLES = 5
 _MOST_STACKS = 8
 """A run writes no more bundles, and no more stacks, than this: the first failures explain the most."""
+_STOPPED_S = 0.3
+"""How long py-spy may take to read the stacks of a stopped worker; it usually takes 50 ms."""
 _BUNDLE_S = 60.0
 _LAST_BUNDLE_S = 2.0
 """Time limits of the process that writes a bundle: usually, and at the end of the job."""
@@ -56,10 +58,13 @@ class LastStacks:
         self._left = 0 if is_off else _MOST_STACKS
 
     def take(self, rank: int, worker: Process) -> str:
-        """Return the stacks of a worker, "" if it does not write them within 50 ms, or is stopped."""
-        if self._left <= 0 or worker.is_stopped():
+        """Return the stacks of a worker; "" if it does not write them within 50 ms, or is stopped and py-spy is missing."""
+        if self._left <= 0:
             return ""
         self._left -= 1
+        if worker.is_stopped():  # it must not be resumed, not even to write its stacks
+            stack = stack_from_outside(worker.pid, _STOPPED_S)
+            return "" if stack.startswith("(") else stack
         return last_stack(stack_path(self._run_dir, rank), worker.send)
 
 

@@ -37,7 +37,8 @@ class HealthMonitor:
         self._starting = StartupMonitor(
             0.0 if run.job.is_virtual else run.job.settings.start_timeout_s, run.job.script.name
         )
-        self._stacks = LastStacks(run.paths.run_dir, is_off=run.job.debug_bundles == OFF)
+        is_off = run.job.debug_bundles == OFF or bool(run.job.hosts)  # with hosts a signal takes a remote shell
+        self._stacks = LastStacks(run.paths.run_dir, is_off=is_off)
         self._poll_at_s = 0.0
         self._ended: dict[int, float] = {}
 
