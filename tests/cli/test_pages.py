@@ -5,11 +5,13 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
-from made_up_runs import KILLS, made_up_demo, made_up_report
+from made_up_runs import KILLS, made_up_demo, made_up_report, made_up_run
 
-from holdfast.report import render_demo, render_run
+from holdfast.records.types import FaultFired, Left, Recovered, RunStarted, WorkerFenced
+from holdfast.report import build_report, render_demo, render_run
 from holdfast.report.comparison import render_comparison
 from holdfast.report.curves import NamedRun
 
@@ -22,14 +24,14 @@ LEAST_PX = 8
 
 LOOK = """
 <script>
-const found = { page: document.documentElement.scrollWidth, window: innerWidth, overlaps: [], small: [], outside: [], saved: {} };
+const found = { name: "NAME", page: document.documentElement.scrollWidth, window: innerWidth, overlaps: [], small: [], outside: [], saved: {} };
 const crosses = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1.5;
 for (const figure of document.querySelectorAll("figure")) {
   const texts = [...figure.querySelectorAll("svg text")].map((text) => [text.textContent, text.getBoundingClientRect()]);
-  const scroll = figure.querySelector(".scroll"), box = scroll.getBoundingClientRect();
+  const box = figure.querySelector("svg").getBoundingClientRect();
   texts.forEach(([a, one], place) => {
     if (one.height < LEAST) found.small.push([a, one.height]);
-    if (one.left < box.left - 1 || one.right > box.left + scroll.scrollWidth + 1) found.outside.push(a);
+    if (one.left < box.left - 2 || one.right > box.right + 2) found.outside.push(a);
     for (const [b, other] of texts.slice(place + 1)) if (crosses(one, other)) found.overlaps.push([a, b]);
   });
 }
@@ -57,54 +59,89 @@ addEventListener("message", (said) => {
 """
 
 
-def seen(page, folder):
-    """Return what the browser finds on a page, at each of the widths; a window cannot be as narrow as a phone, a frame can."""
-    (folder / "page.html").write_text(page.replace("</body>", LOOK.replace("LEAST", str(LEAST_PX)) + "</body>"))
-    frames = "".join(
-        f'<iframe src="page.html" width="{width}" height="900" style="border:0"></iframe>' for width in WIDTHS
-    )
+def look_at(pages, folder):
+    """Return what the browser finds on each page at each of the widths, by name and width.
+
+    A window cannot be as narrow as a phone; a frame can.
+    """
+    frames = ""
+    for name, page in pages.items():
+        look = LOOK.replace("LEAST", str(LEAST_PX)).replace("NAME", name)
+        (folder / f"{name}.html").write_text(page.replace("</body>", f"{look}</body>"))
+        frames += "".join(
+            f'<iframe src="{name}.html" width="{w}" height="900" style="border:0"></iframe>' for w in WIDTHS
+        )
     (folder / "frames.html").write_text(FRAMES + frames)
-    words = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=30000", "--dump-dom"]
     shown = subprocess.run(
-        [CHROMIUM, *words, f"file://{folder}/frames.html"], capture_output=True, text=True, check=True, timeout=120
+        [CHROMIUM, *words, f"file://{folder}/frames.html"], capture_output=True, text=True, check=True, timeout=150
     ).stdout
     found = [json.loads(html.unescape(text)) for text in re.findall(r"<pre>(.*?)</pre>", shown)]
-    assert sorted(one["window"] for one in found) == list(WIDTHS), shown[-500:]
-    return found
+    return {(one["name"], one["window"]): one for one in found}
 
 
+def a_hang():
+    """A run whose first failure is a hang, of which every mark of a timeline occurs."""
+    records, wall_s = made_up_run(kills=KILLS[:1])
+    fault = next(r for r in records if isinstance(r, FaultFired))
+    start = next(r for r in records if isinstance(r, RunStarted))
+    records += [
+        WorkerFenced(t_s=fault.t_s + 0.02, rank=1, step=31, silent_s=0.02, reason="why", stack="File train.py"),
+        replace(start, rank=4),  # a spare
+        replace(start, t_s=wall_s * 0.6, rank=5, step=60),
+        Recovered(t_s=wall_s * 0.6, rank=0, step=60, lost=(), survivors=(0, 2, 3, 4, 5), decision="grow", redone_steps=0,
+                  generation=2, joined=(5,), held_s=0.04),
+        Left(t_s=wall_s * 0.6 + 1, rank=2, step=80),
+    ]  # fmt: skip
+    return build_report(records, started=range(4), wall_s=wall_s, seed=0), records
+
+
+@pytest.fixture(scope="module")
 def pages():
     report, records = made_up_report(kills=(*KILLS, (2, 80, "allreduce")))
     results, by_name = made_up_demo()
     runs = [NamedRun(name=row["name"], report=row, records=by_name[row["name"]]) for row in results["rows"]]
+    run = render_run(report, records)
+    broken = re.sub(r"(<text[^>]*>worker 2</text>)", r"\1\1", run, count=1).replace(">loss<", f">{'loss ' * 60}<")
     return {
-        "run": (render_run(report, records), 3),
-        "demo": (render_demo(results, by_name), 8),
-        "comparison": (render_comparison(runs), 2),
+        "run": run,
+        "hang": render_run(*a_hang()),
+        "demo": render_demo(results, by_name),
+        "comparison": render_comparison(runs),
+        "broken": broken.replace("<main>", "<main><pre style='width:2000px'>wide</pre>"),
     }
 
 
-@pytest.mark.parametrize("name", ["run", "demo", "comparison"])
-def test_nothing_overlaps_or_sticks_out_and_every_figure_can_be_saved(name, tmp_path):
-    page, figures = pages()[name]
-
-    for found in seen(page, tmp_path):
-        assert found["page"] <= found["window"], found
-        assert (found["overlaps"], found["small"], found["outside"]) == ([], [], []), found["window"]
-        kinds = [kind for kind, size in found["saved"].values() if size > 100 or kind == "text/csv"]
-        names = len(found["saved"])
-        assert names == len(kinds)
-        assert {kinds.count(kind) for kind in ("image/svg+xml", "image/png", "text/csv")} == {names // 3}
-        assert page.count("<figure>") == figures
-        assert names // 3 >= min(figures, 2)
+@pytest.fixture(scope="module")
+def seen(pages, tmp_path_factory):
+    found = look_at(pages, tmp_path_factory.mktemp("pages"))
+    assert found.keys() == {(name, width) for name in pages for width in WIDTHS}
+    return found
 
 
-def test_the_browser_would_see_an_overlap(tmp_path):
-    report, records = made_up_report()
-    page = render_run(report, records)
-    twice = re.sub(r"(<text[^>]*>worker 2</text>)", r"\1\1", page, count=1)
-    assert twice != page
-    found = seen(twice.replace("<main>", "<main><pre style='width:2000px'>wide</pre>"), tmp_path)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["run", "hang", "demo", "comparison"])
+def test_nothing_overlaps_or_sticks_out(name, width, seen):
+    found = seen[name, width]
 
-    assert all(["worker 2", "worker 2"] in one["overlaps"] for one in found)
-    assert all(one["page"] > one["window"] or one["outside"] for one in found)
+    assert found["page"] <= width
+    assert (found["overlaps"], found["small"], found["outside"]) == ([], [], [])
+
+
+@pytest.mark.parametrize(("name", "figures"), [("run", 3), ("hang", 3), ("demo", 8), ("comparison", 2)])
+def test_every_figure_can_be_saved_with_its_values(name, figures, pages, seen):
+    saved = seen[name, 1400]["saved"]
+    kinds = {"svg": "image/svg+xml", "png": "image/png", "csv": "text/csv"}
+
+    assert pages[name].count("<figure>") == figures
+    assert len(saved) >= 6
+    assert {file: kind for file, (kind, _) in saved.items()} == {file: kinds[file.rpartition(".")[2]] for file in saved}
+    assert all(size > (20 if file.endswith("csv") else 1000) for file, (_, size) in saved.items())
+
+
+def test_the_browser_would_see_what_is_wrong(seen):
+    for width in WIDTHS:
+        found = seen["broken", width]
+        assert ["worker 2", "worker 2"] in found["overlaps"]
+        assert any(text.startswith("loss loss") for text in found["outside"])
+        assert found["page"] > width

@@ -80,7 +80,7 @@ def test_the_first_recovery_is_enlarged():
     page = render_run(*made_up_report())
 
     assert any(text.startswith("milliseconds since the fault") for text in texts(page))
-    assert {"✕ lost", "● detected by a survivor, the first after 6.9 ms"} <= set(texts(page)), "each mark is explained"
+    assert {"✕ lost", "● detected, the first after 6.9 ms"} <= set(texts(page)), "each mark is explained"
     assert any(text.startswith("◆ decided, the last after 3") for text in texts(page))
     assert any(text.startswith("┊ step committed, the next after 8") for text in texts(page))
 
@@ -134,7 +134,7 @@ def made_up_ddp_run(kills=KILLS, steps=STEPS):
 def test_an_undisturbed_run_enlarges_nothing():
     page = render_run(*made_up_report(kills=()))
 
-    assert not any("detected by a survivor" in text for text in texts(page))
+    assert not any("● detected" in text for text in texts(page))
     assert "until detected" not in page
 
 

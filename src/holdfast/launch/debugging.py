@@ -126,6 +126,8 @@ class BundleWriter:
         assert self._writing is not None
         os.killpg(self._writing.pid, signal.SIGKILL)  # started in its own session, so the group holds no other process
         self._writing.wait()
+        for draft in self._folder.glob(f".{self._written}-*.draft"):
+            draft.unlink(missing_ok=True)
 
     def _reason(self, record: Record) -> str:
         """Return what a bundle about a record is called; "" if it needs none."""

@@ -31,6 +31,8 @@ _AXIS_TEXT_IN, _ZOOM_TEXT_IN = 0.45, 0.3
 """Room below the upper axis for its numbers and its name, and above the enlarged recovery for its legend."""
 _LETTER_PT = 4.6
 """Approximate width of a letter of the legend."""
+_LEGEND_PT = 640.0
+"""With less room between its entries, a legend that is wider than this fits, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,13 +130,14 @@ def draw_legend(axes: Axes, left_in: float, history: History) -> None:
 
 def _write_legend(axes: Axes, left_in: float, marks: Sequence[tuple[str, str]]) -> None:
     """Write coloured words in a line above the axes, beginning ``left_in`` inches left of them."""
-    place = -left_in * 72
+    place, letters = -left_in * 72, sum(len(words) for words, _ in marks) * _LETTER_PT
+    gap = 20 if letters + 20 * len(marks) < _LEGEND_PT else 12
     for words, color in marks:
         axes.annotate(
             words, (0, 1), xycoords="axes fraction", xytext=(place, 7), textcoords="offset points",
             ha="left", va="bottom", fontsize=9, color=color, bbox=_PAPER,
         )  # fmt: skip
-        place += len(words) * _LETTER_PT + 20
+        place += len(words) * _LETTER_PT + gap
 
 
 def draw_zoom(
@@ -301,7 +304,7 @@ def _marks_of_zoom(
         marks.append(("╌ no sign of life", style.DEATH))
     if failures[0].known_s is not None:
         first = "" if known is None else f", the first after {seconds(known - zero_s)}"
-        marks.append((f"● detected by a survivor{first}", style.SEEN))
+        marks.append((f"● detected{first}", style.SEEN))
     if decided is not None:
         took = seconds(decided - zero_s)
         again = failures[0].decision == "restart"
