@@ -17,8 +17,11 @@ from holdfast.debug import handlers, stacks
 from holdfast.debug.bundle import BundleSource, write_bundle
 from holdfast.debug.redaction import REDACTED, helpful, redact, secrets_of
 from holdfast.errors import ConfigError
-from holdfast.launch.debugging import BundleWriter, LastStacks
-from holdfast.launch.processes import Process
+from holdfast.launch.control import RunningJob
+from holdfast.launch.debugging import BundleWriter, LastStacks, live_source
+from holdfast.launch.processes import Process, WatchedWorker, pair_path
+from holdfast.records.beacon import Beacon
+from holdfast.records.paths import beacon_path
 from holdfast.records.types import Recovered, WorkerFenced
 
 PLANTED = "S3cr3t-pl4nted-value"
@@ -306,3 +309,41 @@ def test_an_archive_that_cannot_be_written_leaves_nothing_behind(tmp_path):
         write_bundle(BundleSource(), folder)
 
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_of_a_running_job_a_bundle_has_positions_stacks_and_the_environment_of_its_launcher(tmp_path, monkeypatch):
+    """The launcher and its worker are a process that sleeps; py-spy is a script that prints how it was called."""
+    run_dir = tmp_path / "holdfast-1"
+    run_dir.mkdir()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").write_text("hello\n")
+    environment = os.environ | {"NCCL_DEBUG": "WARN", "MY_PASSWORD": PLANTED}
+    with subprocess.Popen(["sleep", "60"], env=environment) as launcher:
+        try:
+            process = Process.of(launcher.pid)
+            Beacon(beacon_path(run_dir, 0)).mark("forward", 7)
+            WatchedWorker(process, process).note(pair_path(run_dir, 0))
+            told = RunningJob(
+                process=str(process), script="train.py", fabric="gloo", slices=2, split="slices", min_workers=1, saves=False,
+                run_dir=run_dir, report_dir=str(tmp_path), log_dir=str(tmp_path / "logs"),
+            )  # fmt: skip
+            (run_dir / "records-0.jsonl").write_text(json.dumps({"event": "X", "said": PLANTED}) + "\n")
+            spy = tmp_path / "py-spy"
+            spy.write_text('#!/bin/sh\necho "called with $@"\n')
+            spy.chmod(0o755)
+            monkeypatch.setattr(stacks, "py_spy", lambda: str(spy))
+            write_bundle(live_source(told), tmp_path / "b.tar.gz")
+        finally:
+            launcher.kill()
+    _, texts = contents(tmp_path / "b.tar.gz")
+
+    assert texts["stacks/rank-0.txt"] == f"called with dump --nonblocking --pid {process.pid}\n"
+    position = json.loads(texts["positions.json"])["0"]
+    assert (position["phase"], position["step"]) == ("forward", 7)
+    assert json.loads(texts["environment.json"])["NCCL_DEBUG"] == "WARN"
+    assert REDACTED in texts["records/records-0.jsonl"]
+    assert texts["logs/rank-0.log"] == "hello\n"
+    assert not [name for name, text in texts.items() if PLANTED in text]
+    assert "flight recorder of rank 0: (not served: start the job with --debug-handlers)" in texts["bundle.json"]
+    with pytest.raises(ConfigError, match="has ended in the meantime"):
+        live_source(told)
