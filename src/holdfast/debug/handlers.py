@@ -7,11 +7,12 @@ ranks. The handlers below it need none of that: a thread in C++ answers, also wh
 
 from __future__ import annotations
 
-import http.client
 import json
-import socket
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from http.client import HTTPConnection
 
 FLIGHT_RECORDER = "fr_trace_json"
 """The handler that returns the collectives that process groups of torch recorded."""
@@ -40,20 +41,20 @@ def flight_recorder(path: Path) -> str:
     """Return the flight recorder of a worker as JSON text, or in parentheses why there is none."""
     if not path.exists():
         return "(not served: start the job with --debug-handlers)"
+    from http.client import HTTPException  # takes as long as the rest of this package
+
     try:
         text = _ask(path, FLIGHT_RECORDER)
         entries = json.loads(text).get("entries", [])
-    except (OSError, ValueError, AttributeError, http.client.HTTPException) as error:
+    except (OSError, ValueError, AttributeError, HTTPException) as error:
         return f"(no answer: {error})"
-    return (
-        text
-        if entries
-        else "(empty: no process group of torch has recorded a collective; its size is TORCH_FR_BUFFER_SIZE)"
-    )
+    if not entries:
+        return "(empty: no process group of torch has recorded a collective; its size is TORCH_FR_BUFFER_SIZE)"
+    return text
 
 
 def _ask(path: Path, handler: str) -> str:
-    connection = _UnixConnection(path)
+    connection = _connection(path)
     try:
         connection.request("POST", f"/handler/{handler}", headers={"Connection": "close"})
         answer = connection.getresponse()
@@ -65,12 +66,16 @@ def _ask(path: Path, handler: str) -> str:
     return text
 
 
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=_TIMEOUT_S)
-        self._path = path
+def _connection(path: Path) -> HTTPConnection:
+    import socket
+    from http.client import HTTPConnection
 
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(_TIMEOUT_S)
-        self.sock.connect(str(self._path))
+    connection = HTTPConnection("localhost")
+    connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.sock.settimeout(_TIMEOUT_S)
+    try:
+        connection.sock.connect(str(path))
+    except OSError:
+        connection.close()
+        raise
+    return connection

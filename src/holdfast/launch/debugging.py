@@ -10,12 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from holdfast.debug.bundle import BundleSource
-from holdfast.debug.handlers import flight_recorder, handlers_path
 from holdfast.debug.stacks import last_stack, stack_from_outside, stack_path
 from holdfast.errors import ConfigError
 from holdfast.launch.control import RunningJob
@@ -25,6 +23,9 @@ from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
 from holdfast.records.queued import NotTaken
 from holdfast.records.types import Record, Recovered, WorkerFenced
+
+if TYPE_CHECKING:
+    from holdfast.debug.bundle import BundleSource
 
 OFF = "off"
 """Value of ``--debug-bundles`` with which not even stacks are taken."""
@@ -145,6 +146,11 @@ def live_source(job: RunningJob) -> BundleSource:
     Raises:
         ConfigError: if the job has just ended.
     """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from holdfast.debug.bundle import BundleSource
+    from holdfast.debug.handlers import flight_recorder, handlers_path
+
     ranks = sorted(int(path.name.removeprefix("process-")) for path in job.run_dir.glob("process-*") if _is_rank(path))
     pairs = {rank: WatchedWorker.read(job.run_dir / f"process-{rank}") for rank in ranks}
     here = {rank: pair.worker for rank, pair in pairs.items() if pair is not None and pair.node in ("", this_node())}
