@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.report.formatting import listing
+from holdfast.report.formatting import listing, percent
 from holdfast_lab.pages.rows import grouped, middle
+from holdfast_lab.pages.words import duration
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -31,6 +32,8 @@ def seen_in(section: Mapping[str, Any], rows: Rows) -> str:
         return _ends(section["x"][1], _named(rows, [*section["by"], *section["series"]], section["x"][0]))
     if kind == "map":
         return _map(section, rows)
+    if kind == "survival":
+        return _survival(section["log"]["survival"])
     return ""
 
 
@@ -70,13 +73,13 @@ def _ends(label: str, values: Mapping[str, Any], *, percent: bool = False) -> st
     (low, lowest), (high, highest) = min(pairs), max(pairs)
     what, unit, of = _parted(label)
     unit = " %" if percent else unit
-    name = f"{what[0].upper()}{what[1:]}: from" if what else "From"
+    name = f"{what[0].upper()}{what[1:]}" if what else ""
     if low == high:
-        return f"{what or 'Everywhere'}: {low:.3g}{unit}{of}"
+        return f"{name or 'Everywhere'}: {low:.3g}{unit}{of}"
     first, last = (
         f"{end:.3g}{unit}{f' ({group})' if group else ''}" for end, group in ((low, lowest), (high, highest))
     )
-    return f"{name} {first} to {last}{of}"
+    return f"{name}: from {first} to {last}{of}" if name else f"From {first} to {last}{of}"
 
 
 def _parted(label: str) -> tuple[str, str, str]:
@@ -87,6 +90,18 @@ def _parted(label: str) -> tuple[str, str, str]:
     if comma and len(unit) <= _UNIT:
         return what, f" {unit}", ""
     return ("", f" {label}", "") if len(label) <= _UNIT else (label, "", "")
+
+
+def _survival(seen: Mapping[str, Sequence[float]]) -> str:
+    """Return when half of the machines had failed, or how many were still up at the end of the log."""
+    points = list(zip(seen["t_s"], seen["alive"], strict=True))
+    if not points:
+        return ""
+    half_s = next((t_s for t_s, alive in points if alive <= 0.5), None)
+    if half_s is not None:
+        return f"Half of the machines failed within {duration(half_s)}"
+    last_s, alive = points[-1]
+    return f"{percent(alive, digits=0)} of the machines are still up after {duration(last_s)}"
 
 
 def _map(section: Mapping[str, Any], rows: Rows) -> str:
