@@ -378,6 +378,13 @@ class Settings:
     )
     """Limit to become ready to connect, or three times the slowest other worker. A later one is killed if others wait for
     it, or it sends no heartbeat. 0: no limit."""
+    debug_handlers: bool = option(
+        False,
+        help="Serve torch's debug handlers of each worker on a socket in the run's directory, for holdfast debug-bundle.",
+        manual="serve torch's debug handlers of each worker, such as its flight recorder, on a socket in the run's directory, which only you can open; `holdfast debug-bundle` asks them: [debug.md](../how-to/debug.md#flight-recorder)",
+        group="Output",
+    )
+    """Serve torch's debug handlers of this worker on a socket in ``run_dir``."""
     stop_after: int = option(
         -1,
         help="Once this step is committed, save the state and exit with code 4.",

@@ -29,6 +29,7 @@ __all__ = [
     "buffers_of",
     "check_version",
     "copy_each",
+    "debug_server",
     "drop_graph",
     "fake_tensors",
     "gather_flat",
@@ -231,3 +232,14 @@ def rebuild_reducer(model: Any) -> None:
     model._static_graph_delay_allreduce_enqueued = False
     for hook, its_state in model._comm_hooks:
         torch.distributed._register_comm_hook(model.reducer, its_state, hook)  # type: ignore[attr-defined]
+
+
+def debug_server(path: str) -> Any:
+    """Return a server of torch's debug handlers for this process, at a new UNIX socket; it stops when it is dropped.
+
+    Raises:
+        ImportError: this build of torch has none.
+    """
+    from torch._C._distributed_c10d import _WorkerServer
+
+    return _WorkerServer(path)

@@ -114,6 +114,7 @@ MAY_IMPORT = {
         "launch",
     },
     "report": {"errors", "recovery", "integrity.hash_chain", "records"},
+    "debug": {"errors", "torch_private"},
     "monitor": {"errors", "clock", "records", "report", "data.assignment"},
     "loggers": {"errors", "clock", "records", "report"},
     "launch": {
@@ -133,6 +134,7 @@ MAY_IMPORT = {
         "report",
         "monitor",
         "loggers",
+        "debug",
     },
     "testing": LOOP | {"data", "models", "engine"},
     # The laboratory: it imports the runtime, never the reverse.
@@ -199,6 +201,7 @@ WITHOUT_TORCH = (
     "report",
     "monitor",
     "loggers",
+    "debug",
     "launch",
     "cli",
     "faults.points",

@@ -240,6 +240,16 @@ class Job:
         has_default=True,
     )
 
+    debug_bundles: str = option(
+        "",
+        help="Write a debug bundle here when workers are lost or hang; off: not even the stack of a hung worker.",
+        manual="write a debug bundle to this directory when workers are lost or hang, at most five in a run. `off`: not even the stack of a worker that hangs is taken before it is killed: [debug.md](../how-to/debug.md)",
+        usual="the stacks of workers that hang",
+        group="Output",
+        metavar="DIR|off",
+        kind=str,
+    )
+
     metrics_port: str = option(
         "",
         help="Serve metrics to Prometheus on this port, of this machine only unless HOST is given.",

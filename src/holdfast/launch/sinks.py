@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from holdfast.clock import Clock
 from holdfast.errors import ConfigError
+from holdfast.launch.debugging import OFF, BundleWriter, check_bundles
 from holdfast.launch.job import Job, check_writable
 from holdfast.launch.loggers import check_targets
 from holdfast.records.queued import QueuedSink, SlowSink
@@ -18,6 +20,7 @@ _TRAIN_JOB = "KUBEFLOW_TRAINER_SERVER_URL"
 def check_sinks(job: Job) -> None:
     """Raise a ConfigError that says what to change, if records cannot be passed on as the job asks for."""
     check_targets(job)
+    check_bundles(job)
     if job.dashboard:
         host_and_port(job.dashboard, "--dashboard")
     path = job.metrics_file
@@ -67,6 +70,8 @@ def open_sinks(job: Job, clock: Clock, say: Callable[[str], None]) -> tuple[Queu
         if job.metrics_port:
             say(f"metrics at {exporter.serve(*host_and_port(job.metrics_port, '--metrics-port'))}")
         sinks.append(exporter)
+    if job.debug_bundles not in ("", OFF):
+        sinks.append(BundleWriter(Path(job.debug_bundles).absolute()))
     if _TRAIN_JOB in os.environ:
         from holdfast.monitor.kubeflow import progress_reporter
 

@@ -564,10 +564,12 @@ class WorkerFenced(Record):
     Args:
         silent_s: Seconds since its last sign of life.
         reason: Why it was considered stuck.
+        stack: The stacks of its threads, the main thread first; "" if it could not write them.
     """
 
     silent_s: float
     reason: str
+    stack: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
