@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from holdfast.comm import connect, groups
+from holdfast.comm import connect, groups, links
 from holdfast.config import Settings
 from holdfast.errors import PeerFailed
 from holdfast.testing.contract import check_communicator
@@ -46,9 +46,17 @@ def building():
     assert comm.agree(True)
     if comm.local_ranks == (1,):  # it has told its own address when it asks for the first one
         groups.AddressExchange.get = lambda meeting, key: die(1)
-    expect_failure(comm.barrier)
+    expect_failure(lambda: comm.allgather(torch.zeros(1), torch.zeros(4, 1)))
     recover()
     assert comm.maximum([comm.local_ranks[0]]) == [3]
+    if comm.local_ranks == (2,):  # it has told where its links are when it asks for those of the others
+        links.Links.meet = lambda own, addresses: die(2)
+    recover()
+    expect_failure(lambda: [comm.barrier() for _ in range(2)])
+    recover()
+    gathered = torch.zeros(2, 1)
+    comm.allgather(torch.ones(1), gathered)
+    assert gathered.sum() == 2
 
 
 def open_things():

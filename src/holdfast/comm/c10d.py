@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from holdfast.comm.base import BROADCAST_BYTES, POST_TAG, Placed, SingleRankCommunicator
 from holdfast.comm.groups import (
+    FOREVER,
     AddressExchange,
     GroupWork,
     PendingSends,

@@ -138,6 +138,11 @@ class Links:
         self._listener.close()
         self._poll.close()
 
+    def __del__(self) -> None:
+        """Close them if the communicator is dropped within a generation."""
+        if hasattr(self, "_poll"):  # the last thing that the constructor creates
+            self.close()
+
     # -- progress
 
     def _are_sent(self, ranks: Sequence[int]) -> bool:
