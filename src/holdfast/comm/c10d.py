@@ -42,6 +42,7 @@ from holdfast.comm.storeless_agreement import Messages, StorelessAgreement
 from holdfast.comm.waiting import waiting
 from holdfast.errors import PeerFailed, StoreLost
 from holdfast.membership import Roster, Store
+from holdfast.membership.roster import gathered
 from holdfast.recovery.messages import Note, Progress
 from holdfast.torch_private import gather_flat
 
@@ -72,6 +73,7 @@ class C10dCommunicator(SingleRankCommunicator):
         self._be(rank)
         self._timeout_s = timeout_s
         self._links: Links | None = None
+        self._links_key = ""
         self._group: Any = None
         self._making_lock = threading.Lock()
         self._making: tuple[ThreadedWork, AddressExchange] | None = None
@@ -153,7 +155,7 @@ class C10dCommunicator(SingleRankCommunicator):
         largest: list[int] = []
 
         def take_maximum() -> None:
-            links = self._links or self._connect_links()
+            links = self._connected_links()
             exchange = functools.partial(links.exchange, tag=_MAXIMUM_TAG, check=self.check_failures)
             largest[:] = maximum_over(exchange, self.members, self._me, values, few_messages=links.are_of_one_machine)
 
@@ -234,11 +236,11 @@ class C10dCommunicator(SingleRankCommunicator):
         return self._storeless_agreement
 
     def _post_storeless(self, rank: int, data: torch.Tensor) -> None:
-        self._guarded(lambda: (self._links or self._connect_links()).post(rank, _packed(data), _STORELESS_TAG))
+        self._guarded(lambda: self._connected_links().post(rank, _packed(data), _STORELESS_TAG))
 
     def _sendrecv_storeless(self, given: Messages, taken: Messages) -> None:
         def exchange() -> None:
-            links = self._links or self._connect_links()
+            links = self._connected_links()
             send, sources = [(rank, _packed(data)) for rank, data in given], [rank for rank, _ in taken]
             heard = links.exchange(send, sources, _STORELESS_TAG, self.check_failures)
             for (_, data), said in zip(taken, heard, strict=True):
@@ -252,16 +254,18 @@ class C10dCommunicator(SingleRankCommunicator):
         try:
             self._roster.revoke()
         except StoreLost:
-            self._drop_connections()  # closing them is the only signal left
+            self._close_links()  # to close all connections is the only signal left
+            self._drop_group()
             raise
 
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
         """Start a new generation; see :meth:`Communicator.shrink` and :class:`~holdfast.membership.roster.Roster`."""
         self._check_thread()
+        earlier = self.members
         with waiting:
             self._roster.shrink(admits=admits, leaves=leaves)
-        self._drop_connections()
-        self._begin_generation()
+        self._drop_group()
+        self._begin_generation(earlier)
         return self._me in self.members
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
@@ -328,22 +332,31 @@ class C10dCommunicator(SingleRankCommunicator):
             self._broken = str(error)
             raise
 
-    def _connect_links(self) -> Links:
-        """Create the links of this generation, once all members have come here, however late."""
-        links = Links(self._me, self._store.own_address, self._store.signal_fd, self._timeout_s)
-        try:
-            links.meet(self._roster.gather("links", links.own_address))
-        except BaseException:
-            links.close()
-            raise
-        self._links = links
-        return links
+    def _connected_links(self) -> Links:
+        """Return the links; the first call in a job, and after newcomers were admitted, waits for all members."""
+        if self._links is None:
+            self._links = Links(self._me, self._store.own_address, self._store.signal_fd, self._timeout_s)
+            self._links_key = f"g/{self.generation}/gather/links/"
+            self._links.meet(self._roster.gather("links", self._links.own_address))
+            self._links.begin(self.generation, self.members)
+        return self._links
 
-    def _begin_generation(self) -> None:
-        """Let a thread make the process group of this generation as soon as a member needs it.
+    def _begin_generation(self, earlier: tuple[int, ...] = ()) -> None:
+        """Begin a generation that follows one with the members ``earlier``.
 
-        This member may compute meanwhile, or wait in an agreement that the other one enters only after its messages.
+        Its links stay in use unless there are newcomers. Whether all members know the addresses of all, they must judge
+        alike: one that a failure has kept from reading them in time does so here, where the store has told all of it.
+
+        A thread makes its process group as soon as any member needs it. This member may compute meanwhile, or wait in
+        an agreement that the other one enters only after its messages.
         """
+        if self._links is not None:
+            if not self._links.know(earlier) and (texts := gathered(self._store, self._links_key, earlier)):
+                self._links.meet(texts)
+            if self._links.know(self.members):
+                self._links.begin(self.generation, self.members)
+            else:
+                self._close_links()
         self._store.on_key(self._group_key, functools.partial(self._start_making, self.generation, self.members))
 
     @property
@@ -369,19 +382,17 @@ class C10dCommunicator(SingleRankCommunicator):
         self._group = wait(self._making[0], self._roster.check)
         return self._group
 
-    def _drop_connections(self) -> None:
-        """Discard the links and the process group of the previous generation."""
+    def _close_links(self) -> None:
+        if self._links is not None:
+            self._links.close()
+            self._links = None
+
+    def _drop_group(self) -> None:
+        """Discard the process group of the previous generation."""
         if self._sending is not None:
             self._sending.end()
             self._sending = None
         self._storeless_agreement = None
-        links, self._links = self._links, None
-        if links is not None:
-            links.close()
-        self._drop_group()
-        self._broken = ""
-
-    def _drop_group(self) -> None:
         with self._making_lock:
             group, self._group = self._group, None
             making, self._making = self._making, None
@@ -389,6 +400,7 @@ class C10dCommunicator(SingleRankCommunicator):
             bury(group)
         elif making is not None:
             making[1].give_up()  # a group that was made in spite of that ends together with its thread
+        self._broken = ""
 
 
 def _packed(data: torch.Tensor) -> bytes:

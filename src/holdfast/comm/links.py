@@ -1,8 +1,9 @@
-"""Small messages between the members of a generation, each over one TCP connection that is opened when it is first needed.
+"""Small messages between members, over TCP connections that are opened when they are first needed.
 
 A process group of Gloo connects every member with every other one. That is what a recovery among many processes would
 mostly consist of, while an agreement on a few integers needs only a few peers of each member. No thread takes part: the
-calling thread waits for its sockets and for changes of the membership store at the same time.
+calling thread waits for its sockets and for changes of the membership store at the same time. Connections outlive a
+generation. Each message names its own, so what was sent in an earlier one, which a failure has ended, is dropped.
 
 A connection begins with the secret of the process that accepts it, which its peers read in the store. The process that
 opened it sends on it, and so does the other one, unless it has opened one itself at the same moment.
@@ -20,12 +21,12 @@ import socket
 import struct
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from holdfast.errors import PeerFailed
 
-_HEAD = struct.Struct("!IQ")
-"""Of a message: its tag, and the number of its bytes."""
+_HEAD = struct.Struct("!IIQ")
+"""Of a message: its generation, its tag, and the number of its bytes."""
 _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"!{_SECRET_BYTES}sI")
 """Of a connection: the secret of the process that accepts it, and the rank of the one that opened it."""
@@ -53,7 +54,7 @@ class _Connection:
 
 
 class Links:
-    """The connections of one generation.
+    """The connections of this member; see :meth:`begin`.
 
     Args:
         rank: This member.
@@ -65,6 +66,7 @@ class Links:
 
     def __init__(self, rank: int, address: str, wake_fd: int, timeout_s: float) -> None:
         self._rank = rank
+        self._generation = 0
         self._timeout_s = timeout_s
         self._wake_fd = wake_fd
         self._host = _interface_address() or address
@@ -76,7 +78,8 @@ class Links:
         self._connections: dict[int, _Connection] = {}
         self._way_to: dict[int, _Connection] = {}
         """The connection on which messages to a peer are sent."""
-        self._messages: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)
+        self._messages: defaultdict[tuple[int, int, int], deque[bytes]] = defaultdict(deque)
+        """By generation, rank and tag."""
         self._gone: dict[int, str] = {}
         """Why a connection with a peer has ended; there may be a second one, see above."""
         self._poll = select.epoll()
@@ -99,10 +102,24 @@ class Links:
             host, port, secret = text.split(" ")
             self._peers[rank] = host, int(port), bytes.fromhex(secret)
 
+    def know(self, members: Iterable[int]) -> bool:
+        """Return whether the addresses of all of these have been set."""
+        return self._peers.keys() >= set(members)
+
+    def begin(self, generation: int, members: Collection[int]) -> None:
+        """Begin a generation: drop messages of earlier ones, and all connections with ranks that are not members."""
+        self._generation = generation
+        self._gone.clear()
+        for key in [key for key in self._messages if key[0] < generation]:
+            del self._messages[key]
+        for connection in [each for each in self._connections.values() if 0 <= each.rank not in members]:
+            self._end(connection, "it is no member")
+        self._peers = {rank: peer for rank, peer in self._peers.items() if rank in members}
+
     def post(self, rank: int, data: bytes, tag: int) -> None:
         """Start to send a message to a peer; more is sent in later calls if the connection cannot take all of it."""
         connection = self._way_to.get(rank) or self._open(rank)
-        connection.outgoing += _HEAD.pack(tag, len(data)) + data
+        connection.outgoing += _HEAD.pack(self._generation, tag, len(data)) + data
         self._flush(connection)
 
     def exchange(
@@ -127,7 +144,7 @@ class Links:
                 self._handle(fd, events)
             self._end_late()
             check()
-        return [self._messages[rank, tag].popleft() for rank in sources]
+        return [self._messages[self._generation, rank, tag].popleft() for rank in sources]
 
     def close(self) -> None:
         """Close all connections, which ends the waits of peers for this process."""
@@ -139,7 +156,7 @@ class Links:
         self._poll.close()
 
     def __del__(self) -> None:
-        """Close them if the communicator is dropped within a generation."""
+        """Close them if the communicator is dropped."""
         if hasattr(self, "_poll"):  # the last thing that the constructor creates
             self.close()
 
@@ -152,7 +169,7 @@ class Links:
         return not any(self._way_to[rank].outgoing for rank in ranks)
 
     def _have_arrived(self, ranks: Sequence[int], tag: int) -> bool:
-        lacking = [rank for rank in ranks if not self._messages[rank, tag]]
+        lacking = [rank for rank in ranks if not self._messages[self._generation, rank, tag]]
         for rank in lacking:
             if rank in self._gone and not self._is_connected_with(rank):
                 raise self._failed(rank)
@@ -235,10 +252,11 @@ class Links:
         if connection.rank < 0 and not self._introduce(connection):
             return
         while len(incoming) >= _HEAD.size:
-            tag, size = _HEAD.unpack_from(incoming)
+            generation, tag, size = _HEAD.unpack_from(incoming)
             if len(incoming) < (end := _HEAD.size + size):
                 return
-            self._messages[connection.rank, tag].append(bytes(incoming[_HEAD.size : end]))
+            if generation >= self._generation:
+                self._messages[generation, connection.rank, tag].append(bytes(incoming[_HEAD.size : end]))
             del incoming[:end]
 
     def _introduce(self, connection: _Connection) -> bool:

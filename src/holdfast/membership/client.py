@@ -94,12 +94,11 @@ class HubStore(Store):
 
     def post(self, key: str, value: str) -> None:
         """See :meth:`Store.post`."""
-        check_size(key, value)
-        if len(self._places) > 1:
-            self.put(key, value)  # only a request that awaits its answer is repeated at the next hub
-            return
-        with self._sending:
-            self._send(dump({"op": "put", "key": key, "value": value}))
+        self._post("put", key, value)
+
+    def post_new(self, key: str, value: str) -> None:
+        """See :meth:`Store.post_new`."""
+        self._post("create", key, value)
 
     def delete(self, key: str) -> None:
         """See :meth:`Store.delete`."""
@@ -115,6 +114,14 @@ class HubStore(Store):
             self._socket.close()
 
     # -- requests
+
+    def _post(self, op: str, key: str, value: str) -> None:
+        check_size(key, value)
+        if len(self._places) > 1:  # only a request that awaits its answer is repeated at the next hub
+            self._request(op, key=key, value=value)
+            return
+        with self._sending:
+            self._send(dump({"op": op, "key": key, "value": value}))
 
     def _request(self, op: str, **fields: Any) -> bool:
         with self._asking:  # one at a time: only the last request is repeated at the next hub

@@ -81,7 +81,8 @@ class Roster:
 
     def revoke(self) -> None:
         """Make :meth:`check` of all members fail."""
-        self.store.create(f"g/{self.generation}/revoked", str(self.rank))  # later ones tell the members nothing new
+        if not self.is_revoked():  # a second one tells the members nothing new
+            self.store.post_new(f"g/{self.generation}/revoked", str(self.rank))
 
     def is_revoked(self) -> bool:
         """Return whether a member has revoked this generation."""

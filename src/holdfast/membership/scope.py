@@ -55,6 +55,10 @@ class StoreScope(Store):
         """See :meth:`Store.post`."""
         self._store.post(self._key(key), value)
 
+    def post_new(self, key: str, value: str) -> None:
+        """See :meth:`Store.post_new`."""
+        self._store.post_new(self._key(key), value)
+
     def delete(self, key: str) -> None:
         """See :meth:`Store.delete`."""
         self._store.delete(self._key(key))

@@ -116,6 +116,10 @@ class Store(ABC):
         """Write a value, without waiting for the answer where the store allows that."""
         self.put(key, value)
 
+    def post_new(self, key: str, value: str) -> None:
+        """Write a value unless the key exists, without waiting for the answer where the store allows that."""
+        self.create(key, value)
+
     @abstractmethod
     def delete(self, key: str) -> None:
         """Remove a key; a key that ends in ``/`` removes all keys that begin with it."""
