@@ -33,6 +33,8 @@ _HELLO = struct.Struct(f"!{_SECRET_BYTES}sI")
 
 _LOOK_S = 0.05
 """Longest time between two checks for failures while the store does not change, seconds."""
+_CONNECT_S = 0.1
+"""Time within which a peer is reached unless something is wrong: meanwhile nothing else is looked at, seconds."""
 _MAX_READ = 1 << 16
 _WAITING_CONNECTIONS = 1024
 _SIOCGIFADDR = 0x8915
@@ -171,12 +173,12 @@ class Links:
     def _have_arrived(self, ranks: Sequence[int], tag: int) -> bool:
         lacking = [rank for rank in ranks if not self._messages[self._generation, rank, tag]]
         for rank in lacking:
-            if rank in self._gone and not self._is_connected_with(rank):
+            if rank in self._gone and not self._may_be_connected_with(rank):
                 raise self._failed(rank)
         return not lacking
 
-    def _is_connected_with(self, rank: int) -> bool:
-        return any(each.rank == rank for each in self._connections.values())
+    def _may_be_connected_with(self, rank: int) -> bool:
+        return any(each.rank in (rank, -1) for each in self._connections.values())
 
     def _failed(self, rank: int) -> PeerFailed:
         return PeerFailed(f"the connection with worker {rank} has ended: {self._gone[rank]}")
@@ -202,7 +204,8 @@ class Links:
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # no more, or it has ended already
             while True:
-                self._add(_Connection(self._listener.accept()[0]))
+                self._add(connection := _Connection(self._listener.accept()[0]))
+                self._read(connection)
 
     def _add(self, connection: _Connection) -> None:
         self._connections[connection.socket.fileno()] = connection
@@ -213,10 +216,18 @@ class Links:
             raise self._failed(rank)
         host, port, secret = self._peers[rank]
         its_socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        connection = self._way_to[rank] = _Connection(its_socket, rank, time.monotonic() + self._timeout_s)
+        its_socket.settimeout(_CONNECT_S)
+        until_s = 0.0
+        try:
+            its_socket.connect((host, port))
+        except TimeoutError:
+            until_s = time.monotonic() + self._timeout_s  # it goes on
+        except OSError as error:
+            its_socket.close()
+            self._gone[rank] = error.strerror or str(error)
+            raise self._failed(rank) from error
+        connection = self._way_to[rank] = _Connection(its_socket, rank, until_s)
         connection.outgoing += _HELLO.pack(secret, self._rank)
-        if not its_socket.connect_ex((host, port)):  # an error is read when the socket is
-            connection.until_s = 0.0
         self._add(connection)
         return connection
 
