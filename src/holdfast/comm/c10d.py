@@ -42,7 +42,6 @@ from holdfast.comm.storeless_agreement import Messages, StorelessAgreement
 from holdfast.comm.waiting import waiting
 from holdfast.errors import PeerFailed, StoreLost
 from holdfast.membership import Roster, Store
-from holdfast.membership.roster import gathered
 from holdfast.recovery.messages import Note, Progress
 from holdfast.torch_private import gather_flat
 
@@ -73,7 +72,8 @@ class C10dCommunicator(SingleRankCommunicator):
         self._be(rank)
         self._timeout_s = timeout_s
         self._links: Links | None = None
-        self._links_key = ""
+        self._has_told = False
+        self._asked: dict[str, Callable[[], object]] = {}
         self._group: Any = None
         self._making_lock = threading.Lock()
         self._making: tuple[ThreadedWork, AddressExchange] | None = None
@@ -261,11 +261,10 @@ class C10dCommunicator(SingleRankCommunicator):
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
         """Start a new generation; see :meth:`Communicator.shrink` and :class:`~holdfast.membership.roster.Roster`."""
         self._check_thread()
-        earlier = self.members
         with waiting:
             self._roster.shrink(admits=admits, leaves=leaves)
         self._drop_group()
-        self._begin_generation(earlier)
+        self._begin_generation()
         return self._me in self.members
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
@@ -332,36 +331,52 @@ class C10dCommunicator(SingleRankCommunicator):
             self._broken = str(error)
             raise
 
-    def _connected_links(self) -> Links:
-        """Return the links; the first call in a job, and after newcomers were admitted, waits for all members."""
-        if self._links is None:
-            self._links = Links(self._me, self._store.own_address, self._store.signal_fd, self._timeout_s)
-            self._links_key = f"g/{self.generation}/gather/links/"
-            self._links.meet(self._roster.gather("links", self._links.own_address))
-            self._links.begin(self.generation, self.members)
-        return self._links
+    def _begin_generation(self) -> None:
+        """Begin a generation: let threads answer members that ask for this one's address, or for the process group.
 
-    def _begin_generation(self, earlier: tuple[int, ...] = ()) -> None:
-        """Begin a generation that follows one with the members ``earlier``.
-
-        Its links stay in use unless there are newcomers. Whether all members know the addresses of all, they must judge
-        alike: one that a failure has kept from reading them in time does so here, where the store has told all of it.
-
-        A thread makes its process group as soon as any member needs it. This member may compute meanwhile, or wait in
-        an agreement that the other one enters only after its messages.
+        This member may compute meanwhile, or wait in an agreement that the other one enters only after its messages.
         """
-        if self._links is not None:
-            if not self._links.know(earlier) and (texts := gathered(self._store, self._links_key, earlier)):
-                self._links.meet(texts)
-            if self._links.know(self.members):
+        for key in self._asked:
+            self._store.on_key(key, None)
+        with self._making_lock:
+            self._has_told = False
+            if self._links is not None:
                 self._links.begin(self.generation, self.members)
-            else:
-                self._close_links()
-        self._store.on_key(self._group_key, functools.partial(self._start_making, self.generation, self.members))
+        if self._me not in self.members:
+            return
+        tell = functools.partial(self._tell_address, self.generation)
+        self._asked = {
+            f"g/{self.generation}/links": lambda: ThreadedWork(tell),
+            f"g/{self.generation}/group": functools.partial(self._start_making, self.generation, self.members),
+        }
+        for key, answer in self._asked.items():
+            self._store.on_key(key, answer)
 
-    @property
-    def _group_key(self) -> str:
-        return f"g/{self.generation}/group"
+    def _ask(self, what: str) -> None:
+        if self._store.get(key := f"g/{self.generation}/{what}") is None:
+            self._store.post_new(key, str(self._me))
+
+    def _tell_address(self, generation: int) -> None:
+        """Tell the other members the address of this one's links, once in a generation."""
+        wake_fd = self._store.signal_fd  # not under the lock: the store's own lock comes first
+        with self._making_lock:
+            if self._links is None:
+                self._links = Links(self._me, self._store.own_address, wake_fd, self._timeout_s)
+                self._links.begin(self.generation, self.members)
+            if self._has_told or generation != self.generation:
+                return
+            self._has_told = True
+        self._roster.tell(generation, "links", self._links.own_address)
+
+    def _connected_links(self) -> Links:
+        """Return the links; the first call in a job, and after newcomers were admitted, asks all members for theirs."""
+        if self._links is None or not self._links.know(self.members):
+            self._ask("links")
+            self._tell_address(self.generation)
+            texts = self._roster.gather("links", None)
+            assert self._links is not None
+            self._links.meet(texts)
+        return self._links
 
     def _start_making(self, generation: int, members: tuple[int, ...]) -> None:
         with self._making_lock:
@@ -375,8 +390,7 @@ class C10dCommunicator(SingleRankCommunicator):
     def _connect_all(self) -> Any:
         """Return the process group of this generation, which all members make together as soon as one needs it."""
         if self._making is None:
-            if self._store.get(self._group_key) is None:
-                self._store.create(self._group_key, str(self._me))
+            self._ask("group")
             self._start_making(self.generation, self.members)
         assert self._making is not None
         self._group = wait(self._making[0], self._roster.check)

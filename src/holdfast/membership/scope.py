@@ -80,7 +80,7 @@ class StoreScope(Store):
         """See :attr:`Store.signal_fd`."""
         return self._store.signal_fd
 
-    def on_key(self, key: str, act: Callable[[], None] | None) -> None:
+    def on_key(self, key: str, act: Callable[[], object] | None) -> None:
         """See :meth:`Store.on_key`."""
         self._store.on_key(self._key(key), act)
 

@@ -66,7 +66,7 @@ class Store(ABC):
         self._lost = ""
         self._listener: Listener | None = None
         self._signal_fd = -1
-        self._acts: dict[str, Callable[[], None]] = {}
+        self._acts: dict[str, Callable[[], object]] = {}
 
     @property
     def signal_fd(self) -> int:
@@ -148,7 +148,7 @@ class Store(ABC):
                 listener("", self._lost)
             self._listener = listener
 
-    def on_key(self, key: str, act: Callable[[], None] | None) -> None:
+    def on_key(self, key: str, act: Callable[[], object] | None) -> None:
         """Call ``act`` once, in any thread, as soon as ``key`` exists; None takes that back.
 
         It must return quickly and use no store.
