@@ -105,14 +105,6 @@ class HubStore(Store):
         """See :meth:`Store.post_new`."""
         self._post("create", key, value)
 
-    def _post(self, op: str, key: str, value: str) -> None:
-        check_size(key, value)
-        if not self.posts_at_once:
-            self._request(op, key=key, value=value)
-            return
-        with self._sending:
-            self._send(dump({"op": op, "key": key, "value": value}))
-
     def delete(self, key: str) -> None:
         """See :meth:`Store.delete`."""
         check_size(key, "")
@@ -127,6 +119,14 @@ class HubStore(Store):
             self._socket.close()
 
     # -- requests
+
+    def _post(self, op: str, key: str, value: str) -> None:
+        check_size(key, value)
+        if not self.posts_at_once:
+            self._request(op, key=key, value=value)
+            return
+        with self._sending:
+            self._send(dump({"op": op, "key": key, "value": value}))
 
     def _request(self, op: str, **fields: Any) -> bool:
         with self._asking:  # one at a time: only the last request is repeated at the next hub

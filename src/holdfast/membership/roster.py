@@ -145,16 +145,17 @@ class Roster:
 
     # -- acts
 
-    def gather(self, name: str, text: str = "") -> dict[int, str]:
+    def gather(self, name: str, text: str | None = "") -> dict[int, str]:
         """Return the texts of the members that are not empty, by rank, once all members have called this.
 
-        A name is used once in a generation, and is no number.
+        A name is used once in a generation, and is no number. ``text`` is None if :meth:`tell` has sent this member's before.
 
         Raises:
             PeerFailed: if a member is dead, or a peer has revoked this generation.
         """
         prefix = f"g/{self.generation}/act/{name}/"
-        self.store.post(f"{prefix}{self.rank}", text)
+        if text is not None:
+            self.tell(self.generation, name, text)
 
         def all_texts() -> dict[int, str] | None:
             self.check()
@@ -163,6 +164,10 @@ class Roster:
         texts = self.store.wait(all_texts)
         assert texts is not None
         return texts
+
+    def tell(self, generation: int, name: str, text: str) -> None:
+        """Send this member's text of a gathering, once, from any thread."""
+        self.store.post(f"g/{generation}/act/{name}/{self.rank}", text)
 
     def _next_act(self) -> str:
         self.act += 1

@@ -80,6 +80,15 @@ class StoreScope(Store):
         """See :meth:`Store.under`."""
         return self._store.under(self._key(prefix))
 
+    @property
+    def signal_fd(self) -> int:
+        """See :attr:`Store.signal_fd`."""
+        return self._store.signal_fd
+
+    def on_key(self, key: str, act: Callable[[], object] | None) -> None:
+        """See :meth:`Store.on_key`."""
+        self._store.on_key(self._key(key), act)
+
     def wait(self, ready: Callable[[], _Found | None], timeout_s: float | None = None) -> _Found | None:
         """See :meth:`Store.wait`."""
         return self._store.wait(ready, timeout_s)

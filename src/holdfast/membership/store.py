@@ -69,6 +69,18 @@ class Store(ABC):
         self._version = 0
         self._lost = ""
         self._listener: Listener | None = None
+        self._signal_fd = -1
+        self._acts: dict[str, Callable[[], object]] = {}
+
+    @property
+    def signal_fd(self) -> int:
+        """An event file descriptor that becomes readable when :attr:`version` changes, for one reader that empties it."""
+        with self._changed:
+            if self._signal_fd < 0:
+                self._signal_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                self._close_signal = weakref.finalize(self, os.close, self._signal_fd)
+                self._close_signal.atexit = False  # the thread that writes to it ends later
+            return self._signal_fd
 
     @property
     def version(self) -> int:
@@ -145,6 +157,18 @@ class Store(ABC):
                 listener("", self._lost)
             self._listener = listener
 
+    def on_key(self, key: str, act: Callable[[], object] | None) -> None:
+        """Call ``act`` once, in any thread, as soon as ``key`` exists; None takes that back.
+
+        It must return quickly and use no store.
+        """
+        with self._changed:
+            self._acts.pop(key, None)
+            if act is not None and key in self._items:
+                act()
+            elif act is not None:
+                self._acts[key] = act
+
     def wait(self, ready: Callable[[], _Found | None], timeout_s: float | None = None) -> _Found | None:
         """Return the result of ``ready`` as soon as it is not None; ``ready`` is called after every change.
 
@@ -188,15 +212,22 @@ class Store(ABC):
                     self._items.pop(gone, None)
             if self._listener is not None:
                 self._listener(key, value)
-            self._version += 1
-            self._wake()
+            if key in self._acts and value is not None:
+                self._acts.pop(key)()
+            self._announce_change()
+
+    def _announce_change(self) -> None:
+        self._version += 1
+        self._wake()
+        if self._signal_fd >= 0:
+            os.eventfd_write(self._signal_fd, 1)
 
     def _note_lost(self, why: str) -> None:
         with self._changed:
             if self._listener is not None and not self._lost:
                 self._listener("", why)
             self._lost = self._lost or why
-            self._version += 1
+            self._announce_change()
             self._changed.notify_all()
 
     def _sockets(self) -> list[socket.socket]:
@@ -206,6 +237,9 @@ class Store(ABC):
     def _forget(self) -> None:
         """After a fork, in the child: drop the parent's connections, and locks that a thread of the parent may hold."""
         self._changed, self._waiting = threading.Condition(), []
+        if self._signal_fd >= 0:
+            self._close_signal()
+            self._signal_fd = -1
         self._lost = "the connection to the store belongs to the parent process of a fork"
         for each in self._sockets():
             if (number := each.detach()) >= 0:
