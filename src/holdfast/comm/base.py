@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -102,7 +102,7 @@ class Communicator(Collectives, Protocol):
     - After a member has failed, a collective either completes with the right result or raises
       :class:`~holdfast.errors.PeerFailed`; the outcome may differ between members.
     - ``agree`` and ``shrink`` are uniform over the survivors, and return only when every survivor has called.
-    - One thread makes all calls, one call at a time.
+    - One thread makes all calls, one call at a time; see :class:`ThreadChange`.
     - Messages between two processes (``sendrecv``, ``post``) use connections that the first collective of a generation
       establishes, with all members; such a collective must come first.
     """
@@ -181,6 +181,14 @@ class Communicator(Collectives, Protocol):
 
     def failed(self) -> tuple[int, ...]:
         """Return the members that this process knows to have failed."""
+
+
+@runtime_checkable
+class ThreadChange(Protocol):
+    """A communicator that another thread may own for a while."""
+
+    def change_thread(self, thread: threading.Thread) -> None:
+        """From now on ``thread``, which has started, makes all calls; no call is in progress."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,6 +12,7 @@ belongs to one generation only, and an input must not change before all members 
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -83,6 +84,11 @@ class C10dCommunicator(SingleRankCommunicator):
     def generation(self) -> int:
         """Number of shrinks so far."""
         return self._roster.generation
+
+    def change_thread(self, thread: threading.Thread) -> None:
+        """Let another thread make all calls; see :class:`~holdfast.comm.base.ThreadChange`."""
+        assert thread.ident is not None, "the thread has not started"
+        self._owner = thread.ident
 
     # -- collectives
 
