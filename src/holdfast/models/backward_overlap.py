@@ -123,7 +123,7 @@ class BackwardOverlap:
         """Note that a gradient is complete; begin the buckets that are, in order."""
         if bucket < len(self._versions):
             self._changed = True
-        elif self._missing:
+        elif bucket < len(self._missing):
             self._missing[bucket].discard(i)
             while len(self._versions) < len(self._missing) and not self._missing[len(self._versions)]:
                 self._begin(len(self._versions))
