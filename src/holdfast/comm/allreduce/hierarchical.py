@@ -163,7 +163,9 @@ class HierarchicalReduce:
     def _reduce_host(self, plan: _Plan, span: SlotSpan, piece: ReducePiece, terms: _Terms, mine: list[_Group]) -> None:
         """Add the groups of this host, send the sums to the worker that finishes the piece, and receive the result."""
         peer, part = piece.workers[piece.finisher], piece.part
-        if mine:
+        if len(mine) == 1 and len(mine[0]) == 1:  # nothing to add: a message has the same length, wherever it lies
+            plan.give_sums += [(peer, message) for message in terms[mine[0][0]][part].messages()]
+        elif mine:
             sums = _rows(mine, span, part)
             for i, group in enumerate(mine):
                 group_terms = [(n, terms[n][part]) for n in group]
