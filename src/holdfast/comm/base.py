@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -181,6 +181,28 @@ class Communicator(Collectives, Protocol):
 
     def failed(self) -> tuple[int, ...]:
         """Return the members that this process knows to have failed."""
+
+
+class Round(NamedTuple):
+    """Messages of one round of :meth:`RoundMessages.sendrecv_rounds`: terms and then results, sent and received."""
+
+    give: Placed
+    take: Placed
+    give_results: Placed
+    take_results: Placed
+
+
+@runtime_checkable
+class RoundMessages(Protocol):
+    """A communicator that exchanges terms and results in rounds, of which several are on their way at a time."""
+
+    def sendrecv_rounds(self, rounds: Sequence[Round], add: Callable[[int], None]) -> None:
+        """Exchange all tensors, as :meth:`Collectives.sendrecv` does.
+
+        Args:
+            rounds: The n-th receive of terms from a process matches its n-th send of them over all rounds; so do results.
+            add: Called with the number of each round, ascending, once its terms have arrived; its results may be sent then.
+        """
 
 
 @runtime_checkable

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.comm.base import BROADCAST_BYTES, POST_TAG, Placed, SingleRankCommunicator
+from holdfast.comm.base import BROADCAST_BYTES, POST_TAG, Placed, Round, SingleRankCommunicator
 from holdfast.comm.dissemination import dissemination_rounds
 from holdfast.comm.groups import (
     AddressExchange,
@@ -33,6 +33,7 @@ from holdfast.comm.groups import (
     wait,
 )
 from holdfast.comm.memory import as_bytes
+from holdfast.comm.rounds import GlooRounds
 from holdfast.comm.storeless_agreement import Messages, StorelessAgreement
 from holdfast.comm.waiting import waiting
 from holdfast.errors import PeerFailed, StoreLost
@@ -123,6 +124,10 @@ class C10dCommunicator(SingleRankCommunicator):
 
         if takes or gives:
             self._run(begin)
+
+    def sendrecv_rounds(self, rounds: Sequence[Round], add: Callable[[int], None]) -> None:
+        """Exchange tensors with others in rounds; see :class:`~holdfast.comm.base.RoundMessages`."""
+        self._with_group(lambda group: GlooRounds(group, rounds).run(add, self.check_failures))
 
     def post(self, rank: int, data: torch.Tensor) -> None:
         """Start a send; see :meth:`Communicator.post`."""
