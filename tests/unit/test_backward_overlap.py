@@ -96,6 +96,23 @@ def test_the_process_waits_only_when_its_owner_does():
     assert reports == [True, False]
 
 
+def test_a_closed_thread_ends_and_runs_nothing_that_was_only_queued():
+    before, ran, entered, leave = threading.active_count(), [], threading.Event(), threading.Event()
+    thread = AllReduceThread(Owned())
+
+    thread.begin(lambda: entered.set() or leave.wait(DEADLINE_S))
+    thread.begin(lambda: ran.append(1))
+    assert entered.wait(DEADLINE_S)
+    thread.close()
+    leave.set()
+
+    ends_s = time.monotonic() + DEADLINE_S
+    while threading.active_count() > before and time.monotonic() < ends_s:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+    assert ran == []
+
+
 # -- a session
 
 
@@ -125,6 +142,17 @@ def test_the_bits_are_those_of_the_reference(counts, model, compute):
 
     tried = TRIALS if compute else 0  # in one batch, too, to compare the bits
     assert counts["early"] >= reference.STEPS - 1 - tried, "the first step only looks"
+
+
+def test_no_thread_outlives_its_loop():
+    before = threading.active_count()
+
+    trained()
+
+    ends_s = time.monotonic() + DEADLINE_S
+    while threading.active_count() > before and time.monotonic() < ends_s:
+        time.sleep(0.01)
+    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("order", ["fold", "tree"])

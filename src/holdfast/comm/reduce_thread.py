@@ -16,6 +16,7 @@ from typing import Any
 
 from holdfast.comm.base import ThreadChange
 from holdfast.comm.waiting import waiting
+from holdfast.errors import InternalError
 
 
 class AllReduceThread:
@@ -29,7 +30,7 @@ class AllReduceThread:
 
     def __init__(self, comm: ThreadChange) -> None:
         self._comm = comm
-        self._begun: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._begun: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._tickets: deque[Future[Any]] = deque()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -63,6 +64,13 @@ class AllReduceThread:
             if not self._tickets:
                 self._comm.change_thread(threading.current_thread())
 
+    def close(self) -> None:
+        """Let the thread end, after what it is running; nothing else that was begun is run."""
+        if self._tickets:
+            self._failure = InternalError("the training loop was left before the all-reduce")
+        self._begun.put(None)
+        self._thread = None
+
     def _forget(self) -> None:
         """Drop everything behind a failure: the thread does not run it."""
         while self._tickets:
@@ -71,13 +79,13 @@ class AllReduceThread:
 
     def _run(self) -> None:
         waiting.ignore_this_thread()  # the process waits only when its owner does
-        while True:
-            act, ticket = self._begun.get()
+        while (begun := self._begun.get()) is not None:
+            act, ticket = begun
             if self._failure is not None:
                 ticket.set_exception(self._failure)
             else:
                 self._run_one(act, ticket)
-            del act, ticket
+            del begun, act, ticket
 
     def _run_one(self, act: Callable[[], Any], ticket: Future[Any]) -> None:
         try:

@@ -165,6 +165,10 @@ class BackwardOverlap:
             raise PeerFailed(f"gradients of step {self._job.step} changed after their all-reduce had begun")
         return None
 
+    def close(self) -> None:
+        """End the thread: the training loop is over, or was left."""
+        self._thread.close()
+
     def _stay_off(self, changed: bool) -> None:
         if changed:
             self._why_off = "gradients change after the backward pass has completed them"

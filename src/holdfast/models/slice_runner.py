@@ -57,6 +57,11 @@ class SliceRunner(Runner):
             self._context.log.warn(f"--overlap on has no effect, because {why}")
         return None
 
+    def close(self) -> None:
+        """End the thread of all-reduces that begin early."""
+        if self._overlap is not None:
+            self._overlap.close()
+
     def step(self, batch: MiniBatch, slices: list[int], attempt: int) -> Step:
         self._loaded = {}
         self._last = slices[-1] if slices else -1
