@@ -33,6 +33,7 @@ MIRROR_OPTIMIZERS = ("saved", "reset", "kept")
 AUTO = "auto"
 ORDERS = (AUTO, "fold", "tree", "fold-wide", "tree-wide")
 BETWEEN_HOSTS = ("fabric", "nccl")
+OVERLAPS = ("auto", "on", "off")
 SPLITS = ("slices", "even")
 BATCHES = ("global", "local")
 RESCALES = ("survivors", "original")
@@ -305,6 +306,13 @@ class Settings:
         manual="what carries gradients between hosts: messages of the fabric; or NCCL, for models on GPUs and with `--order tree`, which [has never run](../how-to/gpus.md#nccl-between-hosts)",
         group="Mini-batches and gradient reduction",
         choices=BETWEEN_HOSTS,
+    )
+    overlap: str = option(
+        "auto",
+        help="Begin all-reduces during the backward pass: where they send messages, everywhere, or never.",
+        manual="begin the all-reduce of a bucket during the backward pass, as soon as its gradients are complete: where all-reduces send messages; also through shared memory; or never. The bits are the same: [all-reduce.md](../explanation/all-reduce.md#overlap-with-the-backward-pass)",
+        group="Mini-batches and gradient reduction",
+        choices=OVERLAPS,
     )
     checkpoint_dir: str = option(
         "",

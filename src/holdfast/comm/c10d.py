@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from holdfast.comm.base import BROADCAST_BYTES, POST_TAG, Placed, SingleRankCommunicator
+from holdfast.comm.base import BROADCAST_BYTES, POST_TAG, Placed, Round, SingleRankCommunicator
 from holdfast.comm.groups import (
     FOREVER,
     AddressExchange,
@@ -37,6 +37,7 @@ from holdfast.comm.groups import (
 )
 from holdfast.comm.links import Links
 from holdfast.comm.memory import as_bytes
+from holdfast.comm.rounds import GlooRounds
 from holdfast.comm.small_reduce import maximum_over
 from holdfast.comm.storeless_agreement import Messages, StorelessAgreement
 from holdfast.comm.waiting import waiting
@@ -97,6 +98,11 @@ class C10dCommunicator(SingleRankCommunicator):
         """Number of shrinks so far."""
         return self._roster.generation
 
+    def change_thread(self, thread: threading.Thread) -> None:
+        """Let another thread make all calls; see :class:`~holdfast.comm.base.ThreadChange`."""
+        assert thread.ident is not None, "the thread has not started"
+        self._owner = thread.ident
+
     # -- collectives
 
     def _alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
@@ -130,6 +136,10 @@ class C10dCommunicator(SingleRankCommunicator):
 
         if takes or gives:
             self._run(begin)
+
+    def sendrecv_rounds(self, rounds: Sequence[Round], add: Callable[[int], None]) -> None:
+        """Exchange tensors with others in rounds; see :class:`~holdfast.comm.base.RoundMessages`."""
+        self._with_group(lambda group: GlooRounds(group, rounds).run(add, self.check_failures))
 
     def post(self, rank: int, data: torch.Tensor) -> None:
         """Start a send; see :meth:`Communicator.post`."""

@@ -74,6 +74,10 @@ class ThreadedWork:
             raise self._error
         return self._result
 
+    def pause(self, longest_s: float) -> None:
+        """Sleep until the call has ended, or for ``longest_s``."""
+        self._thread.join(longest_s)
+
     def _run(self) -> None:
         assert self._task is not None
         try:
@@ -87,12 +91,13 @@ class ThreadedWork:
 def wait(work: GroupWork, check: Callable[[], None]) -> Any:
     """Return the result of ``work``; call ``check`` meanwhile. If ``check`` raises, the operation is left running."""
     begun_s = time.monotonic()
+    pause = work.pause if isinstance(work, ThreadedWork) else time.sleep  # a thread wakes its waiter, Gloo does not
     for _ in range(_SPINS):
         if work.is_completed():
             return work.wait(FOREVER)
     while not work.is_completed():
         waited_s = time.monotonic() - begun_s
-        time.sleep(min(max(waited_s / _NAP_SHARE, _SHORTEST_NAP_S), _LONGEST_NAP_S))
+        pause(min(max(waited_s / _NAP_SHARE, _SHORTEST_NAP_S), _LONGEST_NAP_S))
         check()
     return work.wait(FOREVER)
 

@@ -125,7 +125,7 @@ class ScriptInspector:
         self._before = generator_states()
         return _copy(self._inputs)
 
-    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None:
+    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int, *, is_only: bool = True) -> None:
         """Compute the gradients of the slice."""
         self.seen.draws["model"] = _drawn(self._before, generator_states())
         loss.backward()

@@ -311,7 +311,8 @@ class PreparedLoop:
         root = root * self._accumulate if self._accumulate > 1 else root
         if self._is_counted:
             value = root.detach()
-            self.step.add_loss(root, value if self.scaler is None else value / self.scaler.get_scale())
+            value = value if self.scaler is None else value / self.scaler.get_scale()
+            self.step.add_loss(root, value, is_only=len(self._optimizers) == 1)
         else:
             root.backward()
         if len(self._optimizers) == 1:

@@ -27,7 +27,7 @@ class _SliceWork(_StepWork, Protocol):
     """The session's work around each slice; see :class:`~holdfast.models.slice_runner.SliceRunner`."""
 
     def begin_slice(self, batch: MiniBatch, number: int) -> Any: ...
-    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None: ...
+    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int, *, is_only: bool = True) -> None: ...
     def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None: ...
     def between_slices(self, batch: MiniBatch) -> None: ...
     def log_media(self, batch: MiniBatch, number: int, name: str, media: Image | Histogram) -> None: ...
@@ -167,16 +167,17 @@ class Step:
         """Drop everything that the uncounted slice computed."""
         cast("_UncountedWork", self._work).end_uncounted()
 
-    def add_loss(self, root: torch.Tensor, value: torch.Tensor) -> None:
+    def add_loss(self, root: torch.Tensor, value: torch.Tensor, *, is_only: bool = False) -> None:
         """Compute the gradients of ``root``, and add ``value`` to the logged loss of the slice.
 
         Args:
             root: What to differentiate: the loss, scaled if the script uses a ``GradScaler``.
             value: The loss, the mean over the slice, detached.
+            is_only: The slice has no other backward pass.
         """
         before = self._metrics.get("loss")
         self._metrics["loss"] = value if before is None else before + value
-        self._work.backward(root, self._batch, self._current)
+        self._work.backward(root, self._batch, self._current, is_only=is_only)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients of the slice that was yielded last, and log the loss.

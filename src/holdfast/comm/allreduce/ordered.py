@@ -140,6 +140,16 @@ class OrderedAllReduce:
         """Set up this generation's transport unless an all-reduce has: maxima then cost no message. A collective."""
         self._path_of_generation(((),) * len(self._comm.processes))
 
+    @property
+    def is_set_up(self) -> bool:
+        """Whether this generation's transport is known."""
+        return self._path is not None and self._made_for[0] == self._comm.generation
+
+    @property
+    def uses_messages(self) -> bool:
+        """Whether this generation's transport sends messages, and is not shared memory alone."""
+        return not isinstance(self._path, SharedMemoryReduce)
+
     def check_same(self, span: SlotSpan, order: str) -> None:
         """Raise ``ScriptError`` unless all members reduce the same kind of vector, where the check costs no message."""
         if self._made_for[0] == self._comm.generation:
