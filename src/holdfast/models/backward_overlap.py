@@ -82,7 +82,7 @@ class BackwardOverlap:
         self._buckets.tells = self._note
         self._why_off = ""
         self._has_looked = False
-        self._begins = False
+        self._watches = self._begins = False
         self._reduce: Reduce | None = None
         self._terms: SliceGradients | None = None
         self._missing: list[set[int]] = []
@@ -97,18 +97,18 @@ class BackwardOverlap:
     def begin_step(self) -> None:
         """Begin an attempt at a step, when nothing is under way."""
         self._versions, self._changed = [], False
-        self._begins = (
-            self._has_looked
-            and not self._why_off
-            and self._total.is_set_up
-            and pays(self._job.settings, self._total)
+        is_known = self._total.is_set_up
+        self._watches = (
+            not self._why_off
+            and (not is_known or pays(self._job.settings, self._total))
             and _repeats_steps(self._job.live.strategy)
         )
+        self._begins = self._watches and self._has_looked and is_known
 
     @contextlib.contextmanager
     def watching(self, terms: SliceGradients, reduce: Reduce) -> Iterator[None]:
         """Within this context the only backward pass of the last slice runs, whose gradients go to ``terms``."""
-        if self._why_off:
+        if not self._watches:
             yield
             return
         self._changed = self._changed or bool(self._versions)  # the slice is computed once more
