@@ -93,6 +93,8 @@ function announce(newest) {
 function takeStatus(status) {
   if (status.error?.status === 401 || status.error?.status === 403) return askForToken();
   if (status.error?.status === 404) return void choose(); // the launcher came back with another run
+  if (page.phase === "live" && status.phase === "lost") setText(byId("announce"), "Connection lost; what you see is old."); // once, not at each attempt
+  if (page.lost && status.phase === "live") setText(byId("announce"), "Connected again.");
   page.phase = status.phase;
   page.lost = status.phase === "lost" ? status : null;
   drawLink();
