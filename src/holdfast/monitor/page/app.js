@@ -171,7 +171,7 @@ function showRuns(runs) {
   setText(byId("run-name"), "");
   document.title = "Runs · Holdfast";
   drawLink();
-  setText(byId("link"), "Live");
+  setText(byId("link"), "Connected");
   drawRuns(runs);
   page.timer = setTimeout(choose, RUNS_EVERY_MS);
 }
