@@ -7,6 +7,8 @@ from page_server import PageServer
 
 from holdfast.report import formatting
 
+pytest.importorskip("playwright", reason="not installed: run make browser")
+
 
 @pytest.fixture
 def page(visit):
