@@ -35,7 +35,7 @@ CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || comman
 STUDY_PEERS := tensorflow orbax
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs readme test test-torch integrations ray browser check golden chaos chaos-20 proof bench bench-peers study-peers clean
+.PHONY: help setup demo docs readme test test-torch integrations ray browser pictures check golden chaos chaos-20 proof bench bench-peers study-peers clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,11 @@ browser:  ## The dashboard's page in a real browser, with a job that loses a wor
 	@test -n "$(CHROMIUM)" || { echo "no chromium found; install it, or say where it is: make browser CHROMIUM=/path/to/chromium" >&2; exit 1; }
 	@$(MAKE) --no-print-directory .venv-browser/.ready
 	CHROMIUM=$(CHROMIUM) .venv-browser/bin/python -m pytest tests/browser
+
+pictures:  ## Renew docs/pictures: every view of the dashboard, in both widths and both colour schemes
+	@test -n "$(CHROMIUM)" || { echo "no chromium found; install it, or say where it is: make pictures CHROMIUM=/path/to/chromium" >&2; exit 1; }
+	@$(MAKE) --no-print-directory .venv-browser/.ready
+	CHROMIUM=$(CHROMIUM) .venv-browser/bin/python docs/dashboard_pictures.py
 
 check: $(READY)  ## Style, format, types, and the tests that start no job: a minute
 	$(VENV)/bin/ruff check
@@ -135,7 +140,7 @@ $(PEERS_READY): Makefile pyproject.toml | $(READY)
 .venv-browser/.ready: Makefile pyproject.toml | $(READY)
 	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) playwright==$(PLAYWRIGHT) \
-		--editable . pytest pytest-timeout pytest-xdist hypothesis
+		--editable . pillow pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
 $(READY): Makefile pyproject.toml

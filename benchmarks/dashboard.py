@@ -11,6 +11,7 @@ server; one worker dies meanwhile. The sum is what a core spends while such a jo
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import random
@@ -26,8 +27,6 @@ from holdfast.monitor.feed import Feed
 from holdfast.monitor.server import DashboardServer
 from holdfast.monitor.token import Token
 from holdfast.monitor.view import LiveRun, RunInfo
-from holdfast.records.encoding import record_to_dict
-from holdfast.records.files import parse_record
 from holdfast.records.queued import QueuedSink
 from holdfast.records.types import (
     CheckpointSaved,
@@ -141,14 +140,20 @@ def rss_mb() -> float:
     return pages * resource.getpagesize() / 1e6
 
 
+def as_parsed(record: Record) -> Record:
+    """Return a record that shares nothing with others, like one that the launcher has parsed from a line."""
+    if not isinstance(record, Recovered):
+        return record
+    return dataclasses.replace(record, survivors=tuple(int(str(rank)) for rank in record.survivors))
+
+
 def take_all(live: LiveRun, run: GeneratedRun, keep_s: float, step_s: float) -> tuple[float, Iterator[list[Record]]]:
     """Take the records of all but the last steps; return the processor time without that for generating them, and the rest."""
     batches, spent_s = run.records(), 0.0
     for records in itertools.islice(batches, run._steps - int(keep_s / step_s)):
-        # as the launcher: each record is parsed anew, so nothing of it is shared
-        parsed = [parse_record(json.dumps(record_to_dict(record)).encode()) for record in records]
+        parsed = [as_parsed(record) for record in records]
         began_s = time.thread_time()
-        live.take([record for record in parsed if record is not None])
+        live.take(parsed)
         spent_s += time.thread_time() - began_s
     return spent_s, batches
 
@@ -200,7 +205,7 @@ def main() -> None:
 
 def serve(source: Source, sink: QueuedSink, rest: Iterator[list[Record]], seconds: float) -> dict[str, float]:
     """Go on in real time; return the processor time of the server, of the queue and of taking records."""
-    batches = [[parse_record(json.dumps(record_to_dict(r)).encode()) for r in batch] for batch in rest]
+    batches = [[as_parsed(record) for record in batch] for batch in rest]
     source.at_s, source.since_s = batches[0][-1].t_s, time.monotonic()
     wall_s, cpu_s, own_s = time.monotonic(), time.process_time(), time.thread_time()
     deaths = 0

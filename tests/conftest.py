@@ -33,6 +33,7 @@ LONG = (
     "chaos/test_hosts.py::test_the_contract_holds_between_hosts_and_every_bit_is_that_of_one_host[unequal-hosts]",
     "chaos/test_net_faults.py::test_a_node_is_cut_off_for_a_moment_and_another_for_so_long",
     "chaos/test_net_faults.py::test_workers_that_recover_again_and_again_for_nothing_are_started_again_and_not_before_the_time[600]",
+    "chaos/test_dashboard.py::test_a_launcher_that_dies_and_comes_back_has_the_same_address_and_token",
     "chaos/test_metrics.py::test_a_real_prometheus_scrapes_a_job_and_answers_the_dashboard",
     "chaos/test_nodes.py::test_with_etcd_no_launcher_is_special_and_a_member_of_etcd_may_die_too",
     "chaos/test_reinit.py::test_new_workers_build_the_application_once_and_build_it_again_with_the_others",

@@ -57,7 +57,7 @@ def visit(browser):
         return page
 
     def note(message):
-        if message.type in ("error", "warning") and LOST not in message.text and "status of 4" not in message.text:
+        if message.type in ("error", "warning") and LOST not in message.text and "status of" not in message.text:
             errors.append(message.text)
 
     yield visit

@@ -78,6 +78,11 @@ FOCUSED = """() => {
 }"""
 
 
+def plain(text):
+    """Return text with spaces where the page keeps a number and its unit on one line."""
+    return text.replace("\u00a0", " ")
+
+
 def wait_for_text(page, name, text):
     """Wait until an element has this text in it."""
     page.locator(f"#{name}", has_text=text).wait_for(state="attached")

@@ -1,91 +1,39 @@
 """A real job and the page of its launcher: a worker killed from the page, and the launcher itself that dies and comes back."""
 
-import json
 import os
-import re
 import signal
-import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import looks
 import pytest
-from jobs import assert_landed, clean_env
+from jobs import assert_landed
+from watched_job import WatchedJob
 
 from holdfast.report import formatting
 from holdfast.report.goodput import RECOVERY_PARTS
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(240)]
 
-SCRIPT = Path(__file__).parents[1] / "support" / "train_watched.py"
 SHOWN_S = 1.0
 """From the click until the page shows the death."""
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
-
-
-class WatchedJob:
-    """``holdfast run`` with a dashboard, in a folder; ends with its `with` block."""
-
-    def __init__(self, folder, *args, steps, step_s, port=None):
-        self.folder, self.port = folder, port or free_port()
-        self.command = [
-            *(sys.executable, "-m", "holdfast", "run", "-n", "4", "--fabric", "gloo", "--report", "out"),
-            *("--dashboard", str(self.port), *args, str(SCRIPT), str(steps), str(step_s)),
-        ]
-
-    def __enter__(self):
-        self.output = (self.folder / f"printed-{time.monotonic_ns()}").open("w+")
-        self.process = subprocess.Popen(
-            self.command, cwd=self.folder, env=clean_env(), stdout=self.output, stderr=subprocess.STDOUT, text=True
-        )
-        return self
-
-    def __exit__(self, *_):
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(30)
-        self.output.close()
-
-    def printed(self):
-        return Path(self.output.name).read_text()
-
-    def url(self, within_s=60):
-        deadline = time.monotonic() + within_s
-        while time.monotonic() < deadline:
-            if found := re.search(r"dashboard at (\S+)", self.printed()):
-                return found[1]
-            assert self.process.poll() is None, self.printed()
-            time.sleep(0.05)
-        raise AssertionError(self.printed())
-
-    def report(self):
-        report = json.loads((self.folder / "out" / "report.json").read_text())
-        report["_events"] = [
-            json.loads(line) for line in (self.folder / "out" / "events.jsonl").read_text().splitlines()
-        ]
-        return report
-
-
 def legend(page):
     """The words of the goodput bar's legend, by cause."""
-    return page.evaluate("""() => Object.fromEntries([...document.querySelectorAll("#time-legend li")]
+    found = page.evaluate("""() => Object.fromEntries([...document.querySelectorAll("#time-legend li")]
       .map((e) => [e.querySelector("i").dataset.cause, e.querySelector("b").textContent]))""")
+    return {cause: looks.plain(text) for cause, text in found.items()}
 
 
 def parts(page):
     """The parts of the first recovery that the page shows, by cause."""
-    return page.evaluate("""() => Object.fromEntries([...document.querySelectorAll(".recovery:first-child tbody tr")]
+    found = page.evaluate("""() => Object.fromEntries([...document.querySelectorAll(".recovery:first-child tbody tr")]
       .map((row) => [row.cells[0].dataset.cause, row.cells[1].textContent]))""")
+    return {cause: looks.plain(text) for cause, text in found.items()}
 
 
 def test_a_worker_is_killed_from_the_page_and_its_numbers_are_those_of_the_report(visit, tmp_path, record_property):
-    with WatchedJob(tmp_path, steps=160, step_s=0.1) as job:
+    with WatchedJob(tmp_path, script=(160, 0.1)) as job:
         page = visit(job.url())
         page.set_default_timeout(60_000)
         page.wait_for_selector("#lane-2[data-state=training]")
@@ -114,7 +62,7 @@ def test_a_worker_is_killed_from_the_page_and_its_numbers_are_those_of_the_repor
         spent = report["goodput"]
         wanted = {"useful": spent["useful_s"]} | {cause: s for cause, s in spent["badput_s"].items() if s}
         assert legend(page) == {cause: formatting.seconds(s) for cause, s in wanted.items()}
-        assert formatting.percent(spent["ratio"]) in page.text_content("#time-sentence")
+        assert formatting.percent(spent["ratio"]) in looks.plain(page.text_content("#time-sentence"))
         assert [failure["rank"] for failure in report["failures"]] == [2]
         lost = {cause: spent["badput_s"][cause] for cause in RECOVERY_PARTS if spent["badput_s"][cause]}
         shown = {cause: formatting.seconds(s) for cause, s in lost.items()}
@@ -124,7 +72,7 @@ def test_a_worker_is_killed_from_the_page_and_its_numbers_are_those_of_the_repor
 
 def test_the_page_outlives_its_launcher(visit, tmp_path):
     saving = ("--checkpoint-dir", "ckpt", "--checkpoint-every", "5")
-    with WatchedJob(tmp_path, *saving, steps=400, step_s=0.1) as job:
+    with WatchedJob(tmp_path, *saving, script=(400, 0.1)) as job:
         page = visit(job.url())
         page.set_default_timeout(60_000)
         page.wait_for_selector("#checkpoints-table tbody tr")
@@ -137,7 +85,7 @@ def test_the_page_outlives_its_launcher(visit, tmp_path):
         assert page.text_content("#sentence") == before
         command = page.text_content("#resume-command")
     assert "--resume" in command
-    with WatchedJob(tmp_path, *saving, "--resume", steps=400, step_s=0.02, port=job.port) as again:
+    with WatchedJob(tmp_path, *saving, "--resume", script=(400, 0.02), port=job.port) as again:
         again.url()
         page.wait_for_selector("#banner", state="hidden")
         looks.wait_for_text(page, "sentence", "Training: step")

@@ -28,6 +28,8 @@ class PageServer:
         self.runs, self.token = runs, token
         self.logs: dict[int, list[str]] = {}
         self.actions: list[dict[str, Any]] = []
+        self.is_full = False
+        """Whether no more page may follow a run."""
         self.answer: tuple[int, dict[str, str]] = (200, {"said": "requested"})
         self.port = 0
         self._changes: dict[str, list[dict[str, Any]]] = {run: [] for run in runs}
@@ -114,6 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(200, [_listed(run) for run in self.page.runs.values()])
         elif (run := path.split("/")[3]) not in self.page.runs:
             self._json(404, {"error": f"there is no run {run}"})
+        elif path.endswith("/stream") and self.page.is_full:
+            self._json(503, {"error": "16 pages follow runs already; close one"})
         elif path.endswith("/stream"):
             self._stream(run)
         elif path.endswith("/log"):

@@ -16,7 +16,7 @@ torch.manual_seed(0)
 x = torch.randn(BATCH * STEPS, 8)
 model = torch.nn.Linear(8, 1)
 session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.05), seed=0)
-for step in session.steps(TensorDataset(x, x.sum(1, keepdim=True)), BATCH, epochs=1):
+for step in session.steps(TensorDataset(x, x.sum(1, keepdim=True) + 0.5 * torch.randn(len(x), 1)), BATCH, epochs=1):
     time.sleep(STEP_S)
     for inputs, wanted in step:
         step.backward(torch.nn.functional.mse_loss(model(inputs), wanted))

@@ -187,3 +187,16 @@ def test_a_new_interval_between_checkpoints_takes_the_place_of_the_automatic_one
     train(tmp_path / "run", {9: {"checkpoint_every": 4}}, **settings)
 
     assert [step for step in steps(tmp_path / "c") if step > 10] == [12, 16]
+
+
+def test_one_checkpoint_on_request_after_the_step_in_progress(tmp_path):
+    train(tmp_path / "run", {2: {"save": True}}, checkpoint_dir="ck")
+
+    assert changes(tmp_path / "run") == [(3, "save", True)]
+    assert steps("ck") == [4]
+
+
+def test_a_checkpoint_on_request_needs_a_directory(tmp_path):
+    train(tmp_path / "run", {2: {"save": True}, 3: {"save": 1}})
+
+    assert not list(tmp_path.glob("holdfast-checkpoint*"))

@@ -7,6 +7,7 @@ import json
 import random
 
 import pytest
+from view_runs import a_kill, begun, finished, recovery, steps
 
 from holdfast.monitor.lanes import MOST_SPANS, Lanes
 from holdfast.monitor.series import Series
@@ -17,11 +18,9 @@ from holdfast.records.types import (
     CheckpointSaved,
     CorruptionFound,
     FailureSeen,
-    Finished,
     JobRestarted,
     Left,
     Recovered,
-    RunStarted,
     SamplesLost,
     SettingChanged,
     StepCommitted,
@@ -30,44 +29,6 @@ from holdfast.records.types import (
     WorkerFenced,
 )
 from holdfast.report import build_report
-
-START = {
-    "fabric": "gloo", "strategy": "rollback", "seed": 0, "workers": 3, "slices": 6, "order": "fold", "split": "slices",
-    "batch": "global", "rescale": "survivors", "steps_planned": 40, "samples_planned": 160, "num_buckets": 1,
-    "parameters": 9,
-}  # fmt: skip
-END = {"sha256": "a", "state_sha256": "b", "planned": 160, "committed": 160, "lost": 0, "repeated": 0, "checkpoint": ""}
-
-
-def begun(t_s, ranks, step=0, **more):
-    return [RunStarted(t_s=t_s + rank / 100, rank=rank, step=step, **START | more) for rank in ranks]
-
-
-def steps(first, last, begin_s, rank=0):
-    return [
-        StepCommitted(t_s=begin_s + 0.1 * (step - first + 1), rank=rank, step=step, epoch=0, samples=4, workers=3,
-                      metrics={"loss": 1.0 / (step + 1)}, link=f"link{step}")
-        for step in range(first, last + 1)
-    ]  # fmt: skip
-
-
-def recovery(t_s, step, lost, survivors, generation=1, decision="redo", redone=1, **more):
-    died = [WorkerEnded(t_s=t_s, rank=rank, step=step, exit_code=-9, pid=100 + rank) for rank in lost]
-    seen = [FailureSeen(t_s=t_s + 0.02, rank=rank, step=step, phase="allreduce") for rank in survivors]
-    how = {"lost": lost, "survivors": survivors, "decision": decision, "redone_steps": redone, "generation": generation}
-    said = [Recovered(t_s=t_s + 0.05 + rank / 1000, rank=rank, step=step, **how, **more) for rank in survivors]
-    return [*died, *seen, *said]
-
-
-def finished(t_s, ranks, step=40):
-    ends = [Finished(t_s=t_s, rank=rank, step=step, outcome="done", metrics={}, **END) for rank in ranks]
-    return ends + [WorkerEnded(t_s=t_s + 0.1, rank=rank, step=-1, exit_code=0, pid=100 + rank) for rank in ranks]
-
-
-def a_kill():
-    """Three workers and a spare; worker 1 dies in step 10, and the spare takes over."""
-    first = [*begun(1.0, range(4)), *steps(0, 9, 1.1), *recovery(2.2, 10, (1,), (0, 2, 3))]
-    return [*first, *steps(10, 39, 2.4), *finished(5.5, (0, 2, 3))]
 
 
 def shown(records, *, started=range(3), spares=(3,), end_s=6.0, **info):
@@ -213,6 +174,32 @@ def test_a_restart_begins_again_with_the_workers_that_are_left():
     assert kinds(told, 0) == ["start", "train", "start", "train", "done"]
 
 
+def test_a_newcomer_that_starts_is_shown_before_it_says_anything():
+    live = LiveRun(RunInfo(id="run", started=range(2), node_of=lambda rank: 0 if rank < 2 else -1))
+    live.take([*begun(1.0, range(2)), *steps(0, 9, 1.1)])
+    live.note_newcomers([2])
+    assert (live.unplaced(), live.without_pid()) == ([2], [0, 1, 2])
+    live.note_node(2, 1)
+    live.note_processes({2: 77})
+    told = live.full(3.0)
+
+    assert told["workers"][2] | {"since_s": 0} == {
+        "id": 2, "node": 1, "pid": 77, "state": "joining", "step": None, "slices": [], "since_s": 0, "joined": False,
+        "cause": "",
+    }  # fmt: skip
+    assert [(row["id"], row["alive"]) for row in told["nodes"]] == [(0, 2), (1, 1)]
+
+
+def test_a_launcher_that_came_back_sees_the_workers_that_go_on():
+    how = {"lost": (), "survivors": (0, 1, 2, 3), "joined": (2, 3), "decision": "grow", "redone_steps": 0}
+    said = [Recovered(t_s=52.0 + r / 1000, rank=r, step=510, generation=2, held_s=0.1, **how) for r in range(4)]
+    records = [*steps(500, 509, 50.0), *begun(51.5, (2, 3), step=510), *said]
+    told = shown(records, started=range(4), spares=(), end_s=None)
+
+    assert set(states(told).values()) == {"training"}
+    assert told["state"]["sentence"] == "Training: step 510 of 40, 4 workers."
+
+
 def test_a_worker_that_left_is_not_lost():
     left = Left(t_s=2.15, rank=2, step=10)
     records = [
@@ -272,6 +259,30 @@ def test_the_state_stays_bounded_over_many_steps_and_recoveries():
     assert len(live._unsettled) < 50
     assert kinds(told, 0)[:2] == ["start", "train"]
     assert told["recoveries"][-2]["parts"] != {}
+
+
+def test_workers_that_were_lost_long_ago_are_dropped():
+    live = LiveRun(RunInfo(id="run", started=range(3)))
+    live.take(begun(0.5, range(3)))
+    version = live.version
+    for number in range(700):
+        t_s, alive = 2.0 + number, (0, 1, 3 + number)
+        live.take([WorkerEnded(t_s=t_s, rank=2 + number, step=number, exit_code=-9, pid=1)])
+        how = {
+            "lost": (2 + number,),
+            "survivors": alive,
+            "joined": (3 + number,),
+            "decision": "redo",
+            "redone_steps": 1,
+        }
+        live.take([Recovered(t_s=t_s + 0.1, rank=0, step=number, generation=number + 1, **how)])
+    told = live.full(800.0)
+
+    assert len(told["workers"]) in (505, 506)
+    assert told["workers"][-1]["state"] == "training"
+    gone = live.changes(version, 800.0)["dropped"]
+    assert gone == list(range(2, 2 + len(gone)))
+    assert len(gone) + len(told["workers"]) == 703
 
 
 def test_lanes_of_many_workers_are_shorter():

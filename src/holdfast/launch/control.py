@@ -160,11 +160,15 @@ def waits_for(run_dir: Path) -> str:
         return ""
 
 
-def request_changes(job: RunningJob, **changes: Any) -> None:
+FROM_DASHBOARD = "from_dashboard"
+"""In a request: the user made it through a dashboard, and the launcher records that."""
+
+
+def request_changes(job: RunningJob, *, from_dashboard: bool = False, **changes: Any) -> None:
     """Request some of :data:`CHANGES`; raise a ConfigError if a value is not allowed or the job has ended."""
     check(changes, job)
     try:
-        append(job.run_dir / _ASKED, changes)
+        append(job.run_dir / _ASKED, changes | ({FROM_DASHBOARD: True} if from_dashboard else {}))
     except OSError:
         refuse(f"job {job.pid} ({job.script}) has ended in the meantime")
 

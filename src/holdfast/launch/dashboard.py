@@ -83,7 +83,7 @@ class Dashboard:
         self.live = LiveRun(_info(job, clock))
         self._requested: queue.Queue[_Requested] = queue.Queue(maxsize=16)
         self._look_s = 0.0
-        self._others: tuple[QueuedSink, ...] = ()
+        self._sinks: tuple[QueuedSink, ...] = ()
         self._token = Token.in_folder(job.report_dir or paths.run_dir)
         self._server = DashboardServer(*host_and_port(job.dashboard, "--dashboard"), self._token)
         self._server.feeds[self.live.info.id] = Feed(self)
@@ -92,13 +92,13 @@ class Dashboard:
     # -- records, on the thread of the queue
 
     def watch(self, sinks: Sequence[QueuedSink]) -> None:
-        """Show how many records the other sinks miss."""
-        self._others = tuple(sinks)
+        """Show how many records these sinks miss; one of them is the dashboard itself."""
+        self._sinks = tuple(sinks)
 
     def take(self, records: Sequence[Record]) -> None:
         """Take new records."""
         self.live.take(records)
-        self.live.note_sinks([sink.count() for sink in self._others])
+        self.live.note_sinks([sink.count() for sink in self._sinks])
 
     def close(self, end_s: float) -> None:
         """Show the end, and close the port. The token is of no use after it."""
@@ -139,7 +139,7 @@ class Dashboard:
         """Carry out the requested actions."""
         if time.monotonic() >= self._look_s:
             self._look_s = time.monotonic() + _LOOK_S
-            self.live.note_processes(attempt.pids(self.live.without_pid(attempt.processes)))
+            self._look(attempt, run)
         while not self._requested.empty():
             requested = self._requested.get_nowait()
             try:
@@ -147,6 +147,16 @@ class Dashboard:
             except (ConfigError, Refused) as error:
                 requested.refused = str(error)
             requested.is_done.set()
+
+    def _look(self, attempt: JobAttempt, run: RunState) -> None:
+        """Show what no record says: newcomers that start, process IDs, and the nodes of newcomers."""
+        self.live.note_newcomers(run.state.waiting)
+        self.live.note_processes(attempt.pids(set(self.live.without_pid()) & set(attempt.processes)))
+        for rank in self.live.unplaced():
+            there = () if run.others is None else run.others.ranks_of([rank])
+            here = (run.job.node_rank,) if rank in attempt.processes else ()
+            if places := (*here, *there):
+                self.live.note_node(rank, places[0])
 
     def _carry_out(
         self, asked: _Requested, attempt: JobAttempt, run: RunState, bus: RecordBus, stopping: StopProcedure
@@ -163,8 +173,7 @@ class Dashboard:
         if bus.is_distributed and asked.action != "scale":
             raise Refused("a script of torch.distributed sets its own learning rate, batches and checkpoints")
         changes = {"save": True} if asked.action == "save" else dict(asked.values)
-        request_changes(_running(self._job, self._paths), **changes)
-        bus.note(note)
+        request_changes(_running(self._job, self._paths), from_dashboard=True, **changes)
         return f"requested: {', '.join(f'{name}={value}' for name, value in changes.items())}"
 
     def _kill(
@@ -218,5 +227,5 @@ def _info(job: Job, clock: Clock) -> RunInfo:
         started=range(job.workers),
         spares=job.ranks[job.workers :],
         nodes={node: socket.gethostname() if node == job.node_rank else "" for node in range(job.nnodes)},
-        node_of=job.home,
+        node_of=lambda rank: job.home(rank) if job.nnodes == 1 or rank in job.ranks else -1,
     )

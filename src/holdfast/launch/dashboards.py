@@ -52,6 +52,9 @@ def serve_runs(directories: Sequence[Path], where: str, say: Callable[[str], Non
         try:
             server.feeds.update({name: Feed(run) for name, run in runs.items()})
             say(f"dashboard at {server.url}")
+            for directory, run in zip(directories, runs.values(), strict=False):
+                if not run.has_records:
+                    say(f"{directory} has no records of a run yet; it is followed")
             while True:
                 time.sleep(_LOOK_S)
                 for run in runs.values():
@@ -71,7 +74,7 @@ def _act(job: RunningJob, action: str, values: Mapping[str, Any]) -> str:
             return "the job stops; its workers finish their step and save"
         check_names(action, values, CHANGE_ACTIONS[action])
         changes = {"save": True} if action == "save" else dict(values)
-        request_changes(job, **changes)
+        request_changes(job, from_dashboard=True, **changes)
     except ConfigError as error:
         raise Refused(str(error)) from None
     return f"requested: {json.dumps(changes)}"

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from holdfast.errors import ConfigError, StoreLost
 from holdfast.launch.attempt import JobAttempt
-from holdfast.launch.control import ControlRequest, announce, append, check
+from holdfast.launch.control import FROM_DASHBOARD, ControlRequest, announce, append, check
 from holdfast.launch.nodes import JobStart
-from holdfast.launch.record_bus import RunState
+from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.records.paths import requests_path
+from holdfast.records.types import ActionRequested
 
 
 class ElasticWorkers:
     """Replaces failed workers, and scales the job on request. The constructor publishes the job to commands."""
 
-    def __init__(self, run: RunState) -> None:
+    def __init__(self, run: RunState, bus: RecordBus) -> None:
         self._run = run
+        self._bus = bus
         self._requested = ControlRequest(run.paths.run_dir, run.view.print_line)
         self._running = announce(run.paths.run_dir, run.job, time.monotonic() - run.clock.now_s())
 
@@ -61,12 +65,14 @@ class ElasticWorkers:
 
     def _change(self, attempt: JobAttempt, changes: dict[str, Any]) -> None:
         here = self._run.job.node_rank
-        node = changes.pop("node", here)
+        node, is_from_dashboard = changes.pop("node", here), changes.pop(FROM_DASHBOARD, False)
         try:
             check(changes, self._running)
         except ConfigError as error:
             self._run.view.print_line(f"request rejected: {error!s:.300}")
             return
+        if is_from_dashboard and node == here:
+            self._bus.note(_action(changes))
         if "workers" in changes and node == here:
             self._scale(attempt, changes["workers"])
         append(requests_path(self._run.paths.run_dir), changes)
@@ -81,3 +87,9 @@ class ElasticWorkers:
                 attempt.send(rank, signal.SIGTERM)
             elif run.nodes is not None:
                 run.nodes.ask_to_leave(rank)
+
+
+def _action(changes: Mapping[str, Any]) -> ActionRequested:
+    """Return the record of changes that were requested through a dashboard."""
+    action = "scale" if "workers" in changes else "save" if "save" in changes else "set"
+    return ActionRequested(action=action, values=json.dumps({} if action == "save" else dict(changes)))

@@ -130,7 +130,7 @@ class Launcher:
             self._view.print_line(line)
         self._bus = RecordBus(run)
         self._health = HealthMonitor(run, self._bus)
-        self._elastic = ElasticWorkers(run)
+        self._elastic = ElasticWorkers(run, self._bus)
         self._killer = RandomKiller(run, self._bus)
         self._stopping = StopProcedure(run, self._bus)
         undo.callback(self._stopping.close)
@@ -385,8 +385,8 @@ class Launcher:
             from holdfast.launch.dashboard import Dashboard
 
             self._dashboard = Dashboard(job, self._paths, clock, say)
-            self._dashboard.watch(sinks)
             sinks = (*sinks, QueuedSink(self._dashboard, say))
+            self._dashboard.watch(sinks)
         return sinks
 
     def _close_sinks(self, end_s: float | None = None) -> list[SinkCount]:

@@ -14,12 +14,17 @@ from holdfast.errors import ConfigError
 from holdfast.monitor.feed import Refused
 from holdfast.monitor.log_lines import last_lines
 from holdfast.monitor.view import LiveRun, RunInfo
+from holdfast.records.beacon import Beacon
 from holdfast.records.files import parse_record
+from holdfast.records.paths import beacon_path
 from holdfast.records.types import Record
 
 _CHUNK_BYTES = 1 << 20
 _MOST_LINE = 1 << 24
 """A longer line is no record."""
+_LONGEST_S = 1e9
+"""No run takes longer: 30 years."""
+_OF_WRONG_TYPE = (TypeError, ValueError, AttributeError, KeyError, OverflowError)
 
 
 class GrowingFile:
@@ -50,7 +55,8 @@ class GrowingFile:
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         if len(self._rest) > _MOST_LINE:
             self._rest = b""
-        return [record for line in lines if (record := parse_record(line)) is not None], is_other
+        records = [record for line in lines if (record := parse_record(line)) is not None]
+        return [record for record in records if 0 <= record.t_s <= _LONGEST_S], is_other
 
 
 class FollowedRun:
@@ -96,9 +102,22 @@ class FollowedRun:
         while records := self._read():
             self.has_records = True
             records.sort(key=lambda record: record.t_s)
-            self.live.take(records)
+            self._take(records)
             self._newest_s = max(self._newest_s, records[-1].t_s)
+        if self._act is not None:
+            unknown = self.live.without_pid()
+            beacons = {rank: Beacon.read(beacon_path(self._directory, rank)) for rank in unknown}
+            self.live.note_processes({rank: found.pid for rank, found in beacons.items() if found is not None})
         self._look_at_end()
+
+    def _take(self, records: list[Record]) -> None:
+        """Take records; one with values of other types than this version of Holdfast writes is skipped."""
+        try:
+            self.live.take(records)
+        except _OF_WRONG_TYPE:
+            for record in records:  # those that were taken already count once
+                with contextlib.suppress(*_OF_WRONG_TYPE):
+                    self.live.take([record])
 
     def _read(self) -> list[Record]:
         """Return new records: of one file, or of all workers' files together, whose times must be compared."""
@@ -107,6 +126,7 @@ class FollowedRun:
         found: list[Record] = []
         for path in paths:
             file = self._files.setdefault(path, GrowingFile(path))
+            before = len(found)
             while True:
                 records, is_other = file.read()
                 if is_other:  # another run is there now
@@ -116,7 +136,8 @@ class FollowedRun:
                 if path == events or not records:
                     break
             with contextlib.suppress(OSError):
-                self._changed_s = max(self._changed_s, path.stat().st_mtime) if records else self._changed_s
+                if len(found) > before:
+                    self._changed_s = max(self._changed_s, path.stat().st_mtime)
         return found
 
     def _read_report(self) -> None:
@@ -137,7 +158,7 @@ class FollowedRun:
         if self.live.is_over:
             return
         wall_s = self._report.get("wall_s")
-        if isinstance(wall_s, int | float):
+        if isinstance(wall_s, int | float) and 0 <= wall_s <= _LONGEST_S:
             outcome = self._report.get("outcome")
             error = self._report.get("error")
             why = str(error.get("message", "")) if isinstance(error, dict) else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,8 @@ MOST_SPANS = 200
 ALL_SPANS = 20_000
 """Spans of all lanes together."""
 _LEAST_SPANS = 10
+MOST_GONE = 500
+"""Workers that are lost or have left keep their lanes: as many as are alive, and so many."""
 
 SPAN_OF = {
     "starting": "start",
@@ -63,6 +66,8 @@ class Lanes:
     def __init__(self, stamp: Callable[[], int], node_of: Callable[[int], int]) -> None:
         self._stamp, self._node_of = stamp, node_of
         self.by_rank: dict[int, Lane] = {}
+        self.dropped: deque[tuple[int, int]] = deque(maxlen=2 * MOST_GONE)
+        """Workers whose lanes were dropped, each with the version of that."""
         self.version = 0
         """Version of the last change of any lane."""
         self._in_state: dict[str, set[int]] = {state: set() for state in SPAN_OF}
@@ -97,7 +102,19 @@ class Lanes:
         lane.spans.append([t_s, None, SPAN_OF[state]])
         self._shorten(lane)
         self._change(lane)
+        if state in GONE:
+            self._drop(rank)
         return True
+
+    def _drop(self, newest: int) -> None:
+        """Drop the lane that has been gone for longest, if there are too many, but not the newest."""
+        gone = self.count(*GONE)
+        if gone <= MOST_GONE + len(self.by_rank) - gone:
+            return
+        ranks = [rank for rank in self.ranks(*GONE) if rank != newest]
+        oldest = min(ranks, key=lambda rank: self.by_rank[rank].since_s)
+        self._in_state[self.by_rank.pop(oldest).state].discard(oldest)
+        self.dropped.append((self._stamp(), oldest))
 
     def note(self, rank: int, **known: Any) -> None:
         """Change what is known of a worker: ``pid``, ``cause``, ``joined``, ``step`` or ``slices``."""

@@ -59,7 +59,6 @@ class Membership:
         self._resumes_after: int | None = None  # the last step before a restart
         self._restarted_s = float("-inf")
         self._is_virtual = False
-        self._has_begun = False
         self._shares: SliceShares | None = None
         self._shared_among: tuple[int, ...] = ()
         self._shared_at = -1  # version of the lanes then
@@ -77,6 +76,7 @@ class Membership:
                 self._committed = max(self._committed, record.step)
                 self.is_recovering = self.is_starting = False
                 self.recoveries.resume()
+                self._find_at_work((record.rank,), record.t_s)
             case RunStarted():
                 self._begin(record)
             case FailureSeen():
@@ -142,11 +142,10 @@ class Membership:
         if self._resumes_after is not None:
             self.steps_redone += max(0, self._resumes_after - record.step + 1)
             self._resumes_after = None
-        if self._has_begun and record.rank not in self.lanes.by_rank:
+        if not self.is_starting and record.rank not in self.lanes.by_rank:
             self.lanes.lane(record.rank, "joining", record.t_s)
             return  # it trains once the others have admitted it
-        self._has_begun = True
-        if self._shares is None:
+        if self.is_starting:  # all workers of this start are known before its first step
             initial = sorted({*self.lanes.alive(), record.rank})[: record.workers]
             self._shares, self._shared_among = SliceShares(record, initial), ()
         ranks = range(record.workers) if self._is_virtual else (record.rank,)
@@ -210,10 +209,18 @@ class Membership:
                 self.lanes.enter(record.rank, self._role(record), record.t_s)
             return
         self.is_recovering = row.decision not in ("grow",)
+        self._find_at_work([rank for rank in record.survivors if rank not in record.joined], record.t_s)
         for rank in record.joined:
             self._join(rank, record)
         self._share(record.t_s, record.survivors if self._is_virtual or not record.joined else ())
         self.lanes.enter(record.rank, self._role(record), record.t_s)
+
+    def _find_at_work(self, ranks: Sequence[int], t_s: float) -> None:
+        """Let workers train whose start was not seen: a launcher that came back receives the records since."""
+        for rank in ranks:
+            lane = self.lanes.by_rank.get(rank)
+            if lane is None or lane.state == "starting":
+                self.lanes.enter(rank, "training", t_s)
 
     def _role(self, record: Recovered) -> str:
         return "training" if record.rank in sorted(record.survivors)[: self.wanted] else "spare"
@@ -270,6 +277,8 @@ class Membership:
             for node, host in hosts.items()
         }
         for lane in self.lanes.by_rank.values():
+            if lane.node < 0:
+                continue
             row = rows.setdefault(lane.node, {"id": lane.node, "host": "", "alive": 0, "workers": 0, "state": ""})
             row["workers"] += 1
             row["alive"] += lane.state not in GONE

@@ -43,6 +43,8 @@ def level_and_sentence(members: Membership, pace: Pace, ended: Ended | None) -> 
     if members.is_starting and (starting or not training):
         ready = training + lanes.count("spare")
         what = f"Restarting the job, restart {members.restarts}" if members.restarts else "Starting"
+        if not ready + starting:
+            return "busy", f"{what}: no worker is ready."
         return "busy", f"{what}: {ready} of {count(ready + starting, 'worker')} ready."
     if not training:
         return ("done", "The workers have finished.") if members.outcome else ("bad", "No worker is training.")

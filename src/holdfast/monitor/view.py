@@ -12,7 +12,7 @@ import heapq
 import itertools
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +71,7 @@ class RunInfo:
         started: Ranks that compute from the start.
         spares: Ranks that wait as spares from the start.
         nodes: Name of the host of each node, as far as it is known.
-        node_of: Returns the node of a rank.
+        node_of: Returns the node of a rank, -1 if it is not known.
     """
 
     id: str
@@ -109,6 +109,7 @@ class LiveRun:
         self._account = TimeAccount()
         self._unsettled: list[tuple[float, int, Record]] = []
         self._number = itertools.count()
+        self._newest_s = 0.0
         self._explained = 0
         self._start: RunStarted | None = None
         self._checkpoints: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MOST_CHECKPOINTS)
@@ -140,18 +141,18 @@ class LiveRun:
     def take(self, records: Sequence[Record]) -> None:
         """Take new records, in any order; what a record says twice counts once."""
         with self._lock:
-            newest_s = 0.0
             for record in records:
                 self._apply(record)
                 if not isinstance(record, StateHashed):
                     heapq.heappush(self._unsettled, (record.t_s, next(self._number), _slim(record)))
-                    newest_s = max(newest_s, record.t_s)
-            self._settle(newest_s - SETTLED_S)
+                    self._newest_s = max(self._newest_s, record.t_s)
+            self._settle(self._newest_s - SETTLED_S)
 
     def note_sinks(self, counts: Sequence[SinkCount]) -> None:
         """Take how many records other sinks received."""
         with self._lock:
-            if tuple(counts) != self._sinks:
+            missed = [(count.name, count.dropped) for count in counts]
+            if missed != [(count.name, count.dropped) for count in self._sinks]:
                 self._sinks = tuple(counts)
                 self._touch("sinks")
 
@@ -161,10 +162,26 @@ class LiveRun:
             for rank, pid in pids.items():
                 self._lanes.note(rank, pid=pid)
 
-    def without_pid(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of these workers whose process ID is not known."""
+    def without_pid(self) -> list[int]:
+        """Return the live workers whose process ID is not known."""
         with self._lock:
-            return [rank for rank in ranks if (lane := self._lanes.by_rank.get(rank)) is None or lane.pid is None]
+            return [rank for rank in self._lanes.alive() if self._lanes.by_rank[rank].pid is None]
+
+    def note_newcomers(self, ranks: Iterable[int]) -> None:
+        """Take which workers are being started beside those that train."""
+        with self._lock:
+            for rank in ranks:
+                self._lanes.lane(rank, "joining", self._newest_s)
+
+    def unplaced(self) -> list[int]:
+        """Return the live workers whose node is not known."""
+        with self._lock:
+            return [rank for rank in self._lanes.alive() if self._lanes.by_rank[rank].node < 0]
+
+    def note_node(self, rank: int, node: int) -> None:
+        """Take the node of a worker."""
+        with self._lock:
+            self._lanes.note(rank, node=node)
 
     def finish(self, exit_code: int | None, why: str = "", outcome: str = "") -> None:
         """Take how the run ended, see :class:`~holdfast.monitor.sentence.Ended`, before :meth:`close`."""
@@ -227,6 +244,7 @@ class LiveRun:
         if record.t_s - self._drawn_s >= SERIES_S:
             self._drawn_s = record.t_s
             self._touch("series")
+            self._touch("integrity")  # its number of checks, and the last link
         self._checks += self.info.guard != "off"
         if record.link:
             first = record.step if self._certified is None else min(self._certified[0], record.step)
@@ -299,6 +317,7 @@ class LiveRun:
             "checkpoints": [row for version, row in self._checkpoints if version > since],
             "nodes": self._members.node_rows(self.info.nodes) if changed else [],
             "events": self._events.as_rows(since),
+            "dropped": [rank for version, rank in self._lanes.dropped if version > since >= 0],
         }
         return {name: found for name, found in rows.items() if found or since < 0}
 

@@ -121,7 +121,7 @@ function handle(id, perform) {
 /** Show what an action said, or why it was refused, in `place`. */
 export async function report(place, perform) {
   place.dataset.kind = "";
-  setText(place, "…");
+  setText(place, "");
   try {
     setText(place, await perform());
   } catch (error) {

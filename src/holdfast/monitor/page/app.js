@@ -111,12 +111,14 @@ function drawLink() {
 }
 
 function drawBanner(over) {
-  const { lostAt, retryAt } = page.lost;
+  const { lostAt, retryAt, error } = page.lost;
   const wait = Math.max(0, Math.ceil((retryAt - Date.now()) / 1000));
   const old = page.state ? ` What you see is as of ${clock(lostAt)}.` : "";
+  const what = error?.status ? `The server refuses: ${error.message}` : `Connection lost at ${clock(lostAt)}`;
   const words = over
     ? "The run has ended, and its launcher with it. This is its last state."
-    : `Connection lost at ${clock(lostAt)}; trying again ${wait ? `in ${wait} s` : "now"}.${old}`;
+    : `${what}; trying again ${wait ? `in ${wait}\u00a0s` : "now"}.${old}`;
+  show(byId("retry"), !over);
   byId("banner").dataset.kind = over ? "over" : "lost";
   setText(byId("banner-text"), words);
   setTimeout(() => page.lost?.retryAt === retryAt && wait > 0 && drawBanner(over), 1000);
@@ -127,6 +129,8 @@ function askForToken() {
   clearTimeout(page.timer);
   show(byId("banner"), false);
   showView("token-view");
+  byId("link").dataset.phase = "locked";
+  setText(byId("link"), "Locked");
   byId("token-input").focus();
 }
 

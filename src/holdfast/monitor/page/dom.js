@@ -59,9 +59,11 @@ export function keyed(parent, rows, build, fill) {
  * @param {Array<{id: *}>} rows
  */
 export function fillTable(table, columns, rows) {
-  if (!table.tHead) {
+  const names = columns.map(({ name }) => name).join("\n");
+  if (table.dataset.columns !== names) {
+    table.dataset.columns = names;
     const heads = columns.map(({ name, right }) => make("th", { text: name, scope: "col", class: right ? "r" : null }));
-    table.append(make("thead", {}, make("tr", {}, ...heads)), make("tbody"));
+    table.replaceChildren(make("thead", {}, make("tr", {}, ...heads)), make("tbody"));
   }
   const build = () => make("tr", {}, ...columns.map(({ right }) => make("td", { class: right ? "r" : null })));
   keyed(table.tBodies[0], rows, build, (element, row) => {

@@ -1,28 +1,29 @@
 // Readable text from numbers, in the words of the reports (holdfast/report/formatting.py).
 
 export const DASH = "–";
+const GAP = "\u00a0"; // between a number and its unit no line breaks
 const WHOLE = new Intl.NumberFormat("en-US"); // making one takes longer than a frame has time for
 
 /** A duration: "52 ms", "1.30 s", "2 min 5 s", or a dash. */
 export function seconds(value) {
   if (!isNumber(value)) return DASH;
-  if (value === 0) return "0 s";
-  if (value < 0.0095) return `${(value * 1e3).toFixed(1)} ms`;
-  if (value < 0.9995) return `${(value * 1e3).toFixed(0)} ms`;
-  if (value < 9.995) return `${value.toFixed(2)} s`;
-  if (value < 60) return `${value.toFixed(1)} s`;
+  if (value === 0) return `0${GAP}s`;
+  if (value < 0.0095) return `${(value * 1e3).toFixed(1)}${GAP}ms`;
+  if (value < 0.9995) return `${(value * 1e3).toFixed(0)}${GAP}ms`;
+  if (value < 9.995) return `${value.toFixed(2)}${GAP}s`;
+  if (value < 60) return `${value.toFixed(1)}${GAP}s`;
   const whole = Math.round(value);
-  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
-  return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
+  if (whole < 3600) return `${Math.floor(whole / 60)}${GAP}min${GAP}${whole % 60}${GAP}s`;
+  return `${Math.floor(whole / 3600)}${GAP}h${GAP}${Math.floor((whole % 3600) / 60)}${GAP}min`;
 }
 
 /** A moment of the run: "at 4.1 s", "at 2 min 5 s". */
 export function moment(value) {
-  return isNumber(value) && value < 60 ? `${value.toFixed(1)} s` : seconds(value);
+  return isNumber(value) && value < 60 ? `${value.toFixed(1)}${GAP}s` : seconds(value);
 }
 
 export function percent(part, digits = 1) {
-  return isNumber(part) ? `${(part * 100).toFixed(digits)} %` : DASH;
+  return isNumber(part) ? `${(part * 100).toFixed(digits)}${GAP}%` : DASH;
 }
 
 /** A size in decimal units, such as "12.3 MB". */
@@ -31,7 +32,7 @@ export function size(bytes) {
   const units = ["B", "kB", "MB", "GB", "TB", "PB"];
   let unit = 0;
   for (; bytes >= 999.95 && unit < units.length - 1; unit += 1) bytes /= 1000;
-  return unit === 0 ? `${bytes.toFixed(0)} B` : `${bytes.toFixed(1)} ${units[unit]}`;
+  return unit === 0 ? `${bytes.toFixed(0)}${GAP}B` : `${bytes.toFixed(1)}${GAP}${units[unit]}`;
 }
 
 /** A number with commas between thousands; a fraction has four digits that count. */

@@ -22,7 +22,7 @@ export function drawGoodput(state) {
   setText(byId("time-sentence"), sentence(goodput, all));
   drawBar(byId("time-bar"), all, wall);
   drawLegend(byId("time-legend"), all, wall, state.causes ?? {});
-  const none = all.filter(({ seconds: value }) => !value).map(({ name }) => name.toLowerCase());
+  const none = all.filter(({ id, seconds: value }) => id !== "useful" && !value).map(({ name }) => name.toLowerCase());
   setText(byId("time-none"), none.length ? `No time went to ${listing(none, 12)}.` : "");
   fillFacts(byId("time-words"), meanings(state.causes ?? {}));
 }

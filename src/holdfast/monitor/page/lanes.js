@@ -9,6 +9,7 @@ import { MARKS, PHASES, STATES } from "./words.js";
 const ROW = 26;
 const MOST_VISIBLE = 16;
 const RIGHT = 10;
+const HINT = "Select a worker for its output.";
 const FILTERS = {
   all: () => true,
   training: ({ state }) => state === "training" || state === "recovering",
@@ -26,6 +27,7 @@ export function startLanes(redraw, open) {
   box.addEventListener("focus", () => select(view.active));
   box.addEventListener("click", (event) => openRow(event.target.closest("[role=option]")));
   box.addEventListener("pointermove", onPointer);
+  box.addEventListener("pointerleave", () => setText(byId("lanes-reading"), HINT));
   for (const id of ["lanes-filter", "lanes-window"]) byId(id).addEventListener("change", redraw);
   new ResizeObserver(redraw).observe(box);
   drawLegend();

@@ -29,7 +29,7 @@ function sentence(all, state) {
   if (!all.length) return "None so far.";
   const known = all.map(({ duration_s: duration }) => duration).filter(Number.isFinite);
   const slowest = known.length ? `; the slowest took ${seconds(Math.max(...known))}` : "";
-  const cost = goodput ? ` They cost ${seconds(recoveryCost(goodput.badput_s))}, ${percent(recoveryCost(goodput.badput_s) / goodput.wall_s)} of the time.` : "";
+  const cost = goodput ? ` ${all.length === 1 ? "It" : "They"} cost ${seconds(recoveryCost(goodput.badput_s))}, ${percent(recoveryCost(goodput.badput_s) / goodput.wall_s)} of the time.` : "";
   return `${count(recoveryCount(state), "recovery", "recoveries")}${slowest}.${cost}`;
 }
 

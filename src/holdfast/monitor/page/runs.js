@@ -50,11 +50,6 @@ function fill(element, { name, live, state, progress, goodput }) {
 }
 
 function drawComparison(table, runs) {
-  const names = runs.map(({ id }) => id).join("\n");
-  if (table.dataset.runs !== names) {
-    table.replaceChildren();
-    table.dataset.runs = names;
-  }
   const columns = [
     { name: "", text: ({ id }) => id },
     ...runs.map((run, i) => ({ name: run.name, text: ({ values }) => values[i], right: true })),

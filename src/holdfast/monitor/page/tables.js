@@ -8,14 +8,14 @@ const MOST_ROWS = 200;
 const LONG = 160;
 const FAILURES = new Set(["fault", "lost", "recovery", "restart", "corruption"]);
 
-const VERIFIED = { true: "yes", false: "damaged", null: "not yet" };
+const VERIFIED = { true: "yes", false: "damaged", null: "not checked" };
 
 const CHECKPOINTS = [
   { name: "Step", text: ({ step }) => number(step), right: true },
   { name: "At", text: ({ t_s: t }) => moment(t), right: true },
   { name: "Size", text: ({ size_bytes: bytes }) => size(bytes), right: true },
   { name: "Held", text: ({ held_s: held }) => seconds(held), right: true },
-  { name: "Written", text: ({ write_s: wrote }) => seconds(wrote), right: true },
+  { name: "Written", of: "write_s", text: ({ write_s: wrote }) => seconds(wrote), right: true },
   {
     name: "Verified",
     text: ({ verified }) => VERIFIED[verified ?? null],
@@ -30,10 +30,11 @@ export function drawCheckpoints(state) {
     ? `${count(all.length, "checkpoint")}; training was held for ${seconds(held)} in all.`
     : state.run?.checkpoint_dir
       ? "None yet."
-      : "This run writes none: it was started without --checkpoint-dir.";
+      : "This run has no checkpoint directory, so it writes none.";
   setText(byId("checkpoints-sentence"), words);
   show(byId("checkpoints-table").parentElement, all.length > 0);
-  fillTable(byId("checkpoints-table"), CHECKPOINTS, all.slice(0, MOST_ROWS));
+  const known = CHECKPOINTS.filter(({ of }) => !of || all.some((row) => row[of] !== null));
+  fillTable(byId("checkpoints-table"), known, all.slice(0, MOST_ROWS));
 }
 
 export function drawIntegrity({ integrity }) {
@@ -103,11 +104,17 @@ export function startResume() {
   });
 }
 
+function resumeNote(run) {
+  if (!run?.resume) return "Without a checkpoint directory nothing is kept to resume from.";
+  if (!run.ended) return "If the job ends early, this continues from its newest checkpoint:";
+  return run.exit_code === 0 ? "The run is complete. This would begin from its last checkpoint:" : "This continues the run from its newest checkpoint:";
+}
+
 export function drawResume({ run }) {
   const resume = run?.resume ?? "";
   show(byId("resume-box"), Boolean(resume));
   setText(byId("resume-command"), resume);
-  setText(byId("resume-note"), resume ? "If the job ends early, this continues from its newest checkpoint:" : "Without --checkpoint-dir nothing is kept to resume from.");
+  setText(byId("resume-note"), resumeNote(run));
   fillFacts(byId("run-facts"), [
     ["Run", run?.id],
     ["Started with", run?.command],
