@@ -83,7 +83,8 @@ def test_a_node_that_never_comes_is_named_and_the_launcher_is_shown_meanwhile(tm
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = (*"run -n 1 --nnodes 2 --node-rank 0 --fabric gloo --rdzv".split(), f"holdfast://127.0.0.1:{port}")
+    nodes = ("--nnodes", 2, "--node-rank", 0, "--rdzv", f"holdfast://127.0.0.1:{port}")
+    words = ("run", "-n", 1, "--fabric", "gloo", *nodes)
     env = {"TMPDIR": str(tmp_path)}
     with Terminal(*words, "--rdzv-timeout", 120, script, cwd=tmp_path, env=env, columns=30) as run:
         assert run.wait_for("waiting for node 1:")
