@@ -24,7 +24,7 @@ _MOST_WORKERS = 40
 
 def status(
     directory: Annotated[
-        Path | None, Argument(metavar="[DIR]", help="Report directory of a run, which may still be running.")
+        Path | None, Argument(metavar="DIR", help="Report directory of a run, which may still be running.")
     ] = None,
     *,
     job: Annotated[
