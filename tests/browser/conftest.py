@@ -1,6 +1,5 @@
 """Tests of the dashboard's page in a real browser; ``make browser`` runs them in an environment that has playwright."""
 
-import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -26,11 +25,9 @@ def chromium():
 
 @pytest.fixture(scope="session")
 def browser():
-    if importlib.util.find_spec("playwright") is None:
-        pytest.skip("playwright is not installed: run make browser")
     path = chromium()
     if path is None:
-        pytest.skip(f"none of {', '.join(NAMES)} is installed; or set CHROMIUM to its path")
+        pytest.fail(f"none of {', '.join(NAMES)} is installed; or set CHROMIUM to its path")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as play:

@@ -13,6 +13,8 @@ from holdfast.monitor.feed import Feed
 from holdfast.monitor.server import DashboardServer
 from holdfast.monitor.token import Token
 
+pytest.importorskip("playwright", reason="not installed: run make browser")
+
 WORKERS, STEPS = 1000, 100_000
 FRAME_MS = 60.0
 CHANGES, EVERY_S = 24, 0.25

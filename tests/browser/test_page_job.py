@@ -12,6 +12,8 @@ from watched_job import WatchedJob
 from holdfast.report import formatting
 from holdfast.report.goodput import RECOVERY_PARTS
 
+pytest.importorskip("playwright", reason="not installed: run make browser")
+
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(240)]
 
 SHOWN_S = 1.0

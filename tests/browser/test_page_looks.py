@@ -5,6 +5,8 @@ import page_states
 import pytest
 from page_server import PageServer
 
+pytest.importorskip("playwright", reason="not installed: run make browser")
+
 RUNS = {
     "small": lambda: [page_states.small()],
     "large": lambda: [page_states.large()],

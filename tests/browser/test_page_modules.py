@@ -7,6 +7,8 @@ from page_server import PageServer
 
 from holdfast.report import formatting
 
+pytest.importorskip("playwright", reason="not installed: run make browser")
+
 
 @pytest.fixture
 def page(visit):
@@ -33,6 +35,16 @@ def test_changes_are_merged_by_id(page):
         "level": "good",
         "unknown": False,
     }
+
+
+def test_workers_that_are_dropped_leave_the_page(page):
+    found = page.evaluate("""async () => {
+      const { fromFull, merge, rows } = await import("/state.js");
+      const state = fromFull({ version: 1, workers: [{ id: 0 }, { id: 7 }], lanes: [{ id: 7 }] });
+      const changed = merge(state, { version: 2, dropped: [7, 8] });
+      return [[...changed], rows(state.workers), rows(state.lanes)];
+    }""")
+    assert found == [["workers", "lanes"], [{"id": 0}], []]
 
 
 def test_the_last_300_events_are_kept(page):

@@ -7,6 +7,8 @@ from page_server import PageServer
 
 from holdfast.report import formatting
 
+pytest.importorskip("playwright", reason="not installed: run make browser")
+
 
 def reach(page, target, most=120):
     """Press Tab until `target` has the focus."""
@@ -140,6 +142,7 @@ def test_a_lost_connection_is_said_and_old_data_stay(page, server):
     page.wait_for_selector("#banner:not([hidden])")
     assert "Connection lost at" in page.text_content("#banner-text")
     assert page.evaluate("document.body.hasAttribute('data-old')")
+    looks.wait_for_text(page, "announce", "Connection lost")
     assert page.text_content("#sentence") == "Training: step 320 of 400, 3 of 4 workers."
     assert page.is_disabled("#act-save button")
     server.runs["run-1"]["state"] = {"level": "good", "sentence": "Training: step 7 of 400, 4 workers."}
@@ -147,6 +150,7 @@ def test_a_lost_connection_is_said_and_old_data_stay(page, server):
     server.start()
     looks.wait_for_text(page, "sentence", "step 7 of 400")
     page.wait_for_selector("#banner", state="hidden")
+    looks.wait_for_text(page, "announce", "Connected again")
     assert not page.evaluate("document.body.hasAttribute('data-old')")
     assert page.is_enabled("#act-save button")
 

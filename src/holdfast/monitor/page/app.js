@@ -93,6 +93,8 @@ function announce(newest) {
 function takeStatus(status) {
   if (status.error?.status === 401 || status.error?.status === 403) return askForToken();
   if (status.error?.status === 404) return void choose(); // the launcher came back with another run
+  if (page.phase === "live" && status.phase === "lost") setText(byId("announce"), "Connection lost; what you see is old."); // once, not at each attempt
+  if (page.lost && status.phase === "live") setText(byId("announce"), "Connected again.");
   page.phase = status.phase;
   page.lost = status.phase === "lost" ? status : null;
   drawLink();
@@ -169,7 +171,7 @@ function showRuns(runs) {
   setText(byId("run-name"), "");
   document.title = "Runs · Holdfast";
   drawLink();
-  setText(byId("link"), "Live");
+  setText(byId("link"), "Connected");
   drawRuns(runs);
   page.timer = setTimeout(choose, RUNS_EVERY_MS);
 }

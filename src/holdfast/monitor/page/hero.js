@@ -29,18 +29,18 @@ function about({ run }) {
 
 function tiles(state) {
   const progress = state.progress ?? {};
-  const { step, planned, steps_per_s: rate, eta_s: left, steps_redone: redone = 0 } = progress;
+  const { step, planned, steps_per_s: rate, eta_s: left, steps_redone: redone = 0, samples_lost: missing = 0, restarts = 0 } = progress;
   const working = alive(state).filter(({ state: phase }) => phase !== "spare").length;
   const lost = [...state.workers.values()].filter(({ state: phase }) => phase === "lost").length;
   const spares = [...state.workers.values()].filter(({ state: phase }) => phase === "spare").length;
   const cost = recoveryCost(state.goodput?.badput_s);
   const notes = [lost && `${lost} lost`, spares && count(spares, "spare")].filter(Boolean);
   const found = [
-    ["step", number(step), planned ? `of ${number(planned)} steps` : "steps", redone ? `${number(redone)} redone` : ""],
+    ["step", number(step), planned ? `of ${number(planned)} steps` : "steps", [redone && `${number(redone)} redone`, missing && `${count(missing, "sample")} lost`].filter(Boolean).join(", ")],
     ["rate", number(rate, 3), "steps per second", left ? `${seconds(left)} left` : ""],
     ["workers", number(working), working === 1 ? "worker" : "workers", notes.join(", ")],
     ["goodput", percent(state.goodput?.ratio), "goodput", `of ${seconds(state.now_s ?? state.goodput?.wall_s)}`],
-    ["cost", state.goodput ? seconds(cost) : DASH, "cost of failures", count(recoveryCount(state), "recovery", "recoveries")],
+    ["cost", state.goodput ? seconds(cost) : DASH, "cost of failures", [count(recoveryCount(state), "recovery", "recoveries"), restarts && count(restarts, "restart")].filter(Boolean).join(", ")],
   ];
   return found.map(([id, ...words]) => ({ id, words }));
 }

@@ -175,7 +175,7 @@ export function describe(worker, lane) {
   if (worker.step) words.push(`step ${worker.step}`);
   if (worker.slices?.length) words.push(`slices ${ranges(worker.slices)}`);
   if (worker.joined) words.push("joined later");
-  if (worker.node !== null && worker.node !== undefined) words.push(`node ${worker.node}`);
+  if (worker.node >= 0) words.push(`node ${worker.node}`);
   const marks = (lane?.marks ?? []).slice(-5).map(([t, kind, text]) => `${MARKS[kind] ?? kind} at ${moment(t)}: ${text}`);
   return [...words, ...marks].join(", ");
 }

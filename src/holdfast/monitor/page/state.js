@@ -36,6 +36,7 @@ export function merge(state, change) {
   if (change.version < state.version) return changed;
   for (const [name, value] of Object.entries(change)) {
     if (name === "version") state.version = value;
+    else if (name === "dropped") drop(state, value, changed);
     else if (name in LISTS) {
       for (const row of value) state[name].set(row.id, row);
       bounded(state[name], LISTS[name]);
@@ -61,6 +62,13 @@ export function recoveryCount(state) {
 /** Workers that take part in the job now. */
 export function alive(state) {
   return rows(state.workers).filter(({ state: phase }) => !ENDED.has(phase));
+}
+
+/** Forget workers that were lost or left long ago. */
+function drop(state, ids, changed) {
+  for (const id of ids) {
+    for (const name of ["workers", "lanes"]) if (state[name].delete(id)) changed.add(name);
+  }
 }
 
 function bounded(map, most) {

@@ -47,7 +47,7 @@ export function drawWorker(state) {
     ["Cause", worker.cause],
     ["Step", number(worker.step)],
     ["Slices", worker.slices?.length ? ranges(worker.slices) : "none"],
-    ["Node", worker.node],
+    ["Node", worker.node >= 0 ? worker.node : ""],
     ["Process", worker.pid],
     ["Joined", worker.joined ? "after the start" : "at the start"],
     ["Last mark", last ? `${MARKS[last[1]] ?? last[1]} at ${moment(last[0])}: ${last[2]}` : ""],
