@@ -31,11 +31,15 @@ RAY := 2.60.0
 PLAYWRIGHT := 1.65.2
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
+# The newest loggers that the tests were run with.
+LOGGERS := tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 opentelemetry-sdk==1.45.2 \
+	opentelemetry-exporter-otlp-proto-http==1.45.2 pillow
+
 # One environment a framework: what each needs does not go together.
 STUDY_PEERS := tensorflow orbax
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs readme test test-torch integrations ray browser pictures check golden chaos chaos-20 proof bench bench-peers study-peers clean
+.PHONY: help setup demo docs readme test test-torch integrations torch-suite ray loggers browser pictures check golden chaos chaos-20 proof bench bench-peers study-peers clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +60,9 @@ test-torch:  ## Contract, backend and exactness with another torch: make test-to
 integrations: .venv-integrations/.ready  ## The frameworks that Holdfast works with, as published, in an environment of their own
 	.venv-integrations/bin/python -m pytest -n 2 --dist load $(if $(ONLY),-m $(ONLY)) tests/integrations
 
+torch-suite: $(READY)  ## PyTorch's own tests of torch.distributed, on Gloo and on this backend: minutes
+	$(PY) tests/torch_suite
+
 ray: .venv-ray/.ready  ## The trainer for Ray, on a cluster of four nodes on this machine: minutes
 	.venv-ray/bin/python -m pytest -m "not soak" tests/integrations/test_ray.py tests/integrations/test_ray_docs.py
 
@@ -68,6 +75,9 @@ pictures:  ## Renew docs/pictures: every view of the dashboard, in both widths a
 	@test -n "$(CHROMIUM)" || { echo "no chromium found; install it, or say where it is: make pictures CHROMIUM=/path/to/chromium" >&2; exit 1; }
 	@$(MAKE) --no-print-directory .venv-browser/.ready
 	CHROMIUM=$(CHROMIUM) .venv-browser/bin/python docs/dashboard_pictures.py
+
+loggers: .venv-loggers/.ready  ## TensorBoard, W&B, MLflow and OpenTelemetry, while leads and launchers are killed: minutes
+	.venv-loggers/bin/python -m pytest -n 2 --dist load tests/loggers tests/unit/test_loggers.py
 
 check: $(READY)  ## Style, format, types, and the tests that start no job: a minute
 	$(VENV)/bin/ruff check
@@ -141,6 +151,11 @@ $(PEERS_READY): Makefile pyproject.toml | $(READY)
 	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) playwright==$(PLAYWRIGHT) \
 		--editable . pillow pytest pytest-timeout pytest-xdist hypothesis
+
+.venv-loggers/.ready: Makefile pyproject.toml | $(READY)
+	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) $(LOGGERS) \
+		--editable '.[monitor]' pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
 $(READY): Makefile pyproject.toml

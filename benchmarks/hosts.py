@@ -1,6 +1,6 @@
 """What a step sends and how long it takes between hosts whose links are slow, beside DDP on Gloo.
 
-    python benchmarks/hosts.py [--hosts 2 4 8] [--workers 1] [--model mlp] [--rate 1gbit] [--rounds 3] [--json FILE]
+    python benchmarks/hosts.py [--hosts 2 4 8] [--workers 1] [--model mlp] [--rate 1gbit] [--bucket-mb 25] [--json FILE]
 
 Hosts are network namespaces of this machine (``tests/support/netns.py``; needs root, ``ip`` and ``tc``). Every link is
 shaped in both directions (``tc ... tbf``). Cores, caches and memory are shared by all hosts, so this shows what links
@@ -11,7 +11,8 @@ system         what runs
 =============  ========================================================================================================
 ddp-gloo       DistributedDataParallel on Gloo
 holdfast       a session, ``holdfast run --fabric gloo --nnodes N --order tree``: sums between hosts
-holdfast-fold  the same with ``--order fold``: slices between hosts
+holdfast-late  the same with ``--overlap off``: sums begin after the backward pass
+holdfast-fold  holdfast with ``--order fold``: slices between hosts
 =============  ========================================================================================================
 
 Systems take turns, in another order in each round, and each round starts new jobs. The first steps of a job are not
@@ -44,7 +45,7 @@ from step_time import TOLERANCE, Training, work_ddp, work_holdfast
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 from netns import Hosts
 
-SYSTEMS = ("ddp-gloo", "holdfast", "holdfast-fold")
+SYSTEMS = ("ddp-gloo", "holdfast", "holdfast-late", "holdfast-fold")
 BASE = "ddp-gloo"
 WARM_UP_STEPS = 3
 PORT = 29400
@@ -112,6 +113,8 @@ def commands(options: argparse.Namespace, system: str, hosts: Hosts, count: int,
     order = "fold" if system.endswith("fold") else "tree"
     run = [sys.executable, "-m", "holdfast", "run", "--fabric", "gloo", "--nnodes", str(count), "--order", order]
     run += ["--rdzv", f"holdfast://{hosts.address(1)}:{PORT}", "-n", str(options.workers), "--max-restarts", "0"]
+    if system.endswith("late"):
+        run += ["--overlap", "off"]
     return [[*hosts.inside(1 + node), *run, "--node-rank", str(node), *script] for node in range(count)]
 
 
@@ -120,7 +123,8 @@ def run_job(options: argparse.Namespace, system: str, hosts: Hosts, count: int) 
     workers = count * options.workers
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as log:
         asked = json.dumps([system, options.model, workers, options.steps, folder])
-        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "HOLDFAST_TOKEN": "benchmark" * 4}
+        env = os.environ | {"HOLDFAST_BUCKET_BYTES": str(int(options.bucket_mb * 2**20))}
+        env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "HOLDFAST_TOKEN": "benchmark" * 4}
         script = [str(Path(__file__).resolve()), "work", asked]
         started = [
             subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
@@ -195,6 +199,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
     parser.add_argument("--model", choices=("cnn", "mlp", "resnet"), default="mlp")
     parser.add_argument("--rate", default="1gbit", help="of each link, as tc takes it")
+    parser.add_argument("--bucket-mb", type=float, default=25, help="size of holdfast's buckets, MiB; DDP's are 25")
     parser.add_argument("--steps", type=int, default=10, help="measured steps of a job")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", metavar="FILE")

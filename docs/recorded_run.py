@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = "examples/01_survive_a_kill.py"
 KILLS = ("kill:rank=1,step=40", "kill:rank=2,step=90,phase=allreduce")
 BEGIN, END = "<!-- recorded run: begin -->", "<!-- recorded run: end -->"
-SHOWN = re.compile(r"lost rank|sha256|committed,|workers finished")
+SHOWN = re.compile(r"lost rank|sha256|committed,|workers finished|^goodput")
 """Lines of the output that README shows."""
 
 WIDTH, LANE, TOP, LEFT, RIGHT = 860, 46, 14, 92, 24

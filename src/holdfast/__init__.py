@@ -13,6 +13,7 @@ from holdfast._lazy import lazy
 if TYPE_CHECKING:
     from holdfast.config import Settings
     from holdfast.errors import ConfigError, HoldfastError, ScriptError
+    from holdfast.session.media import Histogram, Image
     from holdfast.session.models import Pipeline, Sharded
     from holdfast.session.prepared import prepare
     from holdfast.session.reinit import reinit
@@ -23,7 +24,9 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "ConfigError": "holdfast.errors",
+    "Histogram": "holdfast.session.media",
     "HoldfastError": "holdfast.errors",
+    "Image": "holdfast.session.media",
     "Pipeline": "holdfast.session.models",
     "ScriptError": "holdfast.errors",
     "Session": "holdfast.session.session",
@@ -36,7 +39,9 @@ _WHERE = {
 
 __all__ = [
     "ConfigError",
+    "Histogram",
     "HoldfastError",
+    "Image",
     "Pipeline",
     "ScriptError",
     "Session",

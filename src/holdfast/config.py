@@ -30,8 +30,10 @@ MIRROR_DISTANCES = ("euclidean", "scaled")
 MIRROR_PREDICTORS = ("last", "line", "calibrated")
 MIRROR_CODECS = ("exact", "int8")
 MIRROR_OPTIMIZERS = ("saved", "reset", "kept")
-ORDERS = ("fold", "tree", "fold-wide", "tree-wide")
+AUTO = "auto"
+ORDERS = (AUTO, "fold", "tree", "fold-wide", "tree-wide")
 BETWEEN_HOSTS = ("fabric", "nccl")
+OVERLAPS = ("auto", "on", "off")
 SPLITS = ("slices", "even")
 BATCHES = ("global", "local")
 RESCALES = ("survivors", "original")
@@ -134,9 +136,9 @@ class Settings:
         choices=REINIT_FROM,
     )
     order: str = option(
-        "fold",
-        help="Order in which the gradients of slices are added.",
-        manual="order in which the gradients of slices are added: ((0+1)+2)+3, or (0+1)+(2+3); `-wide`: 16-bit gradients are added in float32, and rounded once",
+        AUTO,
+        help="Order in which the gradients of slices are added; auto: tree if the run begins on several hosts, else fold.",
+        manual="order in which the gradients of slices are added: `fold` ((0+1)+2)+3, or `tree` (0+1)+(2+3); `-wide`: 16-bit gradients are added in float32, and rounded once; `auto`: [`tree` if the run begins with workers on several hosts, else `fold`](../explanation/all-reduce.md#which-order)",
         group="Mini-batches and gradient reduction",
         choices=ORDERS,
     )
@@ -305,6 +307,13 @@ class Settings:
         group="Mini-batches and gradient reduction",
         choices=BETWEEN_HOSTS,
     )
+    overlap: str = option(
+        "auto",
+        help="Begin all-reduces during the backward pass: where they send messages, everywhere, or never.",
+        manual="begin the all-reduce of a bucket during the backward pass, as soon as its gradients are complete: where all-reduces send messages; also through shared memory; or never. The bits are the same: [all-reduce.md](../explanation/all-reduce.md#overlap-with-the-backward-pass)",
+        group="Mini-batches and gradient reduction",
+        choices=OVERLAPS,
+    )
     checkpoint_dir: str = option(
         "",
         help="Directory or URL of checkpoints, such as s3://bucket/run.",
@@ -377,6 +386,13 @@ class Settings:
     )
     """Limit to become ready to connect, or three times the slowest other worker. A later one is killed if others wait for
     it, or it sends no heartbeat. 0: no limit."""
+    debug_handlers: bool = option(
+        False,
+        help="Serve torch's debug handlers of each worker on a socket in the run's directory, for holdfast debug-bundle.",
+        manual="serve torch's debug handlers of each worker, such as its flight recorder, on a socket in the run's directory, which only you can open; `holdfast debug-bundle` asks them: [debug.md](../how-to/debug.md#flight-recorder)",
+        group="Output",
+    )
+    """Serve torch's debug handlers of this worker on a socket in ``run_dir``."""
     stop_after: int = option(
         -1,
         help="Once this step is committed, save the state and exit with code 4.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -24,9 +25,11 @@ __all__ = [
     "OBJECT_BROADCAST",
     "OBJECT_GATHERS",
     "TRIED",
+    "begin_event",
     "buffers_of",
     "check_version",
     "copy_each",
+    "debug_server",
     "drop_graph",
     "fake_tensors",
     "gather_flat",
@@ -34,6 +37,7 @@ __all__ = [
     "gradient_hooks",
     "has_step_hooks",
     "is_parameter",
+    "is_profiling",
     "logging_data",
     "offset_in_file",
     "parameters_of",
@@ -144,6 +148,18 @@ def task_of_backward() -> int:
 # -- files
 
 
+def is_profiling() -> bool:
+    """Return whether a profiler of torch is on."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def begin_event(name: str, inputs: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """Begin an event of torch's profiler; any thread may call what is returned to end it."""
+    event = torch._C._profiler._RecordFunctionFast(name, list(inputs))
+    event.__enter__()
+    return functools.partial(event.__exit__, None, None, None)
+
+
 def fake_tensors() -> AbstractContextManager[object]:
     """Return a context in which ``torch.load`` reads no values and records their offsets in the file."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -216,3 +232,14 @@ def rebuild_reducer(model: Any) -> None:
     model._static_graph_delay_allreduce_enqueued = False
     for hook, its_state in model._comm_hooks:
         torch.distributed._register_comm_hook(model.reducer, its_state, hook)  # type: ignore[attr-defined]
+
+
+def debug_server(path: str) -> Any:
+    """Return a server of torch's debug handlers for this process, at a new UNIX socket; it stops when it is dropped.
+
+    Raises:
+        ImportError: this build of torch has none.
+    """
+    from torch._C._distributed_c10d import _WorkerServer
+
+    return _WorkerServer(path)

@@ -154,7 +154,9 @@ def test_a_lost_connection_is_said_and_old_data_stay(page, server):
 def test_a_server_with_too_many_readers_says_so(visit, server):
     server.is_full = True
     page = visit(server.url)
-    looks.wait_for_text(page, "banner-text", "The server refuses: 16 pages follow runs already; close one; trying again")
+    looks.wait_for_text(
+        page, "banner-text", "The server refuses: 16 pages follow runs already; close one; trying again"
+    )
     server.is_full = False
     page.click("#retry")
     page.wait_for_selector("#tiles dt")

@@ -86,7 +86,7 @@ class Worker:
         s = self.settings
         self.write(
             RunStarted, self.first_step(), fabric="ulfm", strategy=s.strategy, seed=s.seed, workers=len(self.ranks),
-            slices=s.slices or s.workers, order=s.order, split=s.split, batch=s.batch, rescale=s.rescale,
+            slices=s.slices or s.workers, order="fold", split=s.split, batch=s.batch, rescale=s.rescale,
             steps_planned=self.options.steps, samples_planned=4 * self.options.steps, num_buckets=1, parameters=1,
         )  # fmt: skip
 

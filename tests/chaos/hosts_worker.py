@@ -9,13 +9,14 @@ import sys
 import torch
 
 from holdfast.comm import OrderedAllReduce, SlotSpan, connect
-from holdfast.comm.allreduce import adding
+from holdfast.comm.allreduce import adding, hierarchical
 from holdfast.config import Settings
 from holdfast.errors import PeerFailed
 from holdfast.testing.contract import check_communicator
 from holdfast_lab.counting import CountingCommunicator
 
 SLICES, LENGTH = 7, 100_003
+hierarchical.ROUND_BYTES = 1 << 15  # so that there are several rounds, over fabrics that can have them
 SPAN = SlotSpan(0, LENGTH, torch.float32)
 POINTS = ("before barrier A", "before its sums", "before its results", "before barrier B", "in barrier B")
 """Where a worker may die in a sum between hosts; the last one, which only the first worker of a host reaches, after all
@@ -48,6 +49,14 @@ class Dying:
     def exchange(self, send, receive):
         self.reach("before its sums")
         self.mover.exchange(send, receive)
+
+    def pipeline(self, rounds, add):
+        def add_and_reach(number):
+            add(number)
+            self.reach("before its results")
+
+        self.reach("before its sums")
+        self.mover.pipeline(rounds, add_and_reach)
 
     def gather(self, send, receive):
         self.reach("before its results")

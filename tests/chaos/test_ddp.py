@@ -192,6 +192,13 @@ def test_a_reducer_with_a_hook_that_compresses_goes_on(tmp_path):
     assert_ended(seen, [2], 3)
 
 
+def test_a_sparse_gradient_is_summed_over_the_survivors(tmp_path):
+    seen = run(tmp_path, 3, "sparse", fabric="gloo")
+
+    check_reducer(seen, "sparse", [0, 1])
+    assert_ended(seen, [2], 3)
+
+
 def test_buffers_are_those_of_the_lowest_survivor(reducers):
     lines = reducers.one("buffers", range(1, 7))
 

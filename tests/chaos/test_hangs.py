@@ -76,6 +76,8 @@ def test_workers_that_get_stuck_are_found_ended_and_done_without(fabric, stuck, 
     assert {e["rank"]: (e["kind"], e["step"], e["phase"]) for e in of_kind(report, "FaultFired")} == faults
     assert {e["rank"]: e["step"] for e in of_kind(report, "WorkerFenced")} == {r: f[1] for r, f in stuck.items()}
     assert all(e["silent_s"] >= 1 for e in of_kind(report, "WorkerFenced"))
+    seen = {e["rank"]: e["stack"] for e in of_kind(report, "WorkerFenced")}
+    assert any("train_reference.py" in seen[rank] for rank in (2, 3, 4)), "each had 50 ms to write its stacks"
     assert exit_codes(report) == {0: 0, 5: -11, 6: -9} | dict.fromkeys(stuck, -9)
     assert {f["rank"]: f["kind"] for f in report["failures"]} == {r: kind for r, (kind, *_) in faults.items()}
     assert report["replicas"]["state_sha256"] == reference_hash("mlp", "sgd")

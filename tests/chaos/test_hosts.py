@@ -152,9 +152,7 @@ def test_training_between_hosts_ends_with_the_bits_of_virtual_workers_though_a_w
     faults = FaultPlan((parse("kill:rank=2,step=4,phase=allreduce,bucket=0"),)).to_json()
     script = ROOT / "tests" / "support" / "train_reference.py"
 
-    done = hosts.run(
-        (2, 2), script, "mlp", "adam", HOLDFAST_ORDER="tree", HOLDFAST_FAULTS=faults, HOLDFAST_RUN_DIR=str(tmp_path)
-    )
+    done = hosts.run((2, 2), script, "mlp", "adam", HOLDFAST_FAULTS=faults, HOLDFAST_RUN_DIR=str(tmp_path))
 
     _, expected = train("mlp", "adam", workers=4, order="tree")
     assert f"state {expected}" in done.stdout, done.stdout + done.stderr

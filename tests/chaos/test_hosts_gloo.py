@@ -109,7 +109,7 @@ def test_no_byte_more_leaves_a_host_than_its_groups_and_results_have(hosts, work
 @pytest.mark.parametrize("workers", [(2, 2), (2, 1, 1), (1, 1, 1, 1)], ids=["2-hosts", "3-hosts", "4-hosts"])
 def test_training_between_hosts_ends_with_the_bits_of_virtual_workers_though_a_worker_dies(hosts, tmp_path, workers):
     faults = FaultPlan((parse("kill:rank=2,step=4,phase=allreduce,bucket=0"),)).to_json()
-    settings = {"ORDER": "tree", "FAULTS": faults, "RUN_DIR": str(tmp_path)}
+    settings = {"FAULTS": faults, "RUN_DIR": str(tmp_path)}
     env = {f"HOLDFAST_{name}": value for name, value in settings.items()}
 
     _, output = run_on(hosts, workers, SCRIPT, "mlp", "adam", **env)

@@ -51,7 +51,7 @@ def test_pods_come_back_by_their_index_and_no_bit_changes(hosts, tmp_path, drain
         lines = (job.newest(0).place / "report" / "events.jsonl").read_text().splitlines()
 
     joined = {rank for line in lines for rank in json.loads(line).get("joined", ())}
-    plain = run_report(tmp_path / "plain", "--fabric", "virtual", "-n", count, EXAMPLE)
+    plain = run_report(tmp_path / "plain", "--fabric", "virtual", "-n", count, "--order", "tree", EXAMPLE)
     assert report["replicas"]["state_sha256"] == plain["replicas"]["state_sha256"]
     assert report["replicas"]["identical"] is True
     assert joined == set(range(count, count + len(away))), "each comes back as a new worker"

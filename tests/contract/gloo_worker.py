@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from holdfast.comm import connect, groups
+from holdfast.comm import connect, groups, links
 from holdfast.config import Settings
 from holdfast.errors import PeerFailed
 from holdfast.testing.contract import check_communicator
@@ -42,13 +42,20 @@ def contract():
 
 
 def building():
-    """A worker dies while the group is made: the others, some of whom it owes a connection, do not wait for it."""
+    """Workers die while members connect: the others, some of whom they owe a connection, do not wait for them."""
     assert comm.agree(True)
-    if comm.local_ranks == (1,):  # it has told its own address when it asks for the first one
-        groups.AddressExchange.get = lambda meeting, key: die(1)
+    if comm.local_ranks == (2,):  # it has told its own address when it asks for those of the others
+        links.Links.meet = lambda own, addresses: die(2)
     expect_failure(comm.barrier)
     recover()
     assert comm.maximum([comm.local_ranks[0]]) == [3]
+    if comm.local_ranks == (1,):
+        groups.AddressExchange.get = lambda meeting, key: die(1)
+    expect_failure(lambda: comm.allgather(torch.zeros(1), torch.zeros(3, 1)))
+    recover()
+    gathered = torch.zeros(2, 1)
+    comm.allgather(torch.ones(1), gathered)
+    assert gathered.sum() == 2
 
 
 def open_things():
@@ -77,7 +84,7 @@ def rebuilding():
     for _ in range(REBUILDS):
         comm.barrier()
         if comm.local_ranks == (1,):
-            comm._group.allreduce([torch.zeros(1000)])
+            comm._connect_all().allreduce([torch.zeros(1000)])
         comm.post((comm.local_ranks[0] + 1) % 3, torch.zeros(1 << 18))
         give_up_taking((comm.local_ranks[0] + 1) % 3)
         assert comm.agree(True)

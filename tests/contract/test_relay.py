@@ -182,7 +182,7 @@ def test_workers_of_a_node_lose_the_store_with_its_relay_and_others_keep_theirs(
     ],
 )
 def test_what_a_relay_does_not_serve_ends_the_connection(on_hub, job, request_):
-    hello = dump({"hello": 2, "token": TOKEN, "job": job})
+    hello = dump({"hello": 3, "token": TOKEN, "job": job})
     with socket.create_connection(("127.0.0.1", on_hub.relays["a"].port), timeout=WAIT_S) as connection:
         connection.sendall(hello + (b"" if request_ is None else dump({"id": 1, **request_})))
         answer = b""

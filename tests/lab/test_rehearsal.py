@@ -52,6 +52,27 @@ def test_a_script_that_is_not_there_is_refused_before_anything_is_run(tmp_path):
     assert said == []
 
 
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"limit_s": 0.0}, "--run-timeout must be a number of seconds above 0, got 0"),
+    ({"limit_s": float("nan")}, "--run-timeout must be a number of seconds above 0, got nan"),
+    ({"metric": ""}, "--metric must be the name of the loss"),
+    ({"fraction": 2.0}, "fraction"),
+])  # fmt: skip
+def test_a_wrong_number_is_refused_before_anything_is_run(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        Rehearsal(script=SCRIPT, workers=4, **wrong)
+
+
+def test_a_metric_that_the_script_does_not_log_is_refused_after_the_first_run(monkeypatch):
+    ran = []
+    monkeypatch.setattr(rehearsal, "_run", lambda this, folder, *words: ran.append(words) or {"steps_planned": 100})
+
+    with pytest.raises(ConfigError, match=r"must hold report\.json and events\.jsonl"):
+        rehearse(Rehearsal(script=SCRIPT, workers=4), lambda line: None)
+
+    assert len(ran) == 1
+
+
 def pretend(monkeypatch, cost):
     """Let no run take place; its cost is a function of predictor, codec and the death."""
     ran = {}
@@ -67,6 +88,7 @@ def pretend(monkeypatch, cost):
 
     monkeypatch.setattr(rehearsal, "_run", run)
     monkeypatch.setattr(rehearsal, "cost_against", against)
+    monkeypatch.setattr(rehearsal, "read_losses", lambda folder, metric: ({}, [1.0]))
     return ran
 
 
@@ -99,7 +121,7 @@ def test_a_loss_that_tells_nothing_and_a_training_that_fails_are_said_in_one_lin
 
     assert ended.value.code == 2
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "rehearsal: undisturbed"
+    assert said[0] == "rehearsal: run 1 of 19: undisturbed"
     assert "ended with exit status 93: ValueError: no such thing; to reproduce it: holdfast run -n 2 " in said[1]
     assert len(said) == 2
 

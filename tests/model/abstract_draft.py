@@ -22,6 +22,7 @@ from holdfast.recovery.messages import (
     ApplyConfig,
     ApplyStep,
     BucketReduced,
+    Computed,
     ComputeStep,
     CorruptionSeen,
     DiscardStep,
@@ -57,7 +58,11 @@ from model.abstract_memory import Adding, AtBarrier, Rule, Violation, ranks
 from model.abstract_parts import EXCHANGES, UNKNOWN, Giving, Swap
 from model.abstract_state import (
     Add,
+    Begin,
+    Begun,
     Complete,
+    Compute,
+    Computing,
     Decide,
     Die,
     Do,
@@ -71,6 +76,7 @@ from model.abstract_state import (
     Payload,
     Read,
     Returning,
+    Spoil,
     State,
     Stop,
     Sum,
@@ -93,6 +99,12 @@ def state_after(engine: Engine, state: State, move: Move) -> State:
     """Return the state after ``move``."""
     draft = Draft(engine, state)
     match move:
+        case Begin(rank):
+            draft.begin(rank)
+        case Compute(rank):
+            draft.tell(rank, Computed())
+        case Spoil(rank):
+            draft.spoil(rank)
         case Die(rank):
             draft.die(rank)
         case Complete(rank):
@@ -128,6 +140,12 @@ class Draft(Sums):
         self._remove(rank)
         self._deaths_left -= 1
 
+    def spoil(self, rank: int) -> None:
+        """Let ``rank`` compute its step, and find that gradients have changed that were being summed."""
+        self._deaths_left -= 1
+        self._set(rank, spoiled=True)
+        self.tell(rank, Computed())
+
     def wish(self, wish: Wish) -> None:
         """Let somebody want to come or to leave, or new settings be there."""
         self._wishes = self._wishes.after(wish)
@@ -135,6 +153,10 @@ class Draft(Sums):
     def complete(self, rank: int) -> None:
         """Let ``rank`` have the result of the sum that it waits in."""
         worker = self._worker(rank)
+        if isinstance(worker.waits, Computing):
+            self._fenced = True
+            self._set(rank, thread=Begun.NOTHING, uncounted=worker.uncounted + 1)
+            return
         if isinstance(worker.waits, AtBarrier):
             self._pass_barrier(rank, worker.waits)
             return
@@ -195,6 +217,9 @@ class Draft(Sums):
         """Let the sum that ``rank`` waits in fail there."""
         worker = self._worker(rank)
         self._failed |= 1 << rank
+        if isinstance(worker.waits, Computing):
+            self._set(rank, thread=Begun.FAILED)
+            return
         if self._engine.world.in_place and isinstance(worker.waits, ReduceBucket):
             self._set(rank, inputs=worker.inputs & ~(1 << worker.waits.bucket))
         self._memory.failed(rank)
@@ -260,6 +285,7 @@ class Draft(Sums):
         self._sums, self._swaps = {}, {}
         self._memory.renew()
         for rank in ranks(living):
+            self._check_nothing_is_begun(rank)
             self._set(rank, sums=0, heard=self._worker(rank).heard & ~Note.CHANGE)
         if not living & ~leaving:
             msg = f"nobody stays: {list(ranks(leaving))} leave, who alone have the state"
@@ -342,6 +368,8 @@ class Draft(Sums):
                 self._leave(rank)
             case GiveUp():
                 self._give_up(rank)
+            case ReduceBucket() if self._engine.world.early:
+                return self._count(rank, order)
             case ReduceBucket() if self._engine.world.shared:
                 self._enter_sum(rank, order)
             case _:

@@ -64,7 +64,11 @@ from model.abstract_parts import ABSENT, EXCHANGES, Giving, Registry, concerned,
 from model.abstract_state import (
     SUMS,
     Add,
+    Begin,
+    Begun,
     Complete,
+    Compute,
+    Computing,
     Decide,
     Die,
     Do,
@@ -75,6 +79,7 @@ from model.abstract_state import (
     Move,
     Read,
     Returning,
+    Spoil,
     State,
     Stop,
     Wake,
@@ -139,6 +144,9 @@ class Engine:
         if world.split is not None and (world.shared or world.rooted or world.in_place):
             msg = "a split model is explored with exchanges, which are neither in shared memory nor broadcasts nor in place"
             raise InternalError(msg)
+        if world.early and (world.shared or world.rooted or world.split is not None):
+            msg = "sums that are begun early are explored as they are between hosts, and of a model that is not split"
+            raise InternalError(msg)
         self.world = world
         self.strategies = (strategy, *world.changes)
         self.buckets = world.buckets if world.split is None else 0
@@ -197,6 +205,8 @@ class Engine:
                 moves.append(Hear(rank))
             elif isinstance(worker.waits, Doing):
                 moves.append(Do(rank))
+            elif isinstance(worker.waits, Computing):
+                moves += self._early_moves(state, rank, worker, gone)
             elif isinstance(worker.waits, SUMS + EXCHANGES):
                 if self.can_complete(state, rank, worker):
                     moves.append(Complete(rank))
@@ -207,6 +217,19 @@ class Engine:
                 return [*wishes, *moves[:1]]
         moves += [*wishes, *self._decisions(state, living, gone)]
         moves += [Wake(late.rank) for late in state.memory.late]
+        return moves
+
+    def _early_moves(self, state: State, rank: int, worker: Worker, gone: int) -> list[Move]:
+        """Return what may happen while ``rank`` computes: its thread has one sum after the other, until one fails."""
+        moves: list[Move] = [Compute(rank)]
+        if worker.thread is Begun.NOTHING and worker.uncounted < self.buckets - 1:
+            moves.append(Begin(rank))
+        if state.deaths_left and (worker.uncounted or worker.thread is not Begun.NOTHING):
+            moves.append(Spoil(rank))
+        if worker.thread is Begun.WAITS and self.can_complete(state, rank, worker):
+            moves.append(Complete(rank))
+        if worker.thread is Begun.WAITS and (gone or state.revokers):
+            moves.append(Fail(rank))
         return moves
 
     def _is_revoked(self, state: State, order: Action) -> bool:
@@ -267,8 +290,10 @@ class Engine:
         match move:
             case Die() | Stop() | Wake() | Wish():
                 return False
-            case Hear() | Do() | Add() | Read():
+            case Hear() | Do() | Add() | Read() | Compute():
                 return True
+            case Begin() | Spoil():
+                return False
             case Decide():  # who left does not answer any more
                 return not state.members & state.left
             case Complete(rank) | Fail(rank) if isinstance(order := self._waits(state, rank), EXCHANGES):

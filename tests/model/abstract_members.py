@@ -50,6 +50,8 @@ class Lapse(enum.Flag):
     """Who has heard that somebody's state is corrupt does not say so in recovery to those who have not."""
     KEEPS_SNAPSHOTS = enum.auto()
     """Snapshots are kept when newcomers come, who have none, and each goes back to what it has."""
+    FORGETS_TO_COUNT = enum.auto()
+    """Who finds that a sum that was begun early has failed does not count those before it."""
     REVOKES_HALF = enum.auto()
     """A revoke does not reach who waits in an exchange, only who waits in a sum of the world."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -101,6 +102,7 @@ class World:
         leavers: Workers that may be told to leave.
         changes: Strategies that the running job may be changed to, one after the other.
         flips: The most bits that flip in somebody's state, each of which is found in a closing sum, at once or later.
+        early: Whether a worker may begin the sums of all buckets but the last while it computes.
         transient: Whether no state is corrupt then, and a message of the step was altered.
         rotation: Steps between two snapshots that are kept for that, each known to be right when the next is taken.
         snapshots: Whether who builds its application again takes a snapshot, and not what was published.
@@ -130,6 +132,7 @@ class World:
     leavers: frozenset[int] = frozenset()
     changes: tuple[Strategy, ...] = ()
     flips: int = 0
+    early: bool = False
     transient: bool = False
     rotation: int = 1
     snapshots: bool = True
@@ -154,6 +157,23 @@ class Doing(Action):
     """Not an order: the worker has orders, and is about to carry out the first of them."""
 
     orders: tuple[Action, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Computing(Action):
+    """Not an order: the worker computes a step, while its thread may begin sums of buckets."""
+
+    step: int
+
+
+class Begun(enum.Enum):
+    """What the thread that begins sums early is doing."""
+
+    NOTHING = enum.auto()
+    WAITS = enum.auto()
+    """It waits in the newest sum that the worker has entered."""
+    FAILED = enum.auto()
+    """This sum has failed, which the worker does not know yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +210,9 @@ class Worker(NamedTuple):
         candidate: The newest state that it has kept, where bits may flip.
         verified: The newest of them that is known to be right.
         trusted: The newest step whose state is known to have been right.
+        uncounted: Sums of the step that its thread has completed, and the worker has not counted.
+        thread: What that thread is doing.
+        spoiled: Gradients have changed after their sum had begun, so that this attempt must fail.
     """
 
     mind: int
@@ -217,6 +240,9 @@ class Worker(NamedTuple):
     candidate: Snapshot = NO_SNAPSHOT
     verified: Snapshot = NO_SNAPSHOT
     trusted: int = -1
+    uncounted: int = 0
+    thread: Begun = Begun.NOTHING
+    spoiled: bool = False
 
     def without_gradients(self) -> Worker:
         """Return the worker with nothing of a step in its hands."""
@@ -336,7 +362,31 @@ class Read(NamedTuple):
     rank: int
 
 
-Move = Die | Complete | Fail | Hear | Do | Decide | Add | Stop | Wake | Read | Wish
+class Begin(NamedTuple):
+    """The thread of ``rank``, which computes, enters the sum of its next bucket."""
+
+    rank: int
+
+
+class Compute(NamedTuple):
+    """``rank`` has computed its step."""
+
+    rank: int
+
+
+class Spoil(NamedTuple):
+    """``rank`` has computed its step, and has changed gradients after their sum had begun. It counts as a death."""
+
+    rank: int
+
+
+Move = Begin | Compute | Spoil | Die | Complete | Fail | Hear | Do | Decide | Add | Stop | Wake | Read | Wish
+
+
+def waits_in_sum(worker: Worker) -> bool:
+    """Return whether ``worker``, or its thread, waits in the newest sum that it has entered."""
+    return isinstance(worker.waits, SUMS) or worker.thread is Begun.WAITS
+
 
 SUMS = (ReduceBucket, AtBarrier, VoteStep, HandOver, ShareProgress, LoadCheckpoint, FetchConfig, SendState, Giving)
 """What all do on the communicator, and may fail: a sum, but for :class:`SendState` and :class:`Giving`."""

@@ -11,10 +11,13 @@ import dataclasses
 from holdfast.recovery.messages import (
     LOADING,
     Action,
+    BucketReduced,
+    Event,
     FetchConfig,
     HandOver,
     LoadCheckpoint,
     Note,
+    PeerLost,
     ReduceBucket,
     SendState,
     ShareProgress,
@@ -24,7 +27,8 @@ from model.abstract_members import Lapse
 from model.abstract_memory import Adding, AtBarrier, Rule, Violation, ranks
 from model.abstract_parts import ABSENT, Giving
 from model.abstract_state import (
-    SUMS,
+    Begun,
+    Computing,
     Given,
     Offer,
     Payload,
@@ -32,6 +36,7 @@ from model.abstract_state import (
     Worker,
     living_ranks,
     lowest,
+    waits_in_sum,
 )
 from model.abstract_work import Work
 
@@ -64,6 +69,45 @@ class Sums(Work):
         self._set(rank, waits=order, sums=number)
         if isinstance(order, AtBarrier):
             self._announce(rank, number)
+
+    def begin(self, rank: int) -> None:
+        """Let the thread of ``rank`` enter the sum of the next bucket, while ``rank`` computes."""
+        worker = self._worker(rank)
+        assert isinstance(worker.waits, Computing)
+        self._enter(rank, ReduceBucket(worker.waits.step, worker.uncounted))
+        self._set(rank, waits=worker.waits, thread=Begun.WAITS)
+
+    def _count(self, rank: int, order: ReduceBucket) -> Event | None:
+        """Let ``rank`` wait for a sum that its thread has begun, or enter one that it has not."""
+        worker = self._worker(rank)
+        if worker.uncounted and not (worker.thread is Begun.FAILED and self._forgets_to_count):
+            self._set(rank, uncounted=worker.uncounted - 1)
+            self._hold(rank, order.bucket, self._members)
+            return BucketReduced()
+        self._set(rank, thread=Begun.NOTHING, uncounted=0)
+        match worker.thread:
+            case Begun.NOTHING if worker.spoiled:
+                self._failed |= 1 << rank
+                self._set(rank, calm=False, spoiled=False)
+                return PeerLost()
+            case Begun.NOTHING:
+                self._enter(rank, order)
+            case Begun.WAITS:
+                self._set(rank, waits=order)
+            case Begun.FAILED:
+                self._set(rank, calm=False, spoiled=False)
+                return PeerLost()
+        return None
+
+    @property
+    def _forgets_to_count(self) -> bool:
+        return Lapse.FORGETS_TO_COUNT in self._engine.world.lapses
+
+    def _check_nothing_is_begun(self, rank: int) -> None:
+        worker = self._worker(rank)
+        if worker.uncounted or worker.thread is not Begun.NOTHING:
+            msg = f"half-open: {rank} leaves a step with a sum that it has begun, and not counted"
+            raise Violation(msg)
 
     def _enter_sum(self, rank: int, order: ReduceBucket) -> None:
         self._memory.enter(rank, order.bucket)
@@ -155,13 +199,13 @@ class Sums(Work):
         needed = self._members
         for rank in ranks(living_ranks(self._workers) & ~self._failed):
             worker = self._worker(rank)
-            if worker.sums == this.number and isinstance(worker.waits, SUMS):
+            if worker.sums == this.number and waits_in_sum(worker):
                 needed &= self._engine.needed(self._members, rank, worker.waits)
         if needed & ~this.entered & never_again:
             return False
         for rank in ranks(living_ranks(self._workers) & ~self._failed):
             worker = self._worker(rank)
-            waits_in_it = worker.sums == this.number and isinstance(worker.waits, SUMS)
+            waits_in_it = worker.sums == this.number and waits_in_sum(worker)
             if worker.sums < this.number or waits_in_it:
                 return True
         return False

@@ -30,6 +30,7 @@ from model.abstract_members import Lapse
 from model.abstract_memory import Violation, What, ranks
 from model.abstract_state import (
     NO_SNAPSHOT,
+    Computing,
     Given,
     Offer,
     Payload,
@@ -65,6 +66,9 @@ class Work(Exchanges):
         self._workers[rank] = self._worker(rank).without_gradients()
         self._set(rank, group=self._members, inputs=everything)
         self._memory.compute(rank, step, self._members)
+        if self._engine.world.early:
+            self._set(rank, waits=Computing(step), spoiled=False)
+            return None
         return Computed() if self._engine.homes is None else self._next_exchange(rank)
 
     def _discard(self, rank: int, step: int) -> Event:

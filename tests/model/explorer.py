@@ -25,7 +25,9 @@ from model.abstract_memory import Adding, AtBarrier, Rule, Violation, ranks
 from model.abstract_parts import Split
 from model.abstract_state import (
     Add,
+    Begin,
     Complete,
+    Compute,
     Decide,
     Die,
     Do,
@@ -35,6 +37,7 @@ from model.abstract_state import (
     Move,
     Read,
     Returning,
+    Spoil,
     State,
     Stop,
     Wake,
@@ -157,6 +160,12 @@ def _describe_move(state: State, move: Move) -> str:
             return f"{rank} completes {_show(state.workers[rank])}"
         case Fail(rank):
             return f"{rank} fails in {_show(state.workers[rank])}"
+        case Begin(rank):
+            return f"the thread of {rank} enters the next sum"
+        case Compute(rank):
+            return f"{rank} has computed its step"
+        case Spoil(rank):
+            return f"{rank} has computed its step, and changed what is being summed"
         case Hear(rank):
             return f"{rank} hears {_show(state.workers[rank])}"
         case Do(rank):

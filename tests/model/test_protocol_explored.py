@@ -131,6 +131,39 @@ def test_a_world_that_is_too_large_is_refused():
         explore(Rollback(), World(), limit=50)
 
 
+# -- sums that are begun while a worker computes, and counted later
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=NAMES)
+@pytest.mark.parametrize(
+    ("workers", "deaths", "buckets"),
+    [
+        (2, 1, 2),
+        (2, 2, 3),
+        pytest.param(3, 1, 3, marks=pytest.mark.soak),
+        pytest.param(3, 2, 2, marks=pytest.mark.soak),
+        pytest.param(3, 2, 3, marks=pytest.mark.soak),
+    ],
+)
+def test_sums_may_begin_before_the_step_is_computed(strategy, workers, deaths, buckets):
+    world = World(workers=workers, deaths=deaths, buckets=buckets, lossy=lossy(strategy))
+
+    late = must_hold(strategy, world)
+    early = must_hold(strategy, dataclasses.replace(world, early=True))
+
+    assert early > late
+
+
+def test_sums_may_begin_early_when_no_moves_are_joined():
+    must_hold(Rollback(), World(workers=2, deaths=1, early=True, atomic=False))
+
+
+def test_what_was_begun_and_completed_is_counted_before_a_failure_is():
+    world = World(deaths=1, buckets=3, early=True, lapses=Lapse.FORGETS_TO_COUNT)
+
+    must_break(Rollback(), world, "internal error: survivors are 2 collectives apart")
+
+
 def test_the_same_world_gives_the_same_trace():
     world = World(make_protocol=WithoutRevoke)
 

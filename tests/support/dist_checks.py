@@ -781,15 +781,6 @@ def nobody_leaves_a_barrier_early(job):
         assert max(t[0] for t in times) <= min(t[1] for t in times)
 
 
-@check
-def monitored_barrier(job):
-    if job.backend == "gloo":
-        dist.monitored_barrier(timeout=datetime.timedelta(seconds=20))
-    else:
-        assert "GLOO" in str(rejects(dist.monitored_barrier))
-    still_works(job)
-
-
 # ---------------------------------------------------------------------------------------------
 # Sending and receiving
 
@@ -1819,15 +1810,37 @@ def sparse_sums(job):
         dense = result.to_dense() if result.is_sparse else result
         assert dense.tolist() == [float(job.size), *[2.0] * job.size, 0.0]
 
-    try:
-        dist.all_reduce(sparse)
-    except REJECTIONS as error:
-        if job.backend == "gloo":
-            raise
-        job.notes.append(f"sparse sum: {type(error).__name__}")
-    else:
-        verify(sparse)
+    dist.all_reduce(sparse)
+    verify(sparse)
     still_works(job)
+
+
+@check
+def a_monitored_barrier_is_passed_and_names_the_missing_ranks(job):
+    limit, groups = datetime.timedelta(seconds=30), [dist.new_group() for _ in range(3)]  # Gloo's break at a failure
+    dist.monitored_barrier(groups[0], limit)
+    dist.monitored_barrier(groups[0], limit, wait_all_ranks=True)
+    if job.rank == 0:
+        short = datetime.timedelta(seconds=0.3)
+        first = rejects(lambda: dist.monitored_barrier(groups[0], short))
+        assert "Rank 1 failed to pass monitoredBarrier in 300 ms" in str(first)
+        every = rejects(lambda: dist.monitored_barrier(groups[1], short, wait_all_ranks=True))
+        assert f"{', '.join(map(str, range(1, job.size)))} failed to pass monitoredBarrier" in str(every)
+        begun = time.monotonic()
+        assert "timed out" in str(rejects(lambda: dist.monitored_barrier(groups[2], datetime.timedelta(0))))
+        assert time.monotonic() - begun < 5
+    still_works(job)
+
+
+@check
+def the_profiler_sees_collectives(job):
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        dist.all_reduce(torch.ones(3, 2))
+        dist.barrier()
+    seen = {event.name: event for event in profile.function_events if event.name.startswith(f"{job.backend}:")}
+    assert seen[f"{job.backend}:all_reduce"].input_shapes == [[3, 2]]
+    assert seen[f"{job.backend}:all_reduce"].is_async
+    assert f"{job.backend}:barrier" in seen
 
 
 @check

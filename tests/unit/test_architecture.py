@@ -72,7 +72,7 @@ MAY_IMPORT = {
     "integrity": LOOP | {"data", "models.part", "engine.context", "engine.run_log", "engine.vote"},
     "models": LOOP
     | {"data", "integrity", "engine.context", "engine.run_log", "engine.vote", "engine.flips"}
-    | {"session.models", "session.step", "state.transfer"},
+    | {"session.media", "session.models", "session.step", "state.transfer"},
     "state": LOOP | {"data", "integrity", "models", "engine"},
     "engine": LOOP | {"data", "integrity", "models", "state", "session"},
     "session": LOOP | {"data", "integrity", "models", "state", "engine"},
@@ -114,7 +114,9 @@ MAY_IMPORT = {
         "launch",
     },
     "report": {"errors", "recovery", "integrity.hash_chain", "records"},
+    "debug": {"errors", "torch_private"},
     "monitor": {"errors", "clock", "records", "report", "data.assignment"},
+    "loggers": {"errors", "clock", "records", "report"},
     "launch": {
         "errors",
         "device_errors",
@@ -131,6 +133,8 @@ MAY_IMPORT = {
         "faults.plan",
         "report",
         "monitor",
+        "loggers",
+        "debug",
     },
     "testing": LOOP | {"data", "models", "engine"},
     # The laboratory: it imports the runtime, never the reverse.
@@ -196,6 +200,8 @@ WITHOUT_TORCH = (
     "recovery",
     "report",
     "monitor",
+    "loggers",
+    "debug",
     "launch",
     "cli",
     "faults.points",

@@ -12,7 +12,7 @@ from holdfast.distributed.tensors import bytes_of
 from holdfast.errors import InternalError, PeerFailed
 from holdfast.membership import Hub, HubStore
 
-PREFIX = "g/0/gather/addresses/"
+PREFIX = "g/0/act/addresses/"
 
 
 @pytest.fixture

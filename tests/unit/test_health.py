@@ -23,7 +23,7 @@ def looked_for(stragglers, there, newcomers, settings):
     noted, told, births = [], [], WorkerPopulation(newcomers, 9)
     judge = SimpleNamespace(workers_alive=lambda: there)
     lookout = HealthMonitor(
-        SimpleNamespace(job=job, state=judge, population=births),
+        SimpleNamespace(job=job, state=judge, population=births, paths=SimpleNamespace(run_dir=Path())),
         SimpleNamespace(note=lambda record: noted.append((record.rank, record.policy))),
     )
     attempt = SimpleNamespace(send=lambda rank, number: told.append((rank, number)))

@@ -56,7 +56,22 @@ def test_pieces_cover_the_vector_once_and_each_is_in_one_share_of_every_host(siz
 # -- workers on several hosts
 
 
-def sums_of_threads(fabric, terms, slots, length, mean=None, comm=Thread, times=1):
+class InRounds(FabricMover):
+    """Exchanges in a few rounds, one after another."""
+
+    def __init__(self, comm):
+        super().__init__(comm)
+        self.most_rounds = 3
+
+    def pipeline(self, rounds, add):
+        assert 1 < len(rounds) <= self.most_rounds
+        for number, each in enumerate(rounds):
+            self.exchange(each.give, each.take)
+            add(number)
+            self.exchange(each.give_results, each.take_results)
+
+
+def sums_of_threads(fabric, terms, slots, length, mean=None, comm=Thread, times=1, mover=FabricMover):
     """Return each process's sum, or what it raised; the numbers of all results start as NaN."""
     span, of_process = SlotSpan(64, length, SUM_TYPE), fabric.of_process
     room = torch.full((span.end,), 255, dtype=torch.uint8)
@@ -71,7 +86,7 @@ def sums_of_threads(fabric, terms, slots, length, mean=None, comm=Thread, times=
         mine = of_process[comm.me]
         reach = [m if of_process[p] == mine else [] for p, m in enumerate(memory)]
         of_host = HostMemory(reach, results[mine], results[mine], fabric.words[mine], range(fabric.count))
-        add = HierarchicalReduce(comm, of_process, of_host, FabricMover(comm))
+        add = HierarchicalReduce(comm, of_process, of_host, mover(comm))
         return [add(span, slots, "tree", mean, lambda: None).clone() for _ in range(times)][-1]
 
     return fabric.run(work, comm)
@@ -103,6 +118,23 @@ def test_the_sum_between_hosts_has_the_bits_of_the_tree_over_all_slices(sizes, o
         assert torch.equal(answer, expected)
         assert torch.equal(answer.signbit(), expected.signbit())
     assert all(of_process[a] != of_process[b] for a, b, *_ in fabric.sent), "inside a host nobody sends"
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (2, 1, 3)])
+@pytest.mark.parametrize("length", [33, 1000, 5000])
+def test_the_bits_are_the_same_in_rounds(monkeypatch, sizes, length):
+    monkeypatch.setattr(hierarchical, "ROUND_BYTES", 64)
+    of_process = [host for host, size in enumerate(sizes) for _ in range(size)]
+    terms = {n: torch.randn(length, generator=torch.Generator().manual_seed(n)) for n in range(2 * len(of_process))}
+    slots = [[2 * process, 2 * process + 1] for process in range(len(of_process))]
+
+    def sums(mover):
+        return sums_of_threads(
+            Fabric(of_process), terms, slots, length, MeanDivisor(3, length // 2), mover=mover, times=2
+        )
+
+    for at_once, in_rounds in zip(sums(FabricMover), sums(InRounds), strict=True):
+        assert torch.equal(at_once, in_rounds)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 4), (3, 1), (2, 3, 4)])

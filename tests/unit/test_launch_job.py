@@ -65,7 +65,7 @@ def test_every_option_is_said_again_but_for_the_secret():
         max(p.opts, key=len) for p in typer.main.get_command(app).commands["run"].params if p.opts[0].startswith("-")
     }
     fields = {
-        "spares": 1, "strategy": "partial", "order": "tree", "split": "even", "batch": "local", "rescale": "original", "update": "eager", "guard": "heal", "guard_sums": True, "kinds": "any", "certificate": False, "stop_after": 5,
+        "spares": 1, "strategy": "partial", "order": "tree", "split": "even", "batch": "local", "rescale": "original", "overlap": "off", "update": "eager", "guard": "heal", "guard_sums": True, "kinds": "any", "certificate": False, "stop_after": 5,
         "mirror": 2, "mirror_every": 8, "mirror_fraction": 0.5, "mirror_choice": "random", "mirror_predictor": "line", "mirror_distance": "scaled",
         "mirror_codec": "int8", "mirror_optimizer": "reset", "reinit_from": "root",
         "empty_seats": "raise", "min_workers": 2, "seed": 1, "slices": 9, "checkpoint_dir": "c", "checkpoint_every": 2, "checkpoint_format": "npz",
@@ -73,7 +73,7 @@ def test_every_option_is_said_again_but_for_the_secret():
         "max_respawns": 1, "nnodes": 2, "node_rank": 1, "rdzv": "r", "rdzv_timeout_s": 1.0, "node_timeout_s": 1.0,
         "stragglers": "ignore", "straggler_factor": 3.0, "stall_timeout_s": 1.0, "grace_s": 1.0, "log_dir": Path("l"),
         "report_dir": Path("r"), "token": "s3cret", "hosts": (Host("h", 1),), "launch_agent": "a", "network": "n",
-        "run_dir": Path("d"), "gpus": "none", "health_check": "off", "metrics_port": "9", "dashboard": "8", "between_hosts": "nccl", "metrics_file": Path("m.prom"),
+        "run_dir": Path("d"), "gpus": "none", "health_check": "off", "metrics_port": "9", "dashboard": "8", "between_hosts": "nccl", "metrics_file": Path("m.prom"), "debug_bundles": "b", "debug_handlers": True,
     }  # fmt: skip
     words = command_line(job(**fields), faults=["kill:rank=0,step=1"]).split()
     words += command_line(Job(script=Path("s"), settings=Settings(mtbf_s=5.0), mtbf_s=2.0)).split()

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -21,7 +22,7 @@ from holdfast.membership.wire import MAX_HELLO_BYTES, MAX_LINE_BYTES, LineSplitt
 
 TOKEN = "secret"  # noqa: S105
 WAIT_S = 60
-HELLO = dump({"hello": 2, "token": TOKEN, "job": "j"})
+HELLO = dump({"hello": 3, "token": TOKEN, "job": "j"})
 
 
 @pytest.fixture
@@ -52,6 +53,64 @@ def send(hub, *pieces):
         return answer
 
 
+def test_a_folder_is_removed_with_one_message(hub, store):
+    for key in ("a/b/1", "a/b/2", "a/bc", "a", "b/a/b/1", "g/0/act/1/decision", "g/0/act/2/7"):
+        store.put(key, '{"act": "agree"}')
+    heard = []
+    other = HubStore(hub.address, TOKEN, "j")
+    other.listen(lambda key, value: heard.append(key))
+    heard.clear()
+
+    store.delete("a/b/")
+    store.delete("a/none/")
+    store.delete("g/0/act/")
+    store.put("end", "")
+
+    assert other.wait(lambda: other.get("end"), WAIT_S) is not None
+    assert heard == ["a/b/", "g/0/act/", "end"]
+    for copy in (store, other):
+        assert set(copy.under("")) == {"a/bc", "a", "b/a/b/1", "end"}
+        assert set(copy.under("a/")) == {"bc"}
+    other.close()
+
+
+def test_a_thread_that_waits_is_woken_only_by_a_change_that_lets_it_continue(hub, store):
+    callers = []
+
+    def ready():
+        callers.append(threading.current_thread())
+        return store.get("key")
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.wait, ready, WAIT_S)
+        while not store._waiting:
+            time.sleep(0.001)
+        other = HubStore(hub.address, TOKEN, "j")  # an answer to a request wakes the threads of its own store
+        for number in range(20):
+            other.put(f"other/{number}", "")
+        other.put("key", "value")
+        assert waiting.result(WAIT_S) == "value"
+        other.close()
+
+    waiter = callers[0]
+    assert callers.count(waiter) == 2  # before it waits, and when it was woken
+    assert len(callers) >= 22
+
+
+def test_what_fails_while_a_thread_waits_fails_in_that_thread(store):
+    def ready():
+        if store.get("key"):
+            raise RuntimeError("seen")
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.wait, ready, WAIT_S)
+        store.put("key", "value")
+        with pytest.raises(RuntimeError, match="seen"):
+            waiting.result(WAIT_S)
+    store.put("key", "the store is still heard")
+    assert store.get("key") == "the store is still heard"
+
+
 def test_a_wrong_token_is_refused_and_logged(hub, caplog):
     with pytest.raises(
         ConfigError, match=r"refused the connection for a wrong token: --rdzv-token \(HOLDFAST_TOKEN\) must be"
@@ -68,11 +127,11 @@ def test_a_wrong_token_is_refused_and_logged(hub, caplog):
     "hello",
     [
         {"hello": 1, "token": TOKEN, "job": "j"},
-        {"hello": 2, "token": None, "job": "j"},
-        {"hello": 2, "token": [TOKEN], "job": "j"},
-        {"hello": 2, "token": "\ud800", "job": "j"},
-        {"hello": 2, "token": TOKEN, "job": 5},
-        {"hello": 2, "token": TOKEN},
+        {"hello": 3, "token": None, "job": "j"},
+        {"hello": 3, "token": [TOKEN], "job": "j"},
+        {"hello": 3, "token": "\ud800", "job": "j"},
+        {"hello": 3, "token": TOKEN, "job": 5},
+        {"hello": 3, "token": TOKEN},
         {"token": TOKEN},
         {},
     ],
@@ -95,7 +154,7 @@ NONSENSE = {
     "deep objects": b'{"a":' * 600 + b"\n",
     "no object": b"17\n",
     "not a number": b'{"hello": NaN}\n',
-    "utf-16": '{"hello": 2}\n'.encode("utf-16"),
+    "utf-16": '{"hello": 3}\n'.encode("utf-16"),
     "nulls": b"\0" * 4000 + b"\n",
 }
 REQUESTS = {
@@ -167,7 +226,7 @@ def test_strangers_that_say_nothing_make_room_for_those_that_come_later_the_olde
 
 
 def test_of_strangers_that_come_again_and_again_the_first_is_named_and_the_rest_counted(hub, store, caplog):
-    wrong, nonsense = dump({"hello": 2, "token": "guess", "job": "j"}), b"GET / HTTP/1.1\r\n\r\n"
+    wrong, nonsense = dump({"hello": 3, "token": "guess", "job": "j"}), b"GET / HTTP/1.1\r\n\r\n"
     for turn in range(60):
         send(hub, wrong if turn % 2 else nonsense)
     store.put("key", "value")

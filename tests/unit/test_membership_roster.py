@@ -10,7 +10,7 @@ from rosters import Explored, Seen, check, draw_parts, play
 
 from holdfast.errors import InternalError, PeerFailed, VotedOut
 from holdfast.membership import Roster
-from holdfast.membership.acts import NodeVotes, Tally
+from holdfast.membership.acts import NodeVotes, Tally, check_vote, decode_members, describe_members, encode_members
 
 WORLD = (0, 1, 2, 3)
 
@@ -64,6 +64,28 @@ def test_who_is_taken_for_dead_and_lives_is_voted_out_and_never_decides_otherwis
     explore(seed, suspects, kind=kind)
 
 
+@given(members=st.frozensets(st.integers(0, 40)))
+def test_members_come_back_as_they_went(members):
+    assert decode_members(encode_members(members)) == tuple(sorted(members))
+
+
+def test_the_text_of_members_grows_with_the_losses_only():
+    survivors = set(range(10_000)) - {17, 4_000}
+
+    assert encode_members(survivors) == "[[0, 16], [18, 3999], [4001, 9999]]"
+    assert describe_members({0, 1, 2, 5}) == "0-2, 5"
+    assert decode_members("[0, 1, 5]") == (0, 1, 5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[[0, 4294967296]]", "[[3, 1]]", "[5, 1]", "[[0, 1, 2]]", "[true]", "7", "[null]", '["12"]', "[[0, 1.5]]", "no"],
+)
+def test_what_holds_no_members_is_refused(text):
+    with pytest.raises(ValueError, match=r"\w"):
+        check_vote("g/0/members", text)
+
+
 def test_the_plays_reach_what_they_are_about():
     ends = [end for seed in range(60) for end in explore(seed, seed % 3, kind=KINDS[seed % 3]).ends.values()]
 
@@ -78,7 +100,7 @@ def test_a_roster_that_decides_by_what_it_sees_is_found_out(monkeypatch):
         self.store.put(f"{prefix}{self.rank}", json.dumps({"act": vote.act, "flag": vote.flag}))
         decided = self.store.wait(lambda: self.store.get(key) or self._conclude(prefix, vote.act))
         self.store.put(key, decided)  # whatever the others have written
-        return json.loads(decided)
+        return decided
 
     monkeypatch.setattr(Roster, "_decide", decide_alone)
 

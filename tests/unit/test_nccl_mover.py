@@ -310,7 +310,7 @@ def test_without_the_setting_messages_of_the_fabric_are_used():
 
 
 def test_nccl_is_never_chosen_where_it_would_not_be_used():
-    with pytest.raises(ConfigError, match="between_hosts nccl needs order tree, got fold"):
+    with pytest.raises(ConfigError, match="between_hosts nccl needs order tree, got auto"):
         Settings(between_hosts="nccl")
     with pytest.raises(ConfigError, match="between_hosts must be one of fabric, nccl, got 'ncll'"):
         Settings(between_hosts="ncll", order="tree")

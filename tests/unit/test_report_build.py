@@ -153,7 +153,7 @@ def test_an_injected_kill_counts_from_the_fault():
     assert failure == {
         "rank": 1, "kind": "kill", "step": 5, "phase": "allreduce", "injected": True, "t_s": 1.55,
         "detect_s": pytest.approx(0.01), "recover_s": pytest.approx(0.10), "decision": "redo", "redone_steps": 1,
-        "lost_samples": 0, "recovery": 0, "silent_s": None, "why": "", "orders": {}, "times_s": {},
+        "lost_samples": 0, "recovery": 0, "silent_s": None, "why": "", "stack": "", "orders": {}, "times_s": {},
     }  # fmt: skip
 
 

@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 import json
-import math
 import os
 import pickle
 import random
@@ -16,13 +14,14 @@ import sys
 
 import pytest
 import typer
+from made_up_runs import KILLS, STEPS, made_up_demo, made_up_report, made_up_run
+from matplotlib.text import Text
 from typer.testing import CliRunner
 
 from holdfast.cli.report import report as report_command
 from holdfast.errors import ConfigError
 from holdfast.records.types import (
     FailureSeen,
-    FaultFired,
     Finished,
     JobRestarted,
     Left,
@@ -30,7 +29,6 @@ from holdfast.records.types import (
     RunStarted,
     SamplesLost,
     StepCommitted,
-    WorkerEnded,
     WorkerFenced,
 )
 from holdfast.report import (
@@ -49,100 +47,6 @@ from holdfast.report.figures import timeline
 from holdfast.report.history import History
 from holdfast.report.timeline import stretches
 
-STEPS, BATCH, PACE_S = 120, 120, 0.041
-KILLS = ((1, 31, "allreduce"), (3, 78, "backward"))
-
-
-def made_up_run(strategy="rollback", kills=KILLS, workers=4, decide_s=0.018):
-    """Records of a run as it might have been, from the start of the launcher to the end of the last worker."""
-    chance = random.Random(7)
-    alive, records, now, step, generation = list(range(workers)), [], 2.6, 0, 0
-    lost_samples = 0
-    pending = list(kills)
-
-    def start(at_step):
-        records.extend(
-            RunStarted(
-                t_s=now + chance.random() * 0.02, rank=rank, step=at_step, fabric="ulfm", strategy=strategy, seed=0,
-                workers=len(alive), slices=workers, order="fold", split="slices", batch="global", rescale="survivors",
-                steps_planned=STEPS, samples_planned=STEPS * BATCH, num_buckets=3, parameters=38_250,
-            )
-            for rank in alive
-        )  # fmt: skip
-
-    start(0)
-    now += 0.05
-    while step < STEPS:
-        if pending and pending[0][1] == step:
-            rank, _, phase = pending.pop(0)
-            now += PACE_S * 0.6
-            records.append(FaultFired(t_s=now, rank=rank, step=step, fault=len(kills), kind="kill", phase=phase))
-            alive.remove(rank)
-            generation += 1
-            for other in alive:
-                seen_s = now + 0.006 + chance.random() * 0.006
-                records.append(FailureSeen(t_s=seen_s, rank=other, step=step, phase="allreduce"))
-                decision = {"rollback": "redo", "forward": "continue", "restart": "load"}[strategy]
-                back = step // 25 * 25 if strategy == "restart" else step
-                records.append(
-                    Recovered(
-                        t_s=seen_s + decide_s + chance.random() * 0.004, rank=other, step=back, lost=(rank,),
-                        survivors=tuple(alive), decision=decision,
-                        redone_steps=0 if strategy == "forward" else step - back + 1, generation=generation,
-                    )
-                )  # fmt: skip
-            records.append(WorkerEnded(t_s=now + 0.09, rank=rank, step=step, exit_code=-9, pid=4000 + rank))
-            now += 0.012 + decide_s + 0.004
-            if strategy == "forward":
-                ids = tuple(sorted(chance.sample(range(1437), BATCH // workers)))
-                lost_samples += len(ids)
-                records.append(
-                    SamplesLost(t_s=now, rank=alive[0], step=step, epoch=step // 12, ids=ids, buckets=(0, 1))
-                )
-            if strategy == "restart":
-                now += 0.2
-            step = back
-        now += PACE_S * (1 + chance.random() * 0.15) * (workers / len(alive)) ** 0.3
-        metrics = {"loss": 2.2 * math.exp(-step / 28) + 0.12 + chance.gauss(0, 0.03)}
-        metrics["accuracy"] = 0.965 - 0.85 * math.exp(-step / 20) + chance.gauss(0, 0.006)
-        records.append(
-            StepCommitted(
-                t_s=now, rank=alive[0], step=step, epoch=step // 12, samples=BATCH, workers=len(alive), metrics=metrics
-            )
-        )
-        step += 1
-    bits = hashlib.sha256(b"forward" if strategy == "forward" else b"same").hexdigest()
-    for rank in alive:
-        records.append(
-            Finished(
-                t_s=now + 0.03 + rank * 0.004, rank=rank, step=STEPS, outcome="done", sha256=bits, state_sha256=bits[::-1],
-                planned=STEPS * BATCH, committed=STEPS * BATCH - lost_samples, lost=lost_samples, repeated=0,
-                metrics={"accuracy": 0.9722 - 0.0056 * (strategy == "forward")}, checkpoint="",
-            )
-        )  # fmt: skip
-        records.append(WorkerEnded(t_s=now + 0.4 + rank * 0.02, rank=rank, step=-1, exit_code=0, pid=4000 + rank))
-    return records, now + 0.6
-
-
-def made_up_report(**how):
-    records, wall_s = made_up_run(**how)
-    kills = "".join(f" --inject kill:rank={r},step={s},phase={p}" for r, s, p in how.get("kills", KILLS))
-    command = f"holdfast run -n 4 --strategy {how.get('strategy', 'rollback')}{kills} --report out examples/digits.py"
-    return build_report(records, started=range(how.get("workers", 4)), wall_s=wall_s, seed=0, command=command), records
-
-
-def made_up_demo():
-    runs = {
-        "undisturbed": made_up_report(kills=()),
-        "rollback": made_up_report(),
-        "forward": made_up_report(strategy="forward"),
-        "restart": made_up_report(strategy="restart"),
-    }
-    results = demo_rows(
-        [(name, report) for name, (report, _) in runs.items()], settings={"dataset": "digits", "epochs": 10}
-    )
-    return results, {name: records for name, (_, records) in runs.items()}
-
 
 def texts(page):
     return re.findall(r">([^<>]+)</text>", page)
@@ -153,9 +57,10 @@ def test_a_page_of_a_run_needs_no_network():
 
     assert page.startswith("<!doctype html>")
     assert not re.findall(r'(?:src|href)="(?!#)[^"]*"', page)
-    assert not re.search(r"<script|<link|@import|url\((?!#)", page)
+    assert not re.search(r"<script\s|<link|@import|url\((?!#)|https?://(?!www\.w3\.org/)", page)
+    assert page.count("<script>") == 1, "that of the buttons below figures"
     assert "&lt;svg" not in page
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 3
 
 
 def test_a_page_of_a_run_shows_every_worker_and_every_failure():
@@ -175,7 +80,7 @@ def test_the_first_recovery_is_enlarged():
     page = render_run(*made_up_report())
 
     assert any(text.startswith("milliseconds since the fault") for text in texts(page))
-    assert {"✕ lost", "● detected by a survivor, the first after 6.9 ms"} <= set(texts(page)), "each mark is explained"
+    assert {"✕ lost", "● detected, the first after 6.9 ms"} <= set(texts(page)), "each mark is explained"
     assert any(text.startswith("◆ decided, the last after 3") for text in texts(page))
     assert any(text.startswith("┊ step committed, the next after 8") for text in texts(page))
 
@@ -197,6 +102,20 @@ def test_no_line_goes_through_the_name_of_a_step(monkeypatch):
     assert all(one.x1 < other.x0 for one, other in itertools.pairwise(sorted(names, key=lambda name: name.x0)))
 
 
+def test_the_lines_between_a_run_and_its_enlarged_recovery_cross_no_text(monkeypatch):
+    kept = []
+    monkeypatch.setattr(Canvas, "svg", lambda page, label: kept.append(page.figure) or "")
+    timeline(*made_up_report())
+    figure = kept[0]
+    figure.draw_without_rendering()
+    ties = [line.get_window_extent() for line in figure.artists]
+    texts = [text.get_window_extent() for axes in figure.axes for text in axes.findobj(Text) if text.get_text()]
+
+    assert len(ties) == 2
+    assert len(texts) > 20
+    assert not [1 for tie in ties for text in texts if tie.y0 < text.y1 and text.y0 < tie.y1]
+
+
 def made_up_ddp_run(kills=KILLS, steps=STEPS):
     """The same run by a script that speaks to torch.distributed, which knows less."""
     nothing = {
@@ -215,7 +134,7 @@ def made_up_ddp_run(kills=KILLS, steps=STEPS):
 def test_an_undisturbed_run_enlarges_nothing():
     page = render_run(*made_up_report(kills=()))
 
-    assert not any("detected by a survivor" in text for text in texts(page))
+    assert not any("● detected" in text for text in texts(page))
     assert "until detected" not in page
 
 
@@ -244,8 +163,8 @@ def test_a_page_of_a_torch_distributed_run_claims_nothing_that_is_not_known():
     page = render_run(*made_up_ddp_run())
     said = words_of(page)
 
-    assert "<h1>torch.distributed on ulfm</h1>" in page
-    assert "2 of 4 ranks were killed; training resumed after" in said
+    assert "torch.distributed on ulfm</p>" in page
+    assert "<h1>2 of 4 ranks were killed; training resumed after" in page
     assert "The two survivors finished." in said
     assert "2 of 4 ranks finished ranks 0 and 2" in said
     assert "Only the script knows which samples counted, and whether the replicas ended with the same bits" in said
@@ -270,7 +189,8 @@ def test_a_torch_distributed_run_without_steps_has_a_page_without_a_picture():
 
     page = render_run(report, records)
 
-    assert "4 ranks ran, without a step of DistributedDataParallel, and none was lost. All four finished." in page
+    assert "<h1>4 ranks ran, without a step of DistributedDataParallel, and none was lost</h1>" in page
+    assert "All four finished." in page
     assert "<svg" not in page
     assert "a step" not in words_of(page).replace("a step of", "")
 
@@ -305,7 +225,7 @@ def test_what_a_script_says_cannot_become_markup():
 
     page = render_run(report, records, title="<i>&amp;")
 
-    assert "<script>" not in page
+    assert "<script>alert" not in page
     assert "<b>$x$" not in page
     assert "<i>" not in page
 
@@ -450,15 +370,19 @@ def test_many_workers_still_fit():
     assert len([text for text in texts(page) if text.startswith("worker ")]) < 80
 
 
-def test_a_page_of_a_demo_opens_with_the_trade_off_and_shows_every_run():
+def test_a_page_of_a_demo_opens_with_the_cost_of_failures_and_shows_every_run():
     results, records = made_up_demo()
 
     page = render_demo(results, records)
 
     assert not re.findall(r'(?:src|href)="(?!#)[^"]*"', page)
-    assert page.index("time lost: training time") < page.index("<table>")
-    assert {"undisturbed", "rollback", "forward", "restart"} <= set(texts(page))
-    assert page.count("<svg") == 5
+    again = next(row for row in results["rows"] if row["name"] == "restart")["steps_redone"]
+    assert again > 2
+    assert page.index(f"Steps computed again: none with forward, {again} with restart") < page.index("<table>")
+    assert "Samples lost: none with rollback and restart, 60 with forward" in page
+    assert {"rollback", "forward", "restart"} <= set(texts(page))
+    assert page.count("<svg") == 8
+    assert "verhead" not in page, "with fewer cores than workers the time of a whole run says nothing"
     assert "With rollback and restart the final weights are bit-identical to those of the failure-free run" in page
     assert page.count('class="same"') == 2
 
@@ -494,7 +418,7 @@ def test_report_writes_the_page_of_a_demo(tmp_path):
 
     page = write_page(tmp_path).read_text()
 
-    assert page.count("<svg") == 2
+    assert page.count('aria-label="Timeline of') == 1
 
 
 def nested(value, path=()):
@@ -528,7 +452,7 @@ def test_a_report_that_was_damaged_anywhere_has_its_page_or_one_clear_line(tmp_p
 
 def test_report_of_nothing_is_a_wrong_setting(tmp_path):
     with pytest.raises(ConfigError, match=r"there is no report\.json in"):
-        report_command(tmp_path)
+        report_command([tmp_path])
 
 
 def test_the_table_on_the_terminal_says_whose_bits_are_the_same():
@@ -549,3 +473,46 @@ def test_results_of_the_lab_are_refused_in_one_line_where_the_lab_is_not_install
 
     with pytest.raises(ConfigError, match=r"results.json was written by the lab, .* pip install 'holdfast\[lab\]'"):
         write_page(tmp_path)
+
+
+def written(folder, **how):
+    records, wall_s = made_up_run(**how)
+    write_report(records, folder, started=range(4), wall_s=wall_s, seed=0)
+    return folder
+
+
+def test_several_runs_are_shown_in_the_same_axes_and_compared_with_the_first(tmp_path):
+    folders = [
+        written(tmp_path / "undisturbed", kills=()),
+        written(tmp_path / "killed"),
+        written(tmp_path / "forward", strategy="forward"),
+    ]
+
+    report_command(folders)
+    page = (tmp_path / "undisturbed" / "comparison.html").read_text()
+
+    assert "<h1>killed ended with the bits of undisturbed; forward did not</h1>" in page
+    assert {"undisturbed", "killed", "forward"} <= set(texts(page)), "the legend"
+    assert re.search(r"forward differs from step \d+ on", page)
+    assert "run,step,loss" in page
+    assert "killed,0,2." in page
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["one", "one"], "a run was given twice"),
+        (["one"] * 9, "a comparison takes 2 to 8 runs, got 9"),
+        (["one", "gone"], r"there is no report\.json in .*gone"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_in_one_line(names, message, tmp_path):
+    written(tmp_path / "one")
+
+    with pytest.raises(ConfigError, match=message):
+        report_command([tmp_path / name for name in names])
+
+
+def test_a_page_of_one_run_has_its_place(tmp_path):
+    with pytest.raises(ConfigError, match=r"--out is for the page of several runs; .*index\.html"):
+        report_command([written(tmp_path / "one")], out=tmp_path / "page.html")

@@ -13,6 +13,7 @@ from typer import Option
 from holdfast.cli.ckpt import ckpt
 from holdfast.cli.control import scale, set_
 from holdfast.cli.dashboard import dashboard
+from holdfast.cli.debug_bundle import debug_bundle
 from holdfast.cli.diff_runs import diff_runs
 from holdfast.cli.doctor import doctor
 from holdfast.cli.given import GroupedCommand
@@ -44,6 +45,7 @@ app.command()(report)
 app.command()(dashboard)
 app.command(name="diff-runs")(diff_runs)
 app.command()(verify)
+app.command(name="debug-bundle")(debug_bundle)
 app.add_typer(ckpt)
 for _name, _help in COMMANDS.items():
     app.command(name=_name, help=_help)(placeholder)

@@ -179,6 +179,7 @@ def _job(script: Path, args: list[str], given: dict[str, Any], asked: RunArgumen
         "max_respawns": newcomers,
         "hosts": machines,
         "report_dir": given["report"] or last_report,
+        "log_to": tuple(given["log_to"] or ()),
     }
     return Job(script=target.script, args=target.args, module=target.module, settings=settings, **for_launcher)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -102,7 +102,7 @@ class Communicator(Collectives, Protocol):
     - After a member has failed, a collective either completes with the right result or raises
       :class:`~holdfast.errors.PeerFailed`; the outcome may differ between members.
     - ``agree`` and ``shrink`` are uniform over the survivors, and return only when every survivor has called.
-    - One thread makes all calls, one call at a time.
+    - One thread makes all calls, one call at a time; see :class:`ThreadChange`.
     - Messages between two processes (``sendrecv``, ``post``) use connections that the first collective of a generation
       establishes, with all members; such a collective must come first.
     """
@@ -181,6 +181,36 @@ class Communicator(Collectives, Protocol):
 
     def failed(self) -> tuple[int, ...]:
         """Return the members that this process knows to have failed."""
+
+
+class Round(NamedTuple):
+    """Messages of one round of :meth:`RoundMessages.sendrecv_rounds`: terms and then results, sent and received."""
+
+    give: Placed
+    take: Placed
+    give_results: Placed
+    take_results: Placed
+
+
+@runtime_checkable
+class RoundMessages(Protocol):
+    """A communicator that exchanges terms and results in rounds, of which several are on their way at a time."""
+
+    def sendrecv_rounds(self, rounds: Sequence[Round], add: Callable[[int], None]) -> None:
+        """Exchange all tensors, as :meth:`Collectives.sendrecv` does.
+
+        Args:
+            rounds: The n-th receive of terms from a process matches its n-th send of them over all rounds; so do results.
+            add: Called with the number of each round, ascending, once its terms have arrived; its results may be sent then.
+        """
+
+
+@runtime_checkable
+class ThreadChange(Protocol):
+    """A communicator that another thread may own for a while."""
+
+    def change_thread(self, thread: threading.Thread) -> None:
+        """From now on ``thread``, which has started, makes all calls; no call is in progress."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

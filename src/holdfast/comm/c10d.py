@@ -2,7 +2,9 @@
 
 Gloo provides neither an agreement nor a shrink, and reports a failure only to the failed rank's neighbours in its ring.
 :class:`~holdfast.membership.Roster` provides both. Its store is hosted by no worker, and the launchers report failures
-to it. Gloo only moves bytes: there is one process group per generation, and every wait on it also polls the roster.
+to it. Gloo only moves bytes: there is at most one process group per generation, and every wait on it also polls the
+roster. It connects every member with every other one, so a generation makes it when the first tensor is moved. Maxima,
+barriers and the exchange of progress take :class:`~holdfast.comm.links.Links`, which a recovery alone needs.
 
 An abandoned operation may still read and write its tensors until its process group is destroyed. So an output buffer
 belongs to one generation only, and an input must not change before all members have answered the recovery;
@@ -12,16 +14,18 @@ belongs to one generation only, and an input must not change before all members 
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from holdfast.comm.base import BROADCAST_BYTES, POST_TAG, Placed, SingleRankCommunicator
-from holdfast.comm.dissemination import dissemination_rounds
+from holdfast.comm.base import BROADCAST_BYTES, POST_TAG, Placed, Round, SingleRankCommunicator
 from holdfast.comm.groups import (
+    FOREVER,
     AddressExchange,
     GroupWork,
     PendingSends,
@@ -31,7 +35,10 @@ from holdfast.comm.groups import (
     make_gloo,
     wait,
 )
+from holdfast.comm.links import Links
 from holdfast.comm.memory import as_bytes
+from holdfast.comm.rounds import GlooRounds
+from holdfast.comm.small_reduce import maximum_over
 from holdfast.comm.storeless_agreement import Messages, StorelessAgreement
 from holdfast.comm.waiting import waiting
 from holdfast.errors import PeerFailed, StoreLost
@@ -43,10 +50,9 @@ _PATIENCE_ALONE_S = 5.0
 _NEW_WAIT_S = 1.0
 """A worker that has not polled for longer than this was not waiting."""
 
-_ALONE_TAG = (1 << 30) + 2
-"""Tag of the messages between members that have lost their store; larger than any other tag."""
-_MAXIMUM_TAG = (1 << 30) + 3
-"""Tag of the rounds of a maximum."""
+_MAXIMUM_TAG, _STORELESS_TAG = 0, 1
+"""Tags of the messages over links: the rounds of a maximum; and those between members that have lost their store."""
+_LOWEST = int(np.iinfo(np.int64).min)
 
 
 class C10dCommunicator(SingleRankCommunicator):
@@ -66,13 +72,21 @@ class C10dCommunicator(SingleRankCommunicator):
         self._roster = Roster(store, rank, first_members)
         self._be(rank)
         self._timeout_s = timeout_s
+        self._links: Links | None = None
+        self._has_told = False
+        self._asked: dict[str, Callable[[], object]] = {}
         self._group: Any = None
+        self._making_lock = threading.Lock()
+        self._making: tuple[ThreadedWork, AddressExchange] | None = None
+        """The process group of this generation while a thread makes it."""
         self._sending: PendingSends | None = None
         self._storeless_agreement: StorelessAgreement | None = None
         self._broken = ""
         self._waiting: tuple[int, ...] = ()
         self._looked_at = -1
         self._looked_s = self._waits_since_s = 0.0
+        if first_members is not None:
+            self._begin_generation()
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -83,6 +97,11 @@ class C10dCommunicator(SingleRankCommunicator):
     def generation(self) -> int:
         """Number of shrinks so far."""
         return self._roster.generation
+
+    def change_thread(self, thread: threading.Thread) -> None:
+        """Let another thread make all calls; see :class:`~holdfast.comm.base.ThreadChange`."""
+        assert thread.ident is not None, "the thread has not started"
+        self._owner = thread.ident
 
     # -- collectives
 
@@ -118,49 +137,40 @@ class C10dCommunicator(SingleRankCommunicator):
         if takes or gives:
             self._run(begin)
 
+    def sendrecv_rounds(self, rounds: Sequence[Round], add: Callable[[int], None]) -> None:
+        """Exchange tensors with others in rounds; see :class:`~holdfast.comm.base.RoundMessages`."""
+        self._with_group(lambda group: GlooRounds(group, rounds).run(add, self.check_failures))
+
     def post(self, rank: int, data: torch.Tensor) -> None:
         """Start a send; see :meth:`Communicator.post`."""
-        self._post(rank, data, POST_TAG)
+        place = self._index(rank)
+
+        def begin(group: Any) -> None:
+            if self._sending is None:
+                self._sending = PendingSends()
+            self._sending.add(group.send([as_bytes(data)], place, POST_TAG), data)
+
+        self._with_group(begin)
 
     def take(self, rank: int, data: torch.Tensor) -> None:
         """Receive a posted message; see :meth:`Communicator.take`."""
         place = self._index(rank)
         self._run(lambda group: ThreadedWork(group.recv([as_bytes(data)], place, POST_TAG).wait, keep=data))
 
-    def _post(self, rank: int, data: torch.Tensor, tag: int) -> None:
-        place = self._index(rank)
-
-        def begin(group: Any) -> None:
-            if self._sending is None:
-                self._sending = PendingSends()
-            self._sending.add(group.send([as_bytes(data)], place, tag), data)
-
-        self._with_group(begin)
-
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each integer, by log2(n) rounds of messages; see :meth:`Communicator.maximum`.
-
-        Gloo's own all-reduce is a ring, whose every hop waits for the one before: 2n of them.
-        """
+        """Return the maximum of each integer, over links; see :meth:`Communicator.maximum`."""
         if len(self.members) == 1:
             self._roster.check()
             return list(values)
-        largest = torch.tensor(values, dtype=torch.int64)
-        if len(self.members) == 2:  # one hop either way, and Gloo has a thread for it
-            self._reduce(largest, dist.ReduceOp.MAX)
-            return largest.tolist()
-        heard, place, count = torch.empty_like(largest), self._index(self._me), len(self.members)
+        largest: list[int] = []
 
-        def run_rounds(group: Any) -> None:
-            for to, source in dissemination_rounds(place, count):
-                works = [group.recv([heard], source, _MAXIMUM_TAG), group.send([largest], to, _MAXIMUM_TAG)]
-                for work in works:
-                    work.wait()
-                torch.maximum(largest, heard, out=largest)
+        def take_maximum() -> None:
+            links = self._connected_links()
+            exchange = functools.partial(links.exchange, tag=_MAXIMUM_TAG, check=self.check_failures)
+            largest[:] = maximum_over(exchange, self.members, self._me, values, few_messages=links.are_of_one_machine)
 
-        # One thread makes all rounds: Gloo reports the arrival of a message only to a thread that waits for it.
-        self._run(lambda group: ThreadedWork(lambda: run_rounds(group)))
-        return largest.tolist()
+        self._guarded(take_maximum)
+        return largest
 
     def broadcast(self, data: torch.Tensor, root: int) -> None:
         """Reduce with MAX over bytes that are zero everywhere but on the root; see :meth:`Communicator.broadcast`."""
@@ -177,12 +187,14 @@ class C10dCommunicator(SingleRankCommunicator):
 
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
         """Gather the progress of all members; see :meth:`Communicator.share_progress`."""
-        mine = torch.tensor([progress.completed, progress.computed, progress.flags, progress.heard], dtype=torch.int64)
-        gathered = torch.empty(len(self.members), len(mine), dtype=torch.int64)
-        self.allgather(mine, gathered)
+        mine = [progress.completed, progress.computed, progress.flags, progress.heard]
+        slots = [_LOWEST] * (len(self.members) * len(mine))
+        start = self._index(self._me) * len(mine)
+        slots[start : start + len(mine)] = map(int, mine)
+        rows = np.array(self.maximum(slots)).reshape(-1, len(mine)).tolist()
         return {
             rank: Progress(completed, bool(computed), Note(flags), heard)
-            for rank, (completed, computed, flags, heard) in zip(self.members, gathered.tolist(), strict=True)
+            for rank, (completed, computed, flags, heard) in zip(self.members, rows, strict=True)
         }
 
     def barrier(self) -> None:
@@ -228,13 +240,23 @@ class C10dCommunicator(SingleRankCommunicator):
         """Return this generation's storeless agreement; the first call tells the other members of the loss."""
         if self._storeless_agreement is None:
             others = [rank for rank in self.members if rank != self._me]
-            post = functools.partial(self._post, tag=_ALONE_TAG)
-            self._storeless_agreement = StorelessAgreement(others, post, self._sendrecv_storeless, self._roster.heard)
+            self._storeless_agreement = StorelessAgreement(
+                others, self._post_storeless, self._sendrecv_storeless, self._roster.heard
+            )
         return self._storeless_agreement
 
+    def _post_storeless(self, rank: int, data: torch.Tensor) -> None:
+        self._guarded(lambda: self._connected_links().post(rank, _packed(data), _STORELESS_TAG))
+
     def _sendrecv_storeless(self, given: Messages, taken: Messages) -> None:
-        send, receive = ([(self._index(rank), data) for rank, data in side] for side in (given, taken))
-        self.sendrecv(send, receive, _ALONE_TAG)
+        def exchange() -> None:
+            links = self._connected_links()
+            send, sources = [(rank, _packed(data)) for rank, data in given], [rank for rank, _ in taken]
+            heard = links.exchange(send, sources, _STORELESS_TAG, self.check_failures)
+            for (_, data), said in zip(taken, heard, strict=True):
+                as_bytes(data).copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+
+        self._guarded(exchange)
 
     def revoke(self) -> None:
         """Wake all members that wait in this generation; raise ``StoreLost`` if the store is lost."""
@@ -242,7 +264,8 @@ class C10dCommunicator(SingleRankCommunicator):
         try:
             self._roster.revoke()
         except StoreLost:
-            self._drop_group()  # closing the connections is the only signal left
+            self._close_links()  # to close all connections is the only signal left
+            self._drop_group()
             raise
 
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
@@ -251,6 +274,7 @@ class C10dCommunicator(SingleRankCommunicator):
         with waiting:
             self._roster.shrink(admits=admits, leaves=leaves)
         self._drop_group()
+        self._begin_generation()
         return self._me in self.members
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
@@ -280,7 +304,9 @@ class C10dCommunicator(SingleRankCommunicator):
     def join(self, loop: int) -> bool:
         """Wait to be admitted to a training loop; see :meth:`Communicator.join`. ``StoreLost`` if the store is lost."""
         with waiting:
-            return self._roster.join(loop, lambda: int(self._store.get("loop") or 0) > loop)
+            has_joined = self._roster.join(loop, lambda: int(self._store.get("loop") or 0) > loop)
+        self._begin_generation()
+        return has_joined
 
     def failed(self) -> tuple[int, ...]:
         """Return the members that are known to have failed."""
@@ -301,30 +327,89 @@ class C10dCommunicator(SingleRankCommunicator):
         self._with_group(lambda group: wait(begin(group), self.check_failures))
 
     def _with_group(self, act: Callable[[Any], Any]) -> None:
+        self._guarded(lambda: act(self._group or self._connect_all()))
+
+    def _guarded(self, act: Callable[[], Any]) -> None:
         self._check_thread()
         self._roster.check()
         if self._broken:
             raise PeerFailed(f"this generation is broken: {self._broken}")
         try:
             with waiting, as_peer_failure():
-                act(self._group or self._connect())
+                act()
         except PeerFailed as error:
             self._broken = str(error)
             raise
 
-    def _connect(self) -> Any:
-        """Create the process group of this generation, together with all members."""
-        self._roster.gather("here")  # however late: the time limit below is for members that are alive
-        prefix = f"g/{self.generation}/gather/addresses/"
-        exchange = AddressExchange(self._store, prefix, self._me, self.members, self._timeout_s)
-        place, size, address = self._index(self._me), len(self.members), self._store.own_address
-        making = ThreadedWork(lambda: make_gloo(exchange, place, size, address, self._timeout_s))
-        try:
-            self._group = wait(making, self._roster.check)
-        except PeerFailed:
-            exchange.give_up()
-            raise
+    def _begin_generation(self) -> None:
+        """Begin a generation: let threads answer members that ask for this one's address, or for the process group.
+
+        This member may compute meanwhile, or wait in an agreement that the other one enters only after its messages.
+        """
+        for key in self._asked:
+            self._store.on_key(key, None)
+        with self._making_lock:
+            self._has_told = False
+            if self._links is not None:
+                self._links.begin(self.generation, self.members)
+        if self._me not in self.members:
+            return
+        tell = functools.partial(self._tell_address, self.generation)
+        self._asked = {
+            f"g/{self.generation}/links": lambda: ThreadedWork(tell),
+            f"g/{self.generation}/group": functools.partial(self._start_making, self.generation, self.members),
+        }
+        for key, answer in self._asked.items():
+            self._store.on_key(key, answer)
+
+    def _ask(self, what: str) -> None:
+        if self._store.get(key := f"g/{self.generation}/{what}") is None:
+            self._store.post_new(key, str(self._me))
+
+    def _tell_address(self, generation: int) -> None:
+        """Tell the other members the address of this one's links, once in a generation."""
+        wake_fd = self._store.signal_fd  # not under the lock: the store's own lock comes first
+        with self._making_lock:
+            if self._links is None:
+                self._links = Links(self._me, self._store.own_address, wake_fd, self._timeout_s)
+                self._links.begin(self.generation, self.members)
+            if self._has_told or generation != self.generation:
+                return
+            self._has_told = True
+        self._roster.tell(generation, "links", self._links.own_address)
+
+    def _connected_links(self) -> Links:
+        """Return the links; the first call in a job, and after newcomers were admitted, asks all members for theirs."""
+        if self._links is None or not self._links.know(self.members):
+            self._ask("links")
+            self._tell_address(self.generation)
+            texts = self._roster.gather("links", None)
+            assert self._links is not None
+            self._links.meet(texts)
+        return self._links
+
+    def _start_making(self, generation: int, members: tuple[int, ...]) -> None:
+        with self._making_lock:
+            if self._making is not None or generation != self._roster.generation or self._me not in members:
+                return
+            prefix = f"g/{generation}/act/addresses/"
+            exchange = AddressExchange(self._store, prefix, self._me, members, FOREVER.total_seconds())
+            place, size, address = members.index(self._me), len(members), self._store.own_address
+            self._making = ThreadedWork(lambda: make_gloo(exchange, place, size, address, self._timeout_s)), exchange
+
+    def _connect_all(self) -> Any:
+        """Return the process group of this generation, which all members make together as soon as one needs it."""
+        if self._making is None:
+            self._ask("group")
+            self._start_making(self.generation, self.members)
+        assert self._making is not None
+        self._group = wait(self._making[0], self._roster.check)
         return self._group
+
+    def _close_links(self) -> None:
+        if self._links is not None:
+            self._links.close()
+            self._links = None
 
     def _drop_group(self) -> None:
         """Discard the process group of the previous generation."""
@@ -332,7 +417,15 @@ class C10dCommunicator(SingleRankCommunicator):
             self._sending.end()
             self._sending = None
         self._storeless_agreement = None
-        group, self._group = self._group, None
+        with self._making_lock:
+            group, self._group = self._group, None
+            making, self._making = self._making, None
         if group is not None:
             bury(group)
+        elif making is not None:
+            making[1].give_up()  # a group that was made in spite of that ends together with its thread
         self._broken = ""
+
+
+def _packed(data: torch.Tensor) -> bytes:
+    return as_bytes(data).numpy().tobytes()

@@ -46,9 +46,10 @@ class C10dMessageCommunicator(C10dCommunicator):
         if not is_first:
             with waiting:
                 self._roster.join_at_once()
+            self._begin_generation()
             return
         with contextlib.suppress(PeerFailed):  # the next collective raises it again
-            self.barrier()  # messages need connections, which all members must establish together
+            self.barrier()
 
     def start_send(self, data: torch.Tensor, rank: int, tag: int) -> Message:
         """Start a send; see :meth:`MessageCommunicator.start_send`."""

@@ -16,3 +16,17 @@ def dissemination_rounds(place: int, count: int) -> Iterator[tuple[int, int]]:
     while distance < count:
         yield (place + distance) % count, (place - distance) % count
         distance *= 2
+
+
+def tree_neighbors(place: int, count: int) -> tuple[int | None, list[int]]:
+    """Return the parent (None at the root, place 0) and the children of a place in a binomial tree of ``count`` places.
+
+    A reduction and a broadcast through the tree take ``2 * ceil(log2(n))`` hops instead of half as many, but only
+    ``2 * (n - 1)`` messages instead of ``n * log2(n)``.
+    """
+    children, distance = [], 1
+    while distance < count and not place & distance:
+        if place + distance < count:
+            children.append(place + distance)
+        distance *= 2
+    return (None if place == 0 else place - distance), children

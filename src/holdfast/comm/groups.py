@@ -74,6 +74,10 @@ class ThreadedWork:
             raise self._error
         return self._result
 
+    def pause(self, longest_s: float) -> None:
+        """Sleep until the call has ended, or for ``longest_s``."""
+        self._thread.join(longest_s)
+
     def _run(self) -> None:
         assert self._task is not None
         try:
@@ -87,12 +91,13 @@ class ThreadedWork:
 def wait(work: GroupWork, check: Callable[[], None]) -> Any:
     """Return the result of ``work``; call ``check`` meanwhile. If ``check`` raises, the operation is left running."""
     begun_s = time.monotonic()
+    pause = work.pause if isinstance(work, ThreadedWork) else time.sleep  # a thread wakes its waiter, Gloo does not
     for _ in range(_SPINS):
         if work.is_completed():
             return work.wait(FOREVER)
     while not work.is_completed():
         waited_s = time.monotonic() - begun_s
-        time.sleep(min(max(waited_s / _NAP_SHARE, _SHORTEST_NAP_S), _LONGEST_NAP_S))
+        pause(min(max(waited_s / _NAP_SHARE, _SHORTEST_NAP_S), _LONGEST_NAP_S))
         check()
     return work.wait(FOREVER)
 
@@ -169,10 +174,13 @@ class AddressExchange(dist.Store):  # type: ignore[name-defined,misc]  # torch h
         return self._addresses[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys exist; ``PeerFailed`` on timeout, or if the rendezvous was given up."""
-        limit_s = self._timeout_s if timeout is None else min(timeout.total_seconds(), self._timeout_s)
-        if self._store.wait(lambda: self._given_up or self.check(keys) or None, limit_s) is None or self._given_up:
-            raise PeerFailed(f"not every member published its address within {limit_s:g} s")
+        """Wait until all keys exist; ``PeerFailed`` on timeout, or if the rendezvous was given up.
+
+        The time limit of the process group is for connecting: a member that is late is no failure.
+        """
+        found = self._store.wait(lambda: self._given_up or self.check(keys) or None, self._timeout_s)
+        if found is None or self._given_up:
+            raise PeerFailed(f"not every member published its address within {self._timeout_s:g} s")
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys exist."""

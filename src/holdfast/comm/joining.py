@@ -219,13 +219,16 @@ class JoinedGroup:
                 f"another rank {group.rank} has joined: does another job meet at {group.host}:{group.port}, too?"
             )
         store.put(f"alive/{group.rank}", "", leased=True)
-        ranks = range(group.size)
+        awaited = list(range(group.size))
 
-        def missing() -> list[int]:
-            return [rank for rank in ranks if store.get(f"alive/{rank}") is None]
+        def have_joined() -> bool | None:
+            while awaited and store.get(f"alive/{awaited[-1]}") is not None:  # not all ranks at each of as many changes
+                awaited.pop()
+            return not awaited or None
 
-        if not store.wait(lambda: not missing() or None, max(1.0, self._ends_s - time.monotonic())):
-            raise StoreLost(f"ranks {missing()} did not join within {START_S:g} s")
+        if not store.wait(have_joined, max(1.0, self._ends_s - time.monotonic())):
+            missing = [rank for rank in awaited if store.get(f"alive/{rank}") is None]
+            raise StoreLost(f"ranks {missing} did not join within {START_S:g} s")
 
     # -- fail-stop
 

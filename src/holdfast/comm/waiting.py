@@ -38,17 +38,26 @@ class WaitContext:
     def __init__(self) -> None:
         self._depth = 0
         self._callback: Callable[[bool], None] | None = None
+        self._here = threading.local()
 
     def on_wait(self, callback: Callable[[bool], None] | None) -> None:
         """From now on call ``hear(True)`` when waiting begins and ``hear(False)`` when it ends; None removes it."""
         self._callback = callback
 
+    def ignore_this_thread(self) -> None:
+        """From now on this thread may wait without being reported, while another thread of the process computes."""
+        self._here.is_ignored = True
+
     def __enter__(self) -> None:
+        if hasattr(self._here, "is_ignored"):
+            return
         self._depth += 1
         if self._callback is not None and self._depth == 1:
             self._callback(True)
 
     def __exit__(self, *_: object) -> None:
+        if hasattr(self._here, "is_ignored"):
+            return
         self._depth -= 1
         if self._callback is not None and self._depth == 0:
             self._callback(False)

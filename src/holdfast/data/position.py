@@ -41,6 +41,12 @@ class DataPosition:
         self.plan = dataclasses.replace(self._given, **values, given_batch_size=self._given.batch_size)
         self._batches, self._ahead = BatchCutter(self.plan), BatchCutter(self.plan)
 
+    def align(self, *, in_tree: bool) -> None:
+        """Assign slices as fits the order in which gradients are added."""
+        if in_tree != self.plan.in_tree:
+            self._given, self.plan = (dataclasses.replace(plan, in_tree=in_tree) for plan in (self._given, self.plan))
+            self._batches, self._ahead = BatchCutter(self.plan), BatchCutter(self.plan)
+
     def _begin_again(self) -> None:
         self._batches, self._ahead = BatchCutter(self.plan), BatchCutter(self.plan)
         self._cursor = self.plan.start

@@ -30,6 +30,7 @@ def autoload() -> None:
 import torch.distributed as dist  # noqa: E402
 
 from holdfast.distributed.frameworks import adapt_frameworks  # noqa: E402
+from holdfast.distributed.monitored import let_torch_call_it  # noqa: E402
 from holdfast.distributed.registering import register  # noqa: E402
 from holdfast.distributed.rendezvous import watch_rendezvous  # noqa: E402
 from holdfast.errors import RanksLost  # noqa: E402
@@ -88,4 +89,5 @@ def adapt_to_job() -> None:
 
 if dist.is_available() and BACKEND not in dist.Backend.backend_list:
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    let_torch_call_it()
     adapt_to_job()

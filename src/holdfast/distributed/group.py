@@ -18,6 +18,7 @@ from holdfast.config import debug_wanted
 from holdfast.distributed.comm_thread import P2PTransfer, get_engine
 from holdfast.distributed.group_base import Tensors, nothing
 from holdfast.distributed.members import WORLD
+from holdfast.distributed.monitored import wait_for_all
 from holdfast.distributed.moves import MoveCollectives
 from holdfast.distributed.reductions import ReduceCollectives
 from holdfast.distributed.solo import BEFORE_REGISTER, SoloCollectives
@@ -26,7 +27,7 @@ from holdfast.distributed.staging import current_staging
 from holdfast.distributed.tensors import bytes_of, one, overwrite
 from holdfast.distributed.work import PendingWork
 from holdfast.errors import ConfigError
-from holdfast.torch_private import check_version
+from holdfast.torch_private import check_version, is_profiling
 
 _TAGS = 1 << 29
 """Tags of groups lie below it, those of point-to-point messages above."""
@@ -65,18 +66,21 @@ class HostGroup(ReduceCollectives, MoveCollectives):
 
     def all_gather_single_coalesced(self, outs: Tensors, parts: Tensors, options: Any = None) -> Work:
         """All-gather several tensors, each into one."""
-        works = [self.all_gather_single(out, part) for out, part in zip(outs, parts, strict=True)]
-        return self._last_of(works, list(outs), "all_gather_into_tensor_coalesced")
+        begin = [functools.partial(self.all_gather_single, *each) for each in zip(outs, parts, strict=True)]
+        return self._coalesce(begin, parts, list(outs), "all_gather_into_tensor_coalesced")
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, options: Any = None) -> Work:
         """All-gather several tensors; ``outputs`` has one list per rank."""
-        works = [self.allgather([[row[i] for row in outputs]], [part]) for i, part in enumerate(inputs)]
-        return self._last_of(works, [t for row in outputs for t in row], "all_gather_coalesced")
+        begin = [
+            functools.partial(self.allgather, [[row[i] for row in outputs]], [part]) for i, part in enumerate(inputs)
+        ]
+        return self._coalesce(begin, inputs, [t for row in outputs for t in row], "all_gather_coalesced")
 
     def reduce_scatter_single_coalesced(self, outs: Tensors, wholes: Tensors, options: Any = None) -> Work:
         """Reduce-scatter several tensors."""
-        works = [self.reduce_scatter_single(out, whole, options) for out, whole in zip(outs, wholes, strict=True)]
-        return self._last_of(works, list(outs), "reduce_scatter_tensor_coalesced")
+        pairs = zip(outs, wholes, strict=True)
+        begin = [functools.partial(self.reduce_scatter_single, *each, options) for each in pairs]
+        return self._coalesce(begin, wholes, list(outs), "reduce_scatter_tensor_coalesced")
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -108,6 +112,15 @@ class HostGroup(ReduceCollectives, MoveCollectives):
         """Receive a tensor from the rank that sends first."""
         return self._transfer(one(tensors, "recv"), "recv from any rank", None, tag)
 
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Block until all ranks have called it; see :func:`~holdfast.distributed.monitored.wait_for_all`."""
+        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        self._monitored += 1
+        wait_for_all(self, self._monitored - 1, limit_s, all_ranks=wait_all_ranks)
+
+    _monitored = 0
+    """Monitored barriers that this rank has called."""
+
     def _transfer(self, tensor: torch.Tensor, what: str, rank: int | None, tag: int, *, sends: bool = False) -> Work:
         length = tensor.numel() * tensor.element_size()
         staging = current_staging()
@@ -135,6 +148,8 @@ class HostGroup(ReduceCollectives, MoveCollectives):
             result = staging.originals(result)
         # It delays no collective.
         work = PendingWork(result, what, self._timeout_s, lambda _: None, staging=staging)
+        if is_profiling():
+            work.profile([tensor])
         return self._engine.submit(P2PTransfer(members, what, begin, finish, work))
 
 

@@ -19,7 +19,7 @@ from holdfast.distributed.staging import current_staging
 from holdfast.distributed.tensors import check_device
 from holdfast.distributed.work import PendingWork
 from holdfast.errors import RanksLost
-from holdfast.torch_private import task_of_backward
+from holdfast.torch_private import is_profiling, task_of_backward
 
 Tensors = Sequence[torch.Tensor]
 
@@ -36,6 +36,7 @@ class GroupBase(ProcessGroup):
         self._name = ""
         self._description = ""
         self._pending: PendingWork | None = None
+        self._is_profiled = True
         self._fills_seats = engine.recorder.settings.empty_seats == "fill"
 
     # -- attributes
@@ -49,6 +50,11 @@ class GroupBase(ProcessGroup):
     def timeout_s(self) -> float:
         """Default timeout of a wait."""
         return self._timeout_s
+
+    @property
+    def alive_places(self) -> list[int]:
+        """Ranks in the group that are alive, ascending."""
+        return [place for place, rank in enumerate(self._members.ranks) if rank in self._members.alive]
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -110,12 +116,15 @@ class GroupBase(ProcessGroup):
         *,
         deliver: Callable[[], None] | None = None,
         like: torch.Tensor | None = None,
+        inputs: Tensors = (),
         root: int | None = None,
         recovers: bool = False,
         counts: bool = True,
+        is_dense: bool = True,
     ) -> Work:
-        for tensor in result:
-            check_device(tensor, what)
+        if is_dense:
+            for tensor in result:
+                check_device(tensor, what)
         if root is not None and not 0 <= root < self.size():
             raise ValueError(f"{what}: the root must be a rank of the group, 0 to {self.size() - 1}, got {root}")
         staging = current_staging()
@@ -123,6 +132,8 @@ class GroupBase(ProcessGroup):
             exchange, finish = staging.after_copies(exchange), staging.before_copies(finish, result)
             result = staging.originals(result)
         work = PendingWork(result, what, self._timeout_s, self._engine.give_up, deliver, staging)
+        if self._is_profiled and is_profiling():
+            work.profile(inputs or ([like] if like is not None else result))
         signature = what
         if like is not None:
             signature += f" {like.dtype} {tuple(like.shape)}" + ("" if root is None else f" root {root}")
@@ -130,11 +141,18 @@ class GroupBase(ProcessGroup):
         self._pending = work
         return self._engine.submit(job)
 
-    def _last_of(self, works: Sequence[Work], result: list[torch.Tensor], what: str) -> Work:
-        """Return a work that completes when all of ``works`` have, which complete in order."""
-        if len(works) == 1:
-            return works[0]
-        return self._submit(what, result, _wait_for(works), nothing, counts=False)
+    def _coalesce(
+        self, begin: Sequence[Callable[[], Work]], inputs: Tensors, result: list[torch.Tensor], what: str
+    ) -> Work:
+        """Begin works that complete in order, and return one that completes when all have, which profilers see."""
+        if len(begin) == 1:
+            return begin[0]()
+        self._is_profiled = False
+        try:
+            works = [each() for each in begin]
+        finally:
+            self._is_profiled = True
+        return self._submit(what, result, _wait_for(works), nothing, inputs=inputs, counts=False)
 
     def _exchange_rows(self, send: torch.Tensor, rows: list[torch.Tensor]) -> None:
         """Send row ``i`` to the ``i``-th surviving rank, and store the received rows in ``rows``.

@@ -212,7 +212,3 @@ class MoveCollectives(GroupBase):
         """Block until all ranks have called it."""
         recovers = self._recovers(self._call_site())
         return self._submit("barrier", [], self._members.comm.barrier, nothing, like=torch.empty(0), recovers=recovers)
-
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Block until all ranks have called it; raise on timeout."""
-        self.barrier().wait(*([timeout] if timeout else []))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,13 +16,14 @@ from holdfast.comm.allreduce.adding import ORDERS, MeanDivisor
 from holdfast.comm.allreduce.ordered import SlotSpan
 from holdfast.distributed.call_site import CallSite
 from holdfast.distributed.comm_thread import CommThread
-from holdfast.distributed.group_base import GroupBase, Tensors, nothing
+from holdfast.distributed.group_base import Tensors, nothing
 from holdfast.distributed.members import GroupMembers
+from holdfast.distributed.sparse import SparseCollectives
 from holdfast.distributed.staging import current_staging
 from holdfast.distributed.tensors import ORDER_OF, factor_of, kind_of, name_of, of_its_own, one, overwrite, plain
 
 
-class ReduceCollectives(GroupBase):
+class ReduceCollectives(SparseCollectives):
     """A group's reductions, in rank order."""
 
     def __init__(self, engine: CommThread, members: GroupMembers, rank: int, timeout_s: float) -> None:
@@ -31,12 +33,16 @@ class ReduceCollectives(GroupBase):
 
     def allreduce(self, tensors: Tensors, options: Any = None) -> Work:
         """All-reduce a tensor, in place."""
-        return self._reduce(one(tensors, "all_reduce"), options, "all_reduce")
+        tensor = one(tensors, "all_reduce")
+        if tensor.layout != torch.strided:
+            return self._reduce_sparse(tensor, _op_of(options), "all_reduce")
+        return self._reduce(tensor, options, "all_reduce")
 
     def allreduce_coalesced(self, tensors: Tensors, options: Any = None) -> Work:
         """All-reduce several tensors, in place."""
-        works = [self._reduce(tensor, options, "all_reduce_coalesced") for tensor in tensors]
-        return self._last_of(works, list(tensors), "all_reduce_coalesced")
+        what = "all_reduce_coalesced"
+        begin = [functools.partial(self._reduce, tensor, options, what) for tensor in tensors]
+        return self._coalesce(begin, tensors, list(tensors), what)
 
     def reduce(self, tensors: Tensors, options: Any) -> Work:
         """Reduce a tensor over all ranks; only the root gets the result."""

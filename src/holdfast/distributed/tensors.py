@@ -37,17 +37,24 @@ def one(tensors: Sequence[Any], what: str) -> Any:
 def check_device(tensor: torch.Tensor, what: str) -> None:
     """Make sure that a tensor is a dense one, on a device that the backend supports."""
     check_supported(tensor.device, what)
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{what} needs a dense tensor, got one of layout {tensor.layout}")
+    check_layout(tensor, what, torch.strided)
 
 
-def _type_of(op: Any) -> Any:
+def check_layout(tensor: torch.Tensor, what: str, layout: torch.layout) -> None:
+    """Raise ``ValueError`` unless a tensor has this layout."""
+    if tensor.layout != layout:
+        wanted = "dense" if layout == torch.strided else "sparse COO"
+        raise ValueError(f"{what} needs a {wanted} tensor, got one of layout {tensor.layout}")
+
+
+def type_of(op: Any) -> Any:
+    """Return the type of a reduction, without its factor."""
     return getattr(op, "op", op)
 
 
 def name_of(op: Any) -> str:
     """Return the name of a reduction."""
-    return _NAMES[_type_of(op)]
+    return _NAMES[type_of(op)]
 
 
 def factor_of(op: Any) -> Any:
@@ -59,7 +66,7 @@ def factor_of(op: Any) -> Any:
 def kind_of(op: Any, tensor: torch.Tensor) -> Any:
     """Return the reduction; ``ValueError`` if it is not defined for the tensor's dtype."""
     check_device(tensor, "a reduction")
-    kind = next((known for known in ORDER_OF if _type_of(op) == known), None)
+    kind = next((known for known in ORDER_OF if type_of(op) == known), None)
     if kind is None:
         raise ValueError(f"reduction {op} is not supported, expected one of {', '.join(_NAMES[k] for k in ORDER_OF)}")
     name, dtype = ORDER_OF[kind], tensor.dtype

@@ -5,14 +5,20 @@ from __future__ import annotations
 import datetime
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import Work
 
+from holdfast.torch_private import begin_event
+
 if TYPE_CHECKING:
     from holdfast.distributed.staging import Staging
+
+
+_EVENTS = {"recv from any rank": "recvAnySource"}
+"""Events of torch's profiler that have another name than the collective."""
 
 
 class PendingWork(Work):
@@ -44,6 +50,7 @@ class PendingWork(Work):
         self._what = what
         self.timeout_s = timeout_s
         self._done = threading.Event()
+        self._end_event: Callable[[], None] | None = None
         self._error: Exception | None = None
         self._inner: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
@@ -67,7 +74,14 @@ class PendingWork(Work):
         self._error = error
         self._end()
 
+    def profile(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Let torch's profiler show this work from now until its end, on the names that torch's own backends use."""
+        name = _EVENTS.get(self._what) or self._what.partition("(")[0].partition(" ")[0]
+        self._end_event = begin_event(f"holdfast:{name}", inputs)
+
     def _end(self) -> None:
+        if self._end_event is not None:
+            self._end_event()
         with self._lock:
             self._done.set()
             inner = self._inner
@@ -87,7 +101,7 @@ class PendingWork(Work):
         if not self._done.wait(limit_s):
             self._give_up(self)
             raise RuntimeError(
-                f"{self._what} timed out after {limit_s:g} s: not every rank of its group has called it, or not in the"
+                f"{self._what}: Timed out after {limit_s:g} s: not every rank of its group has called it, or not in the"
                 " same order as the collectives of other groups; the group is unusable from now on"
             )
         if self._error is not None:

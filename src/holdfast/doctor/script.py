@@ -125,7 +125,7 @@ class ScriptInspector:
         self._before = generator_states()
         return _copy(self._inputs)
 
-    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None:
+    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int, *, is_only: bool = True) -> None:
         """Compute the gradients of the slice."""
         self.seen.draws["model"] = _drawn(self._before, generator_states())
         loss.backward()
@@ -137,6 +137,9 @@ class ScriptInspector:
     def at_once(self, *_: Any) -> AbstractContextManager[Collection[int]]:
         """Do not batch slices."""
         return ONE_BY_ONE
+
+    def log_media(self, *_: Any) -> None:
+        """Drop it."""
 
     def free_memory(self, error: RuntimeError, batch: MiniBatch, number: int) -> bool:
         """Let every error end the computation."""

@@ -100,6 +100,8 @@ class LoopState:
 
     Args:
         slices: Slices of a mini-batch, fixed for the job.
+        order: Order in which the gradients of slices are added, fixed for the job; "" until it is chosen, see
+            :mod:`holdfast.state.order_choice`.
         number: Training loops before this one.
         epoch: Epochs begun by earlier loops.
         offset: Samples of the next epoch that were consumed before this job.
@@ -112,6 +114,7 @@ class LoopState:
     """
 
     slices: int
+    order: str = ""
     number: int = 0
     epoch: int = 0
     offset: int = 0

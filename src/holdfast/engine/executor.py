@@ -78,8 +78,9 @@ class StepExecutor:
         return self._trainable.slices(batch, self._job.comm.local_ranks)
 
     def close(self) -> None:
-        """Stop the prefetching of inputs."""
+        """Stop the prefetching of inputs, and what the runner has started."""
         self._loading.close()
+        self._runner.close()
 
     def finish(self, attempt: Step) -> None:
         """Complete the computation of a step; see :meth:`Runner.finish`.

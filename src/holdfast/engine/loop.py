@@ -144,7 +144,7 @@ class TrainingLoop:
         if job.loops.sum is None:
             job.loops.sum = make_allreduce(
                 job.comm,
-                job.settings.order,
+                job.loops.order or "fold",  # chosen when a state is loaded
                 trainable.size_bytes,
                 device=device_of(trainable.device),
                 shared_bytes=job.settings.shared_bytes,
@@ -205,8 +205,8 @@ class TrainingLoop:
         return bool(self._status.flags & Note.STOP)
 
     def position(self) -> dict[str, Any]:
-        """Return the position in the data after the last committed step."""
-        return self._position.info()
+        """Return the position in the data after the last committed step, and the order in which gradients are added."""
+        return {**self._position.info(), "order": self._job.loops.order}
 
     def end_here(self) -> None:
         """Make the last committed step the last one of this loop; every worker must do so after the same step."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from holdfast.checkpoint.writer import WriteResult
 from holdfast.comm.launchers import chosen
+from holdfast.config import AUTO
 from holdfast.data.ledger import SampleCounts
 from holdfast.data.plan import MiniBatch, SamplePlan
 from holdfast.engine.context import JobContext, RebuildInfo, RecoveryContext
 from holdfast.integrity.certified import ChainLink, HashedState
 from holdfast.models.slice_batching import BatchingTrial
+from holdfast.records.paths import media_dir
 from holdfast.records.types import (
     CheckpointSaved,
     CorruptionFound,
@@ -38,6 +41,14 @@ _WRONG = {
 """Readable descriptions of what the guard found, by ``what`` of :class:`CorruptionFound`."""
 
 
+class Media(Protocol):
+    """An image or a histogram that a script logs; see :mod:`holdfast.session.media`."""
+
+    def record(self, name: str, folder: Path, file: str) -> Record:
+        """Return its record, without stamps; an image is written to ``file`` in ``folder``."""
+        ...
+
+
 class RunLog:
     """Makes the records of a training loop and passes them to the job's logger.
 
@@ -49,6 +60,8 @@ class RunLog:
         self._job = job
         self._phase = "start"
         self._last_step: list[Record] = []
+        self._media_dir = media_dir(Path(job.settings.run_dir)) if job.settings.run_dir else None
+        self._num_media = 0
 
     def mark(self, phase: str) -> None:
         """Mark the phase that this worker is in."""
@@ -62,6 +75,10 @@ class RunLog:
     def started(self, plan: SamplePlan, num_buckets: int, parameters: int) -> None:
         """Training begins or resumes."""
         job, settings = self._job, self._job.settings
+        if settings.order == AUTO and job.loops.order != "fold" and not job.loops.finished:
+            self.print_line(
+                f"gradients of this run are added in order {job.loops.order}, also when it is resumed (--order)"
+            )
         self.write(
             RunStarted(
                 fabric=chosen(settings.fabric),
@@ -69,7 +86,7 @@ class RunLog:
                 seed=plan.seed,
                 workers=len(job.comm.members),
                 slices=plan.slices,
-                order=settings.order,
+                order=job.loops.order,
                 split=plan.split,
                 batch=plan.batch,
                 rescale=settings.rescale,
@@ -146,6 +163,17 @@ class RunLog:
                 samples=tried.sizes, why_not=tried.why_not, at_once_s=tried.at_once_s, one_by_one_s=tried.one_by_one_s
             )
         )
+
+    def media(self, step: int, name: str, media: Media) -> None:
+        """The script logged an image or a histogram; recorded before the commit vote, so that a committed step has it."""
+        if self._media_dir is None or not self._media_dir.is_dir():
+            return
+        self._num_media += 1
+        file = f"{step}-{self._job.comm.local_ranks[0]}-{self._num_media}.png"
+        try:
+            self.write(dataclasses.replace(media.record(name, self._media_dir, file), step=step))
+        except OSError as error:
+            self.warn(f"{name} of step {step} is not logged: {error.strerror}")
 
     # -- failures
 

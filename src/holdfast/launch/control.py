@@ -54,6 +54,7 @@ class RunningJob:
     spares: int = 0
     nnodes: int = 1
     node_rank: int = 0  # node of this launcher
+    log_dir: str = ""  # directory of its workers' output
 
     @classmethod
     def of(cls, job: Job, origin_s: float = 0.0) -> Self:
@@ -98,9 +99,9 @@ class RunningJob:
             return False
 
 
-def announce(run_dir: Path, job: Job, origin_s: float = 0.0) -> RunningJob:
+def announce(run_dir: Path, job: Job, origin_s: float = 0.0, log_dir: Path | None = None) -> RunningJob:
     """Publish the job of this launcher, so that commands can find it; return the published description."""
-    running = dataclasses.replace(RunningJob.of(job, origin_s), run_dir=run_dir)
+    running = dataclasses.replace(RunningJob.of(job, origin_s), run_dir=run_dir, log_dir=str(log_dir or ""))
     draft = run_dir / f"{_ABOUT}.draft"
     draft.write_text(json.dumps(dataclasses.asdict(running) | {"run_dir": ""}))
     draft.replace(run_dir / _ABOUT)
@@ -129,6 +130,12 @@ def find(pid: int | None = None) -> RunningJob:
     if pid is None:
         refuse(f"{len(all_jobs)} jobs are running: {there}; choose one with --job NUMBER")
     return refuse(f"--job must be the PID of a running launcher: {there}; got {pid}")
+
+
+def writing_to(report_dir: Path) -> RunningJob | None:
+    """Return the running job whose report goes to this directory, None if there is none."""
+    wanted = report_dir.resolve()
+    return next((job for job in running_jobs() if job.report_dir and Path(job.report_dir).resolve() == wanted), None)
 
 
 def running_jobs() -> Iterator[RunningJob]:

@@ -25,7 +25,7 @@ class ElasticWorkers:
         self._run = run
         self._bus = bus
         self._requested = ControlRequest(run.paths.run_dir, run.view.print_line)
-        self._running = announce(run.paths.run_dir, run.job, time.monotonic() - run.clock.now_s())
+        self._running = announce(run.paths.run_dir, run.job, time.monotonic() - run.clock.now_s(), run.paths.log_dir)
 
     def begin(self, start: JobStart) -> None:
         """Prepare for a start of the job. If it began without this node, offer the node's workers as newcomers."""

@@ -6,9 +6,11 @@ import contextlib
 import signal
 from collections.abc import Mapping, Sequence, Set
 
+from holdfast.debug.stacks import innermost
 from holdfast.errors import StoreLost
 from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.control import append
+from holdfast.launch.debugging import OFF, LastStacks
 from holdfast.launch.hangs import HangDetector, StuckWorker
 from holdfast.launch.nodes import NodeGroup
 from holdfast.launch.record_bus import RecordBus, RunState
@@ -36,6 +38,8 @@ class HealthMonitor:
         self._starting = StartupMonitor(
             0.0 if run.job.is_virtual else run.job.settings.start_timeout_s, run.job.script.name
         )
+        is_off = run.job.debug_bundles == OFF or bool(run.job.hosts)  # with hosts a signal takes a remote shell
+        self._stacks = LastStacks(run.paths.run_dir, is_off=is_off)
         self._poll_at_s = 0.0
         self._ended: dict[int, float] = {}
 
@@ -117,7 +121,8 @@ class HealthMonitor:
         if found.warning:
             self._run.view.print_line(found.warning)
         for stuck in found.stuck:
-            self._note_fenced(stuck, -1)
+            pair = attempt.pair(stuck.rank)
+            self._note_fenced(stuck, -1, "" if pair is None else self._stacks.take(stuck.rank, pair.worker))
         unknown = [stuck for stuck in found.stuck if not attempt.fence(stuck.rank)]  # over Gloo there is none
         if found.lost or unknown:
             why = found.lost or f"rank {unknown[0].rank} {unknown[0].reason}"
@@ -142,11 +147,13 @@ class HealthMonitor:
                 pair.watcher.send(signal.SIGCONT)  # a stopped watcher could not record the end of its worker
             if pair is None or not pair.worker.is_alive():
                 continue
-            self._note_fenced(stuck, positions[stuck.rank].step)
+            self._note_fenced(stuck, positions[stuck.rank].step, self._stacks.take(stuck.rank, pair.worker))
             pair.worker.send(signal.SIGKILL)
 
-    def _note_fenced(self, stuck: StuckWorker, step: int) -> None:
-        self._bus.note(WorkerFenced(rank=stuck.rank, step=step, silent_s=stuck.silent_s, reason=stuck.reason))
+    def _note_fenced(self, stuck: StuckWorker, step: int, stack: str) -> None:
+        where = innermost(stack, str(self._run.job.script))
+        reason = f"{stuck.reason}; it was in {where}" if where else stuck.reason
+        self._bus.note(WorkerFenced(rank=stuck.rank, step=step, silent_s=stuck.silent_s, reason=reason, stack=stack))
 
     def _check_stragglers(self, attempt: JobAttempt, positions: Mapping[int, BeaconPosition], now_s: float) -> None:
         policy = self._run.job.stragglers

@@ -240,6 +240,16 @@ class Job:
         has_default=True,
     )
 
+    debug_bundles: str = option(
+        "",
+        help="Write a debug bundle here when workers are lost or hang; off: not even the stack of a hung worker.",
+        manual="write a debug bundle to this directory when workers are lost or hang, at most five in a run. `off`: not even the stack of a worker that hangs is taken before it is killed: [debug.md](../how-to/debug.md)",
+        usual="the stacks of workers that hang",
+        group="Output",
+        metavar="DIR|off",
+        kind=str,
+    )
+
     metrics_port: str = option(
         "",
         help="Serve metrics to Prometheus on this port, of this machine only unless HOST is given.",
@@ -255,6 +265,15 @@ class Job:
         group="Monitoring",
         metavar="FILE",
         kind=Path,
+    )
+    log_to: tuple[str, ...] = option(
+        (),
+        help="Log each step to tensorboard:DIR, wandb[:PROJECT] or mlflow[:URI]; trace recoveries to otel[:ENDPOINT].",
+        manual="log each step once to `tensorboard:DIR`, `wandb[:PROJECT]` or `mlflow[:URI]`, or send a span for each recovery to `otel[:ENDPOINT]`, on the first node; repeatable: [log-experiments.md](../how-to/log-experiments.md)",
+        group="Monitoring",
+        flags=("--log-to",),
+        metavar="TARGET",
+        kind=list[str],
     )
 
     dashboard: str = option(
@@ -355,7 +374,7 @@ def _check_checkpoints(settings: Settings) -> None:
     for given, flag in ((often, "--checkpoint-every"), (settings.keep_last, "--keep-last")):
         if given and not place:
             refuse(f"{flag} needs --checkpoint-dir, the directory for the checkpoints")
-    if place and not _is_remote(place) and local.exists() and not local.is_dir():
+    if place and not is_remote(place) and local.exists() and not local.is_dir():
         refuse(f"--checkpoint-dir must be a directory, and {place} is a file")
     if settings.keep_every and not settings.keep_last:
         refuse("--keep-every needs --keep-last: without it all checkpoints are kept")
@@ -363,7 +382,7 @@ def _check_checkpoints(settings: Settings) -> None:
         refuse("--checkpoint-format hdf5 needs h5py: pip install h5py, or choose another format")
 
 
-def _is_remote(place: str) -> bool:
+def is_remote(place: str) -> bool:
     """Return whether checkpoints are in remote storage, not in a local directory."""
     return "://" in place and not place.startswith("file://")
 
@@ -432,7 +451,7 @@ def refuse(message: str) -> NoReturn:
 
 # -- the command line of a job
 
-_SAID_APART = ("workers", "token", "certificate", "resume", "max_respawns", "page")
+_SAID_APART = ("workers", "token", "certificate", "resume", "max_respawns", "page", "log_to")
 """Fields whose options :func:`command_line` writes in a special way, or omits."""
 OPTIONS, _JOB_OPTIONS = (
     tuple(
@@ -456,6 +475,8 @@ def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
     words += ["--respawn"] if job.max_respawns else []
     words += ["--max-respawns", str(job.max_respawns)] if job.max_respawns not in (0, MAX_RESPAWNS) else []
     words += _output_tail(job, _JOB_OPTIONS, Job(script=job.script, settings=settings))
+    for target in job.log_to:
+        words += ["--log-to", target]
     for fault in faults:
         words += ["--inject", fault]
     return shlex.join([*words, *job.words])

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Self
 
 from holdfast.clock import SystemClock
-from holdfast.config import Settings
+from holdfast.config import AUTO, Settings
 from holdfast.errors import StoreLost
 from holdfast.faults.plan import FaultPlan
 from holdfast.launch.attempt import AttemptFiles, JobAttempt, common_environment
@@ -21,6 +21,7 @@ from holdfast.launch.health import HealthMonitor
 from holdfast.launch.job import Job, JobOutcome, check
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
 from holdfast.launch.live import RunStatus, RunView
+from holdfast.launch.loggers import find_leftovers, open_loggers
 from holdfast.launch.mpi_hosts import MpiHosts, check_hosts, shared_folder
 from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_node_faults
 from holdfast.launch.node_health import NodeCheck
@@ -32,6 +33,7 @@ from holdfast.launch.rendezvous import check_nodes
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.sinks import check_sinks, open_sinks
 from holdfast.launch.stopping import StopProcedure
+from holdfast.loggers.leftovers import Leftovers
 from holdfast.records.files import read_run
 from holdfast.records.queued import QueuedSink, SinkCount
 from holdfast.records.types import JobRestarted, RunStarted
@@ -93,6 +95,7 @@ class Launcher:
         """Create the parts of a run, and register with ``undo`` how to undo each, even if a later one raises."""
         job = self._job
         undo.callback(self._view.close)
+        undo.callback((earlier := find_leftovers(job)).close)  # before the folders of earlier starts are removed
         report_logs = None if job.report_dir is None else job.report_dir / "logs"
         self._paths = RunPaths.make(job.log_dir or report_logs, shared_folder(job))
         undo.callback(self._paths.clear)
@@ -123,7 +126,7 @@ class Launcher:
             paths=self._paths,
             files=self._files,
             clock=SystemClock(self._origin_s),
-            sinks=self._open_sinks(),
+            sinks=self._open_sinks(earlier),
         )
         undo.callback(self._close_sinks)
         if line := sharing_line(job.gpus, 0 if job.is_virtual or job.hosts else len(job.ranks) // job.nnodes):
@@ -298,6 +301,7 @@ class Launcher:
             store=store,
             token=start.token,
             slices=self._slices(start),
+            order=self._order(),
             resume=given.resume or goes_on,
             mtbf_s=self._mtbf_s(),
             faults=plan.to_json() if plan.faults else "",
@@ -319,6 +323,13 @@ class Launcher:
         is_short = self._nodes is not None and len(start.ranks) < len(self._job.ranks)  # an unfit node stays out
         unsaid = self._job.slices if self._restarts or is_short else self._job.settings.slices
         return next((record.slices for record in self._began()), unsaid)
+
+    def _order(self) -> str:
+        """Return the order of additions; a job that is restarted keeps the one that it began with."""
+        if not self._restarts or self._job.settings.order != AUTO:
+            return self._job.settings.order
+        shared = "" if self._nodes is None else self._nodes.order
+        return shared or next((record.order for record in self._began()), AUTO)
 
     def _mtbf_s(self) -> float:
         """Return the estimated time between failures: the configured value counts as one failure, as does each restart."""
@@ -377,10 +388,14 @@ class Launcher:
 
     # --- sinks, and the end
 
-    def _open_sinks(self) -> tuple[QueuedSink, ...]:
-        """Open what receives the records besides their files; the launcher of the first node has the dashboard."""
+    def _open_sinks(self, earlier: Leftovers) -> tuple[QueuedSink, ...]:
+        """Open what receives the records besides their files; the launcher of the first node has the dashboard.
+
+        Args:
+            earlier: What earlier starts of the job have not logged.
+        """
         job, clock, say = self._job, SystemClock(self._origin_s), self._view.print_line
-        sinks = open_sinks(job, clock, say)
+        sinks = (*open_sinks(job, clock, say), *open_loggers(job, clock, say, self._paths.run_dir, earlier))
         if job.dashboard and job.node_rank == 0:
             from holdfast.launch.dashboard import Dashboard
 

@@ -103,9 +103,9 @@ class RemoteProcess(Process):
         """Return True: until its watcher records how it ended, its state is unknown here."""
         return True
 
-    def send(self, number: signal.Signals) -> bool:
+    def send(self, number: int) -> bool:
         """Send a signal, which takes a while and may not arrive."""
-        self.agent.send(self.host, kill_command(self, number))
+        self.agent.send(self.host, kill_command(self, signal.Signals(number)))
         return True
 
 

@@ -16,7 +16,7 @@ A store may outlive the job (etcd): the keys of one run have its number as a pre
 ``number/RANK``          node that starts the newcomer RANK
 ``start/N``              JSON: the seats of the launchers that began (N = 0; -1: that node comes later), or the node of
                          each worker in the N-th restart
-``slices``               slices per mini-batch, once training has begun
+``slices``, ``order``    slices per mini-batch, and the order in which gradients are added, once training has begun
 ``clock``                address and port at which a launcher gives the time
 ``unfit/R``              why node R stays out of the job
 ``gone/N/RANK``          a worker of that start has ended, or was given up; the node that reported it
@@ -202,16 +202,22 @@ class NodeGroup(Rendezvous):
         self.hold_seat(self._own, self.number)
         return least
 
-    def note_slices(self, count: int) -> None:
-        """Record the job's number of slices, for launchers that come late."""
+    def note_start(self, slices: int, order: str) -> None:
+        """Record the job's number of slices and its order of additions, for launchers that come late and for restarts."""
         if self.slices == 0:
             with contextlib.suppress(StoreLost):  # then no launcher will come
-                self.store.create("slices", str(count))
+                self.store.create("order", order)
+                self.store.create("slices", str(slices))
 
     @property
     def slices(self) -> int:
         """Slices of the job, 0 before training has begun."""
         return int(self.store.get("slices") or 0)
+
+    @property
+    def order(self) -> str:
+        """Order in which the job adds gradients, "" before training has begun."""
+        return self.store.get("order") or ""
 
     # -- record replication
 

@@ -55,7 +55,7 @@ class Process:
         state, started = _state_of(self.pid)
         return started == self.started and state in "Tt"
 
-    def send(self, number: signal.Signals) -> bool:
+    def send(self, number: int) -> bool:
         """Send a signal; return whether the process existed."""
         handle = self.open()
         if handle is None:

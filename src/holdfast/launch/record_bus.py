@@ -117,7 +117,7 @@ class RecordBus:
                 self._status = dataclasses.replace(self._status, planned=record.steps_planned)
                 self.is_distributed = is_distributed(record)
                 if self._run.nodes is not None:
-                    self._run.nodes.note_slices(record.slices)
+                    self._run.nodes.note_start(record.slices, record.order)
             case JobRestarted():
                 self.is_training = False
                 self._times.begin()

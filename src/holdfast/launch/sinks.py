@@ -5,17 +5,22 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from holdfast.clock import Clock
 from holdfast.errors import ConfigError
+from holdfast.launch.debugging import OFF, BundleWriter, check_bundles
 from holdfast.launch.job import Job, check_writable
+from holdfast.launch.loggers import check_targets
 from holdfast.records.queued import QueuedSink, SlowSink
 
 _TRAIN_JOB = "KUBEFLOW_TRAINER_SERVER_URL"
 
 
 def check_sinks(job: Job) -> None:
-    """Raise a ConfigError that says what to change, if the job cannot be monitored as it asks for."""
+    """Raise a ConfigError that says what to change, if records cannot be passed on as the job asks for."""
+    check_targets(job)
+    check_bundles(job)
     if job.dashboard:
         host_and_port(job.dashboard, "--dashboard")
     path = job.metrics_file
@@ -65,6 +70,8 @@ def open_sinks(job: Job, clock: Clock, say: Callable[[str], None]) -> tuple[Queu
         if job.metrics_port:
             say(f"metrics at {exporter.serve(*host_and_port(job.metrics_port, '--metrics-port'))}")
         sinks.append(exporter)
+    if job.debug_bundles not in ("", OFF):
+        sinks.append(BundleWriter(Path(job.debug_bundles).absolute()))
     if _TRAIN_JOB in os.environ:
         from holdfast.monitor.kubeflow import progress_reporter
 

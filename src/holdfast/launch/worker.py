@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from holdfast.config import Settings, mpi_rank
+from holdfast.debug.handlers import handlers_path, serve_handlers
+from holdfast.debug.stacks import stack_path, write_stacks_on_signal
 from holdfast.errors import ConfigError, HoldfastError, InternalError, ScriptError
 from holdfast.launch.device_loss import device_loss
 from holdfast.launch.gpus import for_slot, hint_for
@@ -104,6 +106,7 @@ def run_script(words: Sequence[str]) -> NoReturn:
         _have_children_end_with_us()
         _redirect_output(rank)
         _show_life(settings, rank)
+        _serve_handlers(settings, rank)
         _set_torchrun_variables(settings)
         target = Target.of_words(words)
         script = target.script
@@ -197,10 +200,21 @@ def _show_life(settings: Settings, rank: int) -> None:
     try:
         note_pair(run_dir, rank, os.getpid(), os.getppid())
         show_life(beacon_path(run_dir, rank), settings.pulse_every_s)
+        write_stacks_on_signal(stack_path(run_dir, rank))
     except OSError as error:
         raise ConfigError(
             f"cannot write to {run_dir}: {error.strerror}; free space there, or set TMPDIR to another directory"
         ) from error
+
+
+def _serve_handlers(settings: Settings, rank: int) -> None:
+    """Serve torch's debug handlers, if the job asks for them."""
+    if (
+        settings.debug_handlers
+        and settings.run_dir
+        and (why := serve_handlers(handlers_path(Path(settings.run_dir), rank)))
+    ):
+        sys.stderr.write(f"holdfast: {why}\n")
 
 
 def _set_torchrun_variables(settings: Settings) -> None:

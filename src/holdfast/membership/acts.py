@@ -10,22 +10,24 @@ node's launcher casts the votes of its workers together (:class:`NodeVotes`).
 ``g/G/act/N/node/NODE``     JSON: the votes of the members of a node, by rank
 ``g/G/act/N/decision``      the decision of an agreement; that of a shrink is ``g/(G + 1)/members``
 ``g/G/act/N/mixed``         JSON: members, if some voted for another kind of act than others, which is a bug
-``g/G/gather/NAME/...``     the same for texts: the decision is JSON, the text of each member by rank
+``g/G/act/NAME/...``        the same for texts that are gathered: the decision is JSON, the text of each member by rank
 ==========================  =================================================
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 _VOTE = re.compile(
-    r"(?P<act>(?P<scope>.*?)g/(?P<generation>[0-9]+)/(?P<kind>act|gather)/[^/]+/)(?:node/[^/]+|(?P<rank>[0-9]+))"
+    r"(?P<act>(?P<scope>.*?)g/(?P<generation>[0-9]+)/act/(?P<name>[^/]+)/)(?:node/[^/]+|(?P<rank>[0-9]+))"
 )
 _MEMBERS = re.compile(r"(?P<scope>.*?)g/(?P<generation>[0-9]+)/members")
+_MAX_MEMBERS = 1 << 20
 _JOIN = re.compile(r"(?P<scope>.*?)join/(?P<rank>[0-9]+)")
 _DEAD = "dead/"
 
@@ -74,7 +76,42 @@ def vote_key(key: str) -> VoteKey | None:
     if found is None:
         return None
     rank = None if found["rank"] is None else int(found["rank"])
-    return VoteKey(found["act"], found["scope"], int(found["generation"]), found["kind"] == "gather", rank)
+    return VoteKey(found["act"], found["scope"], int(found["generation"]), not found["name"].isdecimal(), rank)
+
+
+def encode_members(members: Iterable[int]) -> str:
+    """Return ranks as text for :func:`decode_members`: a JSON list of ranks, where ``[first, last]`` is a run of them.
+
+    So the text grows with the number of workers that a job has lost, not with the number that it has.
+    """
+    return json.dumps([first if first == last else [first, last] for first, last in _runs(members)])
+
+
+def describe_members(members: Iterable[int]) -> str:
+    """Return ranks as a person writes them, such as ``0-3, 5``."""
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in _runs(members))
+
+
+def _runs(members: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the first and the last rank of each run of consecutive ranks, ascending."""
+    runs: list[tuple[int, int]] = []
+    for rank in sorted(members):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], rank
+        else:
+            runs.append((rank, rank))
+    return runs
+
+
+def decode_members(text: str) -> tuple[int, ...]:
+    """Return the ranks in a text of :func:`encode_members`; raise ``ValueError`` or ``TypeError`` if it holds none."""
+    runs = [(each, each) if type(each) is int else each for each in json.loads(text)]
+    ends = [int(rank) for first, last in runs for rank in (first, last)]
+    if ends != sorted(ends):
+        raise ValueError(f"the ranks of the members must ascend, got {text:.80}")
+    if sum(ends[1::2]) - sum(ends[::2]) + len(runs) > _MAX_MEMBERS:
+        raise ValueError(f"a job may have {_MAX_MEMBERS} workers, got {text:.80}")
+    return tuple(itertools.chain.from_iterable(range(first, last + 1) for first, last in runs))
 
 
 class MixedVotes(Exception):
@@ -101,7 +138,7 @@ def decide(votes: Mapping[int, RosterVote], dead: Collection[int], newcomers: Ca
     stay = [rank for rank, vote in alive.items() if not vote.leaves] or list(alive)  # or the state would be lost
     loops = {vote.admits for vote in alive.values()}
     admitted = newcomers(loops.pop()) if len(loops) == 1 else ()
-    return json.dumps(sorted({*stay, *admitted}))
+    return encode_members({*stay, *admitted})
 
 
 @functools.lru_cache(maxsize=256)  # most members of a job cast the same votes
@@ -131,7 +168,7 @@ def check_vote(key: str, value: str) -> None:
                 int(rank)
                 _check_text(vote, text)
         elif _MEMBERS.fullmatch(key):
-            frozenset(map(int, json.loads(value)))
+            decode_members(value)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"not a value of {key:.80}: {value:.80}") from error
 
@@ -193,17 +230,22 @@ class Tally:
     def _note_members(self, at: tuple[str, int], value: str | None) -> list[tuple[str, str]]:
         self._members.pop(at, None)
         if value is not None:
-            self._members[at] = frozenset(json.loads(value))
+            self._members[at] = frozenset(decode_members(value))
         return self._decide([act for act in self._acts.values() if (act.key.scope, act.key.generation) == at])
 
     def _decide(self, acts: Iterable[_Act]) -> list[tuple[str, str]]:
         decided = []
         for act in acts:
             members = self._members.get((act.key.scope, act.key.generation))
-            if not act.is_done and act.votes and members is not None and members - self._dead <= act.votes.keys():
+            if not act.is_done and act.votes and members is not None and self._is_complete(act, members):
                 act.is_done = True
                 decided.append(self._decision(act, members))
         return decided
+
+    def _is_complete(self, act: _Act, members: frozenset[int]) -> bool:
+        if len(act.votes) + len(self._dead) < len(members):
+            return False  # most votes end here, without a look at every member
+        return members - self._dead <= act.votes.keys()
 
     def _decision(self, act: _Act, members: frozenset[int]) -> tuple[str, str]:
         if act.key.gathers:
@@ -270,6 +312,6 @@ class NodeVotes:
         if text is None:
             return False
         if text != self._members[0]:
-            self._members = text, frozenset(json.loads(text))
+            self._members = text, frozenset(decode_members(text))
         missing = self._members[1].intersection(self._ranks()) - act.votes.keys()
         return all(self._get(f"{_DEAD}{rank}") is not None for rank in missing)

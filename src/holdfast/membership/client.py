@@ -92,14 +92,18 @@ class HubStore(Store):
         check_size(key, value)
         return self._request("create", key=key, value=value)
 
+    @property
+    def posts_at_once(self) -> bool:
+        """See :attr:`Store.posts_at_once`; only a request that awaits its answer is repeated at the next hub."""
+        return len(self._places) == 1
+
     def post(self, key: str, value: str) -> None:
         """See :meth:`Store.post`."""
-        check_size(key, value)
-        if len(self._places) > 1:
-            self.put(key, value)  # only a request that awaits its answer is repeated at the next hub
-            return
-        with self._sending:
-            self._send(dump({"op": "put", "key": key, "value": value}))
+        self._post("put", key, value)
+
+    def post_new(self, key: str, value: str) -> None:
+        """See :meth:`Store.post_new`."""
+        self._post("create", key, value)
 
     def delete(self, key: str) -> None:
         """See :meth:`Store.delete`."""
@@ -115,6 +119,14 @@ class HubStore(Store):
             self._socket.close()
 
     # -- requests
+
+    def _post(self, op: str, key: str, value: str) -> None:
+        check_size(key, value)
+        if not self.posts_at_once:
+            self._request(op, key=key, value=value)
+            return
+        with self._sending:
+            self._send(dump({"op": op, "key": key, "value": value}))
 
     def _request(self, op: str, **fields: Any) -> bool:
         with self._asking:  # one at a time: only the last request is repeated at the next hub
@@ -139,8 +151,9 @@ class HubStore(Store):
 
     def _await(self, number: int) -> bool:
         """Return the answer; the listening thread ends the wait if there will be none."""
-        answer = self.wait(lambda: self._answers.pop(number, None))
+        answer = self.wait(lambda: self._answers.get(number))
         assert answer is not None
+        del self._answers[number]
         return answer
 
     def _lose(self, why: object) -> None:
@@ -311,7 +324,7 @@ class HubStore(Store):
         self._unanswered = None
         with self._changed:
             self._answers[number] = done
-            self._changed.notify_all()
+            self._wake()
 
     def _sockets(self) -> list[socket.socket]:
         return [self._socket]

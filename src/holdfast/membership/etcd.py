@@ -299,7 +299,7 @@ class EtcdStore(Store):
 
     def _advance(self, revision: str) -> None:
         self._revision = max(self._revision, int(revision))
-        self._changed.notify_all()
+        self._wake()
 
     def _key(self, pair: dict[str, Any]) -> str:
         return decode(pair["key"]).removeprefix(self._prefix)

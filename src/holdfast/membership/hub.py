@@ -201,10 +201,12 @@ class Hub(LineServer):
                 client.abort()
 
     def _executed(self, operation: Operation, applied: Applied) -> None:
-        """Notify all clients of changes: of decisions, not of votes."""
-        for job, key, value in applied.changes:
-            if vote_key(key) is not None:
-                continue
+        """Notify all clients of changes: of decisions, not of votes; and of a folder that was deleted, not of each key."""
+        folder = operation["key"] if operation["op"] == "delete" and operation["key"].endswith("/") else None
+        visible = ((job, key, value) for job, key, value in applied.changes if vote_key(key) is None)
+        if folder is not None:
+            visible = ((job, folder if value is None else key, value) for job, key, value in visible)
+        for job, key, value in dict.fromkeys(visible):
             line = dump({"key": key, "value": value})
             for client in self._clients.get(job, ()):
                 client.send(line)

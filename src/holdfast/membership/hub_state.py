@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.membership.acts import Tally
+from holdfast.membership.store import remove
 
 Operation = dict[str, Any]
 
@@ -105,10 +106,8 @@ class HubState:
         return changes
 
     def _delete(self, job: str, key: str) -> list[tuple[str, str, str | None]]:
-        items = self.jobs[job]
-        gone = [name for name in items if name == key or (key.endswith("/") and name.startswith(key))]
+        gone = remove(self.jobs[job], key)
         for name in gone:
-            del items[name]
             self.owners.pop((job, name), None)
         return [(job, name, None) for name in gone]
 

@@ -15,7 +15,7 @@ from typing import Any
 from holdfast.errors import StoreLost
 from holdfast.membership.acts import NodeVotes, Tally, vote_key
 from holdfast.membership.server import Client, Incoming, LineServer, answer_to, check_request
-from holdfast.membership.store import LEASE_S, Store
+from holdfast.membership.store import LEASE_S, Store, remove
 from holdfast.membership.wire import BEAT, MAX_LINE_BYTES, dump, parse
 
 _THREADS = 8
@@ -88,7 +88,7 @@ class Relay(LineServer):
         if vote_key(key) is not None:
             return
         if value is None:
-            self._items.pop(key, None)
+            remove(self._items, key)
         else:
             self._items[key] = value
         line = dump({"key": key, "value": value})
@@ -135,7 +135,14 @@ class Relay(LineServer):
 
     def _cast(self) -> None:
         for key, votes in self._votes.complete():
-            self._start(self._write("post", key, votes))
+            if self._store.posts_at_once:
+                self._post(key, votes)
+            else:
+                self._start(self._write("post", key, votes))
+
+    def _post(self, key: str, value: str) -> None:
+        with contextlib.suppress(StoreLost):  # the listener ends the relay
+            self._store.post(key, value)
 
     async def _forward(self, client: Client, request: dict[str, Any]) -> None:
         """Forward a request, and send the answer after the changes that the store made before it answered."""

@@ -6,23 +6,32 @@ the same for all members, even if they knew of different failures.
 
 ===========================  =================================================
 ===========================  =================================================
-``g/G/members``              JSON list: the members of generation G
+``g/G/members``              the members of generation G: :func:`~holdfast.membership.acts.encode_members`
 ``g/G/revoked``              the member that revoked it, if any
 ``g/G/act/N/...``            votes and decision of the N-th act: :mod:`~holdfast.membership.acts`
-``g/G/gather/NAME/...``      texts that all members gather
+``g/G/act/NAME/...``         texts that all members gather
 ``dead/RANK``                the cause of death; written by the launcher of its node
 ``join/RANK``                JSON: a newcomer waits to be admitted
 """
 
 from __future__ import annotations
 
+import bisect
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from holdfast.errors import InternalError, PeerFailed, VotedOut
-from holdfast.membership.acts import MixedVotes, RosterVote, decide, parse_vote
+from holdfast.membership.acts import (
+    MixedVotes,
+    RosterVote,
+    decide,
+    decode_members,
+    describe_members,
+    encode_members,
+    parse_vote,
+)
 from holdfast.membership.store import Store
 
 
@@ -51,19 +60,19 @@ class Roster:
         self.rank = rank
         self.generation = 0
         self.members: tuple[int, ...] = ()
-        self._member_set: frozenset[int] = frozenset()
         self.heard = Agreement()
         self.act = 0
         """Number of the last act of this generation that this member took part in, including acts without a
         decision."""
         self._seen = -1
         if first_members is not None:
-            store.create("g/0/members", json.dumps(sorted(first_members)))
+            store.create("g/0/members", encode_members(first_members))
             self._enter(0)
 
     def agree(self, flag: bool) -> bool:
         """Return the AND of all flags; False also if a member is dead. Uniform."""
-        value = bool(self._decide(RosterVote(act="agree", flag=flag), self._next_act() + "decision"))
+        decided = self._decide(RosterVote(act="agree", flag=flag), self._next_act() + "decision")
+        value = bool(json.loads(decided))
         self.heard = Agreement(self.act, value)
         return value
 
@@ -76,12 +85,12 @@ class Roster:
         self._decide(RosterVote(act="shrink", admits=admits, leaves=leaves), self._members_key(self.generation + 1))
         self._enter(self.generation + 1, leaves=leaves)
         if self.generation >= 2 and self.members[:1] == (self.rank,):
-            for done in ("act", "gather"):
-                self.store.delete(f"g/{self.generation - 2}/{done}/")
+            self.store.delete(f"g/{self.generation - 2}/act/")
 
     def revoke(self) -> None:
         """Make :meth:`check` of all members fail."""
-        self.store.create(f"g/{self.generation}/revoked", str(self.rank))  # later ones tell the members nothing new
+        if not self.is_revoked():  # a second revocation tells the members nothing new
+            self.store.post_new(f"g/{self.generation}/revoked", str(self.rank))
 
     def is_revoked(self) -> bool:
         """Return whether a member has revoked this generation."""
@@ -101,7 +110,11 @@ class Roster:
     def dead(self) -> tuple[int, ...]:
         """Return the members that are known to be dead."""
         known = sorted(int(rank) for rank in self.store.under("dead/"))
-        return tuple(rank for rank in known if rank in self._member_set)
+        return tuple(rank for rank in known if self._has_member(rank))
+
+    def _has_member(self, rank: int) -> bool:
+        at = bisect.bisect_left(self.members, rank)
+        return at < len(self.members) and self.members[at] == rank
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
         """Return the workers that wait to be admitted to a training loop."""
@@ -132,16 +145,17 @@ class Roster:
 
     # -- acts
 
-    def gather(self, name: str, text: str = "") -> dict[int, str]:
+    def gather(self, name: str, text: str | None = "") -> dict[int, str]:
         """Return the texts of the members that are not empty, by rank, once all members have called this.
 
-        A name is used once in a generation.
+        A name is used once in a generation, and is no number. ``text`` is None if :meth:`tell` has sent this member's before.
 
         Raises:
             PeerFailed: if a member is dead, or a peer has revoked this generation.
         """
-        prefix = f"g/{self.generation}/gather/{name}/"
-        self.store.post(f"{prefix}{self.rank}", text)
+        prefix = f"g/{self.generation}/act/{name}/"
+        if text is not None:
+            self.tell(self.generation, name, text)
 
         def all_texts() -> dict[int, str] | None:
             self.check()
@@ -151,12 +165,16 @@ class Roster:
         assert texts is not None
         return texts
 
+    def tell(self, generation: int, name: str, text: str) -> None:
+        """Send this member's text of a gathering, once, from any thread."""
+        self.store.post(f"g/{generation}/act/{name}/{self.rank}", text)
+
     def _next_act(self) -> str:
         self.act += 1
         return f"g/{self.generation}/act/{self.act}/"
 
-    def _decide(self, vote: RosterVote, key: str) -> Any:
-        """Vote, and return the decision."""
+    def _decide(self, vote: RosterVote, key: str) -> str:
+        """Vote, and return the text of the decision."""
         prefix = f"g/{self.generation}/act/{self.act}/"
         self.store.post(f"{prefix}{self.rank}", vote.encode())
 
@@ -171,11 +189,12 @@ class Roster:
         while (decided := self.store.get(key)) is None:
             proposal = self.store.wait(look)
             assert proposal is not None
-            others = next_members()
-            if others and self.store.get(key) is None:  # a decision of this act has been removed by now
+            if self.store.get(key) is not None:
+                continue  # the store or another member has created it
+            if others := next_members():  # a decision of this act has been removed by now
                 self._stop(self.generation + 1, others)
             self.store.create(key, proposal)
-        return json.loads(decided)
+        return decided
 
     def _conclude(self, prefix: str, act: str) -> str | None:
         """Return the decision that follows from the votes, None while a vote is missing, or where the store counts."""
@@ -214,22 +233,21 @@ class Roster:
         assert found is not None
         return found
 
-    def _generations(self) -> list[tuple[int, list[int]]]:
+    def _generations(self) -> list[tuple[int, tuple[int, ...]]]:
         known = {key: members for key, members in self.store.under("g/").items() if key.endswith("/members")}
-        return [(int(key.partition("/")[0]), json.loads(members)) for key, members in known.items()]
+        return [(int(key.partition("/")[0]), decode_members(members)) for key, members in known.items()]
 
     def _enter(self, generation: int, *, leaves: bool = False) -> None:
         members = self.store.wait(lambda: self.store.get(self._members_key(generation)))
         assert members is not None
-        self.members = tuple(json.loads(members))
-        self._member_set = frozenset(self.members)
+        self.members = decode_members(members)
         self.generation, self.act, self._seen, self.heard = generation, 0, -1, Agreement()
-        if self.rank not in self.members and not leaves:
+        if not self._has_member(self.rank) and not leaves:
             self._stop(generation, members)
 
     def _stop(self, generation: int, members: str) -> NoReturn:
         raise VotedOut(
-            f"worker {self.rank} was voted out: generation {generation} is {members}; it was cut off, or too slow to answer, and must stop"
+            f"worker {self.rank} was voted out: generation {generation} is [{describe_members(decode_members(members))}]; it was cut off, or too slow to answer, and must stop"
         )
 
 

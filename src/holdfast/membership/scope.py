@@ -51,9 +51,18 @@ class StoreScope(Store):
         """See :meth:`Store.create`."""
         return self._store.create(self._key(key), value)
 
+    @property
+    def posts_at_once(self) -> bool:
+        """See :attr:`Store.posts_at_once`."""
+        return self._store.posts_at_once
+
     def post(self, key: str, value: str) -> None:
         """See :meth:`Store.post`."""
         self._store.post(self._key(key), value)
+
+    def post_new(self, key: str, value: str) -> None:
+        """See :meth:`Store.post_new`."""
+        self._store.post_new(self._key(key), value)
 
     def delete(self, key: str) -> None:
         """See :meth:`Store.delete`."""
@@ -70,6 +79,15 @@ class StoreScope(Store):
     def under(self, prefix: str) -> dict[str, str]:
         """See :meth:`Store.under`."""
         return self._store.under(self._key(prefix))
+
+    @property
+    def signal_fd(self) -> int:
+        """See :attr:`Store.signal_fd`."""
+        return self._store.signal_fd
+
+    def on_key(self, key: str, act: Callable[[], object] | None) -> None:
+        """See :meth:`Store.on_key`."""
+        self._store.on_key(self._key(key), act)
 
     def wait(self, ready: Callable[[], _Found | None], timeout_s: float | None = None) -> _Found | None:
         """See :meth:`Store.wait`."""

@@ -19,6 +19,7 @@ from typing import TypeVar
 from holdfast.errors import ConfigError, StoreLost
 
 _Found = TypeVar("_Found")
+_Value = TypeVar("_Value")
 
 MAX_KEY_BYTES = 512
 MAX_VALUE_BYTES = 1 << 20
@@ -47,7 +48,8 @@ def search_s(lease_s: float) -> float:
 
 
 Listener = Callable[[str, str | None], None]
-"""Receives every change: a key, and its value or None if it was removed; the key "" once the store is lost."""
+"""Receives every change: a key and its value; None if the key was removed, or all keys under it if it ends in ``/``; the
+key "" once the store is lost."""
 
 
 class Store(ABC):
@@ -62,9 +64,23 @@ class Store(ABC):
         self._folders: dict[str, dict[str, str]] = {}
         """The items whose keys have a ``/``, by what comes before the first one."""
         self._changed = threading.Condition()
+        self._waiting: list[Callable[[], object]] = []
+        """What threads in :meth:`wait` wait for."""
         self._version = 0
         self._lost = ""
         self._listener: Listener | None = None
+        self._signal_fd = -1
+        self._acts: dict[str, Callable[[], object]] = {}
+
+    @property
+    def signal_fd(self) -> int:
+        """An event file descriptor that becomes readable when :attr:`version` changes, for one reader that empties it."""
+        with self._changed:
+            if self._signal_fd < 0:
+                self._signal_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                self._close_signal = weakref.finalize(self, os.close, self._signal_fd)
+                self._close_signal.atexit = False  # the thread that writes to it ends later
+            return self._signal_fd
 
     @property
     def version(self) -> int:
@@ -100,9 +116,18 @@ class Store(ABC):
     def create(self, key: str, value: str) -> bool:
         """Write a value unless the key exists; return whether it was written."""
 
+    @property
+    def posts_at_once(self) -> bool:
+        """Whether :meth:`post` and :meth:`post_new` do not wait for an answer."""
+        return False
+
     def post(self, key: str, value: str) -> None:
         """Write a value, without waiting for the answer where the store allows that."""
         self.put(key, value)
+
+    def post_new(self, key: str, value: str) -> None:
+        """Write a value unless the key exists, without waiting for the outcome where the store allows that."""
+        self.create(key, value)
 
     @abstractmethod
     def delete(self, key: str) -> None:
@@ -132,11 +157,24 @@ class Store(ABC):
                 listener("", self._lost)
             self._listener = listener
 
+    def on_key(self, key: str, act: Callable[[], object] | None) -> None:
+        """Call ``act`` once, in any thread, as soon as ``key`` exists; None takes that back.
+
+        It must return quickly and use no store.
+        """
+        with self._changed:
+            self._acts.pop(key, None)
+            if act is not None and key in self._items:
+                act()
+            elif act is not None:
+                self._acts[key] = act
+
     def wait(self, ready: Callable[[], _Found | None], timeout_s: float | None = None) -> _Found | None:
         """Return the result of ``ready`` as soon as it is not None; ``ready`` is called after every change.
 
         Args:
-            ready: Reads the local copy; must not use the store otherwise.
+            ready: Reads the local copy, must not use the store otherwise, and returns the same when it is called again.
+                It is called in the thread that notes the change, so that this one is woken only when it can continue.
             timeout_s: Time after which None is returned; None waits as long as the store is available.
 
         Raises:
@@ -144,35 +182,52 @@ class Store(ABC):
         """
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            while (found := ready()) is None:
-                if self._lost:
-                    raise StoreLost(self._lost)
-                left_s = None if ends_s is None else ends_s - time.monotonic()
-                if left_s is not None and left_s <= 0:
-                    return None
-                self._changed.wait(left_s)
+            self._waiting.append(ready)
+            try:
+                while (found := ready()) is None:
+                    if self._lost:
+                        raise StoreLost(self._lost)
+                    left_s = None if ends_s is None else ends_s - time.monotonic()
+                    if left_s is not None and left_s <= 0:
+                        return None
+                    self._changed.wait(left_s)
+            finally:
+                self._waiting.remove(ready)
             return found
 
+    def _wake(self) -> None:
+        """After a change, with the lock held: wake the threads that wait if one of them can continue."""
+        if any(_may_continue(ready) for ready in self._waiting):
+            self._changed.notify_all()
+
     def _note(self, key: str, value: str | None) -> None:
-        """Apply a change to the local copy; None removes the key."""
+        """Apply a change to the local copy; None removes the key, or all keys under it if it ends in ``/``."""
         with self._changed:
             folder, slash, _ = key.partition("/")
-            for items in (self._items, self._folders.setdefault(folder, {})) if slash else (self._items,):
-                if value is None:
-                    items.pop(key, None)
-                else:
-                    items[key] = value
+            items = self._folders.setdefault(folder, {}) if slash else self._items
+            if value is not None:
+                self._items[key] = items[key] = value
+            else:
+                for gone in remove(items, key):
+                    self._items.pop(gone, None)
             if self._listener is not None:
                 self._listener(key, value)
-            self._version += 1
-            self._changed.notify_all()
+            if key in self._acts and value is not None:
+                self._acts.pop(key)()
+            self._announce_change()
+
+    def _announce_change(self) -> None:
+        self._version += 1
+        self._wake()
+        if self._signal_fd >= 0:
+            os.eventfd_write(self._signal_fd, 1)
 
     def _note_lost(self, why: str) -> None:
         with self._changed:
             if self._listener is not None and not self._lost:
                 self._listener("", why)
             self._lost = self._lost or why
-            self._version += 1
+            self._announce_change()
             self._changed.notify_all()
 
     def _sockets(self) -> list[socket.socket]:
@@ -181,11 +236,29 @@ class Store(ABC):
 
     def _forget(self) -> None:
         """After a fork, in the child: drop the parent's connections, and locks that a thread of the parent may hold."""
-        self._changed = threading.Condition()
+        self._changed, self._waiting = threading.Condition(), []
+        if self._signal_fd >= 0:
+            self._close_signal()
+            self._signal_fd = -1
         self._lost = "the connection to the store belongs to the parent process of a fork"
         for each in self._sockets():
             if (number := each.detach()) >= 0:
                 os.close(number)
+
+
+def _may_continue(ready: Callable[[], object]) -> bool:
+    try:
+        return ready() is not None
+    except Exception:
+        return True  # it is raised again in the thread that waits
+
+
+def remove(items: dict[str, _Value], key: str) -> list[str]:
+    """Remove a key, or all keys that begin with it if it ends in ``/``; return those that were there."""
+    gone = [name for name in items if name.startswith(key)] if key.endswith("/") else [key] if key in items else []
+    for name in gone:
+        del items[name]
+    return gone
 
 
 def address_towards(host: str, port: int) -> str:

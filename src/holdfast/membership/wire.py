@@ -1,17 +1,18 @@
 r"""Protocol of the hub and its clients: one JSON object per line.
 
 ===========  ====================================================================
-client       ``{"hello": 2, "token": ..., "job": ...}`` first, then requests; with ``session``, a name of its own, it
+client       ``{"hello": 3, "token": ..., "job": ...}`` first, then requests; with ``session``, a name of its own, it
 \            may repeat its last request at another hub of a cluster, where ``again`` says that it comes back
 \            ``{"id": n, "op": "put" | "create" | "delete", "key": ..., "value": ..., "leased": ...}``;
 \            without ``id`` there is no answer
 \            an empty line as a heartbeat
-hub          ``{"key": ..., "value": ... | null}`` for every change, all keys first
+hub          ``{"key": ..., "value": ... | null}`` for every change, all keys first; null removes the key, or all keys
+\            that begin with it if it ends in ``/``
 \            ``{"id": n, "done": ...}`` in answer to a request, 0 to the hello, with ``lease_s``, and with
 \            ``address`` where this is not the address of the client's end: its machine's towards the other nodes
 \            ``{"refused": ...}``, then it closes the connection; with ``leader``, the address of the hub that may lead
 \            an empty line in answer to a heartbeat
-another hub  ``{"hello": 2, "token": ..., "peer": NAME}``, answered by ``{"peer": NAME, "is_new": ...}``; then messages of
+another hub  ``{"hello": 3, "token": ..., "peer": NAME}``, answered by ``{"peer": NAME, "is_new": ...}``; then messages of
 \            :mod:`holdfast.membership.consensus`, and an answer to each
 ===========  ====================================================================
 """
@@ -23,7 +24,7 @@ from typing import Any
 
 from holdfast.membership.store import MAX_VALUE_BYTES
 
-HELLO = 2
+HELLO = 3
 """Version of this protocol."""
 
 MAX_HELLO_BYTES = 4096
@@ -74,7 +75,7 @@ def dump(message: dict[str, Any]) -> bytes:
 def parse(line: bytes) -> dict[str, Any]:
     """Decode the message in a line; raise ``ValueError`` if it is invalid."""
     try:
-        message = json.loads(line)
+        message = json.loads(line.decode())
     except RecursionError as error:
         raise ValueError("a message is nested too deeply") from error
     if type(message) is not dict:

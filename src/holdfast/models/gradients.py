@@ -107,6 +107,8 @@ class BucketLayout:
         self._incomplete: list[set[int]] = []
         self.copies: Callable[[SlotSpan, int], None] | None = None
         """Starts the copy of a bucket to the host, given its row, as soon as a slice is complete there; None on the CPU."""
+        self.tells: Callable[[int, int], None] | None = None
+        """Called with each gradient that has been moved into its term, as its bucket and place; None if it is not needed."""
         self.copied: list[torch.Tensor] = []
         """Memory for gradients that may be modified, by bucket; empty until it is needed."""
         self._given: list[tuple[int, list[torch.Tensor]]] = [(-1, [])] * len(layouts)
@@ -119,7 +121,7 @@ class BucketLayout:
         """Return the views in ``memory`` (``size_bytes`` bytes), that of the ``row``-th slice, for its terms."""
         flat = [b.span.of(memory) for b in self.layouts]
         views = [_views(b, term) for b, term in zip(self.layouts, flat, strict=True)]
-        if self.copies is not None:  # each with a version of its own, instead of one for all of the memory
+        if self.copies or self.tells:  # each with a version of its own, instead of one for all of the memory
             views = [[view.data for view in some] for some in views]
         return SliceGradients(flat, views, row)
 
@@ -132,9 +134,10 @@ class BucketLayout:
         """
         if not self._hooks:
             for bucket, places in enumerate(layout.places for layout in self.layouts):
+                take = self._take_and_copy if self.copies else self._take_and_tell if self.tells else self._take
                 for i, place in enumerate(places):
-                    take = functools.partial(self._take if self.copies is None else self._take_and_copy, bucket, i)
-                    self._hooks.append(place.parameter.register_post_accumulate_grad_hook(take))
+                    hook = functools.partial(take, bucket, i)
+                    self._hooks.append(place.parameter.register_post_accumulate_grad_hook(hook))
         self._target = terms
         if self.copies is not None:
             terms.begun.clear()
@@ -150,14 +153,18 @@ class BucketLayout:
             # Detached, for create_graph; torch.no_grad() for each parameter would take three times as long.
             parameter.grad = view.copy_(gradient.detach())
 
+    def _take_and_tell(self, bucket: int, i: int, parameter: torch.Tensor) -> None:
+        self._take(bucket, i, parameter)
+        if self._target is not None and self.tells is not None and parameter.grad is self._target.views[bucket][i]:
+            self.tells(bucket, i)
+
     def _take_and_copy(self, bucket: int, i: int, parameter: torch.Tensor) -> None:
         """Take a gradient; that of the last parameter of a bucket starts its copy. The last bucket lacks its figures."""
         self._take(bucket, i, parameter)
         if self._target is not None and bucket < len(self._incomplete) and self._incomplete[bucket]:
             self._incomplete[bucket].discard(i)
             if not self._incomplete[bucket]:
-                layout = self.layouts[bucket]
-                self._target.flat[bucket][layout.gradients_end : layout.figures_at] = 1.0
+                self.note_presence(self._target, bucket)
                 self._start_copy(bucket, self._target)
 
     def _start_copy(self, bucket: int, terms: SliceGradients) -> None:
@@ -181,11 +188,28 @@ class BucketLayout:
         terms.begun.clear()
         self.start_copies(terms)
 
-    def collect(self, terms: SliceGradients) -> None:
-        """Check that all gradients of a slice are in ``terms`` and dense, and remove them from the parameters."""
+    def note_presence(self, terms: SliceGradients, bucket: int) -> None:
+        """Note in a term that the slice has all gradients of a bucket."""
+        layout = self.layouts[bucket]
+        terms.flat[bucket][layout.gradients_end : layout.figures_at] = 1.0
+
+    def has_changed(self, terms: SliceGradients, bucket: int, versions: Sequence[int]) -> bool:
+        """Return whether a gradient of a bucket is another tensor than its term, or another version of it, by now."""
+        places, views = self.layouts[bucket].places, terms.views[bucket]
+        return any(
+            place.parameter.grad is not view or version_of(view) != version
+            for place, view, version in zip(places, views, versions, strict=True)
+        )
+
+    def collect(self, terms: SliceGradients, begun: int = 0) -> None:
+        """Check that all gradients of a slice are in ``terms`` and dense, and remove them from the parameters.
+
+        The all-reduces of the first ``begun`` buckets have begun: their terms are complete, and must not be written.
+        """
         self._target = None
-        for bucket, term, views in zip(self.layouts, terms.flat, terms.views, strict=True):
-            term[bucket.gradients_end : bucket.figures_at] = 1.0  # the presences
+        for i, bucket in enumerate(self.layouts[begun:], begun):
+            self.note_presence(terms, i)
+            term, views = terms.flat[i], terms.views[i]
             for place, view in zip(bucket.places, views, strict=True):
                 gradient = place.parameter.grad
                 if gradient is None:
@@ -196,22 +220,29 @@ class BucketLayout:
                     view.copy_(gradient.detach())
         self.clear()
 
-    def put(self, terms: SliceGradients, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
-        """Complete ``terms`` with a slice's gradients, buffers and metrics; see :meth:`put_figures`."""
-        self.collect(terms)
+    def put(
+        self, terms: SliceGradients, metrics: Mapping[str, torch.Tensor | float], samples: int, begun: int = 0
+    ) -> None:
+        """Complete ``terms`` with a slice's gradients, buffers and metrics; see :meth:`collect`, :meth:`put_figures`."""
+        self.collect(terms, begun)
         self.put_figures(terms.flat[-1], metrics, samples)
 
+    def add_up(self, rows: Sequence[SliceGradients], begun: int = 0) -> None:
+        """Add rows into the first of them, from the last to the first: ``a + (b + c)``; not the first ``begun`` buckets."""
+        for bucket in range(begun, len(self)):
+            self.add_up_bucket(bucket, rows)
+
     @torch.no_grad()
-    def add_up(self, rows: Sequence[SliceGradients]) -> None:
-        """Add rows into the first of them, from the last to the first: ``a + (b + c)``."""
-        for bucket, *flats in zip(self.layouts, *(row.flat for row in rows), strict=True):
-            # All rows of a tile are added while it is in the cache. On a device, tiles would only cost more calls.
-            size = TILE if bucket.device.type == "cpu" else max(1, bucket.length)
-            for first, *others in zip(*(flat.split(size) for flat in flats), strict=True):
-                total = others.pop()
-                while others:
-                    total = others.pop() + total
-                first.add_(total)
+    def add_up_bucket(self, bucket: int, rows: Sequence[SliceGradients]) -> None:
+        """Do so with a bucket; see :meth:`add_up`."""
+        layout = self.layouts[bucket]
+        # All rows of a tile are added while it is in the cache. On a device, tiles would only cost more calls.
+        size = TILE if layout.device.type == "cpu" else max(1, layout.length)
+        for first, *others in zip(*(row.flat[bucket].split(size) for row in rows), strict=True):
+            total = others.pop()
+            while others:
+                total = others.pop() + total
+            first.add_(total)
 
     @torch.no_grad()
     def move(self, source: SliceGradients, to: SliceGradients) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import ConfigError, ScriptError
+from holdfast.session.media import Media
 from holdfast.torch_private import tree_map
 
 Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]]
@@ -38,6 +39,8 @@ def check_name(name: str) -> None:
 
 def figure_of(value: torch.Tensor | float) -> torch.Tensor | float:
     """Return the value to keep of a metric that a script logs."""
+    if isinstance(value, Media):
+        raise ScriptError("an image or a histogram must be logged with step.log, in the loop over the slices of a step")
     return value.detach() if isinstance(value, torch.Tensor) else float(value)
 
 

@@ -99,7 +99,7 @@ class PipelineModel(ModelParallel):
     def begin_loop(self, job: JobContext, log: RunLog) -> None:
         super().begin_loop(job, log)
         self.stages = StageExecutor(
-            self.given, self.resident, job.comm, self._settings, job.faults, job.altered, self._scaling
+            self.given, self.resident, job.comm, self._settings, job.loops, job.faults, job.altered, self._scaling
         )
 
     def runner(self, context: StepContext) -> Runner:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
 
 from holdfast.comm import OrderedAllReduce
 from holdfast.comm.allreduce.checksums import note_altered
 from holdfast.data.plan import MiniBatch
 from holdfast.faults.process import Injector
 from holdfast.models.part import ModelPart
+
+
+class ReducedBucket(NamedTuple):
+    """The result of a bucket's all-reduce; see :meth:`StepGradients.add_sum`."""
+
+    result: torch.Tensor
+    slices: list[int]
+    in_host: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +44,31 @@ class BucketReducer:
         rescale: str,
         midway: Callable[[], None],
     ) -> None:
-        """All-reduce a bucket; the part keeps the result.
+        """All-reduce a bucket; the part keeps the result. For the arguments see :meth:`reduce`."""
+        rows = list(self.part.gradients.terms)
+        self.part.add_sum(
+            *self.reduce(batch, bucket, owners, rows=rows, givers=givers, name=name, rescale=rescale, midway=midway)
+        )
+
+    def reduce(
+        self,
+        batch: MiniBatch,
+        bucket: int,
+        owners: Mapping[int, int],
+        *,
+        rows: Sequence[int],
+        givers: Mapping[int, int],
+        name: str,
+        rescale: str,
+        midway: Callable[[], None],
+    ) -> ReducedBucket:
+        """All-reduce a bucket and return the result, which is not counted yet.
 
         Args:
             batch: The mini-batch of the step.
             bucket: Bucket of the part.
             owners: The slices to include, each with the worker that computed it.
+            rows: The first slice of each row of this process.
             givers: Local ranks that take part, each with its number of earlier all-reduces in this step.
             name: Name of the bucket in records.
             rescale: See :meth:`StepGradients.mean`.
@@ -46,18 +76,18 @@ class BucketReducer:
         """
         gradients, slices = self.part.gradients, sorted(owners)
         span = self.part.buckets.layouts[bucket].span
-        self.adds.seal(span, len(gradients.terms))
+        self.adds.seal(span, len(rows))
         for rank, number in givers.items():
             self._alter_message(batch.step, rank, number, bucket, owners)
         result = self.adds(
             span,
             gradients.plan.rows(owners),
-            rows=list(gradients.terms),
+            rows=rows,
             mean=gradients.mean(bucket, batch, slices, rescale),
             midway=midway,
             altered=functools.partial(note_altered, self.altered, name, owners),
         )
-        self.part.add_sum(result, slices, self.adds.in_host)
+        return ReducedBucket(result, slices, self.adds.in_host)
 
     def _alter_message(self, step: int, rank: int, number: int, bucket: int, owners: Mapping[int, int]) -> None:
         """Carry out planned flips in the terms that other workers read."""

@@ -65,6 +65,9 @@ class Runner(ABC):
             f"bucket {bucket} of step {batch.step} is not all-reduced over all workers: worker {source} has no result"
         )
 
+    def close(self) -> None:  # noqa: B027 - most runners hold nothing
+        """Release what outlives a training loop otherwise."""
+
     def between_slices(self, batch: MiniBatch) -> None:
         """Make random numbers that the script draws outside the slices independent of the slices computed here."""
         self._rest(self._job.comm.local_ranks)

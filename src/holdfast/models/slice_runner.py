@@ -6,7 +6,8 @@ import contextlib
 import functools
 import gc
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,13 +18,15 @@ from holdfast.data.seeds import seed_slice
 from holdfast.device_errors import DeviceFailure, classify
 from holdfast.engine.flips import NOT_WATCHED, flip_outputs
 from holdfast.errors import ScriptError
+from holdfast.models.backward_overlap import BackwardOverlap, why_never
 from holdfast.models.loss import Forward, Loss, checked, on_device
 from holdfast.models.part import ModelPart
-from holdfast.models.reducer import BucketReducer
+from holdfast.models.reducer import BucketReducer, ReducedBucket
 from holdfast.models.runner import Runner, StepContext
 from holdfast.models.slice_batching import Slice, SliceBatching, has_bits
 from holdfast.models.trainable import Trainable
 from holdfast.recovery.registry import strategy_class
+from holdfast.session.media import Histogram, Image
 from holdfast.session.step import Step
 
 
@@ -41,13 +44,35 @@ class SliceRunner(Runner):
         self._loaded: dict[int, Any] = {}
         self._moves_inputs = False
         self._watched = NOT_WATCHED
+        self._overlap = self._make_overlap()
+        self._last = -1
         self._planned: tuple[dict[int, int], RowPlan] = ({}, SINGLE_ROWS)
         self._adds_later = False
 
+    def _make_overlap(self) -> BackwardOverlap | None:
+        """Return what overlaps all-reduces with the backward pass; None if nothing can."""
+        why = why_never(self._job, self._part)
+        if not why:
+            return BackwardOverlap(self._job, self._context.total, self._part)
+        if self._job.settings.overlap == "on" and self._job.is_lead:
+            self._context.log.warn(f"--overlap on has no effect, because {why}")
+        return None
+
+    def close(self) -> None:
+        """End the thread of all-reduces that begin early."""
+        if self._overlap is not None:
+            self._overlap.close()
+
     def step(self, batch: MiniBatch, slices: list[int], attempt: int) -> Step:
         self._loaded = {}
+        self._last = slices[-1] if slices else -1
         self._part.gradients.plan = self._plan_rows(batch)
         self._context.total.keeps_terms = strategy_class(self._job.live.strategy).continues_steps
+        if self._overlap is not None:
+            self._overlap.begin_step()
+            self._context.total.keeps_terms |= (
+                self._overlap.begins
+            )  # the script may read gradients until the slice ends
         return Step(self, batch, slices, attempt)
 
     def _plan_rows(self, batch: MiniBatch) -> RowPlan:
@@ -58,7 +83,7 @@ class SliceRunner(Runner):
         if self._job.settings.guard == "heal" or self._job.faults.alters("message"):
             return SINGLE_ROWS
         if self._planned[0] != batch.owners:
-            self._planned = batch.owners, plan_rows(batch.owners, self._job.settings.order)
+            self._planned = batch.owners, plan_rows(batch.owners, self._job.loops.order)
         return self._planned[1]
 
     # -- a slice
@@ -80,20 +105,42 @@ class SliceRunner(Runner):
         seed_slice(seed, batch.step, number)
         return self._loaded.pop(number)
 
-    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None:
+    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int, *, is_only: bool = True) -> None:
+        """Compute the gradients of a slice; ``is_only``: the script makes no other backward pass for it."""
         ids, owner, faults = batch.slices[number], batch.owners[number], self._job.faults
         self._job.beacon.mark("backward", batch.step, number, ids)
         is_due = faults.waits_for("backward", batch.step, owner)
         midway = functools.partial(faults.reach, "backward", batch.step, owner) if is_due else None
-        self._part.backward(loss, len(ids), midway)
+        with self._overlapping(batch, number, is_only=is_only):
+            self._part.backward(loss, len(ids), midway)
+
+    def _overlapping(self, batch: MiniBatch, number: int, *, is_only: bool) -> AbstractContextManager[None]:
+        """Return the context for the backward pass of a slice: the last one begins all-reduces."""
+        if self._overlap is None or number != self._last or not is_only or self._adds_later:
+            return nullcontext()
+        gradients = self._part.gradients
+        owners, (rows, added) = self._owners(batch), gradients.rows_after(number)
+
+        def reduce(bucket: int) -> ReducedBucket:
+            if added:
+                self._part.buckets.add_up_bucket(bucket, added)
+            return self._reduce(batch, bucket, owners, rows)
+
+        return self._overlap.watching(gradients.next_terms(self._room), reduce)
 
     def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
         """Move the gradients of the slice into its terms, and add these to those of other slices as planned."""
-        self._part.gradients.end_slice(number, metrics, len(batch.slices[number]))
+        begun = self._overlap.end_slice() if self._overlap is not None and number == self._last else 0
+        self._part.gradients.end_slice(number, metrics, len(batch.slices[number]), begun)
         self._watched.close()
         self._end(batch, number, metrics)
         if not self._adds_later:
-            self._part.gradients.add_up(number)
+            self._part.gradients.add_up(number, begun)
+
+    def log_media(self, batch: MiniBatch, number: int, name: str, media: Image | Histogram) -> None:
+        """Record an image or a histogram, if it is of the first slice: whichever worker computes that, it is the same."""
+        if number == min(batch.owners):
+            self._context.log.media(batch.step, name, media)
 
     def free_memory(self, error: RuntimeError, batch: MiniBatch, number: int) -> bool:
         """Free what a slice has left that failed for want of memory, and say so; return False for any other error."""
@@ -206,12 +253,23 @@ class SliceRunner(Runner):
     # -- all-reduces
 
     def sum_bucket(self, batch: MiniBatch, bucket: int) -> None:
-        members = frozenset(self._job.comm.members)
         self._context.log.mark("allreduce")
-        self._reducer.sum(
+        reduced = None if self._overlap is None else self._overlap.finish(bucket)
+        if reduced is None:
+            reduced = self._reduce(batch, bucket, self._owners(batch), list(self._part.gradients.terms))
+        self._part.add_sum(*reduced)
+
+    def _owners(self, batch: MiniBatch) -> dict[int, int]:
+        """Return the slices that are all-reduced, each with its owner."""
+        members = frozenset(self._job.comm.members)
+        return {number: rank for number, rank in batch.owners.items() if rank in members}
+
+    def _reduce(self, batch: MiniBatch, bucket: int, owners: Mapping[int, int], rows: Sequence[int]) -> ReducedBucket:
+        return self._reducer.reduce(
             batch,
             bucket,
-            {number: rank for number, rank in batch.owners.items() if rank in members},
+            owners,
+            rows=rows,
             givers=dict.fromkeys(self._job.comm.local_ranks, bucket),
             name=f"bucket {bucket}",
             rescale=self._job.settings.rescale,

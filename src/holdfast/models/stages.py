@@ -22,6 +22,7 @@ from holdfast.comm.allreduce.checksums import note_altered
 from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
 from holdfast.data.seeds import seed_slice
+from holdfast.engine.context import LoopState
 from holdfast.engine.flips import flip_outputs
 from holdfast.errors import ScriptError
 from holdfast.faults.process import Injector
@@ -64,6 +65,7 @@ class StageExecutor:
         resident: ResidentParts,
         comm: Communicator,
         settings: Settings,
+        loops: LoopState,
         faults: Injector,
         altered: dict[str, int],
         scaling: PipelineScaler | None,
@@ -72,6 +74,7 @@ class StageExecutor:
         self._resident = resident
         self._comm = comm
         self._settings = settings
+        self._loops = loops
         self._faults = faults
         self._altered = altered
         self._scaling = scaling
@@ -265,7 +268,7 @@ class StageExecutor:
             size_bytes = self._resident.held[part].buckets.size_bytes
             made = make_allreduce(
                 Subgroup(self._comm, holders),
-                self._settings.order,
+                self._loops.order,
                 size_bytes,
                 device=device_of(self._resident.held[part].device),
                 shared_bytes=self._settings.shared_bytes,

@@ -55,10 +55,13 @@ class StepGradients:
             self._rows.append(self._buckets.terms_in(room(len(self._rows)), len(self._rows)))
         return self._rows[number]
 
-    def end_slice(self, number: int, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
-        """Move gradients, buffers and metrics of the slice into its terms, the newest row; see :meth:`add_up`."""
+    def end_slice(self, number: int, metrics: Mapping[str, torch.Tensor | float], samples: int, begun: int = 0) -> None:
+        """Move gradients, buffers and metrics of the slice into its terms, the newest row; see :meth:`add_up`.
+
+        The all-reduces of the first ``begun`` buckets have begun.
+        """
         terms = self._rows[len(self.terms)]
-        self._buckets.put(terms, metrics, samples)
+        self._buckets.put(terms, metrics, samples, begun)
         self.note(number, terms)
 
     def note(self, number: int, terms: SliceGradients) -> None:
@@ -77,11 +80,20 @@ class StepGradients:
         if number not in self.plan.first_of:
             self._buckets.restart_copies(self.terms[number])
 
-    def add_up(self, number: int) -> None:
-        """Add the newest rows as planned once slice ``number`` is computed; its own gradients are then no longer known."""
+    def rows_after(self, number: int) -> tuple[list[int], list[SliceGradients]]:
+        """Return what slice ``number``, which is being computed, will end with: the rows left, and those to add up first."""
+        times = self.plan.additions.get(number, 0)
+        rows = {**self.terms, number: self._rows[len(self.terms)]}
+        return list(rows)[: len(rows) - times], list(rows.values())[-1 - times :] if times else []
+
+    def add_up(self, number: int, begun: int = 0) -> None:
+        """Add the newest rows as planned once slice ``number`` is computed; its own gradients are then no longer known.
+
+        The all-reduces of the first ``begun`` buckets have begun, and add these themselves.
+        """
         times = self.plan.additions.get(number, 0)
         if times:
-            self._buckets.add_up(list(self.terms.values())[-1 - times :])
+            self._buckets.add_up(list(self.terms.values())[-1 - times :], begun)
             for _ in range(times):
                 self.terms.popitem()
         if number in self.plan.last:

@@ -13,6 +13,8 @@ from holdfast.records.types import (
     CorruptionFound,
     FailureSeen,
     FaultFired,
+    HistogramLogged,
+    ImageLogged,
     JobRestarted,
     Left,
     Record,
@@ -255,7 +257,7 @@ class _Events:
 
     def add(self, record: Record) -> bool:
         """Add a record; return whether anything but the last undisturbed step changes."""
-        if isinstance(record, StateHashed):
+        if isinstance(record, StateHashed | ImageLogged | HistogramLogged):
             return False
         if not isinstance(record, StepCommitted):
             return self._add_event(record)

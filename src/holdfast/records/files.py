@@ -17,13 +17,13 @@ from pathlib import Path
 
 from holdfast.errors import ConfigError, InternalError
 from holdfast.records.encoding import record_from_dict, record_to_dict
-from holdfast.records.types import Record, StateHashed, StepCommitted
+from holdfast.records.types import HistogramLogged, ImageLogged, Record, StateHashed, StepCommitted
 
 _RESERVE_BYTES = 1 << 14
 """Bytes that each record file reserves for lines that must not be lost; a recovery writes about 300 bytes."""
 
 
-_MANY = (StepCommitted, StateHashed)
+OF_STEPS = (StepCommitted, StateHashed, ImageLogged, HistogramLogged)
 """Records written in each step."""
 
 
@@ -71,7 +71,7 @@ class FileRecorder:
             raise InternalError(f"a {type(record).__name__} is written without {', '.join(missing)}")
         line = (json.dumps(record_to_dict(record)) + "\n").encode()
         try:
-            if isinstance(record, _MANY):
+            if isinstance(record, OF_STEPS):
                 self._reserve(len(line))
             self._append(line)
         except OSError as error:

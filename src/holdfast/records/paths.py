@@ -25,6 +25,11 @@ def launcher_lost_path(run_dir: Path) -> Path:
     return run_dir / "gone"
 
 
+def media_dir(run_dir: Path) -> Path:
+    """Return the folder of images that the script logs; it exists if the launcher logs to something that shows them."""
+    return run_dir / "media"
+
+
 def strike_path(run_dir: Path, fault: int) -> Path:
     """Return the file with which a worker asks the launcher for a node fault; ``fault`` is its number in the plan.
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from holdfast.records.types import Record, StateHashed, StepCommitted
+from holdfast.records.files import OF_STEPS
+from holdfast.records.types import Record
 
 CAPACITY = 10_000
 """Records that wait for one sink."""
@@ -27,7 +28,16 @@ LAST_S = 3.0
 
 
 class NotTaken(Exception):
-    """Raised by a sink that could not pass its records on; the message says why, in one line."""
+    """Raised by a sink that could not pass its records on.
+
+    Args:
+        why: The reason, in one line; "" if it was said.
+        dropped: How many of the records are lost; None: all that the sink was called with.
+    """
+
+    def __init__(self, why: str, *, dropped: int | None = None) -> None:
+        super().__init__(why)
+        self.dropped = dropped
 
 
 class SlowSink(Protocol):
@@ -49,7 +59,7 @@ class SlowSink(Protocol):
         """Handle new records, in the order in which the launcher read them.
 
         Raises:
-            NotTaken: if they could not be passed on. They are counted as dropped.
+            NotTaken: if they could not be passed on. They are counted as dropped, unless it says how many were.
         """
         ...
 
@@ -74,21 +84,25 @@ class QueuedSink:
         sink: The sink.
         say: Displays a line.
         capacity: Records that may wait, at least 1.
+        last_s: How long the end of the job waits for it, in seconds; None: :data:`LAST_S`.
     """
 
-    def __init__(self, sink: SlowSink, say: Callable[[str], None], *, capacity: int = CAPACITY) -> None:
+    def __init__(
+        self, sink: SlowSink, say: Callable[[str], None], *, capacity: int = CAPACITY, last_s: float | None = None
+    ) -> None:
         self._sink, self._say, self._capacity = sink, say, capacity
         self._changed = threading.Condition()
         self._waiting: list[Record] = []
         self._taken = self._dropped = self._in_hand = 0
         self._end_s: float | None = None
         self._has_complained = False
+        self._last_s = LAST_S if last_s is None else last_s
         self._thread = threading.Thread(target=self._run, name=f"holdfast-{sink.name}", daemon=True)
         self._thread.start()
 
     def write(self, record: Record) -> None:
         """Queue a record, or drop it if there is no room; return immediately."""
-        room = self._capacity * (_FOR_STEPS if isinstance(record, StepCommitted | StateHashed) else 1)
+        room = self._capacity * (_FOR_STEPS if isinstance(record, OF_STEPS) else 1)
         with self._changed:
             if len(self._waiting) >= room or self._end_s is not None:
                 self._dropped += 1
@@ -97,14 +111,14 @@ class QueuedSink:
             self._changed.notify()
 
     def close(self, end_s: float) -> SinkCount:
-        """Let the sink take what waits, for at most 3 s; return what became of all records. May be called again."""
+        """Let the sink take what waits, for some seconds at most; return what became of all records. May be called again."""
         with self._changed:
             is_first, self._end_s = self._end_s is None, end_s if self._end_s is None else self._end_s
             self._changed.notify()
         if is_first:
-            self._thread.join(LAST_S)
+            self._thread.join(self._last_s)
         if self._thread.is_alive():
-            self._complain(f"it does not answer within {LAST_S:g} s")
+            self._complain(f"it does not answer within {self._last_s:g} s")
         return self.count()
 
     def count(self) -> SinkCount:
@@ -119,7 +133,10 @@ class QueuedSink:
             with self._changed:
                 self._changed.wait_for(lambda: self._end_s is not None, self._sink.pause_s)
         assert self._end_s is not None
-        self._attempt(functools.partial(self._sink.close, self._end_s))
+        dropped = self._attempt(functools.partial(self._sink.close, self._end_s), 0)
+        with self._changed:
+            self._dropped += dropped
+            self._taken = max(0, self._taken - dropped)
 
     def _next(self) -> list[Record] | None:
         """Wait for records, or for the longest time without; return None at the end."""
@@ -133,23 +150,24 @@ class QueuedSink:
             return records
 
     def _give(self, records: list[Record]) -> None:
-        is_taken = self._attempt(lambda: self._sink.take(records))
+        dropped = self._attempt(lambda: self._sink.take(records), len(records))
         with self._changed:
-            self._taken += len(records) if is_taken else 0
-            self._dropped += 0 if is_taken else len(records)
+            self._taken += max(0, len(records) - dropped)
+            self._dropped += dropped
             self._in_hand = 0
 
-    def _attempt(self, call: Callable[[], None]) -> bool:
-        """Call a method of the sink; say why if it fails, the first time."""
+    def _attempt(self, call: Callable[[], None], records: int) -> int:
+        """Call a method of the sink; say why if it fails, the first time. Return how many of the records are lost."""
         try:
             call()
         except NotTaken as error:
-            self._complain(str(error))
-            return False
+            if error.args[0]:
+                self._complain(str(error))
+            return records if error.dropped is None else error.dropped
         except Exception as error:  # training must not end for a defect of a sink
             self._complain(f"{type(error).__name__}: {error}")
-            return False
-        return True
+            return records
+        return 0
 
     def _complain(self, why: str) -> None:
         if not self._has_complained:

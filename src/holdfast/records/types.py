@@ -93,6 +93,48 @@ class StepCommitted(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLogged(Record):
+    """The script logged an image in ``step``. Written before the step is committed, by the worker with its first slice.
+
+    Only written if the launcher logs to something that shows images. It counts if the step is committed.
+
+    Args:
+        name: Its name.
+        file: Its file, a PNG, in the folder ``media`` of the run folder; removed when it was logged.
+        width: Pixels of a row.
+        height: Number of rows.
+        channels: 1: grey; 3: RGB; 4: RGBA.
+    """
+
+    name: str
+    file: str
+    width: int
+    height: int
+    channels: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistogramLogged(Record):
+    """The script logged a histogram in ``step``; written as :class:`ImageLogged` is.
+
+    Args:
+        name: Its name.
+        low: Lower end of the first bin.
+        high: Upper end of the last bin; all bins have the same width.
+        counts: Values in each bin.
+        total: Sum of the values.
+        squares: Sum of their squares.
+    """
+
+    name: str
+    low: float
+    high: float
+    counts: tuple[int, ...]
+    total: float
+    squares: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateHashed(Record):
     """State of ``rank`` before ``step``, every :data:`holdfast.integrity.hash_chain.WHOLE_EVERY` steps and at the end.
 
@@ -522,10 +564,12 @@ class WorkerFenced(Record):
     Args:
         silent_s: Seconds since its last sign of life.
         reason: Why it was considered stuck.
+        stack: The stacks of its threads, the main thread first; "" if it could not write them.
     """
 
     silent_s: float
     reason: str
+    stack: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

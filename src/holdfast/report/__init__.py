@@ -27,7 +27,7 @@ _WHERE = {
     **dict.fromkeys(("load_report", "save_report", "write_report", "write_results"), "holdfast.report.files"),
     **dict.fromkeys(("render_run", "write_page"), "holdfast.report.html"),
     **dict.fromkeys(("demo_rows", "demo_table", "load_results", "render_demo"), "holdfast_lab.pages.demo"),
-    "trade_off": "holdfast_lab.pages.trade_off",
+    "trade_off": "holdfast_lab.pages.failure_costs",
 }
 
 __all__ = [

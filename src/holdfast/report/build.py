@@ -209,7 +209,7 @@ def _failure(failure: LostWorker, history: History) -> dict[str, Any]:
         "step": failure.step if failure.step >= 0 else None,
         **_rounded(failure, "phase", "injected", "t_s", "detect_s", "recover_s", "decision", "redone_steps"),
         "lost_samples": None if history.is_distributed else failure.lost_samples,
-        **_rounded(failure, "recovery", "silent_s", "why"),
+        **_rounded(failure, "recovery", "silent_s", "why", "stack"),
         "orders": dict(failure.orders),
         "times_s": {name: _seconds(value) for name, value in failure.times_s.items()},
     }

@@ -1,6 +1,6 @@
 """The style of figures: size, colours, and conversion to inline SVG.
 
-Everything is laid out in inches on a figure of one width, so that letters have the same size in every figure of a page.
+Everything is laid out in inches on figures of one width or half of it, so that letters have the same size in every figure of a page.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ NEEDED = "a page needs jinja2 and matplotlib; install them with: pip install 'ho
 """The message if one of them is missing."""
 
 WIDTH_IN = 10.0
+HALF_IN = 4.5
+"""Width of a figure that stands beside another one, and below it on a narrow screen."""
 
 INK = "#1b2430"
 SOFT = "#5b6675"
@@ -99,13 +101,18 @@ def kept_in(folder: Path) -> Iterator[None]:
 
 def keep_rows(label: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write the rows that a figure shows as a CSV file beside it; does nothing if figures are not kept."""
-    if (path := _path_of(label)) is None:
-        return
+    if (path := _path_of(label)) is not None:
+        path.with_suffix(".csv").write_text(as_csv(rows), newline="")
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as the text of a CSV file, with a column for each key; lists and tables are left out."""
     flat = [{key: value for key, value in row.items() if not isinstance(value, list | dict)} for row in rows]
-    with path.with_suffix(".csv").open("w", newline="") as file:
-        table = csv.DictWriter(file, list(dict.fromkeys(key for row in flat for key in row)))
-        table.writeheader()
-        table.writerows(flat)
+    text = StringIO(newline="")
+    table = csv.DictWriter(text, list(dict.fromkeys(key for row in flat for key in row)))
+    table.writeheader()
+    table.writerows(flat)
+    return text.getvalue()
 
 
 def _path_of(label: str) -> Path | None:
@@ -120,13 +127,14 @@ def _path_of(label: str) -> Path | None:
 class Canvas:
     """One figure, with axes placed on it in inches from its lower left corner."""
 
-    def __init__(self, figure: Figure, height_in: float) -> None:
+    def __init__(self, figure: Figure, height_in: float, width_in: float = WIDTH_IN) -> None:
         self.figure = figure
         self.height_in = height_in
+        self.width_in = width_in
 
     def axes(self, left: float, bottom: float, width: float, height: float) -> Axes:
         """Return new axes at this position."""
-        box = (left / WIDTH_IN, bottom / self.height_in, width / WIDTH_IN, height / self.height_in)
+        box = (left / self.width_in, bottom / self.height_in, width / self.width_in, height / self.height_in)
         return self.figure.add_axes(box)
 
     def svg(self, label: str) -> str:
@@ -140,12 +148,12 @@ class Canvas:
         if (path := _path_of(html.unescape(label))) is not None:
             path.with_suffix(".svg").write_text(text.getvalue())
             self.figure.savefig(path.with_suffix(".png"), dpi=_DOTS_PER_IN, facecolor="white")
-        return _inline(text.getvalue(), label)
+        return _inline(text.getvalue(), label, self.width_in)
 
 
 @contextmanager
-def canvas(height_in: float) -> Iterator[Canvas]:
-    """Create a figure of the standard width; everything drawn inside the block has the standard style.
+def canvas(height_in: float, width_in: float = WIDTH_IN) -> Iterator[Canvas]:
+    """Create a figure; everything drawn inside the block has the standard style.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -158,10 +166,10 @@ def canvas(height_in: float) -> Iterator[Canvas]:
     # A user's own matplotlibrc must not change the page.
     style: Any = {k: v for k, v in mpl.rcParamsDefault.items() if "backend" not in k} | _STYLE
     with mpl.rc_context(style):
-        yield Canvas(Figure(figsize=(WIDTH_IN, height_in)), height_in)
+        yield Canvas(Figure(figsize=(width_in, height_in)), height_in, width_in)
 
 
-def _inline(svg: str, label: str) -> str:
+def _inline(svg: str, label: str, width_in: float) -> str:
     """Remove from matplotlib's SVG file everything that an HTML page cannot hold or would hold twice."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
@@ -176,4 +184,5 @@ def _inline(svg: str, label: str) -> str:
     viewbox = re.search(r'viewBox="[^"]*"', head[0])
     assert viewbox is not None
     names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-    return f'<svg {names} {viewbox[0]} role="img" aria-label="{label}">{svg[head.end() :].strip()}'
+    width = f'style="--in: {width_in:g}"'  # below a least width for each inch, a page lets the figure scroll
+    return f'<svg {names} {viewbox[0]} {width} role="img" aria-label="{label}">{svg[head.end() :].strip()}'

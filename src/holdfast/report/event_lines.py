@@ -185,7 +185,8 @@ def _begin(record: RunStarted) -> str:
     at = f", from step {record.step}" if record.step > 0 else ""
     workers = f"{record.workers} {'worker' if record.workers == 1 else 'workers'}"
     steps = f"{record.steps_planned} steps" if record.steps_planned else "a stream"
-    return f"{workers}, {steps}{at}: {record.fabric}, {record.strategy}"
+    order = "" if record.order == "fold" else f", order {record.order}"
+    return f"{workers}, {steps}{at}: {record.fabric}, {record.strategy}{order}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -127,7 +127,7 @@ class TimeAccount:
         self.recoveries: list[dict[str, float]] = []
         """For each failure or change of the membership, its seconds by cause, of :data:`RECOVERY_PARTS`."""
         self.recovered_s: list[float] = []
-        """When each of these was over."""
+        """When each of them was over, in seconds since the launcher started."""
 
     def take(self, record: Record) -> None:
         """Take a record; it must not be older than the last one by more than their clocks differ."""

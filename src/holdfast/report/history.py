@@ -326,7 +326,7 @@ def _explained(life: JobLife, failure: LostWorker) -> LostWorker:
             return dataclasses.replace(failure, why=lost.message)
     for record in life.of(WorkerFenced):
         if record.rank == failure.rank:
-            return dataclasses.replace(failure, silent_s=record.silent_s, why=record.reason)
+            return dataclasses.replace(failure, silent_s=record.silent_s, why=record.reason, stack=record.stack)
     return failure
 
 

@@ -30,17 +30,22 @@ def render_run(report: Mapping[str, Any], records: Sequence[Record] = (), title:
         records: Records of the run; without them the page has no figures.
         title: Title of the page; "" names the strategy and the fabric.
     """
-    from holdfast.report.figures import curves, timeline
+    from holdfast.report.curves import NamedRun, curves_of
+    from holdfast.report.figures import timeline_of
 
+    message, _, lead = words.headline(report).partition(". ")
     return (
         environment()
         .get_template("run.html")
         .render(
             title=title or _title(report),
+            message=message.removesuffix("."),
+            lead=lead,
             report=report,
             tiles=[*_tiles(report), *_learned(report, records)],
-            timeline=timeline(report, records),
-            curves=curves(report, records),
+            timeline=timeline_of(report, records),
+            curves=curves_of([NamedRun(name="", report=report, records=records)]),
+            spent=_spent(report.get("goodput")),
             lost_ids=report.get("lost") or (),
             happenings=words.happenings(report),
             distributed=words.is_distributed(report),
@@ -136,6 +141,16 @@ def _mean(name: str, steps: Sequence[StepCommitted]) -> float | None:
     weights = [max(step.samples, 1) for step in steps]  # all samples of a step may be lost
     mean = statistics.fmean([step.metrics[name] for step in steps], weights)
     return mean if math.isfinite(mean) else None
+
+
+def _spent(goodput: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """Return where the time of the run went: useful work first, then the causes of at least 0.1 % of the time."""
+    if goodput is None:
+        return []
+    wall_s = goodput["useful_s"] + sum(goodput["badput_s"].values())
+    causes = sorted(goodput["badput_s"].items(), key=lambda item: -item[1])
+    shown = [("useful", goodput["useful_s"]), *((name, s) for name, s in causes if s >= 0.001 * wall_s > 0)]
+    return [(name.replace("_", " "), f"{words.seconds(s)}, {words.percent(s / wall_s)}") for name, s in shown if wall_s]
 
 
 def _slowest(failures: Sequence[Mapping[str, Any]], key: str, what: str) -> tuple[str, str, str]:

@@ -40,6 +40,7 @@ class LostWorker:
         recovery: Number of the recovery from it, counted over the run; workers lost in the same recovery
             share it and its times. None if there was no recovery.
         silent_s: Seconds since the worker's last sign of life when the launcher ended it; None if it did not.
+        stack: Its stacks when the launcher ended it; "" if they are not known.
         why: The launcher's reason for ending the worker, or the error of its device; "" if neither is known.
         orders: How often each action of the protocol was carried out in that recovery: the maximum over survivors.
         times_s: The longest time that a survivor took for each action.
@@ -60,6 +61,7 @@ class LostWorker:
     lost_samples: int = 0
     silent_s: float | None = None
     why: str = ""
+    stack: str = ""
     orders: Mapping[str, int] = field(default_factory=dict)
     times_s: Mapping[str, float] = field(default_factory=dict)
 

@@ -27,8 +27,12 @@ _MOST_COMMITS = 24
 _EDGE = "white"
 _PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 """Drawn below text, so that no line crosses it."""
+_AXIS_TEXT_IN, _ZOOM_TEXT_IN = 0.45, 0.3
+"""Room below the upper axis for its numbers and its name, and above the enlarged recovery for its legend."""
 _LETTER_PT = 4.6
 """Approximate width of a letter of the legend."""
+_LEGEND_PT = 640.0
+"""With less room between its entries, a legend that is wider than this fits, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,13 +130,14 @@ def draw_legend(axes: Axes, left_in: float, history: History) -> None:
 
 def _write_legend(axes: Axes, left_in: float, marks: Sequence[tuple[str, str]]) -> None:
     """Write coloured words in a line above the axes, beginning ``left_in`` inches left of them."""
-    place = -left_in * 72
+    place, letters = -left_in * 72, sum(len(words) for words, _ in marks) * _LETTER_PT
+    gap = 20 if letters + 20 * len(marks) < _LEGEND_PT else 12
     for words, color in marks:
         axes.annotate(
             words, (0, 1), xycoords="axes fraction", xytext=(place, 7), textcoords="offset points",
             ha="left", va="bottom", fontsize=9, color=color, bbox=_PAPER,
         )  # fmt: skip
-        place += len(words) * _LETTER_PT + 20
+        place += len(words) * _LETTER_PT + gap
 
 
 def draw_zoom(
@@ -299,7 +304,7 @@ def _marks_of_zoom(
         marks.append(("╌ no sign of life", style.DEATH))
     if failures[0].known_s is not None:
         first = "" if known is None else f", the first after {seconds(known - zero_s)}"
-        marks.append((f"● detected by a survivor{first}", style.SEEN))
+        marks.append((f"● detected{first}", style.SEEN))
     if decided is not None:
         took = seconds(decided - zero_s)
         again = failures[0].decision == "restart"
@@ -309,15 +314,19 @@ def _marks_of_zoom(
 
 
 def _tie(axes: Axes, main: Axes) -> None:
-    """Show which part of the upper axis the lower axis enlarges."""
-    from matplotlib.patches import ConnectionPatch
+    """Show which part of the upper axis the lower axis enlarges, between the texts of both, which no line crosses."""
+    from matplotlib.lines import Line2D
 
+    figure = main.figure
     left, right = axes.get_xlim()
+    dots_per_in = figure.dpi
+    upper = main.transAxes.transform((0, 0))[1] - _AXIS_TEXT_IN * dots_per_in
+    lower = axes.transAxes.transform((0, 1))[1] + _ZOOM_TEXT_IN * dots_per_in
     for x, corner in ((left, 0.0), (right, 1.0)):
-        tie = ConnectionPatch(
-            (x, 0), (corner, 1), main.get_xaxis_transform(), axes.transAxes, color=style.FAINT, linewidth=0.7, zorder=0
-        )
-        axes.figure.add_artist(tie)
+        ends = [(main.transData.transform((x, 0))[0], upper), (axes.transAxes.transform((corner, 1))[0], lower)]
+        xs, ys = zip(*map(figure.transFigure.inverted().transform, ends), strict=True)
+        figure.add_artist(Line2D(xs, ys, color=style.FAINT, linewidth=0.7, zorder=0))
+    main.axvspan(left, right, ymax=0.04, color=style.INK, linewidth=0.8, zorder=4)
 
 
 def _within(t_s: float, life: JobLife) -> bool:

@@ -53,7 +53,7 @@ def plan_of(job: JobContext, opened: OpenedSource, epochs: int) -> SamplePlan:
         members=job.first_members[: len(job.first_members) - settings.spares],
         split=settings.split,
         batch=settings.batch,
-        in_tree=settings.order.startswith("tree"),
+        in_tree=job.loops.order.startswith("tree"),
         sampler=opened.sampler,
         stream=opened.stream,
     )

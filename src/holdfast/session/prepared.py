@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.models.part import Stateful
+from holdfast.session.media import Histogram, Image
 from holdfast.session.prepared_loop import LoopPhase, PreparedLoop
 from holdfast.session.prepared_objects import (
     OptimizerGroup,
@@ -92,8 +93,10 @@ class PreparedLoader:
         """The session beneath, for ``rank``, ``is_lead`` and ``log`` after training."""
         return self._loop.session
 
-    def log(self, **metrics: torch.Tensor | float) -> None:
+    def log(self, **metrics: torch.Tensor | float | Image | Histogram) -> None:
         """Log means over the slice, before ``loss.backward()``; they become means over the step.
+
+        An image or a histogram is logged as by :meth:`Step.log`.
 
         Raises:
             ScriptError: if the slice is complete, or there is none.

@@ -16,6 +16,7 @@ from holdfast.errors import InternalError, ScriptError
 from holdfast.models.loss import check_name, figure_of
 from holdfast.models.part import ModelPart
 from holdfast.session import gradient_hook
+from holdfast.session.media import Histogram, Image, Media
 from holdfast.session.opened import OpenedLoop
 from holdfast.session.session import Session
 from holdfast.session.step import Step
@@ -209,12 +210,15 @@ class PreparedLoop:
             if self.phase is LoopPhase.SLICE:
                 raise ScriptError(f"a slice of step {self.number} ended without loss.backward()")
 
-    def log(self, name: str, value: torch.Tensor | float) -> None:
-        """Keep a metric of the slice in progress, a mean over its samples."""
+    def log(self, name: str, value: torch.Tensor | float | Image | Histogram) -> None:
+        """Keep a metric of the slice in progress, a mean over its samples; or log an image or a histogram."""
         if self.phase is not LoopPhase.SLICE or self.step is None:
             raise ScriptError("a metric of a slice must be logged inside the loop, before loss.backward()")
         check_name(name)
-        self.step.keep_metric(name, figure_of(value))
+        if isinstance(value, Media):
+            self.step.log(**{name: value})
+        else:
+            self.step.keep_metric(name, figure_of(value))
 
     def metrics(self, names: Sequence[str]) -> dict[str, float]:
         """Return means over the mini-batch of the step that is committed, and not applied yet, equal on every worker.
@@ -307,7 +311,8 @@ class PreparedLoop:
         root = root * self._accumulate if self._accumulate > 1 else root
         if self._is_counted:
             value = root.detach()
-            self.step.add_loss(root, value if self.scaler is None else value / self.scaler.get_scale())
+            value = value if self.scaler is None else value / self.scaler.get_scale()
+            self.step.add_loss(root, value, is_only=len(self._optimizers) == 1)
         else:
             root.backward()
         if len(self._optimizers) == 1:

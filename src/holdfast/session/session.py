@@ -347,6 +347,7 @@ class Session:
         offset: int,
         *,
         slices: int = 0,
+        order: str = "",
         describe: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         """Let the next loop continue a job of which a framework has loaded the state.
@@ -356,11 +357,13 @@ class Session:
             epoch: Number of the next loop's epoch.
             offset: Samples of that epoch that committed steps have consumed.
             slices: Its number of slices, which this job takes over unless its settings have one.
+            order: Its order of additions, likewise; "" if that is unknown.
             describe: Returns the framework's state as plain JSON; it is saved with each checkpoint.
         """
         job = self._connect()
         job.committed.step, job.loops.epoch, job.loops.offset = step, epoch, offset
         job.loops.slices = job.loops.slices or slices
+        job.loops.order = job.loops.order or order
         job.loops.describe = describe
 
     @property

@@ -11,6 +11,7 @@ import torch
 from holdfast.data.plan import MiniBatch
 from holdfast.errors import PeerFailed, ScriptError
 from holdfast.models.loss import Forward, Loss, check_name, checked, figure_of, loss_of
+from holdfast.session.media import Histogram, Image
 from holdfast.torch_private import drop_graph
 
 _Made = TypeVar("_Made")
@@ -26,9 +27,10 @@ class _SliceWork(_StepWork, Protocol):
     """The session's work around each slice; see :class:`~holdfast.models.slice_runner.SliceRunner`."""
 
     def begin_slice(self, batch: MiniBatch, number: int) -> Any: ...
-    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None: ...
+    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int, *, is_only: bool = True) -> None: ...
     def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None: ...
     def between_slices(self, batch: MiniBatch) -> None: ...
+    def log_media(self, batch: MiniBatch, number: int, name: str, media: Image | Histogram) -> None: ...
     def free_memory(self, error: RuntimeError, batch: MiniBatch, number: int) -> bool: ...
     def at_once(
         self, batch: MiniBatch, numbers: Sequence[int], forward: Forward, loss: Loss
@@ -165,16 +167,17 @@ class Step:
         """Drop everything that the uncounted slice computed."""
         cast("_UncountedWork", self._work).end_uncounted()
 
-    def add_loss(self, root: torch.Tensor, value: torch.Tensor) -> None:
+    def add_loss(self, root: torch.Tensor, value: torch.Tensor, *, is_only: bool = False) -> None:
         """Compute the gradients of ``root``, and add ``value`` to the logged loss of the slice.
 
         Args:
             root: What to differentiate: the loss, scaled if the script uses a ``GradScaler``.
             value: The loss, the mean over the slice, detached.
+            is_only: The slice has no other backward pass.
         """
         before = self._metrics.get("loss")
         self._metrics["loss"] = value if before is None else before + value
-        self._work.backward(root, self._batch, self._current)
+        self._work.backward(root, self._batch, self._current, is_only=is_only)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients of the slice that was yielded last, and log the loss.
@@ -214,10 +217,11 @@ class Step:
         self._repeats, self._repeated = True, number
         return True
 
-    def log(self, **metrics: torch.Tensor | float) -> None:
+    def log(self, **metrics: torch.Tensor | float | Image | Histogram) -> None:
         """Log means over the slice. They become means over the step, reduced in slice order like the gradients.
 
-        Every slice must log the same names.
+        Every slice must log the same names. Of a :class:`holdfast.Image` or a :class:`holdfast.Histogram`, that of the
+        first slice stands for the step; ``holdfast run --log-to`` passes it on, and without that it is dropped.
 
         Raises:
             ScriptError: if it is called outside the loop over the slices.
@@ -226,7 +230,10 @@ class Step:
         self._check_in_slice("log")
         for name, value in metrics.items():
             check_name(name)
-            self.keep_metric(name, figure_of(value))
+            if isinstance(value, Image | Histogram):
+                self._work.log_media(self._batch, self._current, name, value)
+            else:
+                self.keep_metric(name, figure_of(value))
 
     def keep_metric(self, name: str, value: torch.Tensor | float) -> None:
         """Keep a metric of the slice, except the loss, which the session knows."""

@@ -25,6 +25,7 @@ from holdfast.integrity.snapshots import copied
 from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import clone
 from holdfast.recovery.registry import strategy_class
+from holdfast.state.order_choice import choose_order, order_of_checkpoint
 from holdfast.state.platform_check import compare_platforms, compare_with_checkpoint
 from holdfast.state.transfer import receive_state, send_state
 
@@ -63,6 +64,7 @@ class StateRestorer:
             ConfigError: if the workers' platforms differ and that is not allowed, or their data do.
         """
         compare_platforms(self._job)
+        self._set_order(choose_order(self._job))
         way = self._guard.share_state()
         if way is None:
             self._load(trained=trained)
@@ -72,6 +74,12 @@ class StateRestorer:
             return False
         self._guard.rolled_back(way, self._keep, self._roll_back(way, trained=trained))
         return True
+
+    def _set_order(self, order: str) -> None:
+        self._job.loops.order = order
+        if self._job.loops.sum is not None:
+            self._job.loops.sum.order = order
+        self._position.align(in_tree=order.startswith("tree"))
 
     def _compare_data(self) -> None:
         """Check that all workers have the same data before them, where a sampler of the script or a stream decides that."""
@@ -249,7 +257,7 @@ class StateRestorer:
             **self._position.info(),
             "loop": job.loop,
             "first_step_of_loop": job.loops.first_step,
-            "order": job.settings.order,
+            "order": job.loops.order,
             "workers": len(job.comm.members),
             "totals": dataclasses.asdict(job.loops.totals),
             "changes": self._live_config.state(),
@@ -317,10 +325,7 @@ class StateRestorer:
         if job.committed.link:  # the state may have been saved without a certificate
             job.committed.link = info.get("link", GENESIS)
         if not self.belongs_to_later_loop:
-            if info["order"] != job.settings.order:
-                raise ConfigError(
-                    f"the checkpoint was made with order={info['order']}, but this run has order={job.settings.order}"
-                )
+            self._set_order(order_of_checkpoint(job, info["order"]))
             self._position.restore(info, loaded.state["ledger"], keep_slices=job.settings.slices > 0)
             self._find_data()
             if "changes" in info:

@@ -64,8 +64,10 @@ def demo(
     Example: holdfast demo --out demo-out --workers 4
     """
     from holdfast.report import write_page, write_results
+    from holdfast.report.files import check_folder
     from holdfast_lab.pages.demo import demo_rows
 
+    check_folder(out)
     reports: dict[str, Mapping[str, Any]] = {}
     for run in RUNS:
         outcome = _carry_out(run, out / run.name, workers)

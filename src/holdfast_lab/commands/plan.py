@@ -15,7 +15,7 @@ from holdfast.cli.progress import progress
 from holdfast.cli.tables import say, table
 from holdfast.errors import ConfigError
 from holdfast.report.formatting import clean
-from holdfast_lab.commands.simulate import settings_of, show_rows, write
+from holdfast_lab.commands.simulate import check_out, settings_of, show_rows, write
 
 if TYPE_CHECKING:
     from holdfast_lab.simulate.logs.fitted import FittedLog
@@ -140,6 +140,7 @@ def plan(
     Example: holdfast plan --workers 16384 --mtbf-node 264d --step-s 6s --state-bytes 5.7TB --write-bytes-per-s 500GB/s
     """
     asked = {name: value for name, value in locals().items() if name not in _NOT_ASKED}
+    check_out(out)
     fitted = _fitted(asked, log or (), fit)
     given = _parsed({name: value for name, value in asked.items() if name not in fitted})
     from holdfast_lab.pages.advice import headline

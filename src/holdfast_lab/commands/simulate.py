@@ -48,6 +48,7 @@ def simulate(
         raise ConfigError(f"--repetitions must be at least 2, because one history gives no interval; got {repetitions}")
     repetitions = repetitions or file.repetitions
     seed = file.seed if seed is None else seed
+    check_out(out)
     from holdfast_lab.simulate.comparing import compare
 
     with progress("simulating", quiet=as_json) as now:
@@ -95,6 +96,18 @@ def show_rows(results: dict[str, Any]) -> None:
     )
     print()
     table(["strategy", "rest of the time"], [[row["name"], row["where"] or "nowhere"] for row in rows])
+
+
+def check_out(out: Path | None) -> None:
+    """Check that results can be written to ``--out``, before they are computed.
+
+    Raises:
+        ConfigError: if not.
+    """
+    from holdfast.report.files import check_folder
+
+    if out is not None:
+        check_folder(out)
 
 
 def write(results: dict[str, Any], out: Path) -> None:

@@ -12,6 +12,7 @@ import typer
 from holdfast.cli.progress import progress
 from holdfast.cli.signals import sigterm_as_interrupt
 from holdfast.errors import ConfigError
+from holdfast.report.files import check_folder
 
 _STOPPED = 4
 
@@ -55,6 +56,7 @@ def study(
     out = out or Path(f"study-{name}")
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out must be a directory or a new path, got {str(out)!r}, which is a file")
+    check_folder(out)
     options = Options(
         out=out,
         data=data,

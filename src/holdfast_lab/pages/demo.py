@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from holdfast.errors import ConfigError
 from holdfast.records.files import load_events
 from holdfast.records.types import Record
+from holdfast.report.comparison import held_s
 from holdfast.report.files import checked_report, read_json
 from holdfast.report.formatting import DASH, count, headline, listing, number, percent, seconds
 from holdfast.report.templates import environment
-from holdfast_lab.pages.words import points
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -98,14 +98,14 @@ def render_demo(results: Mapping[str, Any], records: Mapping[str, Sequence[Recor
         results: As :func:`~holdfast_lab.pages.demo.demo_rows` makes them.
         records: Records by run name; a run without records has no timeline.
     """
-    from holdfast.report.figures import timeline
-    from holdfast_lab.pages.trade_off import trade_off
+    from holdfast.report.figures import timeline_of
+    from holdfast_lab.pages.failure_costs import failure_costs
 
     rows = results["rows"]
     runs = [
         {
             "report": row,
-            "timeline": timeline(row, (records or {}).get(row["name"], ())),
+            "timeline": timeline_of(row, (records or {}).get(row["name"], ())),
             "headline": headline(row),
         }
         for row in rows
@@ -119,7 +119,7 @@ def render_demo(results: Mapping[str, Any], records: Mapping[str, Sequence[Recor
             headline=_demo_headline(results),
             cells=demo_cells(results),
             runs=runs,
-            trade_off=trade_off(results),
+            costs=failure_costs(results),
         )
     )
 
@@ -148,11 +148,11 @@ def demo_table(results: Mapping[str, Any]) -> Table:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("run")
-    for column in ("killed", "finished", "steps", "training", "overhead", "detect", "recover", "lost", "accuracy"):
+    for column in ("time held", "steps again", "samples lost", "accuracy", "killed", "finished", "steps", "detect"):
         table.add_column(column, justify="right")
     table.add_column("sha256")
     for row in demo_cells(results):
-        cells = ("name", "killed", "finished", "steps", "train", "overhead", "detect", "recover", "lost", "accuracy")
+        cells = ("name", "held", "redone", "lost", "accuracy", "killed", "finished", "steps", "detect")
         mark = {"same": "[green]same bits[/]", "differs": "[yellow]other bits[/]"}.get(row["bits"], row["bits"])
         table.add_row(*(row[cell] for cell in cells), f"{row['sha256'][:12]} {mark}")
     return table
@@ -178,14 +178,11 @@ def _cells(row: Mapping[str, Any], *, first: bool, reference: str | None) -> dic
         "killed": number(len(row["failures"])),
         "finished": f"{row['workers']['finished']} of {row['workers']['started']}",
         "steps": number(row["steps"]),
-        "wall": seconds(row["wall_s"]),
-        "train": seconds(row.get("train_s")),
-        "overhead": percent(row.get("overhead"), signed=True),
         "detect": _worst(row, "detect_s"),
-        "recover": _worst(row, "recover_s"),
+        "held": seconds(held_s(row)) if row["failures"] else DASH,
+        "redone": number(row.get("steps_redone")),
         "lost": number(row["samples"]["lost"]),
         "accuracy": percent(accuracy, digits=2),
-        "accuracy_loss": points(row.get("accuracy_loss")),
         "sha256": sha256 or DASH,
         "bits": "reference" if first else "same" if same else "differs",
     }

@@ -55,6 +55,7 @@ def render_simulated(results: Results) -> str:
         results: The contents of ``results.json``.
     """
     is_plan = results["simulated"] == "plan"
+    message, _, lead = (advice.headline(results) if is_plan else _lead(results)).partition(". ")
     rows = [shown_cells(row) for row in results["rows"]]
     sections = [*(_plan_sections(results, rows) if is_plan else _sections(rows))]
     sections += [survival_section(log, number) for number, log in enumerate(results.get("logs", ()), 1)]
@@ -65,7 +66,8 @@ def render_simulated(results: Results) -> str:
         .render(
             title=results["title"],
             kind=results["simulated"],
-            lead=advice.headline(results) if is_plan else _lead(results),
+            message=message.removesuffix("."),
+            lead=lead,
             command=advice.command(results) if is_plan else "",
             reasons=advice.reasons(results) if is_plan else [],
             sections=[section for section in shown if section],

@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.report import formatting as words
-from holdfast.report.canvas import keep_rows
+from holdfast.report.canvas import as_csv, keep_rows
 from holdfast.report.files import check_keys
 from holdfast.report.templates import environment
 from holdfast_lab.pages.heat_map import winners
 from holdfast_lab.pages.plots import interval_lines, scattered, stacked_bars, workers_lines
 from holdfast_lab.pages.rows import as_name, grouped, middle, row_id
+from holdfast_lab.pages.seen import seen_in
 from holdfast_lab.pages.survival import survival_curves
 
 _MEASURED = "measured"
@@ -66,6 +67,7 @@ def render_study(results: Mapping[str, Any]) -> str:
             paper=results.get("paper", ""),
             intervals=results.get("intervals", ""),
             left_out=results.get("left_out", ()),
+            verdicts=verdicts(results),
             claims=[_claim(claim) for claim in results["claims"]],
             sections=[section for section in shown if section],
             settings=settings,
@@ -74,13 +76,30 @@ def render_study(results: Mapping[str, Any]) -> str:
 
 
 def claim_lines(results: Mapping[str, Any]) -> list[str]:
-    """Return each claim with its verdict, as lines for a terminal."""
-    lines = []
+    """Return how many claims hold, and each claim with its verdict, as lines for a terminal."""
+    lines = [f"{said}."] if (said := verdicts(results)) else []
     for claim in results["claims"]:
         shown = _claim(claim)
         numbers = f" ({shown['numbers']})" if shown["numbers"] else ""
         lines.append(f"{shown['verdict']:<14} {claim['claim']}{numbers}. {claim.get('found', '')}".rstrip())
     return lines
+
+
+def verdicts(results: Mapping[str, Any]) -> str:
+    """Return how many claims hold, do not hold, are undecided and were not checked, in one sentence; "" without any."""
+    found = [_claim(claim)["verdict"] for claim in results["claims"]]
+    said = [(found.count(verdict), what) for verdict, what in _VERDICTS.items()]
+    parts = [f"{amount} {one if amount == 1 else many}" for amount, (one, many) in said if amount]
+    return f"Of {words.count(len(found), 'claim')}, {words.listing(parts)}" if found else ""
+
+
+_VERDICTS = {
+    "holds": ("holds", "hold"),
+    "does not hold": ("does not hold", "do not hold"),
+    "undecided": ("is undecided", "are undecided"),
+    "not checked": ("was not checked", "were not checked"),
+}
+"""By verdict: what one claim does, and what several do."""
 
 
 def _claim(claim: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,9 +145,20 @@ def shown_section(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
         "survival": survival_curves,
     }[section["kind"]]
     svg = draw(section, chosen)
-    if svg:
-        keep_rows(section["title"], chosen)
-    return {**section, "svg": svg} if svg else None
+    if not svg:
+        return None
+    keep_rows(section["title"], chosen)
+    return {**section, "svg": svg, "seen": seen_in(section, chosen), "csv": as_csv(_plotted(section, chosen))}
+
+
+def _plotted(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the columns of the rows that a figure shows."""
+    axes = [section[axis][0] for axis in ("x", "y") if axis in section]
+    named = [key for name in ("by", "series", "interval") for key in section.get(name, ())]
+    parts = [key for key, _ in section.get("values", ())]
+    single = [section[name] for name in ("label", "text", "shade") if name in section]
+    wanted = dict.fromkeys([*named, *axes, *parts, *single])
+    return [{key: row.get(key) for key in wanted} for row in rows]
 
 
 def _table(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -61,12 +61,14 @@ def best_interval(
         tell: Called with the estimated share that is done after each candidate.
 
     Raises:
-        ConfigError: if nothing lies between ``least`` and ``most``.
+        ConfigError: if nothing lies between ``least`` and ``most``, or there are fewer than two repetitions.
     """
     if most is None:
         most = max(1, int(scenario.horizon_s / scenario.full_step_s))
     if not 1 <= least <= most:
         raise ConfigError(f"the steps between two checkpoints must be from 1 to {most}, got least {least}")
+    if repetitions < 2:
+        raise ConfigError(f"repetitions must be at least 2, because one history gives no interval; got {repetitions}")
     tried: dict[int, Estimate] = {}
     expected = candidates(least, most)
 

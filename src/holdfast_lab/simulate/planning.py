@@ -74,7 +74,7 @@ def plan(
     best = recommended({row["name"]: row["goodput"] for row in rows})
     place = names.index("rollback" if best in ("any", "none") else best)
     now(f"searching the best interval of {names[place]}")
-    optimum = _optimum(question, names[place], seed)
+    optimum = _optimum(question, names[place], seed, now)
     if optimum is not None and not _is_flat(optimum, rows[place]["save_every"]):
         rows[place] = _row(question, names[place], optimum.save_every, repetitions, seed)
     return {
@@ -232,7 +232,7 @@ def _finite(value: float) -> float | None:
 # -- the interval
 
 
-def _optimum(question: PlanQuestion, strategy: str, seed: int) -> Optimum | None:
+def _optimum(question: PlanQuestion, strategy: str, seed: int, now: Say) -> Optimum | None:
     """Search around the closed form's number of steps; None if no checkpoint is needed."""
     usual = _usual_every(question, strategy)
     if not usual:
@@ -240,7 +240,12 @@ def _optimum(question: PlanQuestion, strategy: str, seed: int) -> Optimum | None
     scenario = scenario_of(question, strategy, usual, _horizon_s(question))
     most = max(1, int(scenario.horizon_s / scenario.full_step_s))
     least = max(1, usual // _AROUND)
-    return best_interval(scenario, _TRIES, seed=seed, least=min(least, most), most=min(most, _AROUND * usual))
+    ends = {"least": min(least, most), "most": min(most, _AROUND * usual)}
+
+    def tell(share: float) -> None:
+        now(f"searching the best interval of {strategy}: {share:.0%}")
+
+    return best_interval(scenario, _TRIES, seed=seed, tell=tell, **ends)
 
 
 def _is_flat(optimum: Optimum, every: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -23,7 +24,7 @@ from typing import Any
 from holdfast.checkpoint.priority import PREDICTORS, PriorityPolicy
 from holdfast.checkpoint.priority_codec import CODECS
 from holdfast.errors import ConfigError
-from holdfast.report.against import cost_against
+from holdfast.report.against import cost_against, read_losses
 from holdfast_lab.studies.parallelism.jobs import own_environment
 
 Say = Callable[[str], None]
@@ -45,7 +46,7 @@ class Rehearsal:
         limit_s: Time limit of a run in seconds.
 
     Raises:
-        ConfigError: if ``every`` or ``fraction`` is out of range.
+        ConfigError: if ``every``, ``fraction`` or ``limit_s`` is out of range, or there is no such script.
     """
 
     script: Path
@@ -60,6 +61,12 @@ class Rehearsal:
 
     def __post_init__(self) -> None:
         PriorityPolicy(every=self.every, fraction=self.fraction)
+        if not self.script.is_file():
+            raise ConfigError(f"there is no script {str(self.script)!r}")
+        if not (math.isfinite(self.limit_s) and self.limit_s > 0):
+            raise ConfigError(f"--run-timeout must be a number of seconds above 0, got {self.limit_s:g}")
+        if not self.metric:
+            raise ConfigError("--metric must be the name of the loss in the log, got ''")
 
     def ways(self) -> list[tuple[str, ...]]:
         """Return the settings to compare, all with the same number of bytes, as options of ``holdfast run``."""
@@ -113,28 +120,33 @@ def rehearse(this: Rehearsal, say: Say) -> list[RehearsalResult]:
     Raises:
         ConfigError: if the training fails, or if its loss cannot be distinguished from noise after any of the failures.
     """
-    if not this.script.is_file():
-        raise ConfigError(f"there is no script {str(this.script)!r}")
     with tempfile.TemporaryDirectory(prefix="holdfast-rehearsal-") as name:
         folder = Path(name)
         undisturbed = folder / "undisturbed"
-        say("undisturbed")
+        total = 1 + len(this.ways()) * this.failures
+        numbers = itertools.count(1)
+
+        def told(what: str) -> None:
+            say(f"run {next(numbers)} of {total}: {what}")
+
+        told("undisturbed")
         report = _run(this, undisturbed)
         deaths = this.deaths(report["steps_planned"] or 0)
+        read_losses(undisturbed, this.metric)  # raises the error about a missing metric before the failures
         tried = []
         for number, way in enumerate(this.ways()):
             costs = [
-                _cost(this, folder / f"{number}-{at}", undisturbed, way, death, say) for at, death in enumerate(deaths)
+                _cost(this, folder / f"{number}-{at}", undisturbed, way, death, told) for at, death in enumerate(deaths)
             ]
-            told = [cost for cost in costs if cost["iterations"] is not None]
-            if not told:
+            known = [cost for cost in costs if cost["iterations"] is not None]
+            if not known:
                 raise ConfigError(
                     "after none of the failures does the loss fall by more than its noise; give more --failures, a "
                     "longer training, or one whose loss still falls"
                 )
-            iterations = tuple(cost["iterations"] for cost in told)
+            iterations = tuple(cost["iterations"] for cost in known)
             tried.append(
-                RehearsalResult(options=way, costs=iterations, censored=sum(cost["censored"] for cost in told))
+                RehearsalResult(options=way, costs=iterations, censored=sum(cost["censored"] for cost in known))
             )
     return sorted(tried, key=lambda one: one.cost)
 

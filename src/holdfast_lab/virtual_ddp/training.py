@@ -391,7 +391,7 @@ class VirtualDdp:
         seed_slice(self._plan.seed, batch.step, number)
         return fetch(self._dataset, batch.slices[number], None)
 
-    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None:
+    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int, *, is_only: bool = True) -> None:
         """Compute the gradients of a group, either of the mean over the step or as sums that are divided later."""
         samples = len(batch.slices[number])
         if self._is_whole:
@@ -413,6 +413,9 @@ class VirtualDdp:
     def at_once(self, *_: Any) -> AbstractContextManager[Collection[int]]:
         """Do not batch slices further."""
         return ONE_BY_ONE
+
+    def log_media(self, *_: Any) -> None:
+        """Drop it: no launcher logs."""
 
     def free_memory(self, error: RuntimeError, batch: MiniBatch, number: int) -> bool:
         """Let every error end the computation."""

@@ -194,3 +194,16 @@ def test_neither_command_loads_torch():
         )
 
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", [["plan", "--workers", "64", "--mtbf", "1h"], ["simulate", str(SCENARIO)]])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(command, tmp_path, monkeypatch, capsys):
+    (tmp_path / "taken").touch()
+    monkeypatch.setattr("holdfast_lab.simulate.planning.monte_carlo", None)
+    monkeypatch.setattr("holdfast_lab.simulate.comparing.monte_carlo", None)
+
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--out", str(tmp_path / "taken")])
+
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'taken'} is a file: results need a directory or a new path\n"

@@ -29,19 +29,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple, cast
 
 import torch
 
 from holdfast.comm.allreduce.adding import MeanDivisor, TiledSum, groups
 from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, ignore_corruption, num_tiles
 from holdfast.comm.allreduce.host_barrier import HostBarrier
-from holdfast.comm.allreduce.mover import Mover
+from holdfast.comm.allreduce.mover import Mover, RoundMover
 from holdfast.comm.allreduce.shm import LEFT_OUT, MAX_INTEGERS, HostMemory, Slots, SlotSpan
-from holdfast.comm.base import Collectives
+from holdfast.comm.base import Collectives, Round
 from holdfast.errors import ScriptError
 
 ORDER_BETWEEN_HOSTS = "tree"
 """The order in which a host may add its slices before sending."""
+
+ROUND_BYTES = 2 << 20
+"""Least bytes of a part that is exchanged in a round of its own. Additions take place while other rounds are on their way."""
 
 _Messages = list[tuple[int, torch.Tensor]]
 _Group = tuple[int, ...]
@@ -56,12 +60,18 @@ class ReducePiece:
     workers: tuple[int, ...]
     finisher: int
 
+    def divided(self, count: int, line: int) -> Iterator[ReducePiece]:
+        """Yield at most ``count`` even parts of it, none of them empty, whose boundaries are multiples of ``line``."""
+        start, stop = self.part.start, self.part.stop
+        size = _even(stop - start, count, line)
+        for begin in range(start, stop, size):
+            yield ReducePiece(slice(begin, min(begin + size, stop)), self.workers, self.finisher)
+
 
 @dataclass(slots=True)
-class _Plan:
-    """The work of one rank for one span: its additions, and the tensors that it sends and receives."""
+class _Round:
+    """The work of one rank for a part of a span: its additions, and the tensors that it sends and receives."""
 
-    slots: Slots
     own: list[TiledSum] = field(default_factory=list)
     give_sums: _Messages = field(default_factory=list)
     take_sums: _Messages = field(default_factory=list)
@@ -69,6 +79,19 @@ class _Plan:
     give_results: list[tuple[list[int], torch.Tensor]] = field(default_factory=list)
     take_results: _Messages = field(default_factory=list)
     taken: list[ChecksummedVector] = field(default_factory=list)
+
+    def messages(self) -> Round:
+        """Return what is sent and received."""
+        results = [(place, data) for places, data in self.give_results for place in places]
+        return Round(self.give_sums, self.take_sums, results, self.take_results)
+
+
+class _Plan(NamedTuple):
+    """The work of one rank for one span, in rounds."""
+
+    slots: Slots
+    rounds: list[_Round]
+    messages: list[Round]
 
 
 class HierarchicalReduce:
@@ -87,6 +110,7 @@ class HierarchicalReduce:
         self._me = comm.processes.index(comm.local_ranks)
         self._barrier = HostBarrier(comm, hosts, memory)
         self._mover = mover
+        self._most_rounds = mover.most_rounds if isinstance(mover, RoundMover) else 1
         self._plans: dict[SlotSpan, _Plan] = {}
 
     def __call__(
@@ -103,13 +127,21 @@ class HierarchicalReduce:
         plan = self._get_plan(span, slots)
         self.check_same(span)  # A: all terms are there
         midway()
-        for addition in plan.own:
+        for addition in (addition for part in plan.rounds for addition in part.own):
             addition(altered=altered)
-        self._mover.exchange(plan.give_sums, plan.take_sums)
-        for addition in plan.finish:
-            addition(mean, altered)
-        self._mover.gather(plan.give_results, plan.take_results)
-        if not all(part.is_intact() for part in plan.taken):
+
+        def finish(number: int) -> None:
+            for addition in plan.rounds[number].finish:
+                addition(mean, altered)
+
+        if len(plan.rounds) > 1:
+            cast("RoundMover", self._mover).pipeline(plan.messages, finish)
+        else:
+            (only,) = plan.rounds
+            self._mover.exchange(only.give_sums, only.take_sums)
+            finish(0)
+            self._mover.gather(only.give_results, only.take_results)
+        if not all(result.is_intact() for part in plan.rounds for result in part.taken):
             altered(SUM)
         self._barrier()  # B: all shares are there, on all hosts
         return self.result(span)
@@ -142,7 +174,7 @@ class HierarchicalReduce:
         return known
 
     def _make_plan(self, span: SlotSpan, slots: Slots) -> _Plan:
-        plan, host = _Plan(slots), self._hosts[self._me]
+        host = self._hosts[self._me]
         places = {
             n: (process, row) for process, held in enumerate(slots) for row, n in enumerate(held) if n != LEFT_OUT
         }
@@ -153,17 +185,27 @@ class HierarchicalReduce:
         terms = {
             n: span.vector(self._memory.terms[p][row]) for n, (p, row) in sorted(places.items()) if holders[n] == host
         }
-        for piece in pieces(self._hosts, span.length, span.line):
+        cut = list(pieces(self._hosts, span.length, span.line))
+        rounds = [_Round() for _ in range(self._num_rounds(span, cut))]
+        parts = ((n, part) for piece in cut for n, part in enumerate(piece.divided(len(rounds), span.line)))
+        for number, piece in parts:
             if piece.workers[host] == self._me and piece.finisher == host:
-                self._finish(plan, span, piece, terms, of_host)
+                self._finish(rounds[number], span, piece, terms, of_host)
             elif piece.workers[host] == self._me:
-                self._reduce_host(plan, span, piece, terms, of_host[host])
-        return plan
+                self._reduce_host(rounds[number], span, piece, terms, of_host[host])
+        return _Plan(slots, rounds, [part.messages() for part in rounds])
 
-    def _reduce_host(self, plan: _Plan, span: SlotSpan, piece: ReducePiece, terms: _Terms, mine: list[_Group]) -> None:
+    def _num_rounds(self, span: SlotSpan, cut: Sequence[ReducePiece]) -> int:
+        """Return in how many rounds all processes exchange a vector."""
+        largest = max((piece.part.stop - piece.part.start for piece in cut), default=0)
+        return max(1, min(self._most_rounds, largest * span.dtype.itemsize // ROUND_BYTES))
+
+    def _reduce_host(self, plan: _Round, span: SlotSpan, piece: ReducePiece, terms: _Terms, mine: list[_Group]) -> None:
         """Add the groups of this host, send the sums to the worker that finishes the piece, and receive the result."""
         peer, part = piece.workers[piece.finisher], piece.part
-        if mine:
+        if len(mine) == 1 and len(mine[0]) == 1:  # nothing to add: it is sent from where it is, as the only row
+            plan.give_sums += [(peer, message[None]) for message in terms[mine[0][0]][part].messages()]
+        elif mine:
             sums = _rows(mine, span, part)
             for i, group in enumerate(mine):
                 group_terms = [(n, terms[n][part]) for n in group]
@@ -175,7 +217,7 @@ class HierarchicalReduce:
 
     def _finish(
         self,
-        plan: _Plan,
+        plan: _Round,
         span: SlotSpan,
         piece: ReducePiece,
         terms: dict[int, ChecksummedVector],

@@ -57,7 +57,8 @@ class OrderedAllReduce:
         self._comm = comm
         self._make_mover = make_mover
         self._mover: Mover | None = None
-        self._order = order
+        self.order = order
+        """May be set before the first all-reduce."""
         self._size_bytes = max(ALIGN, size_bytes)
         self._device = torch.device(device)
         self._shared_bytes = shared_bytes
@@ -130,14 +131,24 @@ class OrderedAllReduce:
                 of several slices are sent, with the first of them; with ``SUM`` if the result changed on its way here.
         """
         slots = self._assign_slots(owners, rows)
-        self._taken = self._choose_path(slots, order or self._order)
+        self._taken = self._choose_path(slots, order or self.order)
         if isinstance(self._taken, AllToAllReduce):
             self._taken.keeps_terms = self.keeps_terms
-        return self._taken(span, slots, order or self._order, mean, midway, altered)
+        return self._taken(span, slots, order or self.order, mean, midway, altered)
 
     def open(self) -> None:
         """Set up this generation's transport unless an all-reduce has: maxima then cost no message. A collective."""
         self._path_of_generation(((),) * len(self._comm.processes))
+
+    @property
+    def is_set_up(self) -> bool:
+        """Whether this generation's transport is known."""
+        return self._path is not None and self._made_for[0] == self._comm.generation
+
+    @property
+    def uses_messages(self) -> bool:
+        """Whether this generation's transport sends messages, and is not shared memory alone."""
+        return not isinstance(self._path, SharedMemoryReduce)
 
     def check_same(self, span: SlotSpan, order: str) -> None:
         """Raise ``ScriptError`` unless all members reduce the same kind of vector, where the check costs no message."""
@@ -229,7 +240,7 @@ class OrderedAllReduce:
         why = f"tensors are on {self._device}"
         if self._device.type == "cpu" and self._shared_bytes:  # the same on every process
             known = MemoryExchange(self._comm, self._segments, self._size_bytes, self._opened)
-            if not known.is_one_host and self._order != ORDER_BETWEEN_HOSTS:
+            if not known.is_one_host and self.order != ORDER_BETWEEN_HOSTS:
                 return AllToAllReduce(self._comm, self._room, self._size_bytes), none  # expected, no warning
             memory = known.open()
             if not isinstance(memory, str):

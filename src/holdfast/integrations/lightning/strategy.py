@@ -86,7 +86,13 @@ class TrainingRun:
                 f"the checkpoint was saved after {position['offset']} samples of an epoch, but Lightning continues after"
                 f" {done} batches of {batch_size}: resume from another checkpoint"
             )
-        self.session.begin_at(position["step"], position["epoch"], position["offset"], slices=position["slices"])
+        self.session.begin_at(
+            position["step"],
+            position["epoch"],
+            position["offset"],
+            slices=position["slices"],
+            order=position.get("order", ""),  # older checkpoints have none
+        )
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield, once per mini-batch, the inputs of this worker's first slice."""

@@ -1,0 +1,305 @@
+"""Small messages between members, over TCP connections that are opened when they are first needed.
+
+A process group of Gloo connects every member with every other one. That is what a recovery among many processes would
+mostly consist of, while an agreement on a few integers needs only a few peers of each member. No thread takes part: the
+calling thread waits for its sockets and for changes of the membership store at the same time. Connections outlive a
+generation. Each message names its own, so what was sent in an earlier one, which a failure has ended, is dropped.
+
+A connection begins with the secret of the process that accepts it, which its peers read in the store. The process that
+opened it sends on it, and so does the other one, unless it has opened one itself at the same moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from holdfast.errors import PeerFailed
+
+_HEAD = struct.Struct("!IIQ")
+"""Of a message: its generation, its tag, and the number of its bytes."""
+_SECRET_BYTES = 16
+_HELLO = struct.Struct(f"!{_SECRET_BYTES}sI")
+"""Of a connection: the secret of the process that accepts it, and the rank of the one that opened it."""
+
+_LOOK_S = 0.05
+"""Longest time between two checks for failures while the store does not change, seconds."""
+_CONNECT_S = 0.1
+"""Time within which a peer is reached unless something is wrong: meanwhile nothing else is looked at, seconds."""
+_MAX_READ = 1 << 16
+_WAITING_CONNECTIONS = 1024
+_SIOCGIFADDR = 0x8915
+
+
+class _Connection:
+    """A non-blocking connection with ``rank``, which is -1 until that process has introduced itself."""
+
+    __slots__ = ("incoming", "outgoing", "rank", "socket", "until_s")
+
+    def __init__(self, its_socket: socket.socket, rank: int = -1, until_s: float = 0.0) -> None:
+        its_socket.setblocking(False)
+        its_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = its_socket
+        self.rank = rank
+        self.incoming, self.outgoing = bytearray(), bytearray()
+        self.until_s = until_s
+        """When an attempt to connect has taken too long; 0 once connected."""
+
+
+class Links:
+    """The connections of this member; see :meth:`begin`.
+
+    Args:
+        rank: This member.
+        address: The address of this machine at which peers reach it; that of the first interface in
+            ``GLOO_SOCKET_IFNAME`` takes precedence.
+        wake_fd: Becomes readable when ``check`` has something new to look at; emptied here.
+        timeout_s: Time within which a peer must accept a connection.
+    """
+
+    def __init__(self, rank: int, address: str, wake_fd: int, timeout_s: float) -> None:
+        self._rank = rank
+        self._generation = 0
+        self._timeout_s = timeout_s
+        self._wake_fd = wake_fd
+        self._host = _interface_address() or address
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        self._listener = socket.create_server((self._host, 0), family=family, backlog=_WAITING_CONNECTIONS)
+        self._listener.setblocking(False)
+        self._secret = secrets.token_bytes(_SECRET_BYTES)
+        self._peers: dict[int, tuple[str, int, bytes]] = {}
+        self._connections: dict[int, _Connection] = {}
+        self._way_to: dict[int, _Connection] = {}
+        """The connection on which messages to a peer are sent."""
+        self._messages: defaultdict[tuple[int, int, int], deque[bytes]] = defaultdict(deque)
+        """By generation, rank and tag."""
+        self._gone: dict[int, str] = {}
+        """Why a connection with a peer has ended; there may be a second one, see above."""
+        self._poll = select.epoll()
+        for fd in (self._listener.fileno(), wake_fd):
+            self._poll.register(fd, select.EPOLLIN)
+
+    @property
+    def own_address(self) -> str:
+        """What peers need to connect to this process: host, port and secret."""
+        return f"{self._host} {self._listener.getsockname()[1]} {self._secret.hex()}"
+
+    @property
+    def are_of_one_machine(self) -> bool:
+        """Whether all members have the same address."""
+        return len({host for host, _, _ in self._peers.values()}) == 1
+
+    def meet(self, addresses: Mapping[int, str]) -> None:
+        """Set the :attr:`own_address` of each member."""
+        for rank, text in addresses.items():
+            host, port, secret = text.split(" ")
+            self._peers[rank] = host, int(port), bytes.fromhex(secret)
+
+    def know(self, members: Iterable[int]) -> bool:
+        """Return whether the addresses of all of these have been set."""
+        return self._peers.keys() >= set(members)
+
+    def begin(self, generation: int, members: Collection[int]) -> None:
+        """Begin a generation: drop messages of earlier ones, and all connections with ranks that are not members."""
+        self._generation = generation
+        self._gone.clear()
+        for key in [key for key in self._messages if key[0] < generation]:
+            del self._messages[key]
+        for connection in [each for each in self._connections.values() if 0 <= each.rank not in members]:
+            self._end(connection, "it is no member")
+        self._peers = {rank: peer for rank, peer in self._peers.items() if rank in members}
+
+    def post(self, rank: int, data: bytes, tag: int) -> None:
+        """Start to send a message to a peer; more is sent in later calls if the connection cannot take all of it."""
+        connection = self._way_to.get(rank) or self._open(rank)
+        connection.outgoing += _HEAD.pack(self._generation, tag, len(data)) + data
+        self._flush(connection)
+
+    def exchange(
+        self, send: Sequence[tuple[int, bytes]], sources: Sequence[int], tag: int, check: Callable[[], None]
+    ) -> list[bytes]:
+        """Send messages, and return the next message of this tag from each source.
+
+        Args:
+            send: Ranks and what to send to them.
+            sources: Ranks.
+            tag: Separates messages.
+            check: Called while this waits; raises if it should not wait any longer.
+
+        Raises:
+            PeerFailed: if the connection with one of the peers has ended.
+        """
+        for rank, data in send:
+            self.post(rank, data, tag)
+        targets = [rank for rank, _ in send]
+        while not (self._are_sent(targets) and self._have_arrived(sources, tag)):
+            for fd, events in self._poll.poll(_LOOK_S):
+                self._handle(fd, events)
+            self._end_late()
+            check()
+        return [self._messages[self._generation, rank, tag].popleft() for rank in sources]
+
+    def close(self) -> None:
+        """Close all connections, which ends the waits of peers for this process."""
+        for connection in self._connections.values():
+            connection.socket.close()
+        self._connections.clear()
+        self._way_to.clear()
+        self._listener.close()
+        self._poll.close()
+
+    def __del__(self) -> None:
+        """Close them if the communicator is dropped."""
+        if hasattr(self, "_poll"):  # the last thing that the constructor creates
+            self.close()
+
+    # -- progress
+
+    def _are_sent(self, ranks: Sequence[int]) -> bool:
+        for rank in ranks:
+            if rank in self._gone:
+                raise self._failed(rank)
+        return not any(self._way_to[rank].outgoing for rank in ranks)
+
+    def _have_arrived(self, ranks: Sequence[int], tag: int) -> bool:
+        lacking = [rank for rank in ranks if not self._messages[self._generation, rank, tag]]
+        for rank in lacking:
+            if rank in self._gone and not self._may_be_connected_with(rank):
+                raise self._failed(rank)
+        return not lacking
+
+    def _may_be_connected_with(self, rank: int) -> bool:
+        return any(each.rank in (rank, -1) for each in self._connections.values())
+
+    def _failed(self, rank: int) -> PeerFailed:
+        return PeerFailed(f"the connection with worker {rank} has ended: {self._gone[rank]}")
+
+    def _handle(self, fd: int, events: int) -> None:
+        if fd == self._wake_fd:
+            with contextlib.suppress(BlockingIOError):  # another reader was faster
+                os.eventfd_read(fd)
+        elif fd == self._listener.fileno():
+            self._accept()
+        elif connection := self._connections.get(fd):
+            if events & select.EPOLLOUT:
+                connection.until_s = 0.0
+                self._flush(connection)
+            if events & ~select.EPOLLOUT:
+                self._read(connection)
+
+    def _end_late(self) -> None:
+        now_s = time.monotonic()
+        for connection in [each for each in self._way_to.values() if 0 < each.until_s < now_s]:
+            self._end(connection, f"no connection within {self._timeout_s:g} s")
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # no more, or it has ended already
+            while True:
+                self._add(connection := _Connection(self._listener.accept()[0]))
+                self._read(connection)
+
+    def _add(self, connection: _Connection) -> None:
+        self._connections[connection.socket.fileno()] = connection
+        self._poll.register(connection.socket, select.EPOLLIN | select.EPOLLOUT * bool(connection.until_s))
+
+    def _open(self, rank: int) -> _Connection:
+        if rank in self._gone:
+            raise self._failed(rank)
+        host, port, secret = self._peers[rank]
+        its_socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        its_socket.settimeout(_CONNECT_S)
+        until_s = 0.0
+        try:
+            its_socket.connect((host, port))
+        except TimeoutError:
+            until_s = time.monotonic() + self._timeout_s  # it goes on
+        except OSError as error:
+            its_socket.close()
+            self._gone[rank] = error.strerror or str(error)
+            raise self._failed(rank) from error
+        connection = self._way_to[rank] = _Connection(its_socket, rank, until_s)
+        connection.outgoing += _HELLO.pack(secret, self._rank)
+        self._add(connection)
+        return connection
+
+    def _flush(self, connection: _Connection) -> None:
+        """Send as much as the connection takes; be woken when it takes more."""
+        try:
+            while connection.outgoing and not connection.until_s:
+                del connection.outgoing[: connection.socket.send(connection.outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._end(connection, error.strerror or str(error))
+            return
+        more = bool(connection.outgoing or connection.until_s)
+        self._poll.modify(connection.socket, select.EPOLLIN | select.EPOLLOUT * more)
+
+    def _read(self, connection: _Connection) -> None:
+        try:
+            while data := connection.socket.recv(_MAX_READ):
+                connection.incoming += data
+        except BlockingIOError:
+            self._split(connection)
+        except OSError as error:
+            self._split(connection)
+            self._end(connection, error.strerror or str(error))
+        else:
+            self._split(connection)
+            self._end(connection, "it was closed there")
+
+    def _split(self, connection: _Connection) -> None:
+        """Take the messages that are complete."""
+        incoming = connection.incoming
+        if connection.rank < 0 and not self._introduce(connection):
+            return
+        while len(incoming) >= _HEAD.size:
+            generation, tag, size = _HEAD.unpack_from(incoming)
+            if len(incoming) < (end := _HEAD.size + size):
+                return
+            if generation >= self._generation:
+                self._messages[generation, connection.rank, tag].append(bytes(incoming[_HEAD.size : end]))
+            del incoming[:end]
+
+    def _introduce(self, connection: _Connection) -> bool:
+        """Read the beginning of a connection; return whether a member has opened it."""
+        if len(connection.incoming) < _HELLO.size:
+            return False
+        secret, rank = _HELLO.unpack_from(connection.incoming)
+        if not hmac.compare_digest(secret, self._secret):
+            self._end(connection, "it was opened by a stranger")
+            return False
+        del connection.incoming[: _HELLO.size]
+        connection.rank = rank
+        self._way_to.setdefault(rank, connection)
+        return True
+
+    def _end(self, connection: _Connection, why: str) -> None:
+        if self._connections.pop(connection.socket.fileno(), None) is None:
+            return
+        connection.socket.close()  # which also takes it out of the poll
+        rank = connection.rank
+        if self._way_to.get(rank) is connection:
+            del self._way_to[rank]
+        if rank >= 0:
+            self._gone.setdefault(rank, why)
+
+
+def _interface_address() -> str:
+    """Return the IPv4 address of the first interface in ``GLOO_SOCKET_IFNAME``, "" if there is none."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if not names:
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        asked = struct.pack("256s", names[0].encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, asked)[20:24])
+    return ""

@@ -1,0 +1,85 @@
+"""All-reduces of sparse tensors, as ``DistributedDataParallel`` makes for ``nn.Embedding(sparse=True)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp, Work
+
+from holdfast.distributed.group_base import GroupBase
+from holdfast.distributed.tensors import check_layout, type_of
+from holdfast.errors import ScriptError
+
+_MOST_DIMS = 30
+
+
+class SparseCollectives(GroupBase):
+    """The one collective of sparse tensors that Gloo has, too: the sum."""
+
+    def _reduce_sparse(self, tensor: torch.Tensor, op: Any, what: str) -> Work:
+        """Sum a sparse tensor over all ranks, in place: the terms of an element are added in rank order."""
+        check_layout(tensor, what, torch.sparse_coo)
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{what} of a sparse tensor needs it on the CPU, got {tensor.device}")
+        if type_of(op) != ReduceOp.SUM:
+            raise ValueError(f"{what} of sparse tensors is a sum, got {op}")
+        call_site = self._call_site()
+        in_ddp = call_site.is_backward
+        recorder = self._engine.recorder
+        step = recorder.begin_sum(call_site.task) if in_ddp and call_site.task >= 0 else None
+        mine = tensor.detach().coalesce()
+        terms: list[torch.Tensor] = []
+        result = [tensor]
+
+        def exchange() -> None:
+            terms[:] = self._gather_sparse(mine, what)
+            if step is not None:
+                recorder.reach_in_sum(*step)
+            self._members.comm.barrier()
+
+        def finish() -> None:
+            total = terms[0]
+            for term in terms[1:]:
+                total = total + term
+            alive, first = len(terms), len(self._members.ranks)
+            if in_ddp and alive < first:  # DDP has divided by the initial world size
+                total = total / (alive / first)
+            result[0] = total.coalesce()
+
+        def deliver() -> None:
+            if result[0] is not tensor:
+                with torch.no_grad():
+                    tensor.copy_(result[0])
+
+        recovers = in_ddp or self._recovers(call_site)
+        return self._submit(
+            what, result, exchange, finish, deliver=deliver, inputs=[tensor], recovers=recovers, is_dense=False
+        )
+
+    def _gather_sparse(self, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
+        """Return the tensor of each surviving rank; ``ScriptError`` on all ranks if their shapes or dtypes differ."""
+        comm, indices, values = self._members.comm, mine.indices(), mine.values()
+        about = [values.element_size(), mine.sparse_dim(), mine.dim(), *mine.shape]
+        row = torch.tensor([len(values), *about] + [0] * (_MOST_DIMS - len(about)), dtype=torch.int64)
+        rows = torch.empty(len(self._members.alive), len(row), dtype=torch.int64)
+        comm.allgather(row, rows)
+        if len(set(map(tuple, rows[:, 1:].tolist()))) > 1:
+            raise ScriptError(f"{what} needs sparse tensors of one dtype and shape on all ranks")
+        counts: list[int] = rows[:, 0].tolist()
+        longest = max(counts)
+        all_indices = torch.empty(len(counts), longest, mine.sparse_dim(), dtype=torch.int64)
+        all_values = torch.empty(len(counts), longest, *values.shape[1:], dtype=values.dtype)
+        if longest:
+            comm.allgather(_padded(indices.t(), longest), all_indices)
+            comm.allgather(_padded(values, longest), all_values)
+        return [
+            torch.sparse_coo_tensor(index[:count].t(), value[:count], mine.shape, is_coalesced=True)
+            for count, index, value in zip(counts, all_indices, all_values, strict=True)
+        ]
+
+
+def _padded(part: torch.Tensor, length: int) -> torch.Tensor:
+    whole = torch.zeros(length, *part.shape[1:], dtype=part.dtype)
+    whole[: len(part)] = part
+    return whole

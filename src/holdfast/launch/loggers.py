@@ -1,0 +1,125 @@
+"""What ``--log-to`` asks for, in the launcher: checked, opened, and continued when the job resumes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.clock import Clock
+from holdfast.errors import ConfigError
+from holdfast.launch.job import Job, check_writable, is_remote
+from holdfast.loggers.leftovers import Leftovers, mark_run
+from holdfast.loggers.media import MediaFiles
+from holdfast.loggers.otel import RecoveryTracer
+from holdfast.loggers.sink import LAST_S, LoggerSink, StepLogger
+from holdfast.loggers.targets import LogTarget, parse_targets
+from holdfast.records.paths import media_dir
+from holdfast.records.queued import QueuedSink
+
+RUN_ID = "HOLDFAST_RUN_ID"
+"""Variable with the id of the run, if it is given from outside."""
+_RUN_ID_FILE = ".holdfast-run-id"
+"""File beside the checkpoints: the id of the run that wrote them."""
+
+
+def check_targets(job: Job) -> None:
+    """Raise a ConfigError that says what to change, if the job cannot log as it asks for."""
+    targets = parse_targets(job.log_to)
+    for target in targets:
+        target.check(resume=job.settings.resume)
+        if target.kind == "tensorboard":
+            check_writable(Path(target.place), f"--log-to {target}: the folder")
+    given = os.environ.get(RUN_ID, "")
+    if given and not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", given):
+        raise ConfigError(f"{RUN_ID} must have 1 to 64 letters, digits, - and _, got {given!r}")
+    needs_id = [target for target in targets if target.kind in ("wandb", "mlflow")]
+    if needs_id and job.settings.resume and is_remote(job.settings.checkpoint_dir) and not given:
+        raise ConfigError(
+            f"--log-to {needs_id[0]} cannot find out which run to resume, because its checkpoints are in remote storage:"
+            f" set {RUN_ID} to the same id at each start of the job"
+        )
+
+
+def find_leftovers(job: Job) -> Leftovers:
+    """Return the records of earlier starts of the job that were not logged, if it resumes and logs."""
+    return Leftovers(_name_of(job) if job.log_to and job.settings.resume and job.node_rank == 0 else "")
+
+
+def open_loggers(
+    job: Job, clock: Clock, say: Callable[[str], None], run_dir: Path, earlier: Leftovers
+) -> list[QueuedSink]:
+    """Return the sinks of all targets, on the launcher of the first node: it receives the records of all nodes.
+
+    Args:
+        job: The job.
+        clock: Its zero is when the run began.
+        say: Displays a line.
+        run_dir: Folder of the record files.
+        earlier: Records of earlier starts of the job.
+
+    Raises:
+        ConfigError: if the folder of checkpoints cannot be written.
+    """
+    targets = parse_targets(job.log_to)
+    if not targets or job.node_rank != 0:
+        return []
+    run = mark_run(run_dir, _name_of(job), time.time() - clock.now_s())
+    if any(target.kind != "otel" for target in targets):
+        media_dir(run_dir).mkdir(exist_ok=True)
+    run_id, files = _find_run_id(job), MediaFiles(sum(target.kind != "otel" for target in targets))
+    sinks = [
+        RecoveryTracer(target.place, run_id, run.epoch_s, clock)
+        if target.kind == "otel"
+        else LoggerSink(_logger(target, run_id), run, earlier.runs, files, say)
+        for target in targets
+    ]
+    return [QueuedSink(sink, say, last_s=LAST_S) for sink in sinks]
+
+
+def _logger(target: LogTarget, run_id: str) -> StepLogger:
+    if target.kind == "tensorboard":
+        from holdfast.loggers.tensorboard import TensorBoardLogger
+
+        return TensorBoardLogger(Path(target.place).absolute())
+    if target.kind == "wandb":
+        from holdfast.loggers.wandb import WandbLogger
+
+        return WandbLogger(target.place, run_id)
+    from holdfast.loggers.mlflow import MlflowLogger
+
+    return MlflowLogger(target.place, run_id)
+
+
+def _name_of(job: Job) -> str:
+    """Return what all starts of a job have in common: where its checkpoints are; "" if it cannot resume."""
+    place = job.settings.checkpoint_dir
+    return place if not place or is_remote(place) else str(_local(place).resolve())
+
+
+def _local(checkpoint_dir: str) -> Path:
+    return Path(checkpoint_dir.removeprefix("file://"))
+
+
+def _find_run_id(job: Job) -> str:
+    """Return the id of the run, which stays the same when the job resumes: it is kept beside local checkpoints."""
+    if given := os.environ.get(RUN_ID):
+        return given
+    place = job.settings.checkpoint_dir
+    file = _local(place) / _RUN_ID_FILE if place and not is_remote(place) else None
+    if file is not None and job.settings.resume:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if known := file.read_text().strip():
+                return known
+    made = uuid.uuid4().hex[:16]
+    if file is not None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(made + "\n")
+        except OSError as error:
+            raise ConfigError(f"--checkpoint-dir {place} cannot be written: {error.strerror}") from error
+    return made

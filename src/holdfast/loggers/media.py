@@ -1,0 +1,92 @@
+"""Images and histograms on their way from the records to the loggers.
+
+Their records are written before the step is committed, maybe more than once, and count once it is. An image is a file in
+the run folder. It is removed when every logger is done with it, so that the folder does not grow with the run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from holdfast.loggers.steps import LoggedImage, LoggedStep
+from holdfast.records.paths import media_dir
+from holdfast.records.types import HistogramLogged, ImageLogged
+
+MediaRecord = ImageLogged | HistogramLogged
+
+
+class MediaFiles:
+    """The files of the images of a run, which all of its loggers read.
+
+    Args:
+        num_loggers: How many loggers there are.
+    """
+
+    def __init__(self, num_loggers: int) -> None:
+        self._num_loggers = num_loggers
+        self._lock = threading.Lock()
+        self._done: Counter[Path] = Counter()
+
+    def release(self, path: Path) -> None:
+        """One logger is done with a file."""
+        with self._lock:
+            self._done[path] += 1
+            is_last = self._done[path] >= self._num_loggers
+            if is_last:
+                del self._done[path]
+        if is_last:
+            path.unlink(missing_ok=True)
+
+
+class StepMedia:
+    """The images and histograms of the steps that are not logged yet, for one logger.
+
+    Args:
+        run_dir: The run folder.
+        files: The files of the images.
+    """
+
+    def __init__(self, run_dir: Path, files: MediaFiles) -> None:
+        self._folder, self._files = media_dir(run_dir), files
+        self._waiting: dict[int, dict[str, MediaRecord]] = {}
+
+    def add(self, record: MediaRecord) -> None:
+        """Take a record; a later one of the same name and step replaces it."""
+        of_step = self._waiting.setdefault(record.step, {})
+        if (before := of_step.get(record.name)) is not None:
+            self._drop([before])
+        of_step[record.name] = record
+
+    def attach(self, step: LoggedStep) -> LoggedStep:
+        """Return a committed step with its images and histograms; drop those of earlier steps, which were logged."""
+        found = self._waiting.pop(step.step, {})
+        for number in [number for number in self._waiting if number < step.step]:
+            self._drop(self._waiting.pop(number).values())
+        return with_media(step, found.values(), self._folder)
+
+    def done(self, step: LoggedStep) -> None:
+        """A step was logged."""
+        for image in step.images.values():
+            self._files.release(image.path)
+
+    def _drop(self, records: Iterable[MediaRecord]) -> None:
+        for record in records:
+            if isinstance(record, ImageLogged):
+                self._files.release(self._folder / record.file)
+
+
+def with_media(step: LoggedStep, records: Iterable[MediaRecord], folder: Path) -> LoggedStep:
+    """Return a step with its images, as far as their files are there, and its histograms."""
+    images, histograms = {}, {}
+    for record in records:
+        if isinstance(record, HistogramLogged):
+            histograms[record.name] = record
+        elif (path := folder / Path(record.file).name).is_file():
+            images[record.name] = LoggedImage(
+                path=path, width=record.width, height=record.height, channels=record.channels
+            )
+    return replace(step, images=images, histograms=histograms) if images or histograms else step

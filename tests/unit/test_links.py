@@ -1,0 +1,201 @@
+"""Small messages between members over connections that are opened when needed, and the maximum made of them."""
+
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from holdfast.comm.dissemination import tree_neighbors
+from holdfast.comm.links import Links
+from holdfast.comm.small_reduce import maximum_over
+from holdfast.errors import InternalError, PeerFailed
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture
+def make_links():
+    """Return a function that makes the links of some ranks, which all know each other."""
+    made, events = [], []
+
+    def make(*ranks):
+        links = {}
+        for rank in ranks:
+            events.append(os.eventfd(0, os.EFD_NONBLOCK))
+            links[rank] = Links(rank, "127.0.0.1", events[-1], 5.0)
+        made.extend(links.values())
+        for each in links.values():
+            each.meet({rank: other.own_address for rank, other in links.items()})
+            each.begin(1, ranks)
+        return links
+
+    yield make
+    for each in made:
+        each.close()
+    for event in events:
+        os.close(event)
+
+
+def until(deadline_s=DEADLINE_S):
+    """A check for failures that ends a wait which should have ended long ago."""
+    ends_s = time.monotonic() + deadline_s
+
+    def check():
+        if time.monotonic() > ends_s:
+            raise PeerFailed("this took too long")
+
+    return check
+
+
+def in_parallel(acts):
+    with ThreadPoolExecutor(len(acts)) as pool:
+        return [done.result(DEADLINE_S) for done in [pool.submit(act) for act in acts]]
+
+
+def take_maximum(links, members, me, values, few_messages):
+    def exchange(send, sources):
+        return links[me].exchange(send, sources, 0, until())
+
+    return maximum_over(exchange, members, me, values, few_messages=few_messages)
+
+
+@pytest.mark.parametrize("few_messages", [False, True])
+@pytest.mark.parametrize("count", [2, 3, 9, 13])
+def test_all_members_have_the_maximum(count, few_messages, make_links):
+    members = tuple(range(5, 5 + 3 * count, 3))
+    links = make_links(*members)
+
+    for generation in (1, 2):
+        for each in links.values():
+            each.begin(generation, members)
+        acts = [lambda me=me: take_maximum(links, members, me, [me, -me, 1 << 62], few_messages) for me in members]
+
+        assert in_parallel(acts) == [[members[-1], -members[0], 1 << 62]] * count
+    opened = sum(len(each._way_to) for each in links.values()) // 2
+    assert opened < count or not few_messages or count <= 8, "a tree of n members has n - 1 connections"
+
+
+def test_a_different_number_of_integers_is_an_error(make_links):
+    links = make_links(0, 1)
+    links[1].post(0, bytes(8), 0)
+
+    with pytest.raises(InternalError, match="maximum of 8 bytes, this one of 16"):
+        take_maximum(links, (0, 1), 0, [1, 2], few_messages=True)
+
+
+def test_every_place_of_a_tree_is_the_child_of_its_parent():
+    for count in range(1, 70):
+        parents = {place: tree_neighbors(place, count)[0] for place in range(count)}
+        children = {place: tree_neighbors(place, count)[1] for place in range(count)}
+
+        assert [place for place, parent in parents.items() if parent is None] == [0]
+        assert all(parents[child] == place for place, below in children.items() for child in below)
+        assert sum(map(len, children.values())) == count - 1
+
+
+def test_large_messages_pass_each_other(make_links):
+    links = make_links(0, 1)
+    sent = os.urandom(2 << 20)
+
+    heard = in_parallel([lambda me=me: links[me].exchange([(1 - me, sent)], [1 - me], 7, until()) for me in (0, 1)])
+
+    assert heard == [[sent], [sent]]
+
+
+def test_the_end_of_a_peer_ends_the_wait_for_it_but_not_what_it_has_sent(make_links):
+    links = make_links(0, 1)
+    links[1].post(0, b"last", 0)
+    links[0].exchange([(1, b"first")], [], 0, until())
+    links[1].close()
+
+    assert links[0].exchange([], [1], 0, until()) == [b"last"]
+    with pytest.raises(PeerFailed, match="connection with worker 1 has ended"):
+        links[0].exchange([], [1], 0, until())
+    with pytest.raises(PeerFailed, match="connection with worker 1 has ended"):
+        links[0].exchange([(1, b"more")], [], 0, until())
+
+
+def test_a_peer_that_does_not_listen_has_failed(make_links):
+    links = make_links(0, 1)
+    links[1].close()
+
+    with pytest.raises(PeerFailed, match="connection with worker 1 has ended"):
+        links[0].exchange([(1, b"hello")], [1], 0, until())
+
+
+def test_a_change_of_the_store_ends_a_wait(make_links):
+    links = make_links(0, 1)
+    has_changed = threading.Event()
+
+    def check():
+        if has_changed.is_set():
+            raise PeerFailed("worker 2 is dead")
+
+    def change():
+        has_changed.set()
+        os.eventfd_write(links[0]._wake_fd, 1)
+
+    threading.Timer(0.05, change).start()
+    with pytest.raises(PeerFailed, match="worker 2 is dead"):
+        links[0].exchange([], [1], 0, check)
+
+
+def test_messages_of_an_earlier_generation_are_dropped_and_those_of_a_later_one_wait_for_it(make_links):
+    links = make_links(0, 1)
+    links[1].post(0, b"abandoned", 0)
+    links[1].begin(2, (0, 1))
+    links[1].post(0, b"new", 0)
+    links[0].exchange([(1, b"x")], [1], 0, until())  # which reads both
+
+    links[0].begin(2, (0, 1))
+
+    assert links[0].exchange([], [1], 0, until()) == [b"new"]
+
+
+def test_who_is_no_member_any_more_is_hung_up_on(make_links):
+    links = make_links(0, 1, 2)
+    links[2].post(0, b"", 0)
+    links[0].exchange([], [2], 0, until())
+
+    links[0].begin(2, (0, 1))
+
+    assert not links[0].know((0, 1, 2))
+    assert links[0].know((0, 1))
+    with pytest.raises(PeerFailed, match="connection with worker 0 has ended"):
+        links[2].exchange([], [0], 0, until())
+
+
+def test_a_stranger_is_not_heard(make_links):
+    links = make_links(0, 1)
+    host, port, secret = links[0].own_address.split(" ")
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(bytes(len(secret) // 2) + (1).to_bytes(4, "big") + bytes(16))
+        links[1].post(0, b"a member", 0)
+
+        assert links[0].exchange([], [1], 0, until()) == [b"a member"]
+        stranger.settimeout(DEADLINE_S)
+        with pytest.raises(PeerFailed, match="too long"):
+            links[0].exchange([], [1], 0, until(0.1))
+        assert stranger.recv(1) == b""
+
+
+def test_messages_with_another_tag_wait(make_links):
+    links = make_links(0, 1)
+    for data, tag in ((b"a", 0), (b"b", 1), (b"c", 0)):
+        links[1].post(0, data, tag)
+
+    assert links[0].exchange([], [1], 1, until()) == [b"b"]
+    assert [links[0].exchange([], [1], 0, until()) for _ in range(2)] == [[b"a"], [b"c"]]
+
+
+def test_the_interface_in_the_environment_takes_precedence(make_links, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
+    with_interface = Links(0, "192.0.2.1", os.eventfd(0), 5.0)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none-such")
+    without = Links(0, "127.0.0.2", os.eventfd(0), 5.0)
+
+    assert with_interface.own_address.startswith("127.0.0.1 ")
+    assert without.own_address.startswith("127.0.0.2 ")
