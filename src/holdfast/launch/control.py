@@ -52,9 +52,9 @@ class RunningJob:
     guard: str = "off"
     workers: int = 0  # workers and spares that it starts with, on all nodes
     spares: int = 0
-    log_dir: str = ""  # directory of its workers' output
     nnodes: int = 1
     node_rank: int = 0  # node of this launcher
+    log_dir: str = ""  # directory of its workers' output
 
     @classmethod
     def of(cls, job: Job, origin_s: float = 0.0) -> Self:
