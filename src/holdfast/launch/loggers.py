@@ -18,7 +18,7 @@ from holdfast.loggers.media import MediaFiles
 from holdfast.loggers.otel import RecoveryTracer
 from holdfast.loggers.sink import LAST_S, LoggerSink, StepLogger
 from holdfast.loggers.targets import LogTarget, parse_targets
-from holdfast.records.paths import media_dir
+from holdfast.records.paths import media_dir, media_elsewhere_path
 from holdfast.records.queued import QueuedSink
 
 RUN_ID = "HOLDFAST_RUN_ID"
@@ -66,11 +66,14 @@ def open_loggers(
         ConfigError: if the folder of checkpoints cannot be written.
     """
     targets = parse_targets(job.log_to)
-    if not targets or job.node_rank != 0:
+    is_first, shows_media = job.node_rank == 0, any(target.kind != "otel" for target in targets)
+    if shows_media and is_first:
+        media_dir(run_dir).mkdir(exist_ok=True)
+    elif shows_media:
+        media_elsewhere_path(run_dir).touch()
+    if not targets or not is_first:
         return []
     run = mark_run(run_dir, _name_of(job), time.time() - clock.now_s())
-    if any(target.kind != "otel" for target in targets):
-        media_dir(run_dir).mkdir(exist_ok=True)
     run_id, files = _find_run_id(job), MediaFiles(sum(target.kind != "otel" for target in targets))
     sinks = [
         RecoveryTracer(target.place, run_id, run.epoch_s, clock)

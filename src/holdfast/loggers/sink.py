@@ -219,6 +219,9 @@ class LoggerSink:
         Raises:
             NotTaken: with its number.
         """
+        if self._media.num_absent:
+            self._unshown["images of workers on other nodes"] = self._media.num_absent
+            self._media.num_absent = 0
         if dropped := sum(self._unshown.values()):
             for kind in sorted(set(self._unshown) - self._said):
                 self._say(f"{self.name} shows no {kind}: they are left out there")
