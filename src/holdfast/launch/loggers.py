@@ -9,17 +9,18 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.clock import Clock
 from holdfast.errors import ConfigError
 from holdfast.launch.job import Job, check_writable, is_remote
 from holdfast.loggers.leftovers import Leftovers, mark_run
-from holdfast.loggers.media import MediaFiles
-from holdfast.loggers.otel import RecoveryTracer
-from holdfast.loggers.sink import LAST_S, LoggerSink, StepLogger
 from holdfast.loggers.targets import LogTarget, parse_targets
 from holdfast.records.paths import media_dir, media_elsewhere_path
 from holdfast.records.queued import QueuedSink
+
+if TYPE_CHECKING:
+    from holdfast.loggers.sink import StepLogger
 
 RUN_ID = "HOLDFAST_RUN_ID"
 """Variable with the id of the run, if it is given from outside."""
@@ -73,6 +74,10 @@ def open_loggers(
         media_elsewhere_path(run_dir).touch()
     if not targets or not is_first:
         return []
+    from holdfast.loggers.media import MediaFiles
+    from holdfast.loggers.otel import RecoveryTracer
+    from holdfast.loggers.sink import LAST_S, LoggerSink
+
     run = mark_run(run_dir, _name_of(job), time.time() - clock.now_s())
     run_id, files = _find_run_id(job), MediaFiles(sum(target.kind != "otel" for target in targets))
     sinks = [
