@@ -39,7 +39,7 @@ LOGGERS := tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 opentelemetry
 STUDY_PEERS := tensorflow orbax
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs readme test test-torch integrations torch-suite ray loggers browser pictures check golden chaos chaos-20 proof bench bench-peers study-peers clean
+.PHONY: help setup demo docs readme test test-torch integrations torch-suite ray loggers browser pictures check golden chaos chaos-20 proof bench bench-sinks bench-peers study-peers clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -105,6 +105,9 @@ proof: $(READY)  ## Eleven faults, one worker of twelve left, the same bits to t
 
 bench: $(READY) bench-peers  ## The benchmarks, beside DDP, torchft, DCP and Orbax, as tables
 	@failed=0; for name in $(BENCHMARKS); do echo; $(PY) benchmarks/$$name.py || failed=1; done; exit $$failed
+
+bench-sinks: .venv-loggers/.ready  ## What a step takes with all sinks of records on, beside none: three minutes
+	.venv-loggers/bin/python benchmarks/sinks.py
 
 bench-peers: $(PEERS_READY)  ## Create .venv-peers with what the benchmarks compare with (safe to repeat)
 

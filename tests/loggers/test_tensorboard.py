@@ -64,8 +64,10 @@ def test_however_the_lead_dies_each_step_is_logged_once(tmp_path, undisturbed, p
     assert {rank: exit_codes(report)[rank] for rank in killed} == dict.fromkeys(killed, -signal.SIGKILL)
     if phase != "rejoin":
         assert_landed(report, *killed)
-    committed = [event["step"] for event in report["_events"] if event["event"] == "StepCommitted"]
-    assert len(committed) > STEPS, "no lead has repeated a step: the test shows nothing"
+    committed = [(event["rank"], event["step"]) for event in report["_events"] if event["event"] == "StepCommitted"]
+    assert len({rank for rank, _ in committed}) >= 2, "there was one lead only: the test shows nothing"
+    if phase != "optimizer":  # there the lead dies before it records the step
+        assert len(committed) > STEPS, "no lead has repeated a step: the test shows nothing"
     assert scalars_of(log) == undisturbed
     assert report["sinks"] == [{"name": "tensorboard", "taken": report["sinks"][0]["taken"], "dropped": 0}]
 

@@ -470,6 +470,29 @@ def test_an_endpoint_is_a_url():
         check_targets(job("otel:localhost"))
 
 
+@pytest.mark.parametrize(
+    ("target", "variable", "what"),
+    [
+        ("mlflow", "", "MLflow's default place is a database"),
+        ("mlflow:sqlite:///m.db", "", "sqlite:///m.db is a database"),
+        ("mlflow", "postgresql+psycopg2://host/m", "postgresql.psycopg2://host/m is a database"),
+        ("mlflow:mlruns", "sqlite:///m.db", None),
+        ("mlflow", "http://host:5000", None),
+    ],
+)
+def test_a_database_of_mlflow_needs_the_full_package(monkeypatch, target, variable, what):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "sqlalchemy" else name)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", variable)
+
+    if what is None:
+        check_targets(job(target))
+    else:
+        with pytest.raises(
+            ConfigError, match=f"{what}, which needs the full package: pip install mlflow; or name a folder"
+        ):
+            check_targets(job(target))
+
+
 @pytest.mark.usefixtures("installed")
 def test_a_run_whose_checkpoints_are_remote_needs_an_id_to_resume(monkeypatch):
     remote = job("mlflow", resume=True, checkpoint_dir="s3://bucket/run")

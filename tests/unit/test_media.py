@@ -104,7 +104,7 @@ def test_an_ambiguous_image_needs_its_layout():
 def test_a_histogram_has_bins_of_equal_width(tmp_path):
     values = torch.tensor([[0.0, 1.0], [1.0, 4.0], [float("nan"), float("inf")]])
 
-    record = Histogram(values, bins=4).record("w", tmp_path, "x.png")
+    record = Histogram(values, bins=4).record("w", tmp_path / "x.png")
 
     assert (record.low, record.high, record.counts) == (0.0, 4.0, (1, 2, 0, 1))
     assert (record.total, record.squares) == (6.0, 18.0)
@@ -113,13 +113,13 @@ def test_a_histogram_has_bins_of_equal_width(tmp_path):
 
 @pytest.mark.parametrize("value", [torch.tensor([2.0]), torch.full((7,), 2.0), np.full(3, 2)])
 def test_equal_values_have_a_bin(value, tmp_path):
-    record = Histogram(value).record("w", tmp_path, "")
+    record = Histogram(value).record("w", None)
 
     assert (record.low, record.high, sum(record.counts)) == (1.5, 2.5, len(value))
 
 
 def test_a_histogram_of_nothing_finite_is_empty(tmp_path):
-    assert sum(Histogram(torch.tensor([float("nan")])).record("w", tmp_path, "").counts) == 0
+    assert sum(Histogram(torch.tensor([float("nan")])).record("w", None).counts) == 0
 
 
 @pytest.mark.parametrize(
@@ -163,6 +163,17 @@ def test_one_slice_of_each_step_is_recorded_before_the_commit(tmp_path):
         (s, "image", 3, 2, 1) for s in range(3)
     ]
     assert [decoded((tmp_path / "media" / r.file).read_bytes())[0, 0, 0] for r in images] == [0, 64, 128]
+
+
+def test_on_another_node_histograms_are_recorded_and_images_only_counted(tmp_path, monkeypatch):
+    (tmp_path / "media-elsewhere").touch()
+    monkeypatch.setattr(Image, "png", lambda self: pytest.fail("it was encoded"))
+
+    train(tmp_path)
+
+    records = [r for r in read_run(tmp_path) if isinstance(r, ImageLogged | HistogramLogged)]
+    assert [type(r) for r in records] == [ImageLogged, HistogramLogged] * 3
+    assert {r.file for r in records if isinstance(r, ImageLogged)} == {""}
 
 
 def test_without_a_logger_nothing_is_encoded(tmp_path, monkeypatch):
@@ -266,10 +277,22 @@ def test_what_cannot_be_shown_is_counted_and_said_once(folder):
 
 def test_a_file_that_is_gone_or_elsewhere_is_left_out(folder):
     (folder / "secret").write_bytes(b"x")
-    sink = LoggerSink(Logger("images"), RunRecords(run_dir=folder, epoch_s=0.0))
-    elsewhere = ImageLogged(t_s=0.5, rank=0, step=0, name="image", file="../secret", width=1, height=1, channels=1)
+    said = []
+    sink = LoggerSink(Logger("images"), RunRecords(run_dir=folder, epoch_s=0.0), say=said.append)
+    shape = {"width": 1, "height": 1, "channels": 1}
+    images = [
+        ImageLogged(t_s=0.5, rank=0, step=0, name=name, file=file, **shape)
+        for name, file in (("a", "../secret"), ("b", "gone.png"), ("c", ""))
+    ]
 
-    sink.take([started(), elsewhere, commit(0)])
+    with pytest.raises(NotTaken) as found:
+        sink.take([started(), *images, commit(0)])
+    sink.close(9.0)
+
+    assert (found.value.dropped, said) == (
+        3,
+        ["shows images shows no images of workers on other nodes: they are left out there"],
+    )
 
     assert [step.names for step in sink._logger.steps] == [("loss",)]
     assert (folder / "secret").exists()

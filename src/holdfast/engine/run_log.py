@@ -16,7 +16,7 @@ from holdfast.data.plan import MiniBatch, SamplePlan
 from holdfast.engine.context import JobContext, RebuildInfo, RecoveryContext
 from holdfast.integrity.certified import ChainLink, HashedState
 from holdfast.models.slice_batching import BatchingTrial
-from holdfast.records.paths import media_dir
+from holdfast.records.paths import media_dir, media_elsewhere_path
 from holdfast.records.types import (
     CheckpointSaved,
     CorruptionFound,
@@ -44,8 +44,8 @@ _WRONG = {
 class Media(Protocol):
     """An image or a histogram that a script logs; see :mod:`holdfast.session.media`."""
 
-    def record(self, name: str, folder: Path, file: str) -> Record:
-        """Return its record, without stamps; an image is written to ``file`` in ``folder``."""
+    def record(self, name: str, file: Path | None) -> Record:
+        """Return its record, without stamps; an image is written to ``file``, None: nowhere."""
         ...
 
 
@@ -60,7 +60,6 @@ class RunLog:
         self._job = job
         self._phase = "start"
         self._last_step: list[Record] = []
-        self._media_dir = media_dir(Path(job.settings.run_dir)) if job.settings.run_dir else None
         self._num_media = 0
 
     def mark(self, phase: str) -> None:
@@ -166,12 +165,16 @@ class RunLog:
 
     def media(self, step: int, name: str, media: Media) -> None:
         """The script logged an image or a histogram; recorded before the commit vote, so that a committed step has it."""
-        if self._media_dir is None or not self._media_dir.is_dir():
+        if not self._job.settings.run_dir:
             return
-        self._num_media += 1
-        file = f"{step}-{self._job.comm.local_ranks[0]}-{self._num_media}.png"
+        run_dir, file = Path(self._job.settings.run_dir), None
+        if (folder := media_dir(run_dir)).is_dir():
+            self._num_media += 1
+            file = folder / f"{step}-{self._job.comm.local_ranks[0]}-{self._num_media}.png"
+        elif not media_elsewhere_path(run_dir).exists():
+            return
         try:
-            self.write(dataclasses.replace(media.record(name, self._media_dir, file), step=step))
+            self.write(dataclasses.replace(media.record(name, file), step=step))
         except OSError as error:
             self.warn(f"{name} of step {step} is not logged: {error.strerror}")
 

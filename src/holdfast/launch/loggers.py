@@ -9,17 +9,18 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.clock import Clock
 from holdfast.errors import ConfigError
 from holdfast.launch.job import Job, check_writable, is_remote
 from holdfast.loggers.leftovers import Leftovers, mark_run
-from holdfast.loggers.media import MediaFiles
-from holdfast.loggers.otel import RecoveryTracer
-from holdfast.loggers.sink import LAST_S, LoggerSink, StepLogger
 from holdfast.loggers.targets import LogTarget, parse_targets
-from holdfast.records.paths import media_dir
+from holdfast.records.paths import media_dir, media_elsewhere_path
 from holdfast.records.queued import QueuedSink
+
+if TYPE_CHECKING:
+    from holdfast.loggers.sink import StepLogger
 
 RUN_ID = "HOLDFAST_RUN_ID"
 """Variable with the id of the run, if it is given from outside."""
@@ -66,11 +67,18 @@ def open_loggers(
         ConfigError: if the folder of checkpoints cannot be written.
     """
     targets = parse_targets(job.log_to)
-    if not targets or job.node_rank != 0:
-        return []
-    run = mark_run(run_dir, _name_of(job), time.time() - clock.now_s())
-    if any(target.kind != "otel" for target in targets):
+    is_first, shows_media = job.node_rank == 0, any(target.kind != "otel" for target in targets)
+    if shows_media and is_first:
         media_dir(run_dir).mkdir(exist_ok=True)
+    elif shows_media:
+        media_elsewhere_path(run_dir).touch()
+    if not targets or not is_first:
+        return []
+    from holdfast.loggers.media import MediaFiles
+    from holdfast.loggers.otel import RecoveryTracer
+    from holdfast.loggers.sink import LAST_S, LoggerSink
+
+    run = mark_run(run_dir, _name_of(job), time.time() - clock.now_s())
     run_id, files = _find_run_id(job), MediaFiles(sum(target.kind != "otel" for target in targets))
     sinks = [
         RecoveryTracer(target.place, run_id, run.epoch_s, clock)

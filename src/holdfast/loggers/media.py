@@ -51,6 +51,8 @@ class StepMedia:
     """
 
     def __init__(self, run_dir: Path, files: MediaFiles) -> None:
+        self.num_absent = 0
+        """Images of committed steps whose file is not here: the worker was on another node."""
         self._folder, self._files = media_dir(run_dir), files
         self._waiting: dict[int, dict[str, MediaRecord]] = {}
 
@@ -66,7 +68,9 @@ class StepMedia:
         found = self._waiting.pop(step.step, {})
         for number in [number for number in self._waiting if number < step.step]:
             self._drop(self._waiting.pop(number).values())
-        return with_media(step, found.values(), self._folder)
+        complete = with_media(step, found.values(), self._folder)
+        self.num_absent += len(found) - len(complete.images) - len(complete.histograms)
+        return complete
 
     def done(self, step: LoggedStep) -> None:
         """A step was logged."""
@@ -75,7 +79,7 @@ class StepMedia:
 
     def _drop(self, records: Iterable[MediaRecord]) -> None:
         for record in records:
-            if isinstance(record, ImageLogged):
+            if isinstance(record, ImageLogged) and record.file:
                 self._files.release(self._folder / record.file)
 
 
@@ -85,7 +89,7 @@ def with_media(step: LoggedStep, records: Iterable[MediaRecord], folder: Path) -
     for record in records:
         if isinstance(record, HistogramLogged):
             histograms[record.name] = record
-        elif (path := folder / Path(record.file).name).is_file():
+        elif record.file and (path := folder / Path(record.file).name).is_file():
             images[record.name] = LoggedImage(
                 path=path, width=record.width, height=record.height, channels=record.channels
             )

@@ -23,6 +23,8 @@ GAP_S = 5.0
 LAST_S = 30.0
 """The end of a job waits this long for a logger."""
 _LONGEST_PAUSE_S = 60.0
+_LONGEST_TEXT = 200
+"""Characters of an error of another package that are shown."""
 
 
 class StepLogger(Protocol):
@@ -219,6 +221,9 @@ class LoggerSink:
         Raises:
             NotTaken: with its number.
         """
+        if self._media.num_absent:
+            self._unshown["images of workers on other nodes"] = self._media.num_absent
+            self._media.num_absent = 0
         if dropped := sum(self._unshown.values()):
             for kind in sorted(set(self._unshown) - self._said):
                 self._say(f"{self.name} shows no {kind}: they are left out there")
@@ -228,7 +233,8 @@ class LoggerSink:
 
     def _put_off(self, error: Exception) -> NotTaken:
         self.pause_s = min(2 * self.pause_s, _LONGEST_PAUSE_S)
-        return NotTaken(f"{type(error).__name__}: {error}".partition("\n")[0].rstrip("."), dropped=0)
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        return NotTaken(why[:_LONGEST_TEXT].rstrip("."), dropped=0)
 
     def _final(self, end_s: float) -> list[LoggedStep]:
         """Return the metrics that the script logged after training, as part of the last step."""

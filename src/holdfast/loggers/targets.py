@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ LOGGERS = {
     "otel": ("opentelemetry.exporter.otlp.proto.http", "[ENDPOINT]"),
 }
 """Each kind of target, which is also the name of the extra that installs it: the module that it needs, and its place."""
+
+_DATABASES = ("", "sqlite", "postgresql", "mysql", "mssql")
+"""Schemes of tracking URIs for which MLflow needs SQLAlchemy; "" is its default."""
 
 EVENT_FILES = "events.out.tfevents.*"
 """The files that TensorBoard reads."""
@@ -67,8 +71,19 @@ class LogTarget:
                 f"--log-to {self}: the folder has the event files of an earlier run; continue that run with --resume,"
                 " or choose another folder"
             )
+        if self.kind == "mlflow":
+            self._check_database()
         if self.kind == "otel" and self.place and "://" not in self.place:
             raise ConfigError(f"--log-to {self}: the endpoint must be a URL, such as otel:http://localhost:4318")
+
+    def _check_database(self) -> None:
+        uri = self.place or os.environ.get("MLFLOW_TRACKING_URI", "")
+        if uri.partition(":")[0].partition("+")[0] in _DATABASES and not _is_installed("sqlalchemy"):
+            place = f"{uri} is a database" if uri else "MLflow's default place is a database"
+            raise ConfigError(
+                f"--log-to {self}: {place}, which needs the full package: pip install mlflow; or name a folder or a server,"
+                " such as mlflow:mlruns or mlflow:http://host:5000"
+            )
 
 
 def parse_targets(texts: Sequence[str]) -> tuple[LogTarget, ...]:

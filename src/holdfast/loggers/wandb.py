@@ -64,8 +64,11 @@ class WandbLogger:
     def close(self, *, is_done: bool) -> None:
         """Wait until W&B has written, or sent, everything."""
         if self._run is not None:
+            import wandb
+
             run, self._run = self._run, None
             run.finish(exit_code=0 if is_done else 1)
+            wandb.teardown()  # finish may return before the process of W&B has written its file
 
 
 def _media_of(step: LoggedStep) -> dict[str, Any]:

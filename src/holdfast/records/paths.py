@@ -26,8 +26,13 @@ def launcher_lost_path(run_dir: Path) -> Path:
 
 
 def media_dir(run_dir: Path) -> Path:
-    """Return the folder of images that the script logs; it exists if the launcher logs to something that shows them."""
+    """Return the folder of images that the script logs; it exists if this launcher logs to something that shows them."""
     return run_dir / "media"
+
+
+def media_elsewhere_path(run_dir: Path) -> Path:
+    """Return the file that exists if the launcher of another node does: it gets records, and no files."""
+    return run_dir / "media-elsewhere"
 
 
 def strike_path(run_dir: Path, fault: int) -> Path:

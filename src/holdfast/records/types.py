@@ -96,11 +96,12 @@ class StepCommitted(Record):
 class ImageLogged(Record):
     """The script logged an image in ``step``. Written before the step is committed, by the worker with its first slice.
 
-    Only written if the launcher logs to something that shows images. It counts if the step is committed.
+    Only written if a launcher logs to something that shows images. It counts if the step is committed.
 
     Args:
         name: Its name.
-        file: Its file, a PNG, in the folder ``media`` of the run folder; removed when it was logged.
+        file: Its file, a PNG, in the folder ``media`` of the run folder; removed when it was logged. "" on another node
+            than that of the launcher that logs.
         width: Pixels of a row.
         height: Number of rows.
         channels: 1: grey; 3: RGB; 4: RGBA.

@@ -46,11 +46,13 @@ class Image:
                 f" {self._pixels.numel() / (1 << 20):.1f} MiB in shape {tuple(given.shape)}: log a smaller one"
             )
 
-    def record(self, name: str, folder: Path, file: str) -> Record:
-        """Write the image into a folder, and return the record that refers to it, without stamps."""
+    def record(self, name: str, file: Path | None) -> Record:
+        """Write the image to a file, and return the record that refers to it, without stamps; None writes nothing."""
         height, width, channels = self._pixels.shape
-        (folder / file).write_bytes(self.png())
-        return ImageLogged(name=name, file=file, width=width, height=height, channels=channels)
+        if file is not None:
+            file.write_bytes(self.png())
+        name_of_file = "" if file is None else file.name
+        return ImageLogged(name=name, file=name_of_file, width=width, height=height, channels=channels)
 
     def png(self) -> bytes:
         """Return the image as a PNG file."""
@@ -86,7 +88,7 @@ class Histogram:
             raise ConfigError(f"bins must be from 1 to {MOST_BINS}, got {bins}")
         self._values, self._bins = given, bins
 
-    def record(self, name: str, folder: Path, file: str) -> Record:
+    def record(self, name: str, file: Path | None) -> Record:
         """Return the record with the bins, without stamps; it needs no file."""
         values = self._values.flatten().cpu().double()
         values = values[values.isfinite()]
