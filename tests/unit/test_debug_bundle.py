@@ -47,6 +47,7 @@ def run_folder(folder):
         f"MY_SECRET={PLANTED} python train.py",
         f"export AWS_SECRET_ACCESS_KEY='{PLANTED}'",
         f"-----BEGIN RSA PRIVATE KEY-----\n{PLANTED}\n-----END RSA PRIVATE KEY-----",
+        f'password: "{PLANTED} of two words"',
         "step 7, tokens: 4096, loss 0.25",
     ]
     (folder / "logs" / "rank-0.log").write_text("\n".join(lines))
@@ -119,10 +120,30 @@ def test_a_long_text_takes_no_more_than_its_length(piece):
     assert time.process_time() - began_s < 5
 
 
-def test_values_of_short_or_plain_variables_are_not_searched_for():
-    environment = {"A_TOKEN": "abc", "B_KEY": "/a/path/to/a.key", "C_SECRET": "123456789", "D_SECRET": "longenough"}
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("password=123456", "password=<redacted>"),
+        ('{"api_key": "two words", "lr": 0.1}', '{"api_key": "<redacted>", "lr": 0.1}'),
+        ("--hub-token abc123 --lr 0.1", "--hub-token <redacted> --lr 0.1"),
+        ("pwd: 'x y'; next", "pwd: '<redacted>'; next"),
+        ("s3://id:secret@bucket/path", "s3://<redacted>@bucket/path"),
+    ],
+)
+def test_what_is_assigned_to_the_name_of_a_secret_is_hidden_whole(line, shown):
+    assert redact(line) == shown
 
-    assert secrets_of(environment) == ("longenough",)
+
+def test_values_of_short_or_plain_variables_are_not_searched_for():
+    environment = {
+        "A_TOKEN": "abc",
+        "B_KEY": __file__,
+        "C_SECRET": "1234567",
+        "D_SECRET": "longenough",
+        "E_PASS": "/x/y9+Z",
+    }
+
+    assert secrets_of(environment) == ("longenough", "/x/y9+Z")
     assert helpful({"HOLDFAST_RDZV": "etcd://u:pw@h:1/j"}) == {"HOLDFAST_RDZV": f"etcd://{REDACTED}@h:1/j"}
 
 

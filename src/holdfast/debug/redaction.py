@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 
 REDACTED = "<redacted>"
 """Replaces a secret."""
 
-_WORDS = r"(?:tokens?|secrets?|passwords?|passwd|passphrase|credentials?|cookie|authorization|(?:api|access|private|secret|account|auth)[-_]?key)"
-_SECRET_NAME = re.compile(r"token|secret|passw|passphrase|key|credential|cookie|auth|private|signature", re.IGNORECASE)
+_WORDS = r"(?:tokens?|secrets?|passwords?|passwd|pwd|passphrase|credentials?|cookie|authorization|(?:api|access|private|secret|account|auth)[-_]?key)"
+_SECRET_NAME = re.compile(
+    r"token|secret|pass|pwd|key|credential|cookie|auth|private|signature|jwt|bearer", re.IGNORECASE
+)
 """Names of variables whose values are secret."""
 _AT_LEAST = 6
 """Values of secret variables that are shorter are not searched for in other texts: they would be found everywhere."""
+
+_DIGITS = 8
+"""Nor are numbers with fewer digits, and names of files that exist."""
 
 _HELPFUL = (
     *("HOLDFAST_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "TP_", "CUDA_", "OMP_", "MKL_", "KMP_", "OMPI_", "PRTE_", "PMIX_"),
@@ -30,13 +36,14 @@ _USER_IN_URL = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.-]{1,19}://)[^\s/@\"'<>]+
 _IN_QUERY = re.compile(rf"(?P<name>[?&][\w.-]{{0,40}}{_WORDS})=[^\s&\"'<>]+", re.IGNORECASE)
 _BEARER = re.compile(r"\b(?P<scheme>bearer|basic)\s+[\w.~+/=-]{6,}", re.IGNORECASE)
 _ASSIGNED = re.compile(
-    rf"(?P<name>{_WORDS}\\?[\"']?\s{{0,4}}(?:[=:]\s{{0,4}}|\s(?=\S)))(?P<quote>\\?[\"']?)(?P<value>[^\s\"',;&\\]+)",
+    rf"(?P<name>{_WORDS}\\?[\"']?\s{{0,4}}(?:[=:]\s{{0,4}}|\s(?=\S)))(?:(?P<quote>\\?[\"'])(?P<quoted>[^\"'\\\n]{{1,1000}})|(?P<bare>[^\s\"',;&\\]+))",
     re.IGNORECASE,
 )
 _IN_LIST = re.compile(rf"(?P<name>[\"']-[\w-]{{0,40}}{_WORDS}[\"'],\s*[\"'])[^\"']+", re.IGNORECASE)
 _OPTION = re.compile(r"(?:^|[\s\"'])--?[\w-]{0,40}$")
 """The end of a text that is followed by the rest of an option's name."""
-_NUMBER = re.compile(r"[\d.,]+(?:[eE][+-]?\d+)?|null|none|true|false|\[?\]?", re.IGNORECASE)
+_NUMBER = re.compile(r"[\d.,]+(?:[eE][+-]?\d+)?")
+_NOTHING = ("null", "None", "none", "true", "True", "false", "False", "[", "[]", "{", "{}")
 _KEY_BLOCK = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 
 
@@ -49,14 +56,15 @@ def helpful(environment: Mapping[str, str]) -> dict[str, str]:
 def secrets_of(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return the values of variables whose names sound secret, the longest first: no other text may show them."""
     values = {v for name, v in environment.items() if _SECRET_NAME.search(name) and len(v) >= _AT_LEAST}
-    return tuple(sorted((v for v in values if not v.startswith("/") and not v.isdigit()), key=len, reverse=True))
+    plain = {v for v in values if os.path.exists(v) or (v.isdigit() and len(v) < _DIGITS)}
+    return tuple(sorted(values - plain, key=len, reverse=True))
 
 
 def redact(text: str, secrets: tuple[str, ...] = ()) -> str:
     """Return a text without what looks like a secret.
 
     Replaced are ``secrets``; user and password in a URL; private keys; bearer tokens; and what is assigned to a name
-    such as ``password`` or ``api_key``, in a command line, in JSON or in a log, unless it is a number.
+    such as ``password`` or ``api_key``, in a command line, in JSON or in a log. Numbers of tokens stay.
 
     Args:
         text: The text.
@@ -79,9 +87,10 @@ def redactor(environment: Mapping[str, str]) -> Callable[[str], str]:
 
 
 def _hide_assigned(found: re.Match[str]) -> str:
-    value, before = found["value"], found.string[max(0, found.start() - 48) : found.start()]
+    value, before = found["quoted"] or found["bare"], found.string[max(0, found.start() - 48) : found.start()]
     separated = found["name"].rstrip().endswith(("=", ":"))
     is_option = _OPTION.search(before) is not None and not value.startswith("-")
-    if _NUMBER.fullmatch(value) or value.startswith(REDACTED) or not (separated or is_option):
+    is_count = _NUMBER.fullmatch(value) and found["name"].lower().startswith("token")
+    if is_count or value in _NOTHING or value.startswith(REDACTED) or not (separated or is_option):
         return found[0]
-    return f"{found['name']}{found['quote']}{REDACTED}"
+    return f"{found['name']}{found['quote'] or ''}{REDACTED}"
