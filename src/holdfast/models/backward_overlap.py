@@ -42,7 +42,7 @@ def why_never(job: JobContext, part: ModelPart) -> str:
     if job.settings.overlap == "off":
         return "it is off"
     if not isinstance(job.comm, ThreadChange):
-        return "the fabric cannot exchange gradients in another thread"
+        return "the fabric cannot exchange gradients in another thread (--fabric gloo can)"
     if part.device.type != "cpu":
         return f"the model is on {part.device}"
     if len(part.buckets) == 1:

@@ -67,12 +67,11 @@ class SliceRunner(Runner):
         self._loaded = {}
         self._last = slices[-1] if slices else -1
         self._part.gradients.plan = self._plan_rows(batch)
-        self._context.total.keeps_terms = strategy_class(self._job.live.strategy).continues_steps
+        keeps_terms = strategy_class(self._job.live.strategy).continues_steps
         if self._overlap is not None:
             self._overlap.begin_step()
-            self._context.total.keeps_terms |= (
-                self._overlap.begins
-            )  # the script may read gradients until the slice ends
+            keeps_terms |= self._overlap.begins  # the script may read gradients until the slice ends
+        self._context.total.keeps_terms = keeps_terms
         return Step(self, batch, slices, attempt)
 
     def _plan_rows(self, batch: MiniBatch) -> RowPlan:
