@@ -3,8 +3,8 @@
 Gloo provides neither an agreement nor a shrink, and reports a failure only to the failed rank's neighbours in its ring.
 :class:`~holdfast.membership.Roster` provides both. Its store is hosted by no worker, and the launchers report failures
 to it. Gloo only moves bytes: there is at most one process group per generation, and every wait on it also polls the
-roster. It connects every member with every other one, so a generation makes it when the first tensor is moved. Maxima,
-barriers and the exchange of progress take :class:`~holdfast.comm.links.Links`, which a recovery alone needs.
+roster. It connects every member with every other one, so a generation makes it when the first large tensor is moved.
+Maxima, barriers and small all-gathers take :class:`~holdfast.comm.links.Links`, and a recovery needs no more.
 
 An abandoned operation may still read and write its tensors until its process group is destroyed. So an output buffer
 belongs to one generation only, and an input must not change before all members have answered the recovery;
@@ -52,7 +52,8 @@ _NEW_WAIT_S = 1.0
 
 _MAXIMUM_TAG, _STORELESS_TAG = 0, 1
 """Tags of the messages over links: the rounds of a maximum; and those between members that have lost their store."""
-_LOWEST = int(np.iinfo(np.int64).min)
+_SMALL_BYTES = 64 << 10
+"""The result of an all-gather up to this size takes links, which need fewer connections than the process group."""
 
 
 class C10dCommunicator(SingleRankCommunicator):
@@ -112,7 +113,12 @@ class C10dCommunicator(SingleRankCommunicator):
             self.barrier()
 
     def _allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
-        if part.numel():
+        if 0 < out.nbytes <= _SMALL_BYTES:
+            mine = as_bytes(part).numpy().tobytes()
+            words = np.frombuffer(mine + bytes(-len(mine) % 8), dtype=np.int64).tolist()
+            rows = np.array(self._gather_integers(words)).view(np.uint8)[:, : len(mine)]
+            as_bytes(out).copy_(torch.from_numpy(rows.reshape(-1)))
+        elif part.numel():
             self._run(lambda group: gather_flat(group, as_bytes(out), as_bytes(part)))
         else:
             self.barrier()
@@ -188,14 +194,19 @@ class C10dCommunicator(SingleRankCommunicator):
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
         """Gather the progress of all members; see :meth:`Communicator.share_progress`."""
         mine = [progress.completed, progress.computed, progress.flags, progress.heard]
-        slots = [_LOWEST] * (len(self.members) * len(mine))
-        start = self._index(self._me) * len(mine)
-        slots[start : start + len(mine)] = map(int, mine)
-        rows = np.array(self.maximum(slots)).reshape(-1, len(mine)).tolist()
         return {
             rank: Progress(completed, bool(computed), Note(flags), heard)
-            for rank, (completed, computed, flags, heard) in zip(self.members, rows, strict=True)
+            for rank, (completed, computed, flags, heard) in zip(
+                self.members, self._gather_integers([int(number) for number in mine]), strict=True
+            )
         }
+
+    def _gather_integers(self, mine: Sequence[int]) -> list[list[int]]:
+        """Return the integers of every member: a maximum with a slot for each."""
+        slots = np.full((len(self.members), len(mine)), np.iinfo(np.int64).min)
+        slots[self._index(self._me)] = mine
+        rows: list[list[int]] = np.array(self.maximum(slots.reshape(-1).tolist())).reshape(slots.shape).tolist()
+        return rows
 
     def barrier(self) -> None:
         """Block until every member has called it."""

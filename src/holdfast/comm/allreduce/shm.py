@@ -60,7 +60,6 @@ _MOST_KEPT = 512
 ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
 """Whether other cores see stores in program order (x86), so that a visible phase word implies visible numbers."""
 
-_LEAST = int(np.iinfo(np.int64).min)
 _MAGIC = 0x5355_4D4D_4148_4F4C
 """Marks a segment, in the last word of its first line, as the result of an all-reduce."""
 
@@ -386,19 +385,13 @@ class MemoryExchange:
         if largest != -smallest:
             lengths = f"of {-smallest} to {largest} bytes"
             raise ScriptError(f"the workers all-reduce vectors of different lengths, {lengths}")
-        rows = self._gather_row(said + [-1] * (width - len(said)))
+        row = torch.tensor(said + [-1] * (width - len(said)), dtype=torch.int64)
+        rows = torch.empty(len(self.comm.processes), width, dtype=torch.int64)
+        self.comm.allgather(row, rows)
         return [
             MemoryOffer(bool(ready), host, pid, incarnation, result, tuple(fd for fd in slots if fd >= 0))
-            for ready, host, pid, incarnation, result, *slots in rows
+            for ready, host, pid, incarnation, result, *slots in rows.tolist()
         ]
-
-    def _gather_row(self, mine: list[int]) -> list[list[int]]:
-        """Return the row of each process, without an all-gather: that may connect each process with every other one."""
-        count, width = len(self.comm.processes), len(mine)
-        whole = [_LEAST] * (count * width)
-        whole[self.me * width : (self.me + 1) * width] = mine
-        whole = self.comm.maximum(whole)
-        return [whole[start : start + width] for start in range(0, count * width, width)]
 
     def _open(self) -> HostMemory | None:
         host, size_bytes = self.told[self.me].host, self._head_bytes + self.size_bytes
