@@ -133,6 +133,9 @@ def test_a_node_casts_its_votes_together_and_no_client_receives_them(hub, on_hub
     hub._answer = lambda client, line: requests.append(line) or answer(client, line)
     rosters = [Roster(on_hub.open_rank(rank), rank, (0, 1, 2, 3)) for rank in range(4)]
     client = on_hub.open_launcher()
+    asked = []
+    for relay in on_hub.relays.values():
+        relay._answer = lambda client, line, answer=relay._answer: asked.append(line) or answer(client, line)
     requests.clear()
 
     with ThreadPoolExecutor(4) as pool:
@@ -140,6 +143,7 @@ def test_a_node_casts_its_votes_together_and_no_client_receives_them(hub, on_hub
 
     keys = sorted(json.loads(line)["key"] for line in requests if line)
     assert keys == ["g/0/act/1/node/a", "g/0/act/1/node/b"]
+    assert sorted(json.loads(line)["key"] for line in asked if line) == [f"g/0/act/1/{rank}" for rank in range(4)]
     assert client.under("g/0/act/") == {"1/decision": "true"}
 
 
