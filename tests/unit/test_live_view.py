@@ -9,9 +9,10 @@ import random
 import pytest
 from view_runs import a_kill, begun, finished, recovery, steps
 
+from holdfast.monitor.checkpoints import MOST_CHECKPOINTS
 from holdfast.monitor.lanes import MOST_SPANS, Lanes
 from holdfast.monitor.series import Series
-from holdfast.monitor.view import MOST_CHECKPOINTS, LiveRun, RunInfo
+from holdfast.monitor.view import LiveRun, RunInfo
 from holdfast.records.queued import SinkCount
 from holdfast.records.types import (
     ActionRequested,
@@ -23,6 +24,7 @@ from holdfast.records.types import (
     Recovered,
     SamplesLost,
     SettingChanged,
+    StateHashed,
     StepCommitted,
     StragglerSeen,
     WorkerEnded,
@@ -237,6 +239,35 @@ def test_other_events_have_a_line_and_a_mark():
     assert told["integrity"]["certificate"] == "The hash chain covers steps 0 to 9; its last link is link9."
     assert told["progress"]["samples_lost"] == 2
     assert told["checkpoints"][0]["size_bytes"] == 100
+
+
+def hashed(step, *links):
+    return [StateHashed(t_s=3.0 + step, rank=rank, step=step, link=link) for rank, link in enumerate(links)]
+
+
+def saved(step):
+    return CheckpointSaved(t_s=2.0 + step, rank=0, step=step, path="ck", size_bytes=1, seconds=0.0)
+
+
+@pytest.mark.parametrize(
+    ("records", "verified"),
+    [
+        ([saved(5), *hashed(4, "a", "a")], [None]),  # it may be wrong since
+        ([saved(5), *hashed(5, "a")], [None]),
+        ([saved(5), *hashed(5, "", "")], [None]),
+        ([saved(5), *hashed(5, "a", "a")], [True]),
+        ([saved(5), saved(9), *hashed(8, "a", "a")], [True, None]),
+        ([*hashed(8, "a", "a"), saved(5)], [True]),
+        ([saved(3), *hashed(4, "a", "a"), saved(5), *hashed(8, "b", "c"), saved(9)], [True, False, None]),
+        ([saved(3), *hashed(4, "a", "a"), saved(5), *hashed(8, "b", "b", "c")], [True, False]),
+        ([saved(5), *hashed(8, "a"), JobRestarted(t_s=12.0, rank=-1, step=8, restart=1, workers=(0, 1), reason=""),
+          *hashed(8, "b", "b")], [True]),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_is_verified_once_the_chains_of_two_workers_agree(records, verified):
+    told = shown(records, spares=(), end_s=None)
+
+    assert [row["verified"] for row in told["checkpoints"]] == verified
 
 
 def test_the_state_stays_bounded_over_many_steps_and_recoveries():

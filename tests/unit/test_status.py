@@ -126,6 +126,17 @@ def test_json_is_the_state_of_the_live_view_with_what_the_job_waits_for(temp, ca
     assert 59 < state["now_s"] < 90
 
 
+@pytest.mark.parametrize(("nnodes", "workers", "spares"), [(1, 3, 0), (2, 3, 0), (3, 2, 1), (1, 1, 2)])
+def test_a_worker_belongs_to_the_node_that_the_job_gives_it_to(temp, nnodes, workers, spares):
+    settings = Settings(fabric="gloo", workers=workers, spares=spares)
+    job = Job(script=Path("train.py"), settings=settings, nnodes=nnodes, node_rank=nnodes - 1)
+    running = announce(Path(tempfile.mkdtemp(prefix="holdfast-1-", dir=temp)), job)
+    ranks = [*job.ranks, 100]
+
+    assert [running.home(rank) for rank in ranks] == [job.home(rank) for rank in ranks]
+    assert [row["id"] for row in ObservedJob(running).live.full(0.0)["nodes"]] == list(range(nnodes))
+
+
 def test_several_jobs_are_listed_and_one_can_be_chosen(temp, capsys):
     other = subprocess.Popen(["sleep", "600"])
     try:

@@ -85,6 +85,18 @@ def test_a_module_that_loads_itself_lazily_is_not_loaded_by_being_looked_at(monk
     assert current_activity() == ""
 
 
+def test_a_module_that_answers_strangely_ends_no_pulse(monkeypatch):
+    class Strange:
+        def __getattr__(self, name):
+            raise RuntimeError(name)
+
+    module = ModuleType("strange_package")
+    module.__spec__ = Strange()
+    monkeypatch.setitem(sys.modules, "strange_package", module)
+
+    assert current_activity() == ""
+
+
 def test_the_main_thread_is_seen_to_load_data():
     from torch.utils.data import DataLoader, Dataset
 

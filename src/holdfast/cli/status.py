@@ -24,7 +24,7 @@ _MOST_WORKERS = 40
 
 def status(
     directory: Annotated[
-        Path | None, Argument(metavar="[DIR]", help="Report directory of a run, which may still be running.")
+        Path | None, Argument(metavar="DIR", help="Report directory of a run, which may still be running.")
     ] = None,
     *,
     job: Annotated[
@@ -120,7 +120,8 @@ def _show(state: dict[str, Any], workers: dict[int, ObservedWorker]) -> None:
 
     known = facts(state, state.get("waits_for", ""))
     say(known[0][1])
-    table(("", ""), known[1:])
+    if known[1:]:
+        table(("", ""), known[1:])
     say("")
     shown = shown_workers(state, _MOST_WORKERS)
     table(*_without_empty(WORKER_COLUMNS, [worker_cells(state, row, workers) for row in shown]))

@@ -52,6 +52,8 @@ class RunningJob:
     guard: str = "off"
     workers: int = 0  # workers and spares that it starts with, on all nodes
     spares: int = 0
+    nnodes: int = 1
+    node_rank: int = 0  # node of this launcher
 
     @classmethod
     def of(cls, job: Job, origin_s: float = 0.0) -> Self:
@@ -68,10 +70,19 @@ class RunningJob:
             origin_s=origin_s,
             command=command_line(job),
             report_dir="" if job.report_dir is None else str(job.report_dir.absolute()),
-            workers=job.workers,
+            workers=len(job.ranks),
             spares=len(job.ranks) - job.workers,
+            nnodes=job.nnodes,
+            node_rank=job.node_rank,
             **told,
         )
+
+    def home(self, rank: int) -> int:
+        """Return the node of a worker that the job begins with, as :meth:`Job.home` does."""
+        computing = self.workers - self.spares
+        if rank < computing:
+            return rank // (computing // self.nnodes)
+        return (rank - computing) // (self.spares // self.nnodes) if rank < self.workers else 0
 
     @property
     def pid(self) -> int:

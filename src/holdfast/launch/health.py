@@ -12,7 +12,7 @@ from holdfast.launch.control import append
 from holdfast.launch.hangs import HangDetector, StuckWorker
 from holdfast.launch.nodes import NodeGroup
 from holdfast.launch.record_bus import RecordBus, RunState
-from holdfast.launch.starting import StartupFinding, StartupMonitor
+from holdfast.launch.starting import StartupFinding, StartupMonitor, StartupStatus
 from holdfast.launch.stragglers import StragglerDetector
 from holdfast.launch.waiting_for import what_workers_wait_for
 from holdfast.records.beacon import UNCONNECTED, BeaconPosition
@@ -59,11 +59,12 @@ class HealthMonitor:
         self._note_untold_ends(attempt, watched, now_s)
         positions = {rank: p for rank in watched if (p := attempt.position(rank)) is not None}
         self._run.state.observe(positions, now_s)
-        self._check_startup(attempt, watched, positions, now_s)
+        signs = self._startup_signs(attempt, watched, positions)
+        self._check_startup(attempt, signs, now_s)
         self._end_stuck(attempt, positions, now_s)
         self._print_progress(living, now_s)
         self._check_stragglers(attempt, positions, now_s)
-        self._bus.show(attempt.pids(living), self._waits_for(attempt, living, positions))
+        self._bus.show(attempt.pids(living), "" if self._bus.is_training else self._waits_for(living, signs or {}))
 
     def all_stall(self, attempt: JobAttempt, nodes: NodeGroup) -> bool:
         """Return whether the workers of all nodes wait for each other; the job state knows only those of this node."""
@@ -94,15 +95,20 @@ class HealthMonitor:
                 exit_code = 0 if self._run.state.has_finished(rank) else -signal.SIGKILL
                 self._bus.note_end(attempt.untold_end(rank, exit_code), attempt)
 
-    def _check_startup(
-        self, attempt: JobAttempt, watched: Set[int], positions: Mapping[int, BeaconPosition], now_s: float
-    ) -> None:
+    def _startup_signs(
+        self, attempt: JobAttempt, watched: Set[int], positions: Mapping[int, BeaconPosition]
+    ) -> dict[int, StartupStatus] | None:
+        """Return what is observed of each worker; None once all train and a step was committed."""
+        all_train = all(rank in positions and positions[rank].phase not in _BEFORE_TRAINING for rank in watched)
+        if all_train and self._run.state.has_begun and self._bus.is_training:
+            return None
+        return {rank: attempt.sign(rank, positions.get(rank)) for rank in watched}
+
+    def _check_startup(self, attempt: JobAttempt, signs: Mapping[int, StartupStatus] | None, now_s: float) -> None:
         """Give up workers that keep the job from beginning."""
         nodes, others, state = self._run.nodes, self._run.others, self._run.state
         found = StartupFinding()
-        all_train = all(rank in positions and positions[rank].phase not in _BEFORE_TRAINING for rank in watched)
-        if not (state.has_begun and all_train):
-            signs = {rank: attempt.sign(rank, positions.get(rank)) for rank in watched}
+        if signs is not None and (not state.has_begun or any(map(_is_before_training, signs.values()))):
             elsewhere = nodes is not None and nodes.any_posted("starts")
             found = self._starting.poll(signs, now_s, has_begun=state.has_begun, elsewhere=elsewhere)
         if others is not None:
@@ -117,13 +123,11 @@ class HealthMonitor:
             why = found.lost or f"rank {unknown[0].rank} {unknown[0].reason}"
             state.give_up("mpirun is stopped" if attempt.is_mpirun_stopped() else why)
 
-    def _waits_for(self, attempt: JobAttempt, living: Sequence[int], positions: Mapping[int, BeaconPosition]) -> str:
-        """Return which workers of this node the first step waits for, in words; "" once a step was committed."""
-        if self._bus.is_training:
-            return ""
+    def _waits_for(self, living: Sequence[int], signs: Mapping[int, StartupStatus]) -> str:
+        """Return which workers of this node the first step waits for, in words; newcomers are not waited for."""
         job = self._run.job
         return what_workers_wait_for(
-            {rank: attempt.sign(rank, positions.get(rank)) for rank in living},
+            {rank: signs[rank] for rank in living if rank in signs},
             script=job.script.name,
             connecting=job.fabric.connecting,
             node=" of this node" if job.nnodes > 1 else "",
@@ -164,3 +168,7 @@ class HealthMonitor:
     def _can_replace(self) -> bool:
         """Return whether a replacement is available: a spare, or a newcomer that may be started."""
         return self._run.population.limit > 0 or len(self._run.state.workers_alive()) > self._run.job.workers
+
+
+def _is_before_training(sign: StartupStatus) -> bool:
+    return sign.phase in ("", *_BEFORE_TRAINING)

@@ -46,6 +46,8 @@ class ObservedJob:
                 is_live=True,
                 started=range(computing),
                 spares=range(computing, running.workers),
+                nodes={node: this_node() if node == running.node_rank else "" for node in range(running.nnodes)},
+                node_of=running.home,
             )
         )
         self.workers: dict[int, ObservedWorker] = {}

@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -118,8 +119,9 @@ class DashboardServer:
         self._closing.set()
         self._server.shutdown()
         self._server.server_close()
+        ends_s = time.monotonic() + wait_s
         for thread in self._server.open_threads():
-            thread.join(wait_s / 4)
+            thread.join(max(0.0, ends_s - time.monotonic()))
 
 
 def _names(host: str) -> set[str]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.monitor.checkpoints import Checkpoints
 from holdfast.monitor.event_list import EventList, corruption_line
 from holdfast.monitor.lanes import Lanes
 from holdfast.monitor.membership import Membership
@@ -24,7 +25,6 @@ from holdfast.monitor.recoveries import Recoveries
 from holdfast.monitor.sentence import Ended, level_and_sentence
 from holdfast.records.queued import SinkCount
 from holdfast.records.types import (
-    CheckpointSaved,
     CorruptionFound,
     CorruptionHealed,
     FailureSeen,
@@ -42,8 +42,6 @@ from holdfast.report.goodput import CAUSES, Goodput, TimeAccount
 
 SETTLED_S = 1.0
 """Records of several workers arrive in any order; after so long, all of a moment are taken to be there."""
-MOST_CHECKPOINTS = 200
-"""The last checkpoints that are kept."""
 MOST_FINDINGS = 100
 """The last findings of the guard that are kept."""
 SERIES_S = 1.0
@@ -112,7 +110,7 @@ class LiveRun:
         self._newest_s = 0.0
         self._explained = 0
         self._start: RunStarted | None = None
-        self._checkpoints: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MOST_CHECKPOINTS)
+        self._checkpoints = Checkpoints(self._stamp)
         self._findings: deque[dict[str, Any]] = deque(maxlen=MOST_FINDINGS)
         self._checks = 0
         self._drawn_s = float("-inf")
@@ -218,6 +216,7 @@ class LiveRun:
     def _apply(self, record: Record) -> None:
         self._members.take(record)
         self._events.take(record)
+        self._checkpoints.take(record)
         match record:
             case RunStarted() if self._start is None:
                 self._start = record
@@ -227,8 +226,6 @@ class LiveRun:
                 self._commit(record)
             case JobRestarted() | Recovered() | FailureSeen():
                 self._pace.interrupt(record)
-            case CheckpointSaved():
-                self._checkpoints.append((self._stamp(), _checkpoint(record)))
             case CorruptionFound() | CorruptionHealed():
                 self._findings.append({"t_s": round(record.t_s, 4), "text": corruption_line(record)})
                 self._touch("integrity")
@@ -314,7 +311,7 @@ class LiveRun:
             "workers": self._lanes.workers(shown, self._pace.step),
             "lanes": self._lanes.lanes(changed),
             "recoveries": self._recoveries.as_rows(since, self._members.cause_of),
-            "checkpoints": [row for version, row in self._checkpoints if version > since],
+            "checkpoints": self._checkpoints.as_rows(since),
             "nodes": self._members.node_rows(self.info.nodes) if changed else [],
             "events": self._events.as_rows(since),
             "dropped": [rank for version, rank in self._lanes.dropped if version > since >= 0],
@@ -354,18 +351,6 @@ class LiveRun:
 
     def _sink_rows(self) -> list[dict[str, Any]]:
         return [{"id": count.name, "missed": count.dropped} for count in self._sinks]
-
-
-def _checkpoint(record: CheckpointSaved) -> dict[str, Any]:
-    return {
-        "id": record.step,
-        "step": record.step,
-        "t_s": round(record.t_s, 4),
-        "size_bytes": record.size_bytes,
-        "held_s": round(record.seconds, 6),
-        "write_s": None,
-        "verified": None,
-    }
 
 
 def _slim(record: Record) -> Record:

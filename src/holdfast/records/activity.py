@@ -13,10 +13,13 @@ _MOST_FRAMES = 100
 
 def current_activity() -> str:
     """Return what the main thread is busy with, in two words such as ``importing torch``; "" if that is not known."""
-    if module := _importing():
-        return f"importing {module}"
-    main = threading.main_thread().ident
-    return "loading data" if main is not None and _loads_data(sys._current_frames().get(main)) else ""
+    try:
+        if module := _importing():
+            return f"importing {module}"
+        main = threading.main_thread().ident
+        return "loading data" if main is not None and _loads_data(sys._current_frames().get(main)) else ""
+    except Exception:  # of a module that answers strangely; the caller is the pulse, which must not end for it
+        return ""
 
 
 def _importing() -> str:

@@ -8,7 +8,7 @@ const MOST_ROWS = 200;
 const LONG = 160;
 const FAILURES = new Set(["fault", "lost", "recovery", "restart", "corruption"]);
 
-const VERIFIED = { true: "yes", false: "damaged", null: "not checked" };
+const VERIFIED = { true: "yes", false: "workers differ", null: "not yet" };
 
 const CHECKPOINTS = [
   { name: "Step", text: ({ step }) => number(step), right: true },
