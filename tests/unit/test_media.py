@@ -2,6 +2,7 @@
 
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -174,6 +175,23 @@ def test_on_another_node_histograms_are_recorded_and_images_only_counted(tmp_pat
     records = [r for r in read_run(tmp_path) if isinstance(r, ImageLogged | HistogramLogged)]
     assert [type(r) for r in records] == [ImageLogged, HistogramLogged] * 3
     assert {r.file for r in records if isinstance(r, ImageLogged)} == {""}
+
+
+def test_a_full_disk_costs_images_and_nothing_else(tmp_path, monkeypatch, capsys):
+    (tmp_path / "media").mkdir()
+
+    real = Path.write_bytes
+
+    def full(path, data):
+        if path.parent.name == "media":
+            raise OSError(28, "No space left on device")
+        return real(path, data)
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    session = train(tmp_path)
+
+    assert session.step == 3
+    assert capsys.readouterr().err.count("image of step 0 is not logged, and maybe more: No space left on device") == 1
 
 
 def test_without_a_logger_nothing_is_encoded(tmp_path, monkeypatch):

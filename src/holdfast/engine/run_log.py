@@ -61,6 +61,7 @@ class RunLog:
         self._phase = "start"
         self._last_step: list[Record] = []
         self._num_media = 0
+        self._has_warned_of_media = False
 
     def mark(self, phase: str) -> None:
         """Mark the phase that this worker is in."""
@@ -176,7 +177,9 @@ class RunLog:
         try:
             self.write(dataclasses.replace(media.record(name, file), step=step))
         except OSError as error:
-            self.warn(f"{name} of step {step} is not logged: {error.strerror}")
+            if not self._has_warned_of_media:
+                self.warn(f"{name} of step {step} is not logged, and maybe more: {error.strerror}")
+            self._has_warned_of_media = True
 
     # -- failures
 
