@@ -1,0 +1,59 @@
+"""What a store tells a thread that waits for something else, too."""
+
+import os
+import select
+import threading
+
+import pytest
+
+from holdfast.membership import Hub, HubStore
+from holdfast.membership.scope import StoreScope
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture
+def store():
+    with Hub("secret") as hub:
+        client = HubStore(hub.address, "secret", "job")
+        yield client
+        client.close()
+
+
+def test_its_signal_becomes_readable_when_something_changes(store):
+    signal = store.signal_fd
+    assert not select.select([signal], [], [], 0)[0]
+
+    store.put("a", "1")
+
+    assert select.select([signal], [], [], DEADLINE_S)[0]
+    assert os.eventfd_read(signal) >= 1
+    assert store.signal_fd == signal
+    store.close()
+    assert select.select([signal], [], [], DEADLINE_S)[0], "so does it when the store is lost"
+
+
+@pytest.mark.parametrize("scope", ["", "again/1/"])
+def test_an_act_waits_for_its_key_and_happens_once(scope, store):
+    of_scope = StoreScope(store, scope) if scope else store
+    has_happened, taken_back = threading.Semaphore(0), threading.Semaphore(0)
+    of_scope.on_key("wanted", has_happened.release)
+    of_scope.on_key("other", taken_back.release)
+    of_scope.on_key("other", None)
+
+    for key in ("unwanted", "other", "wanted", "wanted"):
+        of_scope.put(key, "")
+
+    assert has_happened.acquire(timeout=DEADLINE_S)
+    assert not has_happened.acquire(blocking=False)
+    assert not taken_back.acquire(blocking=False)
+    of_scope.on_key("wanted", has_happened.release)
+    assert has_happened.acquire(blocking=False), "at once if the key exists"
+
+
+def test_what_is_posted_as_new_leaves_the_first_value(store):
+    store.post_new("key", "first")
+    store.post_new("key", "second")
+
+    assert not store.create("key", "third")
+    assert store.get("key") == "first"
