@@ -91,7 +91,7 @@ def test_the_page_outlives_its_launcher(visit, tmp_path):
         again.url()
         page.wait_for_selector("#banner", state="hidden")
         looks.wait_for_text(page, "sentence", "Training: step")
-        assert page.is_enabled("#act-stop button")  # with the token that the page has
+        page.wait_for_selector("#act-stop button:enabled")  # with the token that the page has
         page.click("#act-stop button")
         page.click("#confirm-yes")
         assert again.process.wait(60) == 4, again.printed()
