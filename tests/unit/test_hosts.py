@@ -13,9 +13,10 @@ import pytest
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch import worker_context
+from holdfast.launch.command_line import resume_command
 from holdfast.launch.control import announce, find
 from holdfast.launch.hostlist import Host, parse_hosts
-from holdfast.launch.job import Job, resume_command
+from holdfast.launch.job import Job
 from holdfast.launch.mpi_hosts import MpiHosts, RemoteAgent, check_hosts, shared_folder
 from holdfast.launch.processes import Process, WatchedWorker
 from holdfast.launch.run_paths import RunPaths

@@ -11,8 +11,9 @@ import typer
 from holdfast.comm.fabrics import ulfm
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
+from holdfast.launch.command_line import command_line, resume_command
 from holdfast.launch.hostlist import Host
-from holdfast.launch.job import Job, check, command_line, resume_command
+from holdfast.launch.job import Job, check
 
 
 def job(script="train.py", **fields):

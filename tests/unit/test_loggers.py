@@ -12,7 +12,8 @@ import pytest
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
-from holdfast.launch.job import Job, command_line
+from holdfast.launch.command_line import command_line
+from holdfast.launch.job import Job
 from holdfast.launch.loggers import check_targets, find_leftovers, open_loggers
 from holdfast.loggers.leftovers import Leftovers, RunRecords, mark_run
 from holdfast.loggers.recoveries import RecoveryTrace

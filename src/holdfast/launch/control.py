@@ -15,7 +15,8 @@ from typing import Any, Self
 
 from holdfast.comm.fabrics.registry import make_fabric
 from holdfast.errors import ConfigError
-from holdfast.launch.job import Job, command_line, refuse
+from holdfast.launch.command_line import command_line
+from holdfast.launch.job import Job, refuse
 from holdfast.launch.processes import Process
 from holdfast.launch.run_paths import SHARED
 from holdfast.options import request_in

@@ -20,8 +20,9 @@ from typing import Any
 from holdfast.clock import Clock
 from holdfast.errors import ConfigError
 from holdfast.launch.attempt import JobAttempt
+from holdfast.launch.command_line import command_line, resume_command
 from holdfast.launch.control import RunningJob, request_changes
-from holdfast.launch.job import Job, command_line, resume_command
+from holdfast.launch.job import Job
 from holdfast.launch.node_faults import kill_worker
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.run_paths import RunPaths

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.launch.job import Job, resume_command
+from holdfast.launch.command_line import resume_command
+from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
 from holdfast.records.types import CheckpointSaved, ScriptFailed
 

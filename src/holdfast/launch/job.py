@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import math
-import shlex
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,7 +14,7 @@ from holdfast.comm.fabrics.registry import DEFAULT, make_fabric
 from holdfast.config import MOST_WORKERS, POLICIES, Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.target import MODULE
-from holdfast.options import fields_of, option
+from holdfast.options import option
 from holdfast.recovery.registry import strategy_class
 
 if TYPE_CHECKING:
@@ -447,68 +444,3 @@ def check_writable(folder: Path, option: str) -> None:
 def refuse(message: str) -> NoReturn:
     """Raise a ConfigError."""
     raise ConfigError(message)
-
-
-# -- the command line of a job
-
-_SAID_APART = ("workers", "token", "certificate", "resume", "max_respawns", "page", "log_to")
-"""Fields whose options :func:`command_line` writes in a special way, or omits."""
-OPTIONS, _JOB_OPTIONS = (
-    tuple(
-        (each.flag, each.name, each.kind is bool)
-        for each in fields_of(kind)
-        if each.option.help and each.name not in _SAID_APART
-    )
-    for kind in (Settings, Job)
-)
-"""Option, field name, and whether the option has no value."""
-
-
-def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
-    """Return the command that runs the job, with every non-default setting except the rendezvous token."""
-    settings = job.settings
-    words = ["holdfast", "run", "-n", str(settings.workers), *_output_tail(settings, OPTIONS, Settings(fabric="ulfm"))]
-    words += ["--checkpoint-every", "auto"] if settings.checkpoint_auto else []
-    words += ["--slices", settings.auto_text] if settings.auto_text else []
-    words += [] if settings.certificate else ["--no-certificate"]
-    words += ["--resume"] if settings.resume else []
-    words += ["--respawn"] if job.max_respawns else []
-    words += ["--max-respawns", str(job.max_respawns)] if job.max_respawns not in (0, MAX_RESPAWNS) else []
-    words += _output_tail(job, _JOB_OPTIONS, Job(script=job.script, settings=settings))
-    for target in job.log_to:
-        words += ["--log-to", target]
-    for fault in faults:
-        words += ["--inject", fault]
-    return shlex.join([*words, *job.words])
-
-
-def _output_tail(given: object, options: Sequence[tuple[str, str, bool]], usual: object) -> list[str]:
-    """Return the options whose values are not the default, each with its value; switches have none."""
-    words = []
-    for flag, name, is_switch in options:
-        value = getattr(given, name)
-        if value != getattr(usual, name):
-            words += [flag] if is_switch else [flag, _word(value)]
-    return words
-
-
-def _word(value: Any) -> str:
-    """Return a value in command-line syntax."""
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return f"{value:.12g}" if isinstance(value, float) else str(value)
-
-
-def resume_command(job: Job, workers: int, checkpoint_dir: str) -> str:
-    """Return the command that resumes the job from ``checkpoint_dir``, the same on every node.
-
-    ``workers`` are left, including spares; the job may need more.
-    """
-    if job.hosts:  # all workers end with a lost host, and the remaining hosts have free slots again
-        workers = min(len(job.ranks), sum(host.slots for host in job.hosts))
-    share = max(min(workers, job.workers) if job.settings.spares else workers, job.settings.min_workers)
-    settings = dataclasses.replace(
-        job.settings, workers=math.ceil(share / job.nnodes), slices=job.slices, auto_slices=-1, stop_after=-1
-    )
-    settings = dataclasses.replace(settings, checkpoint_dir=checkpoint_dir, resume=True)
-    return command_line(dataclasses.replace(job, settings=settings, mtbf_s=0.0))

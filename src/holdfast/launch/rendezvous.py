@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 import xxhash
 
 from holdfast.errors import JobError, StoreLost
-from holdfast.launch.job import OPTIONS, Job, refuse
+from holdfast.launch.command_line import OPTIONS
+from holdfast.launch.job import Job, refuse
 from holdfast.launch.node_health import NodeCheck
 from holdfast.membership import Hub, Store, open_store
 from holdfast.report.formatting import count

@@ -11,7 +11,8 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import PHASES, Fault, FaultPlan
-from holdfast.launch.job import Job, command_line
+from holdfast.launch.command_line import command_line
+from holdfast.launch.job import Job
 from holdfast.launch.provenance import note
 from holdfast.records.queued import SinkCount
 from holdfast.records.types import FaultFired, Record

@@ -1,0 +1,128 @@
+"""Records of workers and of the launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from holdfast.records.types.record import Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left(Record):
+    """``rank`` leaves the job before ``step`` because it received SIGTERM; all of its work is in the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRefused(Record):
+    """``rank``, a newcomer, has a different platform and the job promises bit-exactness: it ends and is not replaced.
+
+    Args:
+        why: How its platform differs, and what to do.
+        kind: Its platform, see :mod:`holdfast.state.platform`.
+    """
+
+    why: str
+    kind: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptFailed(Record):
+    """The script raised an exception, or used the session wrongly.
+
+    Args:
+        exit_code: 2 for a wrong setting (:class:`~holdfast.errors.ConfigError`), otherwise 1.
+        message: One line.
+        traceback: The script's own frames, or "".
+        is_bug: Whether the script would raise it again: neither lost workers nor the storage are the cause.
+    """
+
+    exit_code: int
+    message: str
+    traceback: str
+    is_bug: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEnded(Record):
+    """The process of ``rank`` has ended. Written by its watcher process.
+
+    Args:
+        exit_code: As in :mod:`subprocess`: -9 for SIGKILL.
+        pid: Its process ID.
+    """
+
+    exit_code: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StragglerSeen(Record):
+    """``rank`` has been slower than the other workers for some time.
+
+    Args:
+        score: Its time to compute a slice, divided by the median of the other workers.
+        policy: The response: ``"warn"``, ``"rebalance"`` or ``"replace"``.
+    """
+
+    score: float
+    policy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFenced(Record):
+    """The launcher ends ``rank`` by SIGKILL because it makes no progress. Written just before.
+
+    Args:
+        silent_s: Seconds since its last sign of life.
+        reason: Why it was considered stuck.
+        stack: The stacks of its threads, the main thread first; "" if it could not write them.
+    """
+
+    silent_s: float
+    reason: str
+    stack: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLost(Record):
+    """``rank`` can no longer use its GPU, and ends by SIGKILL; written just before. The other workers continue.
+
+    Args:
+        what: ``"lost"``: an error after which a process must not use the device; ``"memory"``: too little memory for the
+            slices that it took over from failed workers.
+        message: The first line of the exception.
+        gpu: The GPU, as ``CUDA_VISIBLE_DEVICES`` names it; "" if the launcher assigned none.
+    """
+
+    what: str
+    message: str
+    gpu: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionRequested(Record):
+    """The user requested an action on the running job through the dashboard. Written by the launcher.
+
+    Args:
+        action: ``"kill"``, ``"scale"``, ``"set"``, ``"save"`` or ``"stop"``.
+        values: Its values as JSON, such as ``{"rank": 2}``.
+    """
+
+    action: str
+    values: str = "{}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRestarted(Record):
+    """The launcher restarts the whole job.
+
+    Args:
+        restart: 1 for the first restart.
+        workers: Ranks that it is restarted with.
+        reason: The reason.
+    """
+
+    restart: int
+    workers: tuple[int, ...]
+    reason: str
