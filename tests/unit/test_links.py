@@ -155,7 +155,7 @@ def test_messages_of_an_earlier_generation_are_dropped_and_those_of_a_later_one_
     assert links[0].exchange([], [1], 0, until()) == [b"new"]
 
 
-def test_who_is_no_member_any_more_is_hung_up_on(make_links):
+def test_a_rank_that_is_no_longer_a_member_is_disconnected(make_links):
     links = make_links(0, 1, 2)
     links[2].post(0, b"", 0)
     links[0].exchange([], [2], 0, until())
