@@ -118,6 +118,28 @@ def test_the_end_of_a_peer_ends_the_wait_for_it_but_not_what_it_has_sent(make_li
         links[0].exchange([(1, b"more")], [], 0, until())
 
 
+def test_a_peer_may_end_as_soon_as_it_has_answered(make_links):
+    links = make_links(0, 1)
+    links[0].post(1, b"introduction", 0)
+    links[1].exchange([], [0], 0, until())  # so that both use one connection
+
+    def answer():
+        links[1].exchange([(0, b"answer")], [0], 0, until())
+        links[1].close()
+
+    peer = threading.Thread(target=answer)
+    post = links[0].post
+
+    def post_and_wait(*message):
+        post(*message)
+        peer.start()
+        peer.join(DEADLINE_S)
+
+    links[0].post = post_and_wait
+
+    assert links[0].exchange([(1, b"question")], [1], 0, until()) == [b"answer"]
+
+
 def test_a_peer_that_does_not_listen_has_failed(make_links):
     links = make_links(0, 1)
     links[1].close()

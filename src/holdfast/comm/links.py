@@ -84,6 +84,8 @@ class Links:
         """By generation, rank and tag."""
         self._gone: dict[int, str] = {}
         """Why a connection with a peer has ended; there may be a second one, see above."""
+        self._undelivered: set[int] = set()
+        """Peers whose connection has ended before all was sent to them."""
         self._poll = select.epoll()
         for fd in (self._listener.fileno(), wake_fd):
             self._poll.register(fd, select.EPOLLIN)
@@ -112,6 +114,7 @@ class Links:
         """Begin a generation: drop messages of earlier ones, and all connections with ranks that are not members."""
         self._generation = generation
         self._gone.clear()
+        self._undelivered.clear()
         for key in [key for key in self._messages if key[0] < generation]:
             del self._messages[key]
         for connection in [each for each in self._connections.values() if 0 <= each.rank not in members]:
@@ -166,9 +169,9 @@ class Links:
 
     def _are_sent(self, ranks: Sequence[int]) -> bool:
         for rank in ranks:
-            if rank in self._gone:
+            if rank in self._undelivered:  # a peer may end as soon as it has everything
                 raise self._failed(rank)
-        return not any(self._way_to[rank].outgoing for rank in ranks)
+        return not any(way.outgoing for way in map(self._way_to.get, ranks) if way is not None)
 
     def _have_arrived(self, ranks: Sequence[int], tag: int) -> bool:
         lacking = [rank for rank in ranks if not self._messages[self._generation, rank, tag]]
@@ -288,6 +291,8 @@ class Links:
             return
         connection.socket.close()  # which also takes it out of the poll
         rank = connection.rank
+        if connection.outgoing:
+            self._undelivered.add(rank)
         if self._way_to.get(rank) is connection:
             del self._way_to[rank]
         if rank >= 0:
