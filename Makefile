@@ -55,10 +55,10 @@ test: $(READY)  ## Every test but the long campaigns: kills real processes, minu
 test-torch:  ## Contract, backend and exactness with another torch: make test-torch VERSION=2.14.1
 	@test -n "$(VERSION)" || { echo "say which torch: make test-torch VERSION=2.14.1" >&2; exit 1; }
 	@$(MAKE) --no-print-directory .venv-torch-$(VERSION)/.ready
-	.venv-torch-$(VERSION)/bin/python -m pytest -n 2 --dist loadfile $(TORCH_TESTS)
+	.venv-torch-$(VERSION)/bin/python -m pytest -n 3 --dist loadfile $(TORCH_TESTS)
 
 integrations: .venv-integrations/.ready  ## The frameworks that Holdfast works with, as published, in an environment of their own
-	.venv-integrations/bin/python -m pytest -n 2 --dist load $(if $(ONLY),-m $(ONLY)) tests/integrations
+	.venv-integrations/bin/python -m pytest -n 3 --dist load $(if $(ONLY),-m $(ONLY)) tests/integrations
 
 torch-suite: $(READY)  ## PyTorch's own tests of torch.distributed, on Gloo and on this backend: minutes
 	$(PY) tests/torch_suite

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 SCRIPT = Path(__file__).with_name("nodes_script.py")
 ALL_SAMPLES = {"planned": 406, "committed": 406, "lost": 0, "repeated": 0}
 DEADLINE_S = 150
-expected_hash = functools.cache(lambda: reference.train("mlp", "sgd"))
+expected_hash = functools.cache(lambda: reference.train("mlp", "sgd", order="tree"))  # several hosts
 
 
 @pytest.fixture

@@ -106,7 +106,7 @@ def test_what_a_worker_writes_is_in_its_copy_at_once_and_then_in_those_of_all(no
     assert store.under("dir/") == {}
 
     late = nodes.open("b")
-    assert late.under("") == {"key": "1"}
+    assert late.wait(lambda: True if late.under("") == {"key": "1"} else None, WAIT_S)
     assert other.wait(lambda: True if other.under("") == {"key": "1"} else None, WAIT_S)
     assert store.own_address == nodes.upstream["a"].own_address
 

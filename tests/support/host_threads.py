@@ -10,7 +10,7 @@ import torch
 from holdfast.comm.allreduce.host_barrier import HostBarrier
 from holdfast.comm.allreduce.shm import HostMemory
 from holdfast.comm.dissemination import dissemination_rounds
-from holdfast.errors import PeerFailed
+from holdfast.errors import PeerFailed, ScriptError
 
 WORDS = 40
 """64-bit words of a worker; see HostMemory."""
@@ -50,7 +50,8 @@ class Fabric:
                 answers[me] = work((comm or Thread)(self, me))
             except Exception as error:
                 answers[me] = error
-                self.failed.set()
+                if not isinstance(error, ScriptError):  # raised by all alike
+                    self.failed.set()
 
         threads = [threading.Thread(target=run, args=(me,)) for me in range(self.count)]
         for thread in threads:

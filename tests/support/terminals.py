@@ -13,7 +13,7 @@ import time
 
 from jobs import clean_env
 
-_MOVES = re.compile(rb"\x1b\[[0-9;]*[ABHJ]")
+_MOVES = re.compile(rb"\x1b\[[0-9;]*[ABHJK]|\x1b\[\?1049[hl]")
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>78]|\x1b\][^\x07]*\x07")
 
 

@@ -241,7 +241,7 @@ def test_without_a_terminal_top_prints_one_frame(temp, capsys):
 
     assert code == 0
     assert all(head.removesuffix(">") in printed.out for head in WORKER_COLUMNS)
-    assert "MB" in printed.out
+    assert " MB" in printed.out or " GB" in printed.out
 
 
 @pytest.mark.parametrize("every", ["0", "0.05", "61", "nan"])
