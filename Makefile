@@ -154,6 +154,7 @@ $(PEERS_READY): Makefile pyproject.toml | $(READY)
 	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) playwright==$(PLAYWRIGHT) \
 		--editable . pillow pytest pytest-timeout pytest-xdist hypothesis
+	@touch $@
 
 .venv-loggers/.ready: Makefile pyproject.toml | $(READY)
 	test -x $(@D)/bin/python || $(PY) -m venv $(@D)

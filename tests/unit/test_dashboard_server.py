@@ -307,6 +307,41 @@ def test_a_port_in_use_is_refused_in_one_line(tmp_path):
         DashboardServer("127.0.0.1", server.port, server.token)
 
 
+def test_a_host_without_an_encoding_is_refused_in_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"--dashboard a\.\.b:1 cannot be opened") as refused:
+        DashboardServer("a..b", 1, Token.in_folder(tmp_path))
+    assert "\n" not in str(refused.value)
+
+
+def test_the_full_name_of_this_machine_is_looked_up_only_for_a_request_that_uses_it(tmp_path, monkeypatch):
+    looked_up = []
+    monkeypatch.setattr(socket, "getfqdn", lambda: looked_up.append(0) or "Node-1.example")
+    of_server._full_name.cache_clear()
+    try:
+        with serving(tmp_path, "0.0.0.0") as server:  # noqa: S104 - that is what is tested
+            assert ask(server, "/api/runs", token=True)[0] == 200
+            assert looked_up == []
+            assert ask(server, "/api/runs", token=True, Host=f"node-1.example:{server.port}")[0] == 200
+            assert ask(server, "/api/runs", token=True, Host="node-1.evil.example")[0] == 403
+        assert looked_up == [0]
+    finally:
+        of_server._full_name.cache_clear()
+
+
+def test_a_connection_for_which_no_thread_can_start_is_closed_and_counts_no_longer(tmp_path, monkeypatch):
+    def fail(self):
+        raise RuntimeError("can't start new thread")
+
+    with serving(tmp_path) as server:
+        free = server._server._free._value
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            with pytest.raises((OSError, http.client.HTTPException)):
+                ask(server, "/api/runs")
+        assert server._server._free._value == free
+        assert ask(server, "/api/runs")[0] == 200
+
+
 def test_the_same_port_is_used_again_at_once(tmp_path):
     with serving(tmp_path) as server:
         port = server.port

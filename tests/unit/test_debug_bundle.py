@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -9,20 +10,24 @@ import sys
 import tarfile
 import textwrap
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from holdfast.cli import main
-from holdfast.debug import handlers, stacks
+from holdfast.config import Settings
+from holdfast.debug import bundle, handlers, stacks
 from holdfast.debug.bundle import BundleSource, write_bundle
 from holdfast.debug.redaction import REDACTED, helpful, redact, secrets_of
 from holdfast.errors import ConfigError
+from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.control import RunningJob
 from holdfast.launch.debugging import BundleWriter, LastStacks, live_source
+from holdfast.launch.job import Job
 from holdfast.launch.processes import Process, WatchedWorker, pair_path
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
-from holdfast.records.types import Recovered, WorkerFenced
+from holdfast.records.types import JobRestarted, Recovered, WorkerFenced
 
 PLANTED = "S3cr3t-pl4nted-value"
 
@@ -252,6 +257,28 @@ def test_a_stopped_worker_is_not_resumed_and_one_that_never_registered_is_not_si
     assert stacks.last_stack(stacks.stack_path(tmp_path, 9), lambda number: pytest.fail("signalled")) == ""
 
 
+def test_the_file_of_stacks_exists_only_once_the_signal_no_longer_kills(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(stacks.faulthandler, "register", lambda *_, **__: seen.append(list(tmp_path.glob("*.txt"))))
+    stacks.write_stacks_on_signal(stacks.stack_path(tmp_path, 3))
+    stacks._open.pop().close()
+
+    assert seen == [[]]
+    assert list(tmp_path.iterdir()) == [stacks.stack_path(tmp_path, 3)]
+
+
+def test_a_start_of_the_job_removes_the_files_of_stacks_of_earlier_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("holdfast.launch.attempt.start", lambda *_: SimpleNamespace(poll=lambda: 0, wait=lambda _: 0))
+    job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
+    paths = SimpleNamespace(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None, locks=(), is_shared=False)
+    for rank in (0, 1):
+        stacks.stack_path(tmp_path, rank).touch()
+
+    JobAttempt(job, job.settings, (0, 1), paths)
+
+    assert not list(tmp_path.glob("stack-*.txt"))
+
+
 def test_py_spy_never_pauses_a_process():
     assert "--nonblocking" in stacks.spy_command("py-spy", 1)
 
@@ -311,7 +338,8 @@ def test_bundles_are_few_one_at_a_time_and_one_for_each_recovery(tmp_path, monke
     writer.take([recovered(1), recovered(1, rank=2)])
     writer.take([recovered(1, rank=3)])
     writer.take([recovered(2, lost=())])
-    assert [words[-1].rpartition("/")[2] for words in started] == ["1-recovery-step-5.tar.gz"]
+    (name,) = (words[-1].rpartition("/")[2] for words in started)
+    assert re.fullmatch(rf"\d{{8}}-\d{{6}}-{os.getpid()}-1-recovery-step-5\.tar\.gz", name)
     over[-1] = None
     writer.take([recovered(3)])
     assert len(started) == 1, "one is being written"
@@ -320,7 +348,68 @@ def test_bundles_are_few_one_at_a_time_and_one_for_each_recovery(tmp_path, monke
         writer.take([WorkerFenced(rank=rank, step=1, t_s=1.0, silent_s=1.0, reason="why")])
     assert len(started) == 5
     assert started[1][:3] == ["nice", "-n", "19"]
-    assert started[1][-1].endswith("2-hang-rank-0.tar.gz")
+    assert started[1][-1].endswith("-2-hang-rank-0.tar.gz")
+
+
+def test_a_restart_of_the_job_counts_its_generations_anew(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda words, **_: started.append(words) or SimpleNamespace(poll=lambda: 0)
+    )
+    writer = BundleWriter(tmp_path)
+
+    writer.take([recovered(1)])
+    writer.take([recovered(1, rank=2)])
+    assert len(started) == 1
+    writer.take([JobRestarted(t_s=2.0, rank=-1, step=5, restart=1, workers=(0, 2), reason="")])
+    writer.take([recovered(1)])
+    assert len(started) == 2
+
+
+def test_only_the_draft_of_this_launcher_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("holdfast.launch.debugging._BUNDLE_S", -1.0)
+    other = tmp_path / ".20260101-000000-1-1-recovery-step-5.tar.gz.7.draft"
+    other.touch()
+    popen, own = subprocess.Popen, []
+
+    def write(words, **how):
+        name = words[-1].rpartition("/")[2]
+        own.append(tmp_path / f".{name}.8.draft")
+        own[0].touch()
+        return popen(["sleep", "60"], **how)
+
+    monkeypatch.setattr(subprocess, "Popen", write)
+    writer = BundleWriter(tmp_path)
+    writer.take([recovered(1)])
+    assert not writer._is_busy()
+
+    assert (other.exists(), own[0].exists()) == (True, False)
+
+
+def test_many_files_have_a_smaller_share_each_and_unused_shares_go_to_the_later_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr("holdfast.debug.bundle._MOST_OF_FOLDER", 4000)
+    (tmp_path / "logs").mkdir()
+    for rank, size in enumerate((10, 5000, 5000)):
+        (tmp_path / "logs" / f"rank-{rank}.log").write_text("line\n" * (size // 5))
+    write_bundle(BundleSource(log_dir=tmp_path / "logs"), tmp_path / "b.tar.gz")
+    _, texts = contents(tmp_path / "b.tar.gz")
+    sizes = [len(texts[f"logs/rank-{rank}.log"]) for rank in range(3)]
+
+    assert sizes[0] == 10
+    assert all(1800 < size < 2100 for size in sizes[1:])
+    assert texts["logs/rank-2.log"].startswith("(the beginning was left out)\nline\n")
+
+
+def test_each_file_is_in_the_archive_before_the_next_is_read(tmp_path, monkeypatch):
+    done = []
+    read, add = bundle.read_end, bundle._add
+    monkeypatch.setattr(bundle, "read_end", lambda path, most: done.append(("read", path.name)) or read(path, most))
+    monkeypatch.setattr(bundle, "_add", lambda to, name, text: done.append(("add", name[15:])) or add(to, name, text))
+    for rank in range(3):
+        (tmp_path / f"records-{rank}.jsonl").write_text("a line\n")
+    write_bundle(BundleSource(run_dir=tmp_path), tmp_path / "bundle.tar.gz")
+
+    assert [what for what, name in done if name.startswith("records-")] == ["read", "add"] * 3
 
 
 def test_an_archive_that_cannot_be_written_leaves_nothing_behind(tmp_path):

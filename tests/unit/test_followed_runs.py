@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 from view_runs import a_kill, begun, finished, steps
@@ -169,3 +171,26 @@ def test_what_is_no_directory_or_port_is_refused_in_one_line(tmp_path):
         serve_runs([tmp_path / "none"], "0", print)
     with pytest.raises(ConfigError, match=r"--port must be \[HOST:\]PORT"):
         serve_runs([tmp_path], "http://x", print)
+
+
+def test_the_output_of_a_running_job_is_read_where_the_job_writes_it(tmp_path):
+    run_dir, log_dir = tmp_path / "run", tmp_path / "elsewhere"
+    for folder in (run_dir, log_dir):
+        folder.mkdir()
+    (log_dir / "rank-0.log").write_text("hello\n")
+
+    assert FollowedRun(run_dir, "train.py-1", lambda action, values: action, ("stop",), log_dir).log(0, 5) == ["hello"]
+
+
+def test_sigterm_removes_the_folder_with_the_token(tmp_path):
+    (tmp_path / "out").mkdir()
+    words = [sys.executable, "-m", "holdfast", "dashboard", str(tmp_path / "out"), "--port", "0"]
+    with subprocess.Popen(words, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE) as server:
+        try:
+            assert b"dashboard at http" in server.stderr.readline()
+            assert len(list(tmp_path.glob("holdfast-dashboard-*"))) == 1
+            server.terminate()
+            assert server.wait(20) == 0
+        finally:
+            server.kill()
+    assert list(tmp_path.glob("holdfast-dashboard-*")) == []

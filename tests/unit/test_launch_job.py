@@ -14,6 +14,7 @@ from holdfast.errors import ConfigError
 from holdfast.launch.command_line import command_line, resume_command
 from holdfast.launch.hostlist import Host
 from holdfast.launch.job import Job, check
+from holdfast.loggers.targets import LogTarget
 
 
 def job(script="train.py", **fields):
@@ -30,6 +31,26 @@ def test_a_command_line_holds_what_is_not_the_default():
         "holdfast run -n 4 --strategy forward --seed 7 --max-restarts 1 --report 'out dir' "
         "--inject kill:rank=1,step=20 train.py --epochs 3"
     )
+
+
+@pytest.mark.parametrize(
+    ("target", "published"),
+    [
+        ("mlflow:https://user:pw@host", "'mlflow:https://user:***@host'"),
+        ("mlflow:postgresql+psycopg2://me:a@b:c@db:5432/runs", "'mlflow:postgresql+psycopg2://me:***@db:5432/runs'"),
+        ("otel:http://s3cret@collector:4318/v1?x=a@b", "'otel:http://***@collector:4318/v1?x=a@b'"),
+        ("otel:http://collector:4318/a@b", "otel:http://collector:4318/a@b"),
+        ("tensorboard:runs/a:b@c", "tensorboard:runs/a:b@c"),
+    ],
+)
+def test_a_command_line_publishes_no_password(target, published):
+    given = job(log_to=(target,))
+
+    assert f"--log-to {published} " in command_line(given)
+    assert f"--log-to {published} " in resume_command(given, 3, "ckpt")
+    if "***" in published:
+        with pytest.raises(ConfigError, match=r"\*\*\* stands for a password, which is kept nowhere"):
+            LogTarget.parse(published.strip("'"))
 
 
 def test_a_command_line_names_a_module():

@@ -270,6 +270,14 @@ def test_a_checkpoint_is_verified_once_the_chains_of_two_workers_agree(records, 
     assert [row["verified"] for row in told["checkpoints"]] == verified
 
 
+def test_the_links_of_a_single_worker_stay_bounded_and_those_of_a_late_node_still_count():
+    live = LiveRun(RunInfo(id="run", started=range(2)))
+    live.take([saved(990), *(hashed(step, "a")[0] for step in range(1000))])
+    assert len(live._checkpoints._links) <= 256
+    live.take([hashed(990, "a", "a")[1]])
+    assert live.full(2000.0)["checkpoints"][0]["verified"] is True
+
+
 def test_the_state_stays_bounded_over_many_steps_and_recoveries():
     live = LiveRun(RunInfo(id="run", started=range(2), node_of=lambda rank: rank))
     live.take(begun(0.5, range(2), workers=2))

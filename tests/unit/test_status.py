@@ -301,6 +301,14 @@ def test_text_of_a_script_cannot_write_to_the_terminal(temp):
     assert "\\x1b]0;title\\x07 1" in dict(facts(state))["progress"]
 
 
+def test_all_recoveries_are_counted_not_only_those_that_are_kept(temp):
+    state = observed(temp, RECORDS).live.full(6.0)
+    row = {"id": 250, "step": 9, "lost": [], "decision": "redo", "duration_s": 0.5}
+    assert dict(facts(state | {"recoveries": [row | {"id": 249}, row]}))["recoveries"].startswith(
+        "250; the last at step 9"
+    )
+
+
 # -- what processes use
 
 

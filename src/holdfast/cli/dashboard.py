@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
+
+from holdfast.cli.signals import sigterm_as_interrupt
 
 
 def dashboard(
@@ -27,8 +30,6 @@ def dashboard(
     """
     from holdfast.launch.dashboards import serve_runs
 
-    try:
+    with contextlib.suppress(KeyboardInterrupt), sigterm_as_interrupt():  # the file with the token is removed
         serve_runs(directories or [], port, lambda line: print(f"holdfast: {line}", file=sys.stderr, flush=True))
-    except KeyboardInterrupt:
-        return 0
     return 0

@@ -73,7 +73,7 @@ def _recoveries(recoveries: list[Mapping[str, Any]]) -> str:
     lost = ", ".join(f"rank {row['rank']}" + (f" ({row['cause']})" if row["cause"] else "") for row in last["lost"])
     took = "" if last["duration_s"] is None else f", {seconds(last['duration_s'])}"
     what = f"lost {lost}" if lost else last["decision"]
-    return clean(f"{len(recoveries)}; the last at step {last['step']}: {what}{took}")
+    return clean(f"{last['id']}; the last at step {last['step']}: {what}{took}")
 
 
 def shown_workers(state: Mapping[str, Any], most: int) -> list[Mapping[str, Any]]:

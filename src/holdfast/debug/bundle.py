@@ -6,6 +6,7 @@ are not followed, and names in the archive are relative, all in one folder.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import io
 import json
@@ -25,6 +26,8 @@ from holdfast.errors import ConfigError
 _MOST_LOG_BYTES = 1 << 20
 _MOST_RECORD_BYTES = 16 << 20
 """Of longer files the end is kept, from a line on."""
+_MOST_OF_FOLDER = 256 << 20
+"""Bytes of all files of a folder: if there are many, each has a smaller share."""
 _MOST_FILES = 2048
 _PACKAGES = (
     "holdfast",
@@ -74,21 +77,28 @@ def write_bundle(source: BundleSource, out: Path) -> list[str]:
     """
     hide = redactor(source.environment)
     notes = list(source.notes)
-    parts = {name: hide(text) for name, text in _texts(source, notes)}
-    about = {"made_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "files": sorted(parts), "notes": [hide(n) for n in notes]}
-    parts["bundle.json"] = json.dumps(about, indent=1) + "\n"
+    names: list[str] = []
     top = out.name.removesuffix(".tar.gz").removesuffix(".tgz") or "bundle"
     draft = out.with_name(f".{out.name}.{os.getpid()}.draft")
     try:
         file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(file, "wb") as raw, tarfile.open(fileobj=raw, mode="w:gz") as archive:
-            for name, text in sorted(parts.items()):
-                _add(archive, f"{top}/{name}", text.encode(errors="replace"))
+            for name, text in _texts(source, notes):  # one at a time: together they may be larger than the memory
+                _add(archive, f"{top}/{name}", hide(text))
+                names.append(name)
+            about = {
+                "made_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "files": sorted(names),
+                "notes": [*map(hide, notes)],
+            }
+            _add(archive, f"{top}/bundle.json", json.dumps(about, indent=1) + "\n")
         draft.replace(out)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise ConfigError(f"cannot write {out}: {error.strerror}") from error
-    return sorted(parts)
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+    return sorted([*names, "bundle.json"])
 
 
 def versions() -> dict[str, Any]:
@@ -144,11 +154,14 @@ def _files(folder: Path, pattern: str) -> list[Path]:
 def _read(
     folder: Path, names: Sequence[str], most_bytes: int, notes: list[str], under: str = ""
 ) -> Iterator[tuple[str, str]]:
-    for name in names:
-        text = read_end(folder / name, most_bytes)
+    left = _MOST_OF_FOLDER
+    for number, name in enumerate(names):
+        share = min(most_bytes, left // (len(names) - number))  # what earlier files did not need goes to the later ones
+        text = read_end(folder / name, share)
         if text is None:
             notes.append(f"{under}{name}: not there, or not a regular file")
         else:
+            left = max(0, left - len(text))
             yield f"{under}{name}", text
 
 
@@ -159,7 +172,8 @@ def _version(name: str) -> str:
         return ""
 
 
-def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
+    data = text.encode(errors="replace")
     entry = tarfile.TarInfo(name)  # of no user and no group
     entry.size, entry.mode, entry.mtime = len(data), 0o600, int(time.time())
     archive.addfile(entry, io.BytesIO(data))

@@ -45,10 +45,12 @@ def stack_path(run_dir: Path, rank: int) -> Path:
 
 def write_stacks_on_signal(path: Path) -> None:
     """Register this process to write the stacks of all its threads to ``path`` on :data:`SIGNAL`; does nothing if it cannot."""
+    draft = path.with_suffix(".draft")
     with suppress(OSError):
-        file = path.open("w")
+        file = draft.open("w")
         _open.append(file)  # faulthandler keeps only its descriptor
         faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
+        draft.replace(path)  # before, the signal would kill this process: the file says that it no longer does
 
 
 def last_stack(path: Path, send: Callable[[int], object]) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from holdfast.config import RESPAWNS, Settings
+from holdfast.debug.stacks import stack_path
 from holdfast.launch.fork_protocol import FORK_SERVER
 from holdfast.launch.fork_server import ForkServer
 from holdfast.launch.gpus import for_workers
@@ -68,7 +69,7 @@ class JobAttempt:
         self._fork_server = fork_server
         self.processes = tuple(ranks[:1] if job.is_virtual else ranks)
         for rank in ranks:
-            for stale in (beacon_path(run_dir, rank), pair_path(run_dir, rank)):
+            for stale in (beacon_path(run_dir, rank), pair_path(run_dir, rank), stack_path(run_dir, rank)):
                 stale.unlink(missing_ok=True)
         self._log = paths.log_dir / "mpirun.log"
         self._locks = paths.locks

@@ -10,6 +10,7 @@ from typing import Any
 
 from holdfast.config import Settings
 from holdfast.launch.job import MAX_RESPAWNS, Job
+from holdfast.loggers.targets import without_password
 from holdfast.options import fields_of
 
 _SAID_APART = ("workers", "token", "certificate", "resume", "max_respawns", "page", "log_to")
@@ -26,7 +27,7 @@ OPTIONS, _JOB_OPTIONS = (
 
 
 def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
-    """Return the command that runs the job, with every non-default setting except the rendezvous token."""
+    """Return the command that runs the job, with every non-default setting except the rendezvous token and passwords."""
     settings = job.settings
     words = ["holdfast", "run", "-n", str(settings.workers), *_output_tail(settings, OPTIONS, Settings(fabric="ulfm"))]
     words += ["--checkpoint-every", "auto"] if settings.checkpoint_auto else []
@@ -37,7 +38,7 @@ def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
     words += ["--max-respawns", str(job.max_respawns)] if job.max_respawns not in (0, MAX_RESPAWNS) else []
     words += _output_tail(job, _JOB_OPTIONS, Job(script=job.script, settings=settings))
     for target in job.log_to:
-        words += ["--log-to", target]
+        words += ["--log-to", without_password(target)]
     for fault in faults:
         words += ["--inject", fault]
     return shlex.join([*words, *job.words])

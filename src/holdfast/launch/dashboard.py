@@ -5,7 +5,6 @@ The server's threads never touch a worker: they put an action into a queue, and 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
@@ -13,12 +12,13 @@ import queue
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.clock import Clock
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, StoreLost
 from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.command_line import command_line, resume_command
 from holdfast.launch.control import RunningJob, request_changes
@@ -58,6 +58,12 @@ class _Requested:
     is_done: threading.Event = field(default_factory=threading.Event)
     said: str = ""
     refused: str = ""
+    claimed: threading.Lock = field(default_factory=threading.Lock)
+    """Held for ever by the launcher, which carries the action out, or by the user's thread, which has given it up."""
+
+    def claim(self) -> bool:
+        """Return whether the caller is the first that claims it."""
+        return self.claimed.acquire(blocking=False)
 
 
 class Dashboard:
@@ -66,6 +72,7 @@ class Dashboard:
     Args:
         job: The job, with ``dashboard``.
         paths: Its directories.
+        running: The job as requests to it need it.
         clock: Its zero is when the run began.
         say: Displays a line: the URL, with the token.
 
@@ -79,14 +86,23 @@ class Dashboard:
     longest_s = math.inf
     actions = ACTIONS
 
-    def __init__(self, job: Job, paths: RunPaths, clock: Clock, say: Callable[[str], None]) -> None:
-        self._job, self._paths, self._clock = job, paths, clock
+    def __init__(
+        self, job: Job, paths: RunPaths, running: RunningJob, clock: Clock, say: Callable[[str], None]
+    ) -> None:
+        self._paths, self._running, self._clock, self._say = paths, running, clock, say
         self.live = LiveRun(_info(job, clock))
         self._requested: queue.Queue[_Requested] = queue.Queue(maxsize=16)
         self._look_s = 0.0
+        self._ending: tuple[int, str] | None = None
+        self._has_failed = False
         self._sinks: tuple[QueuedSink, ...] = ()
         self._token = Token.in_folder(job.report_dir or paths.run_dir)
-        self._server = DashboardServer(*host_and_port(job.dashboard, "--dashboard"), self._token)
+        try:
+            self._server = DashboardServer(*host_and_port(job.dashboard, "--dashboard"), self._token)
+        except ConfigError:
+            if self._token.is_new:
+                self._token.remove()
+            raise
         self._server.feeds[self.live.info.id] = Feed(self)
         say(f"dashboard at {self._server.url}")
 
@@ -103,13 +119,15 @@ class Dashboard:
 
     def close(self, end_s: float) -> None:
         """Show the end, and close the port. The token is of no use after it."""
+        if self._ending is not None:
+            self.live.finish(*self._ending)
         self.live.close(end_s)
         self._server.close()
         self._token.remove()
 
     def finish(self, exit_code: int, message: str) -> None:
         """Take how the job ends, before :meth:`close`."""
-        self.live.finish(exit_code, message.partition("\n")[0])
+        self._ending = exit_code, message.partition("\n")[0]
 
     # -- requests, on the threads of the server
 
@@ -129,7 +147,10 @@ class Dashboard:
         except queue.Full:
             raise Refused("the launcher is busy with other actions; try again") from None
         if not requested.is_done.wait(_ANSWER_S):
-            raise Refused(f"the launcher did not answer within {_ANSWER_S:g} s; see the events for what happened")
+            if requested.claim():
+                raise Refused(f"the launcher did not answer within {_ANSWER_S:g} s, so nothing was done; try again")
+            if not requested.is_done.wait(_ANSWER_S):
+                raise Refused("the launcher has not completed the action yet; see the events for what happened")
         if requested.refused:
             raise Refused(requested.refused)
         return requested.said
@@ -137,17 +158,35 @@ class Dashboard:
     # -- on the launcher's own thread
 
     def answer(self, attempt: JobAttempt, run: RunState, bus: RecordBus, stopping: StopProcedure) -> None:
-        """Carry out the requested actions."""
+        """Carry out the requested actions; those that their users have given up are left out."""
         if time.monotonic() >= self._look_s:
-            self._look_s = time.monotonic() + _LOOK_S
-            self._look(attempt, run)
+            with self.live.if_free() as is_free:  # else at the next call: the launcher waits for no reader
+                if is_free:
+                    self._look_s = time.monotonic() + _LOOK_S
+                    self._look(attempt, run)
         while not self._requested.empty():
             requested = self._requested.get_nowait()
+            if not requested.claim():
+                continue
             try:
                 requested.said = self._carry_out(requested, attempt, run, bus, stopping)
             except (ConfigError, Refused) as error:
                 requested.refused = str(error)
-            requested.is_done.set()
+            except StoreLost as error:  # the launcher acts on it
+                requested.refused = str(error)
+                raise
+            except Exception as error:  # training must not end for a defect of the dashboard
+                requested.refused = f"{requested.action} failed: {type(error).__name__}: {error}".partition("\n")[0]
+                self._complain(requested.refused)
+            finally:
+                requested.is_done.set()
+
+    def _complain(self, why: str) -> None:
+        """Display the traceback of the exception that is handled, the first time."""
+        if not self._has_failed:
+            self._has_failed = True
+            for line in (f"the dashboard: {why}; training is not affected", *traceback.format_exc().splitlines()):
+                self._say(line)
 
     def _look(self, attempt: JobAttempt, run: RunState) -> None:
         """Show what no record says: newcomers that start, process IDs, and the nodes of newcomers."""
@@ -174,7 +213,7 @@ class Dashboard:
         if bus.is_distributed and asked.action != "scale":
             raise Refused("a script of torch.distributed sets its own learning rate, batches and checkpoints")
         changes = {"save": True} if asked.action == "save" else dict(asked.values)
-        request_changes(_running(self._job, self._paths), from_dashboard=True, **changes)
+        request_changes(self._running, from_dashboard=True, **changes)
         return f"requested: {', '.join(f'{name}={value}' for name, value in changes.items())}"
 
     def _kill(
@@ -205,10 +244,6 @@ def check_names(action: str, values: Mapping[str, Any], allowed: Sequence[str]) 
     if wrong or (allowed and not values):
         may = f"one or more of {', '.join(allowed)}" if allowed else "no values"
         raise Refused(f"{action} takes {may}, got {', '.join(wrong)[:100] or 'none'}")
-
-
-def _running(job: Job, paths: RunPaths) -> RunningJob:
-    return dataclasses.replace(RunningJob.of(job), run_dir=paths.run_dir)
 
 
 def _info(job: Job, clock: Clock) -> RunInfo:

@@ -46,7 +46,8 @@ def serve_runs(directories: Sequence[Path], where: str, say: Callable[[str], Non
         job = jobs.get(directory.resolve())
         name = run_id(directory.resolve().name if job is None else f"{job.script}-{job.pid}", runs)
         act = None if job is None else functools.partial(_act, job)
-        runs[name] = FollowedRun(directory, name, act, () if job is None else _ACTIONS)
+        log_dir = Path(job.log_dir) if job is not None and job.log_dir else None
+        runs[name] = FollowedRun(directory, name, act, () if job is None else _ACTIONS, log_dir)
     with tempfile.TemporaryDirectory(prefix="holdfast-dashboard-") as folder:
         server = DashboardServer(host, port, Token.in_folder(Path(folder)), option="--port")
         try:

@@ -22,7 +22,7 @@ from holdfast.launch.processes import Process, WatchedWorker, this_node
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
 from holdfast.records.queued import NotTaken
-from holdfast.records.types import Record, Recovered, WorkerFenced
+from holdfast.records.types import JobRestarted, Record, Recovered, WorkerFenced
 
 if TYPE_CHECKING:
     from holdfast.debug.bundle import BundleSource
@@ -73,7 +73,8 @@ class BundleWriter:
     """A sink of records that has a bundle written when workers were lost or hang, by a process of the lowest priority.
 
     Args:
-        folder: Where bundles are written: ``recovery-N-step-S.tar.gz``.
+        folder: Where bundles are written: ``START-PID-N-recovery-step-S.tar.gz`` and ``START-PID-N-hang-rank-R.tar.gz``, with
+            the time when this launcher started and its PID, since other jobs may write to the folder, too.
     """
 
     name = "debug-bundles"
@@ -82,7 +83,7 @@ class BundleWriter:
     longest_s = math.inf
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._begin = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self._generations: set[int] = set()
         self._written = 0
         self._writing: subprocess.Popen[bytes] | None = None
@@ -93,8 +94,8 @@ class BundleWriter:
         if not reasons or self._written >= _MOST_BUNDLES or self._is_busy():
             return
         self._written += 1
-        out = self._folder / f"{self._written}-{reasons[-1]}.tar.gz"
-        words = [sys.executable, "-m", "holdfast", "debug-bundle", "--job", str(os.getpid()), "--out", str(out)]
+        out = f"{self._begin}-{self._written}-{reasons[-1]}.tar.gz"
+        words = [sys.executable, "-m", "holdfast", "debug-bundle", "--job", str(os.getpid()), "--out", out]
         try:
             self._writing = subprocess.Popen(
                 ["nice", "-n", "19", *words],
@@ -127,13 +128,15 @@ class BundleWriter:
         assert self._writing is not None
         os.killpg(self._writing.pid, signal.SIGKILL)  # started in its own session, so the group holds no other process
         self._writing.wait()
-        for draft in self._folder.glob(f".{self._written}-*.draft"):
+        for draft in self._begin.parent.glob(f".{self._begin.name}-{self._written}-*.draft"):
             draft.unlink(missing_ok=True)
 
     def _reason(self, record: Record) -> str:
         """Return what a bundle about a record is called; "" if it needs none."""
         if isinstance(record, WorkerFenced):
             return f"hang-rank-{record.rank}"
+        if isinstance(record, JobRestarted):  # its workers count their generations from the beginning
+            self._generations.clear()
         if isinstance(record, Recovered) and record.lost and record.generation not in self._generations:
             self._generations.add(record.generation)
             return f"recovery-step-{record.step}"

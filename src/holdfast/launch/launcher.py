@@ -99,7 +99,7 @@ class Launcher:
         report_logs = None if job.report_dir is None else job.report_dir / "logs"
         self._paths = RunPaths.make(job.log_dir or report_logs, shared_folder(job))
         undo.callback(self._paths.clear)
-        announce(self._paths.run_dir, job, self._begun_s)
+        self._running = announce(self._paths.run_dir, job, self._begun_s)
         node_check = NodeCheck.of_job(job)
         undo.callback(node_check.close)
         if job.fabric.starts_each:
@@ -395,14 +395,19 @@ class Launcher:
             earlier: What earlier starts of the job have not logged.
         """
         job, clock, say = self._job, SystemClock(self._origin_s), self._view.print_line
-        sinks = (*open_sinks(job, clock, say), *open_loggers(job, clock, say, self._paths.run_dir, earlier))
-        if job.dashboard and job.node_rank == 0:
-            from holdfast.launch.dashboard import Dashboard
+        sinks: list[QueuedSink] = []
+        with contextlib.ExitStack() as undo:
+            undo.callback(lambda: [sink.close(clock.now_s()) for sink in sinks])
+            sinks += open_sinks(job, clock, say)
+            sinks += open_loggers(job, clock, say, self._paths.run_dir, earlier)
+            if job.dashboard and job.node_rank == 0:
+                from holdfast.launch.dashboard import Dashboard
 
-            self._dashboard = Dashboard(job, self._paths, clock, say)
-            sinks = (*sinks, QueuedSink(self._dashboard, say))
-            self._dashboard.watch(sinks)
-        return sinks
+                self._dashboard = Dashboard(job, self._paths, self._running, clock, say)
+                sinks.append(QueuedSink(self._dashboard, say))
+                self._dashboard.watch(sinks)
+            undo.pop_all()
+        return tuple(sinks)
 
     def _close_sinks(self, end_s: float | None = None) -> list[SinkCount]:
         """End the sinks of records, if that was not done; return what became of the records."""

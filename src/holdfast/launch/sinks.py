@@ -63,13 +63,6 @@ def open_sinks(job: Job, clock: Clock, say: Callable[[str], None]) -> tuple[Queu
     if job.node_rank != 0:
         return ()
     sinks: list[SlowSink] = []
-    if job.metrics_port or job.metrics_file is not None:
-        from holdfast.monitor.exporter import MetricsExporter
-
-        exporter = MetricsExporter(range(job.workers), clock, job.metrics_file)
-        if job.metrics_port:
-            say(f"metrics at {exporter.serve(*host_and_port(job.metrics_port, '--metrics-port'))}")
-        sinks.append(exporter)
     if job.debug_bundles not in ("", OFF):
         sinks.append(BundleWriter(Path(job.debug_bundles).absolute()))
     if _TRAIN_JOB in os.environ:
@@ -77,4 +70,11 @@ def open_sinks(job: Job, clock: Clock, say: Callable[[str], None]) -> tuple[Queu
 
         if (reporter := progress_reporter(os.environ, say)) is not None:
             sinks.append(reporter)
+    if job.metrics_port or job.metrics_file is not None:  # last: nothing that may be refused follows its port
+        from holdfast.monitor.exporter import MetricsExporter
+
+        exporter = MetricsExporter(range(job.workers), clock, job.metrics_file)
+        if job.metrics_port:
+            say(f"metrics at {exporter.serve(*host_and_port(job.metrics_port, '--metrics-port'))}")
+        sinks.insert(0, exporter)
     return tuple(QueuedSink(sink, say) for sink in sinks)

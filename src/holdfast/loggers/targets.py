@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,10 @@ LOGGERS = {
 
 _DATABASES = ("", "sqlite", "postgresql", "mysql", "mssql")
 """Schemes of tracking URIs for which MLflow needs SQLAlchemy; "" is its default."""
+
+HIDDEN = "***"
+"""Stands for a password."""
+_USER_IN_URL = re.compile(r"(?P<scheme>://)(?P<user>[^/?#:@]*:)?[^/?#]*@")
 
 EVENT_FILES = "events.out.tfevents.*"
 """The files that TensorBoard reads."""
@@ -50,6 +55,10 @@ class LogTarget:
             raise ConfigError(f"--log-to must be one of {_forms()}, got {text!r}")
         if not place and not LOGGERS[kind][1].startswith("["):
             raise ConfigError(f"--log-to {kind} needs a folder: --log-to {kind}:DIR")
+        if f"{HIDDEN}@" in place:
+            raise ConfigError(
+                f"--log-to {text}: {HIDDEN} stands for a password, which is kept nowhere; give the password"
+            )
         return cls(kind=kind, place=place)
 
     def __str__(self) -> str:
@@ -84,6 +93,11 @@ class LogTarget:
                 f"--log-to {self}: {place}, which needs the full package: pip install mlflow; or name a folder or a server,"
                 " such as mlflow:mlruns or mlflow:http://host:5000"
             )
+
+
+def without_password(text: str) -> str:
+    """Return a target as it may be published: :data:`HIDDEN` stands for the password, or the token, in its URL."""
+    return _USER_IN_URL.sub(lambda found: f"{found['scheme']}{found['user'] or ''}{HIDDEN}@", text)
 
 
 def parse_targets(texts: Sequence[str]) -> tuple[LogTarget, ...]:

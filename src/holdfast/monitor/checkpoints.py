@@ -11,7 +11,9 @@ from holdfast.records.types import CheckpointSaved, JobRestarted, Record, Recove
 MOST_CHECKPOINTS = 200
 """The last checkpoints that are kept."""
 _MOST_STEPS = 4
-"""Hashed steps whose links may still arrive."""
+"""Hashed steps whose links may still arrive, once the links of several workers have."""
+_MOST_ALONE = 256
+"""Hashed steps if only one worker's links arrive: those of another node come later, and a single worker stays alone."""
 
 
 @dataclass(slots=True)
@@ -73,6 +75,7 @@ class Checkpoints:
         links = self._links.setdefault(hashed.step, {})
         links[hashed.rank] = hashed.link
         if len(links) < 2:
+            self._keep(_MOST_ALONE)
             return
         if agree := len(set(links.values())) == 1:
             self._agreed = max(self._agreed, hashed.step)
@@ -82,5 +85,8 @@ class Checkpoints:
             is_open = row.is_verified is None if agree else row.record.step > self._agreed
             if row.record.step <= hashed.step and is_open and row.is_verified is not agree:
                 row.is_verified, row.version = agree, self._stamp()
-        while len(self._links) > _MOST_STEPS:
+        self._keep(_MOST_STEPS)
+
+    def _keep(self, most: int) -> None:
+        while len(self._links) > most:
             del self._links[min(self._links)]

@@ -67,6 +67,7 @@ class FollowedRun:
         name: Its name among the runs of the server.
         act: Carries out an action, for a job that runs here; None: no actions are possible.
         actions: Their names.
+        log_dir: Folder of the workers' output; None: ``logs`` in the directory.
 
     Raises:
         ConfigError: if there is no such directory.
@@ -78,10 +79,12 @@ class FollowedRun:
         name: str,
         act: Callable[[str, Mapping[str, Any]], str] | None = None,
         actions: tuple[str, ...] = (),
+        log_dir: Path | None = None,
     ) -> None:
         if not directory.is_dir():
             raise ConfigError(f"{directory} is no directory; give the report directories of runs")
         self._directory, self._name, self._act = directory, name, act
+        self._log_dir = log_dir or directory / "logs"
         self.actions = actions
         self._begin()
         self.poll()
@@ -174,7 +177,7 @@ class FollowedRun:
 
     def log(self, rank: int, lines: int) -> list[str]:
         """Return the last output lines of a worker."""
-        return last_lines(self._directory / "logs" / f"rank-{rank}.log", lines)
+        return last_lines(self._log_dir / f"rank-{rank}.log", lines)
 
     def act(self, action: str, values: Mapping[str, Any]) -> str:
         """Carry out an action, if the job runs here."""

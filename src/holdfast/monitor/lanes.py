@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,11 +152,6 @@ class Lanes:
     def alive(self) -> list[int]:
         """Return the workers that take part or wait, in order."""
         return self.ranks(*(state for state in SPAN_OF if state not in GONE))
-
-    def share(self, alive: Collection[int], wanted: int, t_s: float) -> None:
-        """Let the lowest ranks of ``alive`` train and the others wait as spares."""
-        for place, rank in enumerate(sorted(alive)):
-            self.enter(rank, "training" if place < wanted else "spare", t_s)
 
     @property
     def _most(self) -> int:

@@ -7,6 +7,7 @@ requests, is described in ``docs/reference/live-view.md``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import json
 import os
@@ -77,8 +78,8 @@ class DashboardServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._server = _Server((host, port), self, family)
-        except OSError as error:
-            why = error.strerror or error
+        except (OSError, UnicodeError) as error:  # a name such as a..b has no encoding
+            why = (error.strerror if isinstance(error, OSError) else "") or error
             raise ConfigError(f"{option} {host}:{port} cannot be opened: {why}; choose another one") from error
         self.port: int = self._server.server_address[1]
         self._names = _names(host)
@@ -112,7 +113,7 @@ class DashboardServer:
             return True
         with contextlib.suppress(ValueError):  # an address cannot be made to lead elsewhere
             return ipaddress.ip_address(name).is_loopback or not self.is_local
-        return False
+        return not self.is_local and name == _full_name()
 
     def close(self, wait_s: float = 1.0) -> None:
         """End: streams get their last change first, for which it waits at most ``wait_s``."""
@@ -124,11 +125,17 @@ class DashboardServer:
             thread.join(max(0.0, ends_s - time.monotonic()))
 
 
+@functools.cache
+def _full_name() -> str:
+    """Return the name of this machine with its domain. The look-up may take long: only a connection's thread waits for it."""
+    return socket.getfqdn().lower()
+
+
 def _names(host: str) -> set[str]:
-    """Return the names that this server may be called by."""
+    """Return the names that this server may be called by, as far as they are known without a look-up."""
     names = {"localhost", host.lower()}
     if not is_loopback(host):
-        names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+        names.add(socket.gethostname().lower())
     return names
 
 
@@ -158,7 +165,11 @@ class _Server(ThreadingHTTPServer):
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could start
+            self._free.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer one connection."""

@@ -22,10 +22,11 @@ class Token:
     Args:
         text: The secret.
         path: Its file.
+        is_new: Whether the file was written just now.
     """
 
-    def __init__(self, text: str, path: Path) -> None:
-        self._text, self._path = text, path
+    def __init__(self, text: str, path: Path, *, is_new: bool = False) -> None:
+        self._text, self._path, self.is_new = text, path, is_new
 
     def __repr__(self) -> str:
         """Return no secret."""
@@ -49,7 +50,7 @@ class Token:
                 new.write(text := secrets.token_urlsafe(_BYTES))
         except OSError as error:
             raise ConfigError(f"--dashboard: {path} cannot be used: {error.strerror}; remove it") from error
-        return cls(text, path)
+        return cls(text, path, is_new=True)
 
     def is_in(self, header: str) -> bool:
         """Return whether the value of an ``Authorization`` header has this token."""

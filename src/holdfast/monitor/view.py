@@ -7,12 +7,13 @@ goodput follows a second later, when no older record can arrive any more, and eq
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import heapq
 import itertools
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,6 +134,16 @@ class LiveRun:
     def is_over(self) -> bool:
         """Whether the run has ended."""
         return self._is_over
+
+    @contextlib.contextmanager
+    def if_free(self) -> Iterator[bool]:
+        """Let no other thread read or change the state in the context, unless one does; return whether that is so."""
+        is_free = self._lock.acquire(blocking=False)
+        try:
+            yield is_free
+        finally:
+            if is_free:
+                self._lock.release()
 
     # -- records
 
