@@ -26,7 +26,7 @@ from pathlib import Path
 from holdfast.monitor.feed import Feed
 from holdfast.monitor.server import DashboardServer
 from holdfast.monitor.token import Token
-from holdfast.monitor.view import LiveRun, RunInfo
+from holdfast.monitor.view import LiveState, RunInfo
 from holdfast.records.queued import QueuedSink
 from holdfast.records.types import (
     CheckpointSaved,
@@ -117,7 +117,7 @@ class Source:
     name, trouble, pause_s, longest_s = "dashboard", "the dashboard does not show all events", 0.05, float("inf")
     actions = ()
 
-    def __init__(self, live: LiveRun) -> None:
+    def __init__(self, live: LiveState) -> None:
         self.live = live
         self.at_s = 0.0
         self.since_s: float | None = None
@@ -147,7 +147,7 @@ def as_parsed(record: Record) -> Record:
     return dataclasses.replace(record, survivors=tuple(int(str(rank)) for rank in record.survivors))
 
 
-def take_all(live: LiveRun, run: GeneratedRun, keep_s: float, step_s: float) -> tuple[float, Iterator[list[Record]]]:
+def take_all(live: LiveState, run: GeneratedRun, keep_s: float, step_s: float) -> tuple[float, Iterator[list[Record]]]:
     """Take the records of all but the last steps; return the processor time without that for generating them, and the rest."""
     batches, spent_s = run.records(), 0.0
     for records in itertools.islice(batches, run._steps - int(keep_s / step_s)):
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds in real time, with a reader")
     given = parser.parse_args()
     before_mb = rss_mb()
-    live = LiveRun(RunInfo(id="run", started=range(given.workers), nodes={n: f"node-{n}" for n in range(given.workers // 8 or 1)}, node_of=lambda rank: rank // 8))  # fmt: skip
+    live = LiveState(RunInfo(id="run", started=range(given.workers), nodes={n: f"node-{n}" for n in range(given.workers // 8 or 1)}, node_of=lambda rank: rank // 8))  # fmt: skip
     run = GeneratedRun(given.workers, given.steps, given.step_s, given.mtbf)
     source = Source(live)
     spent_s, rest = take_all(live, run, given.seconds, given.step_s)

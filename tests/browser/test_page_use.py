@@ -29,6 +29,7 @@ def server():
 def page(visit, server):
     page = visit(f"{server.url}?token=secret")
     page.wait_for_selector("#tiles dt")
+    page.wait_for_selector("#act-all:not([disabled])")  # the page knows which actions are possible
     return page
 
 

@@ -1812,6 +1812,9 @@ def sparse_sums(job):
 
     dist.all_reduce(sparse)
     verify(sparse)
+    if job.backend != "gloo":  # which adds the bits of one dtype to those of the other
+        other = torch.float32 if job.rank else torch.int32
+        rejects(lambda: dist.all_reduce(torch.zeros(4, dtype=other).to_sparse()))
     still_works(job)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from holdfast.monitor.view import LiveRun, RunInfo
+from holdfast.monitor.view import LiveState, RunInfo
 from holdfast.records.types import (
     CheckpointSaved,
     FailureSeen,
@@ -107,7 +107,7 @@ class LargeRun:
             checkpoint_dir="ckpt", is_live=True, node_of=lambda rank: rank // PER_NODE,
             nodes={node: f"node-{node}.example" for node in range(-(-workers // PER_NODE))},
         )  # fmt: skip
-        self.live = LiveRun(info)
+        self.live = LiveState(info)
         self._records = records(workers, steps, failures)
         self._now_s = 0.0
         self.advance(START_S + 1 + before * STEP_S)

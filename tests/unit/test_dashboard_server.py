@@ -19,7 +19,7 @@ from holdfast.monitor.feed import Feed, Refused, run_id
 from holdfast.monitor.log_lines import last_lines
 from holdfast.monitor.server import MOST_STREAMS, DashboardServer, is_loopback
 from holdfast.monitor.token import NAME, Token
-from holdfast.monitor.view import LiveRun, RunInfo
+from holdfast.monitor.view import LiveState, RunInfo
 from holdfast.records.types import StepCommitted
 
 BAD = "<script>alert('&\")</script>"
@@ -31,7 +31,7 @@ class Source:
     actions = ("kill",)
 
     def __init__(self, folder):
-        self.live = LiveRun(RunInfo(id="run", script=BAD, started=range(2), is_live=True))
+        self.live = LiveState(RunInfo(id="run", script=BAD, started=range(2), is_live=True))
         self.folder, self.done = folder, []
 
     def now_s(self):

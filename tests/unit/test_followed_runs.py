@@ -13,7 +13,7 @@ from view_runs import a_kill, begun, finished, steps
 from holdfast.errors import ConfigError
 from holdfast.launch.dashboards import serve_runs
 from holdfast.monitor.feed import Refused
-from holdfast.monitor.followed import FollowedRun
+from holdfast.monitor.followed import FollowedFolder
 from holdfast.records.encoding import record_to_dict
 from holdfast.report import write_report
 
@@ -33,7 +33,7 @@ def test_a_finished_run_has_the_numbers_of_its_report(tmp_path):
     report = write_report(a_kill(), tmp_path, started=range(3), wall_s=6.0, seed=0, command="holdfast run", job=job)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-0.log").write_text("the end\n")
-    run = FollowedRun(tmp_path, "out")
+    run = FollowedFolder(tmp_path, "out")
     told = told_of(run)
 
     assert {name: told["goodput"][name] for name in report["goodput"]} == report["goodput"]
@@ -48,7 +48,7 @@ def test_a_finished_run_has_the_numbers_of_its_report(tmp_path):
 
 def test_a_growing_file_is_followed_half_lines_too(tmp_path):
     path, text = tmp_path / "events.jsonl", lines(a_kill())
-    run = FollowedRun(tmp_path, "out")
+    run = FollowedFolder(tmp_path, "out")
     for place in range(0, len(text), 777):
         with path.open("a") as file:
             file.write(text[place : place + 777])
@@ -63,7 +63,7 @@ def test_a_growing_file_is_followed_half_lines_too(tmp_path):
 def test_a_file_that_was_truncated_or_replaced_is_another_run(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text(lines(a_kill()))
-    run = FollowedRun(tmp_path, "out")
+    run = FollowedFolder(tmp_path, "out")
     assert told_of(run)["progress"]["step"] == 40
     first = run.live
 
@@ -81,7 +81,7 @@ def test_a_file_that_was_truncated_or_replaced_is_another_run(tmp_path):
 
 def test_the_report_that_is_written_at_the_end_ends_the_run(tmp_path):
     (tmp_path / "events.jsonl").write_text(lines([*begun(1.0, range(3)), *steps(0, 39, 1.1)]))
-    run = FollowedRun(tmp_path, "out")
+    run = FollowedFolder(tmp_path, "out")
     assert not told_of(run)["run"]["ended"]
 
     records = [*begun(1.0, range(3)), *steps(0, 39, 1.1), *finished(5.5, range(3))]
@@ -95,7 +95,7 @@ def test_a_file_to_which_nothing_is_written_may_be_of_a_dead_job(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text(lines([*begun(1.0, range(3)), *steps(0, 9, 1.1)]))
     os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 600))
-    told = told_of(FollowedRun(tmp_path, "out"))
+    told = told_of(FollowedFolder(tmp_path, "out"))
 
     assert told["state"]["level"] == "warning"
     assert told["state"]["sentence"].startswith("Nothing was written for 10 min")
@@ -105,10 +105,10 @@ def test_the_files_of_a_running_job_are_put_in_the_order_of_time(tmp_path):
     for rank in (*range(4), -1):
         own = [record for record in a_kill() if record.rank == rank]
         (tmp_path / f"records-{rank}.jsonl").write_text(lines(own))
-    run = FollowedRun(tmp_path, "train.py-1", lambda action, values: action, ("stop",))
+    run = FollowedFolder(tmp_path, "train.py-1", lambda action, values: action, ("stop",))
     (tmp_path / "sorted").mkdir()
     (tmp_path / "sorted" / "events.jsonl").write_text(lines(sorted(a_kill(), key=lambda record: record.t_s)))
-    told, calm = told_of(run), told_of(FollowedRun(tmp_path / "sorted", "out"))
+    told, calm = told_of(run), told_of(FollowedFolder(tmp_path / "sorted", "out"))
 
     assert told["run"]["live"]
     assert run.act("stop", {}) == "stop"
@@ -131,7 +131,7 @@ def test_the_files_of_a_running_job_are_put_in_the_order_of_time(tmp_path):
 def test_a_report_of_any_content_is_no_error(tmp_path, report):
     (tmp_path / "report.json").write_text(report)
     (tmp_path / "events.jsonl").write_bytes(b"\x00\xff\n{}\n[]\n" + lines(begun(1.0, range(3))).encode())
-    told = told_of(FollowedRun(tmp_path, "out"))
+    told = told_of(FollowedFolder(tmp_path, "out"))
 
     assert len(told["workers"]) == 3
     json.dumps(told, allow_nan=report != '{"wall_s": 1e400}')
@@ -152,7 +152,7 @@ def test_records_with_values_of_other_types_are_skipped(tmp_path, wrong):
     names = ("t_s", "rank", "step") if wrong["event"] != "StepCommitted" else tuple(stamps)
     line = json.dumps({name: stamps[name] for name in names} | wrong) + "\n"
     (tmp_path / "events.jsonl").write_text(text + line + lines(steps(10, 11, 2.2)))
-    told = told_of(FollowedRun(tmp_path, "out"))
+    told = told_of(FollowedFolder(tmp_path, "out"))
 
     assert told["progress"]["step"] == 12
     json.dumps(told, allow_nan=False)
@@ -161,7 +161,7 @@ def test_records_with_values_of_other_types_are_skipped(tmp_path, wrong):
 def test_names_in_a_report_stay_text(tmp_path):
     job = {"script": BAD, "settings": {}}
     write_report(a_kill(), tmp_path, started=range(3), wall_s=6.0, seed=0, command=BAD, job=job)
-    told = told_of(FollowedRun(tmp_path, "out"))
+    told = told_of(FollowedFolder(tmp_path, "out"))
 
     assert told["run"]["command"] == BAD
 
@@ -179,7 +179,9 @@ def test_the_output_of_a_running_job_is_read_where_the_job_writes_it(tmp_path):
         folder.mkdir()
     (log_dir / "rank-0.log").write_text("hello\n")
 
-    assert FollowedRun(run_dir, "train.py-1", lambda action, values: action, ("stop",), log_dir).log(0, 5) == ["hello"]
+    assert FollowedFolder(run_dir, "train.py-1", lambda action, values: action, ("stop",), log_dir).log(0, 5) == [
+        "hello"
+    ]
 
 
 def test_sigterm_removes_the_folder_with_the_token(tmp_path):

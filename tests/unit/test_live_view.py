@@ -12,7 +12,7 @@ from view_runs import a_kill, begun, finished, recovery, steps
 from holdfast.monitor.checkpoints import MOST_CHECKPOINTS
 from holdfast.monitor.lanes import MOST_SPANS, Lanes
 from holdfast.monitor.series import Series
-from holdfast.monitor.view import LiveRun, RunInfo
+from holdfast.monitor.view import LiveState, RunInfo
 from holdfast.records.queued import SinkCount
 from holdfast.records.types import (
     ActionRequested,
@@ -34,7 +34,7 @@ from holdfast.report import build_report
 
 
 def shown(records, *, started=range(3), spares=(3,), end_s=6.0, **info):
-    live = LiveRun(RunInfo(id="run", started=started, spares=spares, **info))
+    live = LiveState(RunInfo(id="run", started=started, spares=spares, **info))
     live.take(records)
     if end_s is not None:
         live.finish(0)
@@ -93,7 +93,7 @@ def test_workers_may_be_late_by_different_times_and_records_may_arrive_twice(see
 
 def test_what_happens_now_is_shown_before_it_is_settled():
     records = [*begun(1.0, range(3)), *steps(0, 9, 1.1), *recovery(2.2, 10, (1,), (0, 2))]
-    live = LiveRun(RunInfo(id="run", started=range(3)))
+    live = LiveState(RunInfo(id="run", started=range(3)))
     live.take(records[:-2])
     assert live.full(2.25)["state"]["sentence"].startswith("Recovering at step 10")
 
@@ -112,7 +112,7 @@ def test_what_happens_now_is_shown_before_it_is_settled():
 
 def test_changes_have_only_what_changed_and_add_up_to_everything():
     records = a_kill()
-    live = LiveRun(RunInfo(id="run", started=range(3), spares=(3,)))
+    live = LiveState(RunInfo(id="run", started=range(3), spares=(3,)))
     told = live.full(0.0)
     for place in range(0, len(records), 5):
         live.take(records[place : place + 5])
@@ -177,7 +177,7 @@ def test_a_restart_begins_again_with_the_workers_that_are_left():
 
 
 def test_a_newcomer_that_starts_is_shown_before_it_says_anything():
-    live = LiveRun(RunInfo(id="run", started=range(2), node_of=lambda rank: 0 if rank < 2 else -1))
+    live = LiveState(RunInfo(id="run", started=range(2), node_of=lambda rank: 0 if rank < 2 else -1))
     live.take([*begun(1.0, range(2)), *steps(0, 9, 1.1)])
     live.note_newcomers([2])
     assert (live.unplaced(), live.without_pid()) == ([2], [0, 1, 2])
@@ -271,7 +271,7 @@ def test_a_checkpoint_is_verified_once_the_chains_of_two_workers_agree(records, 
 
 
 def test_the_links_of_a_single_worker_stay_bounded_and_those_of_a_late_node_still_count():
-    live = LiveRun(RunInfo(id="run", started=range(2)))
+    live = LiveState(RunInfo(id="run", started=range(2)))
     live.take([saved(990), *(hashed(step, "a")[0] for step in range(1000))])
     assert len(live._checkpoints._links) <= 256
     live.take([hashed(990, "a", "a")[1]])
@@ -279,7 +279,7 @@ def test_the_links_of_a_single_worker_stay_bounded_and_those_of_a_late_node_stil
 
 
 def test_the_state_stays_bounded_over_many_steps_and_recoveries():
-    live = LiveRun(RunInfo(id="run", started=range(2), node_of=lambda rank: rank))
+    live = LiveState(RunInfo(id="run", started=range(2), node_of=lambda rank: rank))
     live.take(begun(0.5, range(2), workers=2))
     for number in range(600):
         begin_s = 1.0 + 3 * number
@@ -301,7 +301,7 @@ def test_the_state_stays_bounded_over_many_steps_and_recoveries():
 
 
 def test_workers_that_were_lost_long_ago_are_dropped():
-    live = LiveRun(RunInfo(id="run", started=range(3)))
+    live = LiveState(RunInfo(id="run", started=range(3)))
     live.take(begun(0.5, range(3)))
     version = live.version
     for number in range(700):
@@ -365,7 +365,7 @@ def test_a_value_that_is_not_finite_is_a_gap():
 def test_names_from_scripts_stay_text():
     name = "<img src=x onerror=alert(1)>"
     commit = StepCommitted(t_s=1.2, rank=0, step=0, epoch=0, samples=4, workers=3, metrics={name: 1.0, "rate": 2.0})
-    live = LiveRun(RunInfo(id="run", script=name, started=range(3)))
+    live = LiveState(RunInfo(id="run", script=name, started=range(3)))
     live.take([*begun(1.0, range(3)), commit])
     live.note_sinks([SinkCount(name="metrics", taken=1, dropped=2)])
     told = json.loads(json.dumps(live.full(2.0)))

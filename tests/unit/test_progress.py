@@ -18,7 +18,7 @@ from holdfast.checkpoint.source import saved_source
 from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.storage.counted import CountedStorage
 from holdfast.cli import progress as module
-from holdfast.cli.progress import Progress, progress
+from holdfast.cli.progress import Reporter, progress
 from holdfast.report.bar import bar_line
 
 
@@ -34,7 +34,7 @@ def clock(monkeypatch):
 
 
 def test_the_rest_takes_as_long_as_what_is_done(clock):
-    work = Progress("reading")
+    work = Reporter("reading")
     assert (work.share, work.left_s) == (None, None)
 
     work.expect(400)
@@ -47,7 +47,7 @@ def test_the_rest_takes_as_long_as_what_is_done(clock):
 
 
 def test_too_little_work_says_nothing_of_the_rest(clock):
-    work = Progress("reading")
+    work = Reporter("reading")
     work.expect(100)
     work.advance(1)
     clock.now_s += 60
@@ -60,7 +60,7 @@ def test_too_little_work_says_nothing_of_the_rest(clock):
 
 
 def test_what_was_done_before_the_total_was_known_does_not_count(clock):
-    work = Progress("looking for the newest")
+    work = Reporter("looking for the newest")
     work.advance(1000)
     clock.now_s += 100
     work.expect(50)
@@ -73,7 +73,7 @@ def test_what_was_done_before_the_total_was_known_does_not_count(clock):
 
 
 def test_a_remaining_time_that_is_given_counts_down_and_never_completes_the_work(clock):
-    work = Progress("")
+    work = Reporter("")
     work.at_task("[2/4] task", 0.5, 100.0)
     clock.now_s += 50
 
@@ -85,7 +85,7 @@ def test_a_remaining_time_that_is_given_counts_down_and_never_completes_the_work
 
 
 def test_more_than_expected_is_everything():
-    work = Progress("")
+    work = Reporter("")
     work.expect(10)
     work.advance(11)
 

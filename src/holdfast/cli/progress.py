@@ -24,7 +24,7 @@ _MOST_BY_TIME = 0.99
 """The share that time alone makes complete."""
 
 
-class Progress:
+class Reporter:
     """What a command does, and how much of it is done. Its methods may be called from any thread.
 
     Args:
@@ -111,7 +111,7 @@ class Progress:
         print(clean(text), file=sys.stderr, flush=True)
 
 
-class _LineProgress(Progress):
+class _LineProgress(Reporter):
     """Prints a line every :data:`EVERY_S` seconds."""
 
     def __init__(self, text: str) -> None:
@@ -126,7 +126,7 @@ class _LineProgress(Progress):
         self.print_line(self.line())
 
 
-class _BarProgress(Progress):
+class _BarProgress(Reporter):
     """Draws a line with a bar, again and again; a thread of the display does so."""
 
     live: Live
@@ -144,7 +144,7 @@ class _BarProgress(Progress):
 
 
 @contextmanager
-def progress(text: str, *, quiet: bool = False) -> Iterator[Progress]:
+def progress(text: str, *, quiet: bool = False) -> Iterator[Reporter]:
     """Show progress on stderr, and yield what takes it; a bar on a terminal, which is removed at the end.
 
     Args:
@@ -152,7 +152,7 @@ def progress(text: str, *, quiet: bool = False) -> Iterator[Progress]:
         quiet: Show nothing, as for output that programs read.
     """
     if quiet or not sys.stderr.isatty():
-        yield Progress(text) if quiet else _LineProgress(text)
+        yield Reporter(text) if quiet else _LineProgress(text)
         return
     from rich.console import Console
     from rich.live import Live

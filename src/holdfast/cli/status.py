@@ -89,10 +89,10 @@ def _state(job: ObservedJob) -> dict[str, Any]:
 
 
 def _show_folder(directory: Path, *, as_json: bool) -> int:
-    from holdfast.monitor.followed import FollowedRun
+    from holdfast.monitor.followed import FollowedFolder
     from holdfast.report.files import load_report
 
-    run = FollowedRun(directory, directory.resolve().name)
+    run = FollowedFolder(directory, directory.resolve().name)
     has_ended = (directory / "report.json").is_file()
     if not run.has_records:
         what = (

@@ -11,7 +11,9 @@ from holdfast.distributed.group_base import GroupBase
 from holdfast.distributed.tensors import check_layout, type_of
 from holdfast.errors import ScriptError
 
-_MOST_DIMS = 30
+_WIDTH = 30
+"""Numbers that a rank tells of its tensor: dtype, dimensions, and its shape."""
+_DTYPES = sorted({it for it in vars(torch).values() if isinstance(it, torch.dtype)}, key=str)
 
 
 class SparseCollectives(GroupBase):
@@ -60,8 +62,8 @@ class SparseCollectives(GroupBase):
     def _gather_sparse(self, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Return the tensor of each surviving rank; ``ScriptError`` on all ranks if their shapes or dtypes differ."""
         comm, indices, values = self._members.comm, mine.indices(), mine.values()
-        about = [values.element_size(), mine.sparse_dim(), mine.dim(), *mine.shape]
-        row = torch.tensor([len(values), *about] + [0] * (_MOST_DIMS - len(about)), dtype=torch.int64)
+        about = [_DTYPES.index(values.dtype), mine.sparse_dim(), mine.dim(), *mine.shape]
+        row = torch.tensor([len(values), *about] + [0] * (_WIDTH - len(about)), dtype=torch.int64)
         rows = torch.empty(len(self._members.alive), len(row), dtype=torch.int64)
         comm.allgather(row, rows)
         if len(set(map(tuple, rows[:, 1:].tolist()))) > 1:

@@ -32,7 +32,7 @@ from holdfast.monitor.feed import Feed, Refused, run_id
 from holdfast.monitor.log_lines import last_lines
 from holdfast.monitor.server import DashboardServer
 from holdfast.monitor.token import Token
-from holdfast.monitor.view import LiveRun, RunInfo
+from holdfast.monitor.view import LiveState, RunInfo
 from holdfast.records.queued import QueuedSink
 from holdfast.records.types import ActionRequested, Record
 
@@ -90,7 +90,7 @@ class Dashboard:
         self, job: Job, paths: RunPaths, running: RunningJob, clock: Clock, say: Callable[[str], None]
     ) -> None:
         self._paths, self._running, self._clock, self._say = paths, running, clock, say
-        self.live = LiveRun(_info(job, clock))
+        self.live = LiveState(_info(job, clock))
         self._requested: queue.Queue[_Requested] = queue.Queue(maxsize=16)
         self._look_s = 0.0
         self._ending: tuple[int, str] | None = None

@@ -17,7 +17,7 @@ from holdfast.launch.dashboard import CHANGE_ACTIONS, check_names
 from holdfast.launch.processes import Process
 from holdfast.launch.sinks import host_and_port
 from holdfast.monitor.feed import Feed, Refused, run_id
-from holdfast.monitor.followed import FollowedRun
+from holdfast.monitor.followed import FollowedFolder
 from holdfast.monitor.server import DashboardServer
 from holdfast.monitor.token import Token
 
@@ -41,13 +41,13 @@ def serve_runs(directories: Sequence[Path], where: str, say: Callable[[str], Non
     jobs = {job.run_dir.resolve(): job for job in running_jobs()}
     if not (directories or jobs):
         raise ConfigError("no job of yours runs on this machine: give the report directories of runs, such as out")
-    runs: dict[str, FollowedRun] = {}
+    runs: dict[str, FollowedFolder] = {}
     for directory in directories or sorted(jobs):
         job = jobs.get(directory.resolve())
         name = run_id(directory.resolve().name if job is None else f"{job.script}-{job.pid}", runs)
         act = None if job is None else functools.partial(_act, job)
         log_dir = Path(job.log_dir) if job is not None and job.log_dir else None
-        runs[name] = FollowedRun(directory, name, act, () if job is None else _ACTIONS, log_dir)
+        runs[name] = FollowedFolder(directory, name, act, () if job is None else _ACTIONS, log_dir)
     with tempfile.TemporaryDirectory(prefix="holdfast-dashboard-") as folder:
         server = DashboardServer(host, port, Token.in_folder(Path(folder)), option="--port")
         try:

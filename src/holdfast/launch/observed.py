@@ -11,7 +11,7 @@ from holdfast.launch.control import RunningJob, waits_for
 from holdfast.launch.processes import Process, WatchedWorker, this_node
 from holdfast.launch.tail import RecordTail
 from holdfast.launch.usage import ProcessUsage, UsageMeter
-from holdfast.monitor.view import LiveRun, RunInfo
+from holdfast.monitor.view import LiveState, RunInfo
 
 _RANK = re.compile(r"process-(\d+)")
 
@@ -35,7 +35,7 @@ class ObservedJob:
         self.running = running
         self._newest_s = 0.0
         computing = running.workers - running.spares
-        self.live = LiveRun(
+        self.live = LiveState(
             RunInfo(
                 id=str(running.pid),
                 script=running.script,

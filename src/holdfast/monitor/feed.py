@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from holdfast.monitor.view import LiveRun
+from holdfast.monitor.view import LiveState
 
 CHANGE_S = 0.25
 """A stream has at most one change in this time."""
@@ -34,7 +34,7 @@ class RunSource(Protocol):
         actions: Names of the actions that are possible; empty for a run of another launcher.
     """
 
-    live: LiveRun
+    live: LiveState
     actions: tuple[str, ...]
 
     def now_s(self) -> float:

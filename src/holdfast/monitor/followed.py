@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.errors import ConfigError
 from holdfast.monitor.feed import Refused
 from holdfast.monitor.log_lines import last_lines
-from holdfast.monitor.view import LiveRun, RunInfo
+from holdfast.monitor.view import LiveState, RunInfo
 from holdfast.records.beacon import Beacon
 from holdfast.records.files import parse_record
 from holdfast.records.paths import beacon_path
@@ -59,7 +59,7 @@ class GrowingFile:
         return [record for record in records if 0 <= record.t_s <= _LONGEST_S], is_other
 
 
-class FollowedRun:
+class FollowedFolder:
     """The run in a directory: a report directory, or the directory of a running job.
 
     Args:
@@ -97,7 +97,7 @@ class FollowedRun:
         self._changed_s = 0.0
         self.has_records = False
         """Whether the directory has any record of a run."""
-        self.live = LiveRun(RunInfo(id=self._name, script=self._name, is_live=self._act is not None))
+        self.live = LiveState(RunInfo(id=self._name, script=self._name, is_live=self._act is not None))
 
     def poll(self) -> None:
         """Read what is new."""
@@ -155,7 +155,7 @@ class FollowedRun:
                 return
             self._begin()
             self._report, self._report_at = report, at
-            self.live = LiveRun(_info(self._name, report, self._directory))
+            self.live = LiveState(_info(self._name, report, self._directory))
 
     def _look_at_end(self) -> None:
         if self.live.is_over:

@@ -15,7 +15,7 @@ _RATE_S = 1.0
 _MOST_CURVES = 16
 
 
-class Pace:
+class RunPace:
     """Counts steps and samples, and keeps the curves."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.monitor.membership import Membership
-from holdfast.monitor.pace import Pace
+from holdfast.monitor.pace import RunPace
 from holdfast.report.formatting import count, listing, number, seconds
 
 _MOST_NAMED = 4
@@ -28,7 +28,7 @@ class Ended:
     outcome: str = ""
 
 
-def level_and_sentence(members: Membership, pace: Pace, ended: Ended | None) -> tuple[str, str]:
+def level_and_sentence(members: Membership, pace: RunPace, ended: Ended | None) -> tuple[str, str]:
     """Return the level and the sentence.
 
     Args:
@@ -57,7 +57,7 @@ def level_and_sentence(members: Membership, pace: Pace, ended: Ended | None) -> 
     return "good" if here >= wanted else "warning", f"Training: step {number(pace.step)}{of}, {workers}{more}."
 
 
-def _of_recovery(members: Membership, pace: Pace) -> str:
+def _of_recovery(members: Membership, pace: RunPace) -> str:
     if members.lanes.count("recovering"):
         return f"Recovering at step {number(pace.step)}: a worker has failed, and the survivors agree on what to do."
     row = members.recoveries.rows[-1]
@@ -66,7 +66,7 @@ def _of_recovery(members: Membership, pace: Pace) -> str:
     return f"Resuming at step {number(row.step)} {what}."
 
 
-def _of_end(members: Membership, pace: Pace, ended: Ended) -> tuple[str, str]:
+def _of_end(members: Membership, pace: RunPace, ended: Ended) -> tuple[str, str]:
     lost = members.lanes.count("lost")
     after = f"after {count(pace.step, 'step')} in {seconds(ended.end_s)}"
     outcome = ended.outcome or members.outcome or "failed"

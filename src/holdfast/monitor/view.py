@@ -1,6 +1,6 @@
 """The state of a run as live displays show it: bounded, and kept up to date record by record.
 
-:meth:`LiveRun.full` returns everything, :meth:`LiveRun.changes` what has changed since a version, both as JSON
+:meth:`LiveState.full` returns everything, :meth:`LiveState.changes` what has changed since a version, both as JSON
 objects: ``docs/reference/live-view.md`` describes each key. Lanes, events and recoveries change when a record arrives;
 goodput follows a second later, when no older record can arrive any more, and equals that of the report in the end.
 """
@@ -21,7 +21,7 @@ from holdfast.monitor.checkpoints import Checkpoints
 from holdfast.monitor.event_list import EventList, corruption_line
 from holdfast.monitor.lanes import Lanes
 from holdfast.monitor.membership import Membership
-from holdfast.monitor.pace import Pace
+from holdfast.monitor.pace import RunPace
 from holdfast.monitor.recoveries import Recoveries
 from holdfast.monitor.sentence import Ended, level_and_sentence
 from holdfast.records.queued import SinkCount
@@ -88,7 +88,7 @@ class RunInfo:
     node_of: Callable[[int], int] = lambda _: 0
 
 
-class LiveRun:
+class LiveState:
     """The state of one run. Its methods may be called from any thread.
 
     Args:
@@ -104,7 +104,7 @@ class LiveRun:
         self._recoveries = Recoveries(self._stamp)
         self._events = EventList(self._stamp)
         self._members = Membership(self._lanes, self._recoveries, info.started, info.spares)
-        self._pace = Pace()
+        self._pace = RunPace()
         self._account = TimeAccount()
         self._unsettled: list[tuple[float, int, Record]] = []
         self._number = itertools.count()
