@@ -457,6 +457,33 @@ def test_a_folder_with_the_log_of_another_run_is_refused(tmp_path):
         check_targets(job(f"tensorboard:{tmp_path}"))
 
 
+THREE = "holdfast://127.0.0.1:29400,127.0.0.1:29401,127.0.0.1:29402"
+
+
+def node(rank, folder, **settings):
+    given = job(f"tensorboard:{folder}", **settings)
+    return dataclasses.replace(given, nnodes=3, node_rank=rank, rdzv=THREE)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_node_that_comes_back_to_its_log_is_not_refused(tmp_path):
+    (tmp_path / "events.out.tfevents.1.host.1.0").touch()
+    for rank in range(3):
+        check_targets(node(rank, tmp_path))
+    run_id, said = tmp_path / ".holdfast-run-id", []
+    run_id.write_text("first\n")
+    back = node(0, tmp_path, checkpoint_dir=str(tmp_path))
+
+    assert open_loggers(back, None, said.append, tmp_path, Leftovers(""), is_late=True) == []
+    assert (run_id.read_text(), said) == (
+        "first\n",
+        ["nothing is logged until the job is resumed: it had begun before this launcher arrived (--log-to)"],
+    )
+    assert open_loggers(node(1, tmp_path), None, print, tmp_path, Leftovers(""), is_late=True) == []
+    with pytest.raises(ConfigError, match="has the event files of an earlier run"):
+        open_loggers(back, None, print, tmp_path, Leftovers(""))
+
+
 @pytest.mark.usefixtures("installed")
 def test_a_folder_that_cannot_be_written_is_refused():
     with pytest.raises(

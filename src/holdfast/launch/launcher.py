@@ -395,7 +395,9 @@ class Launcher:
             earlier: What earlier starts of the job have not logged.
         """
         job, clock, say = self._job, SystemClock(self._origin_s), self._view.print_line
-        sinks = (*open_sinks(job, clock, say), *open_loggers(job, clock, say, self._paths.run_dir, earlier))
+        is_late = self._nodes is not None and self._nodes.is_late
+        loggers = open_loggers(job, clock, say, self._paths.run_dir, earlier, is_late=is_late)
+        sinks = (*open_sinks(job, clock, say), *loggers)
         if job.dashboard and job.node_rank == 0:
             from holdfast.launch.dashboard import Dashboard
 
