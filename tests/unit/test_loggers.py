@@ -16,8 +16,9 @@ from holdfast.launch.command_line import command_line
 from holdfast.launch.job import Job
 from holdfast.launch.loggers import check_targets, find_leftovers, open_loggers
 from holdfast.loggers.leftovers import Leftovers, RunRecords, mark_run
+from holdfast.loggers.mlflow import metric_name
 from holdfast.loggers.recoveries import RecoveryTrace
-from holdfast.loggers.sink import GAP_S, LoggerSink
+from holdfast.loggers.sink import GAP_S, MOST_UNWRITTEN, LoggerSink
 from holdfast.loggers.steps import MOST_WAITING
 from holdfast.loggers.targets import LOGGERS, parse_targets
 from holdfast.records.files import FileRecorder
@@ -229,6 +230,43 @@ def test_more_steps_than_may_wait_are_read_from_the_record_files():
     sink.close(9.0)
 
     assert log.kept == values_of(steps)
+
+
+def test_a_write_that_always_fails_is_repeated_ever_more_rarely_with_few_steps():
+    class Refusing(Logger):
+        tried = ()
+
+        def write(self, steps):
+            self.tried = (*self.tried, len(steps))
+            raise ValueError("a name")
+
+    sink = LoggerSink(logger := Refusing(Log()), run_of())
+    pauses = []
+    for start in range(0, 5000, 500):
+        with pytest.raises(NotTaken, match="a name"):
+            sink.take([start_at(0), *map(commit, range(start, start + 500))])
+        pauses.append(sink.pause_s)
+
+    assert logger.tried == (500, *[MOST_UNWRITTEN] * 9)
+    assert pauses == [2, 4, 8, 16, 32, *[60] * 5]
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        ("acc@1", "acc_1"),
+        ("val/loss: a-b.c", "val/loss: a-b.c"),
+        ("a//b", "a__b"),
+        ("a/../b", "a_.._b"),
+        ("/a", "_a"),
+        ("..", "_."),
+        ("a/", "a_"),
+        ("", "_"),
+        (300 * "x", 250 * "x"),
+    ],
+)
+def test_a_name_that_mlflow_refuses_is_changed(name, there):
+    assert metric_name(name) == there
 
 
 class Launchers:

@@ -22,6 +22,8 @@ GAP_S = 5.0
 """A step that is missing while later ones have arrived is looked for in the record files after this time."""
 LAST_S = 30.0
 """The end of a job waits this long for a logger."""
+MOST_UNWRITTEN = 1000
+"""Steps that are written at once, and again after a failure; later ones wait in their order."""
 _LONGEST_PAUSE_S = 60.0
 _LONGEST_TEXT = 200
 """Characters of an error of another package that are shown."""
@@ -133,15 +135,20 @@ class LoggerSink:
             self._open()
         if not self._order.has_begun and (self._first is not None or is_end):
             self._begin()
-        self._take_next()
-        self._search(is_end=is_end)
-        self._write()
+        while True:
+            self._take_next()
+            self._search(is_end=is_end)
+            self._write()
+            if not self._order.has_next:
+                return
 
     def _search(self, *, is_end: bool) -> None:
         """Look for steps that have been missing for some time, and give up those without a record."""
         if not self._order.missing:
             self._gap_s = None
             return
+        if not is_end and len(self._unwritten) >= MOST_UNWRITTEN:
+            return  # what would be found has no room
         self._gap_s = self._now_s() if self._gap_s is None else self._gap_s
         if not is_end and self._now_s() - self._gap_s < GAP_S and not self._order.has_left_out:
             return
@@ -155,7 +162,8 @@ class LoggerSink:
         self._gap_s = None
 
     def _take_next(self) -> None:
-        self._unwritten += map(self._media.attach, self._order.take())
+        room = max(0, MOST_UNWRITTEN - len(self._unwritten))
+        self._unwritten += map(self._media.attach, self._order.take(room))
 
     def _begin(self) -> None:
         """Find the first step to log: after those that the log has, or that of the oldest record."""
@@ -177,7 +185,6 @@ class LoggerSink:
             self._logged = dict(self._logger.open())
         except Exception as error:  # of any package, about files, networks, credentials
             raise self._put_off(error) from error
-        self.pause_s = EVERY_S
 
     def _write(self) -> None:
         """Write the steps that wait, without what the log has of them."""
@@ -192,6 +199,7 @@ class LoggerSink:
         except Exception as error:  # as in _open
             self._logged = None  # it is not known what was written
             raise self._put_off(error) from error
+        self.pause_s = EVERY_S
         for step in steps:
             logged.update(dict.fromkeys(step.names, step.step))
         for step in self._unwritten:
