@@ -232,6 +232,9 @@ class LoggerSink:
         if self._media.num_absent:
             self._unshown["images of workers on other nodes"] = self._media.num_absent
             self._media.num_absent = 0
+        if self._media.num_dropped:
+            self._unshown["images and histograms of steps that waited too long"] += self._media.num_dropped
+            self._media.num_dropped = 0
         if dropped := sum(self._unshown.values()):
             for kind in sorted(set(self._unshown) - self._said):
                 self._say(f"{self.name} shows no {kind}: they are left out there")
