@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -77,6 +78,19 @@ class SinkCount:
     dropped: int
 
 
+def close_all(sinks: Sequence[QueuedSink], end_s: float, patience_s: float = math.inf) -> list[SinkCount]:
+    """End all sinks at the same time, so that slow ones do not add up; return what became of the records of each.
+
+    Args:
+        sinks: The sinks.
+        end_s: When the run ended, in seconds after its begin.
+        patience_s: No sink is waited for longer than this, in seconds.
+    """
+    for sink in sinks:
+        sink.end(end_s, patience_s)
+    return [sink.close(end_s) for sink in sinks]
+
+
 class QueuedSink:
     """The queue and the thread of a sink.
 
@@ -95,6 +109,7 @@ class QueuedSink:
         self._waiting: list[Record] = []
         self._taken = self._dropped = self._in_hand = 0
         self._end_s: float | None = None
+        self._by_s = math.inf  # time.monotonic() at which the end of the job no longer waits for it
         self._has_complained = False
         self._last_s = LAST_S if last_s is None else last_s
         self._thread = threading.Thread(target=self._run, name=f"holdfast-{sink.name}", daemon=True)
@@ -110,13 +125,23 @@ class QueuedSink:
             self._waiting.append(record)
             self._changed.notify()
 
-    def close(self, end_s: float) -> SinkCount:
-        """Let the sink take what waits, for some seconds at most; return what became of all records. May be called again."""
+    def end(self, end_s: float, patience_s: float = math.inf) -> None:
+        """Let the sink take what waits, and no more; return immediately.
+
+        Args:
+            end_s: When the run ended, in seconds after its begin.
+            patience_s: :meth:`close` waits for it at most so long, in seconds, and never longer than ``last_s``.
+        """
         with self._changed:
-            is_first, self._end_s = self._end_s is None, end_s if self._end_s is None else self._end_s
-            self._changed.notify()
-        if is_first:
-            self._thread.join(self._last_s)
+            if self._end_s is None:
+                self._last_s = min(self._last_s, patience_s)
+                self._end_s, self._by_s = end_s, time.monotonic() + self._last_s
+                self._changed.notify()
+
+    def close(self, end_s: float) -> SinkCount:
+        """End the sink and wait for it, for some seconds at most; return what became of all records. May be called again."""
+        self.end(end_s)
+        self._thread.join(max(0.0, self._by_s - time.monotonic()))
         if self._thread.is_alive():
             self._complain(f"it does not answer within {self._last_s:g} s")
         return self.count()
