@@ -217,6 +217,22 @@ def test_what_could_not_be_written_at_the_end_is_counted():
     assert (found.value.dropped, log.kept, logger.is_done) == (3, [], False)
 
 
+def test_an_error_while_the_log_is_closed_does_not_hide_what_is_lost():
+    class Gone(Logger):
+        def close(self, *, is_done):
+            raise ConnectionError("no route")
+
+    for fails, dropped, why in ((True, 2, "OSError: gone; "), (False, 0, "^")):
+        sink = LoggerSink(Gone(Log(), lambda fails=fails: fails), run_of())
+        with contextlib.suppress(NotTaken):
+            sink.take([start_at(0), commit(0), commit(1)])
+        assert sink.num_held == dropped
+
+        with pytest.raises(NotTaken, match=f"{why}the log was not closed: ConnectionError: no route") as found:
+            sink.close(9.0)
+        assert found.value.dropped == dropped
+
+
 def test_more_steps_than_may_wait_are_read_from_the_record_files():
     log, steps = Log(), range(MOST_WAITING + 50)
     is_down = [True]

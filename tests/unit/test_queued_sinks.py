@@ -108,6 +108,29 @@ def test_sinks_that_hang_hold_the_end_together_not_one_after_the_other():
     assert said == ["nothing is shown: it does not answer within 0.5 s; training is not affected"] * 5
 
 
+@pytest.mark.parametrize("holds", [0, 3])
+def test_what_a_sink_still_holds_at_the_end_is_not_taken(holds):
+    class Holding(Blocked):
+        num_held = holds
+
+        def take(self, records):
+            Sink.take(self, records)
+
+        def close(self, end_s):
+            self.began.set()
+            assert self.released.wait(30)
+
+    sink = Holding()
+    queue = QueuedSink(sink, print, last_s=0.5)
+    for number in range(10):
+        queue.write(step(number))
+    count = queue.close(1.0)
+    assert sink.began.is_set()
+    sink.released.set()
+
+    assert count == SinkCount(name="test", taken=10 - holds, dropped=holds)
+
+
 @pytest.mark.parametrize(("error", "why"), [(NotTaken("it is gone"), "it is gone"), (KeyError("x"), "KeyError: 'x'")])
 def test_a_sink_that_fails_says_so_once_and_its_records_are_dropped(error, why):
     class Broken(Sink):

@@ -112,16 +112,27 @@ class LoggerSink:
         """Log what is left, and the metrics that the script logged after training; NotTaken says what is not logged."""
         if self._order.has_left_out:
             self._order.add_all(_steps_of(self._run))
+        whys = []
         try:
             self._log(is_end=True)
             self._unwritten += self._final(end_s)
             self._write()
         except NotTaken as error:
-            left = len(self._unwritten) + self._order.num_waiting
-            raise NotTaken(str(error), dropped=len(self._lost) + left) from error
-        finally:
+            whys.append(str(error))
+        try:
             self._logger.close(is_done=any(each.outcome == "done" for each in self._finished.values()))
-        self._tell_lost()
+        except Exception as error:  # as in _open; it must not hide how many steps are lost
+            whys.append(f"the log was not closed: {_brief(error)}")
+        if self._lost:
+            whys.append(_without_record(self._lost))
+        dropped = len(self._lost) + self.num_held + self._media.num_dropped
+        if dropped or whys:
+            raise NotTaken("; ".join(dict.fromkeys(whys)), dropped=dropped)
+
+    @property
+    def num_held(self) -> int:
+        """Number of steps that were taken and are not logged."""
+        return len(self._unwritten) + self._order.num_waiting
 
     # --- in order
 
@@ -221,7 +232,7 @@ class LoggerSink:
         """Raise NotTaken with the number of steps that have no record, if there are new ones."""
         if lost := self._lost:
             self._lost = []
-            raise NotTaken(f"{len(lost)} steps from step {lost[0]} on have no record", dropped=len(lost))
+            raise NotTaken(_without_record(lost), dropped=len(lost))
 
     def _tell_unshown(self) -> None:
         """Count what the logger cannot show, and say so once.
@@ -244,8 +255,7 @@ class LoggerSink:
 
     def _put_off(self, error: Exception) -> NotTaken:
         self.pause_s = min(2 * self.pause_s, _LONGEST_PAUSE_S)
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        return NotTaken(why[:_LONGEST_TEXT].rstrip("."), dropped=0)
+        return NotTaken(_brief(error), dropped=0)
 
     def _final(self, end_s: float) -> list[LoggedStep]:
         """Return the metrics that the script logged after training, as part of the last step."""
@@ -257,6 +267,15 @@ class LoggerSink:
         found = self._finished[min(self._finished)].metrics
         metrics = {name: value for name, value in found.items() if name not in of_step}
         return [LoggedStep(step=max(0, number), time_s=self._run.epoch_s + end_s, metrics=metrics, is_final=True)]
+
+
+def _brief(error: Exception) -> str:
+    """Return an error of another package in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_TEXT].rstrip(".")
+
+
+def _without_record(lost: Sequence[int]) -> str:
+    return f"{len(lost)} steps from step {lost[0]} on have no record"
 
 
 def _as_logged(record: StepCommitted, run: RunRecords) -> LoggedStep:

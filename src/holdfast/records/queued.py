@@ -49,6 +49,8 @@ class SlowSink(Protocol):
         trouble: What does not happen if it fails, as a clause: ``"progress is not reported to Kubeflow"``.
         pause_s: Shortest time between two calls of :meth:`take`, in seconds; read again after each call.
         longest_s: It is called without records after this time; infinite: never.
+
+    A sink that keeps records to pass them on later has an attribute ``num_held`` with their number, read by another thread.
     """
 
     name: str
@@ -107,7 +109,7 @@ class QueuedSink:
         self._sink, self._say, self._capacity = sink, say, capacity
         self._changed = threading.Condition()
         self._waiting: list[Record] = []
-        self._taken = self._dropped = self._in_hand = 0
+        self._taken = self._dropped = self._in_hand = self._held = 0
         self._end_s: float | None = None
         self._by_s = math.inf  # time.monotonic() at which the end of the job no longer waits for it
         self._has_complained = False
@@ -149,8 +151,17 @@ class QueuedSink:
     def count(self) -> SinkCount:
         """Return what became of the records so far; those that the sink has not taken at the end are dropped."""
         with self._changed:
-            lost = len(self._waiting) + self._in_hand if self._end_s is not None else 0
-            return SinkCount(name=self._sink.name, taken=self._taken, dropped=self._dropped + lost)
+            if self._end_s is None:
+                return SinkCount(name=self._sink.name, taken=self._taken, dropped=self._dropped)
+            lost = len(self._waiting) + self._in_hand
+            held = min(self._taken, self._num_held()) if self._thread.is_alive() else 0
+            return SinkCount(name=self._sink.name, taken=self._taken - held, dropped=self._dropped + lost + held)
+
+    def _num_held(self) -> int:
+        """Return how many records the sink holds of those that it was given before those in hand."""
+        if not self._in_hand:
+            self._held = getattr(self._sink, "num_held", 0)
+        return self._held
 
     def _run(self) -> None:
         while (records := self._next()) is not None:
@@ -171,6 +182,7 @@ class QueuedSink:
             if self._end_s is not None and not self._waiting:
                 return None
             records, self._waiting = self._waiting, []
+            self._held = getattr(self._sink, "num_held", 0)
             self._in_hand = len(records)
             return records
 
