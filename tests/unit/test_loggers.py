@@ -547,6 +547,36 @@ def test_a_folder_that_cannot_be_written_is_refused():
 
 
 @pytest.mark.usefixtures("installed")
+def test_a_job_without_a_key_for_wandb_is_refused(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match="--log-to wandb:x: W&B has no API key: run wandb login, or set WANDB_API_KEY"
+    ):
+        check_targets(job("wandb:x"))
+    check_targets(dataclasses.replace(job("wandb:x"), nnodes=2, node_rank=1))
+
+    for name, value in (("WANDB_API_KEY", "x"), ("WANDB_MODE", "offline")):
+        with monkeypatch.context() as given:
+            given.setenv(name, value)
+            check_targets(job("wandb:x"))
+    for file, text in (
+        ("netrc", "machine api.wandb.ai login user password x"),
+        (".config/wandb/settings", "[default]\nmode = offline\n"),
+    ):
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        check_targets(job("wandb:x"))
+        path.write_text("nonsense")
+        with pytest.raises(ConfigError, match="no API key"):
+            check_targets(job("wandb:x"))
+
+
+@pytest.mark.usefixtures("installed")
 def test_an_endpoint_is_a_url():
     with pytest.raises(ConfigError, match="--log-to otel:localhost: the endpoint must be a URL, such as otel:http://"):
         check_targets(job("otel:localhost"))

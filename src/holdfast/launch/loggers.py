@@ -34,6 +34,8 @@ def check_targets(job: Job) -> None:
     targets = parse_targets(job.log_to)
     for target in targets:
         target.check()
+        if target.kind == "wandb" and job.node_rank == 0:
+            _check_key(target)
         if target.kind == "tensorboard" and job.node_rank == 0:
             check_writable(Path(target.place), f"--log-to {target}: the folder")
     if not _may_return(job):
@@ -46,6 +48,15 @@ def check_targets(job: Job) -> None:
         raise ConfigError(
             f"--log-to {needs_id[0]} cannot find out which run to resume, because its checkpoints are in remote storage:"
             f" set {RUN_ID} to the same id at each start of the job"
+        )
+
+
+def _check_key(target: LogTarget) -> None:
+    from holdfast.loggers.wandb import has_credentials
+
+    if not has_credentials():
+        raise ConfigError(
+            f"--log-to {target}: W&B has no API key: run wandb login, or set WANDB_API_KEY; WANDB_MODE=offline needs none"
         )
 
 
