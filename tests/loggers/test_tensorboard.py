@@ -13,7 +13,7 @@ from logged import LOGGED, LOGGED_JOB, STEPS, Start, scalars_of, steps_on_disk
 from holdfast.faults.kinds import PHASES
 from holdfast.loggers.leftovers import RunRecords
 from holdfast.loggers.sink import LoggerSink
-from holdfast.loggers.steps import LoggedStep
+from holdfast.loggers.steps import LoggedImage, LoggedStep
 from holdfast.loggers.tensorboard import TensorBoardLogger
 from holdfast.records.types import RunStarted, StepCommitted
 
@@ -158,6 +158,17 @@ def test_an_event_file_may_end_at_any_byte(tmp_path):
         if size >= 40:  # TensorBoard leaves out a file whose first event is not complete
             assert scalars_of(folder) == {"loss": [(step, step / 8) for step in range(9)]}, size
         assert steps_on_disk(folder) == list(range(9)), size
+
+
+def test_steps_that_cannot_be_encoded_leave_no_files(tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    image = LoggedImage(path=tmp_path / "gone.png", width=1, height=1, channels=1)
+    for _ in range(3):
+        assert logger.open() == {}
+        with pytest.raises(FileNotFoundError):
+            logger.write([LoggedStep(step=0, time_s=0.0, metrics={}, images={"image": image})])
+
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_log_that_cannot_be_written_is_continued_in_a_new_file(tmp_path, monkeypatch):

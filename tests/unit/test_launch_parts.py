@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import os
 import re
 import signal
@@ -508,6 +509,17 @@ def test_the_second_ctrl_c_of_a_person_stops_at_once_whoever_else_has_asked(stop
 
     assert stopping.is_requested
     assert (stopping.timed_out() is not None) is at_once
+
+
+def test_a_job_that_is_stopped_waits_for_its_sinks_while_there_is_time_to_report(stopping):
+    assert stopping.patience_s() == math.inf
+    stopping.request()
+    assert stopping.patience_s() == 5.0, "half of the grace period"
+    stopping.advance(Waiting(0))
+    stopping._run.clock = SimpleNamespace(now_s=lambda: 9.0)
+    assert stopping.patience_s() == 3.0
+    stopping._run.clock = SimpleNamespace(now_s=lambda: 20.0)
+    assert stopping.patience_s() == 1.0
 
 
 @pytest.mark.parametrize("code", [0, 4])

@@ -16,8 +16,9 @@ from holdfast.launch.command_line import command_line
 from holdfast.launch.job import Job
 from holdfast.launch.loggers import check_targets, find_leftovers, open_loggers
 from holdfast.loggers.leftovers import Leftovers, RunRecords, mark_run
+from holdfast.loggers.mlflow import metric_name
 from holdfast.loggers.recoveries import RecoveryTrace
-from holdfast.loggers.sink import GAP_S, LoggerSink
+from holdfast.loggers.sink import GAP_S, MOST_UNWRITTEN, LoggerSink
 from holdfast.loggers.steps import MOST_WAITING
 from holdfast.loggers.targets import LOGGERS, parse_targets
 from holdfast.records.files import FileRecorder
@@ -216,6 +217,22 @@ def test_what_could_not_be_written_at_the_end_is_counted():
     assert (found.value.dropped, log.kept, logger.is_done) == (3, [], False)
 
 
+def test_an_error_while_the_log_is_closed_does_not_hide_what_is_lost():
+    class Gone(Logger):
+        def close(self, *, is_done):
+            raise ConnectionError("no route")
+
+    for fails, dropped, why in ((True, 2, "OSError: gone; "), (False, 0, "^")):
+        sink = LoggerSink(Gone(Log(), lambda fails=fails: fails), run_of())
+        with contextlib.suppress(NotTaken):
+            sink.take([start_at(0), commit(0), commit(1)])
+        assert sink.num_held == dropped
+
+        with pytest.raises(NotTaken, match=f"{why}the log was not closed: ConnectionError: no route") as found:
+            sink.close(9.0)
+        assert found.value.dropped == dropped
+
+
 def test_more_steps_than_may_wait_are_read_from_the_record_files():
     log, steps = Log(), range(MOST_WAITING + 50)
     is_down = [True]
@@ -229,6 +246,43 @@ def test_more_steps_than_may_wait_are_read_from_the_record_files():
     sink.close(9.0)
 
     assert log.kept == values_of(steps)
+
+
+def test_a_write_that_always_fails_is_repeated_ever_more_rarely_with_few_steps():
+    class Refusing(Logger):
+        tried = ()
+
+        def write(self, steps):
+            self.tried = (*self.tried, len(steps))
+            raise ValueError("a name")
+
+    sink = LoggerSink(logger := Refusing(Log()), run_of())
+    pauses = []
+    for start in range(0, 5000, 500):
+        with pytest.raises(NotTaken, match="a name"):
+            sink.take([start_at(0), *map(commit, range(start, start + 500))])
+        pauses.append(sink.pause_s)
+
+    assert logger.tried == (500, *[MOST_UNWRITTEN] * 9)
+    assert pauses == [2, 4, 8, 16, 32, *[60] * 5]
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        ("acc@1", "acc_1"),
+        ("val/loss: a-b.c", "val/loss: a-b.c"),
+        ("a//b", "a__b"),
+        ("a/../b", "a_.._b"),
+        ("/a", "_a"),
+        ("..", "_."),
+        ("a/", "a_"),
+        ("", "_"),
+        (300 * "x", 250 * "x"),
+    ],
+)
+def test_a_name_that_mlflow_refuses_is_changed(name, there):
+    assert metric_name(name) == there
 
 
 class Launchers:
@@ -457,12 +511,69 @@ def test_a_folder_with_the_log_of_another_run_is_refused(tmp_path):
         check_targets(job(f"tensorboard:{tmp_path}"))
 
 
+THREE = "holdfast://127.0.0.1:29400,127.0.0.1:29401,127.0.0.1:29402"
+
+
+def node(rank, folder, **settings):
+    given = job(f"tensorboard:{folder}", **settings)
+    return dataclasses.replace(given, nnodes=3, node_rank=rank, rdzv=THREE)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_node_that_comes_back_to_its_log_is_not_refused(tmp_path):
+    (tmp_path / "events.out.tfevents.1.host.1.0").touch()
+    for rank in range(3):
+        check_targets(node(rank, tmp_path))
+    run_id, said = tmp_path / ".holdfast-run-id", []
+    run_id.write_text("first\n")
+    back = node(0, tmp_path, checkpoint_dir=str(tmp_path))
+
+    assert open_loggers(back, None, said.append, tmp_path, Leftovers(""), is_late=True) == []
+    assert (run_id.read_text(), said) == (
+        "first\n",
+        ["nothing is logged until the job is resumed: it had begun before this launcher arrived (--log-to)"],
+    )
+    assert open_loggers(node(1, tmp_path), None, print, tmp_path, Leftovers(""), is_late=True) == []
+    with pytest.raises(ConfigError, match="has the event files of an earlier run"):
+        open_loggers(back, None, print, tmp_path, Leftovers(""))
+
+
 @pytest.mark.usefixtures("installed")
 def test_a_folder_that_cannot_be_written_is_refused():
     with pytest.raises(
         ConfigError, match="--log-to tensorboard:/dev/null/x: the folder /dev/null/x cannot be written: "
     ):
         check_targets(job("tensorboard:/dev/null/x"))
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_job_without_a_key_for_wandb_is_refused(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match="--log-to wandb:x: W&B has no API key: run wandb login, or set WANDB_API_KEY"
+    ):
+        check_targets(job("wandb:x"))
+    check_targets(dataclasses.replace(job("wandb:x"), nnodes=2, node_rank=1))
+
+    for name, value in (("WANDB_API_KEY", "x"), ("WANDB_MODE", "offline")):
+        with monkeypatch.context() as given:
+            given.setenv(name, value)
+            check_targets(job("wandb:x"))
+    for file, text in (
+        ("netrc", "machine api.wandb.ai login user password x"),
+        (".config/wandb/settings", "[default]\nmode = offline\n"),
+    ):
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        check_targets(job("wandb:x"))
+        path.write_text("nonsense")
+        with pytest.raises(ConfigError, match="no API key"):
+            check_targets(job("wandb:x"))
 
 
 @pytest.mark.usefixtures("installed")

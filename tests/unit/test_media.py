@@ -293,6 +293,41 @@ def test_what_cannot_be_shown_is_counted_and_said_once(folder):
     assert list((folder / "media").iterdir()) == []
 
 
+def test_while_a_log_cannot_be_opened_few_files_are_kept(folder, monkeypatch):
+    monkeypatch.setattr("holdfast.loggers.media.MOST_WAITING", 3)
+    sink = LoggerSink(logger := Logger("images"), RunRecords(run_dir=folder, epoch_s=0.0), say=(said := []).append)
+    opens = logger.open
+    monkeypatch.setattr(logger, "open", lambda: (_ for _ in ()).throw(OSError("gone")))
+    for step in range(10):
+        with pytest.raises(NotTaken, match="gone"):
+            sink.take([started(), image(folder, step, f"{step}.png"), commit(step)])
+    assert sorted(path.name for path in (folder / "media").iterdir()) == ["7.png", "8.png", "9.png"]
+
+    monkeypatch.setattr(logger, "open", opens)
+    with pytest.raises(NotTaken) as found:
+        sink.take([])
+
+    assert [step.names for step in logger.steps] == [("loss",)] * 7 + [("loss", "image")] * 3
+    assert found.value.dropped == 7
+    assert said == [
+        "shows images shows no images and histograms of steps that waited too long: they are left out there"
+    ]
+
+
+def test_a_file_that_is_half_written_is_removed(tmp_path, monkeypatch):
+    def write(path, data):
+        with path.open("wb") as file:
+            file.write(data[:3])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+
+    with pytest.raises(OSError, match="No space"):
+        Image(torch.zeros(2, 2)).record("a", tmp_path / "a.png")
+
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_that_is_gone_or_elsewhere_is_left_out(folder):
     (folder / "secret").write_bytes(b"x")
     said = []

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from holdfast.records.queued import NotTaken, QueuedSink, SinkCount
+from holdfast.records.queued import NotTaken, QueuedSink, SinkCount, close_all
 from holdfast.records.types import Left, StepCommitted
 
 
@@ -89,6 +89,46 @@ def test_a_sink_that_hangs_holds_the_end_for_three_seconds(monkeypatch):
 
     assert count == SinkCount(name="test", taken=0, dropped=2)
     assert said == ["nothing is shown: it does not answer within 0.05 s; training is not affected"]
+
+
+def test_sinks_that_hang_hold_the_end_together_not_one_after_the_other():
+    sinks, said = [Blocked() for _ in range(5)], []
+    queues = [QueuedSink(sink, said.append, last_s=30.0) for sink in sinks]
+    for sink, queue in zip(sinks, queues, strict=True):
+        queue.write(step(0))
+        assert sink.began.wait(30)
+    begin_s = time.monotonic()
+    counts = close_all(queues, 1.0, patience_s=0.5)
+    took_s = time.monotonic() - begin_s
+    for sink in sinks:
+        sink.released.set()
+
+    assert 0.5 <= took_s < 2.0, "one after the other it would be 2.5 s"
+    assert counts == [SinkCount(name="test", taken=0, dropped=1)] * 5
+    assert said == ["nothing is shown: it does not answer within 0.5 s; training is not affected"] * 5
+
+
+@pytest.mark.parametrize("holds", [0, 3])
+def test_what_a_sink_still_holds_at_the_end_is_not_taken(holds):
+    class Holding(Blocked):
+        num_held = holds
+
+        def take(self, records):
+            Sink.take(self, records)
+
+        def close(self, end_s):
+            self.began.set()
+            assert self.released.wait(30)
+
+    sink = Holding()
+    queue = QueuedSink(sink, print, last_s=0.5)
+    for number in range(10):
+        queue.write(step(number))
+    count = queue.close(1.0)
+    assert sink.began.is_set()
+    sink.released.set()
+
+    assert count == SinkCount(name="test", taken=10 - holds, dropped=holds)
 
 
 @pytest.mark.parametrize(("error", "why"), [(NotTaken("it is gone"), "it is gone"), (KeyError("x"), "KeyError: 'x'")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from typing import TYPE_CHECKING, Self
 
@@ -35,7 +36,7 @@ from holdfast.launch.sinks import check_sinks, open_sinks
 from holdfast.launch.stopping import StopProcedure
 from holdfast.loggers.leftovers import Leftovers
 from holdfast.records.files import read_run
-from holdfast.records.queued import QueuedSink, SinkCount
+from holdfast.records.queued import QueuedSink, SinkCount, close_all
 from holdfast.records.types import JobRestarted, RunStarted
 
 if TYPE_CHECKING:
@@ -395,11 +396,12 @@ class Launcher:
             earlier: What earlier starts of the job have not logged.
         """
         job, clock, say = self._job, SystemClock(self._origin_s), self._view.print_line
+        is_late = self._nodes is not None and self._nodes.is_late
         sinks: list[QueuedSink] = []
         with contextlib.ExitStack() as undo:
-            undo.callback(lambda: [sink.close(clock.now_s()) for sink in sinks])
+            undo.callback(lambda: close_all(sinks, clock.now_s()))
             sinks += open_sinks(job, clock, say)
-            sinks += open_loggers(job, clock, say, self._paths.run_dir, earlier)
+            sinks += open_loggers(job, clock, say, self._paths.run_dir, earlier, is_late=is_late)
             if job.dashboard and job.node_rank == 0:
                 from holdfast.launch.dashboard import Dashboard
 
@@ -409,10 +411,9 @@ class Launcher:
             undo.pop_all()
         return tuple(sinks)
 
-    def _close_sinks(self, end_s: float | None = None) -> list[SinkCount]:
+    def _close_sinks(self, end_s: float | None = None, patience_s: float = math.inf) -> list[SinkCount]:
         """End the sinks of records, if that was not done; return what became of the records."""
-        end_s = self._run.clock.now_s() if end_s is None else end_s
-        return [sink.close(end_s) for sink in self._run.sinks]
+        return close_all(self._run.sinks, self._run.clock.now_s() if end_s is None else end_s, patience_s)
 
     def _finish(self, verdict: Verdict) -> JobOutcome:
         from holdfast.launch.results import write_results
@@ -429,7 +430,7 @@ class Launcher:
             self._plan,
             fired=self._state.fired,
             wall_s=wall_s,
-            sinks=self._close_sinks(wall_s),
+            sinks=self._close_sinks(wall_s, self._stopping.patience_s()),
             facts=self._provenance,
         )
         if unwritten:

@@ -7,13 +7,14 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.clock import Clock
 from holdfast.errors import ConfigError
 from holdfast.launch.job import Job, check_writable, is_remote
+from holdfast.launch.rendezvous import hub_places
 from holdfast.loggers.leftovers import Leftovers, mark_run
 from holdfast.loggers.targets import LogTarget, parse_targets
 from holdfast.records.paths import media_dir, media_elsewhere_path
@@ -32,9 +33,13 @@ def check_targets(job: Job) -> None:
     """Raise a ConfigError that says what to change, if the job cannot log as it asks for."""
     targets = parse_targets(job.log_to)
     for target in targets:
-        target.check(resume=job.settings.resume)
-        if target.kind == "tensorboard":
+        target.check()
+        if target.kind == "wandb" and job.node_rank == 0:
+            _check_key(target)
+        if target.kind == "tensorboard" and job.node_rank == 0:
             check_writable(Path(target.place), f"--log-to {target}: the folder")
+    if not _may_return(job):
+        _check_new(job, targets)
     given = os.environ.get(RUN_ID, "")
     if given and not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", given):
         raise ConfigError(f"{RUN_ID} must have 1 to 64 letters, digits, - and _, got {given!r}")
@@ -46,13 +51,34 @@ def check_targets(job: Job) -> None:
         )
 
 
+def _check_key(target: LogTarget) -> None:
+    from holdfast.loggers.wandb import has_credentials
+
+    if not has_credentials():
+        raise ConfigError(
+            f"--log-to {target}: W&B has no API key: run wandb login, or set WANDB_API_KEY; WANDB_MODE=offline needs none"
+        )
+
+
+def _may_return(job: Job) -> bool:
+    """Return whether the job may continue without the launcher of node 0, so that another one may replace it."""
+    return bool(job.rdzv) and len(hub_places(job.rdzv)) != 1
+
+
+def _check_new(job: Job, targets: Sequence[LogTarget]) -> None:
+    """Raise a ConfigError if a job that begins would write into the log of another one; only node 0 writes logs."""
+    if job.node_rank == 0 and not job.settings.resume:
+        for target in targets:
+            target.check_new()
+
+
 def find_leftovers(job: Job) -> Leftovers:
     """Return the records of earlier starts of the job that were not logged, if it resumes and logs."""
     return Leftovers(_name_of(job) if job.log_to and job.settings.resume and job.node_rank == 0 else "")
 
 
 def open_loggers(
-    job: Job, clock: Clock, say: Callable[[str], None], run_dir: Path, earlier: Leftovers
+    job: Job, clock: Clock, say: Callable[[str], None], run_dir: Path, earlier: Leftovers, *, is_late: bool = False
 ) -> list[QueuedSink]:
     """Return the sinks of all targets, on the launcher of the first node: it receives the records of all nodes.
 
@@ -62,11 +88,18 @@ def open_loggers(
         say: Displays a line.
         run_dir: Folder of the record files.
         earlier: Records of earlier starts of the job.
+        is_late: Whether the job had begun before this launcher arrived. Then an earlier launcher of this node logged.
 
     Raises:
-        ConfigError: if the folder of checkpoints cannot be written.
+        ConfigError: if the folder of checkpoints cannot be written, or a log is that of another run.
     """
     targets = parse_targets(job.log_to)
+    if is_late and job.node_rank == 0:
+        if targets:
+            say("nothing is logged until the job is resumed: it had begun before this launcher arrived (--log-to)")
+        return []
+    if _may_return(job):  # it was not known before the rendezvous whether this launcher is late
+        _check_new(job, targets)
     is_first, shows_media = job.node_rank == 0, any(target.kind != "otel" for target in targets)
     if shows_media and is_first:
         media_dir(run_dir).mkdir(exist_ok=True)

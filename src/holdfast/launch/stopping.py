@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import threading
 from types import FrameType
@@ -17,6 +18,7 @@ from holdfast.records.paths import stop_path
 
 _TOGETHER_S = 1.0
 """Launchers that are asked to stop within this time stop the job as a whole."""
+_LEAST_PATIENCE_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -90,6 +92,17 @@ class StopProcedure:
             what = "ranks did not end" if self._bus.is_distributed else "workers did not save"
             return JobBroken(f"stopped on request, but the {what} within {self._run.job.grace_s:g} s")
         return None
+
+    def patience_s(self) -> float:
+        """Return how long the end of the job may wait for what receives its records; infinite if it was not asked to stop.
+
+        What asked may kill this process when the grace period is over, and the report must be written by then.
+        """
+        if not self.is_requested:
+            return math.inf
+        now_s = self._run.clock.now_s()
+        left_s = 0.0 if self._at_once else (now_s + self._run.job.grace_s if self._by_s is None else self._by_s) - now_s
+        return max(_LEAST_PATIENCE_S, left_s / 2)
 
     def _all_are_to_stop(self) -> bool:
         """Return whether the whole job stops, not this node alone, as far as is known."""

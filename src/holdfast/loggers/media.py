@@ -17,6 +17,8 @@ from holdfast.records.paths import media_dir
 from holdfast.records.types import HistogramLogged, ImageLogged
 
 MediaRecord = ImageLogged | HistogramLogged
+MOST_WAITING = 500
+"""Images and histograms that a logger keeps while their steps cannot be logged."""
 
 
 class MediaFiles:
@@ -53,19 +55,32 @@ class StepMedia:
     def __init__(self, run_dir: Path, files: MediaFiles) -> None:
         self.num_absent = 0
         """Images of committed steps whose file is not here: the worker was on another node."""
+        self.num_dropped = 0
+        """Images and histograms that were given up because too many were waiting."""
         self._folder, self._files = media_dir(run_dir), files
         self._waiting: dict[int, dict[str, MediaRecord]] = {}
+        self._num_waiting = 0
 
     def add(self, record: MediaRecord) -> None:
-        """Take a record; a later one of the same name and step replaces it."""
+        """Take a record; a later one of the same name and step replaces it. If too many wait, drop those of the oldest step."""
         of_step = self._waiting.setdefault(record.step, {})
         if (before := of_step.get(record.name)) is not None:
             self._drop([before])
         of_step[record.name] = record
+        self._num_waiting += 1
+        while self._num_waiting > MOST_WAITING and len(self._waiting) > 1:
+            oldest = self._waiting.pop(min(self._waiting))
+            self.num_dropped += len(oldest)
+            self._drop(oldest.values())
 
     def attach(self, step: LoggedStep) -> LoggedStep:
         """Return a committed step with its images and histograms; drop those of earlier steps, which were logged."""
         found = self._waiting.pop(step.step, {})
+        self._num_waiting -= len(found)
+        if any(not image.path.is_file() for image in step.images.values()):  # read from a record before it was dropped
+            there = {name: image for name, image in step.images.items() if image.path.is_file()}
+            self.num_absent += len(step.images) - len(there)
+            step = replace(step, images=there)
         for number in [number for number in self._waiting if number < step.step]:
             self._drop(self._waiting.pop(number).values())
         complete = with_media(step, found.values(), self._folder)
@@ -79,6 +94,7 @@ class StepMedia:
 
     def _drop(self, records: Iterable[MediaRecord]) -> None:
         for record in records:
+            self._num_waiting -= 1
             if isinstance(record, ImageLogged) and record.file:
                 self._files.release(self._folder / record.file)
 

@@ -6,6 +6,7 @@ A step of several metrics is not written at once: what a store has is read back 
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 import shutil
 import tempfile
@@ -19,6 +20,7 @@ RUN_TAG = "holdfast.run_id"
 """Tag of the run: its id, which stays the same when the job resumes."""
 _MOST_METRICS = 1000
 """MLflow takes so many values in one call."""
+_LONGEST_NAME = 250
 
 
 class MlflowLogger:
@@ -36,6 +38,7 @@ class MlflowLogger:
         self._uri, self._holdfast_id = uri, run_id
         self._client: Any = None
         self._run = ""
+        self._last: Mapping[str, int] = {}  # by name in MLflow
 
     def open(self) -> Mapping[str, int]:
         """Create the run, or find it; return the last step of each metric that it has."""
@@ -51,7 +54,8 @@ class MlflowLogger:
         self._run = run.info.run_id
         self._client.update_run(self._run, status="RUNNING")
         histories = {name: self._client.get_metric_history(self._run, name) for name in run.data.metrics}
-        return {name: max(value.step for value in history) for name, history in histories.items() if history}
+        self._last = {name: max(value.step for value in history) for name, history in histories.items() if history}
+        return self._last
 
     def _find_run(self) -> Any:
         if given := os.environ.get("MLFLOW_RUN_ID"):
@@ -79,7 +83,8 @@ class MlflowLogger:
         values = [
             Metric(name, value, round(1e3 * step.time_s), step.step)
             for step in steps
-            for name, value in step.metrics.items()
+            for name, value in ((metric_name(given), value) for given, value in step.metrics.items())
+            if step.step > self._last.get(name, -1)  # the sink does not know the names of MLflow
         ]
         for first in range(0, len(values), _MOST_METRICS):
             self._client.log_batch(self._run, metrics=values[first : first + _MOST_METRICS])
@@ -99,3 +104,11 @@ class MlflowLogger:
         """Say how the run ended."""
         if self._run:
             self._client.set_terminated(self._run, "FINISHED" if is_done else "FAILED")
+
+
+def metric_name(name: str) -> str:
+    """Return a name with ``_`` for what MLflow refuses in names of metrics, which may be paths of files."""
+    allowed = re.sub(r"[^/\w.\-: ]", "_", name)[:_LONGEST_NAME] or "_"
+    if posixpath.normpath(allowed) != allowed or allowed.startswith((".", "/")):
+        allowed = re.sub(r"^\.", "_", allowed.replace("/", "_"))
+    return allowed

@@ -22,6 +22,8 @@ GAP_S = 5.0
 """A step that is missing while later ones have arrived is looked for in the record files after this time."""
 LAST_S = 30.0
 """The end of a job waits this long for a logger."""
+MOST_UNWRITTEN = 1000
+"""Steps that are written at once, and again after a failure; later ones wait in their order."""
 _LONGEST_PAUSE_S = 60.0
 _LONGEST_TEXT = 200
 """Characters of an error of another package that are shown."""
@@ -110,16 +112,27 @@ class LoggerSink:
         """Log what is left, and the metrics that the script logged after training; NotTaken says what is not logged."""
         if self._order.has_left_out:
             self._order.add_all(_steps_of(self._run))
+        whys = []
         try:
             self._log(is_end=True)
             self._unwritten += self._final(end_s)
             self._write()
         except NotTaken as error:
-            left = len(self._unwritten) + self._order.num_waiting
-            raise NotTaken(str(error), dropped=len(self._lost) + left) from error
-        finally:
+            whys.append(str(error))
+        try:
             self._logger.close(is_done=any(each.outcome == "done" for each in self._finished.values()))
-        self._tell_lost()
+        except Exception as error:  # as in _open; it must not hide how many steps are lost
+            whys.append(f"the log was not closed: {_brief(error)}")
+        if self._lost:
+            whys.append(_without_record(self._lost))
+        dropped = len(self._lost) + self.num_held + self._media.num_dropped
+        if dropped or whys:
+            raise NotTaken("; ".join(dict.fromkeys(whys)), dropped=dropped)
+
+    @property
+    def num_held(self) -> int:
+        """Number of steps that were taken and are not logged."""
+        return len(self._unwritten) + self._order.num_waiting
 
     # --- in order
 
@@ -133,15 +146,20 @@ class LoggerSink:
             self._open()
         if not self._order.has_begun and (self._first is not None or is_end):
             self._begin()
-        self._take_next()
-        self._search(is_end=is_end)
-        self._write()
+        while True:
+            self._take_next()
+            self._search(is_end=is_end)
+            self._write()
+            if not self._order.has_next:
+                return
 
     def _search(self, *, is_end: bool) -> None:
         """Look for steps that have been missing for some time, and give up those without a record."""
         if not self._order.missing:
             self._gap_s = None
             return
+        if not is_end and len(self._unwritten) >= MOST_UNWRITTEN:
+            return  # what would be found has no room
         self._gap_s = self._now_s() if self._gap_s is None else self._gap_s
         if not is_end and self._now_s() - self._gap_s < GAP_S and not self._order.has_left_out:
             return
@@ -155,7 +173,8 @@ class LoggerSink:
         self._gap_s = None
 
     def _take_next(self) -> None:
-        self._unwritten += map(self._media.attach, self._order.take())
+        room = max(0, MOST_UNWRITTEN - len(self._unwritten))
+        self._unwritten += map(self._media.attach, self._order.take(room))
 
     def _begin(self) -> None:
         """Find the first step to log: after those that the log has, or that of the oldest record."""
@@ -177,7 +196,6 @@ class LoggerSink:
             self._logged = dict(self._logger.open())
         except Exception as error:  # of any package, about files, networks, credentials
             raise self._put_off(error) from error
-        self.pause_s = EVERY_S
 
     def _write(self) -> None:
         """Write the steps that wait, without what the log has of them."""
@@ -192,6 +210,7 @@ class LoggerSink:
         except Exception as error:  # as in _open
             self._logged = None  # it is not known what was written
             raise self._put_off(error) from error
+        self.pause_s = EVERY_S
         for step in steps:
             logged.update(dict.fromkeys(step.names, step.step))
         for step in self._unwritten:
@@ -213,7 +232,7 @@ class LoggerSink:
         """Raise NotTaken with the number of steps that have no record, if there are new ones."""
         if lost := self._lost:
             self._lost = []
-            raise NotTaken(f"{len(lost)} steps from step {lost[0]} on have no record", dropped=len(lost))
+            raise NotTaken(_without_record(lost), dropped=len(lost))
 
     def _tell_unshown(self) -> None:
         """Count what the logger cannot show, and say so once.
@@ -224,6 +243,9 @@ class LoggerSink:
         if self._media.num_absent:
             self._unshown["images of workers on other nodes"] = self._media.num_absent
             self._media.num_absent = 0
+        if self._media.num_dropped:
+            self._unshown["images and histograms of steps that waited too long"] += self._media.num_dropped
+            self._media.num_dropped = 0
         if dropped := sum(self._unshown.values()):
             for kind in sorted(set(self._unshown) - self._said):
                 self._say(f"{self.name} shows no {kind}: they are left out there")
@@ -233,8 +255,7 @@ class LoggerSink:
 
     def _put_off(self, error: Exception) -> NotTaken:
         self.pause_s = min(2 * self.pause_s, _LONGEST_PAUSE_S)
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        return NotTaken(why[:_LONGEST_TEXT].rstrip("."), dropped=0)
+        return NotTaken(_brief(error), dropped=0)
 
     def _final(self, end_s: float) -> list[LoggedStep]:
         """Return the metrics that the script logged after training, as part of the last step."""
@@ -246,6 +267,15 @@ class LoggerSink:
         found = self._finished[min(self._finished)].metrics
         metrics = {name: value for name, value in found.items() if name not in of_step}
         return [LoggedStep(step=max(0, number), time_s=self._run.epoch_s + end_s, metrics=metrics, is_final=True)]
+
+
+def _brief(error: Exception) -> str:
+    """Return an error of another package in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_TEXT].rstrip(".")
+
+
+def _without_record(lost: Sequence[int]) -> str:
+    return f"{len(lost)} steps from step {lost[0]} on have no record"
 
 
 def _as_logged(record: StepCommitted, run: RunRecords) -> LoggedStep:

@@ -124,10 +124,15 @@ class StepOrder:
         self._waiting = self._waiting | found if are_first else found | self._waiting
         self.has_left_out = False
 
-    def take(self) -> list[LoggedStep]:
-        """Return the next steps, up to the first one that is missing."""
+    @property
+    def has_next(self) -> bool:
+        """Whether the next step has arrived."""
+        return self._next is not None and self._next in self._waiting
+
+    def take(self, most: int) -> list[LoggedStep]:
+        """Return the next steps, up to the first one that is missing, and at most so many."""
         found: list[LoggedStep] = []
-        while self._next is not None and self._next in self._waiting:
+        while self._next is not None and self._next in self._waiting and len(found) < most:
             found.append(self._waiting.pop(self._next))
             self._next += 1
         return found

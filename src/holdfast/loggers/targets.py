@@ -64,26 +64,30 @@ class LogTarget:
     def __str__(self) -> str:
         return f"{self.kind}:{self.place}" if self.place else self.kind
 
-    def check(self, *, resume: bool) -> None:
-        """Check that what the target needs is installed, and that it does not hold the steps of another run.
-
-        Args:
-            resume: Whether the job resumes, so that it continues logs.
+    def check(self) -> None:
+        """Check that what the target needs is installed.
 
         Raises:
             ConfigError: that says what to do.
         """
         if not _is_installed(LOGGERS[self.kind][0]):
             raise ConfigError(f"--log-to {self.kind} needs a package: pip install 'holdfast[{self.kind}]'")
-        if self.kind == "tensorboard" and not resume and any(Path(self.place).glob(EVENT_FILES)):
-            raise ConfigError(
-                f"--log-to {self}: the folder has the event files of an earlier run; continue that run with --resume,"
-                " or choose another folder"
-            )
         if self.kind == "mlflow":
             self._check_database()
         if self.kind == "otel" and self.place and "://" not in self.place:
             raise ConfigError(f"--log-to {self}: the endpoint must be a URL, such as otel:http://localhost:4318")
+
+    def check_new(self) -> None:
+        """Check that the target does not have the steps of another run, for a job that does not resume.
+
+        Raises:
+            ConfigError: that says what to do.
+        """
+        if self.kind == "tensorboard" and any(Path(self.place).glob(EVENT_FILES)):
+            raise ConfigError(
+                f"--log-to {self}: the folder has the event files of an earlier run; continue that run with --resume,"
+                " or choose another folder"
+            )
 
     def _check_database(self) -> None:
         uri = self.place or os.environ.get("MLFLOW_TRACKING_URI", "")

@@ -35,23 +35,23 @@ class TensorBoardLogger:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: int | None = None
+        self._earlier: list[Path] = []
 
     def open(self) -> Mapping[str, int]:
-        """Return the last step of each tag in the event files, and begin a new one."""
+        """Return the last step of each tag in the event files; the first :meth:`write` begins a new one."""
         self.close(is_done=False)
         self._folder.mkdir(parents=True, exist_ok=True)
-        files = sorted(self._folder.glob(EVENT_FILES))
+        self._earlier = sorted(self._folder.glob(EVENT_FILES))
         logged: dict[str, int] = {}
-        for file in files:
+        for file in self._earlier:
             for event in read_events(file):
                 for value in event.summary.value:
                     logged[value.tag] = max(event.step, logged.get(value.tag, -1))
-        self._begin_file(files)
         return logged
 
-    def _begin_file(self, earlier: Sequence[Path]) -> None:
+    def _begin_file(self) -> None:
         """Begin a file whose name sorts after all earlier ones: TensorBoard reads them in this order."""
-        stamps = [part for file in earlier if (part := file.name.split(".")[3]).isdecimal()]
+        stamps = [part for file in self._earlier if (part := file.name.split(".")[3]).isdecimal()]
         stamp = max([int(time.time()), *(int(part) + 1 for part in stamps)])
         path = self._folder / EVENT_FILES.replace("*", f"{stamp:010d}.{socket.gethostname()}.{os.getpid()}.0")
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -63,7 +63,10 @@ class TensorBoardLogger:
 
     def write(self, steps: Sequence[LoggedStep]) -> None:
         """Write one event a step, in one call."""
-        self._write([_event_of(step) for step in steps])
+        events = [_event_of(step) for step in steps]
+        if self._file is None:
+            self._begin_file()
+        self._write(events)
 
     def _write(self, events: Sequence[bytes]) -> None:
         assert self._file is not None

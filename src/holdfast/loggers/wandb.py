@@ -6,6 +6,8 @@ is read back: offline from its files, online from the server.
 
 from __future__ import annotations
 
+import configparser
+import netrc
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +21,11 @@ _BLOCK_BYTES = 1 << 15
 _CHUNK = struct.Struct("<IHB")
 """Before each chunk of a record, in the log format of LevelDB: a checksum, its length, and its place in the record."""
 _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+_VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+_NEEDS_NO_KEY = ("offline", "disabled", "dryrun")
+"""Values of ``WANDB_MODE``."""
+_SETTINGS = ("api_key", "identity_token_file", "mode", "disabled")
+"""What W&B's own files of settings may say, so that it needs no key from elsewhere."""
 
 
 class WandbLogger:
@@ -43,6 +50,7 @@ class WandbLogger:
         self.close(is_done=False)
         folder = Path(os.environ.get("WANDB_DIR") or ".")
         last = max((step for file in run_files(folder, self._run_id) for step in steps_in(file)), default=-1)
+        wandb.setup(wandb.Settings(silent=True))  # or it asks for a missing key on a terminal
         self._run = wandb.init(
             project=self._project or None,
             id=self._run_id,
@@ -69,6 +77,35 @@ class WandbLogger:
             run, self._run = self._run, None
             run.finish(exit_code=0 if is_done else 1)
             wandb.teardown()  # finish may return before the process of W&B has written its file
+
+
+def has_credentials() -> bool:
+    """Return whether W&B may have a key for its server, or needs none, without importing it; False is certain."""
+    if os.environ.get("WANDB_MODE", "") in _NEEDS_NO_KEY or any(map(os.environ.get, _VARIABLES)):
+        return True
+    home = Path("~").expanduser()
+    for path in (os.environ.get("NETRC", ""), home / ".netrc", home / "_netrc"):
+        try:
+            if path and netrc.netrc(path).hosts:
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return any(map(_says, _settings_files(home)))
+
+
+def _settings_files(home: Path) -> tuple[Path, ...]:
+    folder = Path(os.environ.get("WANDB_DIR") or ".")
+    own = Path(os.environ.get("WANDB_CONFIG_DIR") or home / ".config" / "wandb")
+    return own / "settings", folder / "wandb" / "settings", folder / ".wandb" / "settings"
+
+
+def _says(settings: Path) -> bool:
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read(settings)
+    except (configparser.Error, OSError, UnicodeDecodeError):
+        return False
+    return any(parser.has_option("default", name) for name in _SETTINGS)
 
 
 def _media_of(step: LoggedStep) -> dict[str, Any]:

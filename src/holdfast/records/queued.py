@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -48,6 +49,8 @@ class SlowSink(Protocol):
         trouble: What does not happen if it fails, as a clause: ``"progress is not reported to Kubeflow"``.
         pause_s: Shortest time between two calls of :meth:`take`, in seconds; read again after each call.
         longest_s: It is called without records after this time; infinite: never.
+
+    A sink that keeps records to pass them on later has an attribute ``num_held`` with their number, read by another thread.
     """
 
     name: str
@@ -77,6 +80,19 @@ class SinkCount:
     dropped: int
 
 
+def close_all(sinks: Sequence[QueuedSink], end_s: float, patience_s: float = math.inf) -> list[SinkCount]:
+    """End all sinks at the same time, so that slow ones do not add up; return what became of the records of each.
+
+    Args:
+        sinks: The sinks.
+        end_s: When the run ended, in seconds after its begin.
+        patience_s: No sink is waited for longer than this, in seconds.
+    """
+    for sink in sinks:
+        sink.end(end_s, patience_s)
+    return [sink.close(end_s) for sink in sinks]
+
+
 class QueuedSink:
     """The queue and the thread of a sink.
 
@@ -93,8 +109,9 @@ class QueuedSink:
         self._sink, self._say, self._capacity = sink, say, capacity
         self._changed = threading.Condition()
         self._waiting: list[Record] = []
-        self._taken = self._dropped = self._in_hand = 0
+        self._taken = self._dropped = self._in_hand = self._held = 0
         self._end_s: float | None = None
+        self._by_s = math.inf  # time.monotonic() at which the end of the job no longer waits for it
         self._has_complained = False
         self._last_s = LAST_S if last_s is None else last_s
         self._thread = threading.Thread(target=self._run, name=f"holdfast-{sink.name}", daemon=True)
@@ -110,13 +127,23 @@ class QueuedSink:
             self._waiting.append(record)
             self._changed.notify()
 
-    def close(self, end_s: float) -> SinkCount:
-        """Let the sink take what waits, for some seconds at most; return what became of all records. May be called again."""
+    def end(self, end_s: float, patience_s: float = math.inf) -> None:
+        """Let the sink take what waits, and no more; return immediately.
+
+        Args:
+            end_s: When the run ended, in seconds after its begin.
+            patience_s: :meth:`close` waits for it at most so long, in seconds, and never longer than ``last_s``.
+        """
         with self._changed:
-            is_first, self._end_s = self._end_s is None, end_s if self._end_s is None else self._end_s
-            self._changed.notify()
-        if is_first:
-            self._thread.join(self._last_s)
+            if self._end_s is None:
+                self._last_s = min(self._last_s, patience_s)
+                self._end_s, self._by_s = end_s, time.monotonic() + self._last_s
+                self._changed.notify()
+
+    def close(self, end_s: float) -> SinkCount:
+        """End the sink and wait for it, for some seconds at most; return what became of all records. May be called again."""
+        self.end(end_s)
+        self._thread.join(max(0.0, self._by_s - time.monotonic()))
         if self._thread.is_alive():
             self._complain(f"it does not answer within {self._last_s:g} s")
         return self.count()
@@ -124,8 +151,17 @@ class QueuedSink:
     def count(self) -> SinkCount:
         """Return what became of the records so far; those that the sink has not taken at the end are dropped."""
         with self._changed:
-            lost = len(self._waiting) + self._in_hand if self._end_s is not None else 0
-            return SinkCount(name=self._sink.name, taken=self._taken, dropped=self._dropped + lost)
+            if self._end_s is None:
+                return SinkCount(name=self._sink.name, taken=self._taken, dropped=self._dropped)
+            lost = len(self._waiting) + self._in_hand
+            held = min(self._taken, self._num_held()) if self._thread.is_alive() else 0
+            return SinkCount(name=self._sink.name, taken=self._taken - held, dropped=self._dropped + lost + held)
+
+    def _num_held(self) -> int:
+        """Return how many records the sink holds of those that it was given before those in hand."""
+        if not self._in_hand:
+            self._held = getattr(self._sink, "num_held", 0)
+        return self._held
 
     def _run(self) -> None:
         while (records := self._next()) is not None:
@@ -146,6 +182,7 @@ class QueuedSink:
             if self._end_s is not None and not self._waiting:
                 return None
             records, self._waiting = self._waiting, []
+            self._held = getattr(self._sink, "num_held", 0)
             self._in_hand = len(records)
             return records
 

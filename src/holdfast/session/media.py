@@ -47,10 +47,14 @@ class Image:
             )
 
     def record(self, name: str, file: Path | None) -> Record:
-        """Write the image to a file, and return the record that refers to it, without stamps; None writes nothing."""
+        """Write the image to a file, and return the record that refers to it, without stamps; None writes nothing.
+
+        Raises:
+            OSError: if it cannot be written, such as on a full disk; then there is no file.
+        """
         height, width, channels = self._pixels.shape
         if file is not None:
-            file.write_bytes(self.png())
+            _write_whole(file, self.png())
         name_of_file = "" if file is None else file.name
         return ImageLogged(name=name, file=name_of_file, width=width, height=height, channels=channels)
 
@@ -135,6 +139,14 @@ def _by_rows(given: torch.Tensor, layout: str | None) -> torch.Tensor:
     if len(fits) > 1:
         raise ConfigError(f"an image of shape {shape} may be H x W x C or C x H x W: say layout='HWC' or layout='CHW'")
     return given if fits == ["HWC"] else given.permute(1, 2, 0)
+
+
+def _write_whole(file: Path, data: bytes) -> None:
+    try:
+        file.write_bytes(data)
+    except OSError:
+        file.unlink(missing_ok=True)  # no record refers to it, so no logger would remove it
+        raise
 
 
 def _chunk(kind: bytes, data: bytes) -> bytes:
