@@ -1,5 +1,6 @@
 """Small messages between members over connections that are opened when needed, and the maximum made of them."""
 
+import contextlib
 import os
 import socket
 import threading
@@ -221,3 +222,38 @@ def test_the_interface_in_the_environment_takes_precedence(make_links, monkeypat
 
     assert with_interface.own_address.startswith("127.0.0.1 ")
     assert without.own_address.startswith("127.0.0.2 ")
+
+
+def test_a_forked_child_neither_ends_the_connections_of_its_parent_nor_keeps_them(make_links):
+    links = make_links(0, 1)
+    links[1].post(0, b"before", 0)
+    assert links[0].exchange([], [1], 0, until()) == [b"before"]
+    fds = [*links[1]._connections, links[1]._listener.fileno(), links[1]._poll.fileno()]
+    child = os.fork()
+    if child == 0:
+        kept = 0
+        for fd in fds:
+            with contextlib.suppress(OSError):
+                os.fstat(fd)
+                kept += 1
+        links[1].close()
+        os._exit(kept)
+
+    assert os.waitpid(child, 0)[1] == 0
+    links[1].post(0, b"after", 0)
+    assert links[0].exchange([], [1], 0, until()) == [b"after"]
+
+
+def test_a_connection_ends_at_once_although_another_process_has_its_socket(make_links):
+    links = make_links(0, 1)
+    links[1].post(0, b"last", 0)
+    links[0].exchange([], [1], 0, until())
+    copies = [os.dup(fd) for each in links.values() for fd in each._connections]  # as a child has them
+    try:
+        links[1].close()
+        with pytest.raises(PeerFailed, match="connection with worker 1 has ended"):
+            links[0].exchange([], [1], 0, until())
+        assert links[0]._poll.poll(0) == []
+    finally:
+        for fd in copies:
+            os.close(fd)

@@ -20,6 +20,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -89,6 +90,7 @@ class Links:
         self._poll = select.epoll()
         for fd in (self._listener.fileno(), wake_fd):
             self._poll.register(fd, select.EPOLLIN)
+        _all_links.add(self)
 
     @property
     def own_address(self) -> str:
@@ -153,17 +155,24 @@ class Links:
 
     def close(self) -> None:
         """Close all connections, which ends the waits of peers for this process."""
-        for connection in self._connections.values():
-            connection.socket.close()
-        self._connections.clear()
-        self._way_to.clear()
-        self._listener.close()
-        self._poll.close()
+        for each in self._connections.values():
+            _hang_up(each.socket)
+        _hang_up(self._listener)
+        self._forget()
 
     def __del__(self) -> None:
         """Close them if the communicator is dropped."""
         if hasattr(self, "_poll"):  # the last thing that the constructor creates
             self.close()
+
+    def _forget(self) -> None:
+        """Close all file descriptors of this process; after a fork, in the child: those of the parent stay connected."""
+        for each in self._connections.values():
+            each.socket.close()
+        self._connections.clear()
+        self._way_to.clear()
+        self._listener.close()
+        self._poll.close()
 
     # -- progress
 
@@ -289,7 +298,9 @@ class Links:
     def _end(self, connection: _Connection, why: str) -> None:
         if self._connections.pop(connection.socket.fileno(), None) is None:
             return
-        connection.socket.close()  # which also takes it out of the poll
+        self._poll.unregister(connection.socket)  # to close it is not enough while a child that was forked has it, too
+        _hang_up(connection.socket)
+        connection.socket.close()
         rank = connection.rank
         if connection.outgoing:
             self._undelivered.add(rank)
@@ -297,6 +308,12 @@ class Links:
             del self._way_to[rank]
         if rank >= 0:
             self._gone.setdefault(rank, why)
+
+
+def _hang_up(its_socket: socket.socket) -> None:
+    """End a connection, or stop to listen, also if a forked child still has the socket; what was sent still arrives."""
+    with contextlib.suppress(OSError):  # it has ended already
+        its_socket.shutdown(socket.SHUT_RDWR)
 
 
 def _interface_address() -> str:
@@ -308,3 +325,14 @@ def _interface_address() -> str:
         asked = struct.pack("256s", names[0].encode()[:15])
         return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, asked)[20:24])
     return ""
+
+
+_all_links: weakref.WeakSet[Links] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for links in list(_all_links):
+        links._forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)
