@@ -1,6 +1,7 @@
 """Small messages between members over connections that are opened when needed, and the maximum made of them."""
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from holdfast.comm import links as links_module
 from holdfast.comm.dissemination import tree_neighbors
 from holdfast.comm.links import Links
 from holdfast.comm.small_reduce import maximum_over
@@ -22,11 +24,11 @@ def make_links():
     """Return a function that makes the links of some ranks, which all know each other."""
     made, events = [], []
 
-    def make(*ranks):
+    def make(*ranks, timeout_s=5.0):
         links = {}
         for rank in ranks:
             events.append(os.eventfd(0, os.EFD_NONBLOCK))
-            links[rank] = Links(rank, "127.0.0.1", events[-1], 5.0)
+            links[rank] = Links(rank, "127.0.0.1", events[-1], timeout_s)
         made.extend(links.values())
         for each in links.values():
             each.meet({rank: other.own_address for rank, other in links.items()})
@@ -257,3 +259,79 @@ def test_a_connection_ends_at_once_although_another_process_has_its_socket(make_
     finally:
         for fd in copies:
             os.close(fd)
+
+
+def strangers_of(links, count):
+    """Open connections to links that say nothing."""
+    host, port, _ = links.own_address.split(" ")
+    return [socket.create_connection((host, int(port))) for _ in range(count)]
+
+
+def test_a_silent_stranger_is_disconnected_and_does_not_hide_the_end_of_a_peer(make_links):
+    links = make_links(0, 1, timeout_s=0.2)
+    (stranger,) = strangers_of(links[0], 1)
+    with stranger:
+        stranger.settimeout(DEADLINE_S)
+        links[1].post(0, b"last", 0)
+        assert links[0].exchange([], [1], 0, until()) == [b"last"]
+        links[1].close()
+
+        with pytest.raises(PeerFailed, match="connection with worker 1 has ended"):
+            links[0].exchange([], [1], 0, until())
+        assert stranger.recv(1) == b""
+        assert not links[0]._connections
+
+
+def test_only_so_many_strangers_stay_connected(make_links, monkeypatch):
+    monkeypatch.setattr(links_module, "_MAX_STRANGERS", 2)
+    links = make_links(0, 1)
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(each) for each in strangers_of(links[0], 4)]
+        links[1].post(0, b"a member", 0)
+
+        assert links[0].exchange([], [1], 0, until()) == [b"a member"]
+        assert len(links[0]._connections) <= 3
+        for each in strangers[:2]:
+            each.settimeout(DEADLINE_S)
+            assert each.recv(1) == b""
+
+
+def test_of_a_stranger_no_more_than_an_introduction_is_read(make_links):
+    links = make_links(0, 1)
+    (stranger,) = strangers_of(links[0], 1)
+    with stranger:
+        stranger.sendall(bytes(19))
+        links[1].post(0, b"a member", 0)
+        assert links[0].exchange([], [1], 0, until()) == [b"a member"]
+        (unknown,) = [each for each in links[0]._connections.values() if each.rank < 0]
+        assert len(unknown.incoming) == 19
+
+        stranger.setblocking(False)
+        assert stranger.send(bytes(1 << 20)) > 20
+        links[1].post(0, b"more", 0)
+        assert links[0].exchange([], [1], 0, until()) == [b"more"]
+        assert len(unknown.incoming) <= 20
+        assert unknown not in links[0]._connections.values()
+
+
+def test_a_process_without_descriptors_left_goes_on(make_links, monkeypatch):
+    links = make_links(0, 1)
+    links[1].post(0, b"first", 0)
+    assert links[0].exchange([], [1], 0, until()) == [b"first"]
+
+    class Full:
+        def __init__(self, listener):
+            self._listener, self.refused = listener, 0
+
+        def __getattr__(self, name):
+            return getattr(self._listener, name)
+
+        def accept(self):
+            self.refused += 1
+            raise OSError(errno.EMFILE, "too many open files")
+
+    links[0]._listener = full = Full(links[0]._listener)
+    (stranger,) = strangers_of(links[0], 1)
+    with stranger, pytest.raises(PeerFailed, match="too long"):
+        links[0].exchange([], [1], 0, until(0.1))
+    assert full.refused

@@ -38,6 +38,8 @@ _CONNECT_S = 0.1
 """Time within which a peer is reached unless something is wrong: meanwhile nothing else is looked at, seconds."""
 _MAX_READ = 1 << 16
 _WAITING_CONNECTIONS = 1024
+_MAX_STRANGERS = 256
+"""More connections without an introduction end the oldest one."""
 _SIOCGIFADDR = 0x8915
 
 
@@ -53,7 +55,7 @@ class _Connection:
         self.rank = rank
         self.incoming, self.outgoing = bytearray(), bytearray()
         self.until_s = until_s
-        """When an attempt to connect has taken too long; 0 once connected."""
+        """When an attempt to connect, or to introduce itself, has taken too long; 0 once that is done."""
 
 
 class Links:
@@ -64,7 +66,7 @@ class Links:
         address: The address of this machine at which peers reach it; that of the first interface in
             ``GLOO_SOCKET_IFNAME`` takes precedence.
         wake_fd: Becomes readable when ``check`` has something new to look at; emptied here.
-        timeout_s: Time within which a peer must accept a connection.
+        timeout_s: Time within which a peer must accept a connection, and one that opens a connection introduce itself.
     """
 
     def __init__(self, rank: int, address: str, wake_fd: int, timeout_s: float) -> None:
@@ -210,18 +212,23 @@ class Links:
 
     def _end_late(self) -> None:
         now_s = time.monotonic()
-        for connection in [each for each in self._way_to.values() if 0 < each.until_s < now_s]:
+        for connection in [each for each in self._connections.values() if 0 < each.until_s < now_s]:
             self._end(connection, f"no connection within {self._timeout_s:g} s")
 
     def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # no more, or it has ended already
+        with contextlib.suppress(OSError):  # no more, it has ended already, or this process has no more descriptors
             while True:
-                self._add(connection := _Connection(self._listener.accept()[0]))
+                until_s = time.monotonic() + self._timeout_s
+                self._add(connection := _Connection(self._listener.accept()[0], until_s=until_s))
                 self._read(connection)
+                strangers = [each for each in self._connections.values() if each.rank < 0]
+                for oldest in strangers[:-_MAX_STRANGERS]:
+                    self._end(oldest, "too many strangers")
 
     def _add(self, connection: _Connection) -> None:
         self._connections[connection.socket.fileno()] = connection
-        self._poll.register(connection.socket, select.EPOLLIN | select.EPOLLOUT * bool(connection.until_s))
+        is_connecting = connection.rank >= 0 and connection.until_s > 0
+        self._poll.register(connection.socket, select.EPOLLIN | select.EPOLLOUT * is_connecting)
 
     def _open(self, rank: int) -> _Connection:
         if rank in self._gone:
@@ -258,8 +265,10 @@ class Links:
 
     def _read(self, connection: _Connection) -> None:
         try:
-            while data := connection.socket.recv(_MAX_READ):
+            while data := connection.socket.recv(self._readable(connection)):
                 connection.incoming += data
+                if connection.rank < 0 and not self._introduce(connection):
+                    return
         except BlockingIOError:
             self._split(connection)
         except OSError as error:
@@ -269,12 +278,15 @@ class Links:
             self._split(connection)
             self._end(connection, "it was closed there")
 
+    @staticmethod
+    def _readable(connection: _Connection) -> int:
+        """Return how many bytes to read at once; of a stranger, no more than the introduction."""
+        return _MAX_READ if connection.rank >= 0 else _HELLO.size - len(connection.incoming)
+
     def _split(self, connection: _Connection) -> None:
         """Take the messages that are complete."""
         incoming = connection.incoming
-        if connection.rank < 0 and not self._introduce(connection):
-            return
-        while len(incoming) >= _HEAD.size:
+        while connection.rank >= 0 and len(incoming) >= _HEAD.size:
             generation, tag, size = _HEAD.unpack_from(incoming)
             if len(incoming) < (end := _HEAD.size + size):
                 return
@@ -291,7 +303,7 @@ class Links:
             self._end(connection, "it was opened by a stranger")
             return False
         del connection.incoming[: _HELLO.size]
-        connection.rank = rank
+        connection.rank, connection.until_s = rank, 0.0
         self._way_to.setdefault(rank, connection)
         return True
 
