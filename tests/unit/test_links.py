@@ -335,3 +335,39 @@ def test_a_process_without_descriptors_left_goes_on(make_links, monkeypatch):
     with stranger, pytest.raises(PeerFailed, match="too long"):
         links[0].exchange([], [1], 0, until(0.1))
     assert full.refused
+
+
+def both_open_a_connection(links):
+    """Let two members each open a connection to the other one, and use it."""
+    for me in (0, 1):
+        links[me].post(1 - me, b"hello", 0)
+    for me in (0, 1):
+        assert links[me].exchange([], [1 - me], 0, until()) == [b"hello"]
+        assert len(links[me]._connections) == 2
+
+
+def test_after_a_message_is_lost_the_next_one_is_not_taken_for_it(make_links):
+    links = make_links(0, 1)
+    both_open_a_connection(links)
+    links[1]._posted[1, 0] += 1  # as if the connection had lost one that was sent
+    links[1].post(0, b"the next one", 0)
+
+    with pytest.raises(PeerFailed, match="worker 1 has ended: a message is lost"):
+        links[0].exchange([], [1], 0, until())
+
+
+def test_nothing_follows_on_another_connection_what_a_broken_one_may_have_lost(make_links):
+    links = make_links(0, 1)
+    both_open_a_connection(links)
+    (its_own,) = [each for each in links[1]._connections.values() if each is links[1]._way_to[0]]
+    links[1]._end(its_own, "Connection reset by peer")
+    (other,) = links[1]._connections.values()
+    links[1]._way_to[0] = other
+
+    with pytest.raises(PeerFailed, match="worker 0 has ended: Connection reset by peer"):
+        links[1].post(0, b"the next one", 0)
+
+    for each in links.values():
+        each.begin(2, (0, 1))
+    links[1].post(0, b"of the next generation", 0)
+    assert links[0].exchange([], [1], 0, until()) == [b"of the next generation"]

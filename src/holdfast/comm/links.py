@@ -23,11 +23,13 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from holdfast.errors import PeerFailed
 
-_HEAD = struct.Struct("!IIQ")
-"""Of a message: its generation, its tag, and the number of its bytes."""
+_HEAD = struct.Struct("!IIQQ")
+"""Of a message: its generation, its tag, the number of messages sent to this peer before in this generation, and the
+number of its bytes."""
 _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"!{_SECRET_BYTES}sI")
 """Of a connection: the secret of the process that accepts it, and the rank of the one that opened it."""
@@ -85,6 +87,9 @@ class Links:
         """The connection on which messages to a peer are sent."""
         self._messages: defaultdict[tuple[int, int, int], deque[bytes]] = defaultdict(deque)
         """By generation, rank and tag."""
+        self._posted: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._received: defaultdict[tuple[int, int], int] = defaultdict(int)
+        """Numbers of messages to and from each peer, by generation and rank."""
         self._gone: dict[int, str] = {}
         """Why a connection with a peer has ended; there may be a second one, see above."""
         self._undelivered: set[int] = set()
@@ -119,16 +124,26 @@ class Links:
         self._generation = generation
         self._gone.clear()
         self._undelivered.clear()
-        for key in [key for key in self._messages if key[0] < generation]:
-            del self._messages[key]
+        numbered: list[dict[Any, Any]] = [self._messages, self._posted, self._received]
+        for by_generation in numbered:
+            for key in [key for key in by_generation if key[0] < generation]:
+                del by_generation[key]
         for connection in [each for each in self._connections.values() if 0 <= each.rank not in members]:
             self._end(connection, "it is no member")
         self._peers = {rank: peer for rank, peer in self._peers.items() if rank in members}
 
     def post(self, rank: int, data: bytes, tag: int) -> None:
-        """Start to send a message to a peer; more is sent in later calls if the connection cannot take all of it."""
+        """Start to send a message to a peer; more is sent in later calls if the connection cannot take all of it.
+
+        Raises:
+            PeerFailed: if a connection with the peer has ended in this generation, or none can be opened.
+        """
+        if rank in self._gone:  # what was sent may be lost, so nothing may follow it on another connection
+            raise self._failed(rank)
         connection = self._way_to.get(rank) or self._open(rank)
-        connection.outgoing += _HEAD.pack(self._generation, tag, len(data)) + data
+        number = self._posted[self._generation, rank]
+        self._posted[self._generation, rank] += 1
+        connection.outgoing += _HEAD.pack(self._generation, tag, number, len(data)) + data
         self._flush(connection)
 
     def exchange(
@@ -231,8 +246,6 @@ class Links:
         self._poll.register(connection.socket, select.EPOLLIN | select.EPOLLOUT * is_connecting)
 
     def _open(self, rank: int) -> _Connection:
-        if rank in self._gone:
-            raise self._failed(rank)
         host, port, secret = self._peers[rank]
         its_socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         its_socket.settimeout(_CONNECT_S)
@@ -287,10 +300,14 @@ class Links:
         """Take the messages that are complete."""
         incoming = connection.incoming
         while connection.rank >= 0 and len(incoming) >= _HEAD.size:
-            generation, tag, size = _HEAD.unpack_from(incoming)
+            generation, tag, number, size = _HEAD.unpack_from(incoming)
             if len(incoming) < (end := _HEAD.size + size):
                 return
             if generation >= self._generation:
+                if number != self._received[generation, connection.rank]:
+                    self._end_all_with(connection.rank, "a message is lost")
+                    return
+                self._received[generation, connection.rank] += 1
                 self._messages[generation, connection.rank, tag].append(bytes(incoming[_HEAD.size : end]))
             del incoming[:end]
 
@@ -306,6 +323,10 @@ class Links:
         connection.rank, connection.until_s = rank, 0.0
         self._way_to.setdefault(rank, connection)
         return True
+
+    def _end_all_with(self, rank: int, why: str) -> None:
+        for connection in [each for each in self._connections.values() if each.rank == rank]:
+            self._end(connection, why)
 
     def _end(self, connection: _Connection, why: str) -> None:
         if self._connections.pop(connection.socket.fileno(), None) is None:
