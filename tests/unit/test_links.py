@@ -371,3 +371,17 @@ def test_nothing_follows_on_another_connection_what_a_broken_one_may_have_lost(m
         each.begin(2, (0, 1))
     links[1].post(0, b"of the next generation", 0)
     assert links[0].exchange([], [1], 0, until()) == [b"of the next generation"]
+
+
+def test_a_connection_that_ended_in_the_last_generation_is_opened_again_in_the_next_one(make_links):
+    links = make_links(0, 1)
+    links[1].post(0, b"", 0)
+    links[0].exchange([], [1], 0, until())
+    (connection,) = links[1]._connections.values()
+    links[1]._end(connection, "Connection reset by peer")
+
+    for each in links.values():
+        each.begin(2, (0, 1))
+    links[0].post(1, b"of the next generation", 0)
+
+    assert links[1].exchange([], [0], 0, until()) == [b"of the next generation"]

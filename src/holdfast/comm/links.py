@@ -122,6 +122,7 @@ class Links:
     def begin(self, generation: int, members: Collection[int]) -> None:
         """Begin a generation: drop messages of earlier ones, and all connections with ranks that are not members."""
         self._generation = generation
+        self._handle_all(0)  # the end of a connection that is met only later would count as one in this generation
         self._gone.clear()
         self._undelivered.clear()
         numbered: list[dict[Any, Any]] = [self._messages, self._posted, self._received]
@@ -164,8 +165,7 @@ class Links:
             self.post(rank, data, tag)
         targets = [rank for rank, _ in send]
         while not (self._are_sent(targets) and self._have_arrived(sources, tag)):
-            for fd, events in self._poll.poll(_LOOK_S):
-                self._handle(fd, events)
+            self._handle_all(_LOOK_S)
             self._end_late()
             check()
         return [self._messages[self._generation, rank, tag].popleft() for rank in sources]
@@ -211,6 +211,11 @@ class Links:
 
     def _failed(self, rank: int) -> PeerFailed:
         return PeerFailed(f"the connection with worker {rank} has ended: {self._gone[rank]}")
+
+    def _handle_all(self, longest_s: float) -> None:
+        """Wait until something happens on a socket, at most ``longest_s``, and handle it."""
+        for fd, events in self._poll.poll(longest_s):
+            self._handle(fd, events)
 
     def _handle(self, fd: int, events: int) -> None:
         if fd == self._wake_fd:
