@@ -359,6 +359,7 @@ class C10dCommunicator(SingleRankCommunicator):
         """
         for key in self._asked:
             self._store.on_key(key, None)
+        self._asked = {}
         with self._making_lock:
             self._has_told = False
             if self._links is not None:
