@@ -380,10 +380,10 @@ class C10dCommunicator(SingleRankCommunicator):
 
     def _tell_address(self, generation: int) -> None:
         """Tell the other members the address of this one's links, once in a generation."""
-        wake_fd = self._store.signal_fd  # not under the lock: the store's own lock comes first
+        wake_fd, address = self._store.signal_fd, self._store.own_address  # not under the lock, which the store's precedes
         with self._making_lock:
             if self._links is None:
-                self._links = Links(self._me, self._store.own_address, wake_fd, self._timeout_s)
+                self._links = Links(self._me, address, wake_fd, self._timeout_s)
                 self._links.begin(self.generation, self.members)
             if self._has_told or generation != self.generation:
                 return
@@ -406,8 +406,10 @@ class C10dCommunicator(SingleRankCommunicator):
                 return
             prefix = f"g/{generation}/act/addresses/"
             exchange = AddressExchange(self._store, prefix, self._me, members, FOREVER.total_seconds())
-            place, size, address = members.index(self._me), len(members), self._store.own_address
-            self._making = ThreadedWork(lambda: make_gloo(exchange, place, size, address, self._timeout_s)), exchange
+            place, size, store, timeout_s = members.index(self._me), len(members), self._store, self._timeout_s
+            # The address may take a look-up of names, which must not hold up the thread that notes changes of the store.
+            made = ThreadedWork(lambda: make_gloo(exchange, place, size, store.own_address, timeout_s))
+            self._making = made, exchange
 
     def _connect_all(self) -> Any:
         """Return the process group of this generation, which all members make together as soon as one needs it."""
