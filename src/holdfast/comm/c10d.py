@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -366,10 +367,10 @@ class C10dCommunicator(SingleRankCommunicator):
                 self._links.begin(self.generation, self.members)
         if self._me not in self.members:
             return
-        tell = functools.partial(self._tell_address, self.generation)
+        tell = _weakly(self._tell_address, self.generation)
         self._asked = {
             f"g/{self.generation}/links": lambda: ThreadedWork(tell),
-            f"g/{self.generation}/group": functools.partial(self._start_making, self.generation, self.members),
+            f"g/{self.generation}/group": _weakly(self._start_making, self.generation, self.members),
         }
         for key, answer in self._asked.items():
             self._store.on_key(key, answer)
@@ -439,6 +440,17 @@ class C10dCommunicator(SingleRankCommunicator):
         elif making is not None:
             making[1].give_up()  # a group that was made in spite of that ends together with its thread
         self._broken = ""
+
+
+def _weakly(method: Callable[..., object], *arguments: object) -> Callable[[], object]:
+    """Return a call of a method that does not keep its object: a store outlives the communicators that use it."""
+    reference = weakref.WeakMethod(method)
+
+    def act() -> object:
+        bound = reference()
+        return None if bound is None else bound(*arguments)
+
+    return act
 
 
 def _packed(data: torch.Tensor) -> bytes:
