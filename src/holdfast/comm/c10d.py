@@ -33,6 +33,7 @@ from holdfast.comm.groups import (
     ThreadedWork,
     as_peer_failure,
     bury,
+    bury_made,
     make_gloo,
     wait,
 )
@@ -438,7 +439,8 @@ class C10dCommunicator(SingleRankCommunicator):
         if group is not None:
             bury(group)
         elif making is not None:
-            making[1].give_up()  # a group that was made in spite of that ends together with its thread
+            making[1].give_up()
+            bury_made(making[0])  # it may have been made all the same, because another member asked for it
         self._broken = ""
 
 
