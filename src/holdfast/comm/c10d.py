@@ -17,7 +17,8 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -274,17 +275,13 @@ class C10dCommunicator(SingleRankCommunicator):
     def revoke(self) -> None:
         """Wake all members that wait in this generation; raise ``StoreLost`` if the store is lost."""
         self._check_thread()
-        try:
+        with self._hanging_up_without_store():
             self._roster.revoke()
-        except StoreLost:
-            self._close_links()  # to close all connections is the only signal left
-            self._drop_group()
-            raise
 
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
         """Start a new generation; see :meth:`Communicator.shrink` and :class:`~holdfast.membership.roster.Roster`."""
         self._check_thread()
-        with waiting:
+        with waiting, self._hanging_up_without_store():  # a revocation that was sent may not have arrived
             self._roster.shrink(admits=admits, leaves=leaves)
         self._drop_group()
         self._begin_generation()
@@ -382,7 +379,8 @@ class C10dCommunicator(SingleRankCommunicator):
 
     def _tell_address(self, generation: int) -> None:
         """Tell the other members the address of this one's links, once in a generation."""
-        wake_fd, address = self._store.signal_fd, self._store.own_address  # not under the lock, which the store's precedes
+        # Not under the lock: that of the store comes first, and a thread that holds it may wait for this one.
+        wake_fd, address = self._store.signal_fd, self._store.own_address
         with self._making_lock:
             if self._links is None:
                 self._links = Links(self._me, address, wake_fd, self._timeout_s)
@@ -421,6 +419,16 @@ class C10dCommunicator(SingleRankCommunicator):
         assert self._making is not None
         self._group = wait(self._making[0], self._roster.check)
         return self._group
+
+    @contextmanager
+    def _hanging_up_without_store(self) -> Iterator[None]:
+        """On ``StoreLost``, close all connections: the only signal to the other members that is left."""
+        try:
+            yield
+        except StoreLost:
+            self._close_links()
+            self._drop_group()
+            raise
 
     def _close_links(self) -> None:
         if self._links is not None:
