@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from holdfast.comm.groups import AddressExchange, ThreadedWork, as_peer_failure, wait
+from holdfast.comm.groups import AddressExchange, ThreadedWork, as_peer_failure, bury_made, wait
 from holdfast.comm.memory import as_bytes
 from holdfast.distributed.tensors import bytes_of
 from holdfast.errors import InternalError, PeerFailed
@@ -109,3 +109,51 @@ def test_the_bytes_of_a_vector_with_gaps_are_those_of_its_numbers():
     numbers = torch.arange(8.0)
     assert bytes_of(numbers[::2]).view(torch.float32).tolist() == [0, 2, 4, 6]
     assert bytes_of(numbers.view(2, 4)[:, 1]).view(torch.float32).tolist() == [1, 5]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_group_that_was_made_but_not_used_is_destroyed_in_the_background(is_late):
+    may_be_made, destroyed, calls = threading.Event(), threading.Event(), []
+
+    class Group:
+        def size(self):
+            return 1
+
+        def rank(self):
+            return 0
+
+        def abort(self):
+            calls.append(("abort", threading.current_thread().name))
+
+        def shutdown(self):
+            calls.append(("shutdown", threading.current_thread().name))
+
+        def __del__(self):
+            calls.append(("end", threading.current_thread().name))
+            destroyed.set()
+
+    making = ThreadedWork(lambda: may_be_made.wait(30) and Group())
+    if not is_late:
+        may_be_made.set()
+        making.wait()
+
+    bury_made(making)
+    del making
+    may_be_made.set()
+
+    assert destroyed.wait(30)
+    assert calls == [(call, "holdfast-bury") for call in ("abort", "shutdown", "end")]
+
+
+def test_where_no_group_was_made_there_is_nothing_to_destroy(capfd):
+    def fail():
+        raise PeerFailed("given up")
+
+    before = threading.active_count()
+    bury_made(ThreadedWork(fail))
+
+    for thread in threading.enumerate():
+        if thread.name == "holdfast-bury":
+            thread.join(30)
+    assert threading.active_count() <= before
+    assert capfd.readouterr().err == ""

@@ -1,5 +1,7 @@
 """Small messages between members over connections that are opened when needed, and the maximum made of them."""
 
+import contextlib
+import errno
 import os
 import socket
 import threading
@@ -8,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from holdfast.comm import links as links_module
 from holdfast.comm.dissemination import tree_neighbors
 from holdfast.comm.links import Links
 from holdfast.comm.small_reduce import maximum_over
@@ -21,11 +24,11 @@ def make_links():
     """Return a function that makes the links of some ranks, which all know each other."""
     made, events = [], []
 
-    def make(*ranks):
+    def make(*ranks, timeout_s=5.0):
         links = {}
         for rank in ranks:
             events.append(os.eventfd(0, os.EFD_NONBLOCK))
-            links[rank] = Links(rank, "127.0.0.1", events[-1], 5.0)
+            links[rank] = Links(rank, "127.0.0.1", events[-1], timeout_s)
         made.extend(links.values())
         for each in links.values():
             each.meet({rank: other.own_address for rank, other in links.items()})
@@ -221,3 +224,164 @@ def test_the_interface_in_the_environment_takes_precedence(make_links, monkeypat
 
     assert with_interface.own_address.startswith("127.0.0.1 ")
     assert without.own_address.startswith("127.0.0.2 ")
+
+
+def test_a_forked_child_neither_ends_the_connections_of_its_parent_nor_keeps_them(make_links):
+    links = make_links(0, 1)
+    links[1].post(0, b"before", 0)
+    assert links[0].exchange([], [1], 0, until()) == [b"before"]
+    fds = [*links[1]._connections, links[1]._listener.fileno(), links[1]._poll.fileno()]
+    child = os.fork()
+    if child == 0:
+        kept = 0
+        for fd in fds:
+            with contextlib.suppress(OSError):
+                os.fstat(fd)
+                kept += 1
+        links[1].close()
+        os._exit(kept)
+
+    assert os.waitpid(child, 0)[1] == 0
+    links[1].post(0, b"after", 0)
+    assert links[0].exchange([], [1], 0, until()) == [b"after"]
+
+
+def test_a_connection_ends_at_once_although_another_process_has_its_socket(make_links):
+    links = make_links(0, 1)
+    links[1].post(0, b"last", 0)
+    links[0].exchange([], [1], 0, until())
+    copies = [os.dup(fd) for each in links.values() for fd in each._connections]  # as a child has them
+    try:
+        links[1].close()
+        with pytest.raises(PeerFailed, match="connection with worker 1 has ended"):
+            links[0].exchange([], [1], 0, until())
+        assert links[0]._poll.poll(0) == []
+    finally:
+        for fd in copies:
+            os.close(fd)
+
+
+def strangers_of(links, count):
+    """Open connections to links that say nothing."""
+    host, port, _ = links.own_address.split(" ")
+    return [socket.create_connection((host, int(port))) for _ in range(count)]
+
+
+def test_a_silent_stranger_is_disconnected_and_does_not_hide_the_end_of_a_peer(make_links):
+    links = make_links(0, 1, timeout_s=0.2)
+    (stranger,) = strangers_of(links[0], 1)
+    with stranger:
+        stranger.settimeout(DEADLINE_S)
+        links[1].post(0, b"last", 0)
+        assert links[0].exchange([], [1], 0, until()) == [b"last"]
+        links[1].close()
+
+        with pytest.raises(PeerFailed, match="connection with worker 1 has ended"):
+            links[0].exchange([], [1], 0, until())
+        assert stranger.recv(1) == b""
+        assert not links[0]._connections
+
+
+def test_only_so_many_strangers_stay_connected(make_links, monkeypatch):
+    monkeypatch.setattr(links_module, "_MAX_STRANGERS", 2)
+    links = make_links(0, 1)
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(each) for each in strangers_of(links[0], 4)]
+        links[1].post(0, b"a member", 0)
+
+        assert links[0].exchange([], [1], 0, until()) == [b"a member"]
+        assert len(links[0]._connections) <= 3
+        for each in strangers[:2]:
+            each.settimeout(DEADLINE_S)
+            assert each.recv(1) == b""
+
+
+def test_of_a_stranger_no_more_than_an_introduction_is_read(make_links):
+    links = make_links(0, 1)
+    (stranger,) = strangers_of(links[0], 1)
+    with stranger:
+        stranger.sendall(bytes(19))
+        links[1].post(0, b"a member", 0)
+        assert links[0].exchange([], [1], 0, until()) == [b"a member"]
+        (unknown,) = [each for each in links[0]._connections.values() if each.rank < 0]
+        assert len(unknown.incoming) == 19
+
+        stranger.setblocking(False)
+        assert stranger.send(bytes(1 << 20)) > 20
+        links[1].post(0, b"more", 0)
+        assert links[0].exchange([], [1], 0, until()) == [b"more"]
+        assert len(unknown.incoming) <= 20
+        assert unknown not in links[0]._connections.values()
+
+
+def test_a_process_without_descriptors_left_goes_on(make_links, monkeypatch):
+    links = make_links(0, 1)
+    links[1].post(0, b"first", 0)
+    assert links[0].exchange([], [1], 0, until()) == [b"first"]
+
+    class Full:
+        def __init__(self, listener):
+            self._listener, self.refused = listener, 0
+
+        def __getattr__(self, name):
+            return getattr(self._listener, name)
+
+        def accept(self):
+            self.refused += 1
+            raise OSError(errno.EMFILE, "too many open files")
+
+    links[0]._listener = full = Full(links[0]._listener)
+    (stranger,) = strangers_of(links[0], 1)
+    with stranger, pytest.raises(PeerFailed, match="too long"):
+        links[0].exchange([], [1], 0, until(0.1))
+    assert full.refused
+
+
+def both_open_a_connection(links):
+    """Let two members each open a connection to the other one, and use it."""
+    for me in (0, 1):
+        links[me].post(1 - me, b"hello", 0)
+    for me in (0, 1):
+        assert links[me].exchange([], [1 - me], 0, until()) == [b"hello"]
+        assert len(links[me]._connections) == 2
+
+
+def test_after_a_message_is_lost_the_next_one_is_not_taken_for_it(make_links):
+    links = make_links(0, 1)
+    both_open_a_connection(links)
+    links[1]._posted[1, 0] += 1  # as if the connection had lost one that was sent
+    links[1].post(0, b"the next one", 0)
+
+    with pytest.raises(PeerFailed, match="worker 1 has ended: a message is lost"):
+        links[0].exchange([], [1], 0, until())
+
+
+def test_nothing_follows_on_another_connection_what_a_broken_one_may_have_lost(make_links):
+    links = make_links(0, 1)
+    both_open_a_connection(links)
+    (its_own,) = [each for each in links[1]._connections.values() if each is links[1]._way_to[0]]
+    links[1]._end(its_own, "Connection reset by peer")
+    (other,) = links[1]._connections.values()
+    links[1]._way_to[0] = other
+
+    with pytest.raises(PeerFailed, match="worker 0 has ended: Connection reset by peer"):
+        links[1].post(0, b"the next one", 0)
+
+    for each in links.values():
+        each.begin(2, (0, 1))
+    links[1].post(0, b"of the next generation", 0)
+    assert links[0].exchange([], [1], 0, until()) == [b"of the next generation"]
+
+
+def test_a_connection_that_ended_in_the_last_generation_is_opened_again_in_the_next_one(make_links):
+    links = make_links(0, 1)
+    links[1].post(0, b"", 0)
+    links[0].exchange([], [1], 0, until())
+    (connection,) = links[1]._connections.values()
+    links[1]._end(connection, "Connection reset by peer")
+
+    for each in links.values():
+        each.begin(2, (0, 1))
+    links[0].post(1, b"of the next generation", 0)
+
+    assert links[1].exchange([], [0], 0, until()) == [b"of the next generation"]

@@ -2,12 +2,15 @@
 
 import os
 import select
+import socket
 import threading
 
 import pytest
 
 from holdfast.membership import Hub, HubStore
+from holdfast.membership.client import _read_items
 from holdfast.membership.scope import StoreScope
+from holdfast.membership.wire import dump
 
 DEADLINE_S = 30.0
 
@@ -57,3 +60,16 @@ def test_what_is_posted_as_new_leaves_the_first_value(store):
 
     assert not store.create("key", "third")
     assert store.get("key") == "first"
+
+
+def test_keys_that_are_removed_while_a_client_reads_the_first_ones_are_gone():
+    hub, client = socket.socketpair()
+    with hub, client:
+        client.settimeout(DEADLINE_S)
+        for key, value in (("says/2/a", "1"), ("says/3/a", "1"), ("b", "1"), ("says/2/", None), ("b", None)):
+            hub.sendall(dump({"key": key, "value": value}))
+        hub.sendall(dump({"id": 0, "done": True}))
+
+        items, _, _ = _read_items(client, lambda greeting: None)
+
+    assert items == {"says/3/a": "1"}

@@ -16,7 +16,9 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from holdfast.comm.groups import (
     ThreadedWork,
     as_peer_failure,
     bury,
+    bury_made,
     make_gloo,
     wait,
 )
@@ -272,17 +275,13 @@ class C10dCommunicator(SingleRankCommunicator):
     def revoke(self) -> None:
         """Wake all members that wait in this generation; raise ``StoreLost`` if the store is lost."""
         self._check_thread()
-        try:
+        with self._hanging_up_without_store():
             self._roster.revoke()
-        except StoreLost:
-            self._close_links()  # to close all connections is the only signal left
-            self._drop_group()
-            raise
 
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
         """Start a new generation; see :meth:`Communicator.shrink` and :class:`~holdfast.membership.roster.Roster`."""
         self._check_thread()
-        with waiting:
+        with waiting, self._hanging_up_without_store():  # a revocation that was sent may not have arrived
             self._roster.shrink(admits=admits, leaves=leaves)
         self._drop_group()
         self._begin_generation()
@@ -359,16 +358,17 @@ class C10dCommunicator(SingleRankCommunicator):
         """
         for key in self._asked:
             self._store.on_key(key, None)
+        self._asked = {}
         with self._making_lock:
             self._has_told = False
             if self._links is not None:
                 self._links.begin(self.generation, self.members)
         if self._me not in self.members:
             return
-        tell = functools.partial(self._tell_address, self.generation)
+        tell = _weakly(self._tell_address, self.generation)
         self._asked = {
             f"g/{self.generation}/links": lambda: ThreadedWork(tell),
-            f"g/{self.generation}/group": functools.partial(self._start_making, self.generation, self.members),
+            f"g/{self.generation}/group": _weakly(self._start_making, self.generation, self.members),
         }
         for key, answer in self._asked.items():
             self._store.on_key(key, answer)
@@ -379,10 +379,11 @@ class C10dCommunicator(SingleRankCommunicator):
 
     def _tell_address(self, generation: int) -> None:
         """Tell the other members the address of this one's links, once in a generation."""
-        wake_fd = self._store.signal_fd  # not under the lock: the store's own lock comes first
+        # Not under the lock: that of the store comes first, and a thread that holds it may wait for this one.
+        wake_fd, address = self._store.signal_fd, self._store.own_address
         with self._making_lock:
             if self._links is None:
-                self._links = Links(self._me, self._store.own_address, wake_fd, self._timeout_s)
+                self._links = Links(self._me, address, wake_fd, self._timeout_s)
                 self._links.begin(self.generation, self.members)
             if self._has_told or generation != self.generation:
                 return
@@ -405,8 +406,10 @@ class C10dCommunicator(SingleRankCommunicator):
                 return
             prefix = f"g/{generation}/act/addresses/"
             exchange = AddressExchange(self._store, prefix, self._me, members, FOREVER.total_seconds())
-            place, size, address = members.index(self._me), len(members), self._store.own_address
-            self._making = ThreadedWork(lambda: make_gloo(exchange, place, size, address, self._timeout_s)), exchange
+            place, size, store, timeout_s = members.index(self._me), len(members), self._store, self._timeout_s
+            # The address may take a look-up of names, which must not hold up the thread that notes changes of the store.
+            made = ThreadedWork(lambda: make_gloo(exchange, place, size, store.own_address, timeout_s))
+            self._making = made, exchange
 
     def _connect_all(self) -> Any:
         """Return the process group of this generation, which all members make together as soon as one needs it."""
@@ -416,6 +419,16 @@ class C10dCommunicator(SingleRankCommunicator):
         assert self._making is not None
         self._group = wait(self._making[0], self._roster.check)
         return self._group
+
+    @contextmanager
+    def _hanging_up_without_store(self) -> Iterator[None]:
+        """On ``StoreLost``, close all connections: the only signal to the other members that is left."""
+        try:
+            yield
+        except StoreLost:
+            self._close_links()
+            self._drop_group()
+            raise
 
     def _close_links(self) -> None:
         if self._links is not None:
@@ -434,8 +447,20 @@ class C10dCommunicator(SingleRankCommunicator):
         if group is not None:
             bury(group)
         elif making is not None:
-            making[1].give_up()  # a group that was made in spite of that ends together with its thread
+            making[1].give_up()
+            bury_made(making[0])  # it may have been made all the same, because another member asked for it
         self._broken = ""
+
+
+def _weakly(method: Callable[..., object], *arguments: object) -> Callable[[], object]:
+    """Return a call of a method that does not keep its object: a store outlives the communicators that use it."""
+    reference = weakref.WeakMethod(method)
+
+    def act() -> object:
+        bound = reference()
+        return None if bound is None else bound(*arguments)
+
+    return act
 
 
 def _packed(data: torch.Tensor) -> bytes:

@@ -74,6 +74,11 @@ class ThreadedWork:
             raise self._error
         return self._result
 
+    def take(self) -> Any:
+        """Return the result as :meth:`wait` does, and keep no reference to it."""
+        result, self._result = self.wait(), None
+        return result
+
     def pause(self, longest_s: float) -> None:
         """Sleep until the call has ended, or for ``longest_s``."""
         self._thread.join(longest_s)
@@ -232,5 +237,15 @@ def bury(group: Any) -> None:
             group.shutdown()
         except RuntimeError as error:
             sys.stderr.write(f"holdfast: cannot shut down an old process group cleanly: {error}\n")
+
+    threading.Thread(target=end, name="holdfast-bury", daemon=True).start()
+
+
+def bury_made(making: ThreadedWork) -> None:
+    """Destroy the group that ``making`` returns, if it returns one, in the background."""
+
+    def end() -> None:
+        with contextlib.suppress(Exception):  # no group was made
+            bury(making.take())
 
     threading.Thread(target=end, name="holdfast-bury", daemon=True).start()

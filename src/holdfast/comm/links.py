@@ -20,13 +20,16 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from holdfast.errors import PeerFailed
 
-_HEAD = struct.Struct("!IIQ")
-"""Of a message: its generation, its tag, and the number of its bytes."""
+_HEAD = struct.Struct("!IIQQ")
+"""Of a message: its generation, its tag, the number of messages sent to this peer before in this generation, and the
+number of its bytes."""
 _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"!{_SECRET_BYTES}sI")
 """Of a connection: the secret of the process that accepts it, and the rank of the one that opened it."""
@@ -37,6 +40,8 @@ _CONNECT_S = 0.1
 """Time within which a peer is reached unless something is wrong: meanwhile nothing else is looked at, seconds."""
 _MAX_READ = 1 << 16
 _WAITING_CONNECTIONS = 1024
+_MAX_STRANGERS = 256
+"""More connections without an introduction end the oldest one."""
 _SIOCGIFADDR = 0x8915
 
 
@@ -52,7 +57,7 @@ class _Connection:
         self.rank = rank
         self.incoming, self.outgoing = bytearray(), bytearray()
         self.until_s = until_s
-        """When an attempt to connect has taken too long; 0 once connected."""
+        """When an attempt to connect, or to introduce itself, has taken too long; 0 once that is done."""
 
 
 class Links:
@@ -63,7 +68,7 @@ class Links:
         address: The address of this machine at which peers reach it; that of the first interface in
             ``GLOO_SOCKET_IFNAME`` takes precedence.
         wake_fd: Becomes readable when ``check`` has something new to look at; emptied here.
-        timeout_s: Time within which a peer must accept a connection.
+        timeout_s: Time within which a peer must accept a connection, and one that opens a connection introduce itself.
     """
 
     def __init__(self, rank: int, address: str, wake_fd: int, timeout_s: float) -> None:
@@ -82,6 +87,9 @@ class Links:
         """The connection on which messages to a peer are sent."""
         self._messages: defaultdict[tuple[int, int, int], deque[bytes]] = defaultdict(deque)
         """By generation, rank and tag."""
+        self._posted: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._received: defaultdict[tuple[int, int], int] = defaultdict(int)
+        """Numbers of messages to and from each peer, by generation and rank."""
         self._gone: dict[int, str] = {}
         """Why a connection with a peer has ended; there may be a second one, see above."""
         self._undelivered: set[int] = set()
@@ -89,6 +97,7 @@ class Links:
         self._poll = select.epoll()
         for fd in (self._listener.fileno(), wake_fd):
             self._poll.register(fd, select.EPOLLIN)
+        _all_links.add(self)
 
     @property
     def own_address(self) -> str:
@@ -113,18 +122,29 @@ class Links:
     def begin(self, generation: int, members: Collection[int]) -> None:
         """Begin a generation: drop messages of earlier ones, and all connections with ranks that are not members."""
         self._generation = generation
+        self._handle_all(0)  # the end of a connection that is met only later would count as one in this generation
         self._gone.clear()
         self._undelivered.clear()
-        for key in [key for key in self._messages if key[0] < generation]:
-            del self._messages[key]
+        numbered: list[dict[Any, Any]] = [self._messages, self._posted, self._received]
+        for by_generation in numbered:
+            for key in [key for key in by_generation if key[0] < generation]:
+                del by_generation[key]
         for connection in [each for each in self._connections.values() if 0 <= each.rank not in members]:
             self._end(connection, "it is no member")
         self._peers = {rank: peer for rank, peer in self._peers.items() if rank in members}
 
     def post(self, rank: int, data: bytes, tag: int) -> None:
-        """Start to send a message to a peer; more is sent in later calls if the connection cannot take all of it."""
+        """Start to send a message to a peer; more is sent in later calls if the connection cannot take all of it.
+
+        Raises:
+            PeerFailed: if a connection with the peer has ended in this generation, or none can be opened.
+        """
+        if rank in self._gone:  # what was sent may be lost, so nothing may follow it on another connection
+            raise self._failed(rank)
         connection = self._way_to.get(rank) or self._open(rank)
-        connection.outgoing += _HEAD.pack(self._generation, tag, len(data)) + data
+        number = self._posted[self._generation, rank]
+        self._posted[self._generation, rank] += 1
+        connection.outgoing += _HEAD.pack(self._generation, tag, number, len(data)) + data
         self._flush(connection)
 
     def exchange(
@@ -145,25 +165,31 @@ class Links:
             self.post(rank, data, tag)
         targets = [rank for rank, _ in send]
         while not (self._are_sent(targets) and self._have_arrived(sources, tag)):
-            for fd, events in self._poll.poll(_LOOK_S):
-                self._handle(fd, events)
+            self._handle_all(_LOOK_S)
             self._end_late()
             check()
         return [self._messages[self._generation, rank, tag].popleft() for rank in sources]
 
     def close(self) -> None:
         """Close all connections, which ends the waits of peers for this process."""
-        for connection in self._connections.values():
-            connection.socket.close()
-        self._connections.clear()
-        self._way_to.clear()
-        self._listener.close()
-        self._poll.close()
+        for each in self._connections.values():
+            _hang_up(each.socket)
+        _hang_up(self._listener)
+        self._forget()
 
     def __del__(self) -> None:
         """Close them if the communicator is dropped."""
         if hasattr(self, "_poll"):  # the last thing that the constructor creates
             self.close()
+
+    def _forget(self) -> None:
+        """Close all file descriptors of this process; after a fork, in the child: those of the parent stay connected."""
+        for each in self._connections.values():
+            each.socket.close()
+        self._connections.clear()
+        self._way_to.clear()
+        self._listener.close()
+        self._poll.close()
 
     # -- progress
 
@@ -186,6 +212,11 @@ class Links:
     def _failed(self, rank: int) -> PeerFailed:
         return PeerFailed(f"the connection with worker {rank} has ended: {self._gone[rank]}")
 
+    def _handle_all(self, longest_s: float) -> None:
+        """Wait until something happens on a socket, at most ``longest_s``, and handle it."""
+        for fd, events in self._poll.poll(longest_s):
+            self._handle(fd, events)
+
     def _handle(self, fd: int, events: int) -> None:
         if fd == self._wake_fd:
             with contextlib.suppress(BlockingIOError):  # another reader was faster
@@ -201,22 +232,25 @@ class Links:
 
     def _end_late(self) -> None:
         now_s = time.monotonic()
-        for connection in [each for each in self._way_to.values() if 0 < each.until_s < now_s]:
+        for connection in [each for each in self._connections.values() if 0 < each.until_s < now_s]:
             self._end(connection, f"no connection within {self._timeout_s:g} s")
 
     def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # no more, or it has ended already
+        with contextlib.suppress(OSError):  # no more, it has ended already, or this process has no more descriptors
             while True:
-                self._add(connection := _Connection(self._listener.accept()[0]))
+                until_s = time.monotonic() + self._timeout_s
+                self._add(connection := _Connection(self._listener.accept()[0], until_s=until_s))
                 self._read(connection)
+                strangers = [each for each in self._connections.values() if each.rank < 0]
+                for oldest in strangers[:-_MAX_STRANGERS]:
+                    self._end(oldest, "too many strangers")
 
     def _add(self, connection: _Connection) -> None:
         self._connections[connection.socket.fileno()] = connection
-        self._poll.register(connection.socket, select.EPOLLIN | select.EPOLLOUT * bool(connection.until_s))
+        is_connecting = connection.rank >= 0 and connection.until_s > 0
+        self._poll.register(connection.socket, select.EPOLLIN | select.EPOLLOUT * is_connecting)
 
     def _open(self, rank: int) -> _Connection:
-        if rank in self._gone:
-            raise self._failed(rank)
         host, port, secret = self._peers[rank]
         its_socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         its_socket.settimeout(_CONNECT_S)
@@ -249,8 +283,10 @@ class Links:
 
     def _read(self, connection: _Connection) -> None:
         try:
-            while data := connection.socket.recv(_MAX_READ):
+            while data := connection.socket.recv(self._readable(connection)):
                 connection.incoming += data
+                if connection.rank < 0 and not self._introduce(connection):
+                    return
         except BlockingIOError:
             self._split(connection)
         except OSError as error:
@@ -260,16 +296,23 @@ class Links:
             self._split(connection)
             self._end(connection, "it was closed there")
 
+    @staticmethod
+    def _readable(connection: _Connection) -> int:
+        """Return how many bytes to read at once; of a stranger, no more than the introduction."""
+        return _MAX_READ if connection.rank >= 0 else _HELLO.size - len(connection.incoming)
+
     def _split(self, connection: _Connection) -> None:
         """Take the messages that are complete."""
         incoming = connection.incoming
-        if connection.rank < 0 and not self._introduce(connection):
-            return
-        while len(incoming) >= _HEAD.size:
-            generation, tag, size = _HEAD.unpack_from(incoming)
+        while connection.rank >= 0 and len(incoming) >= _HEAD.size:
+            generation, tag, number, size = _HEAD.unpack_from(incoming)
             if len(incoming) < (end := _HEAD.size + size):
                 return
             if generation >= self._generation:
+                if number != self._received[generation, connection.rank]:
+                    self._end_all_with(connection.rank, "a message is lost")
+                    return
+                self._received[generation, connection.rank] += 1
                 self._messages[generation, connection.rank, tag].append(bytes(incoming[_HEAD.size : end]))
             del incoming[:end]
 
@@ -282,14 +325,20 @@ class Links:
             self._end(connection, "it was opened by a stranger")
             return False
         del connection.incoming[: _HELLO.size]
-        connection.rank = rank
+        connection.rank, connection.until_s = rank, 0.0
         self._way_to.setdefault(rank, connection)
         return True
+
+    def _end_all_with(self, rank: int, why: str) -> None:
+        for connection in [each for each in self._connections.values() if each.rank == rank]:
+            self._end(connection, why)
 
     def _end(self, connection: _Connection, why: str) -> None:
         if self._connections.pop(connection.socket.fileno(), None) is None:
             return
-        connection.socket.close()  # which also takes it out of the poll
+        self._poll.unregister(connection.socket)  # to close it is not enough while a child that was forked has it, too
+        _hang_up(connection.socket)
+        connection.socket.close()
         rank = connection.rank
         if connection.outgoing:
             self._undelivered.add(rank)
@@ -297,6 +346,12 @@ class Links:
             del self._way_to[rank]
         if rank >= 0:
             self._gone.setdefault(rank, why)
+
+
+def _hang_up(its_socket: socket.socket) -> None:
+    """End a connection, or stop to listen, also if a forked child still has the socket; what was sent still arrives."""
+    with contextlib.suppress(OSError):  # it has ended already
+        its_socket.shutdown(socket.SHUT_RDWR)
 
 
 def _interface_address() -> str:
@@ -308,3 +363,14 @@ def _interface_address() -> str:
         asked = struct.pack("256s", names[0].encode()[:15])
         return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, asked)[20:24])
     return ""
+
+
+_all_links: weakref.WeakSet[Links] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for links in list(_all_links):
+        links._forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -20,6 +20,7 @@ from holdfast.membership.store import (
     best_address,
     check_size,
     patience_s,
+    remove,
     search_s,
 )
 from holdfast.membership.wire import BEAT, EXPIRED, HELLO, MAX_LINE_BYTES, NOT_LEADING, LineSplitter, dump, parse
@@ -351,7 +352,7 @@ def _read_items(
                 take_greeting(message)
                 return items, lines, read[number + 1 :]
             if message["value"] is None:
-                items.pop(message["key"], None)
+                remove(items, message["key"])
             else:
                 items[message["key"]] = message["value"]
     raise ConnectionResetError("it closed the connection")
