@@ -26,10 +26,20 @@ print("place", os.getcwd(), sys.argv[1:], sys.path[0], os.environ["RANK"], os.en
 """
 
 
+MEET = """
+import pathlib, time
+here = pathlib.Path(__file__).parent
+(here / f"printed-{os.environ['RANK']}").touch()
+ends_s = time.monotonic() + 60  # the job ends with the first script that ends without training
+while len(list(here.glob("printed-*"))) < 3 and time.monotonic() < ends_s:
+    time.sleep(0.01)
+"""
+
+
 def said(tmp_path, *options, line="", fabric="gloo"):
     """What each of three workers printed, by its first word."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(line=line))
+    script.write_text(SCRIPT.format(line=line) + MEET)
     done = holdfast(
         "run", "-n", 3, "--fabric", fabric, "--no-page", "--report", tmp_path / "r", *options, script, "--word", "x"
     )

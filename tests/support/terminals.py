@@ -27,7 +27,8 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "holdfast", *map(str, words)],
             stdin=self._slave, stdout=self._slave, stderr=self._slave, cwd=cwd, start_new_session=True,
-            env=clean_env(TERM="xterm-256color") | (env or {}),
+            # pytest-xdist sets COLUMNS, which would count instead of the terminal's own size
+            env={k: v for k, v in clean_env(TERM="xterm-256color").items() if k not in ("COLUMNS", "LINES")} | (env or {}),
         )  # fmt: skip
         self.written = b""
 

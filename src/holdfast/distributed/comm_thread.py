@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -185,6 +185,17 @@ class CommThread:
         if current is not None and current.work is work and not current.group.broken:
             current.group.broken = True
             self.world.base.revoke_from_outside()
+
+    def abandon(self, works: Sequence[PendingWork]) -> None:
+        """Stop polling messages that no one waits for any more: their peers may end without them."""
+
+        def drop() -> None:
+            for transfer in [each for each in self._transfers if each.work in works]:
+                self._transfers.remove(transfer)
+                if transfer.message is not None:
+                    self.world.base.abandon(transfer.message)
+
+        self.call(drop)
 
     def leave(self) -> None:
         """Return once all survivors call this: a rank must not exit while others may need it to recover."""

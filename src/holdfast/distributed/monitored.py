@@ -42,16 +42,21 @@ class _Barrier:
     def __init__(self, group: GroupBase, tag: int, ends_s: float, limit_s: float) -> None:
         self._group, self._tag, self._ends_s = group, tag, ends_s
         self._limit = f"{limit_s * 1000:.0f} ms"
+        self._works: list[Any] = []
 
     def pass_(self, *, all_ranks: bool) -> None:
         members, me = self._group.alive_places, self._group.rank()
-        if me == members[0]:
-            self._lead(members[1:], all_ranks=all_ranks)
-        else:
-            self._report(members[0])
+        try:
+            if me == members[0]:
+                self._lead(members[1:], all_ranks=all_ranks)
+            else:
+                self._report(members[0])
+        except RuntimeError:
+            self._group.engine.abandon(self._works)
+            raise
 
     def _lead(self, others: list[int], *, all_ranks: bool) -> None:
-        arrivals = {rank: self._group.recv([_token()], rank, self._tag) for rank in others}
+        arrivals = {rank: self._receive(rank) for rank in others}
         missing: list[int] = []
         for rank, arrival in arrivals.items():
             if not all_ranks and not missing and self._left_s() <= 0:
@@ -64,27 +69,36 @@ class _Barrier:
             ranks = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
             raise RuntimeError(f"{ranks} failed to pass monitoredBarrier in {self._limit}")
         for rank in others:
-            self._group.send([_token()], rank, self._tag).wait()
+            self._send(rank).wait()
 
     def _report(self, lead: int) -> None:
-        self._group.send([_token()], lead, self._tag)
-        if not self._arrives(self._group.recv([_token()], lead, self._tag)):
+        self._send(lead)
+        if not self._arrives(self._receive(lead)):
             raise RuntimeError(
                 f"Rank {self._group.rank()} successfully reached monitoredBarrier, but received errors while waiting "
                 f"for send/recv from rank {lead}. Please check rank {lead} logs for faulty rank"
             )
 
+    def _send(self, rank: int) -> Any:
+        self._works.append(self._group.send([_token()], rank, self._tag))
+        return self._works[-1]
+
+    def _receive(self, rank: int) -> Any:
+        self._works.append(self._group.recv([_token()], rank, self._tag))
+        return self._works[-1]
+
     def _left_s(self) -> float:
         return self._ends_s - time.monotonic()
 
-    def _arrives(self, message: dist.Work) -> bool:
+    def _arrives(self, message: Any) -> bool:
         """Return whether a message arrives in time."""
         try:
-            return message.wait(timedelta(seconds=max(self._left_s(), 1e-3)))
+            message.wait(timedelta(seconds=max(self._left_s(), 1e-3)))
         except RanksLost:
             raise
         except RuntimeError:
             return False
+        return True
 
 
 def _token() -> torch.Tensor:
