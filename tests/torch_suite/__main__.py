@@ -16,6 +16,8 @@ SCRIPT = Path(__file__).parent / "on_backend.py"
 
 DIFFER = {
     "test_send_recv_any_source_autograd_profiler": "torch's profiler takes one of four receives for a synchronous event",
+    "test_send_recv_any_source_torch_profiler": "as the one before",
+    "test_barrier_timeout_full_group": "hangs in some runs: without a launcher, probably nothing tells a rank that another has ended",
 }
 """Tests that pass on Gloo and not here, and why."""
 
