@@ -39,6 +39,13 @@ class Movable(VirtualCommunicator):
         pass
 
 
+def of_two(model, overlap):
+    """A session of two such workers with four slices and several buckets."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    words = {"workers": 2, "slices": 4, "bucket_bytes": 4096, "overlap": overlap}
+    return holdfast.Session(model, optimizer, comm=Movable(2), **words)
+
+
 # -- the thread
 
 
@@ -291,15 +298,7 @@ def test_a_slice_that_is_computed_again_for_want_of_memory_has_the_same_bits(cou
         counted = {"passes": 0}
         torch.manual_seed(3)
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-        session = holdfast.Session(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.05),
-            comm=Movable(2),
-            workers=2,
-            slices=4,
-            bucket_bytes=4096,
-            overlap=overlap,
-        )
+        session = of_two(model, overlap)
         for step in session.steps(TensorDataset(*reference.data()), reference.BATCH, shuffle=False):
             for x, y in step:
                 counted["passes"] += 1
@@ -315,15 +314,7 @@ def test_unused_parameters_leave_their_bucket_to_the_end_of_the_pass(counts):
     def run(overlap):
         torch.manual_seed(3)
         model = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)])
-        session = holdfast.Session(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.05),
-            comm=Movable(2),
-            workers=2,
-            slices=4,
-            bucket_bytes=4096,
-            overlap=overlap,
-        )
+        session = of_two(model, overlap)
         for step in session.steps(TensorDataset(*reference.data()), reference.BATCH, shuffle=False):
             for x, y in step:
                 hidden = model[0](x.flatten(1))

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from holdfast.records.time_order import SETTLED_S, TimeOrder
 from holdfast.records.types import FailureSeen, FaultFired, JobRestarted, Record, Recovered, RunStarted, WorkerEnded
 from holdfast.report.goodput import RECOVERY_PARTS, TimeAccount
-
-_SETTLED_S = 1.0
-"""Records of several workers arrive in any order; after so long, all of a moment are taken to be there."""
 
 Attributes = Mapping[str, str | int | float | tuple[int, ...]]
 
@@ -54,8 +50,7 @@ class RecoveryTrace:
     """Finds the recoveries of a run in its records, while it runs."""
 
     def __init__(self) -> None:
-        self._unsettled: list[tuple[float, int, Record]] = []
-        self._number = itertools.count()
+        self._unsettled = TimeOrder()
         self._account = TimeAccount()
         self._attributes: dict[str, str | int | float | tuple[int, ...]] = {}
         self._found = 0
@@ -63,13 +58,12 @@ class RecoveryTrace:
 
     def take(self, record: Record) -> None:
         """Take a record; it counts when no older one can arrive any more."""
-        heapq.heappush(self._unsettled, (record.t_s, next(self._number), record))
+        self._unsettled.add(record)
 
     def settle(self, now_s: float) -> list[RecoverySpan]:
         """Return the recoveries that have become known; ``now_s`` is the time since the launcher started."""
         spans: list[RecoverySpan] = []
-        while self._unsettled and self._unsettled[0][0] <= now_s - _SETTLED_S:
-            record = heapq.heappop(self._unsettled)[2]
+        for record in self._unsettled.until(now_s - SETTLED_S):
             self._account.take(record)
             spans += self._new_spans()
             if isinstance(record, JobRestarted) and spans:

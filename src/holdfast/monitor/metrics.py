@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from holdfast.records.time_order import SETTLED_S, TimeOrder
 from holdfast.records.types import (
     CheckpointSaved,
     CorruptionFound,
@@ -31,8 +30,6 @@ from holdfast.report.history import History
 
 BUCKETS_S = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Upper bounds of the buckets of all histograms, in seconds."""
-SETTLED_S = 1.0
-"""Records of several workers arrive in any order; after so long, all of a moment are taken to be there."""
 _MOST_SEEN = 8
 """Survivors whose detection of a failure is kept: the first ones say when it was detected first."""
 _MOST_METRICS = 64
@@ -107,8 +104,7 @@ class RunMetrics:
 
     def __init__(self, started: Sequence[int], epoch_s: float) -> None:
         self._started, self._epoch_s = started, epoch_s
-        self._unsettled: list[tuple[float, int, Record]] = []
-        self._number = itertools.count()
+        self._unsettled = TimeOrder()
         self._account = TimeAccount()
         self._events = _Events()
         self._history: History | None = None
@@ -124,7 +120,7 @@ class RunMetrics:
 
     def take(self, record: Record) -> None:
         """Take a record; it counts when no older one can arrive any more."""
-        heapq.heappush(self._unsettled, (record.t_s, next(self._number), record))
+        self._unsettled.add(record)
 
     def close(self, end_s: float) -> None:
         """Take the end of the run: all records have arrived."""
@@ -171,8 +167,7 @@ class RunMetrics:
         return found if metric.label else found[""]
 
     def _settle(self, until_s: float) -> None:
-        while self._unsettled and self._unsettled[0][0] <= until_s:
-            record = heapq.heappop(self._unsettled)[2]
+        for record in self._unsettled.until(until_s):
             self._account.take(record)
             self._apply(record)
             if self._events.add(record):

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import heapq
-import itertools
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +23,7 @@ from holdfast.monitor.pace import RunPace
 from holdfast.monitor.recoveries import Recoveries
 from holdfast.monitor.sentence import Ended, level_and_sentence
 from holdfast.records.queued import SinkCount
+from holdfast.records.time_order import SETTLED_S, TimeOrder
 from holdfast.records.types import (
     CorruptionFound,
     CorruptionHealed,
@@ -41,8 +40,6 @@ from holdfast.records.types import (
 from holdfast.report.formatting import seconds
 from holdfast.report.goodput import CAUSES, Goodput, TimeAccount
 
-SETTLED_S = 1.0
-"""Records of several workers arrive in any order; after so long, all of a moment are taken to be there."""
 MOST_FINDINGS = 100
 """The last findings of the guard that are kept."""
 SERIES_S = 1.0
@@ -106,8 +103,7 @@ class LiveState:
         self._members = Membership(self._lanes, self._recoveries, info.started, info.spares)
         self._pace = RunPace()
         self._account = TimeAccount()
-        self._unsettled: list[tuple[float, int, Record]] = []
-        self._number = itertools.count()
+        self._unsettled = TimeOrder()
         self._newest_s = 0.0
         self._explained = 0
         self._start: RunStarted | None = None
@@ -153,7 +149,7 @@ class LiveState:
             for record in records:
                 self._apply(record)
                 if not isinstance(record, StateHashed):
-                    heapq.heappush(self._unsettled, (record.t_s, next(self._number), _slim(record)))
+                    self._unsettled.add(_slim(record))
                     self._newest_s = max(self._newest_s, record.t_s)
             self._settle(self._newest_s - SETTLED_S)
 
@@ -211,8 +207,8 @@ class LiveState:
             self._touch("run")
 
     def _settle(self, until_s: float) -> None:
-        while self._unsettled and self._unsettled[0][0] <= until_s:
-            self._account.take(heapq.heappop(self._unsettled)[2])
+        for record in self._unsettled.until(until_s):
+            self._account.take(record)
             self._explain()
 
     def _explain(self) -> None:
