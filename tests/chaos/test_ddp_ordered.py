@@ -1,5 +1,7 @@
 """Sums under torch.distributed are in the order of ranks: an unmodified script has the same bits in every run."""
 
+import sys
+
 import pytest
 import torch
 import train_ddp
@@ -48,3 +50,18 @@ def test_messages_and_a_death_keep_the_order(tmp_path):
         assert torch.equal(ended[rank]["weights"], expected)
     assert not torch.equal(train_ddp.by_hand(4, order=(3, 2, 0, 1), dead=1, dies_in=2), expected), "the order shows"
     assert not torch.equal(train_ddp.by_hand(4), expected), "it is another result than without the death"
+
+
+def test_a_death_in_a_backward_pass_that_autograd_runs_in_a_thread_of_its_own_as_on_a_gpu(tmp_path):
+    frames = []
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_post_accumulate_grad_hook(lambda _: frames.append(sys._getframe().f_back))
+    train_ddp.backward(weight.sum(), train_ddp.DEEP)
+    assert frames == [None], "there is a Python frame: this torch takes another thread at another depth"
+
+    ended = run(tmp_path, 3, "--deep", inject=["kill:rank=1,step=2,phase=backward"])
+    expected = train_ddp.by_hand(3, dead=1, dies_in=2)
+
+    assert sorted(ended) == [0, 2]
+    for rank in ended:
+        assert torch.equal(ended[rank]["weights"], expected)

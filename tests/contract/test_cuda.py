@@ -1,4 +1,4 @@
-"""The calls of CUDA: that they exist, and, where there is a GPU, what they do. The second part has never run."""
+"""The calls of CUDA: that they exist, and, where there is a GPU, what they do."""
 
 import contextlib
 import inspect

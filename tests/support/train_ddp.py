@@ -1,4 +1,4 @@
-"""A script with plain DistributedDataParallel: ``train_ddp.py FOLDER [--naps] [--control]``. It names Holdfast once.
+"""A script with plain DistributedDataParallel: ``train_ddp.py FOLDER [--naps] [--control] [--deep]``. It names Holdfast once.
 
 Each rank writes its final weights. :func:`by_hand` computes the same in one process.
 """
@@ -70,14 +70,41 @@ def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def train(*, naps):
+class Deeper(torch.autograd.Function):
+    """Runs a backward pass inside a backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, depth, loss):
+        ctx.depth, ctx.loss = depth, loss[0]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        backward(ctx.loss, ctx.depth - 1)
+        return grad, None, None
+
+
+DEEP = 61
+"""Autograd runs the backward pass of this level in a thread of its own, where no Python frame is below it, as on a GPU."""
+
+
+def backward(loss, depth=0):
+    """Run the backward pass, so many levels deep."""
+    if depth == 0:
+        loss.backward()
+        return
+    with torch.enable_grad():
+        Deeper.apply(torch.ones(1, requires_grad=True), depth, [loss]).backward()
+
+
+def train(*, naps, depth=0):
     model = DistributedDataParallel(make(), bucket_cap_mb=0.002)
     optimizer = make_optimizer(model)
     for step in range(STEPS):
         if naps and dist.get_rank() == 1:
             time.sleep(random.random() / 20)
         optimizer.zero_grad()
-        loss_of(model, dist.get_rank(), step).backward()
+        backward(loss_of(model, dist.get_rank(), step), depth)
         optimizer.step()
     return weights(model.module)
 
@@ -87,10 +114,11 @@ def main():
     parser.add_argument("folder", type=Path)
     parser.add_argument("--naps", action="store_true")
     parser.add_argument("--control", action="store_true")
+    parser.add_argument("--deep", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("holdfast")
-    ended = {"weights": train(naps=False)}
+    ended = {"weights": train(naps=False, depth=DEEP if given.deep else 0)}
     if given.naps:
         ended["weights with naps"] = train(naps=True)
     if given.control:

@@ -39,19 +39,24 @@ _FRAMEWORKS = ("accelerate", "transformers", "lightning", "lightning_fabric", "p
 class CallSite:
     """The caller of a collective, detected from the innermost Python frame outside this package on the call stack.
 
-    ``task`` is the backward pass that this thread runs, -1 if none.
+    Autograd runs the backward pass of a CPU in the thread that called it, and that of a GPU in a thread of its own, which
+    has no such frame.
+
+    Args:
+        frame: The frame, None if only C++ code has called.
+        task: The backward pass that this thread runs, -1 if none.
     """
 
-    def __init__(self, frame: FrameType, task: int) -> None:
+    def __init__(self, frame: FrameType | None, task: int) -> None:
         self._frame = frame
         self.task = task
         name = _module(frame)
-        is_joined = task < 0 and name == _DDP_MODULE and frame.f_code.co_name == JOINED
-        self.is_reducer = is_joined or (task >= 0 and name == _BACKWARD_MODULE)
+        is_joined = task < 0 and name == _DDP_MODULE and frame is not None and frame.f_code.co_name == JOINED
+        self.is_reducer = is_joined or (task >= 0 and (frame is None or name == _BACKWARD_MODULE))
         """Whether DDP's reducer calls, or C++ code that looks the same: it waits, or reads the future's value."""
         self.backward: object = frame if is_joined else task
         """Identifies the backward pass: equal for all calls that belong to it, and for no others."""
-        while task >= 0 and name.startswith(_PYTHON_API) and frame.f_back is not None:
+        while task >= 0 and frame is not None and name.startswith(_PYTHON_API):
             # torch's communication hooks call the same functions as a script.
             frame = frame.f_back
             name = _module(frame)
@@ -111,5 +116,5 @@ def _is_in(module: str, packages: tuple[str, ...]) -> bool:
     return module in packages or module.startswith(tuple(f"{package}." for package in packages))
 
 
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+def _module(frame: FrameType | None) -> str:
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -167,8 +168,8 @@ class GroupBase(ProcessGroup):
 
     def _call_site(self) -> CallSite:
         """Return which part of torch or of the script calls this collective."""
-        frame = sys._getframe(1)
-        while frame.f_globals.get("__package__") == __package__ and frame.f_back is not None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__package__") == __package__:
             frame = frame.f_back
         return CallSite(frame, task_of_backward())
 
