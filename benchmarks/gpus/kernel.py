@@ -16,7 +16,7 @@ from holdfast.comm.allreduce.ordered_add import HAS_TRITON, add_by_kernel, add_b
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SPECIAL = (0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-45, 1.1754942e-38, 3.4e38, -3.4e38)
 LEAST = 0.8
-"""The kernel reaches this share of the bandwidth of a copy."""
+"""The kernel reaches this share of the bandwidth of a copy, where it has enough numbers to show it."""
 
 
 def run(where: Where, results: Results) -> None:
@@ -87,7 +87,9 @@ def speed(where: Where, results: Results, name: str, dtype: torch.dtype) -> None
         moved = length * dtype.itemsize / 1e9
         copied, ours = 2 * moved / copied_s, (num_terms + 1) * moved / ours_s
         text = f"{ours:.0f} GB/s, {ours / copied:.0%} of a copy's; torch {(num_terms + 1) * moved / torch_s:.0f} GB/s"
-        results.check(f"speed, {name}, {num_terms} terms", ours >= LEAST * copied or not where.is_gpu, text)
+        results.check(
+            f"speed, {name}, {num_terms} terms", ours >= LEAST * copied or not where.is_gpu or where.tiny, text
+        )
 
 
 def seconds(where: Where, act: Callable[[], object]) -> float:

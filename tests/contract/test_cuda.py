@@ -106,10 +106,12 @@ def test_the_contract_of_the_sum_holds_on_a_gpu(adds, monkeypatch):
 
 @needs_gpu
 @pytest.mark.chaos
-def test_two_workers_on_one_gpu_survive_a_kill(tmp_path):
+@pytest.mark.parametrize("words", [(), ("--prepared",)], ids=["session", "prepared"])
+def test_two_workers_on_one_gpu_survive_a_kill(tmp_path, words):
     script = ROOT / "tests" / "support" / "train_cuda.py"
-    alone = run_report(tmp_path / "alone", "--fabric", "gloo", "-n", 2, script)
-    killed = run_report(tmp_path / "killed", "--fabric", "gloo", "-n", 2, "--inject", "kill:rank=1,step=2", script)
+    job = ("--fabric", "gloo", "-n", 2)
+    alone = run_report(tmp_path / "alone", *job, script, *words)
+    killed = run_report(tmp_path / "killed", *job, "--inject", "kill:rank=1,step=2", script, *words)
 
     assert_landed(killed, 1)
     assert killed["replicas"]["state_sha256"] == alone["replicas"]["state_sha256"]

@@ -76,7 +76,7 @@ MAY_IMPORT = {
     "state": LOOP | {"data", "integrity", "models", "engine"},
     "engine": LOOP | {"data", "integrity", "models", "state", "session"},
     "session": LOOP | {"data", "integrity", "models", "state", "engine"},
-    "doctor": {"errors", "torch_private", "data", "models", "state", "session"},
+    "doctor": {"errors", "torch_private", "comm", "data", "models", "state", "session"},
     "distributed": {
         "errors",
         "integrations.discovery",

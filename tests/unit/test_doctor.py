@@ -29,7 +29,7 @@ from holdfast.state.gpu_platform import GpuDescription, gpu_properties
 NAMES = {name: made.__name__ for name, made in BREAKS.items()}
 FACTS = {
     "kind": {"cpu": "any", "capability": "any", "threads": "1", "flags": "", "kernels": ""},
-    "cpus": 2, "libraries": {}, "versions": {}, "variables": {}, "gpus": [], "fabrics": {"ulfm": "5", "gloo": True},
+    "cpus": 2, "libraries": {}, "versions": {}, "variables": {}, "gpus": [], "fabrics": {"ulfm": "5", "no ulfm": "", "gloo": True},
     "shm_bytes": 1 << 30, "open_files": 4096,
 }  # fmt: skip
 SCRIPT = ROOT / "tests" / "support" / "train_broken.py"

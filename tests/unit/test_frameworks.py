@@ -33,6 +33,8 @@ def installed(tmp_path, monkeypatch):
         path = tmp_path / name
         path.parent.mkdir(parents=True)
         path.write_text(text)
+        for folder in list(path.relative_to(tmp_path).parents)[:-1]:
+            (tmp_path / folder / "__init__.py").touch()  # so that it comes before an installed one
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     for name in [name for name in sys.modules if name.split(".")[0] in ("accelerate", "lightning")]:

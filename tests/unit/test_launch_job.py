@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -188,3 +189,25 @@ def test_missing_mpi_is_refused_with_what_to_install(monkeypatch, tmp_path, miss
     assert str(caught.value) == (
         f"MPI is not installed (no {missing}): run with --fabric gloo, which needs none, or pip install 'holdfast[mpi]'"
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("mpirun (Open MPI) 4.1.6", "is of Open MPI 4.1.6, which has no ULFM; it came with version 5"),
+        ("HYDRA build details:", "is not of Open MPI"),
+        ("mpirun (Open MPI) 5.0.11", ""),
+    ],
+)
+def test_an_mpirun_on_the_path_that_cannot_survive_a_failure_is_refused(monkeypatch, tmp_path, said, why):
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(f"#!/bin/sh\necho '{said}'\n")
+    mpirun.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "elsewhere" / "python"))
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+
+    if not why:
+        assert ulfm.find_mpirun() == str(mpirun)
+        return
+    with pytest.raises(ConfigError, match=re.escape(f"{mpirun} {why}: run with --fabric gloo")):
+        ulfm.find_mpirun()

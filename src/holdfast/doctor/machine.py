@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast.comm.fabrics.ulfm import find_mpirun, open_mpi_version
+from holdfast.errors import ConfigError
 from holdfast.state.platform_check import platform_of_worker
 
 _PREFIXES = ("MKL_", "ONEDNN_", "DNNL_", "OMP_", "KMP_", "ATEN_", "CUBLAS_", "NVIDIA_TF32")
 """Prefixes of variables that numerical libraries read."""
-_ASK_S = 20.0
 
 
 def why_unusable(device: str) -> str:
@@ -40,6 +38,7 @@ def machine_info(environment: Mapping[str, str], device: str = "cpu") -> dict[st
         environment: Variables at the start of this process; libraries add some.
         device: The device that was checked.
     """
+    version, why_no_mpi = _open_mpi()
     memory = Path("/dev/shm")  # noqa: S108 - only its size is read
     return {
         "kind": platform_of_worker(torch.device(device)),
@@ -54,7 +53,8 @@ def machine_info(environment: Mapping[str, str], device: str = "cpu") -> dict[st
         "variables": {name: value for name, value in sorted(environment.items()) if name.startswith(_PREFIXES)},
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "fabrics": {
-            "ulfm": _open_mpi(),
+            "ulfm": version,
+            "no ulfm": why_no_mpi,
             "gloo": torch.distributed.is_available() and torch.distributed.is_gloo_available(),
         },
         "shm_bytes": shutil.disk_usage(memory).free if memory.is_dir() else 0,
@@ -62,14 +62,9 @@ def machine_info(environment: Mapping[str, str], device: str = "cpu") -> dict[st
     }
 
 
-def _open_mpi() -> str:
-    """Return the version of the Open MPI that would start workers, "" if there is none."""
-    beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
-    if found is None or importlib.util.find_spec("mpi4py") is None:
-        return ""
+def _open_mpi() -> tuple[str, str]:
+    """Return the version of the Open MPI that would start workers, and why there is none, one of them ""."""
     try:
-        said = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=_ASK_S, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return said.splitlines()[0].rpartition(" ")[2] if said else ""
+        return open_mpi_version(find_mpirun()), ""
+    except ConfigError as error:
+        return "", str(error)

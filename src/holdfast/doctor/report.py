@@ -102,7 +102,8 @@ def _variables(given: Mapping[str, str], threads: int) -> list[CheckResult]:
 
 def _fabrics(fabrics: Mapping[str, Any]) -> list[CheckResult]:
     mpi = fabrics["ulfm"]
-    no_mpi = CheckResult("ulfm", MISSING, "no Open MPI with mpi4py", "pip install 'holdfast[mpi]', or --fabric gloo")
+    what, _, advice = fabrics["no ulfm"].rpartition(": ")
+    no_mpi = CheckResult("ulfm", MISSING, what, advice)
     no_gloo = CheckResult("gloo", MISSING, "not built into this torch", "use --fabric ulfm")
     return [
         CheckResult("ulfm", OK, f"Open MPI {mpi}") if mpi else no_mpi,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +25,11 @@ _BY_SLOTS = ("--map-by", "slot:OVERSUBSCRIBE")
 """Allows more workers than cores. ``--oversubscribe`` would start all workers on the first of several machines."""
 _MCA = (("coll", "^han"), ("mpi_yield_when_idle", "1"))
 """``coll/han`` is not fault tolerant. With more workers than cores, waiting processes must yield the CPU."""
+
+
+_FIRST_WITH_ULFM = 5
+_INSTEAD = "run with --fabric gloo, which needs none, or pip install 'holdfast[mpi]'"
+_ASK_S = 20.0
 
 
 class UlfmFabric(Fabric):
@@ -62,14 +69,39 @@ def mpirun_command(num_workers: int, hosts: Sequence[str] | None = None) -> list
 
 
 def find_mpirun() -> str:
-    """Return the ``mpirun`` of this Python environment, else that on ``PATH``; ``ConfigError`` without it or mpi4py."""
+    """Return the ``mpirun`` of this Python environment, else that on ``PATH``.
+
+    Raises:
+        ConfigError: without it or mpi4py, and if that on ``PATH`` is none of Open MPI 5 or newer.
+    """
     beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
+    if os.access(beside, os.X_OK):
+        found: str | None = str(beside)
+    else:
+        found = shutil.which("mpirun")
+        if found is not None and (wrong := _why_unusable(open_mpi_version(found))):
+            raise ConfigError(f"{found} {wrong}: {_INSTEAD}")
     there = {"mpirun": found, "mpi4py": importlib.util.find_spec("mpi4py")}
     missing = [name for name, what in there.items() if what is None]
     if found is None or missing:
-        raise ConfigError(
-            f"MPI is not installed (no {' and no '.join(missing)}): run with --fabric gloo, which needs none, or "
-            "pip install 'holdfast[mpi]'"
-        )
+        raise ConfigError(f"MPI is not installed (no {' and no '.join(missing)}): {_INSTEAD}")
     return found
+
+
+def _why_unusable(version: str) -> str:
+    if not version:
+        return "is not of Open MPI"
+    major = version.partition(".")[0]
+    too_old = major.isdecimal() and int(major) < _FIRST_WITH_ULFM
+    return f"is of Open MPI {version}, which has no ULFM; it came with version {_FIRST_WITH_ULFM}" if too_old else ""
+
+
+@functools.cache
+def open_mpi_version(mpirun: str) -> str:
+    """Return the version of Open MPI that an ``mpirun`` belongs to, "" if it is of another MPI or cannot be asked."""
+    try:
+        done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=_ASK_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    name, _, version = done.stdout.partition("\n")[0].rpartition(" ")
+    return version if name.endswith("(Open MPI)") else ""
