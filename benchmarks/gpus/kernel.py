@@ -15,6 +15,8 @@ from holdfast.comm.allreduce.ordered_add import HAS_TRITON, add_by_kernel, add_b
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SPECIAL = (0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-45, 1.1754942e-38, 3.4e38, -3.4e38)
+BATCH_S, WARM_S = 0.02, 0.2
+"""How long a batch takes, and how long the clock of a GPU may take to rise, seconds."""
 LEAST = 0.8
 """The kernel reaches this share of the bandwidth of a copy, where it has enough numbers to show it."""
 
@@ -77,7 +79,7 @@ def reciprocals(where: Where, results: Results) -> None:
 def speed(where: Where, results: Results, name: str, dtype: torch.dtype) -> None:
     """Measure GB/s of memory traffic: K + 1 transfers an element, and 2 for the copy."""
     for num_terms in (2, 4) if where.tiny else (2, 4, 8, 16, 64):
-        length = where.size((1 << 25) if num_terms <= 8 else (1 << 24), 1 << 14)
+        length = where.size(most_numbers(num_terms + 1, dtype.itemsize), 1 << 14)
         terms = [(k, torch.randn(length, device=where.device, dtype=dtype)) for k in range(num_terms)]
         out = torch.empty(length, dtype=dtype, device=where.device)
         mean = MeanDivisor(300.0, length)
@@ -92,15 +94,28 @@ def speed(where: Where, results: Results, name: str, dtype: torch.dtype) -> None
         )
 
 
+def most_numbers(tensors: int, itemsize: int) -> int:
+    """Return how long tensors may be that fill half of what is free on the GPU together, up to 512 MB each."""
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    return min(1 << 29, free // 2 // tensors) // itemsize
+
+
 def seconds(where: Where, act: Callable[[], object]) -> float:
-    """Return how long a call takes, median of several."""
+    """Return how long a call takes, median of several batches of calls that the host queues one behind the other."""
+    begun_s = time.perf_counter()
     for _ in range(3):
         act()
-    took = []
-    for _ in range(where.size(20, 3)):
-        where.synchronize()
-        begun_s = time.perf_counter()
+    where.synchronize()
+    calls = max(1, round(BATCH_S / max(1e-6, (time.perf_counter() - begun_s) / 3))) if where.is_gpu else 1
+    warm_s = time.perf_counter() + (0.0 if where.tiny else WARM_S)
+    while time.perf_counter() < warm_s:
         act()
         where.synchronize()
-        took.append(time.perf_counter() - begun_s)
+    took = []
+    for _ in range(where.size(9, 3)):
+        begun_s = time.perf_counter()
+        for _ in range(calls):
+            act()
+        where.synchronize()
+        took.append((time.perf_counter() - begun_s) / calls)
     return statistics.median(took)

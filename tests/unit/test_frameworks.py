@@ -53,6 +53,7 @@ def imported():
 @pytest.mark.parametrize("variables", [{"OMPI_MCA_mpi_ft_enable": "1"}, {"HOLDFAST_STORE": "holdfast://127.0.0.1:1/a"}])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_in_a_job_the_backend_is_accepted_and_mpi_is_left_alone(installed, monkeypatch, variables, is_late):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     if is_late:  # the frameworks were imported first

@@ -89,10 +89,11 @@ def _fits_kernel(terms: Terms, out: torch.Tensor, order: str) -> bool:
 
 def add_by_kernel(terms: Terms, out: torch.Tensor, order: str, mean: MeanDivisor | None = None) -> None:
     """:func:`ordered_add` by the kernel; two to :data:`MOST_TERMS` terms of :data:`KERNEL_DTYPES`."""
-    from holdfast.comm.allreduce.ordered_add_kernel import BLOCK, add_terms
+    from holdfast.comm.allreduce.ordered_add_kernel import add_terms, block_of
 
+    block = block_of(len(terms), out.dtype)
     divided = 0 if mean is None else max(0, min(mean.numbers, out.numel()))
-    add_terms[(-(-out.numel() // BLOCK),)](
+    add_terms[(-(-out.numel() // block),)](
         tuple(term for _, term in terms),
         out,
         out.numel(),
@@ -101,7 +102,7 @@ def add_by_kernel(terms: Terms, out: torch.Tensor, order: str, mean: MeanDivisor
         MERGES=merges([number for number, _ in terms], order),
         STEPWISE=order != "wide",
         DIVIDE=divided > 0,
-        BLOCK=BLOCK,
+        BLOCK=block,
         enable_fp_fusion=False,
     )
 
