@@ -21,6 +21,7 @@ from holdfast.comm.allreduce.mover import MakeMover, Mover, fabric_mover
 from holdfast.comm.allreduce.shm import ALIGN, LEFT_OUT, MemoryExchange, SharedMemoryReduce, Slots, SlotSpan, sum_alone
 from holdfast.comm.base import Collectives
 from holdfast.comm.memory import OpenSegments, SharedSegment, free_bytes
+from holdfast.orders import base_of
 
 __all__ = ["SUM", "MeanDivisor", "OrderedAllReduce", "SlotSpan"]
 
@@ -208,7 +209,7 @@ class OrderedAllReduce:
 
     def _choose_path(self, slots: Slots, order: str) -> Path:
         path = self._path_of_generation(slots)
-        if isinstance(path, HierarchicalReduce) and order != ORDER_BETWEEN_HOSTS:
+        if isinstance(path, HierarchicalReduce) and base_of(order) != ORDER_BETWEEN_HOSTS:
             return AllToAllReduce(self._comm, self._room, self._size_bytes)  # for this call only
         return path
 
@@ -240,7 +241,7 @@ class OrderedAllReduce:
         why = f"tensors are on {self._device}"
         if self._device.type == "cpu" and self._shared_bytes:  # the same on every process
             known = MemoryExchange(self._comm, self._segments, self._size_bytes, self._opened)
-            if not known.is_one_host and self.order != ORDER_BETWEEN_HOSTS:
+            if not known.is_one_host and base_of(self.order) != ORDER_BETWEEN_HOSTS:
                 return AllToAllReduce(self._comm, self._room, self._size_bytes), none  # expected, no warning
             memory = known.open()
             if not isinstance(memory, str):
