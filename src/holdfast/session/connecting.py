@@ -12,7 +12,7 @@ from holdfast.comm import Communicator, VirtualCommunicator, connect, device_of
 from holdfast.comm.fabrics.registry import make_fabric
 from holdfast.comm.launchers import chosen
 from holdfast.comm.waiting import waiting
-from holdfast.config import AUTO, Settings
+from holdfast.config import Settings
 from holdfast.engine import exits
 from holdfast.engine.context import CommittedState, JobContext, LiveSettings, LoopState
 from holdfast.engine.injection import make_faults, reach_point
@@ -103,6 +103,6 @@ def _make_job(settings: Settings, comm: Communicator) -> JobContext:
         checkpoints=CheckpointManager(settings, background=not isinstance(comm, VirtualCommunicator)),
         first_members=comm.members or tuple(int(rank) for rank in settings.ranks.split(",")),
         committed=committed,
-        loops=LoopState(settings.slices, "" if settings.order == AUTO else settings.order),
+        loops=LoopState(settings.slices, settings.known_order),
         live=LiveSettings.of(settings),
     )

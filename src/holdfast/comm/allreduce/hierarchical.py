@@ -267,11 +267,11 @@ class HierarchicalReduce:
         return ChecksummedVector(numbers, torch.zeros(tiles, dtype=torch.int64) if span.checked else None, span.tile)
 
 
-def _memory_of(
-    rows: Sequence[Row], span: SlotSpan, part: slice
-) -> tuple[list[ChecksummedVector], list[torch.Tensor]]:
+def _memory_of(rows: Sequence[Row], span: SlotSpan, part: slice) -> tuple[list[ChecksummedVector], list[torch.Tensor]]:
     """Return zeroed memory for a part of each row, and the messages that carry it: those of a type are one message."""
-    length, vectors, messages = part.stop - part.start, {}, []
+    length = part.stop - part.start
+    vectors: dict[Row, ChecksummedVector] = {}
+    messages: list[torch.Tensor] = []
     for dtype in dict.fromkeys(row.dtype for row in rows):
         alike = [row for row in rows if row.dtype == dtype]
         checksums = torch.zeros(len(alike), num_tiles(length, span.tile), dtype=torch.int64) if span.checked else None
