@@ -13,11 +13,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.comm import MeanDivisor, OrderedAllReduce, SlotSpan, VirtualCommunicator
-from holdfast.comm.allreduce import adding, hierarchical
+from holdfast.comm.allreduce import adding, chain, hierarchical
+from holdfast.comm.allreduce.chain import ChainReduce, is_shorter, visits_of
 from holdfast.comm.allreduce.hierarchical import HierarchicalReduce, pieces, rails
 from holdfast.comm.allreduce.mover import FabricMover
 from holdfast.comm.allreduce.shm import HostMemory
 from holdfast.errors import PeerFailed, ScriptError
+from holdfast.orders import is_rounded
 
 
 def some_terms(numbers):
@@ -86,7 +88,8 @@ def sums_of_threads(fabric, terms, slots, length, mean=None, comm=Thread, times=
         mine = of_process[comm.me]
         reach = [m if of_process[p] == mine else [] for p, m in enumerate(memory)]
         of_host = HostMemory(reach, results[mine], results[mine], fabric.words[mine], range(fabric.count))
-        add = HierarchicalReduce(comm, of_process, of_host, mover(comm))
+        kind = ChainReduce if order == "fold" else HierarchicalReduce
+        add = kind(comm, of_process, of_host, mover(comm))
         return [add(span, slots, order, mean, lambda: None).clone() for _ in range(times)][-1]
 
     return fabric.run(work, comm)
@@ -99,7 +102,7 @@ def sums_of_threads(fabric, terms, slots, length, mean=None, comm=Thread, times=
     st.integers(0, 300),
     st.integers(0, 300),
     st.randoms(use_true_random=False),
-    st.sampled_from(["tree", "tree", "tree-bf16-1", "tree-bf16-2", "tree-bf16-8"]),
+    st.sampled_from(["tree", "tree", "fold", "fold", "tree-bf16-1", "tree-bf16-2", "tree-bf16-8"]),
 )
 def test_the_sum_between_hosts_has_the_bits_of_the_tree_over_all_slices(sizes, owners, length, divided, chance, order):
     of_process = [host for host, size in enumerate(sizes) for _ in range(size)]
@@ -111,7 +114,7 @@ def test_the_sum_between_hosts_has_the_bits_of_the_tree_over_all_slices(sizes, o
     expected = torch.empty(length)
     adding.ORDERS[order](sorted(terms.items()), expected)
     expected[:divided] /= 3
-    expected = expected if order == "tree" else expected.bfloat16().float()
+    expected = expected.bfloat16().float() if is_rounded(order) else expected
 
     fabric = Fabric(of_process)
     answers = sums_of_threads(fabric, terms, slots, length, MeanDivisor(3, divided), times=2, order=order)
@@ -176,6 +179,35 @@ def test_units_of_a_host_and_results_are_sent_in_16_bits_and_a_unit_on_two_hosts
     assert bytes_of(8, 2, lambda n: n, "tree-bf16-2") == [1.75 / 2] * 8
     assert bytes_of(2, 4, lambda n: n, "tree-bf16-4") == [0.5] * 2
     assert bytes_of(2, 4, lambda n: 4 if n == 3 else n, "tree-bf16-4") == [1.0 + 0.25, 0.75 + 0.25]
+
+
+def test_in_a_fold_a_host_sends_its_running_sum_and_the_result_once():
+    flat = 4 * 0.5 * 2  # what two hosts of four would send slice by slice
+
+    assert bytes_of(2, 4, lambda n: n, "fold") == [1.0, 1.0] < [flat, flat]
+    assert bytes_of(4, 2, lambda n: n, "fold") == [2.0, 2.0, 1.0, 1.0]
+    assert bytes_of(2, 4, lambda n: 5 if n == 3 else n, "fold") == [1.0, 1.0], "still consecutive after a loss"
+    assert bytes_of(2, 2, lambda n: 2 if n == 0 else n, "fold") == [1.0, 2.0], "its slices are no run"
+
+
+@pytest.mark.parametrize("length", [1, 100, 5000])
+def test_a_running_sum_of_many_pieces_has_the_bits_of_the_fold(monkeypatch, length):
+    monkeypatch.setattr(chain, "PIECE_BYTES", 64)
+    of_process, terms = [0, 0, 1, 1, 2, 2, 2], {}
+    for n in range(14):
+        terms[n] = torch.randn(length, generator=torch.Generator().manual_seed(n)) * 10.0 ** (n % 5)
+    expected = torch.empty(length)
+    adding.fold(sorted(terms.items()), expected)
+
+    answers = sums_of_threads(Fabric(of_process), terms, [[2 * p, 2 * p + 1] for p in range(7)], length, order="fold")
+
+    assert all(torch.equal(answer, expected) for answer in answers)
+
+
+def test_a_chain_is_for_hosts_of_several_workers():
+    assert is_shorter((0, 0, 1, 1))
+    assert not is_shorter((0, 0, 1))
+    assert [tuple(visit) for visit in visits_of({0: 1, 1: 1, 2: 0, 5: 1})] == [(1, (0, 1)), (0, (2,)), (1, (5,))]
 
 
 def test_after_a_loss_only_the_host_that_holds_a_group_more_sends_more():

@@ -116,6 +116,9 @@ class HierarchicalReduce:
         mover: Moves sums and results between hosts.
     """
 
+    order = ORDER_BETWEEN_HOSTS
+    """The order of its additions, with or without the rounding of units."""
+
     def __init__(self, comm: Collectives, hosts: Sequence[int], memory: HostMemory, mover: Mover) -> None:
         self._hosts = hosts
         self._memory = memory
@@ -135,7 +138,7 @@ class HierarchicalReduce:
         altered: Altered = ignore_corruption,
     ) -> torch.Tensor:
         """Return the reduced vector; see :class:`~holdfast.comm.allreduce.ordered.OrderedAllReduce`."""
-        assert base_of(order) == ORDER_BETWEEN_HOSTS, order
+        assert base_of(order) == self.order, order
         plan = self._get_plan(span, slots, order)
         self.check_same(span)  # A: all terms are there
         midway()
