@@ -1,6 +1,6 @@
 """What training loses if gradients travel in 16 bits: loss and accuracy on held-out digits, with and without.
 
-    python benchmarks/wire.py [--seeds 12] [--epochs 12] [--workers 4] [--json FILE]
+    python benchmarks/wire.py [--seeds 10] [--epochs 6] [--workers 4] [--json FILE]
 
 For each seed, the CNN of ``examples/01_survive_a_kill.py`` is trained with each order, from the same weights, on the
 same mini-batches. Differences are taken within a seed, so the interval (95 %, by bootstrap over seeds) is that of what the
@@ -72,8 +72,8 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 def main() -> None:
     """Train, and print the differences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=12)
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()

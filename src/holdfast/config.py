@@ -143,7 +143,7 @@ class Settings:
         help="Order in which the gradients of slices are added; auto: tree if the run begins on several hosts, else fold.",
         manual="order in which the gradients of slices are added: `fold` ((0+1)+2)+3, or `tree` (0+1)+(2+3); `-wide`: 16-bit gradients are added in float32, and rounded once; `auto`: [`tree` if the run begins with workers on several hosts, else `fold`](../explanation/all-reduce.md#which-order); the others are those of `--wire bf16`",
         group="Mini-batches and gradient reduction",
-        metavar="ORDER",
+        metavar="auto|fold|tree|fold-wide|tree-wide",
         choices=ORDERS,
     )
     wire: str = option(
