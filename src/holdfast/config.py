@@ -19,7 +19,7 @@ from holdfast.comm.launchers import own_group
 from holdfast.errors import ConfigError
 from holdfast.options import check, choices, losses_of, option, parse, variable
 from holdfast.orders import ORDERS as NAMED_ORDERS
-from holdfast.orders import is_rounded, rounded_order
+from holdfast.orders import base_of, is_rounded
 from holdfast.recovery.registry import BUILT_IN, strategy_class
 
 FABRICS = tuple(FABRICS_BUILT_IN)
@@ -450,7 +450,7 @@ class Settings:
                 f"start_timeout_s must be from {_SHORTEST_START_S:g} to {_LONGEST_HANG_S:g} seconds, or 0 for never, got {self.start_timeout_s:g}"
             )
         self._check_mirrors()
-        if self.between_hosts == "nccl" and self.order != "tree":
+        if self.between_hosts == "nccl" and base_of(self.order) != "tree":
             raise ConfigError(
                 f"between_hosts nccl needs order tree, got {self.order}: only then do hosts exchange sums"
             )
@@ -471,13 +471,6 @@ class Settings:
     def rounds(self) -> bool:
         """Whether float32 gradients are rounded to bfloat16 on the wire."""
         return self.wire == "bf16" or is_rounded(self.order)
-
-    @property
-    def known_order(self) -> str:
-        """The order of additions if the settings alone decide it, otherwise ""; see :mod:`holdfast.state.order_choice`."""
-        if self.order == AUTO or (self.wire == "bf16" and self.order == "tree"):
-            return ""
-        return rounded_order("fold", 1) if self.wire == "bf16" and self.order == "fold" else self.order
 
     def _check_mirrors(self) -> None:
         if not 0 < self.mirror_fraction <= 1 or round(self.mirror_fraction * self.mirror_every) < 1:

@@ -15,13 +15,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from holdfast.comm.memory import host_id
-from holdfast.config import AUTO, ORDERS
+from holdfast.config import AUTO, ORDERS, Settings
 from holdfast.data.assignment import even_ranges
 from holdfast.errors import ConfigError
 from holdfast.orders import UNITS, base_of, is_rounded, rounded_order
 
 if TYPE_CHECKING:
     from holdfast.engine.context import JobContext
+
+
+def known_order(settings: Settings) -> str:
+    """Return the order if the settings alone decide it, otherwise ""."""
+    if settings.order == AUTO or (settings.wire == "bf16" and settings.order == "tree"):
+        return ""
+    return rounded_order("fold", 1) if settings.wire == "bf16" and settings.order == "fold" else settings.order
 
 
 def choose_order(job: JobContext) -> str:
