@@ -18,8 +18,8 @@ from holdfast.comm.fabrics.registry import make_fabric
 from holdfast.comm.launchers import own_group
 from holdfast.errors import ConfigError
 from holdfast.options import check, choices, losses_of, option, parse, variable
+from holdfast.orders import LISTED_ORDERS, UNITS, base_of, is_rounded
 from holdfast.orders import ORDERS as NAMED_ORDERS
-from holdfast.orders import base_of, is_rounded
 from holdfast.recovery.registry import BUILT_IN, strategy_class
 
 FABRICS = tuple(FABRICS_BUILT_IN)
@@ -143,8 +143,8 @@ class Settings:
         help="Order in which the gradients of slices are added; auto: tree if the run begins on several hosts, else fold.",
         manual="order in which the gradients of slices are added: `fold` ((0+1)+2)+3, or `tree` (0+1)+(2+3); `-wide`: 16-bit gradients are added in float32, and rounded once; `auto`: [`tree` if the run begins with workers on several hosts, else `fold`](../explanation/all-reduce.md#which-order); the others are those of `--wire bf16`",
         group="Mini-batches and gradient reduction",
-        metavar="auto|fold|tree|fold-wide|tree-wide",
-        choices=ORDERS,
+        choices=(AUTO, *LISTED_ORDERS),
+        is_open=True,  # N is any of the units
     )
     wire: str = option(
         "fp32",
@@ -430,6 +430,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.order not in ORDERS:
+            raise ConfigError(
+                f"order must be one of {', '.join((AUTO, *LISTED_ORDERS))} (N: a power of two, at most {UNITS[-1]}), got {self.order!r}"
+            )
         strategy_class(self.strategy)  # raises if the name is unknown
         if self.fabric:
             make_fabric(self.fabric)

@@ -21,8 +21,11 @@ UNITS = tuple(1 << level for level in range(11))
 _FOLD_BF16, _TREE_BF16 = "fold-bf16", "tree-bf16-"
 ROUNDED_ORDERS = (_FOLD_BF16, *(f"{_TREE_BF16}{unit}" for unit in UNITS))
 """The orders that round to bfloat16."""
-ORDERS = ("fold", "tree", "fold-wide", "tree-wide", *ROUNDED_ORDERS)
+_EXACT = ("fold", "tree", "fold-wide", "tree-wide")
+ORDERS = (*_EXACT, *ROUNDED_ORDERS)
 """All orders of a session."""
+LISTED_ORDERS = (*_EXACT, _FOLD_BF16, f"{_TREE_BF16}N")
+"""The same for people, ``N`` being a unit."""
 
 
 def rounded_order(base: str, unit: int) -> str:

@@ -180,6 +180,8 @@ def test_a_state_of_another_wire_is_refused():
     with pytest.raises(ConfigError, match="order tree-wide is for those that have 16 bits"):
         Settings(wire="bf16", order="tree-wide")
     assert order_of_checkpoint(of(wire="bf16", order="tree"), "tree-bf16-4") == "tree-bf16-4"
+    with pytest.raises(ConfigError, match=r"tree-bf16-N \(N: a power of two, at most 1024\), got 'tree-bf16-3'"):
+        Settings(order="tree-bf16-3")
 
 
 # -- training

@@ -48,6 +48,10 @@ class Row(NamedTuple):
     slices: tuple[int, ...]
     dtype: torch.dtype
 
+    def is_made(self, dtype: torch.dtype) -> bool:
+        """Return whether it has to be added, or rounded, before it is sent; otherwise it is a term, of this type."""
+        return len(self.slices) > 1 or self.dtype != dtype
+
 
 @dataclass(slots=True)
 class _Plan:
@@ -162,7 +166,7 @@ class AllToAllReduce:
         terms = {n: span.vector(self._terms[slot]) for slot, n in enumerate(slots[self._me]) if n != LEFT_OUT}
         taken = [(i, row) for i in others for row in rows[i]]
         sent = [(i, row) for i in others for row in rows[self._me]]
-        added = [(i, row) for i, row in sent if len(row.slices) > 1 or row.dtype != span.dtype]
+        added = [(i, row) for i, row in sent if row.is_made(span.dtype)]
         is_apart = not self.keeps_terms or is_rounded(order)
         vectors = self._divide(
             span,
@@ -178,7 +182,7 @@ class AllToAllReduce:
             for i, row in added
         ]
         ready = iter(sums)
-        given = [(i, next(ready).out if (i, row) in added else terms[row.slices[0]][parts[i]]) for i, row in sent]
+        given = [(i, next(ready).out if row.is_made(span.dtype) else terms[row.slices[0]][parts[i]]) for i, row in sent]
         result = next(vectors) if is_apart else span.vector(self._result_memory())
         return _Plan(
             slots,
