@@ -25,7 +25,7 @@ _EXACT = ("fold", "tree", "fold-wide", "tree-wide")
 ORDERS = (*_EXACT, *ROUNDED_ORDERS)
 """All orders of a session."""
 LISTED_ORDERS = (*_EXACT, _FOLD_BF16, f"{_TREE_BF16}N")
-"""The same for people, ``N`` being a unit."""
+"""The same as they are listed: ``N`` is a unit."""
 
 
 def rounded_order(base: str, unit: int) -> str:
