@@ -151,8 +151,8 @@ def work_alone(training: Training, turns: Turns) -> None:
     training.loop(turns, int(os.environ["RANK"]), training.model, training.optimizer)
 
 
-def work_ddp(training: Training, turns: Turns, *, backend: str) -> None:
-    """Train with DistributedDataParallel."""
+def work_ddp(training: Training, turns: Turns, *, backend: str, rounds: bool = False) -> None:
+    """Train with DistributedDataParallel; ``rounds``: it compresses gradients to float16."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -160,6 +160,10 @@ def work_ddp(training: Training, turns: Turns, *, backend: str) -> None:
         import holdfast.distributed  # noqa: F401 - registers its backend with torch
     dist.init_process_group(backend)
     model = DistributedDataParallel(training.model)
+    if rounds:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        model.register_comm_hook(None, fp16_compress_hook)
     training.loop(turns, dist.get_rank(), model, training.optimizer)
     dist.destroy_process_group()
 

@@ -18,6 +18,8 @@ from holdfast.comm.fabrics.registry import make_fabric
 from holdfast.comm.launchers import own_group
 from holdfast.errors import ConfigError
 from holdfast.options import check, choices, losses_of, option, parse, variable
+from holdfast.orders import LISTED_ORDERS, UNITS, base_of, is_rounded
+from holdfast.orders import ORDERS as NAMED_ORDERS
 from holdfast.recovery.registry import BUILT_IN, strategy_class
 
 FABRICS = tuple(FABRICS_BUILT_IN)
@@ -31,7 +33,8 @@ MIRROR_PREDICTORS = ("last", "line", "calibrated")
 MIRROR_CODECS = ("exact", "int8")
 MIRROR_OPTIMIZERS = ("saved", "reset", "kept")
 AUTO = "auto"
-ORDERS = (AUTO, "fold", "tree", "fold-wide", "tree-wide")
+ORDERS = (AUTO, *NAMED_ORDERS)
+WIRES = ("fp32", "bf16")
 BETWEEN_HOSTS = ("fabric", "nccl")
 OVERLAPS = ("auto", "on", "off")
 SPLITS = ("slices", "even")
@@ -138,9 +141,17 @@ class Settings:
     order: str = option(
         AUTO,
         help="Order in which the gradients of slices are added; auto: tree if the run begins on several hosts, else fold.",
-        manual="order in which the gradients of slices are added: `fold` ((0+1)+2)+3, or `tree` (0+1)+(2+3); `-wide`: 16-bit gradients are added in float32, and rounded once; `auto`: [`tree` if the run begins with workers on several hosts, else `fold`](../explanation/all-reduce.md#which-order)",
+        manual="order in which the gradients of slices are added: `fold` ((0+1)+2)+3, or `tree` (0+1)+(2+3); `-wide`: 16-bit gradients are added in float32, and rounded once; `auto`: [`tree` if the run begins with workers on several hosts, else `fold`](../explanation/all-reduce.md#which-order); the others are those of `--wire bf16`",
         group="Mini-batches and gradient reduction",
-        choices=ORDERS,
+        choices=(AUTO, *LISTED_ORDERS),
+        is_open=True,  # N is any of the units
+    )
+    wire: str = option(
+        "fp32",
+        help="Type in which float32 gradients travel between workers; bf16 halves the bytes, and has bits of its own.",
+        manual="type in which float32 gradients travel between workers. `bf16` halves the bytes: gradients and their mean are rounded to bfloat16 at fixed places, and added in float32. The bits are others than those of `fp32`, but as independent of failures: [all-reduce.md](../explanation/all-reduce.md#gradients-in-16-bits-on-the-wire)",
+        group="Mini-batches and gradient reduction",
+        choices=WIRES,
     )
     split: str = option(
         "slices",
@@ -419,6 +430,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.order not in ORDERS:
+            raise ConfigError(
+                f"order must be one of {', '.join((AUTO, *LISTED_ORDERS))} (N: a power of two, at most {UNITS[-1]}), got {self.order!r}"
+            )
         strategy_class(self.strategy)  # raises if the name is unknown
         if self.fabric:
             make_fabric(self.fabric)
@@ -439,9 +454,13 @@ class Settings:
                 f"start_timeout_s must be from {_SHORTEST_START_S:g} to {_LONGEST_HANG_S:g} seconds, or 0 for never, got {self.start_timeout_s:g}"
             )
         self._check_mirrors()
-        if self.between_hosts == "nccl" and self.order != "tree":
+        if self.between_hosts == "nccl" and base_of(self.order) != "tree":
             raise ConfigError(
                 f"between_hosts nccl needs order tree, got {self.order}: only then do hosts exchange sums"
+            )
+        if self.wire == "bf16" and self.order.endswith("-wide"):
+            raise ConfigError(
+                f"wire bf16 rounds float32 gradients, and order {self.order} is for those that have 16 bits: leave one out"
             )
         if self.guard_sums and self.guard == "off":
             raise ConfigError("guard_sums needs guard stop, warn or heal, the response to a wrong checksum, got off")
@@ -451,6 +470,11 @@ class Settings:
             raise ConfigError(
                 "set either checkpoint_every (a fixed interval) or checkpoint_auto (the optimal interval), not both"
             )
+
+    @property
+    def rounds(self) -> bool:
+        """Whether float32 gradients are rounded to bfloat16 on the wire."""
+        return self.wire == "bf16" or is_rounded(self.order)
 
     def _check_mirrors(self) -> None:
         if not 0 < self.mirror_fraction <= 1 or round(self.mirror_fraction * self.mirror_every) < 1:

@@ -52,7 +52,7 @@ class Option:
         metavar: Placeholder of the value; "" for the choices, or for one derived from the field's name or type.
         kind: Type of the value on the command line, if it is not that of the default.
         choices: All allowed values; empty if any value is allowed.
-        is_open: Whether plugins may add choices; the value is then checked where they are registered.
+        is_open: Whether there are more choices, such as those of plugins; the value is then checked elsewhere.
         least: The smallest value of the field; None for no bound.
         most: The largest value of the field; None for no bound.
         least_given: The smallest value on the command line, if smaller values have an internal meaning.

@@ -137,15 +137,15 @@ def test_a_worker_that_dies_anywhere_in_a_sum_leaves_the_others_going_on_with_ri
 
 
 def test_each_chunk_crosses_once_from_host_to_host(hosts):
-    """Two hosts of two workers: each sends half of the sum of its slices, and half of the result."""
+    """Two hosts of two workers: each sends half of the sum of its slices, and half of the result; in a fold one all of each."""
     tree, fold = (said(hosts.run((2, 2), WORKER, "traffic", order, 20)) for order in ("tree", "fold"))
 
     assert {lines[0][0] for lines in tree.values()} == {"HierarchicalReduce"}
-    assert {lines[0][0] for lines in fold.values()} == {"AllToAllReduce"}
+    assert {lines[0][0] for lines in fold.values()} == {"ChainReduce"}
     assert set(tree[0][0][2:]) == {"sendrecv=80"}, "two rounds of barriers, sums, results"
     sent = {name: [float(lines[0][1]) for lines in found.values()] for name, found in (("tree", tree), ("fold", fold))}
-    assert 1.0 < min(sent["tree"]) <= max(sent["tree"]) < 1.1, f"in vectors a sum and host: {sent}"
-    assert min(sent["fold"]) > 2 * max(sent["tree"]), f"raw slices, to every worker: {sent}"
+    for name, vectors in sent.items():
+        assert 1.0 < min(vectors) <= max(vectors) < 1.1, f"in vectors a sum and host, {name}: {sent}"
 
 
 def test_training_between_hosts_ends_with_the_bits_of_virtual_workers_though_a_worker_dies(hosts, tmp_path):

@@ -154,7 +154,8 @@ def test_no_shared_memory_wanted_is_nothing_to_warn_of(undisturbed):
 def test_workers_of_several_hosts_all_go_the_same_way_and_nobody_warns(ranks, undisturbed):
     said = sums("elsewhere", *ranks)
 
-    assert {(line[1], line[2]) for line in said} == {("fold", "AllToAllReduce"), ("tree", "HierarchicalReduce")}
+    fold = "ChainReduce" if ranks == (2, 3) else "AllToAllReduce"  # a chain is for hosts of several workers
+    assert {(line[1], line[2]) for line in said} == {("fold", fold), ("tree", "HierarchicalReduce")}
     assert {(line[1], line[3]) for line in said} == set(undisturbed.items())
     assert {line[4] for line in said} == {"silently"}
 
@@ -168,8 +169,8 @@ def test_between_hosts_too_all_share_memory_or_nobody_does(limit, undisturbed):
     assert {line[2] for line in said} == {"AllToAllReduce"}
     assert {(line[1], line[3]) for line in said} == set(undisturbed.items())
     warned = [(line[0], line[1]) for line in said if line[4] == "not_every_worker_has_the_memory"]
-    assert warned == [("0", "tree")], "in the order fold, hosts send messages anyway"
-    assert [line[4] for line in said].count("silently") == len(said) - 1
+    assert sorted(warned) == [("0", "fold"), ("0", "tree")]
+    assert [line[4] for line in said].count("silently") == len(said) - 2
 
 
 @pytest.mark.chaos

@@ -85,7 +85,7 @@ class Thread:
     def sendrecv(self, send, receive):
         for to, data in send:
             size = data.numel() * data.element_size()
-            self.fabric.sent.append((self.me, to, size, data.dtype == SUM_TYPE))
+            self.fabric.sent.append((self.me, to, size, data.dtype.is_floating_point))
             self.fabric.lines[self.me, to].put(data.clone())
         for place, out in receive:
             data = self._await(self.fabric.lines[place, self.me])

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from hypothesis import strategies as st
 from threads import Threads, side_by_side
 
 from holdfast.comm import MeanDivisor, OrderedAllReduce, SlotSpan
+from holdfast.comm.allreduce import alltoall
 from holdfast.comm.allreduce.adding import ORDERS, addable
+from holdfast.comm.allreduce.parts import divide
+from holdfast.data.assignment import assign_slices
 
 LENGTH = 3840
 
@@ -143,6 +147,69 @@ def test_after_a_loss_only_the_worker_that_took_over_the_slice_sends_more(worker
         "tree": {n: (n + 1) % workers for n in range(workers + 1)},
     }.items():
         assert sorted(rows_sent(order, owners)) == [1] * (workers - 1) + [2]
+
+
+# -- balanced parts
+
+
+def after_a_loss(workers, lost, order):
+    """The owner of each slice once one of some workers, each with a slice, is dead; ranks have no gap."""
+    usual = {rank: (rank, rank + 1) for rank in range(workers) if rank != lost}
+    owners = assign_slices(workers, usual, {}, aligned=order == "tree")
+    return {n: owner - (owner > lost) for n, owner in enumerate(owners)}
+
+
+@pytest.mark.parametrize("order", ["fold", "tree"])
+@pytest.mark.parametrize("workers", [3, 4, 5, 8])
+def test_after_a_loss_no_worker_sends_more_than_one_and_an_nth_of_what_a_ring_sends(monkeypatch, workers, order):
+    for lost in (0, workers // 2, workers - 1):
+        owners, left = after_a_loss(workers, lost, order), workers - 1
+        ring = 2 * 4 * LENGTH * (left - 1) / left
+
+        monkeypatch.setattr(alltoall, "BALANCED_BYTES", 1 << 30)
+        even, sent_evenly, _ = exchange(order, owners)
+        monkeypatch.setattr(alltoall, "BALANCED_BYTES", 0)
+        balanced, sent, _ = exchange(order, owners)
+
+        rows = Counter(owners[group[0]] for group in addable(owners, order))
+        assert max(sent_evenly) == pytest.approx((1 + max(rows.values())) / 2 * ring, rel=0.03), "1.5 with two rows"
+        assert max(sent) <= (1 + 1 / workers) * ring * 1.01, "parts end at lines of 16 numbers"
+        assert torch.equal(balanced, even)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    length=st.integers(0, 5000),
+    line=st.sampled_from([1, 16]),
+    loads=st.lists(st.sampled_from([0, 0.5, 1, 1, 1, 2, 2, 3, 7]), min_size=1, max_size=9),
+)
+def test_balanced_parts_cover_the_vector_and_each_result_is_relayed_once(length, line, loads):
+    parts, relays = divide(length, line, loads)
+
+    assert [n for part in parts for n in range(part.start, part.stop)] == list(range(length))
+    assert all(part.start % line == 0 or part.start == length for part in parts)
+    for source in {relay.source for relay in relays}:
+        pieces = [relay.piece for relay in relays if relay.source == source]
+        assert [n for piece in pieces for n in range(piece.start, piece.stop)] == list(
+            range(parts[source].start, parts[source].stop)
+        )
+        assert source not in {relay.by for relay in relays}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    order=st.sampled_from(["fold", "tree", "fold-bf16", "tree-bf16-4"]),
+    owners=st.dictionaries(st.integers(0, 12), st.integers(0, 4), min_size=1, max_size=12),
+    checked=st.booleans(),
+)
+def test_balanced_parts_change_no_bit(order, owners, checked):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alltoall, "BALANCED_BYTES", 0)
+        result, _, found = exchange(order, owners, checked=checked)
+
+    expected = in_one_hand(order, owners)
+    assert torch.equal(result, expected.bfloat16().float() if "bf16" in order else expected)
+    assert not any(found)
 
 
 # -- memory

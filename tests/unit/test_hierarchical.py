@@ -13,11 +13,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.comm import MeanDivisor, OrderedAllReduce, SlotSpan, VirtualCommunicator
-from holdfast.comm.allreduce import adding, hierarchical
+from holdfast.comm.allreduce import adding, chain, hierarchical
+from holdfast.comm.allreduce.chain import ChainReduce, is_shorter, visits_of
 from holdfast.comm.allreduce.hierarchical import HierarchicalReduce, pieces, rails
 from holdfast.comm.allreduce.mover import FabricMover
 from holdfast.comm.allreduce.shm import HostMemory
 from holdfast.errors import PeerFailed, ScriptError
+from holdfast.orders import is_rounded
 
 
 def some_terms(numbers):
@@ -71,7 +73,7 @@ class InRounds(FabricMover):
             self.exchange(each.give_results, each.take_results)
 
 
-def sums_of_threads(fabric, terms, slots, length, mean=None, comm=Thread, times=1, mover=FabricMover):
+def sums_of_threads(fabric, terms, slots, length, mean=None, comm=Thread, times=1, mover=FabricMover, order="tree"):
     """Return each process's sum, or what it raised; the numbers of all results start as NaN."""
     span, of_process = SlotSpan(64, length, SUM_TYPE), fabric.of_process
     room = torch.full((span.end,), 255, dtype=torch.uint8)
@@ -86,8 +88,9 @@ def sums_of_threads(fabric, terms, slots, length, mean=None, comm=Thread, times=
         mine = of_process[comm.me]
         reach = [m if of_process[p] == mine else [] for p, m in enumerate(memory)]
         of_host = HostMemory(reach, results[mine], results[mine], fabric.words[mine], range(fabric.count))
-        add = HierarchicalReduce(comm, of_process, of_host, mover(comm))
-        return [add(span, slots, "tree", mean, lambda: None).clone() for _ in range(times)][-1]
+        kind = ChainReduce if order == "fold" else HierarchicalReduce
+        add = kind(comm, of_process, of_host, mover(comm))
+        return [add(span, slots, order, mean, lambda: None).clone() for _ in range(times)][-1]
 
     return fabric.run(work, comm)
 
@@ -99,8 +102,9 @@ def sums_of_threads(fabric, terms, slots, length, mean=None, comm=Thread, times=
     st.integers(0, 300),
     st.integers(0, 300),
     st.randoms(use_true_random=False),
+    st.sampled_from(["tree", "tree", "fold", "fold", "tree-bf16-1", "tree-bf16-2", "tree-bf16-8"]),
 )
-def test_the_sum_between_hosts_has_the_bits_of_the_tree_over_all_slices(sizes, owners, length, divided, chance):
+def test_the_sum_between_hosts_has_the_bits_of_the_tree_over_all_slices(sizes, owners, length, divided, chance, order):
     of_process = [host for host, size in enumerate(sizes) for _ in range(size)]
     chance.shuffle(of_process)  # processes of one host need not be neighbours
     numbers = {host: i for i, host in enumerate(dict.fromkeys(of_process))}
@@ -108,11 +112,12 @@ def test_the_sum_between_hosts_has_the_bits_of_the_tree_over_all_slices(sizes, o
     slots = [sorted(n for n, at in owners.items() if at % len(of_process) == p) for p in range(len(of_process))]
     terms = {n: torch.randn(length, generator=torch.Generator().manual_seed(n)) * 10.0 ** (n % 5) for n in owners}
     expected = torch.empty(length)
-    adding.tree(sorted(terms.items()), expected)
+    adding.ORDERS[order](sorted(terms.items()), expected)
     expected[:divided] /= 3
+    expected = expected.bfloat16().float() if is_rounded(order) else expected
 
     fabric = Fabric(of_process)
-    answers = sums_of_threads(fabric, terms, slots, length, MeanDivisor(3, divided), times=2)
+    answers = sums_of_threads(fabric, terms, slots, length, MeanDivisor(3, divided), times=2, order=order)
 
     for answer in answers:
         assert torch.equal(answer, expected)
@@ -154,13 +159,13 @@ def test_each_chunk_crosses_once_however_many_workers_a_host_has(sizes):
     assert sum(fabric.bytes_by_host()) == 2 * each_way
 
 
-def bytes_of(hosts, workers, owner_of):
+def bytes_of(hosts, workers, owner_of, order="tree"):
     """What each host sends, in vectors, if slice ``n`` of as many as there are workers belongs to ``owner_of(n)``."""
     of_process = [host for host in range(hosts) for _ in range(workers)]
     terms = {n: torch.full((hosts * workers * 160,), 1.0 + n) for n in range(len(of_process))}
     slots = [[n for n in terms if owner_of(n) == process] for process in range(len(of_process))]
     fabric, length = Fabric(of_process), len(terms[0])
-    answers = sums_of_threads(fabric, terms, slots, length)
+    answers = sums_of_threads(fabric, terms, slots, length, order=order)
     assert all(answer[0] == sum(range(1, len(terms) + 1)) for answer in answers)
     return [sent / (4 * length) for sent in fabric.bytes_by_host()]
 
@@ -168,6 +173,41 @@ def bytes_of(hosts, workers, owner_of):
 def test_eight_hosts_of_even_slices_send_a_vector_and_three_quarters_each_however_many_workers_they_have():
     assert bytes_of(8, 1, lambda n: n) == [1.75] * 8
     assert bytes_of(8, 2, lambda n: n) == [1.75] * 8
+
+
+def test_units_of_a_host_and_results_are_sent_in_16_bits_and_a_unit_on_two_hosts_in_32():
+    assert bytes_of(8, 2, lambda n: n, "tree-bf16-2") == [1.75 / 2] * 8
+    assert bytes_of(2, 4, lambda n: n, "tree-bf16-4") == [0.5] * 2
+    assert bytes_of(2, 4, lambda n: 4 if n == 3 else n, "tree-bf16-4") == [1.0 + 0.25, 0.75 + 0.25]
+
+
+def test_in_a_fold_a_host_sends_its_running_sum_and_the_result_once():
+    flat = 4 * 0.5 * 2  # what two hosts of four would send slice by slice
+
+    assert bytes_of(2, 4, lambda n: n, "fold") == [1.0, 1.0] < [flat, flat]
+    assert bytes_of(4, 2, lambda n: n, "fold") == [2.0, 2.0, 1.0, 1.0]
+    assert bytes_of(2, 4, lambda n: 5 if n == 3 else n, "fold") == [1.0, 1.0], "still consecutive after a loss"
+    assert bytes_of(2, 2, lambda n: 2 if n == 0 else n, "fold") == [1.0, 2.0], "its slices are no run"
+
+
+@pytest.mark.parametrize("length", [1, 100, 5000])
+def test_a_running_sum_of_many_pieces_has_the_bits_of_the_fold(monkeypatch, length):
+    monkeypatch.setattr(chain, "PIECE_BYTES", 64)
+    of_process, terms = [0, 0, 1, 1, 2, 2, 2], {}
+    for n in range(14):
+        terms[n] = torch.randn(length, generator=torch.Generator().manual_seed(n)) * 10.0 ** (n % 5)
+    expected = torch.empty(length)
+    adding.fold(sorted(terms.items()), expected)
+
+    answers = sums_of_threads(Fabric(of_process), terms, [[2 * p, 2 * p + 1] for p in range(7)], length, order="fold")
+
+    assert all(torch.equal(answer, expected) for answer in answers)
+
+
+def test_a_chain_is_for_hosts_of_several_workers():
+    assert is_shorter((0, 0, 1, 1))
+    assert not is_shorter((0, 0, 1))
+    assert [tuple(visit) for visit in visits_of({0: 1, 1: 1, 2: 0, 5: 1})] == [(1, (0, 1)), (0, (2,)), (1, (5,))]
 
 
 def test_after_a_loss_only_the_host_that_holds_a_group_more_sends_more():
@@ -192,7 +232,7 @@ def test_adding_slices_together_that_are_no_subtree_is_found_out(monkeypatch):
     """The negative control: a host adds everything that it holds."""
     holders = {n: n // 3 for n in range(6)}
     terms, slots = some_terms(holders), [[0, 1, 2], [3, 4, 5]]
-    monkeypatch.setattr(hierarchical, "groups", lambda _: [(0, 1, 2), (3, 4, 5)])
+    monkeypatch.setattr(hierarchical, "addable", lambda *_: [(0, 1, 2), (3, 4, 5)])
 
     answers = sums_of_threads(Fabric([0, 1]), terms, slots, 3)
 

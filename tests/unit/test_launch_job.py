@@ -99,7 +99,7 @@ def test_every_option_is_said_again_but_for_the_secret():
         "run_dir": Path("d"), "gpus": "none", "health_check": "off", "metrics_port": "9", "dashboard": "8", "between_hosts": "nccl", "metrics_file": Path("m.prom"), "debug_bundles": "b", "debug_handlers": True, "log_to": ("tensorboard:t",),
     }  # fmt: skip
     words = command_line(job(**fields), faults=["kill:rank=0,step=1"]).split()
-    words += command_line(Job(script=Path("s"), settings=Settings(mtbf_s=5.0), mtbf_s=2.0)).split()
+    words += command_line(Job(script=Path("s"), settings=Settings(mtbf_s=5.0, wire="bf16"), mtbf_s=2.0)).split()
 
     assert flags - set(words) == {
         "--workers",

@@ -127,6 +127,11 @@ class CommThread:
                 f"between_hosts {its.between_hosts} is for sessions, and not for the torch.distributed backend:"
                 f" leave it at {FABRIC}"
             )
+        if its.rounds:
+            raise ConfigError(
+                "wire bf16 is for sessions, and not for the torch.distributed backend, whose scripts choose the type of"
+                " each collective: leave it at fp32"
+            )
         base = connect_messages(its.fabric, its.workers, its.ranks, rank=its.rank, store=its.store, token=its.token)
         first = tuple(map(int, its.ranks.split(","))) if its.ranks else base.members
         self.world = SeatedCommunicator(base, first[: len(first) - its.spares])

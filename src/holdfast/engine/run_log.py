@@ -16,6 +16,7 @@ from holdfast.data.plan import MiniBatch, SamplePlan
 from holdfast.engine.context import JobContext, RebuildInfo, RecoveryContext
 from holdfast.integrity.certified import ChainLink, HashedState
 from holdfast.models.slice_batching import BatchingTrial
+from holdfast.orders import base_of
 from holdfast.records.paths import media_dir, media_elsewhere_path
 from holdfast.records.types import (
     CheckpointSaved,
@@ -75,7 +76,7 @@ class RunLog:
     def started(self, plan: SamplePlan, num_buckets: int, parameters: int) -> None:
         """Training begins or resumes."""
         job, settings = self._job, self._job.settings
-        if settings.order == AUTO and job.loops.order != "fold" and not job.loops.finished:
+        if settings.order == AUTO and base_of(job.loops.order) != "fold" and not job.loops.finished:
             self.print_line(
                 f"gradients of this run are added in order {job.loops.order}, also when it is resumed (--order)"
             )

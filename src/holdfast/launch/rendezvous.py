@@ -33,6 +33,7 @@ _ALIKE = (
     "reinit_from",
     "empty_seats",
     "order",
+    "wire",
     "split",
     "batch",
     "kinds",

@@ -25,6 +25,7 @@ class PartFactories:
     schedule: str  # `"step"` or `"epoch"`: how often the scheduler is stepped
     average: Callable[[nn.Module], AveragedModel] | None  # an average of the weights, from the module of a part
     bucket_bytes: int
+    figures_apart: bool = False
 
     def part(
         self, kind: type[_Kind], what: str, module: nn.Module, *, clip_grad_norm: float | None, checked: bool
@@ -44,6 +45,7 @@ class PartFactories:
             clip_grad_norm=clip_grad_norm,
             bucket_bytes=self.bucket_bytes,
             checked=checked,
+            figures_apart=self.figures_apart,
             average=average,
         )
 

@@ -3,7 +3,8 @@
 A bucket is a flat vector: gradients of some parameters, then one *presence* number per parameter. A slice without a
 gradient for a parameter contributes -0.0, the one number that changes nothing in an addition, not even the sign of a
 zero; the sum of the presences tells whether any slice had one. The last bucket also carries the *figures*: the logged
-metrics and the model's buffers, so that they cost no message of their own.
+metrics and the model's buffers, so that they cost no message of their own. Where gradients are rounded on the wire, they
+are a bucket by themselves, which is not rounded.
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ class Bucket:
     span: SlotSpan = _NOWHERE  # in the memory of a slice
 
     @property
+    def may_be_rounded(self) -> bool:
+        """Whether an order that rounds to bfloat16 applies to this bucket, of which figures are never a part then."""
+        return self.dtype == torch.float32 and bool(self.places)
+
+    @property
     def gradients_end(self) -> int:
         """End of the gradients, and start of the presences."""
         return self.places[-1].start + self.places[-1].numel if self.places else 0
@@ -80,9 +86,12 @@ class BucketLayout:
         model: Its trainable parameters, from the last to the first, as the backward pass finishes them; its buffers.
         bucket_bytes: Maximum size of a bucket, bytes, unless a single parameter is larger.
         checked: Terms have checksums.
+        figures_apart: The figures are a bucket of their own, because gradients are rounded.
     """
 
-    def __init__(self, model: nn.Module, bucket_bytes: int, *, checked: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, bucket_bytes: int, *, checked: bool = False, figures_apart: bool = False
+    ) -> None:
         self.buffers = StepBuffers(model)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         groups = _group(named[::-1], bucket_bytes)
@@ -90,10 +99,10 @@ class BucketLayout:
         dtype = self.buffers.dtype
         device = named[-1][1].device if named else torch.device("cpu")
         layouts = [_lay_out(group) for group in groups]
-        if layouts and layouts[-1].dtype == dtype:
+        if layouts and layouts[-1].dtype == dtype and not figures_apart:
             last = layouts.pop()
             layouts.append(Bucket(last.places, last.length + figures, last.length, dtype, last.device))
-        else:  # the figures need another dtype than the gradients of the last bucket
+        else:  # for instance if they need another dtype than the gradients of the last bucket
             layouts.append(Bucket((), figures, 0, dtype, device))
         if len({b.device for b in layouts}) > 1:
             raise ConfigError(

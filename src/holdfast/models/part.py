@@ -55,6 +55,7 @@ class ModelPart:
         clip_grad_norm: float | None,
         bucket_bytes: int,
         checked: bool = False,
+        figures_apart: bool = False,
         average: AveragedModel | None = None,
     ) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class ModelPart:
         self._scaler = scaler
         self.average = average
         self._clip_grad_norm = clip_grad_norm
-        self.buckets = BucketLayout(model, bucket_bytes, checked=checked)
+        self.buckets = BucketLayout(model, bucket_bytes, checked=checked, figures_apart=figures_apart)
         self.num_buckets = len(self.buckets)
         self.size_bytes = self.buckets.size_bytes
         self.device = self.buckets.layouts[0].device

@@ -14,6 +14,7 @@ from holdfast.comm.allreduce.checksums import note_altered
 from holdfast.data.plan import MiniBatch
 from holdfast.faults.process import Injector
 from holdfast.models.part import ModelPart
+from holdfast.orders import base_of
 
 
 class ReducedBucket(NamedTuple):
@@ -75,7 +76,8 @@ class BucketReducer:
             midway: Called during the all-reduce, to carry out planned faults.
         """
         gradients, slices = self.part.gradients, sorted(owners)
-        span = self.part.buckets.layouts[bucket].span
+        layout = self.part.buckets.layouts[bucket]
+        span = layout.span
         self.adds.seal(span, len(rows))
         for rank, number in givers.items():
             self._alter_message(batch.step, rank, number, bucket, owners)
@@ -83,6 +85,7 @@ class BucketReducer:
             span,
             gradients.plan.rows(owners),
             rows=rows,
+            order=self.adds.order if layout.may_be_rounded else base_of(self.adds.order),
             mean=gradients.mean(bucket, batch, slices, rescale),
             midway=midway,
             altered=functools.partial(note_altered, self.altered, name, owners),

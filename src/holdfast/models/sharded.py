@@ -245,6 +245,7 @@ class _Flow(ModelPart):
             clip_grad_norm=clip_grad_norm,
             bucket_bytes=settings.bucket_bytes,
             checked=settings.guard_sums,
+            figures_apart=settings.rounds,
         )
         self._shards = shards
 

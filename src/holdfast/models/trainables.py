@@ -56,6 +56,7 @@ def make_trainable(
             clip_grad_norm=clip_grad_norm,
             bucket_bytes=settings.bucket_bytes,
             checked=settings.guard_sums,
+            figures_apart=settings.rounds,
             average=average,
         )
     if settings.update == "eager":
@@ -69,7 +70,12 @@ def make_trainable(
             f"a {kind} needs a function that returns an average, such as lambda m: AveragedModel(m); got an average"
         )
     makers = PartFactories(
-        optimizer=optimizer, scheduler=scheduler, schedule=schedule, average=average, bucket_bytes=settings.bucket_bytes
+        optimizer=optimizer,
+        scheduler=scheduler,
+        schedule=schedule,
+        average=average,
+        bucket_bytes=settings.bucket_bytes,
+        figures_apart=settings.rounds,
     )
     if isinstance(model, Sharded):
         return ShardedModel(model, makers, scaler, clip_grad_norm, settings)

@@ -12,7 +12,7 @@ from holdfast.comm import Communicator, VirtualCommunicator, connect, device_of
 from holdfast.comm.fabrics.registry import make_fabric
 from holdfast.comm.launchers import chosen
 from holdfast.comm.waiting import waiting
-from holdfast.config import AUTO, Settings
+from holdfast.config import Settings
 from holdfast.engine import exits
 from holdfast.engine.context import CommittedState, JobContext, LiveSettings, LoopState
 from holdfast.engine.injection import make_faults, reach_point
@@ -24,6 +24,7 @@ from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path
 from holdfast.session.launched import LaunchReport, join_launched
 from holdfast.state.manager import CheckpointManager
+from holdfast.state.order_choice import known_order
 from holdfast.torch_private import check_version
 
 
@@ -103,6 +104,6 @@ def _make_job(settings: Settings, comm: Communicator) -> JobContext:
         checkpoints=CheckpointManager(settings, background=not isinstance(comm, VirtualCommunicator)),
         first_members=comm.members or tuple(int(rank) for rank in settings.ranks.split(",")),
         committed=committed,
-        loops=LoopState(settings.slices, "" if settings.order == AUTO else settings.order),
+        loops=LoopState(settings.slices, known_order(settings)),
         live=LiveSettings.of(settings),
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.comm.allreduce.checksums import Altered, ChecksummedVector, ignore_corruption
+from holdfast.orders import UNITS, base_of, is_rounded, rounded_order, unit_of
 
 _HALF = (torch.float16, torch.bfloat16)
 _WIDE = "-wide"
@@ -50,14 +51,19 @@ class TiledSum:
         terms: ``(slice, vector)``, ascending by slice; all as long as ``out``. Those with checksums are verified.
         out: Receives the sum, and its checksums if it has any; tiles have the size of those of the terms.
         start: Offset of ``out`` in the whole vector.
-        order: One of :data:`ORDERS`. ``"fold-wide"`` and ``"tree-wide"`` also divide 16-bit floats in float32.
+        order: One of :data:`ORDERS`. ``"fold-wide"`` and ``"tree-wide"`` also divide 16-bit floats in float32; those
+            that round to bfloat16 round the result, too. Where ``out`` has 16 bits and the terms have 32, the sum is
+            rounded once.
     """
 
     def __init__(
         self, terms: Sequence[tuple[int, ChecksummedVector]], out: ChecksummedVector, start: int, order: str
     ) -> None:
         self._add = ORDERS[order]
-        self._is_wide = order.endswith(_WIDE) and out.numbers.dtype in _HALF
+        self._is_wide = out.numbers.dtype in _HALF and (
+            order.endswith(_WIDE) or is_rounded(order) or any(term.numbers.dtype == torch.float32 for _, term in terms)
+        )
+        self._is_rounded = is_rounded(order) and not self._is_wide
         self.out = out
         cut = [(number, term.split()) for number, term in terms]
         self._tiles = [
@@ -84,6 +90,8 @@ class TiledSum:
                 total[: mean.numbers - tile.start].div_(mean.divisor)
             if self._is_wide:
                 tile.out.copy_(total)  # the only rounding to 16 bits
+            elif self._is_rounded:
+                tile.out.copy_(tile.out.bfloat16())
             if tile.sealed is not None:
                 tile.sealed.seal()
 
@@ -152,10 +160,15 @@ def addable(holders: Mapping[int, int], order: str) -> list[tuple[int, ...]]:
     In ``tree`` order these are all aligned groups, in ``fold`` order the leading slices of the first owner, otherwise
     none. A slice that is added to no other forms a group of one. Groups are in slice order, and the sum of a group
     takes the position of its first slice.
+
+    In the orders that round to bfloat16, no group is larger than a unit.
     """
     if order == "tree":
         return groups(holders)
     numbers = sorted(holders)
+    if unit := unit_of(order):
+        units = (list(some) for _, some in itertools.groupby(numbers, lambda n: n // unit))
+        return [group for some in units for group in groups({n: holders[n] for n in some})]
     ahead = list(itertools.takewhile(lambda n: holders[n] == holders[numbers[0]], numbers)) if order == "fold" else []
     return [tuple(ahead)] * bool(ahead) + [(n,) for n in numbers[len(ahead) :]]
 
@@ -212,7 +225,7 @@ def plan_rows(holders: Mapping[int, int], order: str) -> RowPlan:
 
 def _additions(group: Sequence[int], order: str) -> dict[int, int]:
     """Return how often the two newest rows are added after each slice of a group, so that one row is left."""
-    if order != "tree":
+    if base_of(order) != "tree":
         return dict.fromkeys(group[1:], 1)
     found: dict[int, int] = {}
     level = [(number, number) for number in group]  # a node of the tree, and the last slice below it
@@ -263,6 +276,35 @@ def wide_tree(terms: Terms, out: torch.Tensor) -> None:
         out.copy_(total)
 
 
+def _round(numbers: torch.Tensor) -> torch.Tensor:
+    """Return float32 numbers that are those of bfloat16 nearest to these, ties to even."""
+    return numbers.bfloat16().float()
+
+
+def fold_rounded(terms: Terms, out: torch.Tensor) -> None:
+    """Add like :func:`fold` in float32, each term rounded to bfloat16; terms may be of either type."""
+    fold([(number, _round(term)) for number, term in terms], out)
+
+
+def _tree_rounded(unit: int) -> Callable[[Terms, torch.Tensor], None]:
+    """Return a function that adds like :func:`tree` in float32, the sum of each unit rounded to bfloat16.
+
+    A term may be the sum of some slices of a unit, in float32, or that of all of them, of either type.
+    """
+
+    def add(terms: Terms, out: torch.Tensor) -> None:
+        sums: list[tuple[int, torch.Tensor]] = []
+        for number, some in itertools.groupby(terms, lambda term: term[0] // unit):
+            here = [(n, term.float()) for n, term in some]
+            total = here[0][1] if len(here) == 1 else torch.empty_like(here[0][1])
+            if len(here) > 1:
+                tree(here, total)
+            sums.append((number, _round(total)))
+        tree(sums, out)
+
+    return add
+
+
 def _by(combine: Callable[..., torch.Tensor]) -> Callable[[Terms, torch.Tensor], None]:
     """Return a function that combines terms one after another with ``combine`` instead of addition."""
 
@@ -289,5 +331,7 @@ ORDERS: dict[str, Callable[[Terms, torch.Tensor], None]] = {
     "xor": _by(torch.bitwise_xor),
     "fold-wide": wide,
     "tree-wide": wide_tree,
+    rounded_order("fold", 1): fold_rounded,
+    **{rounded_order("tree", unit): _tree_rounded(unit) for unit in UNITS},
 }
 """Reduction orders by name. The session uses those that begin with ``fold`` and ``tree``, ``torch.distributed`` the others."""

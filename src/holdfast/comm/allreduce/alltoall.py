@@ -4,13 +4,16 @@
 
     my slices                        sent from where they are, each process its part of them
     add my share                     from my slices, and from the received parts of the others
-    my share                         sent to every process
+    my share                         sent to every process, or relayed
     the result                       beside the slices, or in place of the first of them
 
 Slices that an owner may add locally without changing a bit are sent as their sum
 (:func:`~holdfast.comm.allreduce.adding.addable`): in ``tree`` order an owner of many slices sends little more. Each
-process sends its own rows only: after the loss of one of N workers the vectors sent grow by 1/N, and only at the worker
-that took over its slice.
+process sends its own rows only. Where some have more rows than others, as after a loss, the shares are such that none
+sends much more than another (:mod:`~holdfast.comm.allreduce.parts`).
+
+In the orders that round to bfloat16 (:mod:`holdfast.orders`), units and results are sent in 16 bits, and only sums of
+parts of a unit in 32.
 
 Received parts lie in one buffer that all spans use in turn, of the size of the longest. It belongs to one generation:
 an operation that was abandoned after a failure may still write there, and nowhere else.
@@ -20,20 +23,34 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from holdfast.comm.allreduce.adding import MeanDivisor, TiledSum, addable
 from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, ignore_corruption, num_tiles
+from holdfast.comm.allreduce.parts import BALANCED_BYTES, Division, divide
 from holdfast.comm.allreduce.shm import LEFT_OUT, Slots, SlotSpan, aligned
 from holdfast.comm.base import Collectives
+from holdfast.orders import base_of, is_rounded, unit_of
 
 _MOST_KEPT = 512
 """Maximum number of spans whose plans are kept from step to step."""
 
 _Messages = list[tuple[int, torch.Tensor]]
+
+
+class Row(NamedTuple):
+    """What a process sends of some of its slices: their sum, of this type."""
+
+    slices: tuple[int, ...]
+    dtype: torch.dtype
+
+    def is_made(self, dtype: torch.dtype) -> bool:
+        """Return whether it has to be added, or rounded, before it is sent; otherwise it is a term, of this type."""
+        return len(self.slices) > 1 or self.dtype != dtype
 
 
 @dataclass(slots=True)
@@ -42,8 +59,8 @@ class _Plan:
 
     Args:
         slots: The slots for which it was made.
-        result: The result; its memory is not the terms'.
-        sums: The additions of groups that are sent as their sum, one for each destination.
+        result: The result as it is sent; its memory is not the terms'.
+        sums: The additions of rows that are sent as a sum, or in another type, one for each destination.
         addition: Computes the share of this process.
     """
 
@@ -55,6 +72,9 @@ class _Plan:
     take_rows: _Messages
     give_share: _Messages
     take_shares: _Messages
+    is_relayed: bool
+    give_relayed: _Messages
+    take_relayed: _Messages
 
 
 class AllToAllReduce:
@@ -102,11 +122,14 @@ class AllToAllReduce:
         midway()
         plan.addition(mean, altered)
         self._comm.sendrecv(plan.give_share, plan.take_shares)
+        if plan.is_relayed:
+            self._comm.sendrecv(plan.give_relayed, plan.take_relayed)
         if span.checked and not plan.result.is_intact():
             altered(SUM)
-        if not self.keeps_terms:
-            span.of(self._terms[0]).copy_(plan.result.numbers)
-        return self.result(span)
+        result = self.result(span)
+        if result.data_ptr() != plan.result.numbers.data_ptr():
+            result.copy_(plan.result.numbers)
+        return result
 
     def result(self, span: SlotSpan) -> torch.Tensor:
         """Return the last result; it is complete only if the all-reduce completed on this process."""
@@ -135,28 +158,32 @@ class AllToAllReduce:
         return known
 
     def _make_plan(self, span: SlotSpan, slots: Slots, order: str) -> _Plan:
-        parts, rows = _parts(span, len(slots)), _rows(slots, order)
+        rows = _rows(slots, order, span.dtype)
+        result_type = torch.bfloat16 if is_rounded(order) else span.dtype
+        division = _division(span, rows, result_type)
+        parts = division.parts
         mine, others = parts[self._me], [i for i in range(len(slots)) if i != self._me]
         terms = {n: span.vector(self._terms[slot]) for slot, n in enumerate(slots[self._me]) if n != LEFT_OUT}
-        taken = [(i, group[0]) for i in others for group in rows[i]]
-        sent = [(i, group) for i in others for group in rows[self._me]]
+        taken = [(i, row) for i in others for row in rows[i]]
+        sent = [(i, row) for i in others for row in rows[self._me]]
+        added = [(i, row) for i, row in sent if row.is_made(span.dtype)]
+        is_apart = not self.keeps_terms or is_rounded(order)
         vectors = self._divide(
             span,
-            [mine.stop - mine.start for _ in taken]
-            + [parts[i].stop - parts[i].start for i, group in sent if len(group) > 1]
-            + [span.length] * (not self.keeps_terms),
+            [(mine.stop - mine.start, row.dtype) for _, row in taken]
+            + [(parts[i].stop - parts[i].start, row.dtype) for i, row in added]
+            + [(span.length, result_type)] * is_apart,
         )
-        received = [(i, n, next(vectors)) for i, n in taken]
+        received = [(i, row.slices[0], next(vectors)) for i, row in taken]
         meeting = [(n, term[mine]) for n, term in terms.items()] + [(n, part) for _, n, part in received]
+        meeting.sort(key=lambda term: term[0])
         sums = [
-            TiledSum([(n, terms[n][parts[i]]) for n in group], next(vectors), parts[i].start, order)
-            for i, group in sent
-            if len(group) > 1
+            TiledSum([(n, terms[n][parts[i]]) for n in row.slices], next(vectors), parts[i].start, base_of(order))
+            for i, row in added
         ]
         ready = iter(sums)
-        given = [(i, next(ready).out if len(group) > 1 else terms[group[0]][parts[i]]) for i, group in sent]
-        result = span.vector(self._result_memory()) if self.keeps_terms else next(vectors)
-        meeting.sort(key=lambda term: term[0])
+        given = [(i, next(ready).out if row.is_made(span.dtype) else terms[row.slices[0]][parts[i]]) for i, row in sent]
+        result = next(vectors) if is_apart else span.vector(self._result_memory())
         return _Plan(
             slots,
             result,
@@ -164,33 +191,52 @@ class AllToAllReduce:
             sums,
             [*_messages(given), *self._tokens(parts, rows, gives=True)],
             [*_messages((i, part) for i, _, part in received), *self._tokens(parts, rows, gives=False)],
-            [*_messages((i, result[mine]) for i in others)],
-            [*_messages((i, result[parts[i]]) for i in others)],
+            *self._shares(division, result, others),
         )
 
-    def _divide(self, span: SlotSpan, lengths: Sequence[int]) -> Iterator[ChecksummedVector]:
-        """Return an iterator over vectors like those of ``span`` in the buffer, which grows if it is too small."""
-        numbers = [aligned(length * span.dtype.itemsize) for length in lengths]
-        checksums = [8 * num_tiles(length, span.tile) * span.checked for length in lengths]
+    def _shares(
+        self, division: Division, result: ChecksummedVector, others: Sequence[int]
+    ) -> tuple[_Messages, _Messages, bool, _Messages, _Messages]:
+        """Return the messages of the results: those sent and received, whether there are relays, and their messages."""
+        me, parts, relays = self._me, division.parts, division.relays
+        sources = {relay.source for relay in relays}
+        direct = [(relay.by, relay.piece) for relay in relays if relay.source == me]
+        first = [(relay.source, relay.piece) for relay in relays if relay.by == me]
+        passed = [(i, relay.piece) for relay in relays if relay.by == me for i in others if i != relay.source]
+        later = [(relay.by, relay.piece) for relay in relays if me not in (relay.by, relay.source)]
+        give = direct if me in sources else [(i, parts[me]) for i in others]
+        take = [(i, parts[i]) for i in others if i not in sources] + first
+
+        def messages(pieces: Iterable[tuple[int, slice]]) -> _Messages:
+            return list(_messages((i, result[piece]) for i, piece in pieces))
+
+        return messages(give), messages(take), bool(relays), messages(passed), messages(later)
+
+    def _divide(self, span: SlotSpan, kinds: Sequence[tuple[int, torch.dtype]]) -> Iterator[ChecksummedVector]:
+        """Return an iterator over vectors of these lengths and types in the buffer, which grows if it is too small."""
+        numbers = [aligned(length * dtype.itemsize) for length, dtype in kinds]
+        checksums = [8 * num_tiles(length, span.tile) * span.checked for length, _ in kinds]
         ends = list(itertools.accumulate(map(operator.add, numbers, map(aligned, checksums))))
         if ends and ends[-1] > self._buffer.numel():
             self._plans.clear()  # they use the old memory
             self._buffer = torch.zeros(ends[-1], dtype=torch.uint8, device=self._terms[0].device)
         buffer = self._buffer
-        for length, start, at, size in zip(lengths, [0, *ends], numbers, checksums, strict=False):
-            vector = buffer[start : start + length * span.dtype.itemsize].view(span.dtype)
+        for (length, dtype), start, at, size in zip(kinds, [0, *ends], numbers, checksums, strict=False):
+            vector = buffer[start : start + length * dtype.itemsize].view(dtype)
             sealed = buffer[start + at : start + at + size].view(torch.int64) if span.checked else None
             yield ChecksummedVector(vector, sealed, span.tile)
 
     def _tokens(self, parts: Sequence[slice], rows: Sequence[Sequence[object]], *, gives: bool) -> _Messages:
         """Return messages of a byte from the processes that would send nothing otherwise.
 
-        No process may have a result before all have begun. The first one always has a share, and receives the messages.
+        No process may have a result before all have begun. The first one with a share receives the messages.
         """
-        silent = [i for i, part in enumerate(parts) if not rows[i] and part.start == part.stop and i]
+        has_share = [part.start < part.stop for part in parts]
+        to = has_share.index(True) if any(has_share) else 0
+        silent = [i for i in range(len(parts)) if not rows[i] and not has_share[i] and i != to]
         if gives:
-            return [(0, torch.zeros(1, dtype=torch.uint8))] if self._me in silent else []
-        return [(i, torch.empty(1, dtype=torch.uint8)) for i in silent] if self._me == 0 else []
+            return [(to, torch.zeros(1, dtype=torch.uint8))] if self._me in silent else []
+        return [(i, torch.empty(1, dtype=torch.uint8)) for i in silent] if self._me == to else []
 
 
 def _messages(vectors: Iterable[tuple[int, ChecksummedVector]]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -200,16 +246,26 @@ def _messages(vectors: Iterable[tuple[int, ChecksummedVector]]) -> Iterator[tupl
             yield from ((i, message) for message in vector.messages())
 
 
-def _parts(span: SlotSpan, processes: int) -> list[slice]:
-    """Return the share of each process; the last ones may be short, or empty."""
-    chunk = -(-span.length // (processes * span.line)) * span.line
-    return [slice(min(i * chunk, span.length), min((i + 1) * chunk, span.length)) for i in range(processes)]
+def _division(span: SlotSpan, rows: Sequence[Sequence[Row]], result_type: torch.dtype) -> Division:
+    """Return the share of each process."""
+    loads = [sum(row.dtype.itemsize for row in here) / result_type.itemsize for here in rows]
+    is_long = span.length * span.dtype.itemsize >= BALANCED_BYTES
+    return divide(span.length, span.line, loads, balanced=is_long)
 
 
-def _rows(slots: Slots, order: str) -> list[list[tuple[int, ...]]]:
+def _rows(slots: Slots, order: str, dtype: torch.dtype) -> list[list[Row]]:
     """Return the rows that each process sends: slices, and groups of slices that it adds locally."""
     holders = {n: process for process, held in enumerate(slots) for n in held if n != LEFT_OUT}
-    rows: list[list[tuple[int, ...]]] = [[] for _ in slots]
+    rows: list[list[Row]] = [[] for _ in slots]
     for group in addable(holders, order):
-        rows[holders[group[0]]].append(group)
+        rows[holders[group[0]]].append(Row(group, row_type(group, holders, order, dtype)))
     return rows
+
+
+def row_type(group: tuple[int, ...], slices: Mapping[int, int], order: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which the sum of a group is sent: 16 bits if it is a unit, all of its ``slices``, to be rounded."""
+    unit = unit_of(order)
+    if not unit:
+        return dtype
+    first = group[0] // unit * unit
+    return torch.bfloat16 if sum(n in slices for n in range(first, first + unit)) == len(group) else dtype

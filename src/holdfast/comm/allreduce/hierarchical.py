@@ -1,7 +1,7 @@
 """All-reduce between hosts: shared memory on each host, and between hosts only sums that cannot be reduced further.
 
-Only in ``tree`` order, whose aligned groups of slices can be added by the host that owns them all
-(:func:`~holdfast.comm.allreduce.adding.groups`)::
+Only in the orders of a tree, whose aligned groups of slices can be added by the host that owns them all
+(:func:`~holdfast.comm.allreduce.adding.addable`)::
 
     each worker's terms lie in its own segments          no other process writes them
     barrier A                                            all terms are there
@@ -18,7 +18,8 @@ worker waits for another of its own host between A and B.
 
 With ``H`` hosts and vectors of ``B`` bytes a host sends ``g * B * (H - 1) / H`` bytes of sums, where ``g`` is the
 number of groups that it holds, and ``B * (H - 1) / H`` of results: ``1.75 * B`` for 8 hosts whose slices form one
-group each. After a loss only the hosts that then hold more groups send more.
+group each. After a loss only the hosts that then hold more groups send more. Where the order rounds units to bfloat16,
+the sums of whole units and the results are sent in 16 bits.
 
 Correctness after failures and late wake-ups rests on the same rules as in :mod:`~holdfast.comm.allreduce.shm`: one
 writer per share, terms that no other process writes, new memory in every generation.
@@ -33,22 +34,23 @@ from typing import NamedTuple, cast
 
 import torch
 
-from holdfast.comm.allreduce.adding import MeanDivisor, TiledSum, groups
+from holdfast.comm.allreduce.adding import MeanDivisor, TiledSum, addable
+from holdfast.comm.allreduce.alltoall import Row, row_type
 from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, ignore_corruption, num_tiles
 from holdfast.comm.allreduce.host_barrier import HostBarrier
 from holdfast.comm.allreduce.mover import Mover, RoundMover
 from holdfast.comm.allreduce.shm import LEFT_OUT, MAX_INTEGERS, HostMemory, Slots, SlotSpan
 from holdfast.comm.base import Collectives, Round
 from holdfast.errors import ScriptError
+from holdfast.orders import base_of, is_rounded
 
 ORDER_BETWEEN_HOSTS = "tree"
-"""The order in which a host may add its slices before sending."""
+"""The order in which a host may add its slices before sending, also if units are rounded."""
 
 ROUND_BYTES = 2 << 20
 """Least bytes of a part that is exchanged in a round of its own. Additions take place while other rounds are on their way."""
 
 _Messages = list[tuple[int, torch.Tensor]]
-_Group = tuple[int, ...]
 _Terms = dict[int, ChecksummedVector]
 
 
@@ -79,6 +81,7 @@ class _Round:
     give_results: list[tuple[list[int], torch.Tensor]] = field(default_factory=list)
     take_results: _Messages = field(default_factory=list)
     taken: list[ChecksummedVector] = field(default_factory=list)
+    unpacked: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def messages(self) -> Round:
         """Return what is sent and received."""
@@ -94,6 +97,15 @@ class _Plan(NamedTuple):
     messages: list[Round]
 
 
+class _Sums(NamedTuple):
+    """What the plan of a span is made of: its order, the terms of this host, and the rows that each host sends."""
+
+    span: SlotSpan
+    order: str
+    terms: _Terms
+    rows: list[list[Row]]
+
+
 class HierarchicalReduce:
     """The all-reduce for processes on several hosts, each of which has shared memory.
 
@@ -104,6 +116,9 @@ class HierarchicalReduce:
         mover: Moves sums and results between hosts.
     """
 
+    order = ORDER_BETWEEN_HOSTS
+    """The order of its additions, with or without the rounding of units."""
+
     def __init__(self, comm: Collectives, hosts: Sequence[int], memory: HostMemory, mover: Mover) -> None:
         self._hosts = hosts
         self._memory = memory
@@ -111,7 +126,7 @@ class HierarchicalReduce:
         self._barrier = HostBarrier(comm, hosts, memory)
         self._mover = mover
         self._most_rounds = mover.most_rounds if isinstance(mover, RoundMover) else 1
-        self._plans: dict[SlotSpan, _Plan] = {}
+        self._plans: dict[tuple[SlotSpan, str], _Plan] = {}
 
     def __call__(
         self,
@@ -123,8 +138,8 @@ class HierarchicalReduce:
         altered: Altered = ignore_corruption,
     ) -> torch.Tensor:
         """Return the reduced vector; see :class:`~holdfast.comm.allreduce.ordered.OrderedAllReduce`."""
-        assert order == ORDER_BETWEEN_HOSTS, order
-        plan = self._get_plan(span, slots)
+        assert base_of(order) == self.order, order
+        plan = self._get_plan(span, slots, order)
         self.check_same(span)  # A: all terms are there
         midway()
         for addition in (addition for part in plan.rounds for addition in part.own):
@@ -143,6 +158,8 @@ class HierarchicalReduce:
             self._mover.gather(only.give_results, only.take_results)
         if not all(result.is_intact() for part in plan.rounds for result in part.taken):
             altered(SUM)
+        for packed, result in (pair for part in plan.rounds for pair in part.unpacked):
+            result.copy_(packed)
         self._barrier()  # B: all shares are there, on all hosts
         return self.result(span)
 
@@ -167,94 +184,108 @@ class HierarchicalReduce:
 
     # -- the plan: additions and messages
 
-    def _get_plan(self, span: SlotSpan, slots: Slots) -> _Plan:
-        known = self._plans.get(span)
+    def _get_plan(self, span: SlotSpan, slots: Slots, order: str) -> _Plan:
+        known = self._plans.get((span, order))
         if known is None or (known.slots is not slots and known.slots != slots):
-            known = self._plans[span] = self._make_plan(span, slots)
+            known = self._plans[span, order] = self._make_plan(span, slots, order)
         return known
 
-    def _make_plan(self, span: SlotSpan, slots: Slots) -> _Plan:
+    def _make_plan(self, span: SlotSpan, slots: Slots, order: str) -> _Plan:
         host = self._hosts[self._me]
-        places = {
-            n: (process, row) for process, held in enumerate(slots) for row, n in enumerate(held) if n != LEFT_OUT
-        }
-        holders = {n: self._hosts[process] for n, (process, _) in places.items()}
-        of_host: list[list[_Group]] = [[] for _ in set(self._hosts)]
-        for group in groups(holders):
-            of_host[holders[group[0]]].append(group)
-        terms = {
-            n: span.vector(self._memory.terms[p][row]) for n, (p, row) in sorted(places.items()) if holders[n] == host
-        }
+        sums = self._sums(span, slots, order)
         cut = list(pieces(self._hosts, span.length, span.line))
         rounds = [_Round() for _ in range(self._num_rounds(span, cut))]
         parts = ((n, part) for piece in cut for n, part in enumerate(piece.divided(len(rounds), span.line)))
         for number, piece in parts:
             if piece.workers[host] == self._me and piece.finisher == host:
-                self._finish(rounds[number], span, piece, terms, of_host)
+                self._finish(rounds[number], piece, sums)
             elif piece.workers[host] == self._me:
-                self._reduce_host(rounds[number], span, piece, terms, of_host[host])
+                self._reduce_host(rounds[number], piece, sums)
         return _Plan(slots, rounds, [part.messages() for part in rounds])
+
+    def _sums(self, span: SlotSpan, slots: Slots, order: str) -> _Sums:
+        places = {
+            n: (process, row) for process, held in enumerate(slots) for row, n in enumerate(held) if n != LEFT_OUT
+        }
+        holders = {n: self._hosts[process] for n, (process, _) in places.items()}
+        rows: list[list[Row]] = [[] for _ in set(self._hosts)]
+        for group in addable(holders, order):
+            rows[holders[group[0]]].append(Row(group, row_type(group, holders, order, span.dtype)))
+        mine = self._hosts[self._me]
+        terms = {
+            n: span.vector(self._memory.terms[p][row]) for n, (p, row) in sorted(places.items()) if holders[n] == mine
+        }
+        return _Sums(span, order, terms, rows)
 
     def _num_rounds(self, span: SlotSpan, cut: Sequence[ReducePiece]) -> int:
         """Return in how many rounds all processes exchange a vector."""
         largest = max((piece.part.stop - piece.part.start for piece in cut), default=0)
         return max(1, min(self._most_rounds, largest * span.dtype.itemsize // ROUND_BYTES))
 
-    def _reduce_host(self, plan: _Round, span: SlotSpan, piece: ReducePiece, terms: _Terms, mine: list[_Group]) -> None:
+    def _reduce_host(self, plan: _Round, piece: ReducePiece, sums: _Sums) -> None:
         """Add the groups of this host, send the sums to the worker that finishes the piece, and receive the result."""
+        span, _, terms, rows = sums
+        mine = rows[self._hosts[self._me]]
         peer, part = piece.workers[piece.finisher], piece.part
-        if len(mine) == 1 and len(mine[0]) == 1:  # nothing to add: it is sent from where it is, as the only row
-            plan.give_sums += [(peer, message[None]) for message in terms[mine[0][0]][part].messages()]
-        elif mine:
-            sums = _rows(mine, span, part)
-            for i, group in enumerate(mine):
-                group_terms = [(n, terms[n][part]) for n in group]
-                plan.own.append(TiledSum(group_terms, _row(sums, i), part.start, ORDER_BETWEEN_HOSTS))
-            plan.give_sums += [(peer, message) for message in sums.messages()]
-        result = _result(span, span.of(self._memory.result)[part])
+        if len(mine) == 1 and len(mine[0].slices) == 1 and mine[0].dtype == span.dtype:
+            # Nothing to add: it is sent from where it is, as the only row.
+            plan.give_sums += [(peer, message[None]) for message in terms[mine[0].slices[0]][part].messages()]
+        else:
+            received, messages = _memory_of(mine, span, part)
+            for (slices, _), out in zip(mine, received, strict=True):
+                group_terms = [(n, terms[n][part]) for n in slices]
+                plan.own.append(TiledSum(group_terms, out, part.start, ORDER_BETWEEN_HOSTS))
+            plan.give_sums += [(peer, message) for message in messages]
+        result = self._result(plan, piece, sums)
         plan.take_results += [(peer, message) for message in result.messages()]
         plan.taken.append(result)
 
-    def _finish(
-        self,
-        plan: _Round,
-        span: SlotSpan,
-        piece: ReducePiece,
-        terms: dict[int, ChecksummedVector],
-        of_host: list[list[tuple[int, ...]]],
-    ) -> None:
+    def _finish(self, plan: _Round, piece: ReducePiece, sums: _Sums) -> None:
         """Receive the sums of other hosts, add them and the slices of this one, and send the result to all hosts."""
-        meeting = [(n, term[piece.part]) for n, term in terms.items()]
-        out = _result(span, span.of(self._memory.result)[piece.part])
+        meeting = [(n, term[piece.part]) for n, term in sums.terms.items()]
+        out = self._result(plan, piece, sums)
         others = [worker for host, worker in enumerate(piece.workers) if host != piece.finisher]
         plan.give_results += [(others, message) for message in out.messages()]
-        for host, (peer, theirs) in enumerate(zip(piece.workers, of_host, strict=True)):
+        for host, (peer, theirs) in enumerate(zip(piece.workers, sums.rows, strict=True)):
             if host == piece.finisher:
                 continue
-            if theirs:
-                sums = _rows(theirs, span, piece.part)
-                plan.take_sums += [(peer, message) for message in sums.messages()]
-                # A group's sum takes the place of one of its slices: no other slice is added before it is complete.
-                meeting += [(group[0], _row(sums, i)) for i, group in enumerate(theirs)]
+            received, messages = _memory_of(theirs, sums.span, piece.part)
+            plan.take_sums += [(peer, message) for message in messages]
+            # A group's sum takes the place of one of its slices: no other slice is added before it is complete.
+            meeting += [(row.slices[0], vector) for row, vector in zip(theirs, received, strict=True)]
         meeting.sort(key=lambda term: term[0])
-        plan.finish.append(TiledSum(meeting, out, piece.part.start, ORDER_BETWEEN_HOSTS))
+        plan.finish.append(TiledSum(meeting, out, piece.part.start, sums.order))
+
+    def _result(self, plan: _Round, piece: ReducePiece, sums: _Sums) -> ChecksummedVector:
+        """Return a part of the result as it is sent to other hosts, with memory for its checksums.
+
+        It is the memory of the result, or has 16 bits and is copied there at the end.
+        """
+        span, result = sums.span, sums.span.of(self._memory.result)[piece.part]
+        numbers = result
+        if is_rounded(sums.order):
+            numbers = torch.zeros(len(result), dtype=torch.bfloat16)
+            plan.unpacked.append((numbers, result))
+        tiles = num_tiles(len(result), span.tile)
+        return ChecksummedVector(numbers, torch.zeros(tiles, dtype=torch.int64) if span.checked else None, span.tile)
 
 
-def _rows(of: Sequence[object], span: SlotSpan, part: slice) -> ChecksummedVector:
-    """Return zeroed memory for one row of numbers per element of ``of``, and for their checksums."""
+def _memory_of(rows: Sequence[Row], span: SlotSpan, part: slice) -> tuple[list[ChecksummedVector], list[torch.Tensor]]:
+    """Return zeroed memory for a part of each row, and the messages that carry it: those of a type are one message."""
     length = part.stop - part.start
-    checksums = torch.zeros(len(of), num_tiles(length, span.tile), dtype=torch.int64) if span.checked else None
-    return ChecksummedVector(torch.zeros(len(of), length, dtype=span.dtype), checksums, span.tile)
+    vectors: dict[Row, ChecksummedVector] = {}
+    messages: list[torch.Tensor] = []
+    for dtype in dict.fromkeys(row.dtype for row in rows):
+        alike = [row for row in rows if row.dtype == dtype]
+        checksums = torch.zeros(len(alike), num_tiles(length, span.tile), dtype=torch.int64) if span.checked else None
+        block = ChecksummedVector(torch.zeros(len(alike), length, dtype=dtype), checksums, span.tile)
+        vectors |= {row: _row(block, i) for i, row in enumerate(alike)}
+        messages += block.messages()
+    return [vectors[row] for row in rows], messages
 
 
 def _row(rows: ChecksummedVector, i: int) -> ChecksummedVector:
     return ChecksummedVector(rows.numbers[i], None if rows.checksums is None else rows.checksums[i], rows.tile)
-
-
-def _result(span: SlotSpan, numbers: torch.Tensor) -> ChecksummedVector:
-    """Return a part of the result, with memory for the checksums that are sent with it to other hosts."""
-    tiles = num_tiles(numbers.numel(), span.tile)
-    return ChecksummedVector(numbers, torch.zeros(tiles, dtype=torch.int64) if span.checked else None, span.tile)
 
 
 def pieces(hosts: Sequence[int], length: int, line: int) -> Iterator[ReducePiece]:

@@ -1,8 +1,9 @@
 """The deterministic all-reduce: the same bits whichever ranks own the slices, and however many workers are alive.
 
 The transport depends on the members, and changes no bit: shared memory among the workers of one host
-(:mod:`~holdfast.comm.allreduce.shm`); in ``tree`` order shared memory on each host, then messages between hosts
-(:mod:`~holdfast.comm.allreduce.hierarchical`); otherwise messages (:mod:`~holdfast.comm.allreduce.alltoall`).
+(:mod:`~holdfast.comm.allreduce.shm`); shared memory on each host, then messages between hosts, of sums
+(:mod:`~holdfast.comm.allreduce.hierarchical`) or in ``fold`` order of a running sum
+(:mod:`~holdfast.comm.allreduce.chain`); otherwise messages (:mod:`~holdfast.comm.allreduce.alltoall`).
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import torch
 
 from holdfast.comm.allreduce.adding import MeanDivisor
 from holdfast.comm.allreduce.alltoall import AllToAllReduce
+from holdfast.comm.allreduce.chain import ORDER_IN_CHAIN, ChainReduce, is_shorter
 from holdfast.comm.allreduce.checksums import SUM, Altered, Midway, ignore_corruption
 from holdfast.comm.allreduce.hierarchical import ORDER_BETWEEN_HOSTS, HierarchicalReduce
 from holdfast.comm.allreduce.mover import MakeMover, Mover, fabric_mover
 from holdfast.comm.allreduce.shm import ALIGN, LEFT_OUT, MemoryExchange, SharedMemoryReduce, Slots, SlotSpan, sum_alone
 from holdfast.comm.base import Collectives
 from holdfast.comm.memory import OpenSegments, SharedSegment, free_bytes
+from holdfast.orders import base_of
 
 __all__ = ["SUM", "MeanDivisor", "OrderedAllReduce", "SlotSpan"]
 
@@ -208,7 +211,7 @@ class OrderedAllReduce:
 
     def _choose_path(self, slots: Slots, order: str) -> Path:
         path = self._path_of_generation(slots)
-        if isinstance(path, HierarchicalReduce) and order != ORDER_BETWEEN_HOSTS:
+        if isinstance(path, HierarchicalReduce) and not _adds_in(path, order):
             return AllToAllReduce(self._comm, self._room, self._size_bytes)  # for this call only
         return path
 
@@ -240,15 +243,17 @@ class OrderedAllReduce:
         why = f"tensors are on {self._device}"
         if self._device.type == "cpu" and self._shared_bytes:  # the same on every process
             known = MemoryExchange(self._comm, self._segments, self._size_bytes, self._opened)
-            if not known.is_one_host and self.order != ORDER_BETWEEN_HOSTS:
+            between = between_hosts(self.order, known.hosts)
+            if not known.is_one_host and between is None:
                 return AllToAllReduce(self._comm, self._room, self._size_bytes), none  # expected, no warning
             memory = known.open()
             if not isinstance(memory, str):
                 if known.is_one_host:
                     made: Path = SharedMemoryReduce(self._comm, memory)
                 else:
+                    assert between is not None
                     self._mover = self._mover or self._make_mover(self._comm, known.hosts)
-                    made = HierarchicalReduce(self._comm, known.hosts, memory, self._mover)
+                    made = between(self._comm, known.hosts, memory, self._mover)
                 return made, [len(row.slots) for row in known.told]
             why = memory
         self._warn(why)
@@ -275,3 +280,15 @@ class OrderedAllReduce:
         groups = self._comm.num_processes // len(self._comm.processes)
         if 0 < self._shared_bytes < wanted or (self._comm.num_processes + groups) * self._size_bytes > free_bytes():
             raise OSError(errno.ENOMEM, "not enough shared memory")
+
+
+def _adds_in(path: HierarchicalReduce, order: str) -> bool:
+    """Return whether a transport between hosts adds in an order; a chain cannot round."""
+    return order == path.order or (path.order == ORDER_BETWEEN_HOSTS and base_of(order) == path.order)
+
+
+def between_hosts(order: str, hosts: Sequence[int]) -> type[HierarchicalReduce] | None:
+    """Return the transport between hosts that have shared memory; None if they send messages as if they had none."""
+    if base_of(order) == ORDER_BETWEEN_HOSTS:
+        return HierarchicalReduce
+    return ChainReduce if order == ORDER_IN_CHAIN and is_shorter(hosts) else None

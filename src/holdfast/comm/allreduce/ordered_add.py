@@ -17,6 +17,7 @@ import torch
 from holdfast.comm.allreduce.adding import ORDERS, MeanDivisor, Terms
 from holdfast.comm.allreduce.checksums import Altered, ChecksummedVector, ignore_corruption
 from holdfast.device_errors import DeviceFailure, classify
+from holdfast.orders import is_rounded
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 """Whether the kernel can be compiled; wheels of torch for CUDA bring Triton with them."""
@@ -113,6 +114,8 @@ def add_by_torch(terms: Terms, out: torch.Tensor, order: str, mean: MeanDivisor 
     ORDERS[order](terms, out)
     if mean is not None and mean.numbers > 0:
         divide(out[: mean.numbers], mean.divisor)
+    if is_rounded(order) and out.dtype == torch.float32:
+        out.copy_(out.bfloat16())
 
 
 def divide(numbers: torch.Tensor, divisor: float) -> None:
