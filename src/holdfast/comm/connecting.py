@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from holdfast.comm.base import Communicator, MessageCommunicator
 from holdfast.comm.fabrics.base import Endpoint
@@ -11,7 +12,19 @@ from holdfast.comm.launchers import chosen, others_started
 from holdfast.errors import ConfigError
 
 
-def connect(fabric: str, workers: int, ranks: str, *, rank: int = -1, store: str = "", token: str = "") -> Communicator:
+HasEnded = Callable[[int], bool] | None
+
+
+def connect(
+    fabric: str,
+    workers: int,
+    ranks: str,
+    *,
+    rank: int = -1,
+    store: str = "",
+    token: str = "",
+    has_ended: HasEnded = None,
+) -> Communicator:
     """Return the communicator of this process.
 
     Args:
@@ -22,20 +35,28 @@ def connect(fabric: str, workers: int, ranks: str, *, rank: int = -1, store: str
         rank: This worker's rank; required by ``gloo``.
         store: URL of the membership store; required by ``gloo``.
         token: Access token of the store.
+        has_ended: Returns whether a worker has ended, as far as is known; see :class:`~holdfast.comm.fabrics.base.Endpoint`.
 
     Raises:
         ConfigError: if the fabric cannot work here; or if none was given, and another launcher started this process as
             one of several. Each would train alone, and all would save to the same place.
     """
     name = chosen(fabric)
-    endpoint = _endpoint(workers, ranks, rank, store, token)
+    endpoint = _endpoint(workers, ranks, rank, store, token, has_ended)
     if not fabric and name == "virtual" and (said := others_started(os.environ)):
         raise ConfigError(said)
     return make_fabric(name).connect(endpoint)
 
 
 def connect_messages(
-    fabric: str, workers: int, ranks: str, *, rank: int = -1, store: str = "", token: str = ""
+    fabric: str,
+    workers: int,
+    ranks: str,
+    *,
+    rank: int = -1,
+    store: str = "",
+    token: str = "",
+    has_ended: HasEnded = None,
 ) -> MessageCommunicator:
     """Return the communicator of this process for the ``torch.distributed`` backend.
 
@@ -44,11 +65,11 @@ def connect_messages(
     Raises:
         ConfigError: if the fabric cannot work here, or has no such communicator.
     """
-    return make_fabric(fabric or DEFAULT).connect_messages(_endpoint(workers, ranks, rank, store, token))
+    return make_fabric(fabric or DEFAULT).connect_messages(_endpoint(workers, ranks, rank, store, token, has_ended))
 
 
-def _endpoint(workers: int, ranks: str, rank: int, store: str, token: str) -> Endpoint:
+def _endpoint(workers: int, ranks: str, rank: int, store: str, token: str, has_ended: HasEnded) -> Endpoint:
     numbers = [int(number) for number in ranks.split(",")] if ranks else None
     if numbers is not None and numbers != sorted(set(numbers)):
         raise ConfigError(f"ranks must be ascending, each once, got {ranks}")
-    return Endpoint(workers=workers, ranks=numbers, rank=rank, store=store, token=token)
+    return Endpoint(workers=workers, ranks=numbers, rank=rank, store=store, token=token, has_ended=has_ended)

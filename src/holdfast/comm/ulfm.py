@@ -27,6 +27,7 @@ from holdfast.comm.base import (
 )
 from holdfast.comm.launchers import has_ulfm, under_mpirun
 from holdfast.comm.memory import as_bytes
+from holdfast.comm.pmix import report_ended
 from holdfast.comm.waiting import waiting
 from holdfast.errors import ConfigError, PeerFailed
 from holdfast.recovery.messages import Note, Progress
@@ -40,6 +41,9 @@ _QUIET_S = 0.03
 
 _LOOK_EVERY_S = 1e-3
 """Interval at which a worker that waits for a peer checks for failures of other workers."""
+
+_PROBES = 64
+"""Probes after MPI was told of a failure; it handles events in every eighth call, so it knows by then."""
 
 
 def _load_mpi() -> Any:
@@ -64,16 +68,21 @@ def _load_mpi() -> Any:
 
 
 class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
-    """The workers that ``mpirun --with-ft ulfm`` started, with ``ranks`` or 0, 1, 2, ...; the creating thread owns MPI.
+    """The workers that ``mpirun --with-ft ulfm`` started; the creating thread owns MPI.
 
-    ``ConfigError`` if this process was not started by mpirun with fault tolerance, or mpi4py is missing.
+    Args:
+        ranks: Their ranks, ascending; None: 0, 1, 2, ...
+        has_ended: Whether the process of a rank is known to be ending, before MPI knows; see :class:`Endpoint`.
+
+    Raises:
+        ConfigError: if this process was not started by mpirun with fault tolerance, or mpi4py is missing.
     """
 
     _owned = "MPI"
     members: tuple[int, ...] = ()
     generation: int = 0
 
-    def __init__(self, ranks: Sequence[int] | None = None) -> None:
+    def __init__(self, ranks: Sequence[int] | None = None, has_ended: Callable[[int], bool] | None = None) -> None:
         self._mpi = _load_mpi()
         self._mpi.COMM_WORLD.Set_errhandler(self._mpi.ERRORS_RETURN)
         try:
@@ -86,6 +95,8 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
             raise ConfigError(f"got {len(world)} ranks {world} for {self._comm.size} MPI processes: give each one")
         self._world = self.members = world
         self._be(world[self._comm.rank])
+        self._has_ended = has_ended
+        self._reported: set[int] = {self._me}  # MPI was told that they have ended, or need not be
         self._shrunk_s = -_SECOND_DEATH_WITHIN_S
         self._abandoned: list[Message] = []  # MPI may still use their memory
         self._posted: list[Message] = []
@@ -160,11 +171,27 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
     def check_failures(self) -> None:
         """Let MPI progress and check for failures; see :meth:`Exchange.check_failures`."""
         # Once a member has failed, MPI returns an error for a probe from any source.
-        self._collective(self._comm.Iprobe, self._mpi.ANY_SOURCE, NOBODYS_TAG)
+        for _ in range(_PROBES if self._report_ended() else 1):
+            self._collective(self._comm.Iprobe, self._mpi.ANY_SOURCE, NOBODYS_TAG)
+
+    def _report_ended(self) -> bool:
+        """Tell MPI which members have ended, before mpirun does: agree and shrink wait until it knows.
+
+        Only MPI's own errors begin a recovery, so a notice that MPI does not confirm changes nothing.
+
+        Returns:
+            Whether MPI was told of any.
+        """
+        if self._has_ended is None:
+            return False
+        new = [rank for rank in self.members if rank not in self._reported and self._has_ended(rank)]
+        self._reported.update(new)
+        return any([report_ended(self._world.index(rank)) for rank in new])
 
     def agree(self, flag: bool) -> bool:
         """Return the AND of all flags; an agreement that reports a failure counts as False."""
         self._check_thread()
+        self._report_ended()
         try:
             with waiting:
                 return self._comm.Agree(int(flag)) == 1
@@ -191,6 +218,7 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
         now_s = time.monotonic()
         if now_s - self._shrunk_s < _SECOND_DEATH_WITHIN_S:
             time.sleep(_QUIET_S)
+        self._report_ended()
         try:
             with waiting:
                 comm = self._comm.Shrink()
@@ -280,6 +308,7 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
     def is_revoked(self) -> bool:
         """Return whether a peer has revoked this generation; lets MPI progress."""
         self._check_thread()
+        self._report_ended()
         try:
             self._comm.Iprobe(self._mpi.ANY_SOURCE, NOBODYS_TAG)
         except self._mpi.Exception:
