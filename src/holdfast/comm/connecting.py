@@ -11,7 +11,6 @@ from holdfast.comm.fabrics.registry import DEFAULT, make_fabric
 from holdfast.comm.launchers import chosen, others_started
 from holdfast.errors import ConfigError
 
-
 HasEnded = Callable[[int], bool] | None
 
 
