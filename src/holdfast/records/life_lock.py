@@ -31,9 +31,6 @@ _IS_EXITING = 0x4
 _FLAGS = 5
 """Number of the flags among the fields after the state."""
 
-_held: list[mmap.mmap] = []
-"""Memory of the locks of this process. The C library links them to each other, so none may be freed."""
-
 
 def hold_life_lock(memory: mmap.mmap, at: int) -> None:
     """Take a lock in shared memory and keep it until this process ends; ``at`` is divisible by 8.
@@ -51,7 +48,8 @@ def hold_life_lock(memory: mmap.mmap, at: int) -> None:
     library.pthread_mutexattr_setrobust(attributes, 1)
     if library.pthread_mutex_init(place, attributes) == 0:
         library.pthread_mutex_lock(place)
-        _held.append(memory)
+        # Never unmapped, not even when the interpreter ends: the C library links the locks of a thread to each other.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 
 
 class PeerLocks:
