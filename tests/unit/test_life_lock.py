@@ -49,6 +49,10 @@ class Worker:
         self.process.communicate()
 
 
+def has_ended(locks, rank):
+    return locks.core_of_end(rank) is not None
+
+
 def wait_for(is_so):
     ends_s = time.monotonic() + DEADLINE_S
     while not is_so():
@@ -59,26 +63,26 @@ def wait_for(is_so):
 def test_a_killed_process_has_ended_before_anything_waits_for_it(tmp_path):
     locks = Beacon.peer_locks(tmp_path)
     with Worker(tmp_path, 0) as killed, Worker(tmp_path, 1):
-        assert not locks.has_ended(0)
+        assert not has_ended(locks, 0)
 
         killed.process.kill()
 
-        wait_for(lambda: locks.has_ended(0))
-        assert not locks.has_ended(1)
+        wait_for(lambda: has_ended(locks, 0))
+        assert not has_ended(locks, 1)
         killed.process.wait()
-        assert locks.has_ended(0)
+        assert has_ended(locks, 0)
 
 
 @pytest.mark.parametrize("last", ["sys.exit(0)", "os._exit(3)", "os.abort()", "raise OSError"])
 def test_any_other_end_is_noted_too(tmp_path, last):
     locks = Beacon.peer_locks(tmp_path)
     with Worker(tmp_path, 0, last=f"sys.stderr.close()\n{last}") as ending:
-        assert not locks.has_ended(0)
+        assert not has_ended(locks, 0)
 
         ending.process.stdin.write("\n")
         ending.process.stdin.flush()
 
-        wait_for(lambda: locks.has_ended(0))
+        wait_for(lambda: has_ended(locks, 0))
 
 
 def test_a_stopped_process_has_not_ended(tmp_path):
@@ -87,7 +91,7 @@ def test_a_stopped_process_has_not_ended(tmp_path):
         stopped.process.send_signal(signal.SIGSTOP)
         time.sleep(0.05)
 
-        assert not locks.has_ended(0)
+        assert not has_ended(locks, 0)
 
 
 def test_neither_a_forked_child_nor_a_thread_that_ends_releases_the_lock(tmp_path):
@@ -103,7 +107,7 @@ thread.join()
 """
     locks = Beacon.peer_locks(tmp_path)
     with Worker(tmp_path, 0, then):
-        assert not locks.has_ended(0)
+        assert not has_ended(locks, 0)
 
 
 @pytest.mark.parametrize(
@@ -127,16 +131,16 @@ def test_a_process_that_goes_on_is_not_taken_for_ended_though_its_lock_says_so(t
 
         wait_for(lambda: struct.unpack_from("<I", beacon.read_bytes(), Beacon._LOCK_AT)[0] & 0x40000000)
 
-        assert not locks.has_ended(0)
+        assert not has_ended(locks, 0)
         alive.process.kill()
-        wait_for(lambda: locks.has_ended(0))
+        wait_for(lambda: has_ended(locks, 0))
 
 
 def test_nothing_is_known_of_a_worker_without_a_lock(tmp_path):
     Beacon(beacon_path(tmp_path, 0)).mark("forward", 1)
     beacon_path(tmp_path, 1).touch()
 
-    assert [Beacon.peer_locks(tmp_path).has_ended(rank) for rank in (0, 1, 2)] == [False, False, False]
+    assert [Beacon.peer_locks(tmp_path).core_of_end(rank) for rank in (0, 1, 2)] == [None, None, None]
 
 
 def test_a_thread_that_may_end_before_its_process_takes_no_lock():

@@ -25,6 +25,7 @@ from holdfast.comm.base import (
     Placed,
     SingleRankCommunicator,
 )
+from holdfast.comm.busy_cores import BusyCores
 from holdfast.comm.launchers import has_ulfm, under_mpirun
 from holdfast.comm.memory import as_bytes
 from holdfast.comm.pmix import report_ended
@@ -72,7 +73,7 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
 
     Args:
         ranks: Their ranks, ascending; None: 0, 1, 2, ...
-        has_ended: Whether the process of a rank is known to be ending, before MPI knows; see :class:`Endpoint`.
+        core_of_end: Returns whether and where the process of a rank ends, before MPI knows; see :class:`Endpoint`.
 
     Raises:
         ConfigError: if this process was not started by mpirun with fault tolerance, or mpi4py is missing.
@@ -82,7 +83,9 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
     members: tuple[int, ...] = ()
     generation: int = 0
 
-    def __init__(self, ranks: Sequence[int] | None = None, has_ended: Callable[[int], bool] | None = None) -> None:
+    def __init__(
+        self, ranks: Sequence[int] | None = None, core_of_end: Callable[[int], int | None] | None = None
+    ) -> None:
         self._mpi = _load_mpi()
         self._mpi.COMM_WORLD.Set_errhandler(self._mpi.ERRORS_RETURN)
         try:
@@ -95,8 +98,9 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
             raise ConfigError(f"got {len(world)} ranks {world} for {self._comm.size} MPI processes: give each one")
         self._world = self.members = world
         self._be(world[self._comm.rank])
-        self._has_ended = has_ended
+        self._core_of_end = core_of_end
         self._reported: set[int] = {self._me}  # MPI was told that they have ended, or need not be
+        self._busy_cores = BusyCores()
         self._shrunk_s = -_SECOND_DEATH_WITHIN_S
         self._abandoned: list[Message] = []  # MPI may still use their memory
         self._posted: list[Message] = []
@@ -157,7 +161,8 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
         mine = np.zeros((len(self._world), 5), dtype=np.int64)
         mine[self._world.index(self._me)] = (1, progress.completed, progress.computed, progress.flags, progress.heard)
         result = np.empty_like(mine)
-        self._collective(self._comm.Allreduce, mine, result, self._mpi.SUM)
+        with self._busy_cores:
+            self._collective(self._comm.Allreduce, mine, result, self._mpi.SUM)
         return {
             rank: Progress(int(completed), bool(computed), Note(int(flags)), int(heard))
             for rank, (alive, completed, computed, flags, heard) in zip(self._world, result, strict=True)
@@ -171,8 +176,14 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
     def check_failures(self) -> None:
         """Let MPI progress and check for failures; see :meth:`Exchange.check_failures`."""
         # Once a member has failed, MPI returns an error for a probe from any source.
-        for _ in range(_PROBES if self._report_ended() else 1):
-            self._collective(self._comm.Iprobe, self._mpi.ANY_SOURCE, NOBODYS_TAG)
+        if self._report_ended():
+            with self._busy_cores:
+                for _ in range(_PROBES):
+                    self._probe()
+        self._probe()
+
+    def _probe(self) -> None:
+        self._collective(self._comm.Iprobe, self._mpi.ANY_SOURCE, NOBODYS_TAG)
 
     def _report_ended(self) -> bool:
         """Tell MPI which members have ended, before mpirun does: agree and shrink wait until it knows.
@@ -182,18 +193,23 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
         Returns:
             Whether MPI was told of any.
         """
-        if self._has_ended is None:
+        if self._core_of_end is None:
             return False
-        new = [rank for rank in self.members if rank not in self._reported and self._has_ended(rank)]
-        self._reported.update(new)
-        return any([report_ended(self._world.index(rank)) for rank in new])
+        unknown = [rank for rank in self.members if rank not in self._reported]
+        cores = {rank: core for rank in unknown if (core := self._core_of_end(rank)) is not None}
+        if not cores:
+            return False
+        self._reported.update(cores)
+        self._busy_cores.note((core for core in cores.values() if core >= 0), len(self.members))
+        told = [report_ended(self._world.index(rank)) for rank in cores]
+        return any(told)
 
     def agree(self, flag: bool) -> bool:
         """Return the AND of all flags; an agreement that reports a failure counts as False."""
         self._check_thread()
         self._report_ended()
         try:
-            with waiting:
+            with waiting, self._busy_cores:
                 return self._comm.Agree(int(flag)) == 1
         except self._mpi.Exception:
             return False
@@ -220,7 +236,7 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
             time.sleep(_QUIET_S)
         self._report_ended()
         try:
-            with waiting:
+            with waiting, self._busy_cores:
                 comm = self._comm.Shrink()
             comm.Set_errhandler(self._mpi.ERRORS_RETURN)
             members = self._ranks_in(comm.group)

@@ -253,9 +253,9 @@ def connected_beacon(run_dir: Path, rank: int) -> Beacon:
     return beacon
 
 
-def end_notes(run_dir: str) -> Callable[[int], bool] | None:
-    """Return a function that returns whether the worker of a rank is known to have ended; None without a run folder."""
-    return Beacon.peer_locks(Path(run_dir)).has_ended if run_dir else None
+def end_notes(run_dir: str) -> Callable[[int], int | None] | None:
+    """Return a function that returns whether and where a worker ends (:meth:`PeerLocks.core_of_end`), if there is a run."""
+    return Beacon.peer_locks(Path(run_dir)).core_of_end if run_dir else None
 
 
 class NoBeacon:

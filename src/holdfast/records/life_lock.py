@@ -28,8 +28,8 @@ _WORD, _PID = struct.Struct("<I"), struct.Struct("<q")
 _ATTRIBUTES_BYTES = 64
 _IS_EXITING = 0x4
 """In the flags of ``/proc/PID/stat``: the process has begun to end (PF_EXITING in the kernel)."""
-_FLAGS = 5
-"""Number of the flags among the fields after the state."""
+_FLAGS, _CORE = 5, 35
+"""Numbers of the flags and of the core among the fields after the state."""
 
 
 def hold_life_lock(memory: mmap.mmap, at: int) -> None:
@@ -67,14 +67,14 @@ class PeerLocks:
         self._pid_at = pid_at
         self._maps: dict[int, mmap.mmap | None] = {}
 
-    def has_ended(self, rank: int) -> bool:
-        """Return whether the kernel has noted that the process of ``rank`` is ending, or has ended."""
+    def core_of_end(self, rank: int) -> int | None:
+        """Return None while the process of ``rank`` goes on; else the core that frees its memory, -1 once that is done."""
         if rank not in self._maps:
             self._maps[rank] = self._map(rank)
         memory = self._maps[rank]
         if memory is None or not _WORD.unpack_from(memory, self._at)[0] & _OWNER_DIED:
-            return False
-        return not _is_alive(_PID.unpack_from(memory, self._pid_at)[0])
+            return None
+        return _core_of_end(_PID.unpack_from(memory, self._pid_at)[0])
 
     def _map(self, rank: int) -> mmap.mmap | None:
         try:
@@ -84,15 +84,21 @@ class PeerLocks:
             return None
 
 
-def _is_alive(pid: int) -> bool:
-    """Return whether a process exists and has not begun to end.
+def _core_of_end(pid: int) -> int | None:
+    """Return the core on which a process ends, and keep it there; -1 if it has ended, None if it has not begun to.
 
     Asked only where its lock says that it has: a second witness, should the process have overwritten its own lock, or
     have replaced its program (``exec``), which also releases it.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    state, *fields = stat[stat.rindex(")") + 2 :].split()
-    return state not in "ZX" and not int(fields[_FLAGS]) & _IS_EXITING
+        state, *fields = stat[stat.rindex(")") + 2 :].split()
+        if state in "ZX":
+            return -1
+        if not int(fields[_FLAGS]) & _IS_EXITING:
+            return None
+        core = int(fields[_CORE])
+        os.sched_setaffinity(pid, {core})
+    except OSError:  # it has ended meanwhile
+        return -1
+    return core

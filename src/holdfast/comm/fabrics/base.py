@@ -23,8 +23,8 @@ class Endpoint:
         rank: This worker's rank, if the launcher sets it; -1 if not.
         store: URL of the membership store; "" if there is none.
         token: Access token of the store.
-        has_ended: Returns whether the process of a rank is known to be ending or to have ended; never true of one that
-            goes on. A fabric may use it to detect failures earlier. None: nothing is known.
+        core_of_end: Returns None while the process of a rank goes on; the core on which it ends, as soon as it has
+            begun to; -1 once it has ended. A fabric may use it to detect failures earlier. None: nothing is known.
     """
 
     workers: int
@@ -32,7 +32,7 @@ class Endpoint:
     rank: int = -1
     store: str = ""
     token: str = ""
-    has_ended: Callable[[int], bool] | None = None
+    core_of_end: Callable[[int], int | None] | None = None
 
 
 class Fabric(ABC):
