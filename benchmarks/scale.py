@@ -325,7 +325,7 @@ def work_gloo(told: dict[str, Any], me: int, comm: Any) -> None:
             comm.agree(False)
             mark["heard_s"] = time.monotonic()
             comm.shrink()
-            fenced = comm.agree(True)
+            fenced = comm.has_atomic_shrink or comm.agree(True)
             progress = [each.completed for each in comm.share_progress(Progress(completed, False)).values()]
             if not (comm.agree(True) and fenced) or max(progress) - min(progress) > 1:
                 raise RuntimeError(f"a second process was lost, or survivors are apart: {progress}") from None

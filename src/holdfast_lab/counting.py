@@ -44,7 +44,15 @@ _SENT_BYTES: dict[str, Callable[..., int]] = {
 }
 """Counted calls: the number of bytes that each sends."""
 
-_PROPERTIES = ("members", "local_ranks", "processes", "num_processes", "generation", "has_lost_store")
+_PROPERTIES = (
+    "members",
+    "local_ranks",
+    "processes",
+    "num_processes",
+    "generation",
+    "has_lost_store",
+    "has_atomic_shrink",
+)
 _NOT_COUNTED = ("take", "check_failures", "join", "newcomers", "announce", "wanted_platform", "failed")
 """Calls that are passed on uncounted: they send nothing, or were counted when they were posted."""
 

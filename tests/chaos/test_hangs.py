@@ -6,19 +6,13 @@ Each job holds several faults, so that few processes are started.
 import functools
 import json
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import reference
 import train_paced
-from jobs import clean_env, exit_codes, run_report
-
-from holdfast.launch.processes import WatchedWorker, pair_path
-from holdfast.records.beacon import Beacon
-from holdfast.records.paths import beacon_path
+from jobs import exit_codes, run_report
+from running_job import DEADLINE_S, Running
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 
@@ -26,7 +20,6 @@ SUPPORT = Path(__file__).parents[1] / "support"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = SUPPORT / "train_reference.py"
 PACED = SUPPORT / "train_paced.py"
-DEADLINE_S = 120.0
 reference_hash = functools.cache(reference.train)
 paced_hash = functools.cache(lambda epochs: train_paced.train(epochs, fabric="virtual"))
 
@@ -148,39 +141,6 @@ def test_what_takes_long_by_nature_is_no_hang(tmp_path):
     assert exit_codes(report) == {0: 0, 1: 0}
     assert report["failures"] == []
     assert report["replicas"]["state_sha256"] == paced_hash(2)
-
-
-class Running:
-    """A job that is under way, and its processes."""
-
-    def __init__(self, folder, *options):
-        self.folder = folder
-        command = [sys.executable, "-m", "holdfast", "run", "--report", folder / "report", *options]
-        env = clean_env(TMPDIR=str(folder))
-        self.job = subprocess.Popen(
-            [*map(str, command)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def wait_for(self, ready):
-        """Return what ``ready`` returns as soon as it is not None."""
-        ends_s = time.monotonic() + DEADLINE_S
-        while (found := ready()) is None:
-            assert self.job.poll() is None, self.job.communicate()
-            assert time.monotonic() < ends_s, "it did not come to that"
-            time.sleep(0.01)
-        return found
-
-    def pair_at_step(self, rank, step):
-        """Return a worker and its watcher once it has come so far."""
-
-        def ready():
-            for run_dir in self.folder.glob("holdfast-*-*"):
-                position = Beacon.read(beacon_path(run_dir, rank))
-                if position is not None and position.step >= step:
-                    return WatchedWorker.read(pair_path(run_dir, rank))
-            return None
-
-        return self.wait_for(ready)
 
 
 def test_a_stopped_watcher_and_then_everybody_stopped_at_once(tmp_path):

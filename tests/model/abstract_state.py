@@ -106,6 +106,7 @@ class World:
         transient: Whether no state is corrupt then, and a message of the step was altered.
         rotation: Steps between two snapshots that are kept for that, each known to be right when the next is taken.
         snapshots: Whether who builds its application again takes a snapshot, and not what was published.
+        atomic_shrink: A new communicator is there for all of its members at once, so a revoke cannot meet a shrink.
         lapses: What the engine does wrong.
         split: How the model is split over the workers, and then a step has no buckets; None if everybody has all of it.
         make_protocol: Makes one worker's protocol, as :class:`Protocol` is made. Give a broken one to
@@ -136,6 +137,7 @@ class World:
     transient: bool = False
     rotation: int = 1
     snapshots: bool = True
+    atomic_shrink: bool = False
     lapses: Lapse = NO_LAPSE
     split: Split | None = None
     make_protocol: Callable[..., Protocol] = Protocol

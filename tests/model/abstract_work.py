@@ -122,7 +122,7 @@ class Work(Exchanges):
             self._published, self._published_taken = steps, self._worker(rank).used
 
     def _revoke(self, rank: int) -> Event:
-        if not self._fenced and living_ranks(self._workers) != 1 << rank:
+        if not (self._fenced or self._engine.world.atomic_shrink) and living_ranks(self._workers) != 1 << rank:
             msg = f"revoke meets shrink: {rank} revokes what others may still be building"
             raise Violation(msg)
         self._revokers |= 1 << rank

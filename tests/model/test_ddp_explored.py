@@ -1,5 +1,6 @@
 """Every run of small jobs of the ``torch.distributed`` backend: it regroups by the protocol's sequence, and without one of its lines it breaks."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -209,6 +210,14 @@ BROKEN = [
 
 def test_a_collective_that_is_made_again_does_not_need_the_confirmation():
     assert explore(Rollback(), job(without(RegroupLine.CONFIRM), 4, 2)).violation is None
+
+
+@pytest.mark.parametrize("kind", [Collectives, Fails])
+@pytest.mark.parametrize("workers", [3, pytest.param(4, marks=pytest.mark.soak)])
+def test_where_a_store_decides_who_is_in_a_generation_no_fence_is_needed(kind, workers):
+    world = dataclasses.replace(job(without(RegroupLine.FENCE, kind), workers, 2), atomic_shrink=True)
+
+    assert explore(Rollback(), world).violation is None
 
 
 @pytest.mark.parametrize(("broken", "workers", "deaths", "kind"), BROKEN)

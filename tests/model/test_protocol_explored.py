@@ -357,6 +357,31 @@ def test_it_is_found_as_well_when_no_moves_are_joined(broken, strategy, workers,
     must_break(strategy, world, kind)
 
 
+class PassesFence(Protocol):
+    """Needs no fence, neither after a shrink nor as a newcomer: a store decides a generation for all members at once."""
+
+    def _regroup(self, line: RegroupLine) -> list[Action]:
+        return super()._regroup(RegroupLine.SHARE if line is RegroupLine.FENCE else line)
+
+
+STORED = World(make_protocol=PassesFence, atomic_shrink=True)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=NAMES)
+@pytest.mark.parametrize(("workers", "deaths"), [(2, 2), (3, 2), pytest.param(4, 2, marks=pytest.mark.soak)])
+def test_where_a_store_decides_who_is_in_a_generation_no_fence_is_needed(strategy, workers, deaths):
+    world = dataclasses.replace(STORED, workers=workers, deaths=deaths, lossy=lossy(strategy))
+
+    must_hold(strategy, world)
+    if workers == 2:
+        must_hold(strategy, dataclasses.replace(world, newcomers=1))
+        must_hold(strategy, dataclasses.replace(world, atomic=False))
+
+
+def test_one_who_leaves_needs_no_fence_there():
+    must_hold(Rollback(), dataclasses.replace(STORED, deaths=1, leavers=frozenset({1})))
+
+
 def test_restart_alone_does_not_need_the_confirmation_because_loading_is_said_first():
     must_hold(Restart(), World(workers=4, deaths=2, make_protocol=WithoutConfirming))
 

@@ -14,7 +14,8 @@ ONCE = ["revoke", "agree 0", "shrink", "agree 1", "share", "agree 1"]
 class Played:
     """A communicator whose agreements and sums go as they are listed; it writes down what is called."""
 
-    def __init__(self, *agreed, shares=()):
+    def __init__(self, *agreed, shares=(), has_atomic_shrink=False):
+        self.has_atomic_shrink = has_atomic_shrink
         self.calls = []
         self._agreed = list(agreed)
         self._shares = list(shares)
@@ -42,6 +43,9 @@ def test_the_lines_are_six_orders():
 
     agree_0, agree_1 = Agree(flag=False), Agree(flag=True)
     assert orders == [Revoke(), agree_0, Shrink(), agree_1, ShareProgress(MINE), agree_1]
+    assert [line for line, order in zip(RegroupLine, orders, strict=True) if getattr(order, "fences", False)] == [
+        RegroupLine.FENCE
+    ]
 
 
 def test_each_line_is_followed_by_the_next_and_the_last_by_none():
@@ -67,8 +71,9 @@ def test_the_first_agreement_only_says_that_all_have_heard():
         (Played(True, False), False, [*ONCE, *ONCE[2:]]),
         (Played(shares=[False]), False, [*ONCE[:5], *ONCE]),
         (Played(False, shares=[False]), True, [*ONCE[2:4], *ONCE[2:5], *ONCE]),
+        (Played(has_atomic_shrink=True), False, [*ONCE[:3], *ONCE[4:]]),
     ],
-    ids=["at once", "told", "the fence", "the confirmation", "the sum", "the fence, then the sum"],
+    ids=["at once", "told", "the fence", "the confirmation", "the sum", "the fence, then the sum", "no fence"],
 )
 def test_further_failures_are_gone_through_until_all_know_the_same(comm, told, calls):
     known = regroup(comm, comm.share, told=told)

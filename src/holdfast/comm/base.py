@@ -164,6 +164,10 @@ class Communicator(Collectives, Protocol):
         """
 
     @property
+    def has_atomic_shrink(self) -> bool:
+        """Whether a new generation exists for all members at once, so that a revoke of it cannot disturb their shrink."""
+
+    @property
     def has_lost_store(self) -> bool:
         """Whether the store is lost: after a failure no agreement is possible, so training cannot continue past one."""
 
@@ -263,6 +267,7 @@ class FixedMembership:
     """Membership methods of a communicator that no worker can join later, and whose agreements need no store."""
 
     has_lost_store = False
+    has_atomic_shrink = False
 
     def join(self, loop: int) -> bool:
         """Raise ``InternalError``: all workers are members from the start."""

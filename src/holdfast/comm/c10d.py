@@ -306,6 +306,8 @@ class C10dCommunicator(SingleRankCommunicator):
         with waiting:
             return self._store.wait(lambda: self._store.get("kind")) or ""
 
+    has_atomic_shrink = True  # the store decides it
+
     @property
     def has_lost_store(self) -> bool:
         """Whether the store is lost; see :attr:`Communicator.has_lost_store`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from holdfast.comm.base import Communicator, MessageCommunicator
 from holdfast.comm.fabrics.base import Endpoint
@@ -10,8 +11,19 @@ from holdfast.comm.fabrics.registry import DEFAULT, make_fabric
 from holdfast.comm.launchers import chosen, others_started
 from holdfast.errors import ConfigError
 
+CoreOfEnd = Callable[[int], int | None] | None
 
-def connect(fabric: str, workers: int, ranks: str, *, rank: int = -1, store: str = "", token: str = "") -> Communicator:
+
+def connect(
+    fabric: str,
+    workers: int,
+    ranks: str,
+    *,
+    rank: int = -1,
+    store: str = "",
+    token: str = "",
+    core_of_end: CoreOfEnd = None,
+) -> Communicator:
     """Return the communicator of this process.
 
     Args:
@@ -22,20 +34,28 @@ def connect(fabric: str, workers: int, ranks: str, *, rank: int = -1, store: str
         rank: This worker's rank; required by ``gloo``.
         store: URL of the membership store; required by ``gloo``.
         token: Access token of the store.
+        core_of_end: Returns whether and where a worker ends; see :class:`~holdfast.comm.fabrics.base.Endpoint`.
 
     Raises:
         ConfigError: if the fabric cannot work here; or if none was given, and another launcher started this process as
             one of several. Each would train alone, and all would save to the same place.
     """
     name = chosen(fabric)
-    endpoint = _endpoint(workers, ranks, rank, store, token)
+    endpoint = _endpoint(workers, ranks, rank, store, token, core_of_end)
     if not fabric and name == "virtual" and (said := others_started(os.environ)):
         raise ConfigError(said)
     return make_fabric(name).connect(endpoint)
 
 
 def connect_messages(
-    fabric: str, workers: int, ranks: str, *, rank: int = -1, store: str = "", token: str = ""
+    fabric: str,
+    workers: int,
+    ranks: str,
+    *,
+    rank: int = -1,
+    store: str = "",
+    token: str = "",
+    core_of_end: CoreOfEnd = None,
 ) -> MessageCommunicator:
     """Return the communicator of this process for the ``torch.distributed`` backend.
 
@@ -44,11 +64,11 @@ def connect_messages(
     Raises:
         ConfigError: if the fabric cannot work here, or has no such communicator.
     """
-    return make_fabric(fabric or DEFAULT).connect_messages(_endpoint(workers, ranks, rank, store, token))
+    return make_fabric(fabric or DEFAULT).connect_messages(_endpoint(workers, ranks, rank, store, token, core_of_end))
 
 
-def _endpoint(workers: int, ranks: str, rank: int, store: str, token: str) -> Endpoint:
+def _endpoint(workers: int, ranks: str, rank: int, store: str, token: str, core_of_end: CoreOfEnd) -> Endpoint:
     numbers = [int(number) for number in ranks.split(",")] if ranks else None
     if numbers is not None and numbers != sorted(set(numbers)):
         raise ConfigError(f"ranks must be ascending, each once, got {ranks}")
-    return Endpoint(workers=workers, ranks=numbers, rank=rank, store=store, token=token)
+    return Endpoint(workers=workers, ranks=numbers, rank=rank, store=store, token=token, core_of_end=core_of_end)

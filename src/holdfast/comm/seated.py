@@ -34,6 +34,11 @@ class SeatedCommunicator:
 
     # -- membership
 
+    @property
+    def has_atomic_shrink(self) -> bool:
+        """See :attr:`Communicator.has_atomic_shrink`."""
+        return self.base.has_atomic_shrink
+
     def revoke(self) -> None:
         """Revoke this generation; see :meth:`Communicator.revoke`."""
         self.base.revoke()

@@ -25,8 +25,10 @@ from holdfast.comm.base import (
     Placed,
     SingleRankCommunicator,
 )
+from holdfast.comm.busy_cores import BusyCores
 from holdfast.comm.launchers import has_ulfm, under_mpirun
 from holdfast.comm.memory import as_bytes
+from holdfast.comm.pmix import report_ended
 from holdfast.comm.waiting import waiting
 from holdfast.errors import ConfigError, PeerFailed
 from holdfast.recovery.messages import Note, Progress
@@ -40,6 +42,9 @@ _QUIET_S = 0.03
 
 _LOOK_EVERY_S = 1e-3
 """Interval at which a worker that waits for a peer checks for failures of other workers."""
+
+_PROBES = 64
+"""Probes after MPI was told of a failure; it handles events in every eighth call, so it knows by then."""
 
 
 def _load_mpi() -> Any:
@@ -64,16 +69,23 @@ def _load_mpi() -> Any:
 
 
 class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
-    """The workers that ``mpirun --with-ft ulfm`` started, with ``ranks`` or 0, 1, 2, ...; the creating thread owns MPI.
+    """The workers that ``mpirun --with-ft ulfm`` started; the creating thread owns MPI.
 
-    ``ConfigError`` if this process was not started by mpirun with fault tolerance, or mpi4py is missing.
+    Args:
+        ranks: Their ranks, ascending; None: 0, 1, 2, ...
+        core_of_end: Returns whether and where the process of a rank ends, before MPI knows; see :class:`Endpoint`.
+
+    Raises:
+        ConfigError: if this process was not started by mpirun with fault tolerance, or mpi4py is missing.
     """
 
     _owned = "MPI"
     members: tuple[int, ...] = ()
     generation: int = 0
 
-    def __init__(self, ranks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, ranks: Sequence[int] | None = None, core_of_end: Callable[[int], int | None] | None = None
+    ) -> None:
         self._mpi = _load_mpi()
         self._mpi.COMM_WORLD.Set_errhandler(self._mpi.ERRORS_RETURN)
         try:
@@ -86,6 +98,9 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
             raise ConfigError(f"got {len(world)} ranks {world} for {self._comm.size} MPI processes: give each one")
         self._world = self.members = world
         self._be(world[self._comm.rank])
+        self._core_of_end = core_of_end
+        self._reported: set[int] = {self._me}  # MPI was told that they have ended, or need not be
+        self._busy_cores = BusyCores()
         self._shrunk_s = -_SECOND_DEATH_WITHIN_S
         self._abandoned: list[Message] = []  # MPI may still use their memory
         self._posted: list[Message] = []
@@ -146,7 +161,8 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
         mine = np.zeros((len(self._world), 5), dtype=np.int64)
         mine[self._world.index(self._me)] = (1, progress.completed, progress.computed, progress.flags, progress.heard)
         result = np.empty_like(mine)
-        self._collective(self._comm.Allreduce, mine, result, self._mpi.SUM)
+        with self._busy_cores:
+            self._collective(self._comm.Allreduce, mine, result, self._mpi.SUM)
         return {
             rank: Progress(int(completed), bool(computed), Note(int(flags)), int(heard))
             for rank, (alive, completed, computed, flags, heard) in zip(self._world, result, strict=True)
@@ -160,13 +176,40 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
     def check_failures(self) -> None:
         """Let MPI progress and check for failures; see :meth:`Exchange.check_failures`."""
         # Once a member has failed, MPI returns an error for a probe from any source.
+        if self._report_ended():
+            with self._busy_cores:
+                for _ in range(_PROBES):
+                    self._probe()
+        self._probe()
+
+    def _probe(self) -> None:
         self._collective(self._comm.Iprobe, self._mpi.ANY_SOURCE, NOBODYS_TAG)
+
+    def _report_ended(self) -> bool:
+        """Tell MPI which members have ended, before mpirun does: agree and shrink wait until it knows.
+
+        Only MPI's own errors begin a recovery, so a notice that MPI does not confirm changes nothing.
+
+        Returns:
+            Whether MPI was told of any.
+        """
+        if self._core_of_end is None:
+            return False
+        unknown = [rank for rank in self.members if rank not in self._reported]
+        cores = {rank: core for rank in unknown if (core := self._core_of_end(rank)) is not None}
+        if not cores:
+            return False
+        self._reported.update(cores)
+        self._busy_cores.note((core for core in cores.values() if core >= 0), len(self.members))
+        told = [report_ended(self._world.index(rank)) for rank in cores]
+        return any(told)
 
     def agree(self, flag: bool) -> bool:
         """Return the AND of all flags; an agreement that reports a failure counts as False."""
         self._check_thread()
+        self._report_ended()
         try:
-            with waiting:
+            with waiting, self._busy_cores:
                 return self._comm.Agree(int(flag)) == 1
         except self._mpi.Exception:
             return False
@@ -191,8 +234,9 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
         now_s = time.monotonic()
         if now_s - self._shrunk_s < _SECOND_DEATH_WITHIN_S:
             time.sleep(_QUIET_S)
+        self._report_ended()
         try:
-            with waiting:
+            with waiting, self._busy_cores:
                 comm = self._comm.Shrink()
             comm.Set_errhandler(self._mpi.ERRORS_RETURN)
             members = self._ranks_in(comm.group)
@@ -280,6 +324,7 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
     def is_revoked(self) -> bool:
         """Return whether a peer has revoked this generation; lets MPI progress."""
         self._check_thread()
+        self._report_ended()
         try:
             self._comm.Iprobe(self._mpi.ANY_SOURCE, NOBODYS_TAG)
         except self._mpi.Exception:

@@ -39,7 +39,7 @@ from holdfast.distributed.work import PendingWork
 from holdfast.engine import exits
 from holdfast.engine.regroup import pass_gate, regroup
 from holdfast.errors import ConfigError, HoldfastError, PeerFailed, RanksLost, ScriptError
-from holdfast.records.beacon import publish_connecting
+from holdfast.records.beacon import end_notes, publish_connecting
 
 _LOOK_EVERY_S = 0.05
 """Interval at which an idle thread checks whether peers have seen a failure: they cannot continue without this rank."""
@@ -132,7 +132,15 @@ class CommThread:
                 "wire bf16 is for sessions, and not for the torch.distributed backend, whose scripts choose the type of"
                 " each collective: leave it at fp32"
             )
-        base = connect_messages(its.fabric, its.workers, its.ranks, rank=its.rank, store=its.store, token=its.token)
+        base = connect_messages(
+            its.fabric,
+            its.workers,
+            its.ranks,
+            rank=its.rank,
+            store=its.store,
+            token=its.token,
+            core_of_end=end_notes(its.run_dir),
+        )
         first = tuple(map(int, its.ranks.split(","))) if its.ranks else base.members
         self.world = SeatedCommunicator(base, first[: len(first) - its.spares])
         self.recorder = GroupRecorder(its, base.local_ranks[0], first[: len(first) - its.spares])

@@ -49,6 +49,10 @@ Known = TypeVar("Known")
 class Agreeing(Protocol):
     """The part of a :class:`~holdfast.comm.Communicator` that regroups its workers."""
 
+    @property
+    def has_atomic_shrink(self) -> bool:
+        """Whether a shrink needs no fence; see :attr:`Communicator.has_atomic_shrink`."""
+
     def revoke(self) -> None:
         """Wake all members; see :meth:`Communicator.revoke`."""
 
@@ -78,7 +82,9 @@ def regroup(comm: Agreeing, share: Callable[[], Known], *, told: bool = False, j
                 comm.agree(False)
             case RegroupLine.SHRINK:
                 comm.shrink()
-            case RegroupLine.FENCE | RegroupLine.CONFIRM:
+            case RegroupLine.FENCE:
+                succeeded = comm.has_atomic_shrink or comm.agree(True)
+            case RegroupLine.CONFIRM:
                 succeeded = comm.agree(True)
             case RegroupLine.SHARE:
                 try:
@@ -152,6 +158,8 @@ class LoopRegroup:
             case Revoke():
                 self._loop.job.comm.revoke()
                 return Revoked()
+            case Agree(fences=True) if self._loop.job.comm.has_atomic_shrink:
+                return Agreed(True)
             case Agree(flag=flag):
                 return Agreed(self._agree(flag))
             case Shrink():

@@ -15,11 +15,12 @@ import os
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.config import Settings
-from holdfast.launch.fork_protocol import SUCCEEDED, peer
+from holdfast.launch.fork_protocol import FAILED, SUCCEEDED, peer
 from holdfast.launch.processes import (
     Process,
     WatchedWorker,
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
 
 _PUBLISH_S = 1.0
 """Interval at which a worker's files are synced to the other machines."""
+_LINGER_S = 1.0
+"""A watcher whose starter has ended in its place ends later: to free its memory, the torch of the fork server, takes a core
+for milliseconds, in which the survivors recover."""
 _LONGER = 0.5
 """Additional share of the grace period for a worker that waits for others, which may be the unresponsive ones."""
 
@@ -69,8 +73,15 @@ class Starter:
 
     def report_success(self) -> None:
         """Let it exit with 0; without this, it ends by SIGKILL as soon as this process has ended."""
+        self._send(SUCCEEDED)
+
+    def report_failure(self) -> None:
+        """Let it end by SIGKILL now, and not only once this process has ended."""
+        self._send(FAILED)
+
+    def _send(self, word: bytes) -> None:
         with contextlib.suppress(OSError):  # it was killed: its exit code is its own
-            self._connection.sendall(SUCCEEDED)
+            self._connection.sendall(word)
 
     def close(self) -> None:
         """Close the connection, in a process that is not the watcher."""
@@ -90,9 +101,13 @@ def watch(pid: int, mpirun: Process | None, starter: Starter | None = None) -> N
         )
         if exit_code is not None:
             tell(exit_code)
+        if exit_code and starter is not None:
+            starter.report_failure()
         end_children()
         if mpirun is not None and _is_last(settings):
             _end_mpirun(mpirun)
+        if exit_code and starter is not None:
+            time.sleep(_LINGER_S)
     except BaseException:
         with contextlib.suppress(OSError):  # a full disk may be the problem
             sys.excepthook(*sys.exc_info())

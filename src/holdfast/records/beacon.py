@@ -8,12 +8,14 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from holdfast.records.activity import current_activity
+from holdfast.records.life_lock import LOCK_BYTES, PeerLocks, hold_life_lock
 from holdfast.records.paths import beacon_path
 
 _COMPUTED_STEPS = 15
@@ -82,8 +84,8 @@ class Beacon:
     """The state of a worker, which other processes can read at any time, also after its death.
 
     Layout, little-endian int64: beats, step, slice, phase, pid, applied, number of samples, samples; pulse, busy, waits; and
-    as float64 the compute seconds; recoveries in vain; what it does, as text. Each field is written by one thread, so none
-    waits.
+    as float64 the compute seconds; recoveries in vain; what it does, as text; the life lock. Each field is written by one
+    thread, so none waits.
     """
 
     MAX_SAMPLES = 500
@@ -91,7 +93,9 @@ class Beacon:
     _TAIL = struct.Struct("<3qdq40s")
     _DOING_AT, _DOING_BYTES = 40, 40
     _TAIL_AT = _HEAD.size + 8 * MAX_SAMPLES
-    _SIZE = _TAIL_AT + _TAIL.size
+    _PID_AT = 32
+    _LOCK_AT = _TAIL_AT + _TAIL.size
+    _SIZE = _LOCK_AT + LOCK_BYTES
 
     def __init__(self, path: Path) -> None:
         draft = path.with_suffix(".draft")
@@ -118,6 +122,15 @@ class Beacon:
             struct.pack_into(f"<{count}q", self._map, self._HEAD.size, *samples[:count])
         place = (self._beats, step, slice_, PHASES.index(phase), self._pid, self._applied, count)
         self._HEAD.pack_into(self._map, 0, *place)
+
+    def hold_life_lock(self) -> None:
+        """Let other processes of this machine see at once when this process ends; see :class:`PeerLocks`."""
+        hold_life_lock(self._map, self._LOCK_AT)
+
+    @classmethod
+    def peer_locks(cls, run_dir: Path) -> PeerLocks:
+        """Return the life locks of the workers of a run."""
+        return PeerLocks(lambda rank: beacon_path(run_dir, rank), cls._LOCK_AT, cls._PID_AT)
 
     @property
     def has_applied(self) -> bool:
@@ -221,6 +234,7 @@ def show_life(path: Path, pulse_every_s: float) -> None:
     """
     beacon = _of_process[path] = Beacon(path)
     beacon.mark("launch", -1)
+    beacon.hold_life_lock()
     if pulse_every_s:
         Pulse(beacon, pulse_every_s)
 
@@ -237,6 +251,11 @@ def connected_beacon(run_dir: Path, rank: int) -> Beacon:
     beacon = _of_process.get(path) or Beacon(path)
     beacon.mark("start", -1)
     return beacon
+
+
+def end_notes(run_dir: str) -> Callable[[int], int | None] | None:
+    """Return a function that returns whether and where a worker ends (:meth:`PeerLocks.core_of_end`), if there is a run."""
+    return Beacon.peer_locks(Path(run_dir)).core_of_end if run_dir else None
 
 
 class NoBeacon:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast._lazy import lazy
 
@@ -247,9 +247,15 @@ class Revoke(Action):
 
 @dataclass(frozen=True, slots=True)
 class Agree(Action):
-    """Agree with all survivors on ``flag``; the result is the AND."""
+    """Agree with all survivors on ``flag``; the result is the AND.
+
+    Args:
+        flag: The flag.
+        fences: Only keeps a revoke out of a shrink, which a fabric may do in another way.
+    """
 
     flag: bool
+    fences: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,10 @@
     R3  share progress    the progress of every survivor
     R4  agree(1)          from here on all have the same knowledge, and all know that all have it
 
+The fence is for MPI, where a revoke may reach a peer that is still building the communicator. A membership store decides
+a generation for all members at once (:attr:`Communicator.has_atomic_shrink`), so there the fence is passed without a
+message. The model checker verifies the sequence with and without it.
+
 R3 shares progress as the driver measures it: a training session counts all-reduces (:mod:`holdfast.recovery.protocol`),
 the ``torch.distributed`` backend counts collectives. The model checker verifies the sequence for both.
 
@@ -47,7 +51,9 @@ def order_of(line: RegroupLine, progress: Progress) -> Action:
             return Agree(flag=False)
         case RegroupLine.SHRINK:
             return Shrink()
-        case RegroupLine.FENCE | RegroupLine.CONFIRM:
+        case RegroupLine.FENCE:
+            return Agree(flag=True, fences=True)
+        case RegroupLine.CONFIRM:
             return Agree(flag=True)
         case RegroupLine.SHARE:
             return ShareProgress(progress)

@@ -18,7 +18,7 @@ from holdfast.engine.context import CommittedState, JobContext, LiveSettings, Lo
 from holdfast.engine.injection import make_faults, reach_point
 from holdfast.errors import ConfigError
 from holdfast.faults import points
-from holdfast.records.beacon import NoBeacon, connected_beacon, publish_connecting
+from holdfast.records.beacon import NoBeacon, connected_beacon, end_notes, publish_connecting
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path
@@ -70,6 +70,7 @@ def connect_job(settings: Settings, given_comm: Communicator | None, at_exit: Ca
         rank=settings.rank,
         store=settings.store,
         token=settings.token,
+        core_of_end=end_notes(settings.run_dir),
     )
     job = _make_job(settings, comm)
     if joined is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -23,6 +23,8 @@ class Endpoint:
         rank: This worker's rank, if the launcher sets it; -1 if not.
         store: URL of the membership store; "" if there is none.
         token: Access token of the store.
+        core_of_end: Returns None while the process of a rank goes on; the core on which it ends, as soon as it has
+            begun to; -1 once it has ended. A fabric may use it to detect failures earlier. None: nothing is known.
     """
 
     workers: int
@@ -30,6 +32,7 @@ class Endpoint:
     rank: int = -1
     store: str = ""
     token: str = ""
+    core_of_end: Callable[[int], int | None] | None = None
 
 
 class Fabric(ABC):

@@ -1,0 +1,157 @@
+"""The kernel's note that a process is ending: never of a process that goes on, whatever becomes of it."""
+
+import mmap
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from holdfast.comm.pmix import report_ended
+from holdfast.records.beacon import Beacon
+from holdfast.records.life_lock import hold_life_lock
+from holdfast.records.paths import beacon_path
+
+WORKER = """
+import os, sys, time
+from pathlib import Path
+from holdfast.records.beacon import show_life
+show_life(Path(sys.argv[1]), 0.0)
+{then}
+print("ready", flush=True)
+sys.stdin.readline()
+{last}
+"""
+DEADLINE_S = 20.0
+
+
+class Worker:
+    """A process that holds its life lock."""
+
+    def __init__(self, folder, rank, then="", last="time.sleep(60)"):
+        script = WORKER.format(then=then, last=last)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", script, str(beacon_path(folder, rank))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout.readline() == "ready\n"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
+
+
+def has_ended(locks, rank):
+    return locks.core_of_end(rank) is not None
+
+
+def wait_for(is_so):
+    ends_s = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < ends_s
+        time.sleep(0.001)
+
+
+def test_a_killed_process_has_ended_before_anything_waits_for_it(tmp_path):
+    locks = Beacon.peer_locks(tmp_path)
+    with Worker(tmp_path, 0) as killed, Worker(tmp_path, 1):
+        assert not has_ended(locks, 0)
+
+        killed.process.kill()
+
+        wait_for(lambda: has_ended(locks, 0))
+        assert not has_ended(locks, 1)
+        killed.process.wait()
+        assert has_ended(locks, 0)
+
+
+@pytest.mark.parametrize("last", ["sys.exit(0)", "os._exit(3)", "os.abort()", "raise OSError"])
+def test_any_other_end_is_noted_too(tmp_path, last):
+    locks = Beacon.peer_locks(tmp_path)
+    with Worker(tmp_path, 0, last=f"sys.stderr.close()\n{last}") as ending:
+        assert not has_ended(locks, 0)
+
+        ending.process.stdin.write("\n")
+        ending.process.stdin.flush()
+
+        wait_for(lambda: has_ended(locks, 0))
+
+
+def test_a_stopped_process_has_not_ended(tmp_path):
+    locks = Beacon.peer_locks(tmp_path)
+    with Worker(tmp_path, 0) as stopped:
+        stopped.process.send_signal(signal.SIGSTOP)
+        time.sleep(0.05)
+
+        assert not has_ended(locks, 0)
+
+
+def test_neither_a_forked_child_nor_a_thread_that_ends_releases_the_lock(tmp_path):
+    then = """
+import threading
+pid = os.fork()
+if pid == 0:
+    os._exit(0)
+os.waitpid(pid, 0)
+thread = threading.Thread(target=lambda: None)
+thread.start()
+thread.join()
+"""
+    locks = Beacon.peer_locks(tmp_path)
+    with Worker(tmp_path, 0, then):
+        assert not has_ended(locks, 0)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        pytest.param('os.execv("/bin/sleep", ["sleep", "60"])', id="it has replaced its program"),
+        pytest.param(
+            "memory = next(iter(__import__('holdfast.records.beacon')"
+            ".records.beacon._of_process.values()))._map\n"
+            "memory[Beacon._LOCK_AT + 3] |= 0x40\ntime.sleep(60)",
+            id="it has overwritten its lock",
+        ),
+    ],
+)
+def test_a_process_that_goes_on_is_not_taken_for_ended_though_its_lock_says_so(tmp_path, last):
+    locks = Beacon.peer_locks(tmp_path)
+    with Worker(tmp_path, 0, "from holdfast.records.beacon import Beacon", last) as alive:
+        alive.process.stdin.write("\n")
+        alive.process.stdin.flush()
+        beacon = beacon_path(tmp_path, 0)
+
+        wait_for(lambda: struct.unpack_from("<I", beacon.read_bytes(), Beacon._LOCK_AT)[0] & 0x40000000)
+
+        assert not has_ended(locks, 0)
+        alive.process.kill()
+        wait_for(lambda: has_ended(locks, 0))
+
+
+def test_nothing_is_known_of_a_worker_without_a_lock(tmp_path):
+    Beacon(beacon_path(tmp_path, 0)).mark("forward", 1)
+    beacon_path(tmp_path, 1).touch()
+
+    assert [Beacon.peer_locks(tmp_path).core_of_end(rank) for rank in (0, 1, 2)] == [None, None, None]
+
+
+def test_a_thread_that_may_end_before_its_process_takes_no_lock():
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    thread = threading.Thread(target=hold_life_lock, args=(memory, 0))
+
+    thread.start()
+    thread.join()
+
+    assert memory[:8] == bytes(8)
+
+
+def test_a_process_without_mpi_can_tell_it_nothing():
+    assert report_ended(1) is False
