@@ -1,22 +1,26 @@
 """A script that trains slowly while a worker is missing, so that a newcomer can follow: batch norm, clipping, schedulers.
 
-    train_catching_up.py [--wide] [--flip] [--state FILE]
+    train_catching_up.py [flip|giver|newcomer MARKER]
 
-The learning rate also changes by hand. ``--wide`` adds a large layer, and ``--flip`` flips a bit of the first state that a
-newcomer receives, as a faulty network card would.
+The script changes an option of the optimizer by hand, too. With ``flip`` a bit of the first state that a newcomer receives
+is wrong, as after a fault on the way. With ``giver`` the first worker that sends its state dies in the middle of it, with
+``newcomer`` the first one that receives it. MARKER is a file that is created then.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import holdfast
 
-WORKERS, STEPS, FEATURES = 3, 60, 16
+WORKERS, STEPS, FEATURES, WIDTH = 3, 80, 16, 400
 PAUSE_S = 0.12
 
 
@@ -35,25 +39,48 @@ class Net(nn.Module):
         return self.last(torch.relu(self.layers(x)))
 
 
-def flip_first_state():
-    """Let this worker receive one wrong bit, if it is a newcomer."""
-    from holdfast.state import catch_up
+def go_wrong(what, marker):
+    """Prepare what goes wrong in the first stream of state, whichever process takes part in it."""
+    from holdfast.state import catch_up, streams
 
-    receive = catch_up.receive_body
+    receive, send = catch_up.receive_body, streams.send_message
+
+    def is_first():
+        try:
+            Path(marker).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
     def receive_wrong(connection, tensors):
-        receive(connection, tensors)
-        catch_up.receive_body = receive
-        max(tensors, key=len)[100] ^= 4
+        tensors = list(tensors)
+        receive(connection, tensors[:1])
+        if is_first():
+            if what == "newcomer":
+                os.kill(os.getpid(), signal.SIGKILL)
+            receive(connection, tensors[1:])
+            max(tensors, key=len)[100] ^= 4
+        else:
+            receive(connection, tensors[1:])
 
-    catch_up.receive_body = receive_wrong
+    def send_half(connection, header, body):
+        if "state" in header and is_first():
+            body.take(torch.empty(body.size_bytes // 2, dtype=torch.uint8))
+            connection.sendall(bytes(1000))
+            os.kill(os.getpid(), signal.SIGKILL)
+        send(connection, header, body)
+
+    if what == "giver":
+        streams.send_message = send_half
+    else:
+        catch_up.receive_body = receive_wrong
 
 
-def train(*, wide=False, **settings):
+def train(**settings):
     """Train, and return the model."""
     torch.manual_seed(3)
     torch.use_deterministic_algorithms(True)
-    model = Net(1200 if wide else 24)
+    model = Net(WIDTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS + 1)
     average = torch.optim.swa_utils.AveragedModel(model)
@@ -73,6 +100,6 @@ def train(*, wide=False, **settings):
 
 
 if __name__ == "__main__":
-    if "--flip" in sys.argv:
-        flip_first_state()
-    train(wide="--wide" in sys.argv)
+    if sys.argv[1:]:
+        go_wrong(*sys.argv[1:])
+    train()

@@ -31,6 +31,7 @@ from holdfast.state.transfer import pack_state
 
 _CONNECT_S = 30.0
 """Time within which a newcomer must open the stream that it asked for, and take each megabyte of it."""
+_END_S = 5.0
 _MOST_WAITING = 4.0
 """A newcomer for which more than this many times the state waits is too slow to catch up."""
 
@@ -98,6 +99,7 @@ class StateStreams:
         """End all streams: training ends, or continues from another state."""
         for stream in self._streams.values():
             stream.hang_up()
+            stream.join()
         self._streams.clear()
 
 
@@ -120,7 +122,8 @@ class StateStream:
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self.address = f"{host} {self._socket.getsockname()[1]} {self._secret.hex()}"
         """What the newcomer needs to connect: host, port and secret."""
-        threading.Thread(target=self._run, name="holdfast-state", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="holdfast-state", daemon=True)
+        self._thread.start()
 
     def send(self, header: dict[str, Any], body: LiveBytes) -> None:
         """Send a message after all others; its bytes must not change before :meth:`settle`, which comes before the next one."""
@@ -147,6 +150,10 @@ class StateStream:
         self.is_over = True
         self._messages.put(None)
         hang_up(self._socket)
+
+    def join(self) -> None:
+        """Wait, after :meth:`hang_up`, until nothing reads the memory any more."""
+        self._thread.join(_END_S)
 
     def _run(self) -> None:
         with contextlib.suppress(OSError), self._accepted() as connection:  # a newcomer that ends tells its launcher
