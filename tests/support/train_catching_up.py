@@ -1,10 +1,11 @@
 """A script that trains slowly while a worker is missing, so that a newcomer can follow: batch norm, clipping, schedulers.
 
-    train_catching_up.py [flip|giver|newcomer MARKER]
+    train_catching_up.py [flip|giver|newcomer|late MARKER]
 
 The script changes an option of the optimizer by hand, too. With ``flip`` a bit of the first state that a newcomer receives
 is wrong, as after a fault on the way. With ``giver`` the first worker that sends its state dies in the middle of it, with
-``newcomer`` the first one that receives it. MARKER is a file that is created then.
+``newcomer`` the first one that receives it; with ``late`` that one stops to receive for longer than the training takes.
+MARKER is a file that is created then.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ def go_wrong(what, marker):
         if is_first():
             if what == "newcomer":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if what == "late":
+                time.sleep(60.0)
             receive(connection, tensors[1:])
             max(tensors, key=len)[100] ^= 4
         else:

@@ -61,7 +61,9 @@ class StateRequests:
             return []
         self._looked_at = version
         requests = [StateRequest(**json.loads(text)) for text in self._store.under("state-for/").values()]
-        new = [r for r in requests if r.giver == self._rank and r.loop == loop and r not in self._taken]
+        dead = self._dead()
+        mine = [r for r in requests if r.giver == self._rank and r.loop == loop and r.newcomer not in dead]
+        new = [request for request in mine if request not in self._taken]
         self._taken.update(new)
         return new
 
@@ -78,7 +80,7 @@ class StateRequests:
             for key, text in self._store.under("g/").items()
             if key.endswith("/members")
         }
-        dead = set(map(int, self._store.under("dead/")))
+        dead = self._dead()
         members = decode_members(generations[max(generations)]) if generations else ()
         return tuple(rank for rank in members if rank not in dead)
 
@@ -101,6 +103,9 @@ class StateRequests:
     def can_give(self, request: StateRequest) -> bool:
         """Return whether the member that was asked is alive, and the training loop goes on."""
         return request.giver in self.living_members() and int(self._store.get("loop") or 0) <= request.loop
+
+    def _dead(self) -> set[int]:
+        return set(map(int, self._store.under("dead/")))
 
     def withdraw(self) -> None:
         """Remove the request of this worker, and its answer."""

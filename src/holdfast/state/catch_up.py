@@ -116,7 +116,8 @@ class CatchUp:
     def settle(self, members: tuple[int, ...]) -> bool:
         """Return, once the member that sends has sent all, whether this newcomer has repeated every step.
 
-        Call it until :class:`~holdfast.errors.PeerFailed` is raised elsewhere, or it returns; further calls return the same.
+        Raises:
+            PeerFailed: if one of the ``members`` has failed meanwhile.
         """
         follower, ends_s = self._follower, time.monotonic() + _SETTLE_S
         if follower is None or self._request is None:
@@ -209,7 +210,7 @@ class Follower:
                 while self._repeat(connection):
                     pass
             self.is_complete = True
-        except (OSError, CheckpointError) as error:
+        except Exception as error:  # whatever the model or its optimizer raises, this newcomer can join without
             self._error = error
         finally:
             self._news.set()

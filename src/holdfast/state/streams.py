@@ -156,12 +156,17 @@ class StateStream:
         self._thread.join(_END_S)
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError), self._accepted() as connection:  # a newcomer that ends tells its launcher
-            while (message := self._messages.get()) is not None and not self.is_over:
-                header, body = message
-                send_message(connection, header | {"behind": self._messages.qsize()}, body)
-                self._sent_bytes += body.size_bytes
-        self.is_over = True
+        try:
+            with (
+                contextlib.suppress(OSError),
+                self._accepted() as connection,
+            ):  # a newcomer that ends tells its launcher
+                while (message := self._messages.get()) is not None and not self.is_over:
+                    header, body = message
+                    send_message(connection, header | {"behind": self._messages.qsize()}, body)
+                    self._sent_bytes += body.size_bytes
+        finally:
+            self.is_over = True
 
     def _accepted(self) -> socket.socket:
         """Return the connection of the newcomer."""
