@@ -38,8 +38,8 @@ Row = dict[str, float]
 
 PARTS = "HOLDFAST_BENCHMARK_PARTS"
 """Environment variable with the folder in which each worker writes its timings."""
-KILL_AT = 4
-STEPS_AFTER = 7
+KILL_AT = 3
+STEPS_AFTER = 5
 MOST_STEPS = 100_000
 
 
