@@ -1,15 +1,18 @@
 """How long the other workers are blocked when one joins: a spare that takes over, and a fresh process.
 
-    python benchmarks/rejoin.py [--workers 3] [--kills 5] [--megabytes 100] [--seed 0] [--json FILE]
+    python benchmarks/rejoin.py [--workers 3] [--kills 5] [--megabytes 100] [--kinds spare,whole,follows] [--seed 0] [--json FILE]
 
 Real workers on the ``gloo`` fabric, one of which is killed in every job. The model and its Adam state have the given
 size together, and a newcomer receives all of it.
 
 spare    it has taken part in every step, so it has the state: from the SIGKILL to the next committed step, and the
          number of steps until then. The step in progress is recomputed.
-fresh    a new process is started and joins: from the last step without it to the first with it, less one ordinary step.
+whole    a new process is started and joins: from the last step without it to the first with it, less one ordinary step.
          ``regroup`` is the shrink that admits it, ``transfer`` the state transfer, ``memory`` the setup of shared
          memory for the next all-reduce. Its start-up time is not included: the other workers train meanwhile.
+         ``without`` is the median step without the dead worker.
+follows  the same, but it follows the training before it joins, and only what differs is transferred. ``following`` is the
+         longest step meanwhile; it is part of ``without``.
 
 Loopback on few cores says nothing about a cluster: one memory holds as many copies of the model as there are workers.
 """
@@ -35,8 +38,8 @@ Row = dict[str, float]
 
 PARTS = "HOLDFAST_BENCHMARK_PARTS"
 """Environment variable with the folder in which each worker writes its timings."""
-KILL_AT = 6
-STEPS_AFTER = 8
+KILL_AT = 3
+STEPS_AFTER = 5
 MOST_STEPS = 100_000
 
 
@@ -46,18 +49,20 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--kills", type=int, default=5, help="kills of each kind")
     parser.add_argument("--megabytes", type=int, default=100, help="size of the state, in MB")
+    parser.add_argument("--kinds", default="spare,whole,follows", help="which to measure, separated by commas")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    rows = {
-        kind: [
-            told(kind, run_once(kind, options.workers, options.megabytes, seed + options.seed))
-            for seed in range(options.kills)
-        ]
-        for kind in ("spare", "fresh")
-    }
+    rows: dict[str, list[Row]] = {kind: [] for kind in options.kinds.split(",")}
+    for seed in range(options.kills):  # in turns
+        for kind, measured in rows.items():
+            measured.append(told(kind, run_once(kind, options.workers, options.megabytes, seed + options.seed)))
     spreads = {
-        kind: {name: spread([row[name] for row in measured]) for name in measured[0]} for kind, measured in rows.items()
+        kind: {
+            name: spread([row[name] for row in measured if name in row])
+            for name in dict.fromkeys(name for row in measured for name in row)
+        }
+        for kind, measured in rows.items()
     }
     what = f"{options.workers} workers on {os.cpu_count()} cores, {options.megabytes} MB of state"
     lines = [
@@ -85,13 +90,16 @@ def run_once(kind: str, workers: int, megabytes: int, seed: int) -> Row:
     victim = seed % workers
     plan = FaultPlan((Fault("kill", victim, KILL_AT, "backward"),)).to_json()
     spares = int(kind == "spare")
+    least = 0 if kind == "follows" else -1
     with tempfile.TemporaryDirectory() as folder:
         os.environ[PARTS] = folder
         outcome = launch(
             Job(
                 script=Path(__file__),
                 args=("--train", str(megabytes), str(workers)),
-                settings=Settings(fabric="gloo", workers=workers, spares=spares, faults=plan, seed=seed),
+                settings=Settings(
+                    fabric="gloo", workers=workers, spares=spares, faults=plan, seed=seed, catch_up_bytes=least
+                ),
                 max_respawns=1 - spares,
             )
         )
@@ -133,6 +141,16 @@ def row_of_fresh(records: Any, parts: list[dict[str, Any]], _: int) -> Row:
             (part["seconds"] for part in givers if part["name"] == name and part["step"] == first), default=0.0
         )
 
+    following: Row = {}
+    for up in (r for r in records if type(r).__name__ == "CaughtUp"):
+        while_following = itertools.pairwise(range(max(up.first_step, KILL_AT + 1) - 1, first))
+        following = {
+            "following_ms": max(1e3 * (done[b][0] - done[a][0]) for a, b in while_following),
+            "repeated_steps": up.steps,
+            "sent_MB": up.sent_bytes / 1e6,
+        }
+    if first > KILL_AT + 1:
+        following["without_ms"] = step_ms(done, range(KILL_AT, first))
     moved = longest("transfer")
     size = max(part["bytes"] for part in parts)
     return {
@@ -143,6 +161,8 @@ def row_of_fresh(records: Any, parts: list[dict[str, Any]], _: int) -> Row:
         "transfer_MB_per_s": size / 1e3 / moved,
         "memory_ms": longest("memory"),
         "step_ms": usual,
+        "held_steps": (1e3 * (done[first][0] - done[first - 1][0]) - usual) / usual,
+        **following,
     }
 
 
@@ -192,7 +212,7 @@ def measure_parts(session: Any, size_bytes: int) -> None:
 
     for name, owner, method in (
         ("regroup", C10dCommunicator, "shrink"),
-        ("transfer", StateRestorer, "welcome"),
+        ("transfer", StateRestorer, "transfer_state"),
         ("memory", OrderedAllReduce, "_make_path"),
     ):
         call = getattr(owner, method)

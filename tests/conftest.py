@@ -24,6 +24,8 @@ settings.load_profile("any-machine")
 LONG = (
     # What takes longest, where a contract test or a neighbour shows the same in less.
     "chaos/test_children.py::test_children_die_with_workers_whose_launcher_is_killed[gloo]",
+    "chaos/test_catch_up.py::test_a_wrong_bit_in_the_state_that_it_received_is_found_and_mended",
+    "chaos/test_catch_up.py::test_one_of_the_two_dies_in_the_middle[newcomer-codes1]",
     "chaos/test_foreign_launchers.py::test_processes_of_torchrun_end_with_the_bits_of_holdfast_run[4]",
     "chaos/test_foreign_launchers.py::test_tasks_of_srun_join_where_their_step_begins_and_end_with_the_first_that_fails",
     "chaos/test_foreign_launchers.py::test_tasks_of_srun_continue_when_one_dies_also_the_one_that_led_the_store[4]",

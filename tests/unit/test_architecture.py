@@ -76,7 +76,7 @@ MAY_IMPORT = {
     "models": LOOP
     | {"data", "integrity", "engine.context", "engine.run_log", "engine.vote", "engine.flips"}
     | {"session.media", "session.models", "session.step", "state.transfer"},
-    "state": LOOP | {"data", "integrity", "models", "engine"},
+    "state": LOOP | {"data", "integrity", "models", "engine", "membership.state_requests"},
     "engine": LOOP | {"data", "integrity", "models", "state", "session"},
     "session": LOOP | {"data", "integrity", "models", "state", "engine"},
     "doctor": {"errors", "torch_private", "comm", "data", "models", "state", "session"},

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from holdfast.errors import InternalError
+from holdfast.membership import StateRequests
 from holdfast.recovery.messages import Progress
 
 BROADCAST_BYTES = 16 << 20
@@ -186,6 +187,10 @@ class Communicator(Collectives, Protocol):
     def failed(self) -> tuple[int, ...]:
         """Return the members that this process knows to have failed."""
 
+    @property
+    def state_requests(self) -> StateRequests | None:
+        """Requests of newcomers for a state ahead of their admission; None if no worker can join."""
+
 
 class Round(NamedTuple):
     """Messages of one round of :meth:`RoundMessages.sendrecv_rounds`: terms and then results, sent and received."""
@@ -268,6 +273,7 @@ class FixedMembership:
 
     has_lost_store = False
     has_atomic_shrink = False
+    state_requests = None
 
     def join(self, loop: int) -> bool:
         """Raise ``InternalError``: all workers are members from the start."""

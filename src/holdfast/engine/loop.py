@@ -60,6 +60,8 @@ from holdfast.recovery.messages import (
 )
 from holdfast.recovery.protocol import ProtocolState
 from holdfast.session.step import Step
+from holdfast.state.admission import Admission
+from holdfast.state.catch_up import CatchUp
 from holdfast.state.restorer import StateRestorer
 from holdfast.state.store_loss import launcher_died, turn
 
@@ -83,6 +85,7 @@ class TrainingLoop:
         source: Where inputs come from.
         is_newcomer: This worker joined a job that was already running.
         pauses: Yield each :class:`Pause`, too.
+        catch_up: How a newcomer has caught up; None if it did not try.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class TrainingLoop:
         *,
         is_newcomer: bool = False,
         pauses: bool = False,
+        catch_up: CatchUp | None = None,
     ) -> None:
         self._job = job
         self._pauses = pauses
@@ -109,7 +113,10 @@ class TrainingLoop:
         self._sum = self._get_sum()
         self._position = DataPosition(plan, job.live.slicing)
         self._live_config = LiveConfig(job, trainable, self._position, self._protocol.set_strategy)
-        self._restorer = StateRestorer(job, trainable, self._position, self._log, self._live_config, self._guard)
+        self._admission = Admission(job, trainable, catch_up, pauses=pauses)
+        self._restorer = StateRestorer(
+            job, trainable, self._position, self._log, self._live_config, self._guard, self._admission
+        )
         self._executor = StepExecutor(job, trainable, self._position, self._log, self._points, self._sum, source)
         self._certificate = self._begin_certificate()
         self._status = LoopStatus(announced=job.rebuilds.current is not None)
@@ -159,6 +166,7 @@ class TrainingLoop:
         try:
             yield from self._drive()
         finally:
+            self._admission.hang_up()
             self._executor.close()
             self._position.close()
 
@@ -297,6 +305,7 @@ class TrainingLoop:
         """Return the next attempt, None if there is no next step."""
         batch = self._next_batch(step)
         if batch is not None:
+            self._admission.before_step()
             attempt = self._executor.begin(batch)
             self._fingerprint.take(step)
             if self._certificate is not None:
@@ -360,6 +369,7 @@ class TrainingLoop:
         lost = trainable.missing_slices(batch)
         workers = trainable.computing(batch, lost)
         link = None if self._certificate is None else self._certificate.commit(batch, lost)
+        self._admission.before_update(batch)
         job.committed.metrics = trainable.apply(batch, self._executor.names)
         samples = self._position.commit(batch, lost)
         self._executor.batch, job.committed.step, job.rebuilds.snapshot = None, step + 1, None

@@ -173,6 +173,21 @@ class ModelPart:
         self._update_average()
         return metrics
 
+    def repeat_step(self, results: Sequence[torch.Tensor], slices: Sequence[Sequence[int]]) -> None:
+        """Update buffers, weights and their average as in a step of another worker, whose schedulers decided its options.
+
+        Args:
+            results: Its all-reduce result of each bucket.
+            slices: The slices included in each of them.
+        """
+        self.begin()
+        for result, numbers in zip(results, slices, strict=True):
+            self.gradients.add_sum(result, numbers)
+        self.gradients.set_buffers()
+        self._update()
+        self._drop_step()
+        self._update_average()
+
     def show_gradients(self) -> None:
         """Set every parameter's ``.grad`` to a copy of its mean gradient, which the script may modify."""
         self.gradients.set_gradients(private=True)

@@ -33,6 +33,7 @@ from holdfast.session.models import Pipeline, Sharded
 from holdfast.session.opened import OpenedLoop, choose_job_slices, plan_of
 from holdfast.session.reinit_context import application, note_session, take_over
 from holdfast.session.step import Step
+from holdfast.state.catch_up import catch_up_first
 from holdfast.state.platform_check import compare_with_others, platform_of_worker, promise_line
 
 _sessions: list[Session] = []
@@ -239,13 +240,16 @@ class Session:
             self._say_once(job, line)
         if is_newcomer:
             compare_with_others(job)
+        catch_up = catch_up_first(job, self._trainable, pauses=pauses) if is_newcomer else None
         if is_newcomer and not job.comm.join(job.loop):
             job.loops.end(plan.epochs)
             return
         self._training = True
         _sessions.append(self)
         job.loops.first_step = job.step
-        run = loop.run = TrainingLoop(job, self._trainable, plan, loop.source, is_newcomer=is_newcomer, pauses=pauses)
+        run = loop.run = TrainingLoop(
+            job, self._trainable, plan, loop.source, is_newcomer=is_newcomer, pauses=pauses, catch_up=catch_up
+        )
         with notice.answered(lambda: self._on_sigterm(job)):
             try:
                 yield from run.drive()

@@ -25,6 +25,7 @@ from holdfast.integrity.snapshots import copied
 from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import clone
 from holdfast.recovery.registry import strategy_class
+from holdfast.state.admission import Admission
 from holdfast.state.order_choice import choose_order, order_of_checkpoint
 from holdfast.state.platform_check import compare_platforms, compare_with_checkpoint
 from holdfast.state.transfer import receive_state, send_state
@@ -41,8 +42,10 @@ class StateRestorer:
         log: RunLog,
         live_config: LiveConfig,
         guard: SdcGuard,
+        admission: Admission,
     ) -> None:
         self._job = job
+        self._admission = admission
         self._trainable = trainable
         self._position = position
         self._log = log
@@ -63,6 +66,7 @@ class StateRestorer:
             ReplicasDiffer: if there is no state to roll back to.
             ConfigError: if the workers' platforms differ and that is not allowed, or their data do.
         """
+        self._admission.hang_up()
         compare_platforms(self._job)
         self._set_order(choose_order(self._job))
         way = self._guard.share_state()
@@ -266,12 +270,12 @@ class StateRestorer:
             **({"link": job.committed.link} if job.committed.link else {}),
         }
 
-    def transfer_state(self, newcomers: tuple[int, ...]) -> None:
-        """Send the state to newcomers, or, as a newcomer, receive and keep it."""
+    def transfer_state(self, newcomers: tuple[int, ...]) -> tuple[int, ...]:
+        """Send the state to newcomers, or, as a newcomer, receive and keep it; return those that had caught up."""
         job = self._job
         if job.comm.local_ranks[0] in newcomers:
-            self._given = receive_state(job.comm, newcomers)
-            return
+            self._given, caught_up = self._admission.receive(newcomers)
+            return caught_up
         first = self._initial
         state = {"now": self._state(self._trainable.shared_state()), "first": None if first is None else first.state}
         info = {"now": self._info(), "first": None if first is None else first.info}
@@ -281,7 +285,7 @@ class StateRestorer:
             "checkpoints": job.checkpoints.state(),
             "placement": self._trainable.placement(),
         }
-        send_state(job.comm, newcomers, state, info | more)
+        return self._admission.send(newcomers, state, info | more)
 
     def install(self) -> None:
         """Adopt the state that this worker received, if any."""
@@ -294,6 +298,8 @@ class StateRestorer:
         self._restore(self._loaded(info["step"], state["now"], info["now"]), keeps=True)
         self._job.checkpoints.adopt(info["checkpoints"])
         self._trainable.adopt_placement(info["placement"])
+        if (record := self._admission.take_record()) is not None:
+            self._log.write(record)
 
     def _find(self, *, trained: bool) -> int:
         """Return the newest step that this loop can resume from, -1 for none."""

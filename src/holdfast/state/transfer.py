@@ -33,8 +33,8 @@ def send_state(comm: Communicator, newcomers: Sequence[int], state: Any, info: d
     The state must be one that can be saved in a checkpoint. ``info`` is plain JSON; that of the lowest sender is sent.
     """
     said, packed = pack_state(state)
-    _broadcast_header(comm, newcomers, json.dumps(said | {"info": info}).encode())
-    givers = _givers(comm, newcomers)
+    broadcast_header(comm, newcomers, json.dumps(said | {"info": info}).encode())
+    givers = givers_of(comm, newcomers)
     mine = packed.share(givers.index(comm.local_ranks[0]), len(givers))
     comm.sendrecv([(comm.processes.index((rank,)), piece) for piece in _sealed(mine) for rank in newcomers], [])
 
@@ -45,9 +45,9 @@ def receive_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, di
     Raises:
         CheckpointError: if the received bytes do not match their digests.
     """
-    header = json.loads(_broadcast_header(comm, newcomers, b""))
+    header = json.loads(broadcast_header(comm, newcomers, b""))
     tensors, packed = room_for(header)
-    givers = _givers(comm, newcomers)
+    givers = givers_of(comm, newcomers)
     theirs = {giver: packed.pieces[number :: len(givers)] for number, giver in enumerate(givers)}
     coming = {giver: _room_for_sealed(pieces) for giver, pieces in theirs.items()}  # from all senders in parallel
     comm.sendrecv([], [(comm.processes.index((giver,)), data) for giver, sent in coming.items() for data in sent])
@@ -157,10 +157,10 @@ class PackedTensors:
         """Return the pieces that sender ``number`` of ``count`` sends, in host memory; nothing else is copied there."""
         packed = self.pieces[number : self._num_packed : count]
         if packed:
-            self._pack()
+            self.pack()
         return [*packed, *_in_host(self.pieces[number + count * len(packed) :: count])]
 
-    def _pack(self) -> None:
+    def pack(self) -> None:
         """Copy the small tensors into the buffer: from each device in one copy."""
         small = list(self._small)
         for device in {data.device for data in small if not device_of(data.device).is_host}:
@@ -221,7 +221,7 @@ def broadcast(mailbox: Mailbox, comm: Communicator, teller: int, say: Callable[[
 
 def _sealed(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the pieces, followed by their digests."""
-    return [*pieces, _digests(pieces)]
+    return [*pieces, digests_of(pieces)]
 
 
 def _room_for_sealed(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -230,23 +230,24 @@ def _room_for_sealed(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _check_sealed(sent: Sequence[torch.Tensor], what: str) -> None:
     *pieces, told = sent
-    if not torch.equal(_digests(pieces), told):
+    if not torch.equal(digests_of(pieces), told):
         raise CheckpointError(f"{what} is damaged: its digests do not match")
 
 
-def _digests(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+def digests_of(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the digests of the pieces, one after the other."""
     row = b"".join(xxhash.xxh3_64_digest(tensor_bytes(piece)) for piece in pieces)
     return torch.frombuffer(bytearray(row), dtype=torch.uint8) if row else torch.empty(0, dtype=torch.uint8)
 
 
-def _givers(comm: Communicator, newcomers: Sequence[int]) -> list[int]:
+def givers_of(comm: Communicator, newcomers: Sequence[int]) -> list[int]:
+    """Return the members that have the state, ascending."""
     return [rank for rank in comm.members if rank not in newcomers]
 
 
-def _broadcast_header(comm: Communicator, newcomers: Sequence[int], header: bytes) -> bytes:
-    """Return the header of the lowest sender."""
-    shared = broadcast_bytes(comm, header, _givers(comm, newcomers)[0])
+def broadcast_header(comm: Communicator, newcomers: Sequence[int], header: bytes) -> bytes:
+    """Return the header of the lowest sender; raise ``PeerFailed`` if there is none."""
+    shared = broadcast_bytes(comm, header, givers_of(comm, newcomers)[0])
     if not shared:
         raise PeerFailed("no surviving worker has the state")
     return shared

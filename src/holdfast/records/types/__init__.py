@@ -29,6 +29,7 @@ from holdfast.records.types.training import (
 )
 from holdfast.records.types.workers import (
     ActionRequested,
+    CaughtUp,
     DeviceLost,
     JobRestarted,
     Left,
@@ -42,6 +43,7 @@ from holdfast.records.types.workers import (
 __all__ = [
     "STAMPS",
     "ActionRequested",
+    "CaughtUp",
     "CheckpointSaved",
     "CorruptionFound",
     "CorruptionHealed",

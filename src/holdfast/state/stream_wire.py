@@ -1,0 +1,66 @@
+"""Messages of a stream of state over a TCP connection: a header as JSON, and the bytes of tensors.
+
+The bytes carry no digests: when a newcomer is admitted, everything that it has is compared with the state of the members.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from holdfast.state.live_bytes import LiveBytes
+
+SECRET_BYTES = 16
+"""A connection begins with the secret of the process that listens."""
+_LENGTH = struct.Struct("!Q")
+_CHUNK_BYTES = 1 << 20
+"""Bytes that are copied and sent at a time: few enough to stay in the cache."""
+_MOST_HEADER_BYTES = 1 << 28
+
+
+def send_message(connection: socket.socket, header: dict[str, Any], body: LiveBytes) -> None:
+    """Send a message; raise ``OSError`` if the connection has ended."""
+    said = json.dumps(header).encode()
+    connection.sendall(_LENGTH.pack(len(said)) + said)
+    room = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+    view: Any = room.numpy()
+    while count := body.take(room):
+        connection.sendall(view[:count])
+
+
+def receive_header(connection: socket.socket) -> dict[str, Any]:
+    """Return the header of the next message; raise ``OSError`` if the connection has ended."""
+    (length,) = _LENGTH.unpack(_receive(connection, bytearray(_LENGTH.size)))
+    if length > _MOST_HEADER_BYTES:
+        raise ConnectionError(f"a header of {length} bytes is not one of a stream of state")
+    header: dict[str, Any] = json.loads(_receive(connection, bytearray(length)))
+    return header
+
+
+def receive_body(connection: socket.socket, tensors: Iterable[torch.Tensor]) -> None:
+    """Receive the bytes of a message into tensors of bytes; raise ``OSError`` if the connection has ended."""
+    for tensor in tensors:
+        _receive(connection, tensor.numpy())
+
+
+def _receive(connection: socket.socket, room: Any) -> Any:
+    view = memoryview(room)
+    while len(view):
+        count = connection.recv_into(view)
+        if not count:
+            raise ConnectionError("the connection has ended")
+        view = view[count:]
+    return room
+
+
+def hang_up(connection: socket.socket) -> None:
+    """End a connection, or stop to listen, also if a forked child has the socket, or a thread waits for it."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # it has ended already

@@ -1,0 +1,326 @@
+"""What lets a newcomer catch up: streams of live memory, the update of a step repeated elsewhere, and the difference."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.comm.memory import as_bytes
+from holdfast.config import Settings
+from holdfast.membership import Hub, StateRequests, open_store
+from holdfast.membership.acts import encode_members
+from holdfast.membership.state_requests import StateRequest
+from holdfast.models.optimizers import options_of, set_options
+from holdfast.models.training_state import clone
+from holdfast.state.admission import Admission
+from holdfast.state.catch_up import Follower, can_catch_up, tensors_of
+from holdfast.state.live_bytes import LiveBytes
+from holdfast.state.streams import StateStreams
+
+LIMIT_S = 30.0
+
+
+# -- live memory
+
+
+def taken(live, count=100):
+    """Everything that is left, in portions."""
+    room, pieces = torch.empty(count, dtype=torch.uint8), []
+    while got := live.take(room):
+        pieces.append(room[:got].clone())
+    return torch.cat(pieces)
+
+
+@pytest.mark.parametrize("before", [0, 3, 10, 11])
+@pytest.mark.parametrize("settles", [True, False])
+def test_bytes_are_those_of_before_a_change_only_if_they_were_settled(before, settles):
+    memory = [
+        torch.arange(250, dtype=torch.uint8),
+        torch.arange(17, dtype=torch.uint8),
+        torch.ones(1000, dtype=torch.uint8),
+    ]
+    given = torch.cat(memory)
+    live = LiveBytes(memory)
+    first = [live.take(room := torch.empty(100, dtype=torch.uint8)) and room for _ in range(before)]
+
+    if settles:
+        live.settle()
+    for tensor in memory:
+        tensor += 1
+    rest = taken(live)
+
+    sizes = [min(100, n) for n in (100, 100, 50, 17, *[100] * 10)][:before]
+    got = torch.cat([*(room[:size] for room, size in zip(first, sizes, strict=True)), rest])
+    assert len(got) == live.size_bytes == len(given)
+    assert torch.equal(got, given) is settles
+
+
+# -- the update of a step, repeated elsewhere
+
+KINDS = {
+    "sgd": (lambda p: torch.optim.SGD(p, lr=0.003, momentum=0.9, nesterov=True), {}),
+    "adamw, clipped": (lambda p: torch.optim.AdamW(p, lr=0.01), {"clip_grad_norm": 0.1}),
+    "amsgrad, scaled": (lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True), {"scaler": True}),
+    "rmsprop, averaged": (lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True), {"average": True}),
+    "adagrad": (lambda p: torch.optim.Adagrad(p, lr=0.01), {}),
+    "early": (lambda p: torch.optim.Adam(p, lr=0.01), {"update": "eager"}),
+}
+
+
+def make(kind, **settings):
+    """A session of three virtual workers whose model has batch norm and an unused parameter."""
+    torch.manual_seed(2)
+    layers = [nn.Linear(6, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 80), nn.Linear(80, 1)]
+    model = nn.Sequential(*layers)
+    model.unused = nn.Parameter(torch.ones(3))
+    build, extra = KINDS[kind]
+    optimizer = build(model.parameters())
+    extra = dict(extra)
+    if extra.pop("scaler", False):
+        extra["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    if extra.pop("average", False):
+        extra["average"] = torch.optim.swa_utils.AveragedModel(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    session = holdfast.Session(model, optimizer, scheduler=scheduler, workers=3, fabric="virtual", seed=1, **extra)
+    return model, session
+
+
+def train(kind, monkeypatch, before_step=None, before_update=None):
+    """Train for eight steps, and return the model as the loop sees it."""
+    model, session = make(kind)
+    monkeypatch.setattr(Admission, "before_step", lambda _: before_step and before_step(session))
+    monkeypatch.setattr(Admission, "before_update", lambda _, batch: before_update and before_update(session, batch))
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(4))
+    data = torch.utils.data.TensorDataset(x, x.prod(1, keepdim=True))
+    for step in session.steps(data, batch_size=8):
+        for xs, ys in step:
+            step.backward(nn.functional.mse_loss(model(xs), ys))
+    return session._trainable
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_step_that_is_repeated_gives_the_bits_of_the_step(kind, start, monkeypatch):
+    states, steps = [], []
+
+    def note(session, _):
+        model = session._trainable.whole
+        sums = [result.clone() for result in model.gradients.sums]
+        steps.append((sums, list(model.gradients.summed_slices), options_of(model.optimizer)))
+
+    trained = train(kind, monkeypatch, lambda session: states.append(clone(session._trainable.state_dict())), note)
+    assert len(states) == len(steps) == 8
+    repeated = make(kind)[1]._trainable
+    repeated.load_state_dict(states[start], keeps=True)
+    for sums, slices, options in steps[start:]:
+        set_options(repeated.optimizer, options)
+        repeated.repeat_step(sums, slices)
+
+    for name, thing in trained.state_dict().items():
+        if name != "scheduler":  # comes with the admission, as all that is no tensor
+            got = tensors_of(repeated.state_dict()[name])
+            assert got.keys() == tensors_of(thing).keys()
+            assert all(torch.equal(got[path], tensor) for path, tensor in tensors_of(thing).items()), name
+
+
+def test_one_wrong_bit_in_a_gradient_gives_other_bits(monkeypatch):
+    """The tests above would see it."""
+    start, sums = [], []
+
+    def note(session, _):
+        model = session._trainable.whole
+        sums.append(([s.clone() for s in model.gradients.sums], list(model.gradients.summed_slices)))
+
+    trained = train("sgd", monkeypatch, lambda session: start.append(clone(session._trainable.state_dict())), note)
+    repeated = make("sgd")[1]._trainable
+    repeated.load_state_dict(start[7])
+    as_bytes(sums[7][0][0])[6] ^= 64
+    repeated.repeat_step(*sums[7])
+
+    pairs = zip(trained.model.parameters(), repeated.model.parameters(), strict=True)
+    assert sum(not torch.equal(a, b) for a, b in pairs) == 1
+
+
+# -- a stream
+
+
+class Requests:
+    """Requests that come from the test."""
+
+    own_address = "127.0.0.1"
+
+    def __init__(self):
+        self.new, self.address = [StateRequest(newcomer=3, giver=0, loop=0, number=0)], ""
+
+    def take_new(self, _):
+        new, self.new = self.new, []
+        return new
+
+    def answer(self, _, address):
+        self.address = address
+
+
+@contextlib.contextmanager
+def streaming(monkeypatch):
+    """Follow a training from its third step; the follower starts when that step begins."""
+    here = SimpleNamespace(
+        requests=Requests(), streams=None, follower=None, follow=Follower, model=make("adamw, clipped")[1]._trainable
+    )
+
+    def before_step(session):
+        if here.streams is None and session.step == 2:
+            comm = SimpleNamespace(state_requests=here.requests)
+            job = SimpleNamespace(comm=comm, settings=Settings(), loop=0, step=session.step)
+            here.streams = StateStreams(job, session._trainable.whole)
+        if here.streams is not None:
+            here.streams.before_step()
+            if here.follower is None:
+                here.follower = here.follow(here.model, here.requests.address)
+
+    here.train = lambda: train(
+        "adamw, clipped",
+        monkeypatch,
+        before_step,
+        lambda _, batch: here.streams and here.streams.before_update(batch),
+    )
+    yield here
+    here.streams.hang_up()
+    here.follower.stop()
+
+
+def wait_until(is_so):
+    ends_s = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
+
+
+def test_a_follower_ends_with_the_bits_of_the_training_that_it_follows(monkeypatch):
+    with streaming(monkeypatch) as here:
+        trained = here.train()
+        here.streams.end((3,))
+        wait_until(lambda: not here.follower.is_running)
+
+        assert here.follower.is_complete
+        assert here.follower.why == ""
+        assert (here.follower.first_step, here.follower.steps) == (2, 6)
+        got, wanted = tensors_of(here.model.model.state_dict()), tensors_of(trained.model.state_dict())
+        assert all(torch.equal(got[path], wanted[path]) for path in wanted)
+
+
+def test_a_follower_whose_stream_ends_says_why(monkeypatch):
+    with streaming(monkeypatch) as here:
+        here.train()
+        here.streams.hang_up()
+        wait_until(lambda: not here.follower.is_running)
+
+        assert not here.follower.is_complete
+        assert here.follower.why.startswith("the stream ended: ")
+
+
+def test_a_stranger_and_a_newcomer_that_is_too_slow_hold_nothing(monkeypatch):
+    """The stranger connects first, without the secret; then nothing reads."""
+    with streaming(monkeypatch) as here:
+        here.follow = lambda *_: SimpleNamespace(stop=lambda: None)
+        monkeypatch.setattr("holdfast.state.streams._MOST_WAITING", 1.5)
+        here.train()
+        assert here.streams._streams == {}  # what waited was too much, so the stream was dropped
+        host, port, _ = here.requests.address.split(" ")
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection((host, int(port)), LIMIT_S)
+
+
+def test_a_stream_sends_nothing_without_the_secret(monkeypatch):
+    with streaming(monkeypatch) as here:
+        stranger = []
+
+        def stranger_first(model, address):
+            host, port, _ = address.split(" ")
+            connection = socket.create_connection((host, int(port)), LIMIT_S)
+            connection.sendall(bytes(16))
+            stranger.append(connection)
+            return Follower(model, address)
+
+        here.follow = stranger_first
+        here.train()
+        assert stranger[0].recv(1) == b""
+        stranger[0].close()
+        here.streams.end((3,))
+        wait_until(lambda: not here.follower.is_running)
+        assert here.follower.is_complete
+
+
+# -- requests
+
+
+@pytest.fixture
+def stores():
+    with Hub("token") as hub, contextlib.ExitStack() as closing:
+        made = [open_store(f"holdfast://{hub.address}/job", "token") for _ in range(2)]
+        for store in made:
+            closing.callback(store.close)
+        made[0].put("g/0/members", encode_members((0, 1, 2)))
+        made[0].put("g/1/members", encode_members((0, 2)))
+        yield made
+
+
+def asked(store, answers):
+    """Ask in a thread, as a newcomer does; return the requests, the request and what came of it."""
+    requests, request = StateRequests(store, 3), StateRequest(newcomer=3, giver=2, loop=0, number=1)
+    thread = threading.Thread(target=lambda: answers.append(requests.ask(request)))
+    thread.start()
+    return thread, request
+
+
+def test_a_request_is_taken_once_by_the_member_that_is_asked_and_answered(stores):
+    answers = []
+    thread, request = asked(stores[1], answers)
+    mine, others = StateRequests(stores[0], 2), StateRequests(stores[0], 0)
+    wait_until(lambda: stores[0].get("state-for/3") is not None)
+
+    assert others.take_new(0) == []
+    assert mine.take_new(0) == [request]
+    assert mine.take_new(0) == []
+    mine.answer(StateRequest(newcomer=3, giver=2, loop=0, number=0), "too late")
+    mine.answer(request, "where")
+    thread.join(LIMIT_S)
+    assert answers == ["where"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("dead/2", "killed"), ("loop", "1"), ("g/2/members", encode_members((0, 3)))]
+)
+def test_a_request_ends_when_the_member_is_gone_or_the_loop_is_over(stores, key, value):
+    answers = []
+    thread, _ = asked(stores[1], answers)
+    assert not answers
+    stores[0].put(key, value)
+    thread.join(LIMIT_S)
+    assert answers == [""]
+
+
+@pytest.mark.parametrize(
+    ("least", "pauses", "expected"), [(0, False, True), (-1, False, False), (1 << 30, False, False), (0, True, False)]
+)
+def test_where_newcomers_catch_up(least, pauses, expected):
+    job = SimpleNamespace(settings=Settings(catch_up_bytes=least), comm=SimpleNamespace(state_requests=object()))
+    trainable = make("sgd")[1]._trainable
+
+    assert can_catch_up(job, trainable, pauses=pauses) is expected
+    job.comm.state_requests = None
+    assert not can_catch_up(job, trainable, pauses=pauses)
+
+
+def test_the_loop_calls_both_hooks_once_a_step(monkeypatch):
+    calls = []
+    train("sgd", monkeypatch, lambda _: calls.append("step"), lambda _, batch: calls.append(batch.step))
+
+    assert calls == [call for number in range(8) for call in ("step", number)]
