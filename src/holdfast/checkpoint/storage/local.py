@@ -67,9 +67,11 @@ class LocalStorage:
     def reader(self, path: str) -> Iterator[LocalReader]:
         """See :meth:`Storage.reader`."""
         whole = self._root / path
-        with _read_errors(whole):
+        try:
             # Without O_NONBLOCK, opening a pipe in place of the file would block forever.
             number = os.open(whole, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise _explained_read(whole, error) from error
         try:
             status = os.fstat(number)
             if not stat.S_ISREG(status.st_mode):
@@ -146,23 +148,21 @@ class LocalReader:
     def read_into(self, offset: int, out: memoryview) -> int:
         """See :meth:`Reader.read_into`."""
         done = 0
-        with _read_errors(self._path):
+        try:
             while done < len(out) and (got := os.preadv(self._number, [out[done:]], offset + done)):
                 done += got
+        except OSError as error:
+            raise _explained_read(self._path, error) from error
         return done
 
 
-@contextmanager
-def _read_errors(path: Path) -> Iterator[None]:
+def _explained_read(path: Path, error: OSError) -> CheckpointError:
     """Distinguish a damaged file, which is named, from a directory that this user cannot access."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _UNREADABLE:
-            raise CheckpointCorrupt(f"{path.name} cannot be read: {error.strerror}") from error
-        raise CheckpointError(
-            f"cannot read {path}: {error.strerror or error}; {_ADVICE.get(error.errno or 0, 'try again')}"
-        ) from error
+    if error.errno in _UNREADABLE:
+        return CheckpointCorrupt(f"{path.name} cannot be read: {error.strerror}")
+    return CheckpointError(
+        f"cannot read {path}: {error.strerror or error}; {_ADVICE.get(error.errno or 0, 'try again')}"
+    )
 
 
 @contextmanager
