@@ -24,6 +24,8 @@ from holdfast.errors import CheckpointCorrupt, CheckpointError
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA = 2
+SCHEMA_SHARED = 3
+"""Schema of a manifest that shares files with an earlier checkpoint: a reader of schema 2 refuses it."""
 MAX_BYTES = 256 << 20
 """Maximum size of a manifest. This much describes about 100 TB."""
 
@@ -75,7 +77,9 @@ class FileEntry:
     """The manifest's entry for one file."""
 
     size_bytes: int  # Size of the file; ``bytes`` in the manifest
-    rest_xxh3: str  # XXH3-64 of all bytes that are not values, in order: headers, padding, tables of contents
+    rest_xxh3: str | None
+    """XXH3-64 of all bytes that are not values, in order: headers, padding, tables of contents. None if the file was written
+    for an earlier checkpoint, too: its other bytes are no part of this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +101,16 @@ class Manifest:
         """Total size of all files."""
         return sum(file.size_bytes for file in self.files.values())
 
+    @property
+    def new_bytes(self) -> int:
+        """Total size of the files that were written for it; the others are shared with an earlier checkpoint."""
+        return sum(file.size_bytes for file in self.files.values() if file.rest_xxh3 is not None)
+
 
 def dump(manifest: Manifest) -> bytes:
     """Return the bytes of ``manifest.json``."""
     fields = {
-        "schema": SCHEMA,
+        "schema": SCHEMA if manifest.new_bytes == manifest.size_bytes else SCHEMA_SHARED,
         "step": manifest.step,
         "generation": manifest.generation,
         "format": manifest.format,
@@ -156,9 +165,10 @@ def parse(data: bytes, *, is_part: bool = False) -> Manifest:
     if found != seal[1].decode():
         _damaged("xxh3", f"its bytes have the digest {found}, it says {seal[1].decode()}")
     fields = _read_json(data)
-    if type(fields.get("schema")) is not int or fields["schema"] != SCHEMA:
+    if type(fields.get("schema")) is not int or fields["schema"] not in (SCHEMA, SCHEMA_SHARED):
         _damaged(
-            "schema", f"must be {SCHEMA}, is {fields.get('schema')!r:.80}; another version of holdfast may read it"
+            "schema",
+            f"must be {SCHEMA} or {SCHEMA_SHARED}, is {fields.get('schema')!r:.80}; another version of holdfast may read it",
         )
     return _check(fields, is_part=is_part)
 
@@ -253,7 +263,7 @@ _TENSOR_KINDS: dict[str, type] = {"dtype": str, "shape": list, "pieces": list}
 _PIECE_KINDS: dict[str, type] = {"file": str, "offset": int, "start": list, "shape": list, "bytes": int, "blocks": list}
 
 
-class _Wrong(Exception):  # noqa: N818
+class _Wrong(Exception):
     """A member is not allowed. Its place is put together only if one is: a thousand texts would take longer than the checks."""
 
     def __init__(self, where: str, what: str) -> None:
@@ -278,7 +288,7 @@ def _check(fields: dict[str, Any], *, is_part: bool) -> Manifest:
     tensors: dict[str, TensorEntry] = {}
     for name, file in fields["files"].items():
         try:
-            files[name] = _check_file(name, file)
+            files[name] = _check_file(name, file, may_share=fields["schema"] == SCHEMA_SHARED)
         except _Wrong as wrong:
             _damaged(f"files/{name:.80}{wrong.where}", wrong.what)
     for path, entry in fields["tensors"].items():
@@ -294,11 +304,14 @@ def _check(fields: dict[str, Any], *, is_part: bool) -> Manifest:
     return Manifest(**rest, files=files, tensors=tensors)
 
 
-def _check_file(name: str, fields: Any) -> FileEntry:
+def _check_file(name: str, fields: Any, *, may_share: bool) -> FileEntry:
     if not _FILE_NAME.fullmatch(name) or name in (".", ".."):
         raise _Wrong("", "must be the plain name of a file")
-    _check_members("/", fields, _FILE_KINDS)
-    _check_digest("/rest_xxh3", fields["rest_xxh3"])
+    if may_share and type(fields) is dict and fields.get("rest_xxh3", "") is None:
+        _check_members("/", fields, _FILE_KINDS | {"rest_xxh3": object})
+    else:
+        _check_members("/", fields, _FILE_KINDS)
+        _check_digest("/rest_xxh3", fields["rest_xxh3"])
     return FileEntry(size_bytes=fields["bytes"], rest_xxh3=fields["rest_xxh3"])
 
 
@@ -406,7 +419,7 @@ def _num_elements(where: str, shape: list[Any]) -> int:
     return elements
 
 
-def _check_members(where: str, fields: Any, kinds: dict[str, type]) -> None:
+def _check_members(where: str, fields: Any, kinds: Mapping[str, type]) -> None:
     """Check that an object has exactly these members, each of its type; integers must fit into 63 bits."""
     if type(fields) is not dict:
         raise _Wrong(where or "JSON", f"must be an object, is {fields!r:.80}")
@@ -415,11 +428,10 @@ def _check_members(where: str, fields: Any, kinds: dict[str, type]) -> None:
         raise _Wrong(where + "keys", f"{', '.join(sorted(odd)):.200} must not be there, or is missing")
     for name, kind in kinds.items():
         value = fields[name]
-        if type(value) is kind:
-            if kind is int and not 0 <= value <= _MAX_INT:
-                raise _Wrong(where + name, f"must be at least 0 and at most {_MAX_INT}, is {value!r:.80}")
-        elif kind is not object:
+        if type(value) is not kind and kind is not object:
             raise _Wrong(where + name, f"must be of type {kind.__name__}, is {value!r:.80}")
+        if kind is int and not 0 <= value <= _MAX_INT:
+            raise _Wrong(where + name, f"must be at least 0 and at most {_MAX_INT}, is {value!r:.80}")
 
 
 def _damaged(where: str, what: str, cause: Exception | None = None) -> NoReturn:

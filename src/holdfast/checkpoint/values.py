@@ -134,7 +134,9 @@ def _check_block(files: Mapping[str, StorageReader], manifest: Manifest, block: 
         into = into[block.start : block.end]
     first, last = block.piece.offset + block.start, block.piece.offset + block.end
     file = files[block.piece.file]
-    got, found = _read_digested(file, first, into if last <= file.size_bytes else into[: max(0, file.size_bytes - first)])
+    got, found = _read_digested(
+        file, first, into if last <= file.size_bytes else into[: max(0, file.size_bytes - first)]
+    )
     if got == last - first and found == block.wanted:
         return None
     entry = manifest.tensors[block.path]
@@ -175,6 +177,8 @@ def _check_size(file: StorageReader, manifest: Manifest, name: str) -> DamagedBy
 
 def _check_rest(file: StorageReader, manifest: Manifest, name: str) -> DamagedBytes | None:
     entry = manifest.files[name]
+    if entry.rest_xxh3 is None:
+        return None
     pieces = [piece for tensor in manifest.tensors.values() for piece in tensor.pieces if piece.file == name]
     rest = gaps(entry.size_bytes, pieces)
     is_there = not rest or rest[-1][1] <= file.size_bytes

@@ -65,6 +65,14 @@ class Storage(Protocol):
     def store(self, folder: str, names: tuple[str, ...]) -> None:
         """Store the files that were written into the directory of :meth:`prepare`; they are durable when this returns."""
 
+    def link(self, path: str, name: str) -> bool:
+        """Give a file a second name in a prepared folder, without copying it; both are paths.
+
+        Returns:
+            Whether that was possible: not in an object store, and not if the file is gone. :meth:`store` of the folder
+            makes it durable.
+        """
+
     def put(self, path: str, data: bytes) -> None:
         """Write or replace a small file atomically; it is durable when this returns."""
 

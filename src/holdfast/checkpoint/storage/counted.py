@@ -54,6 +54,10 @@ class CountedStorage:
         """Store the files of a folder."""
         self.inner.store(folder, names)
 
+    def link(self, path: str, name: str) -> bool:
+        """Give a file a second name."""
+        return self.inner.link(path, name)
+
     def put(self, path: str, data: bytes) -> None:
         """Write or replace a small file."""
         self.inner.put(path, data)

@@ -95,6 +95,14 @@ class LocalStorage:
                 _sync(path / name, os.O_RDONLY)
             _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
+    def link(self, path: str, name: str) -> bool:
+        """See :meth:`Storage.link`."""
+        try:
+            os.link(self._root / path, self._root / name)
+        except OSError:
+            return False  # the file is gone, or this file system has no links: then the values are written
+        return True
+
     def put(self, path: str, data: bytes) -> None:
         """See :meth:`Storage.put`."""
         whole = self._root / path

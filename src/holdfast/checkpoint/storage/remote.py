@@ -116,6 +116,10 @@ class RemoteStorage:
                 f"cannot write {self.url}/{path}: {size_bytes} bytes were sent, {found} are there; check that storage"
             )
 
+    def link(self, path: str, name: str) -> bool:
+        """See :meth:`Storage.link`."""
+        return False
+
     def put(self, path: str, data: bytes) -> None:
         """See :meth:`Storage.put`."""
         self._give_up_staging(path)
