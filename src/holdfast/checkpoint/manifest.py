@@ -98,19 +98,27 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Total size of all files."""
-        return sum(file.size_bytes for file in self.files.values())
+        """Total size of its files; of a file that it shares with an earlier checkpoint, of its values there."""
+        if not self.is_incremental:
+            return self.new_bytes
+        pieces = [piece for entry in self.tensors.values() for piece in entry.pieces]
+        return self.new_bytes + sum(p.size_bytes for p in pieces if self.files[p.file].rest_xxh3 is None)
 
     @property
     def new_bytes(self) -> int:
-        """Total size of the files that were written for it; the others are shared with an earlier checkpoint."""
+        """Total size of the files that were written for it; it shares the others with an earlier checkpoint."""
         return sum(file.size_bytes for file in self.files.values() if file.rest_xxh3 is not None)
+
+    @property
+    def is_incremental(self) -> bool:
+        """Whether it shares files with an earlier checkpoint."""
+        return any(file.rest_xxh3 is None for file in self.files.values())
 
 
 def dump(manifest: Manifest) -> bytes:
     """Return the bytes of ``manifest.json``."""
     fields = {
-        "schema": SCHEMA if manifest.new_bytes == manifest.size_bytes else SCHEMA_SHARED,
+        "schema": SCHEMA_SHARED if manifest.is_incremental else SCHEMA,
         "step": manifest.step,
         "generation": manifest.generation,
         "format": manifest.format,

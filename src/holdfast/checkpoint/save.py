@@ -40,8 +40,8 @@ class SavedCheckpoint:
 
     url: str  # Directory or URL of all checkpoints
     step: int  # Number of steps that the state contains
-    size_bytes: int  # Total size of its files
-    new_bytes: int  # Total size of those that were written; the others are shared with an earlier checkpoint
+    size_bytes: int  # Its size, see :attr:`Manifest.size_bytes <holdfast.checkpoint.manifest.Manifest.size_bytes>`
+    new_bytes: int  # Size of what was written; the rest it shares with an earlier checkpoint
 
     @property
     def path(self) -> str:

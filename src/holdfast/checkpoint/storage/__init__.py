@@ -30,6 +30,8 @@ class StorageReader(Protocol):
     """An open file; several threads may read concurrently."""
 
     size_bytes: int
+    num_names: int
+    """Number of names that it has: checkpoints share it if there are several."""
     part_bytes: int
     """Preferred number of bytes per read."""
 

@@ -76,7 +76,7 @@ class LocalStorage:
             status = os.fstat(number)
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointCorrupt(f"{whole.name} is not a plain file")
-            yield LocalReader(whole, number, status.st_size)
+            yield LocalReader(whole, number, status)
         finally:
             os.close(number)
 
@@ -148,10 +148,11 @@ class LocalReader:
     part_bytes = PART_BYTES
     """Small chunks, which are digested while they are in the processor's cache."""
 
-    def __init__(self, path: Path, number: int, size_bytes: int) -> None:
+    def __init__(self, path: Path, number: int, status: os.stat_result) -> None:
         self._path = path
         self._number = number
-        self.size_bytes = size_bytes
+        self.size_bytes = status.st_size
+        self.num_names = status.st_nlink
 
     def read_into(self, offset: int, out: memoryview) -> int:
         """See :meth:`Reader.read_into`."""

@@ -198,6 +198,7 @@ class _NotThere(CheckpointError):
 class RemoteReader:
     """An object of ``size_bytes``; ``read_range`` returns its bytes from a first position up to a last one, excluded."""
 
+    num_names = 1
     part_bytes = BLOCK_BYTES
     """A whole block, because every request has a high latency."""
 
