@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from checkpoint_bytes import data_dir, fields_of, flip, seal, step_dir
 from checkpoint_chain import Chain, files_of, small_blocks
-from checkpoint_writers import end, start
 
-from holdfast.checkpoint import find_damage, load, read_manifest, steps, take, verify, write_tensors
+from holdfast.checkpoint import find_damage, load, read_manifest, steps, take, verify
 from holdfast.checkpoint import reuse as reuses
 from holdfast.checkpoint.convert import convert
 from holdfast.checkpoint.manager import CheckpointStore
@@ -103,7 +100,9 @@ def test_a_checkpoint_that_shares_nothing_can_be_read_by_older_versions_and_anot
     with pytest.raises(CheckpointCorrupt, match="rest_xxh3: must be of type str, is None"):
         parse(seal(fields))
     fields["schema"] = 4
-    with pytest.raises(CheckpointCorrupt, match="schema: must be 2 or 3, is 4; another version of holdfast may read it"):
+    with pytest.raises(
+        CheckpointCorrupt, match="schema: must be 2 or 3, is 4; another version of holdfast may read it"
+    ):
         parse(seal(fields))
 
 
@@ -160,7 +159,8 @@ def save_together(managers, step, state):
     for manager, me in reversed([*zip(managers, everyone, strict=True)]):
         manager.begin(step, state, {}, everyone, me, 0)
         manager.publish(step - 1, 0, is_lead=me == (0,))
-    return [manager.finish() for manager in managers][0][0].saved
+    outcomes = [manager.finish() for manager in managers]
+    return outcomes[0][0].saved
 
 
 def test_several_writers_share_what_each_of_them_wrote(tmp_path, monkeypatch):
@@ -185,7 +185,10 @@ def test_several_writers_share_what_each_of_them_wrote(tmp_path, monkeypatch):
 def test_full_checkpoints_are_written_on_request(tmp_path, monkeypatch):
     (manager,) = several(tmp_path, incremental_checkpoints=False)[:1]
 
-    assert [fields_of(tmp_path, save_together([manager], step, {"a": torch.zeros(999)}).step)["schema"] for step in range(1, 5)] == [2] * 4
+    assert [
+        fields_of(tmp_path, save_together([manager], step, {"a": torch.zeros(999)}).step)["schema"]
+        for step in range(1, 5)
+    ] == [2] * 4
 
 
 def test_the_interval_follows_the_cost_of_incremental_checkpoints(tmp_path, monkeypatch):
