@@ -204,15 +204,7 @@ def write(
         ConfigError: if an argument is not allowed.
     """
     storage = as_storage(storage)
-    if step < 0:
-        raise ConfigError(f"step must be at least 0, got {step}")
-    if format not in FORMATS:
-        raise ConfigError(f"the format of checkpoints must be one of {', '.join(FORMATS)}, got {format!r}")
-    name = f"data-{token or secrets.token_hex(4)}"
-    if not is_data_folder(name):
-        raise ConfigError(
-            f"token must be at most 64 lower-case letters, digits and '-', not beginning with '-', got {token!r}"
-        )
+    name = _name_folder(step, format, token)
     check_info(info)
     clean = set() if clean is None else clean
     clean.discard(step)  # this attempt may leave files there
@@ -253,6 +245,20 @@ def write(
         raise
     points.reach("checkpoint.tensors")
     return PendingCheckpoint(storage=storage, manifest=described, part=part, parts=content.parts, clean=clean)
+
+
+def _name_folder(step: int, format: str, token: str) -> str:
+    """Return the name of the data folder of an attempt; raise a ConfigError if an argument is not allowed."""
+    if step < 0:
+        raise ConfigError(f"step must be at least 0, got {step}")
+    if format not in FORMATS:
+        raise ConfigError(f"the format of checkpoints must be one of {', '.join(FORMATS)}, got {format!r}")
+    name = f"data-{token or secrets.token_hex(4)}"
+    if not is_data_folder(name):
+        raise ConfigError(
+            f"token must be at most 64 lower-case letters, digits and '-', not beginning with '-', got {token!r}"
+        )
+    return name
 
 
 def write_tensors(storage: Where, step: int, state: Any, info: dict[str, Any], **options: Any) -> PendingCheckpoint:
