@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 # One thread per worker: several workers share few cores, and the number of threads may change the bits.
 export OMP_NUM_THREADS := 1
 
-BENCHMARKS := sum step_time hosts memory split protection slices eager guard certificate batched recovery rejoin goodput scale membership checkpoint running injection start_job
+BENCHMARKS := sum step_time hosts memory split protection slices eager guard certificate batched recovery rejoin goodput scale membership checkpoint checkpoint_reads checkpoint_incremental running injection start_job
 
 # What another torch could break: the fabrics and the backend, the bits, and what is read of torch itself.
 TORCH_TESTS := tests/contract/test_communicator.py tests/contract/test_torch_backend.py \
@@ -103,7 +103,7 @@ chaos-20: $(READY)  ## Twenty minutes of random faults over both fabrics
 proof: $(READY)  ## Eleven faults, one worker of twelve left, the same bits to the last step: two minutes
 	$(PY) -m pytest -v -m soak tests/chaos/test_certificate.py
 
-bench: $(READY) bench-peers  ## The benchmarks, beside DDP, torchft, DCP and Orbax, as tables
+bench: $(READY) bench-peers  ## The benchmarks, beside DDP, torchft, DCP, Orbax and torch_checkpointing, as tables
 	@failed=0; for name in $(BENCHMARKS); do echo; $(PY) benchmarks/$$name.py || failed=1; done; exit $$failed
 
 bench-sinks: .venv-loggers/.ready  ## What a step takes with all sinks of records on, beside none: three minutes
@@ -127,7 +127,7 @@ DEV := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["depend
 # The peers stay out of the project's dependencies, and Holdfast out of theirs; torch is the same.
 $(PEERS_READY): Makefile pyproject.toml | $(READY)
 	test -x $(PEERS)/bin/python || $(PY) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) torchft==0.2.0 orbax-checkpoint==0.12.8 numpy
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) torchft==0.2.0 orbax-checkpoint==0.12.8 torch-checkpointing==0.1.1 numpy
 	@touch $@
 
 .venv-study-tensorflow/.ready: FIRST := tensorflow-cpu==2.21.0

@@ -16,6 +16,10 @@ async   How long the loop is blocked, and how long until the checkpoint is durab
 train   A loop of small matrix products on one thread, alone and while a checkpoint is written
 load    From files in the page cache until all bytes are in the memory of the model. Holdfast verifies
         every byte; the other stores verify none. Orbax creates new arrays
+cold    The same from files that are not in the page cache, which ``mincore`` proves before each load
+ranks   Several processes at once, each with its share of the bytes, by the rules of MLPerf Storage for checkpoints: all
+        files are synced within the time of a save, reads are cold, the time of a round is that of the slowest rank, its
+        throughput that of the rank with the lowest, and the result is the mean of the rounds
 flips   One random bit of one file flipped, loaded, flipped back: half of the bits are in values, half elsewhere.
         Is it detected (an error), or is the state silently wrong? In processes that may die of it
 ======  =========================================================================================================
@@ -43,13 +47,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint_ranks import RANK_STORES, measure_ranks
 from common import PEERS_PYTHON, ratio, spread, table, write_json
+from page_cache import evict
 from peers.store_worker import Bench, Elsewhere, Numbers
-from peers.stores import STORES, State, make_state
+from peers.stores import PEERS, STORES, State, make_state
 
 from holdfast.checkpoint import FORMATS
 
-PARTS = ("save", "async", "train", "load", "flips")
+PARTS = ("save", "async", "train", "load", "cold", "ranks", "flips")
 FLIP_LAYERS, FLIP_BYTES = 2, 2e5
 """Size of a small model for flips: a third of its files are not values, and thousands of loads take a minute."""
 FLIP_LIMIT_S = 60.0
@@ -63,15 +69,15 @@ Found = dict[str, list[Numbers]]
 
 
 class Ways:
-    """The stores that take turns: in this process, and Orbax in its own environment."""
+    """The stores that take turns: in this process, and those of the peers in their own environment."""
 
     def __init__(
-        self, size_bytes: float, layers: int, names: Sequence[str], folder: Path, orbax: Elsewhere | None
+        self, size_bytes: float, layers: int, names: Sequence[str], folder: Path, peers: Elsewhere | None
     ) -> None:
         self._bench = Bench(size_bytes, layers)
         self._names = names
         self._folder = folder
-        self._orbax = orbax
+        self._peers = peers
 
     @property
     def size_bytes(self) -> int:
@@ -89,32 +95,37 @@ class Ways:
             for tensor in self._bench.state.values():
                 file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         return {"dd": lambda folder: dd(source, folder)} | self._ways(
-            "save", "holdfast", "safetensors", "torch", "dcp", "orbax"
+            "save", "holdfast", "safetensors", "torch", "dcp", *PEERS
         )
 
     def begin(self) -> dict[str, Way]:
         """Return the stores for asynchronous saves."""
-        return {"copy": lambda _: self._bench.copy()} | self._ways("begin", "holdfast", "dcp", "dcp, process", "orbax")
+        return {"copy": lambda _: self._bench.copy()} | self._ways("begin", "holdfast", "dcp", "dcp, process", *PEERS)
 
     def train(self) -> dict[str, Way]:
         """Return the stores for saves during a loop that computes."""
-        return self._ways("train", "holdfast", "dcp", "dcp, process", "orbax")
+        return self._ways("train", "holdfast", "dcp", "dcp, process", *PEERS)
 
     def load(self) -> dict[str, Way]:
         """Return the stores for loading; each has saved the state that it loads."""
-        names = ("holdfast", "safetensors", "torch", "torch, mapped", "dcp", "orbax")
-        for way in self._ways("save", *names).items():
-            way[1](self._folder / f"{way[0]} to load")
+        names = ("holdfast", "safetensors", "torch", "torch, mapped", "dcp", *PEERS)
+        for name, way in self._ways("save", *names).items():
+            if not self.saved(name).exists():
+                way(self.saved(name))
         return {
-            name: lambda _, name=name, way=way: way(self._folder / f"{name} to load")
+            name: lambda _, name=name, way=way: way(self.saved(name))
             for name, way in self._ways("load", *names).items()
         }
 
+    def saved(self, store: str) -> Path:
+        """Return the folder that a store loads from."""
+        return self._folder / f"{store} to load"
+
     def _ways(self, do: str, *stores: str) -> dict[str, Way]:
         def way(store: str) -> Way:
-            if store == "orbax":
-                assert self._orbax is not None
-                ask = self._orbax.ask
+            if store in PEERS:
+                assert self._peers is not None
+                ask = self._peers.ask
                 return lambda folder: ask(do, store=store, folder=str(folder))
             return lambda folder: getattr(self._bench, do)(store, str(folder))
 
@@ -130,14 +141,21 @@ def dd(source: Path, folder: Path) -> Numbers:
     return {"held_s": taken_s, "durable_s": taken_s}
 
 
-def take_turns(ways: Mapping[str, Way], folder: Path, rounds: int, seed: int = 0) -> Found:
-    """Run every store once a round, after a warm-up round."""
+def take_turns(
+    ways: Mapping[str, Way],
+    folder: Path,
+    rounds: int,
+    seed: int = 0,
+    before: Callable[[str], None] = lambda name: None,
+) -> Found:
+    """Run every store once a round, after a warm-up round; ``before`` is called with the store, untimed."""
     order, rng = [*ways], random.Random(seed)
     found: Found = {name: [] for name in ways}
     for number in range(rounds + 1):
         rng.shuffle(order)
         for name in order:
             place = folder / f"{name} {number}"
+            before(name)
             numbers = ways[name](place)
             if place.exists():
                 shutil.rmtree(place)
@@ -255,9 +273,9 @@ def draw(ranges: Sequence[tuple[str, int, int]], rng: random.Random) -> Place:
 def flip_all(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Counter[str]]]:
     """Flip bits of all stores, several in parallel."""
     cases = {f"holdfast:{name}": (sys.executable, options.flips) for name in FORMATS if "holdfast" in options.ways}
-    for name in ("safetensors", "torch", "dcp", "orbax"):
+    for name in RANK_STORES[1:]:
         if name in options.ways:
-            cases[name] = (str(PEERS_PYTHON) if name == "orbax" else sys.executable, options.peer_flips)
+            cases[name] = (str(PEERS_PYTHON) if name in PEERS else sys.executable, options.peer_flips)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         running = {
             name: pool.submit(flip_bits, name, python, flips, folder / name.replace(":", " "), seed)
@@ -283,13 +301,13 @@ def show_flips(found: Mapping[str, Mapping[str, Counter[str]]]) -> str:
 # The benchmark
 
 
-def has_orbax() -> bool:
-    """Return whether the environment of the peers has Orbax; print a line if it has not."""
+def is_installed(store: str) -> bool:
+    """Return whether the environment of the peers has a store; print a line if it has not."""
     if PEERS_PYTHON.exists():
-        asked = [str(PEERS_PYTHON), "-c", "import orbax.checkpoint"]
+        asked = [str(PEERS_PYTHON), "-c", f"import {PEERS[store]}"]
         if subprocess.run(asked, capture_output=True, check=False).returncode == 0:
             return True
-    print("Orbax is not in .venv-peers and is skipped: run `make bench-peers`\n")
+    print(f"{store} is not in .venv-peers and is skipped: run `make bench-peers`\n")
     return False
 
 
@@ -303,6 +321,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--ways", nargs="+", choices=[*STORES], default=[*STORES])
+    parser.add_argument("--ranks", type=int, default=8, help="processes that save and load at once")
     parser.add_argument("--flips", type=int, default=10_000, help="flips for each format of Holdfast")
     parser.add_argument("--peer-flips", type=int, default=400, help="flips for each peer")
     parser.add_argument("--dir", type=Path, help="folder on the disk to measure; default: a temporary directory")
@@ -310,10 +329,10 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(options: argparse.Namespace, folder: Path, orbax: Elsewhere | None) -> dict[str, Any]:
+def measure(options: argparse.Namespace, folder: Path, peers: Elsewhere | None) -> dict[str, Any]:
     """Measure, and print a table of each part."""
     torch.set_num_threads(os.cpu_count() or 1)
-    ways = Ways(options.bytes, options.layers, options.ways, folder, orbax)
+    ways = Ways(options.bytes, options.layers, options.ways, folder, peers)
     what = f"{ways.size_bytes / 1e9:.2f} GB in {ways.num_tensors:,} tensors"
     results: dict[str, Any] = {}
     if "save" in options.parts:
@@ -329,7 +348,12 @@ def measure(options: argparse.Namespace, folder: Path, orbax: Elsewhere | None) 
         print(show_train(f"A loop while a checkpoint is written: {what}", found), end="\n\n", flush=True)
     if "load" in options.parts:
         results["load"] = found = take_turns(ways.load(), folder, options.rounds)
-        print(show(f"Load, files in the page cache: {what}", found, ways.size_bytes, "safetensors"), flush=True)
+        title = f"Load, files in the page cache: {what}"
+        print(show(title, found, ways.size_bytes, "safetensors"), end="\n\n", flush=True)
+    if "cold" in options.parts:
+        loads = ways.load()
+        results["cold"] = found = take_turns(loads, folder, options.rounds, before=lambda name: evict(ways.saved(name)))
+        print(show(f"Load, cold: {what}", found, ways.size_bytes, "safetensors"), flush=True)
     return results
 
 
@@ -337,17 +361,19 @@ def main() -> None:
     """Measure everything and print the tables."""
     options = parse()
     warnings.simplefilter("ignore")
-    if "orbax" in options.ways and not has_orbax():
-        options.ways.remove("orbax")
-    with_orbax = "orbax" in options.ways
+    options.ways = [name for name in options.ways if name not in PEERS or is_installed(name)]
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.dir) as name:
-        if {*options.parts} - {"flips"}:
-            if with_orbax:
-                with Elsewhere(str(PEERS_PYTHON), options.bytes, options.layers) as orbax:
-                    results = measure(options, Path(name), orbax)
+        if {*options.parts} - {"flips", "ranks"}:
+            if PEERS.keys() & {*options.ways}:
+                with Elsewhere(str(PEERS_PYTHON), options.bytes, options.layers) as peers:
+                    results = measure(options, Path(name), peers)
             else:
                 results = measure(options, Path(name), None)
+        if "ranks" in options.parts:
+            place = Path(name) / "ranks"
+            place.mkdir()
+            results["ranks"] = measure_ranks([store for store in RANK_STORES if store in options.ways], options, place)
         if "flips" in options.parts:
             results["flips"] = found = flip_all(options, Path(name))
             print("\n" + show_flips(found))

@@ -199,7 +199,7 @@ class Orbax(Store):
 
         def wait() -> None:
             self._checkpointer.wait_until_finished()
-            sync(*(path for path in folder.rglob("*") if path.is_file()), folder)
+            sync_all(folder)
 
         return wait
 
@@ -223,6 +223,52 @@ class Orbax(Store):
         self._checkpointer.close()
 
 
+class TorchCheckpointing(Store):
+    """The package ``torch_checkpointing`` on one worker; its manager reads and writes ``{"state": tensors}``."""
+
+    def __init__(self) -> None:
+        self._managers: dict[bool, Any] = {}
+
+    def save(self, folder: Path, state: State) -> None:
+        """See :meth:`Store.save`."""
+        self._manager(background=False).save(str(folder / "state"), {"state": dict(state)})
+        sync_all(folder)
+
+    def begin(self, folder: Path, state: State) -> Wait:
+        """See :meth:`Store.begin`; by a process, from memory that it shares."""
+        manager = self._manager(background=True)
+        written = manager.save(str(folder / "state"), {"state": dict(state)})
+        with manager.lock():  # waits until the state is copied
+            pass
+
+        def wait() -> None:
+            written.result()
+            sync_all(folder)
+
+        return wait
+
+    def load(self, folder: Path, model: State) -> None:
+        """See :meth:`Store.load`; it copies into the given memory."""
+        loaded = self._manager(background=False).load(str(folder / "state"), into={"state": dict(model)})
+        copy_foreign(loaded["state"], model)
+
+    def close(self) -> None:
+        """See :meth:`Store.close`."""
+        for manager in self._managers.values():
+            manager.close()
+
+    def _manager(self, *, background: bool) -> Any:
+        if background not in self._managers:
+            from torch_checkpointing import CheckpointManager
+            from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
+            from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+            save = AsyncCheckpointSaverConfig() if background else SyncCheckpointSaverConfig()
+            storage = LocalFileSystemStorageConfig(use_direct_io=False)  # unaligned writes of 0.1.1 fail on ext4
+            self._managers[background] = CheckpointManager(CheckpointManager.Config(save=save, storage_config=storage))
+        return self._managers[background]
+
+
 STORES: dict[str, Callable[[], Store]] = {
     "holdfast": Holdfast,
     "safetensors": Safetensors,
@@ -231,7 +277,11 @@ STORES: dict[str, Callable[[], Store]] = {
     "dcp": Dcp,
     "dcp, process": lambda: Dcp(process=True),
     "orbax": Orbax,
+    "torch_checkpointing": TorchCheckpointing,
 }
+
+PEERS = {"orbax": "orbax.checkpoint", "torch_checkpointing": "torch_checkpointing"}
+"""Stores of the environment of the peers, and what they import."""
 
 
 def open_store(name: str) -> Store:
@@ -255,6 +305,11 @@ def sync(*paths: Path) -> None:
             os.fsync(number)
         finally:
             os.close(number)
+
+
+def sync_all(folder: Path) -> None:
+    """Wait until a folder with everything in it is on the disk."""
+    sync(*(path for path in folder.rglob("*")), folder)
 
 
 def hush() -> Wait:

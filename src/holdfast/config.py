@@ -356,6 +356,13 @@ class Settings:
         group="Checkpoints",
         choices=CHECKPOINT_FORMATS,
     )
+    incremental_checkpoints: bool = option(
+        True,
+        help="Write every checkpoint in full, without sharing files with an earlier one.",
+        manual="write every checkpoint in full; otherwise blocks that did not change are shared with the last checkpoint but one: [store-checkpoints.md](../how-to/store-checkpoints.md#what-did-not-change)",
+        group="Checkpoints",
+        flags=("--full-checkpoints",),
+    )
     keep_last: int = option(
         0,
         help="Keep only the K newest checkpoints.",

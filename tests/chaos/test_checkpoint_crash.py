@@ -18,9 +18,11 @@ from pathlib import Path
 
 import pytest
 from checkpoint_bytes import all_names, data_dir, save_parts, step_dir
+from checkpoint_chain import Chain, copy_of
 from checkpoint_writers import (
     end,
     save_again,
+    save_chain,
     save_for_ever,
     save_with_small_files,
     start,
@@ -74,6 +76,25 @@ def test_a_killed_writer_leaves_the_newest_complete_step(point, tmp_path):
     attempt(tmp_path, 20, 2, 1, point)
 
     assert loaded_value(tmp_path) == ((20, 2) if is_complete_at(point) else (10, 1))
+
+
+def test_a_writer_of_incremental_checkpoints_killed_before_any_operation_leaves_all_that_were_complete(tmp_path):
+    before = Chain(tmp_path / "undisturbed")
+    for step in range(1, 6):
+        before.save([step])
+    codes = []
+    for dies_after in range(6):
+        root = tmp_path / f"{dies_after}"
+        codes += end(start(save_chain, root, dies_after))
+        chain = Chain(root)
+        chain.saved, chain.state, chain.step = {**before.saved}, copy_of(before.state), 5
+
+        assert steps(root) == [1, 2, 3, 4] + [5] * (codes[-1] == 0)
+        assert chain.check() == []
+        chain.save([9])
+        assert chain.check() == []
+        assert not list(root.glob("step-00000005")) or 5 in steps(root), "the next one removes what was left"
+    assert codes == [KILLED] * 5 + [0], "prepare, link twice, store, put"
 
 
 @pytest.mark.parametrize("point", points.POINTS)

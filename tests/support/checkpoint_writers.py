@@ -6,8 +6,11 @@ import multiprocessing
 import os
 import resource
 import signal
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+from checkpoint_chain import Chain, MortalStorage, small_blocks
 
 from holdfast.checkpoint import CheckpointStore, newest_intact, take, write, write_tensors
 from holdfast.checkpoint.manifest import MANIFEST_NAME, dump
@@ -74,6 +77,21 @@ def write_beside(root, step, value, point, nth=1):
     writer.begin(step, take(state_of(value)), {"value": value})
     writer.commit(0)
     writer.wait()
+
+
+def save_chain(root, dies_after):
+    """Save incremental checkpoints; die in the fifth, before its n-th operation that changes the disk."""
+    small_blocks(SimpleNamespace(setattr=setattr))
+    chain = Chain(Path(root), storage=MurderedStorage)
+    for step in range(1, 6):
+        chain.save([step], dies_after=dies_after if step == 5 else -1)
+
+
+class MurderedStorage(MortalStorage):
+    def _pass(self):
+        if self.dies_after == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.dies_after -= self.dies_after > 0
 
 
 def write_manifest_first(root, step, value, point):

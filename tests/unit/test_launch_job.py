@@ -92,7 +92,7 @@ def test_every_option_is_said_again_but_for_the_secret():
         "mirror": 2, "mirror_every": 8, "mirror_fraction": 0.5, "mirror_choice": "random", "mirror_predictor": "line", "mirror_distance": "scaled",
         "mirror_codec": "int8", "mirror_optimizer": "reset", "reinit_from": "root",
         "empty_seats": "raise", "min_workers": 2, "seed": 1, "slices": 9, "checkpoint_dir": "c", "checkpoint_every": 2, "checkpoint_format": "npz",
-        "keep_last": 2, "keep_every": 2, "hang_timeout_s": 1.0, "start_timeout_s": 5.0, "resume": True, "fabric": "gloo", "max_restarts": 1, "max_no_progress": 1, "no_requeue_code": 1, "left_code": 4,
+        "incremental_checkpoints": False, "keep_last": 2, "keep_every": 2, "hang_timeout_s": 1.0, "start_timeout_s": 5.0, "resume": True, "fabric": "gloo", "max_restarts": 1, "max_no_progress": 1, "no_requeue_code": 1, "left_code": 4,
         "max_respawns": 1, "nnodes": 2, "node_rank": 1, "rdzv": "r", "rdzv_timeout_s": 1.0, "node_timeout_s": 1.0,
         "stragglers": "ignore", "straggler_factor": 3.0, "stall_timeout_s": 1.0, "grace_s": 1.0, "log_dir": Path("l"),
         "report_dir": Path("r"), "token": "s3cret", "hosts": (Host("h", 1),), "launch_agent": "a", "network": "n",

@@ -47,9 +47,11 @@ def write_blocks(
             digests.setdefault(box.key, []).append(found)
         tensors: dict[str, TensorEntry] = {}
         for box in boxes:
-            piece = _piece(box, layout, digests[box.key])
+            before = tensors[box.path].pieces if box.path in tensors else ()
             tensors[box.path] = TensorEntry(
-                dtype=str(box.tensor.dtype).removeprefix("torch."), shape=box.whole, pieces=(piece,)
+                dtype=str(box.tensor.dtype).removeprefix("torch."),
+                shape=box.whole,
+                pieces=(*before, _piece(box, layout, digests[box.key])),
             )
         files = {name: _describe_file(name, number, tensors) for name, number in numbers.items()}
     finally:

@@ -33,6 +33,7 @@ _DTYPE_NAMES = (
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES.split()}
 """The dtypes that a checkpoint can hold, by name."""
 
+_DTYPES = frozenset(DTYPES.values())
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _MAPPING_NAMES = {kind: name for name, kind in _MAPPINGS.items()}
 _SCALARS = (str, int, float, bool, type(None))
@@ -174,7 +175,7 @@ def _take_leaf(leaf: Leaf, where: tuple[Any, ...], taken: _Taken) -> dict[str, s
         _refuse(where, f"has type {_type_name(tensor)}", "save its plain local tensor, or a Shard")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         _refuse(where, f"is a tensor of layout {tensor.layout} on {tensor.device}", "only dense tensors have bytes")
-    if _dtype_name(tensor) not in DTYPES:
+    if tensor.dtype not in _DTYPES:
         _refuse(where, f"is a tensor of {tensor.dtype}", f"tensors may be {', '.join(DTYPES)}")
     if isinstance(leaf, Shard):
         _check_shard(leaf, where)
@@ -221,7 +222,7 @@ def tensor_path(where: tuple[Any, ...]) -> str:
 
     As in a JSON pointer (RFC 6901), ``~`` in a key becomes ``~0`` and ``/`` becomes ``~1``.
     """
-    return "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in where)
+    return "/".join([str(key).replace("~", "~0").replace("/", "~1") for key in where])
 
 
 def _refuse(where: tuple[Any, ...], what: str, advice: str) -> NoReturn:
@@ -236,11 +237,9 @@ def _type_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _is_unicode(text: str) -> bool:
+    if text.isascii():
+        return True
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -32,7 +32,7 @@ class IncompleteCheckpoint:
 
     step: int  # Its step
     folder: str  # Path below the root
-    size_bytes: int  # Total size of its files
+    size_bytes: int  # Total size of its files, but not of those that a checkpoint shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class PruneResult:
     attempts: tuple[IncompleteCheckpoint, ...]  # Removed incomplete attempts, all older than the newest complete step
     kept: tuple[int, ...]  # Remaining checkpoints
     damaged: tuple[int, ...]  # Those of them that were found damaged; only the newest are read
-    freed_bytes: int  # Total size of everything removed
+    freed_bytes: int  # Total size of everything removed, but not of files that several checkpoints share
 
 
 def examine(storage: Storage, step: int, *, read_all: bool = True) -> CheckpointStatus:
@@ -101,7 +101,7 @@ def attempts(storage: Storage) -> list[IncompleteCheckpoint]:
 
 
 def folder_bytes(storage: Storage, folder: str) -> int:
-    """Return the total size of the files of a step, or of one of its folders."""
+    """Return the total size of the files of a step, or of one of its folders, but not of those that other folders share."""
     total = 0
     for name in storage.names(folder):
         path = f"{folder}/{name}"
@@ -110,7 +110,7 @@ def folder_bytes(storage: Storage, folder: str) -> int:
             continue
         try:
             with storage.reader(path) as file:
-                total += file.size_bytes
+                total += file.size_bytes if file.num_names == 1 else 0
         except CheckpointCorrupt:
             continue  # removed since it was listed, or not a plain file
     return total

@@ -8,6 +8,7 @@ from typing import Any
 from holdfast.checkpoint import loading
 from holdfast.checkpoint.loading import LoadedCheckpoint, OnDamaged
 from holdfast.checkpoint.parts import Wanted
+from holdfast.checkpoint.reuse import BlockReuse
 from holdfast.checkpoint.save import PendingCheckpoint, discard, remove, write
 from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.write_plan import WritePlan, take
@@ -38,9 +39,13 @@ class CheckpointStore:
         """The directory or URL, for messages."""
         return self.storage.url
 
-    def write(self, step: int, content: WritePlan, info: dict[str, Any], token: str = "") -> PendingCheckpoint:
+    def write(
+        self, step: int, content: WritePlan, info: dict[str, Any], token: str = "", reuse: BlockReuse | None = None
+    ) -> PendingCheckpoint:
         """See :func:`holdfast.checkpoint.save.write`."""
-        return write(self.storage, step, content, info, format=self._format, token=token, clean=self._clean)
+        return write(
+            self.storage, step, content, info, format=self._format, token=token, clean=self._clean, reuse=reuse
+        )
 
     def write_tensors(self, step: int, state: Any, info: dict[str, Any]) -> PendingCheckpoint:
         """See :func:`holdfast.checkpoint.save.write_tensors`."""

@@ -10,7 +10,7 @@ import json
 import math
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, NoReturn
@@ -24,10 +24,13 @@ from holdfast.errors import CheckpointCorrupt, CheckpointError
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA = 2
+SCHEMA_SHARED = 3
+"""Schema of a manifest that shares files with an earlier checkpoint: a reader of schema 2 refuses it."""
 MAX_BYTES = 256 << 20
 """Maximum size of a manifest. This much describes about 100 TB."""
 
-_SEAL = re.compile(rb'"xxh3": "([0-9a-f]{16})"\n}\n\Z')
+_SEAL = re.compile(rb'"xxh3": "([0-9a-f]{16})"\n}\n')
+_SEAL_BYTES = 29
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 _FOLDER = re.compile(r"data-[0-9a-z][0-9a-z-]{0,63}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -74,7 +77,9 @@ class FileEntry:
     """The manifest's entry for one file."""
 
     size_bytes: int  # Size of the file; ``bytes`` in the manifest
-    rest_xxh3: str  # XXH3-64 of all bytes that are not values, in order: headers, padding, tables of contents
+    rest_xxh3: str | None
+    """XXH3-64 of all bytes that are not values, in order: headers, padding, tables of contents. None if the file was written
+    for an earlier checkpoint, too: its other bytes are no part of this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,14 +98,27 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Total size of all files."""
-        return sum(file.size_bytes for file in self.files.values())
+        """Total size of its files; of a file that it shares with an earlier checkpoint, of its values there."""
+        if not self.is_incremental:
+            return self.new_bytes
+        pieces = [piece for entry in self.tensors.values() for piece in entry.pieces]
+        return self.new_bytes + sum(p.size_bytes for p in pieces if self.files[p.file].rest_xxh3 is None)
+
+    @property
+    def new_bytes(self) -> int:
+        """Total size of the files that were written for it; it shares the others with an earlier checkpoint."""
+        return sum(file.size_bytes for file in self.files.values() if file.rest_xxh3 is not None)
+
+    @property
+    def is_incremental(self) -> bool:
+        """Whether it shares files with an earlier checkpoint."""
+        return any(file.rest_xxh3 is None for file in self.files.values())
 
 
 def dump(manifest: Manifest) -> bytes:
     """Return the bytes of ``manifest.json``."""
     fields = {
-        "schema": SCHEMA,
+        "schema": SCHEMA_SHARED if manifest.is_incremental else SCHEMA,
         "step": manifest.step,
         "generation": manifest.generation,
         "format": manifest.format,
@@ -148,16 +166,17 @@ def parse(data: bytes, *, is_part: bool = False) -> Manifest:
     """
     if len(data) > MAX_BYTES:
         _damaged("size", f"it has {len(data)} bytes, at most {MAX_BYTES} are allowed")
-    seal = _SEAL.search(data)
+    seal = _SEAL.fullmatch(data, max(0, len(data) - _SEAL_BYTES))
     if seal is None:
         _damaged("end", "it does not end with the digest of its own bytes: it was cut short or altered")
-    found = xxhash.xxh3_64_hexdigest(data[: seal.start()])
+    found = xxhash.xxh3_64_hexdigest(memoryview(data)[: seal.start()])
     if found != seal[1].decode():
         _damaged("xxh3", f"its bytes have the digest {found}, it says {seal[1].decode()}")
     fields = _read_json(data)
-    if type(fields.get("schema")) is not int or fields["schema"] != SCHEMA:
+    if type(fields.get("schema")) is not int or fields["schema"] not in (SCHEMA, SCHEMA_SHARED):
         _damaged(
-            "schema", f"must be {SCHEMA}, is {fields.get('schema')!r:.80}; another version of holdfast may read it"
+            "schema",
+            f"must be {SCHEMA} or {SCHEMA_SHARED}, is {fields.get('schema')!r:.80}; another version of holdfast may read it",
         )
     return _check(fields, is_part=is_part)
 
@@ -252,8 +271,19 @@ _TENSOR_KINDS: dict[str, type] = {"dtype": str, "shape": list, "pieces": list}
 _PIECE_KINDS: dict[str, type] = {"file": str, "offset": int, "start": list, "shape": list, "bytes": int, "blocks": list}
 
 
+class _Wrong(Exception):
+    """A member is not allowed. Its place is put together only if one is: a thousand texts would take longer than the checks."""
+
+    def __init__(self, where: str, what: str) -> None:
+        super().__init__(where, what)
+        self.where, self.what = where, what
+
+
 def _check(fields: dict[str, Any], *, is_part: bool) -> Manifest:
-    _check_members("", fields, _KINDS | {"skeleton": object})
+    try:
+        _check_members("", fields, _KINDS | {"skeleton": object})
+    except _Wrong as wrong:
+        _damaged(wrong.where, wrong.what)
     if not is_data_folder(fields["folder"]):
         _damaged("folder", f"must be the plain name of a folder beside the manifest, is {fields['folder']!r:.80}")
     if not all(type(version) is str for version in fields["versions"].values()):
@@ -262,8 +292,18 @@ def _check(fields: dict[str, Any], *, is_part: bool) -> Manifest:
         check_info(fields["info"])
     except CheckpointError as error:
         _damaged("info", str(error), error)
-    files = {name: _check_file(name, file) for name, file in fields["files"].items()}
-    tensors = {path: _check_entry(path, entry, files, is_part=is_part) for path, entry in fields["tensors"].items()}
+    files: dict[str, FileEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
+    for name, file in fields["files"].items():
+        try:
+            files[name] = _check_file(name, file, may_share=fields["schema"] == SCHEMA_SHARED)
+        except _Wrong as wrong:
+            _damaged(f"files/{name:.80}{wrong.where}", wrong.what)
+    for path, entry in fields["tensors"].items():
+        try:
+            tensors[path] = _check_entry(entry, files, is_part=is_part)
+        except _Wrong as wrong:
+            _damaged(f"tensors/{path:.200}{wrong.where}", wrong.what)
     _check_places(files, tensors)
     if not is_part:
         # A dry run with one stand-in for all tensors checks that the skeleton can be reassembled.
@@ -272,63 +312,73 @@ def _check(fields: dict[str, Any], *, is_part: bool) -> Manifest:
     return Manifest(**rest, files=files, tensors=tensors)
 
 
-def _check_file(name: str, fields: Any) -> FileEntry:
-    where = f"files/{name:.80}"
+def _check_file(name: str, fields: Any, *, may_share: bool) -> FileEntry:
     if not _FILE_NAME.fullmatch(name) or name in (".", ".."):
-        _damaged(where, "must be the plain name of a file")
-    _check_members(f"{where}/", fields, _FILE_KINDS)
-    _check_digest(f"{where}/rest_xxh3", fields["rest_xxh3"])
+        raise _Wrong("", "must be the plain name of a file")
+    if may_share and type(fields) is dict and fields.get("rest_xxh3", "") is None:
+        _check_members("/", fields, _FILE_KINDS | {"rest_xxh3": object})
+    else:
+        _check_members("/", fields, _FILE_KINDS)
+        _check_digest("/rest_xxh3", fields["rest_xxh3"])
     return FileEntry(size_bytes=fields["bytes"], rest_xxh3=fields["rest_xxh3"])
 
 
-def _check_entry(path: str, entry: Any, files: dict[str, FileEntry], *, is_part: bool) -> TensorEntry:
-    where = f"tensors/{path:.200}"
-    _check_members(f"{where}/", entry, _TENSOR_KINDS)
+def _check_entry(entry: Any, files: Mapping[str, FileEntry], *, is_part: bool) -> TensorEntry:
+    _check_members("/", entry, _TENSOR_KINDS)
     if entry["dtype"] not in DTYPES:
-        _damaged(f"{where}/dtype", f"must be one of {', '.join(DTYPES)}, is {entry['dtype']!r:.80}")
-    elements = _num_elements(f"{where}/shape", entry["shape"])
-    itemsize = DTYPES[entry["dtype"]].itemsize
-    pieces = [_check_piece(f"{where}/pieces/{i}", p, entry["shape"], itemsize) for i, p in enumerate(entry["pieces"])]
-    for piece in pieces:
-        if piece.file not in files:
-            _damaged(f"{where}/pieces", f"name the file {piece.file!r:.80}, which is not in the list of files")
+        raise _Wrong("/dtype", f"must be one of {', '.join(DTYPES)}, is {entry['dtype']!r:.80}")
+    shape, itemsize = entry["shape"], DTYPES[entry["dtype"]].itemsize
+    elements = _num_elements("/shape", shape)
+    pieces = []
+    for number, fields in enumerate(entry["pieces"]):
+        try:
+            pieces.append(_check_piece(fields, shape, itemsize))
+        except _Wrong as wrong:
+            raise _Wrong(f"/pieces/{number}{wrong.where}", wrong.what) from None
+        if pieces[-1].file not in files:
+            raise _Wrong("/pieces", f"name the file {pieces[-1].file!r:.80}, which is not in the list of files")
     if not is_part:
-        _check_filled(where, elements, pieces)
-    return TensorEntry(dtype=entry["dtype"], shape=tuple(entry["shape"]), pieces=tuple(pieces))
+        _check_filled(elements, pieces)
+    return TensorEntry(dtype=entry["dtype"], shape=tuple(shape), pieces=tuple(pieces))
 
 
-def _check_piece(where: str, fields: Any, whole: list[int], itemsize: int) -> TensorPiece:
-    _check_members(f"{where}/", fields, _PIECE_KINDS)
-    elements = _num_elements(f"{where}/shape", fields["shape"])
-    start, shape = fields["start"], fields["shape"]
-    if len(start) != len(whole) or not all(type(first) is int and first >= 0 for first in start):
-        _damaged(f"{where}/start", f"must be {len(whole)} whole numbers of at least 0, is {start!r:.80}")
-    if len(shape) != len(whole) or any(a + n > size for a, n, size in zip(start, shape, whole, strict=True)):
-        _damaged(f"{where}/shape", f"must lie inside {whole!r:.80}, is {shape!r:.80} from {start!r:.80}")
-    if fields["bytes"] != elements * itemsize:
-        _damaged(f"{where}/bytes", f"is {fields['bytes']}, but its shape and dtype need {elements * itemsize}")
-    if len(fields["blocks"]) != num_blocks(fields["bytes"]):
-        _damaged(f"{where}/blocks", f"must be {num_blocks(fields['bytes'])} digests, are {len(fields['blocks'])}")
-    for digest in fields["blocks"]:
-        _check_digest(f"{where}/blocks", digest)
-    plain: dict[str, Any] = {
-        name: tuple(value) if type(value) is list else value for name, value in fields.items() if name != "bytes"
-    }
-    return TensorPiece(**plain, size_bytes=fields["bytes"])
+def _check_piece(fields: Any, whole: list[int], itemsize: int) -> TensorPiece:
+    _check_members("/", fields, _PIECE_KINDS)
+    start, shape, size_bytes, blocks = fields["start"], fields["shape"], fields["bytes"], fields["blocks"]
+    elements = _num_elements("/shape", shape)
+    if len(start) != len(whole) or [first for first in start if type(first) is not int or first < 0]:
+        raise _Wrong("/start", f"must be {len(whole)} whole numbers of at least 0, is {start!r:.80}")
+    if len(shape) != len(whole) or [1 for a, n, size in zip(start, shape, whole, strict=True) if a + n > size]:
+        raise _Wrong("/shape", f"must lie inside {whole!r:.80}, is {shape!r:.80} from {start!r:.80}")
+    if size_bytes != elements * itemsize:
+        raise _Wrong("/bytes", f"is {size_bytes}, but its shape and dtype need {elements * itemsize}")
+    if len(blocks) != num_blocks(size_bytes):
+        raise _Wrong("/blocks", f"must be {num_blocks(size_bytes)} digests, are {len(blocks)}")
+    for digest in blocks:
+        _check_digest("/blocks", digest)
+    return TensorPiece(
+        file=fields["file"],
+        offset=fields["offset"],
+        start=tuple(start),
+        shape=tuple(shape),
+        size_bytes=size_bytes,
+        blocks=tuple(blocks),
+    )
 
 
-def _check_filled(where: str, elements: int, pieces: Sequence[TensorPiece]) -> None:
+def _check_filled(elements: int, pieces: Sequence[TensorPiece]) -> None:
     """Check that the boxes of a tensor fill it, each index exactly once."""
-    total = sum(math.prod(piece.shape) for piece in pieces)
+    total = sum([math.prod(piece.shape) for piece in pieces])
     if total != elements or not pieces:
-        _damaged(where, f"has {elements} values, its {len(pieces)} pieces hold {total}")
-    filled = [piece for piece in pieces if piece.size_bytes]
-    if len(filled) > 1 and _any_overlap(filled):
-        _damaged(where, "has pieces that overlap")
+        raise _Wrong("", f"has {elements} values, its {len(pieces)} pieces hold {total}")
+    if len(pieces) > 1 and _any_overlap([piece for piece in pieces if piece.size_bytes]):
+        raise _Wrong("", "has pieces that overlap")
 
 
 def _any_overlap(pieces: Sequence[TensorPiece]) -> bool:
     """Sweep along the dimension with the most cuts, so that a piece is compared only with those that extend beyond its start."""
+    if len(pieces) < 2:
+        return False
     along = max(range(len(pieces[0].start)), key=lambda d: len({piece.start[d] for piece in pieces}), default=None)
     if along is None:
         return True  # a scalar has room for one piece
@@ -362,31 +412,34 @@ def _check_places(files: dict[str, FileEntry], tensors: dict[str, TensorEntry]) 
 
 def _check_digest(where: str, digest: Any) -> None:
     if type(digest) is not str or not _DIGEST.fullmatch(digest):
-        _damaged(where, f"must be 16 hexadecimal digits, is {digest!r:.80}")
+        raise _Wrong(where, f"must be 16 hexadecimal digits, is {digest!r:.80}")
 
 
 def _num_elements(where: str, shape: list[Any]) -> int:
-    if len(shape) > 64 or not all(type(size) is int and size >= 0 for size in shape):
-        _damaged(where, f"must be at most 64 whole numbers of at least 0, is {shape!r:.80}")
-    # Zero sizes are left out: torch cannot hold (0, 2**62, 2**62) either.
-    if math.prod(size or 1 for size in shape) > _MAX_ELEMENTS:
-        _damaged(where, f"must be at most {_MAX_ELEMENTS} elements, is {shape!r:.80}")
-    return math.prod(shape)
+    elements = bounded = 1
+    for size in shape:
+        if type(size) is not int or size < 0 or len(shape) > 64:
+            raise _Wrong(where, f"must be at most 64 whole numbers of at least 0, is {shape!r:.80}")
+        elements *= size
+        bounded *= size or 1  # zero sizes are left out: torch cannot hold (0, 2**62, 2**62) either
+        if bounded > _MAX_ELEMENTS:
+            raise _Wrong(where, f"must be at most {_MAX_ELEMENTS} elements, is {shape!r:.80}")
+    return elements
 
 
-def _check_members(where: str, fields: Any, kinds: dict[str, type]) -> None:
+def _check_members(where: str, fields: Any, kinds: Mapping[str, type]) -> None:
     """Check that an object has exactly these members, each of its type; integers must fit into 63 bits."""
     if type(fields) is not dict:
-        _damaged(where or "JSON", f"must be an object, is {fields!r:.80}")
+        raise _Wrong(where or "JSON", f"must be an object, is {fields!r:.80}")
     if fields.keys() != kinds.keys():
         odd = fields.keys() ^ kinds.keys()
-        _damaged(where + "keys", f"{', '.join(sorted(odd)):.200} must not be there, or is missing")
+        raise _Wrong(where + "keys", f"{', '.join(sorted(odd)):.200} must not be there, or is missing")
     for name, kind in kinds.items():
         value = fields[name]
-        if kind is not object and type(value) is not kind:
-            _damaged(where + name, f"must be of type {kind.__name__}, is {value!r:.80}")
+        if type(value) is not kind and kind is not object:
+            raise _Wrong(where + name, f"must be of type {kind.__name__}, is {value!r:.80}")
         if kind is int and not 0 <= value <= _MAX_INT:
-            _damaged(where + name, f"must be at least 0 and at most {_MAX_INT}, is {value!r:.80}")
+            raise _Wrong(where + name, f"must be at least 0 and at most {_MAX_INT}, is {value!r:.80}")
 
 
 def _damaged(where: str, what: str, cause: Exception | None = None) -> NoReturn:

@@ -23,6 +23,7 @@ from holdfast.checkpoint.block_writer import write_blocks
 from holdfast.checkpoint.files.kinds import FORMATS
 from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest, check_info, dump, is_data_folder, parse, versions
 from holdfast.checkpoint.parts import merge
+from holdfast.checkpoint.reuse import BlockReuse
 from holdfast.checkpoint.snapshot import in_host_memory
 from holdfast.checkpoint.storage import Storage, Where, as_storage, step_folder, step_of
 from holdfast.checkpoint.storage.local import explained
@@ -39,7 +40,8 @@ class SavedCheckpoint:
 
     url: str  # Directory or URL of all checkpoints
     step: int  # Number of steps that the state contains
-    size_bytes: int  # Total size of its files
+    size_bytes: int  # Its size, see :attr:`Manifest.size_bytes <holdfast.checkpoint.manifest.Manifest.size_bytes>`
+    new_bytes: int  # Size of what was written; the rest it shares with an earlier checkpoint
 
     @property
     def path(self) -> str:
@@ -97,7 +99,12 @@ class PendingCheckpoint:
         self.storage.put(f"{step_folder(self.step)}/{MANIFEST_NAME}", data)
         points.reach("checkpoint.committed")
         self._tidy()
-        return SavedCheckpoint(url=self.storage.url, step=self.step, size_bytes=whole.size_bytes + len(data))
+        return SavedCheckpoint(
+            url=self.storage.url,
+            step=self.step,
+            size_bytes=whole.size_bytes + len(data),
+            new_bytes=whole.new_bytes + len(data),
+        )
 
     def abandon(self) -> None:
         """Remove what this worker wrote, or everything at part 0; does nothing the second time, or after ``commit``.
@@ -173,6 +180,7 @@ def write(
     token: str = "",
     clean: set[int] | None = None,
     tell: Callable[[int], None] = lambda size: None,
+    reuse: BlockReuse | None = None,
 ) -> PendingCheckpoint:
     """Write the tensors of a checkpoint, or a part of them, and wait until they are durable.
 
@@ -185,24 +193,18 @@ def write(
         token: Identifies this attempt at the step, the same at all writers: lower-case letters, digits, ``-``.
         clean: See :class:`PendingCheckpoint`; pass the same set for each checkpoint.
         tell: Called with the bytes of each block that is written, from any thread.
+        reuse: What this writer remembers of its last checkpoints: their unchanged blocks are not written again. The format
+            must not be ``dcp``.
 
     Returns:
-        The checkpoint, still to be committed. The checkpoint, still to be completed.
+        The checkpoint, still to be committed.
 
     Raises:
         CheckpointError: if the storage rejects it, or the format cannot hold it. Complete checkpoints stay complete.
         ConfigError: if an argument is not allowed.
     """
     storage = as_storage(storage)
-    if step < 0:
-        raise ConfigError(f"step must be at least 0, got {step}")
-    if format not in FORMATS:
-        raise ConfigError(f"the format of checkpoints must be one of {', '.join(FORMATS)}, got {format!r}")
-    name = f"data-{token or secrets.token_hex(4)}"
-    if not is_data_folder(name):
-        raise ConfigError(
-            f"token must be at most 64 lower-case letters, digits and '-', not beginning with '-', got {token!r}"
-        )
+    name = _name_folder(step, format, token)
     check_info(info)
     clean = set() if clean is None else clean
     clean.discard(step)  # this attempt may leave files there
@@ -215,17 +217,19 @@ def write(
     part, is_first = content.part, content.part == 0
     try:
         path = storage.prepare(folder)
+        content = in_host_memory(content)
+        reused = None if reuse is None else reuse.plan(storage, step, folder, content)
+        boxes = content.boxes if reused is None else reused.boxes
         with explained(f"write the checkpoint of step {step} to", path):
-            stem, boxes = f"part-{part:05d}", in_host_memory(content).boxes
-            layout = FORMATS[format].lay_out(path, stem, {box.key: box.tensor for box in boxes})
+            layout = FORMATS[format].lay_out(path, f"part-{part:05d}", {box.key: box.tensor for box in boxes})
             files, tensors = write_blocks(path, layout, boxes, tell)
         described = Manifest(
             step=step,
             generation=0,
             format=format,
             folder=name,
-            files=files,
-            tensors=tensors,
+            files=files if reused is None else files | reused.files,
+            tensors=tensors if reused is None else reused.merged(tensors, content.boxes),
             skeleton=content.skeleton,
             info=json.loads(json.dumps(info)) if is_first else {},
             versions=versions(),
@@ -241,6 +245,20 @@ def write(
         raise
     points.reach("checkpoint.tensors")
     return PendingCheckpoint(storage=storage, manifest=described, part=part, parts=content.parts, clean=clean)
+
+
+def _name_folder(step: int, format: str, token: str) -> str:
+    """Return the name of the data folder of an attempt; raise a ConfigError if an argument is not allowed."""
+    if step < 0:
+        raise ConfigError(f"step must be at least 0, got {step}")
+    if format not in FORMATS:
+        raise ConfigError(f"the format of checkpoints must be one of {', '.join(FORMATS)}, got {format!r}")
+    name = f"data-{token or secrets.token_hex(4)}"
+    if not is_data_folder(name):
+        raise ConfigError(
+            f"token must be at most 64 lower-case letters, digits and '-', not beginning with '-', got {token!r}"
+        )
+    return name
 
 
 def write_tensors(storage: Where, step: int, state: Any, info: dict[str, Any], **options: Any) -> PendingCheckpoint:

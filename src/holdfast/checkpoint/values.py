@@ -9,13 +9,13 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
 from holdfast.checkpoint.block_writer import gaps
-from holdfast.checkpoint.blocks import BLOCK_BYTES, block_ranges, digest_of, parts_of, run
+from holdfast.checkpoint.blocks import BLOCK_BYTES, block_ranges, digest, digest_of, parts_of, run
 from holdfast.checkpoint.format import DTYPES, tensor_bytes
 from holdfast.checkpoint.manifest import Manifest, TensorPiece
 from holdfast.checkpoint.storage import Storage, StorageReader, step_folder
@@ -35,8 +35,7 @@ class DamagedBytes:
     what: str  # Description
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
+class _Block(NamedTuple):
     """A block of values, and its destination."""
 
     path: str
@@ -120,6 +119,8 @@ def open_file(storage: Storage, manifest: Manifest, name: str) -> Any:
 
 
 def _blocks_of(path: str, piece: TensorPiece, into: torch.Tensor | None) -> list[_Block]:
+    if len(piece.blocks) == 1:
+        return [_Block(path, piece, 0, piece.size_bytes, into, piece.blocks[0])]
     return [
         _Block(path, piece, start, end, into, wanted)
         for (start, end), wanted in zip(block_ranges(piece.size_bytes), piece.blocks, strict=True)
@@ -128,11 +129,14 @@ def _blocks_of(path: str, piece: TensorPiece, into: torch.Tensor | None) -> list
 
 def _check_block(files: Mapping[str, StorageReader], manifest: Manifest, block: _Block) -> DamagedBytes | None:
     # The view is created here, by the thread that fills it, while other threads read.
-    into = _scratch_memory() if block.into is None else tensor_bytes(block.into)[block.start :]
-    into = into[: block.end - block.start]
+    into = _scratch_memory()[: block.end - block.start] if block.into is None else tensor_bytes(block.into)
+    if len(into) > block.end - block.start:
+        into = into[block.start : block.end]
     first, last = block.piece.offset + block.start, block.piece.offset + block.end
     file = files[block.piece.file]
-    got, found = _read_digested(file, first, into[: max(0, min(last, file.size_bytes) - first)])
+    got, found = _read_digested(
+        file, first, into if last <= file.size_bytes else into[: max(0, file.size_bytes - first)]
+    )
     if got == last - first and found == block.wanted:
         return None
     entry = manifest.tensors[block.path]
@@ -143,6 +147,9 @@ def _check_block(files: Mapping[str, StorageReader], manifest: Manifest, block: 
 
 def _read_digested(file: StorageReader, first: int, into: memoryview) -> tuple[int, str]:
     """Read bytes starting at ``first``; return their number and their digest."""
+    if len(into) <= file.part_bytes:
+        got = file.read_into(first, into)
+        return got, digest(into[:got])
     whole, got = xxhash.xxh3_64(), 0
     for start, part in parts_of(into, file.part_bytes):
         count = file.read_into(first + start, part)
@@ -170,6 +177,8 @@ def _check_size(file: StorageReader, manifest: Manifest, name: str) -> DamagedBy
 
 def _check_rest(file: StorageReader, manifest: Manifest, name: str) -> DamagedBytes | None:
     entry = manifest.files[name]
+    if entry.rest_xxh3 is None:
+        return None
     pieces = [piece for tensor in manifest.tensors.values() for piece in tensor.pieces if piece.file == name]
     rest = gaps(entry.size_bytes, pieces)
     is_there = not rest or rest[-1][1] <= file.size_bytes

@@ -78,7 +78,7 @@ def _assign_leaves(leaves: Mapping[str, Leaf], part: int, parts: int) -> list[Wr
     position = 0
     for path, leaf in leaves.items():
         if isinstance(leaf, Shard):
-            boxes.append(_make_box(path, _plain(leaf.tensor), leaf.start, leaf.shape, leaves))
+            boxes.append(make_box(path, _plain(leaf.tensor), leaf.start, leaf.shape, leaves))
             continue
         rows = leaf.shape[0] if leaf.dim() and leaf.numel() else 1
         row_bytes = leaf.nbytes // rows
@@ -90,13 +90,14 @@ def _assign_leaves(leaves: Mapping[str, Leaf], part: int, parts: int) -> list[Wr
         if low < high:
             whole = tuple(leaf.shape)
             cut = leaf[low:high] if high - low < rows else leaf
-            boxes.append(_make_box(path, _plain(cut), (low, *[0] * (len(whole) - 1)) if whole else (), whole, leaves))
+            boxes.append(make_box(path, _plain(cut), (low, *[0] * (len(whole) - 1)) if whole else (), whole, leaves))
     return boxes
 
 
-def _make_box(
+def make_box(
     path: str, tensor: torch.Tensor, start: tuple[int, ...], whole: tuple[int, ...], paths: Container[str]
 ) -> WriteBox:
+    """Return a box of a tensor with its name in the file; ``paths`` are the paths of all tensors."""
     key = path
     if tuple(tensor.shape) != whole:
         place = ",".join(map(str, start))

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.checkpoint.manager import CheckpointStore
+from holdfast.checkpoint.reuse import BlockReuse
 from holdfast.checkpoint.save import PendingCheckpoint, SavedCheckpoint
 from holdfast.checkpoint.snapshot import SnapshotBuffer, in_host_memory
 from holdfast.checkpoint.write_plan import WritePlan
@@ -68,15 +69,22 @@ class _Job:
 class CheckpointWriter:
     """Writes checkpoints one after another, and calls ``after_commit`` when one is complete.
 
-    With ``background`` it does so in a thread, otherwise before :meth:`begin` and :meth:`commit` return.
+    With ``background`` it does so in a thread, otherwise before :meth:`begin` and :meth:`commit` return. If it is
+    ``incremental``, blocks that an earlier checkpoint of this writer holds are not written again.
     """
 
     def __init__(
-        self, checkpoints: CheckpointStore, *, background: bool, after_commit: Callable[[], None] = lambda: None
+        self,
+        checkpoints: CheckpointStore,
+        *,
+        background: bool,
+        incremental: bool = False,
+        after_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self._checkpoints = checkpoints
         self._background = background
         self._after_commit = after_commit
+        self._reuse = BlockReuse() if incremental else None
         self._snapshot = SnapshotBuffer()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -217,10 +225,13 @@ class CheckpointWriter:
     def _write(self, job: _Job) -> None:
         start_s = time.monotonic()
         try:
-            job.pending = self._checkpoints.write(job.step, job.content, job.info, job.token)
+            job.pending = self._checkpoints.write(job.step, job.content, job.info, job.token, self._reuse)
         except Exception as error:
             job.error = error
         job.written_s = time.monotonic() - start_s
+        if job.pending is not None and self._reuse is not None:
+            # Now, because in the background this thread has nothing to do until the step is durable.
+            self._reuse.remember(job.pending.manifest, job.content)
 
     def _complete(self, job: _Job) -> None:
         start_s = time.monotonic()
@@ -233,6 +244,8 @@ class CheckpointWriter:
             job.error = error
         if job.abandoned:
             job.error = None  # the checkpoint was abandoned
+            if self._reuse is not None:
+                self._reuse.forget(job.step)
         elif job.error is not None and job.saved is None:
             self._clear_away(job)
         job.written_s += time.monotonic() - start_s

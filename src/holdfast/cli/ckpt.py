@@ -92,6 +92,7 @@ def _described(examined: CheckpointStatus) -> dict[str, Any]:
     return {
         "step": examined.step,
         "bytes": None if manifest is None else manifest.size_bytes,
+        "new_bytes": None if manifest is None else manifest.new_bytes,
         "tensors": None if manifest is None else len(manifest.tensors),
         "workers": None if manifest is None else manifest.info.get("workers"),
         "format": None if manifest is None else manifest.format,
@@ -106,7 +107,8 @@ def _ls_row(examined: CheckpointStatus) -> tuple[str, ...]:
     state = {True: "intact", False: "DAMAGED", None: "not read"}[row["intact"]]
     if examined.damage:
         state += f" ({count(len(examined.damage), 'place')})"
-    numbers = (str(row["step"]), size(row["bytes"]), _number(row["tensors"]), _number(row["workers"]))
+    shared = "" if row["new_bytes"] == row["bytes"] else f", {size(row['new_bytes'])} of it new"
+    numbers = (str(row["step"]), size(row["bytes"]) + shared, _number(row["tensors"]), _number(row["workers"]))
     return (*numbers, row["format"] or "-", moment(row["written_s"]), state)
 
 
@@ -210,13 +212,13 @@ def verify(path: _Path, *, everything: _All = False, as_json: _Json = False) -> 
 
 
 def _bytes_of(storage: Storage, steps: Sequence[int]) -> int:
-    """Return the size of the files of checkpoints, as far as their manifests can be read."""
+    """Return the size of checkpoints, as far as their manifests can be read."""
     from holdfast.checkpoint.loading import read_manifest
 
     total = 0
     for step in steps:
         with contextlib.suppress(CheckpointCorrupt, CheckpointMissing):
-            total += sum(file.size_bytes for file in read_manifest(storage, step).files.values())
+            total += read_manifest(storage, step).size_bytes
     return total
 
 

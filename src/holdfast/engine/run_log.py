@@ -267,6 +267,7 @@ class RunLog:
                 size_bytes=kept.size_bytes,
                 seconds=outcome.held_s,
                 interval_s=job.checkpoints.interval_s(),
+                new_bytes=kept.new_bytes,
             )
         )
 

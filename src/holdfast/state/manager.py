@@ -55,8 +55,14 @@ class CheckpointManager:
         self._open(settings.checkpoint_dir or DEFAULT_DIR)
 
     def _open(self, url: str) -> None:
-        self._checkpoints = CheckpointStore(url, self._settings.checkpoint_format)
-        self._writer = CheckpointWriter(self._checkpoints, background=self._background, after_commit=self._prune)
+        format = self._settings.checkpoint_format
+        self._checkpoints = CheckpointStore(url, format)
+        self._writer = CheckpointWriter(
+            self._checkpoints,
+            background=self._background,
+            incremental=self._settings.incremental_checkpoints and format != "dcp",  # there, torch places the values
+            after_commit=self._prune,
+        )
 
     @property
     def url(self) -> str:

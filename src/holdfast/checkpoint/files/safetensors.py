@@ -49,13 +49,12 @@ class Safetensors(TensorWriter, TensorReader):
     name = "safetensors"
 
     def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
-        """Write the header; the values follow without gaps, as the format requires, the widest types first."""
+        """Write the header; the values follow without gaps, as the format requires, whole cache lines first."""
         name = f"{stem}.safetensors"
         header: dict[str, object] = {}
         starts: dict[str, int] = {}
         end = 0
-        # safetensors forbids gaps, and readers need aligned numbers: the widest types come first.
-        for key, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+        for key, tensor in sorted(tensors.items(), key=_order):
             starts[key] = end
             size = tensor.numel() * tensor.element_size()
             pair = [2] if tensor.dtype is torch.complex128 else []
@@ -92,6 +91,16 @@ class Safetensors(TensorWriter, TensorReader):
             load=lambda: state_of({name: read(name) for name in tensors}),
             step=step_in(metadata.get("step")) if isinstance(metadata, dict) else None,
         )
+
+
+def _order(item: tuple[str, torch.Tensor]) -> tuple[bool, int]:
+    """Return the sort key of a tensor in a format that forbids gaps.
+
+    Tensors of whole cache lines come first, so that each of them is aligned: reading values that begin 4 bytes beside a
+    cache line takes half as long again. The others follow, the widest types first: readers need aligned numbers.
+    """
+    tensor = item[1]
+    return tensor.nbytes % ALIGN != 0, -tensor.element_size()
 
 
 def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, TensorInfo], dict[str, int], Any]:

@@ -30,6 +30,8 @@ class StorageReader(Protocol):
     """An open file; several threads may read concurrently."""
 
     size_bytes: int
+    num_names: int
+    """Number of names that it has: checkpoints share it if there are several."""
     part_bytes: int
     """Preferred number of bytes per read."""
 
@@ -64,6 +66,14 @@ class Storage(Protocol):
 
     def store(self, folder: str, names: tuple[str, ...]) -> None:
         """Store the files that were written into the directory of :meth:`prepare`; they are durable when this returns."""
+
+    def link(self, path: str, name: str) -> bool:
+        """Give a file a second name in a prepared folder, without copying it; both are paths.
+
+        Returns:
+            Whether that was possible: not in an object store, and not if the file is gone. :meth:`store` of the folder
+            makes it durable.
+        """
 
     def put(self, path: str, data: bytes) -> None:
         """Write or replace a small file atomically; it is durable when this returns."""

@@ -12,7 +12,7 @@ from holdfast.checkpoint.storage import Storage, StorageReader
 class _CountedReader:
     def __init__(self, reader: StorageReader, count: Callable[[int], None]) -> None:
         self._reader, self._count = reader, count
-        self.size_bytes, self.part_bytes = reader.size_bytes, reader.part_bytes
+        self.size_bytes, self.num_names, self.part_bytes = reader.size_bytes, reader.num_names, reader.part_bytes
 
     def read_into(self, offset: int, out: memoryview) -> int:
         size = self._reader.read_into(offset, out)
@@ -53,6 +53,10 @@ class CountedStorage:
     def store(self, folder: str, names: tuple[str, ...]) -> None:
         """Store the files of a folder."""
         self.inner.store(folder, names)
+
+    def link(self, path: str, name: str) -> bool:
+        """Give a file a second name."""
+        return self.inner.link(path, name)
 
     def put(self, path: str, data: bytes) -> None:
         """Write or replace a small file."""

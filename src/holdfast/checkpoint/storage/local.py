@@ -67,14 +67,16 @@ class LocalStorage:
     def reader(self, path: str) -> Iterator[LocalReader]:
         """See :meth:`Storage.reader`."""
         whole = self._root / path
-        with _read_errors(whole):
+        try:
             # Without O_NONBLOCK, opening a pipe in place of the file would block forever.
             number = os.open(whole, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise _explained_read(whole, error) from error
         try:
             status = os.fstat(number)
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointCorrupt(f"{whole.name} is not a plain file")
-            yield LocalReader(whole, number, status.st_size)
+            yield LocalReader(whole, number, status)
         finally:
             os.close(number)
 
@@ -92,6 +94,14 @@ class LocalStorage:
             for name in names:
                 _sync(path / name, os.O_RDONLY)
             _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def link(self, path: str, name: str) -> bool:
+        """See :meth:`Storage.link`."""
+        try:
+            os.link(self._root / path, self._root / name)
+        except OSError:
+            return False  # the file is gone, or this file system has no links: then the values are written
+        return True
 
     def put(self, path: str, data: bytes) -> None:
         """See :meth:`Storage.put`."""
@@ -138,31 +148,30 @@ class LocalReader:
     part_bytes = PART_BYTES
     """Small chunks, which are digested while they are in the processor's cache."""
 
-    def __init__(self, path: Path, number: int, size_bytes: int) -> None:
+    def __init__(self, path: Path, number: int, status: os.stat_result) -> None:
         self._path = path
         self._number = number
-        self.size_bytes = size_bytes
+        self.size_bytes = status.st_size
+        self.num_names = status.st_nlink
 
     def read_into(self, offset: int, out: memoryview) -> int:
         """See :meth:`Reader.read_into`."""
         done = 0
-        with _read_errors(self._path):
+        try:
             while done < len(out) and (got := os.preadv(self._number, [out[done:]], offset + done)):
                 done += got
+        except OSError as error:
+            raise _explained_read(self._path, error) from error
         return done
 
 
-@contextmanager
-def _read_errors(path: Path) -> Iterator[None]:
+def _explained_read(path: Path, error: OSError) -> CheckpointError:
     """Distinguish a damaged file, which is named, from a directory that this user cannot access."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _UNREADABLE:
-            raise CheckpointCorrupt(f"{path.name} cannot be read: {error.strerror}") from error
-        raise CheckpointError(
-            f"cannot read {path}: {error.strerror or error}; {_ADVICE.get(error.errno or 0, 'try again')}"
-        ) from error
+    if error.errno in _UNREADABLE:
+        return CheckpointCorrupt(f"{path.name} cannot be read: {error.strerror}")
+    return CheckpointError(
+        f"cannot read {path}: {error.strerror or error}; {_ADVICE.get(error.errno or 0, 'try again')}"
+    )
 
 
 @contextmanager

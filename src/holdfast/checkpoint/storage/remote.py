@@ -116,6 +116,10 @@ class RemoteStorage:
                 f"cannot write {self.url}/{path}: {size_bytes} bytes were sent, {found} are there; check that storage"
             )
 
+    def link(self, path: str, name: str) -> bool:
+        """See :meth:`Storage.link`."""
+        return False
+
     def put(self, path: str, data: bytes) -> None:
         """See :meth:`Storage.put`."""
         self._give_up_staging(path)
@@ -194,6 +198,7 @@ class _NotThere(CheckpointError):
 class RemoteReader:
     """An object of ``size_bytes``; ``read_range`` returns its bytes from a first position up to a last one, excluded."""
 
+    num_names = 1
     part_bytes = BLOCK_BYTES
     """A whole block, because every request has a high latency."""
 

@@ -191,15 +191,17 @@ class CheckpointSaved(Record):
 
     Args:
         path: Its path.
-        size_bytes: Total size of its files.
+        size_bytes: Its size.
         seconds: How long it blocked training.
         interval_s: Seconds until the next one is due, as chosen by ``--checkpoint-every auto``; 0 without that option.
+        new_bytes: How much of it was written; the rest it shares with an earlier checkpoint. 0 in records of earlier versions.
     """
 
     path: str
     size_bytes: int
     seconds: float
     interval_s: float = 0.0
+    new_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

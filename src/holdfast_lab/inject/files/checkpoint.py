@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,6 +37,9 @@ class CheckpointValues(FileValues):
         self._storage = LocalStorage(root)
         self._manifest = manifest
         self._paths = {name: root / step_folder(manifest.step) / manifest.folder / name for name in manifest.files}
+        if write:
+            for path in self._paths.values():
+                _unshare(path)
         located = {path: self._locate(entry) for path, entry in manifest.tensors.items()}
         archives = manifest.format == "npz"
         super().__init__(manifest.format, located, self._paths.values(), stack, write=write, archives=archives)
@@ -82,6 +87,8 @@ class CheckpointValues(FileValues):
         """Return the manifest's entry for an altered file; checksums inside it may have changed, too."""
         pieces = [piece for entry in self._manifest.tensors.values() for piece in entry.pieces if piece.file == name]
         size_bytes = self._files[self._paths[name]].size_bytes
+        if self._manifest.files[name].rest_xxh3 is None:
+            return FileEntry(size_bytes=size_bytes, rest_xxh3=None)
         return FileEntry(size_bytes=size_bytes, rest_xxh3=self._digest(name, gaps(size_bytes, pieces)))
 
     def _digest(self, name: str, ranges: Sequence[tuple[int, int]]) -> str:
@@ -116,3 +123,15 @@ def find_checkpoint(text: str) -> InjectionTarget:
     if not (complete := steps(path)):
         raise CheckpointMissing(f"there is no complete checkpoint in {path}; name a directory that has one, or a file")
     return InjectionTarget(path, complete[-1])
+
+
+def _unshare(path: Path) -> None:
+    """Replace a file that other checkpoints share by a copy of its own: altering one must not alter them."""
+    if not path.exists() or path.stat().st_nlink < 2:
+        return
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        shutil.copy2(path, draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

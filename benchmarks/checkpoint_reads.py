@@ -1,0 +1,217 @@
+"""Three ways to read the values of a checkpoint and verify every byte, beside safetensors, which verifies none.
+
+    python benchmarks/checkpoint_reads.py [--bytes 1e9] [--layers 21] [--rounds 9] [--cold-rounds 3] [--dir DIR]
+                                          [--json FILE]
+
+======  =========================================================================================================
+way     how the values get into the memory of the model
+======  =========================================================================================================
+read    ``preadv`` of a MiB into the tensor, digest of it while it is in the cache: what Holdfast does
+mapped  The file is mapped, the pages of each block are populated first (``MADV_POPULATE_READ``, which reports errors
+        where touching a page would end the process), copied by the MiB, and the copy is digested
+direct  ``O_DIRECT`` reads past the page cache into aligned memory, copied from there, and the copy is digested
+======  =========================================================================================================
+
+Each is Holdfast's own load, with manifest, checks and threads; only the reading of a block is exchanged. Warm: the file is
+in the page cache. Cold: it is not, which ``mincore`` proves before each load. All ways take turns, in another order
+each round; ratios are those of medians, with a 95 % interval by bootstrap over rounds. The misaligned file has the
+order of tensors that the package ``safetensors`` chooses: a scalar between others moves all that follow by 4 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import mmap
+import os
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import xxhash
+from common import ratio, spread, table, write_json
+from page_cache import evict
+from peers.stores import Holdfast, Safetensors, State, make_state
+
+from holdfast.checkpoint import values
+from holdfast.checkpoint.files import safetensors as layout
+
+_C = ctypes.CDLL(None, use_errno=True)
+_POPULATE_READ = 22
+_PART = 1 << 20
+_PAGE = 4096
+
+
+class Mapped:
+    """Copies from a mapping whose pages are populated."""
+
+    def __init__(self) -> None:
+        self._maps: dict[int, tuple[mmap.mmap, np.ndarray[Any, Any]]] = {}
+
+    def close(self) -> None:
+        """Forget the mappings: the next load opens the files again."""
+        self._maps.clear()
+
+    def __call__(self, file: Any, first: int, into: memoryview) -> tuple[int, str]:
+        """See :func:`holdfast.checkpoint.values._read_digested`."""
+        if file._number not in self._maps:
+            whole = mmap.mmap(file._number, file.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            self._maps[file._number] = whole, np.frombuffer(whole, np.uint8)
+        source = self._maps[file._number][1]
+        start = first // _PAGE * _PAGE
+        size = ctypes.c_size_t(first + len(into) - start)
+        if len(into) and _C.madvise(ctypes.c_void_p(source.ctypes.data + start), size, _POPULATE_READ):
+            raise OSError(ctypes.get_errno(), "cannot populate the mapping")
+        digest, target = xxhash.xxh3_64(), np.frombuffer(into, np.uint8)
+        for at in range(0, len(into), _PART):
+            part = target[at : at + _PART]
+            np.copyto(part, source[first + at : first + at + len(part)])
+            digest.update(part)
+        return len(into), digest.hexdigest()
+
+
+class Direct:
+    """Reads past the page cache, over aligned memory of each thread."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._memory: dict[int, mmap.mmap] = {}
+
+    def close(self) -> None:
+        """Close the files."""
+        for number in self._numbers.values():
+            os.close(number)
+        self._numbers.clear()
+
+    def __call__(self, file: Any, first: int, into: memoryview) -> tuple[int, str]:
+        """See :func:`holdfast.checkpoint.values._read_digested`."""
+        path = str(file._path)
+        if path not in self._numbers:
+            self._numbers[path] = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        own = self._memory.setdefault(threading.get_ident(), mmap.mmap(-1, 2 * _PART))
+        digest, done, target = xxhash.xxh3_64(), 0, np.frombuffer(into, np.uint8)
+        while done < len(into):
+            start = (first + done) // _PAGE * _PAGE
+            skip = first + done - start
+            want = min(_PART, len(into) - done)
+            size = -(-(skip + want) // _PAGE) * _PAGE
+            got = os.preadv(self._numbers[path], [memoryview(own)[:size]], start) - skip
+            part = target[done : done + min(got, want)]
+            np.copyto(part, np.frombuffer(own, np.uint8)[skip : skip + len(part)])
+            digest.update(part)
+            done += len(part)
+        return len(into), digest.hexdigest()
+
+
+class Ways:
+    """The ways to load one state, which all of them saved."""
+
+    def __init__(self, state: State, folder: Path) -> None:
+        self._state = state
+        self._model = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+        self.folders = {name: folder / name for name in ("safetensors", "aligned", "misaligned")}
+        Safetensors().save(self.folders["safetensors"], state)
+        Holdfast().save(self.folders["aligned"], state)
+        with mock.patch.object(layout, "_order", lambda item: -item[1].element_size()):
+            Holdfast().save(self.folders["misaligned"], state)
+
+    def all(self) -> dict[str, tuple[str, Callable[[], None]]]:
+        """Return each way with the folder that it reads."""
+        found: dict[str, tuple[str, Callable[[], None]]] = {
+            "safetensors, nothing verified": ("safetensors", self._safetensors),
+            "read": ("aligned", self._holdfast),
+            "read, misaligned file": ("misaligned", lambda: self._holdfast("misaligned")),
+            "mapped": ("aligned", lambda: self._exchanged(Mapped())),
+            "direct": ("aligned", lambda: self._exchanged(Direct())),
+        }
+        return found
+
+    def _safetensors(self) -> None:
+        Safetensors().load(self.folders["safetensors"], dict(self._model))
+
+    def _holdfast(self, which: str = "aligned") -> None:
+        Holdfast().load(self.folders[which], dict(self._model))
+
+    def _exchanged(self, reading: Mapped | Direct) -> None:
+        with mock.patch.object(values, "_read_digested", reading):
+            self._holdfast()
+        reading.close()
+
+    def is_right(self) -> bool:
+        """Return whether the last way loaded what was saved; forgets it."""
+        right = all(torch.equal(self._model[key], tensor) for key, tensor in self._state.items())
+        for tensor in self._model.values():
+            tensor.zero_()
+        return right
+
+
+def take_turns(ways: Ways, rounds: int, *, cold: bool) -> dict[str, list[float]]:
+    """Return the seconds of each way in each round, after a warm-up round."""
+    found: dict[str, list[float]] = {name: [] for name in ways.all()}
+    order, rng = [*ways.all().items()], random.Random(0)
+    for number in range(rounds + 1):
+        rng.shuffle(order)
+        for name, (folder, load) in order:
+            if cold:
+                evict(ways.folders[folder])
+            start_s = time.perf_counter()
+            load()
+            taken_s = time.perf_counter() - start_s
+            if not ways.is_right():
+                raise SystemExit(f"{name} loaded other values than were saved")
+            if number or cold:
+                found[name].append(taken_s)
+    return found
+
+
+def show(title: str, found: Mapping[str, list[float]]) -> str:
+    """Return a table of the ways."""
+    base = next(iter(found.values()))
+    rows = []
+    for name, taken in found.items():
+        there, to = spread(taken), ratio(taken, base, paired=True)
+        low_high = f"{there['p10']:.3f}-{there['p90']:.3f}"
+        rows.append([name, f"{there['p50']:.3f}", low_high, f"{to['ratio']:.2f} ({to['low']:.2f}-{to['high']:.2f})"])
+    return table(title, ["way", "p50, s", "p10-p90", "to safetensors"], rows)
+
+
+@contextmanager
+def threads(count: int) -> Any:
+    """Let torch use this many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
+def main() -> None:
+    """Measure and print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bytes", type=float, default=1e9, help="size of the state")
+    parser.add_argument("--layers", type=int, default=21)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--cold-rounds", type=int, default=3)
+    parser.add_argument("--dir", type=Path, help="folder on the disk to measure; default: a temporary directory")
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=options.dir) as folder, threads(os.cpu_count() or 1):
+        ways = Ways(make_state(options.bytes, options.layers), Path(folder))
+        results["warm"] = take_turns(ways, options.rounds, cold=False)
+        print(show("Load, files in the page cache", results["warm"]), end="\n\n", flush=True)
+        if options.cold_rounds:
+            results["cold"] = take_turns(ways, options.cold_rounds, cold=True)
+            print(show("Load, files not in the page cache", results["cold"]))
+    write_json(options.json, bytes=options.bytes, rounds=options.rounds, results=results)
+
+
+if __name__ == "__main__":
+    main()
