@@ -7,6 +7,7 @@ load what was compiled before about half a second: small simulations are done by
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
@@ -89,7 +90,9 @@ def compiled() -> _Run | None:
     try:
         import numba
         from numba.extending import register_jitable
-    except ImportError:
+    except ImportError as why:
+        text = "the simulator runs as plain Python, about 40 times slower than compiled by numba"
+        warnings.warn(f"{text}: {why}; pip install 'holdfast[lab]'", RuntimeWarning, stacklevel=2)
         return None
     for module in (training, history):
         for one in list(vars(module).values()):
