@@ -1,6 +1,6 @@
 """How long a job of four workers with a single step takes, beside torchrun: importing torch is most of it.
 
-    python benchmarks/start_job.py [--rounds 10] [--workers 4] [--json FILE]
+    python benchmarks/start_job.py [--rounds 10] [--workers 4] [--fabrics gloo ulfm] [--json FILE]
 
 ==================  =================================================================================================
 way                 what it is
@@ -13,17 +13,23 @@ gloo, ulfm          ``holdfast run`` over this fabric: torch is imported once, a
 Each trains a small MLP for one step of 64 samples. ``job`` is from the start of the command to its end; ``first step`` is
 from the start of the command to when the first worker has the result of the step. In each round all take turns, in
 another order each time. Ratios are ratios of medians with 95 % intervals by bootstrap over rounds.
+
+Each round also has a job over ``gloo`` with ``--respawn``, in which a worker is killed in the 20th step. ``replacement`` is
+from the SIGKILL to the first committed step that its replacement takes part in; the other workers train meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from common import ratio, spread, table, write_json
@@ -48,6 +54,18 @@ if session.is_lead:
     open(sys.argv[1], "w").write(repr(time.time()))
 """
 )
+RESPAWNING = (
+    MODEL.replace("randn(64,", "randn(6400,").replace("(64,)", "(6400,)")
+    + """
+import holdfast
+session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in session.steps(data, batch_size=64):
+    for x, y in step:
+        step.backward(torch.nn.functional.cross_entropy(model(x), y))
+    time.sleep(0.02)
+"""
+)
+KILLED, KILL_AT = 1, 20
 THEIRS = (
     MODEL
     + """
@@ -72,10 +90,12 @@ def main() -> None:
     options = parse()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        ours, theirs = Path(folder, "ours.py"), Path(folder, "theirs.py")
+        ours, theirs, respawning = (Path(folder, f"{name}.py") for name in ("ours", "theirs", "respawning"))
         ours.write_text(OURS)
         theirs.write_text(THEIRS)
-        ways = commands(options.workers, ours, theirs)
+        respawning.write_text(RESPAWNING)
+        ways = commands(options.workers, options.fabrics, ours, theirs)
+        replacement: list[float] = []
         job: dict[str, list[float]] = {name: [] for name in ways}
         first: dict[str, list[float]] = {name: [] for name in ways}
         rng = random.Random(0)
@@ -85,15 +105,19 @@ def main() -> None:
                 if number:
                     job[name].append(whole_s)
                     first[name].append(step_s)
+            joined_s = replace_one(options.workers, respawning, Path(folder, f"report-{number}"))
+            replacement += [joined_s] * (number > 0)
     rows = []
     for name in ways:
         medians = [f"{spread(values[name])['p50']:.2f}" for values in (job, first)]
         rows.append([name, *medians, *(written(values[name], values["torchrun"]) for values in (job, first))])
     head = ["way", "job, s", "first step, s", "job / torchrun's", "first step / torchrun's"]
     print(table(f"{options.workers} workers, one step, {options.rounds} rounds", head, rows))
-    for fabric in ("gloo", "ulfm"):
+    for fabric in options.fabrics:
         print(f"{fabric}: first step / no preload {written(first[fabric], first[f'{fabric}, no preload'])}")
-    write_json(options.json, settings=vars(options), job_s=job, first_step_s=first)
+    around = spread(replacement)
+    print(f"replacement: {around['p50']:.2f} s, from {around['min']:.2f} to {around['max']:.2f}")
+    write_json(options.json, settings=vars(options), job_s=job, first_step_s=first, replacement_s=replacement)
 
 
 def parse() -> argparse.Namespace:
@@ -101,15 +125,16 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--fabrics", nargs="+", choices=("gloo", "ulfm"), default=["gloo", "ulfm"])
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 
 
-def commands(workers: int, ours: Path, theirs: Path) -> dict[str, list[str]]:
+def commands(workers: int, fabrics: Sequence[str], ours: Path, theirs: Path) -> dict[str, list[str]]:
     """Return the command of each way; the path of the file to write is appended to it."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
     ways = {"torchrun": [*torchrun, str(theirs)]}
-    for fabric in ("gloo", "ulfm"):
+    for fabric in fabrics:
         run_it = [sys.executable, "-m", "holdfast", "run", "--fabric", fabric, "-n", str(workers)]
         ways[fabric] = [*run_it, str(ours)]
         ways[f"{fabric}, no preload"] = [*run_it, "--no-preload", str(ours)]
@@ -124,6 +149,36 @@ def run(command: list[str], stepped: Path) -> tuple[float, float]:
     if done.returncode:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
     return time.perf_counter() - begun_s, float(stepped.read_text()) - began
+
+
+def replace_one(workers: int, script: Path, report: Path) -> float:
+    """Run a job in which a worker is killed and replaced; return the seconds until the replacement takes part in a step."""
+    kill = f"kill:rank={KILLED},step={KILL_AT}"
+    words = [
+        "--fabric",
+        "gloo",
+        "-n",
+        str(workers),
+        "--respawn",
+        "--inject",
+        kill,
+        "--report",
+        str(report),
+        str(script),
+    ]
+    command = [sys.executable, "-m", "holdfast", "run", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+    events = [json.loads(line) for line in Path(report, "events.jsonl").read_text().splitlines()]
+    killed = next(one for one in events if one["event"] == "WorkerEnded" and one["rank"] == KILLED)
+    assert killed["exit_code"] == -signal.SIGKILL
+    begun_s = next(one["t_s"] for one in events if one["event"] == "FaultFired")
+    steps = [one for one in events if one["event"] == "StepCommitted" and one["step"] > KILL_AT]
+    whole = [one["t_s"] for one in steps if one["workers"] == workers]
+    if not whole:
+        sys.exit(f"no replacement joined within {len(steps)} steps")
+    return min(whole) - begun_s
 
 
 def written(a: list[float], b: list[float]) -> str:

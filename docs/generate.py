@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
+import typer
+
 from holdfast import errors
-from holdfast.cli import exit_code_of
+from holdfast.cli import app, exit_code_of
 from holdfast.cli.run import OPTIONS
 from holdfast.config import Settings
 from holdfast.monitor.metrics import METRICS
@@ -25,6 +27,7 @@ from holdfast.report.goodput import CAUSES
 OF_THE_LAUNCHER = ("ranks", "rank", "store", "run_dir", "origin_s")
 """Settings that only the launcher gives to its workers."""
 REFERENCE = Path(__file__).parent / "reference"
+HELP_MODULE = Path(__file__).parents[1] / "src" / "holdfast" / "cli" / "help_text.py"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 """Where benchmarks that were run on a GPU leave ``gpu-NAME.json``."""
 
@@ -140,7 +143,16 @@ def rewritten(page: str, name: str) -> str:
     return f"{before}{begin}\n\n{GENERATED[name][1]()}\n\n{behind}"
 
 
+def help_module() -> str:
+    """Return the module that has the text of `holdfast --help`, as it is in a terminal of 80 columns or more."""
+    command = typer.main.get_command(app)
+    context = command.context_class(command, info_name="holdfast", terminal_width=78)
+    doc = "What ``holdfast --help`` prints in a terminal of 80 columns or more; written by ``python docs/generate.py``."
+    return f'"""{doc}"""\n\nHELP = """\\\n{command.get_help(context)}"""\n'
+
+
 if __name__ == "__main__":
+    HELP_MODULE.write_text(help_module())
     for name, (page, _) in GENERATED.items():
         path = REFERENCE / page
         path.write_text(rewritten(path.read_text(), name))

@@ -6,12 +6,12 @@ The finder below is installed first in ``sys.meta_path``. Otherwise a leftover o
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 MOVED = {
     "holdfast.dist": "holdfast.distributed",
@@ -45,7 +45,10 @@ def new_name(name: str) -> str:
     return ""
 
 
-class _Alias(importlib.abc.Loader):
+# Neither class below has a base of importlib.abc: to import that takes as long as all else that the package imports.
+
+
+class _Alias:
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -60,7 +63,7 @@ class _Alias(importlib.abc.Loader):
         module.__spec__ = self._spec
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
@@ -68,7 +71,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         name = new_name(fullname)
         if not name or importlib.util.find_spec(name) is None:
             return None
-        return importlib.machinery.ModuleSpec(fullname, _Alias(name))
+        alias: Any = _Alias(name)
+        return importlib.machinery.ModuleSpec(fullname, alias)
 
 
 def install() -> None:

@@ -1,7 +1,9 @@
 """The simulator under any scenario: it agrees with the oracle to the nanosecond, and nothing is counted twice or forgotten."""
 
+import sys
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import simulator
@@ -19,6 +21,7 @@ from holdfast_lab.simulate import (
     SimulatedJob,
     Source,
     Weibull,
+    compiled,
     monte_carlo,
     simulate,
 )
@@ -148,3 +151,39 @@ def test_without_faults_nothing_is_lost(scenario, seed):
 
     assert {part for part, ns in outcome.parts_ns.items() if ns} <= {"useful", "save"}
     assert (outcome.failures, outcome.joins, outcome.starts, outcome.lost_workers) == (0, 0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def no_plain_histories():
+    """Compile from the first history on."""
+    pytest.importorskip("numba")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(compiled, "PLAIN_OUTAGES", 0)
+        yield
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenario=scenarios(), seed=st.integers(0, 2**31))
+def test_compiled_it_agrees_with_the_oracle_too(no_plain_histories, scenario, seed):
+    agree(scenario, seed)
+
+
+def test_without_numba_it_says_so_once_and_gives_the_same(monkeypatch):
+    scenario = Scenario(
+        Cluster(workers=8),
+        SimulatedJob(horizon_s=1e4, save_every=7),
+        Costs(slice_s=1, sum_s=1),
+        Failures((Source("worker", Exponential(3000.0), Constant(100.0)),)),
+    )
+    expected = monte_carlo(scenario, 3)
+    monkeypatch.setattr(compiled, "PLAIN_OUTAGES", 0)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    compiled.compiled.cache_clear()
+
+    with pytest.warns(RuntimeWarning, match=r"as plain Python, about 40 times slower .* pip install") as warned:
+        found = monte_carlo(scenario, 3)
+
+    compiled.compiled.cache_clear()
+    assert len(warned) == 1
+    assert found.ideal_ns.tolist() == expected.ideal_ns.tolist()
+    assert found.failures.sum() > 0

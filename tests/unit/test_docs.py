@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import typer
-from generate import GENERATED, options, rewritten
+from generate import GENERATED, HELP_MODULE, help_module, options, rewritten
 
-from holdfast.cli import lab
+from holdfast.cli import lab, main
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -155,6 +155,38 @@ def test_a_generated_part_of_a_page_is_what_the_code_says(name):
     page = (ROOT / "docs" / "reference" / GENERATED[name][0]).read_text()
 
     assert page == rewritten(page, name), "python docs/generate.py"
+
+
+def test_the_help_that_needs_no_command_is_that_of_the_commands():
+    assert HELP_MODULE.read_text() == help_module(), "python docs/generate.py"
+
+
+def test_the_help_and_the_version_load_no_command():
+    code = (
+        "import contextlib, sys; from holdfast.cli import main\n"
+        "for words in (['--help'], ['--version']):\n"
+        "    with contextlib.suppress(SystemExit): main(words)\n"
+        "loaded = {'typer', 'rich', 'numpy', 'holdfast.cli.app'} & set(sys.modules)\n"
+        "sys.exit(str(loaded) if loaded else 0)"
+    )
+    environment = os.environ | {"COLUMNS": "80"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "  debug-bundle  Collect what helps" in done.stdout
+
+
+def test_in_a_narrow_terminal_the_help_fits(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+
+    with pytest.raises(SystemExit):
+        main(["--help"])
+
+    said = capsys.readouterr().out
+    assert "  run " in said
+    assert max(map(len, said.splitlines())) <= 60
 
 
 HELP = """

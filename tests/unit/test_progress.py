@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import threading
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -115,6 +116,14 @@ def test_a_short_command_and_one_whose_output_programs_read_print_nothing(clock,
         now.advance()
 
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_one_line(capsys):
+    with progress("reading"):
+        warnings.warn("read slowly", stacklevel=1)
+
+    assert capsys.readouterr().err == "warning: read slowly\n"
 
 
 def test_on_a_terminal_a_bar_is_drawn_and_removed(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -147,10 +148,19 @@ class _BarProgress(Reporter):
 def progress(text: str, *, quiet: bool = False) -> Iterator[Reporter]:
     """Show progress on stderr, and yield what takes it; a bar on a terminal, which is removed at the end.
 
+    A warning that is issued meanwhile is a line that stays.
+
     Args:
         text: What is done first.
         quiet: Show nothing, as for output that programs read.
     """
+    with warnings.catch_warnings(), _shown(text, quiet) as reporter:
+        warnings.showwarning = lambda message, *others: reporter.print_line(f"warning: {message}")
+        yield reporter
+
+
+@contextmanager
+def _shown(text: str, quiet: bool) -> Iterator[Reporter]:
     if quiet or not sys.stderr.isatty():
         yield Reporter(text) if quiet else _LineProgress(text)
         return

@@ -129,12 +129,13 @@ def serve(listener: socket.socket, ready: int, launcher: int) -> NoReturn:
     """Import torch and close ``ready``, then fork a watcher with a worker for each request, until the launcher has ended."""
     die_with_parent(signal.SIGKILL, launcher)  # its PID may be 1, in a container
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the watchers: the kernel reaps them
+    gc.disable()  # a fifth of the import would be spent on looking for garbage among the modules
     for name in _PRELOADED:
         importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
         sys.exit("the fork server ends, because importing torch started threads; each worker imports torch itself")
-    gc.collect()
     gc.freeze()  # the collector of a worker would otherwise touch, and so copy, all pages
+    gc.enable()
     os.close(ready)
     while True:
         connection, _ = listener.accept()

@@ -23,9 +23,6 @@ MEASURES = ("goodput", "lost_share", "total_s", "worker_hours", "failures", "sta
 _TRIES = 20
 """Repetitions per tried checkpoint interval; few suffice, because all intervals are tried on the same failures."""
 
-_FIXED = 200
-"""A simulation of few histories takes about as long as if it had so many more: all of them share the calls of numpy."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyResult:
@@ -88,7 +85,7 @@ def compare(
         ConfigError: if an interval cannot be determined.
     """
     settings = list(settings)
-    searches, own = [_work_of_search(setting) for setting in settings], repetitions + _FIXED
+    searches, own = [_work_of_search(setting) for setting in settings], repetitions
     total, done = sum(searches) + own * len(settings), 0
     found = []
     for setting, search in zip(settings, searches, strict=True):
@@ -104,10 +101,10 @@ def compare(
 
 
 def _work_of_search(setting: StrategySetting) -> int:
-    """Return about how long the search for the best interval of a setting takes, in histories of a large simulation."""
+    """Return about how many histories the search for the best interval of a setting simulates."""
     if setting.every != "best":
         return 0
-    return (_TRIES + _FIXED) * candidates(_least(setting.scenario), _most(setting.scenario))
+    return _TRIES * candidates(_least(setting.scenario), _most(setting.scenario))
 
 
 def choose_every(

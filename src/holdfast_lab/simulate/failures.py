@@ -53,13 +53,17 @@ class Outages:
 
         No two times are equal: where they would be, the later ones are a nanosecond later.
         """
+        return self.ready_in_order(spawn)[0]
+
+    def ready_in_order(self, spawn: int) -> tuple[Ticks, Ticks]:
+        """Return :meth:`ready`, and the outages in the order of these times."""
         at = self.end + spawn
         order = np.argsort(at, kind="stable")
         steps = np.arange(len(at))
         apart = np.maximum.accumulate(at[order] - steps) + steps
         result = np.empty_like(at)
         result[order] = apart
-        return result
+        return result, order
 
 
 class Down(Protocol):

@@ -1,22 +1,17 @@
-"""Simulates one or many histories of a scenario, in batches of a few hundred."""
+"""Simulates one or many histories of a scenario."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 
 import numpy as np
 
-from holdfast_lab.simulate.checks import check_range
-from holdfast_lab.simulate.failures import Failures, Outages
-from holdfast_lab.simulate.outcome import PARTS, Outcome, Sweep
+from holdfast_lab.simulate.checks import check_range, ticks
+from holdfast_lab.simulate.compiled import States, run, states_at_start
+from holdfast_lab.simulate.history_inputs import calendar, parameters
+from holdfast_lab.simulate.outcome import COUNTS, PARTS, Outcome, Sweep
+from holdfast_lab.simulate.price_table import price_table
 from holdfast_lab.simulate.scenario import Scenario
-from holdfast_lab.simulate.vectorized import Simulator
-
-_OUTAGES = 6_000_000
-"""Outages held in memory per batch: up to 1 GB, including the sort."""
-_WORKERS = 25_000_000
-"""Worker histories held in memory per batch, if each worker has its own: 200 MB."""
 
 
 def simulate(scenario: Scenario, *, seed: int = 0, repetition: int = 0) -> Outcome:
@@ -27,8 +22,7 @@ def simulate(scenario: Scenario, *, seed: int = 0, repetition: int = 0) -> Outco
         seed: Same seed, same outages, whatever the job.
         repetition: Number of the history with this seed, ``>= 0``.
     """
-    outages = scenario.failures.draw(scenario.cluster, scenario.horizon_s, (seed, repetition))
-    return Simulator(scenario, [outages], nested=_is_nested(scenario)).run().history(0)
+    return _simulate(scenario, range(repetition, repetition + 1), seed).history(0)
 
 
 def monte_carlo(
@@ -42,22 +36,10 @@ def monte_carlo(
         scenario: The scenario.
         repetitions: Number of histories, ``>= 1``.
         seed: Same seed, same outages, whatever the job.
-        tell: Called now and then with the share that is done, at most 1.
+        tell: Called after each history with the share that is done, at most 1.
     """
     check_range("repetitions", repetitions, 1)
-    nested = _is_nested(scenario)
-    at_most = max(1, _WORKERS // scenario.cluster.total) if nested else repetitions
-    sweeps: list[Sweep] = []
-    waiting: list[Outages] = []
-    for number in range(repetitions):
-        waiting.append(scenario.failures.draw(scenario.cluster, scenario.horizon_s, (seed, number)))
-        is_last = number == repetitions - 1
-        if is_last or len(waiting) >= at_most or sum(map(len, waiting)) >= _OUTAGES:
-            before, batch = number + 1 - len(waiting), len(waiting)
-            simulator = Simulator(scenario, waiting, nested=nested)
-            sweeps.append(simulator.run(part_of(tell, before / repetitions, batch / repetitions)))
-            waiting = []
-    return _joined(sweeps)
+    return _simulate(scenario, range(repetitions), seed, tell)
 
 
 def part_of(tell: Callable[[float], None], before: float, share: float) -> Callable[[float], None]:
@@ -65,17 +47,30 @@ def part_of(tell: Callable[[float], None], before: float, share: float) -> Calla
     return lambda done: tell(before + share * done)
 
 
-def _is_nested(scenario: Scenario) -> bool:
-    """Return whether a worker may be part of several units that fail."""
-    return not (isinstance(scenario.failures, Failures) and len(scenario.failures.sources) <= 1)
+def _simulate(
+    scenario: Scenario, repetitions: range, seed: int, tell: Callable[[float], None] = lambda share: None
+) -> Sweep:
+    total, spawn = scenario.cluster.total, ticks(scenario.costs.spawn_s)
+    given, states = parameters(scenario), states_at_start(len(repetitions), total)
+    for number, repetition in enumerate(repetitions):
+        outages = scenario.failures.draw(scenario.cluster, scenario.horizon_s, (seed, repetition))
+        run(states, number, given, calendar(outages, spawn, total))
+        tell((number + 1) / len(repetitions))
+    return _sweep(scenario, states)
 
 
-def _joined(sweeps: list[Sweep]) -> Sweep:
-    """Concatenate the histories, in order."""
-    columns = {
-        one.name: np.concatenate([getattr(sweep, one.name) for sweep in sweeps])
-        for one in fields(Sweep)
-        if one.name != "parts_ns"
-    }
-    parts = {part: np.concatenate([sweep.parts_ns[part] for sweep in sweeps]) for part in PARTS}
-    return Sweep(parts_ns=parts, **columns)
+def _sweep(scenario: Scenario, states: States) -> Sweep:
+    prices, workers = price_table(scenario.cluster, scenario.job, scenario.costs), scenario.cluster.workers
+    full = sum(int(one[workers]) for one in (prices.compute, prices.sums, prices.exposed))
+    # Intermediate values may exceed 64 bits.
+    ideal = [weight * full // workers for weight in states["weight"].tolist()]
+    counted = {"steps": states["step"], **{name: states[name] for name in COUNTS if name != "steps"}}
+    work = {"useful": states["ran"], "lost": states["lost"], "save": states["in_save"] + states["held"]}
+    return Sweep(
+        parts_ns={part: work[part] if part in work else states[f"in_{part}"] for part in PARTS},
+        total_ns=states["total_ns"],
+        ideal_ns=np.array(ideal, dtype=np.int64),
+        finished=states["finished"],
+        member_ns=states["member_ns"],
+        **counted,
+    )

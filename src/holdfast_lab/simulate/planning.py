@@ -29,8 +29,7 @@ ENOUGH = 0.005
 """Half a point of goodput; a smaller difference is no reason to choose another strategy."""
 
 _FEWEST, _MOST = 30, 60
-"""Approximate bounds of the failures in one history: histories are simulated together, so many short ones cost less
-than few long ones."""
+"""Approximate bounds of the failures in one history: a history takes as long to simulate as it has failures."""
 _LONGEST_S = 1e8
 _MAP_REPETITIONS, _MAP_FAILURES = 16, 25
 _MAP_STRATEGIES = ("relaunch", "rollback", "forward")
