@@ -50,6 +50,8 @@ from peers.stores import STORES, State, make_state
 from holdfast.checkpoint import FORMATS
 
 PARTS = ("save", "async", "train", "load", "flips")
+PEERS = {"orbax": "orbax.checkpoint", "torch-checkpointing": "torch_checkpointing"}
+"""Stores that run in the environment of the peers, with the module that each needs."""
 FLIP_LAYERS, FLIP_BYTES = 2, 2e5
 """Size of a small model for flips: a third of its files are not values, and thousands of loads take a minute."""
 FLIP_LIMIT_S = 60.0
@@ -63,15 +65,15 @@ Found = dict[str, list[Numbers]]
 
 
 class Ways:
-    """The stores that take turns: in this process, and Orbax in its own environment."""
+    """The stores that take turns: in this process, and those of :data:`PEERS` in their own environment."""
 
     def __init__(
-        self, size_bytes: float, layers: int, names: Sequence[str], folder: Path, orbax: Elsewhere | None
+        self, size_bytes: float, layers: int, names: Sequence[str], folder: Path, elsewhere: Elsewhere | None
     ) -> None:
         self._bench = Bench(size_bytes, layers)
         self._names = names
         self._folder = folder
-        self._orbax = orbax
+        self._elsewhere = elsewhere
 
     @property
     def size_bytes(self) -> int:
@@ -89,7 +91,7 @@ class Ways:
             for tensor in self._bench.state.values():
                 file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         return {"dd": lambda folder: dd(source, folder)} | self._ways(
-            "save", "holdfast", "safetensors", "torch", "dcp", "orbax"
+            "save", "holdfast", "safetensors", "torch", "dcp", "torch-checkpointing", "orbax"
         )
 
     def begin(self) -> dict[str, Way]:
@@ -102,19 +104,19 @@ class Ways:
 
     def load(self) -> dict[str, Way]:
         """Return the stores for loading; each has saved the state that it loads."""
-        names = ("holdfast", "safetensors", "torch", "torch, mapped", "dcp", "orbax")
+        names = ("holdfast", "safetensors", "torch", "torch, mapped", "dcp", "torch-checkpointing", "orbax")
         for way in self._ways("save", *names).items():
             way[1](self._folder / f"{way[0]} to load")
-        return {
+        return {"copy": lambda _: self._bench.copy()} | {
             name: lambda _, name=name, way=way: way(self._folder / f"{name} to load")
             for name, way in self._ways("load", *names).items()
         }
 
     def _ways(self, do: str, *stores: str) -> dict[str, Way]:
         def way(store: str) -> Way:
-            if store == "orbax":
-                assert self._orbax is not None
-                ask = self._orbax.ask
+            if store in PEERS:
+                assert self._elsewhere is not None
+                ask = self._elsewhere.ask
                 return lambda folder: ask(do, store=store, folder=str(folder))
             return lambda folder: getattr(self._bench, do)(store, str(folder))
 
@@ -283,13 +285,13 @@ def show_flips(found: Mapping[str, Mapping[str, Counter[str]]]) -> str:
 # The benchmark
 
 
-def has_orbax() -> bool:
-    """Return whether the environment of the peers has Orbax; print a line if it has not."""
+def has(store: str) -> bool:
+    """Return whether the environment of the peers has a store; print a line if it has not."""
     if PEERS_PYTHON.exists():
-        asked = [str(PEERS_PYTHON), "-c", "import orbax.checkpoint"]
+        asked = [str(PEERS_PYTHON), "-c", f"import {PEERS[store]}"]
         if subprocess.run(asked, capture_output=True, check=False).returncode == 0:
             return True
-    print("Orbax is not in .venv-peers and is skipped: run `make bench-peers`\n")
+    print(f"{store} is not in .venv-peers and is skipped: run `make bench-peers`\n")
     return False
 
 
@@ -310,10 +312,10 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(options: argparse.Namespace, folder: Path, orbax: Elsewhere | None) -> dict[str, Any]:
+def measure(options: argparse.Namespace, folder: Path, elsewhere: Elsewhere | None) -> dict[str, Any]:
     """Measure, and print a table of each part."""
     torch.set_num_threads(os.cpu_count() or 1)
-    ways = Ways(options.bytes, options.layers, options.ways, folder, orbax)
+    ways = Ways(options.bytes, options.layers, options.ways, folder, elsewhere)
     what = f"{ways.size_bytes / 1e9:.2f} GB in {ways.num_tensors:,} tensors"
     results: dict[str, Any] = {}
     if "save" in options.parts:
@@ -337,15 +339,13 @@ def main() -> None:
     """Measure everything and print the tables."""
     options = parse()
     warnings.simplefilter("ignore")
-    if "orbax" in options.ways and not has_orbax():
-        options.ways.remove("orbax")
-    with_orbax = "orbax" in options.ways
+    options.ways = [way for way in options.ways if way not in PEERS or has(way)]
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.dir) as name:
         if {*options.parts} - {"flips"}:
-            if with_orbax:
-                with Elsewhere(str(PEERS_PYTHON), options.bytes, options.layers) as orbax:
-                    results = measure(options, Path(name), orbax)
+            if set(options.ways) & set(PEERS):
+                with Elsewhere(str(PEERS_PYTHON), options.bytes, options.layers) as elsewhere:
+                    results = measure(options, Path(name), elsewhere)
             else:
                 results = measure(options, Path(name), None)
         if "flips" in options.parts:

@@ -62,7 +62,9 @@ def time_processes(rounds: int, *, tiny: bool) -> dict[str, list[float]]:
     for number in range(rounds + 1):  # the first one reads files, and may write compiled files
         for name in rng.sample(list(words), len(words)):
             begun_s = time.perf_counter()
-            subprocess.run(words[name], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=LIMIT_S)
+            subprocess.run(
+                words[name], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=LIMIT_S
+            )
             if number:
                 found[name].append(time.perf_counter() - begun_s)
     return found
@@ -162,10 +164,7 @@ def main() -> None:
     else:
         size_bytes = int(options.megabytes * 1e6)
         values, unit = {"wire": time_wire(options.rate, size_bytes, options.rounds)}, "ms"
-    rows = [
-        [name, *(f"{spread(times)[key]:.3f}" for key in ("p50", "min", "max"))]
-        for name, times in values.items()
-    ]
+    rows = [[name, *(f"{spread(times)[key]:.3f}" for key in ("p50", "min", "max"))] for name, times in values.items()]
     print(table(f"{options.part}, {options.rounds} rounds; {unit}", ["what", "median", "min", "max"], rows))
     write_json(options.json, settings=vars(options), values=values)
 

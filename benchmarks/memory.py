@@ -135,7 +135,9 @@ def work(system: str, slices: int, folder: Path) -> None:
     if system == ALONE:
         found = train_alone(slices, data)
     else:
-        found = train_ddp(slices, data, views=system == "ddp-views") if "ddp" in system else train_holdfast(slices, data)
+        found = (
+            train_ddp(slices, data, views=system == "ddp-views") if "ddp" in system else train_holdfast(slices, data)
+        )
     (folder / f"{os.getpid()}.json").write_text(json.dumps(found))
 
 

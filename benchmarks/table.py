@@ -49,7 +49,8 @@ def main() -> int:
     if options.measure:
         return measure(options.only[0], options.size, Results(options.out))
     if options.list:
-        print("\n".join(f"{row.name:16} {row.what}; at most {deadline(row, options.size):.0f} s" for row in options.only))
+        for row in options.only:
+            print(f"{row.name:16} {row.what}; at most {deadline(row, options.size):.0f} s")
         return 0
     results = Results(folder_of(options.out))
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -57,7 +58,9 @@ def main() -> int:
         measure_all(options.only, options.size, results)
     except KeyboardInterrupt:
         print("interrupted; the next run resumes\n", file=sys.stderr)
-    founds = by_row(options.only, {row.name: found for row in options.only if (found := results.read(row.name, options.size))})
+    founds = by_row(
+        options.only, {row.name: found for row in options.only if (found := results.read(row.name, options.size))}
+    )
     print(page(founds, version_of, why_missing, markdown=options.markdown))
     print(f"\nresults and output of each row: {results.folder}")
     return int(any(found.result is None or bool(found.result.failed) for found in founds))
@@ -88,7 +91,7 @@ def measure_all(rows: Sequence[Row], size: str, results: Results) -> None:
             why = f"its process ended with {process.returncode} and left no result"
             results.write(Result(**_about(row, size), failed=why))
         done = results.read(row.name, size)
-        remark = (done.failed or done.busy and f"busy: {done.busy}" or "measured") if done else ""
+        remark = (done.failed or (done.busy and f"busy: {done.busy}") or "measured") if done else ""
         print(f"    {remark}, {time.monotonic() - begun_s:.0f} s", file=sys.stderr, flush=True)
 
 
@@ -103,7 +106,7 @@ def measure(row: Row, size: str, results: Results) -> int:
     try:
         values = as_dict(row.read(run_commands(row.commands_of(size), folder, deadline(row, size))))
     except (RowFailed, KeyError, ValueError, IndexError) as error:
-        why = str(error) if isinstance(error, RowFailed) else f"its script wrote something else: {error!r}"
+        why = str(error) if isinstance(error, RowFailed) else f"there is no {error} in what its scripts wrote"
         results.write(Result(**about, failed=why, seconds=time.monotonic() - begun_s))
         return 1
     own_s = children_s() + time.process_time() - own_s
@@ -126,16 +129,20 @@ def deadline(row: Row, size: str) -> float:
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; a bad option ends the program with one line and exit code 2."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=chosen, default=list(ROWS), metavar="ROWS", help="rows or groups: step,load")
+    parser.add_argument("--only", type=chosen, metavar="ROWS", help="rows or groups: step,load")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--long", dest="size", action="store_const", const="long", help="more rounds: hours")
-    size.add_argument("--tiny", dest="size", action="store_const", const="tiny", help="whether each row works; counts for nothing")
+    size.add_argument(
+        "--tiny", dest="size", action="store_const", const="tiny", help="whether each row works; counts for nothing"
+    )
     parser.add_argument("--list", action="store_true", help="print the rows and their deadlines, measure nothing")
     parser.add_argument("--markdown", action="store_true", help="print Markdown, for the documentation")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "bench", metavar="DIR", help="folder of the results")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(size="usual")
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    options.only = options.only or [row for row in ROWS if options.size == "long" or not row.only_long]
+    return options
 
 
 class Parser(argparse.ArgumentParser):

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 from common import ROOT
-
 from peers.driver import HERE, Job, children, free_port, is_running
 
 TORCH_PYTHON = ROOT / ".venv-peers-torch" / "bin" / "python"

@@ -7,7 +7,9 @@ from rows.row import Peer, Row
 
 TWO = ("--workers", "2")
 GLOO = Peer("DDP on Gloo", settings="defaults: buckets of 25 MiB, overlapped with the backward pass")
-TORCHFT = Peer("torchft", "peers", "torchft", "its DistributedDataParallel and Optimizer on Gloo, lighthouse at defaults")
+TORCHFT = Peer(
+    "torchft", "peers", "torchft", "its DistributedDataParallel and Optimizer on Gloo, lighthouse at defaults"
+)
 GIGABYTE = ("--rounds", "7", "--ways")
 STEP_SYSTEMS = ("--systems", "alone", "ddp-gloo", "holdfast", "torchft")
 """For a step torchft's timeouts do not matter: none of them passes."""
@@ -32,6 +34,24 @@ def _step(name: str, model: str, what: str, limit_s: float) -> Row:
         name, f"step of {what}, 2 workers", "ms", ((*start, "--rounds", "9"),), readers.step("holdfast"),
         {"ddp-gloo": GLOO, "torchft": TORCHFT}, ((*start, "--rounds", "1", "--steps", "1"),),
         limit="the loop without communication", limit_s=limit_s, long=((*start, "--rounds", "40"),),
+    )  # fmt: skip
+
+
+def _wide(model: str, what: str) -> Row:
+    start = ("step_time.py", "--models", model, "--workers", "4", *STEP_SYSTEMS)
+    return Row(
+        f"step-{model}-4", f"step of {what}, 4 workers", "ms", ((*start, "--rounds", "20"),), readers.step("holdfast"),
+        {"ddp-gloo": GLOO, "torchft": TORCHFT}, ((*start, "--rounds", "1", "--steps", "1"),),
+        limit="the loop without communication", limit_s=300, only_long=True,
+    )  # fmt: skip
+
+
+def _split(kind: str, theirs: str, peer: Peer) -> Row:
+    start = ("split.py", "--kinds", kind, "--models", "mlp", *TWO)
+    return Row(
+        f"split-{kind}", f"step of an 8.5 M MLP, {kind}, 2 workers", "ms", ((*start, "--rounds", "20"),),
+        readers.step(f"holdfast-{kind}"), {theirs: peer}, ((*start, "--rounds", "1", "--steps", "1"),), limit_s=200,
+        only_long=True,
     )  # fmt: skip
 
 
@@ -111,9 +131,9 @@ def _store(part: str, what: str, limit: tuple[str, str], limit_s: float) -> Row:
     ways = ("holdfast", "safetensors", "torch", "dcp", "torch-checkpointing", "orbax")
     peers = {
         "safetensors": Peer("safetensors", package="safetensors", settings="one file, then fsync; no checksum"),
-        "torch": Peer("torch.save", settings="then fsync"),
+        "torch": Peer("torch.save" if part == "save" else "torch.load", settings="the whole state in one file, then fsync"),
         "dcp": Peer("DCP", settings="a thread for each core"),
-        "torch-checkpointing": Peer("torch-checkpointing", "peers", "torch_checkpointing", "without background process, then fsync"),
+        "torch-checkpointing": Peer("torch-checkpointing", "peers", "torch_checkpointing", "a thread for each core, no O_DIRECT (it fails on ext4), no process, then fsync"),
         "orbax": Peer("Orbax", "peers", "orbax-checkpoint", "StandardCheckpointer"),
     }  # fmt: skip
     if part == "load":
@@ -140,7 +160,19 @@ def _start_job() -> Row:
 
 def _goodput() -> Row:
     start = ("goodput.py", "--systems", "holdfast-respawn,torchft-tuned,torchrun", "--mtbf", "5", "--wall")
-    tiny = ("goodput.py", "--systems", "holdfast-respawn", "--mtbf", "2", "--wall", "3", "--workers", "2", "--seed", "1")
+    tiny = (
+        "goodput.py",
+        "--systems",
+        "holdfast-respawn",
+        "--mtbf",
+        "2",
+        "--wall",
+        "3",
+        "--workers",
+        "2",
+        "--seed",
+        "1",
+    )
     return Row(
         "goodput", "useful samples a second, a kill every 5 s, workers replaced", "/s",
         tuple((*start, "15", "--seed", str(seed)) for seed in range(1, 6)), readers.goodput,
@@ -189,7 +221,12 @@ ROWS: tuple[Row, ...] = (
     _step("step-mlp", "mlp", "an 8.5 M MLP", 150),
     _step("step-cnn", "cnn", "a 0.1 M CNN", 120),
     _step("step-gpt", "transformer", "a 10.7 M GPT", 180),
+    _wide("cnn", "a 0.1 M CNN"),
+    _wide("mlp", "an 8.5 M MLP"),
+    _wide("resnet", "a 25.6 M ResNet"),
     _slices(),
+    _split("sharded", "fsdp2-gloo", Peer("FSDP2 on Gloo", settings="fully_shard on every layer and on the model")),
+    _split("pipeline", "gpipe-gloo", Peer("GPipe on Gloo", settings="ScheduleGPipe, one stage a worker")),
     _hosts(),
     _memory(),
     _kill(),

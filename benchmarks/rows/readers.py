@@ -64,7 +64,9 @@ def kill(contents: Sequence[Content]) -> Measured:
 
 def join(contents: Sequence[Content]) -> Measured:
     """``rejoin.py`` and ``rejoin_peers.py``: milliseconds that a newcomer holds the other workers."""
-    ours = [row["held_ms"] for row in contents[0]["rows"]["fresh"]]
+    rows = contents[0]["rows"]
+    kind = next(name for name in ("follows", "whole", "fresh") if name in rows)
+    ours = [row["held_ms"] for row in rows[kind]]
     return Measured(ours, contents[1]["held_ms"], contents[1]["copy_ms"])
 
 

@@ -67,6 +67,7 @@ class Row:
         tiny: The commands at a size that takes seconds and counts for nothing.
         long: The commands of ``--long``; the same as ``commands`` if empty.
         more_is_better: A larger value is better, so that the ratio is that of the peer to Holdfast.
+        only_long: Measured with ``--long``, or if it is named.
         why: For each peer whose interval is not below 1: the reason, once it was looked into.
     """
 
@@ -81,6 +82,7 @@ class Row:
     limit_s: float = 180.0
     long: tuple[tuple[str, ...], ...] = ()
     more_is_better: bool = False
+    only_long: bool = False
     why: Mapping[str, str] = field(default_factory=dict)
 
     def commands_of(self, size: str) -> tuple[tuple[str, ...], ...]:

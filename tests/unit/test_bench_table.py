@@ -39,7 +39,17 @@ OURS = [10.0, 10.1, 9.9, 10.2, 9.8, 10.0, 10.1]
 def result(**changes: object) -> Result:
     """Return a result of :data:`ROW`."""
     peers = {"slow": [2 * value for value in OURS], "fast": [0.5 * value for value in OURS]}
-    made = Result("step-toy", "usual", [["a.py"]], {"slow": "1"}, "2030-01-31", ours=OURS, peers=peers, limit=[5.0] * 7, paired=True)
+    made = Result(
+        "step-toy",
+        "usual",
+        [["a.py"]],
+        {"slow": "1"},
+        "2030-01-31",
+        ours=OURS,
+        peers=peers,
+        limit=[5.0] * 7,
+        paired=True,
+    )
     return dataclasses.replace(made, **changes)
 
 
@@ -132,13 +142,15 @@ def test_below_five_values_there_is_no_interval():
 def test_the_best_peer_comes_first_and_more_may_be_better():
     (best, other) = compare(ROW, result().measured)
     assert (best.peer, other.peer) == ("fast", "slow")
-    assert other.is_below and other.ratio == pytest.approx(0.5)
+    assert other.is_below
+    assert other.ratio == pytest.approx(0.5)
     assert share_of_limit(ROW, result().measured) == pytest.approx(0.5)
 
     rates = dataclasses.replace(ROW, more_is_better=True)
     (best, other) = compare(rates, result().measured)
     assert (best.peer, other.peer) == ("slow", "fast")
-    assert other.is_below and best.ratio == pytest.approx(2.0)
+    assert other.is_below
+    assert best.ratio == pytest.approx(2.0)
     assert share_of_limit(rates, result().measured) == pytest.approx(2.0)
 
 
@@ -331,7 +343,7 @@ def test_a_script_without_a_result_fails_in_one_line_and_leaves_no_process(scrip
 
 
 def test_all_rows_together_take_less_than_an_hour():
-    assert sum(row.limit_s + machine.BEFORE_S for row in catalogue.ROWS) <= catalogue.HOUR_S
+    assert sum(row.limit_s + machine.BEFORE_S for row in catalogue.ROWS if not row.only_long) <= catalogue.HOUR_S
 
 
 def test_names_of_rows_are_distinct_and_their_scripts_exist():
