@@ -26,7 +26,7 @@ from peers.driver import Line, Torchft, commits, missing
 
 TUNED = {"heartbeat_timeout_ms": 500, "join_timeout_ms": 200}
 GLOO_TIMEOUT_S = 5.0
-STEPS = 10
+STEPS = 5
 """Steps with all replicas before a kill, and after a join."""
 COPIES = 10
 
@@ -120,7 +120,7 @@ def held(lines: list[Line], struck_s: float, victim: Any, workers: int) -> float
         joined = next(number for number, (_, together) in enumerate(steps) if together == workers)
         usual += [b - a for (a, _), (b, _) in itertools.pairwise(steps[joined + 1 :])]
         # The quorum in which it heals comes before the one in which it takes part.
-        around = steps[max(0, joined - STEPS // 2) : joined + 2]
+        around = steps[max(0, joined - STEPS) : joined + 2]
         longest = max([longest, *(b - a for (a, _), (b, _) in itertools.pairwise(around))])
     return 1e3 * (longest - statistics.median(usual))
 

@@ -23,7 +23,7 @@ def _sum(numbers: int, rounds: int) -> tuple[tuple[str, ...], ...]:
 def _all_reduce(name: str, numbers: int) -> Row:
     return Row(
         name, f"all-reduce of {numbers:,} float32, 2 workers of one host", "ms", _sum(numbers, 21), readers.all_reduce,
-        {"gloo": GLOO, "openmpi": Peer("Open MPI", package="openmpi", settings="fault-tolerant mode, as Holdfast's")},
+        {"gloo": Peer("Gloo"), "openmpi": Peer("Open MPI", package="openmpi", settings="fault-tolerant mode, as Holdfast's")},
         _sum(1000, 2), limit="one copy of as many bytes", limit_s=90,
     )  # fmt: skip
 

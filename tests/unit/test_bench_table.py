@@ -16,7 +16,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # behind everything else: names of benchmarks are common ones
 
 from common import ratio  # noqa: E402
-from rows import catalogue, machine, text  # noqa: E402
+from rows import catalogue, machine, readers, text  # noqa: E402
 from rows.results import Result, Results  # noqa: E402
 from rows.row import FEWEST_VALUES, Measured, Peer, Row, compare, share_of_limit  # noqa: E402
 
@@ -337,6 +337,89 @@ def test_a_script_without_a_result_fails_in_one_line_and_leaves_no_process(scrip
     if script == "hangs.py":
         child = int((tmp_path / "found" / "output.log").read_text().split()[0])
         assert not Path(f"/proc/{child}").exists()
+
+
+# -- what scripts write
+
+
+def held(*values: float) -> list[dict[str, float]]:
+    """Return what ``checkpoint.py`` and ``rejoin.py`` write for such times."""
+    return [{"held_s": value, "held_ms": value} for value in values]
+
+
+STEP = {
+    "systems": {"alone": {}, "ddp-gloo": {}, "holdfast": {}, "torchft": {"failed": "no quorum"}},
+    "blocks_ms": {"alone": [[1, 2, 3]], "ddp-gloo": [[4, 6, 5]], "holdfast": [[3, 3, 4]], "torchft": [[9]]},
+}
+GOODPUT = [
+    {"system": "holdfast-respawn", "mtbf_s": None, "useful_per_s": 9},
+    {"system": "holdfast-respawn", "mtbf_s": 5, "useful_per_s": 8},
+    {"system": "torchrun", "mtbf_s": None, "useful_per_s": 7},
+    {"system": "torchrun", "mtbf_s": 5, "useful_per_s": 2},
+]
+
+
+@pytest.mark.parametrize(
+    ("read", "contents", "expected"),
+    [
+        (
+            readers.all_reduce,
+            [{"results": [{"times_ms": {"gloo": [3], "shared": [1], "memcpy": [2]}}]}],
+            Measured([1], {"gloo": [3]}, [2], paired=True),
+        ),
+        (readers.step("holdfast"), [{"results": [STEP]}], Measured([3], {"ddp-gloo": [5]}, [2], paired=True)),
+        (
+            readers.hosts,
+            [
+                {"results": [{"systems": {"ddp-gloo": {"steps_ms": [4]}, "holdfast": {"steps_ms": [3]}}}]},
+                {"values": {"wire": [2]}},
+            ],
+            Measured([3], {"ddp-gloo": [4]}, [2]),
+        ),
+        (
+            readers.memory,
+            [{"results": [{"system": name, "bytes": 9 + i} for i, name in enumerate(("ddp", "shared", "alone") * 2)]}],
+            Measured([10, 13], {"ddp": [9, 12]}, [11, 14]),
+        ),
+        (
+            readers.kill,
+            [
+                {"rows": {"rollback": [{"recover_ms": 5, "step_ms": 1}], "torchrun": [{"recover_ms": 7}]}},
+                {"rows": {"ray": [{"recover_ms": 9}]}},
+            ],
+            Measured([5], {"torchrun": [7], "ray": [9]}, [1]),
+        ),
+        (
+            readers.join,
+            [{"rows": {"whole": held(4), "follows": held(3)}}, {"held_ms": {"torchft": [6]}, "copy_ms": [1]}],
+            Measured([3], {"torchft": [6]}, [1]),
+        ),
+        (
+            readers.store("save", "dd"),
+            [{"results": {"save": {"dd": held(2), "holdfast": held(1), "dcp": held(3)}}}],
+            Measured([1], {"dcp": [3]}, [2], paired=True),
+        ),
+        (
+            readers.start_job,
+            [{"first_step_s": {"gloo": [3], "ulfm": [4], "torchrun": [6]}}, {"values": {"import torch": [2]}}],
+            Measured([3], {"torchrun": [6]}, [2]),
+        ),
+        (
+            readers.processes("import holdfast", "import torchft"),
+            [{"values": {"the interpreter": [1], "import holdfast": [2], "import torch": [3]}}],
+            Measured([2], {}, [1], paired=True),
+        ),
+        (readers.goodput, [{"results": GOODPUT}] * 2, Measured([8, 8], {"torchrun": [2, 2]}, [9, 9], paired=True)),
+        (readers.simulator, [{"settings": {"repetitions": 10}, "sweep": {"seconds": 2}}] * 2, Measured([5, 5])),
+        (
+            readers.injection("holdfast", "by value"),
+            [{"seconds": {"clock": {"holdfast": [1], "by value": [3], "pwrite": [0.5]}}}],
+            Measured([1000], {"by value": [3000]}, [500], paired=True),
+        ),
+    ],
+)
+def test_what_a_script_writes_becomes_values(read, contents, expected):
+    assert read(contents) == expected
 
 
 # -- the rows
