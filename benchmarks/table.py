@@ -1,6 +1,6 @@
 """One table: Holdfast beside the best peer and beside the machine's limit, each row with its 95 % interval.
 
-    python benchmarks/table.py [--only step,load] [--long] [--list] [--markdown] [--out DIR]
+    python benchmarks/table.py [--only step,load] [--long] [--again] [--list] [--markdown] [--out DIR]
 
 ``make bench`` calls it, ``make bench LONG=1`` with ``--long``. Each row runs scripts of this folder in a process of its
 own with a deadline, and leaves a file below ``out/bench``, by commit and machine. The next run measures only what is
@@ -47,6 +47,7 @@ def main() -> int:
     options = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the row's process ends too
     if options.measure:
+        signal.signal(signal.SIGINT, lambda *_: None)  # of the terminal; the program above sends SIGTERM
         return measure(options.only[0], options.size, Results(options.out))
     if options.list:
         for row in options.only:
@@ -55,7 +56,7 @@ def main() -> int:
     results = Results(folder_of(options.out))
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        measure_all(options.only, options.size, results)
+        measure_all(options.only, options.size, results, again=options.again)
     except KeyboardInterrupt:
         print("interrupted; the next run resumes\n", file=sys.stderr)
     founds = by_row(
@@ -66,33 +67,43 @@ def main() -> int:
     return int(any(found.result is None or bool(found.result.failed) for found in founds))
 
 
-def measure_all(rows: Sequence[Row], size: str, results: Results) -> None:
-    """Measure each row that has no result that counts, each in a process of its own."""
+def measure_all(rows: Sequence[Row], size: str, results: Results, *, again: bool) -> None:
+    """Measure each row that has no result that counts, or with ``again`` each row, in a process of its own."""
     for number, row in enumerate(rows, 1):
         found = results.read(row.name, size)
-        if found is not None and found.counts_for(row, size, versions_for(row)):
+        if not again and found is not None and found.counts_for(row, size, versions_for(row)):
             print(f"[{number}/{len(rows)}] {row.name}: measured on {found.date}", file=sys.stderr)
             continue
-        limit_s = deadline(row, size)
-        print(f"[{number}/{len(rows)}] {row.name}: at most {limit_s:.0f} s", file=sys.stderr, flush=True)
-        results.path(row.name, size).unlink(missing_ok=True)
-        command = [sys.executable, __file__, "--measure", "--only", row.name, "--out", str(results.folder)]
+        print(f"[{number}/{len(rows)}] {row.name}: at most {deadline(row, size):.0f} s", file=sys.stderr, flush=True)
         begun_s = time.monotonic()
-        process = subprocess.Popen([*command, *([f"--{size}"] if size != "usual" else [])])
-        try:
-            process.wait(limit_s + GRACE_S)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait(GRACE_S)
-        if results.read(row.name, size) is None:
-            why = f"its process ended with {process.returncode} and left no result"
-            results.write(Result(**_about(row, size), failed=why))
-        done = results.read(row.name, size)
-        remark = (done.failed or (done.busy and f"busy: {done.busy}") or "measured") if done else ""
+        done = measure_apart(row, size, results)
+        remark = done.failed or (f"busy: {done.busy}" if done.busy else "measured")
         print(f"    {remark}, {time.monotonic() - begun_s:.0f} s", file=sys.stderr, flush=True)
+
+
+def measure_apart(row: Row, size: str, results: Results) -> Result:
+    """Measure a row in a process of its own and return its result."""
+    results.path(row.name, size).unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--measure", "--only", row.name, "--out", str(results.folder)]
+    process = subprocess.Popen([*command, *([f"--{size}"] if size != "usual" else [])])
+    try:
+        process.wait(deadline(row, size) + GRACE_S)
+    except subprocess.TimeoutExpired:
+        pass  # which is reported below
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+    done = results.read(row.name, size)
+    if done is None:
+        why = f"its process ended with {process.returncode} and left no result"
+        done = Result(**_about(row, size), failed=why)
+        results.write(done)
+    return done
 
 
 def measure(row: Row, size: str, results: Results) -> int:
@@ -106,7 +117,11 @@ def measure(row: Row, size: str, results: Results) -> int:
     try:
         values = as_dict(row.read(run_commands(row.commands_of(size), folder, deadline(row, size))))
     except (RowFailed, KeyError, ValueError, IndexError) as error:
-        why = str(error) if isinstance(error, RowFailed) else f"there is no {error} in what its scripts wrote"
+        why = (
+            str(error)
+            if isinstance(error, RowFailed)
+            else f"there is no {error} in what its scripts wrote; {folder}/output.log has their output"
+        )
         results.write(Result(**about, failed=why, seconds=time.monotonic() - begun_s))
         return 1
     own_s = children_s() + time.process_time() - own_s
@@ -135,6 +150,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     size.add_argument(
         "--tiny", dest="size", action="store_const", const="tiny", help="whether each row works; counts for nothing"
     )
+    parser.add_argument("--again", action="store_true", help="measure rows that have a result, too")
     parser.add_argument("--list", action="store_true", help="print the rows and their deadlines, measure nothing")
     parser.add_argument("--markdown", action="store_true", help="print Markdown, for the documentation")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "bench", metavar="DIR", help="folder of the results")

@@ -1,4 +1,4 @@
-"""One worker over torch's ``_reconfigure`` on Gloo (torch 2.14 or newer), as someone would write it who knows how it works.
+"""One worker over torch's ``_reconfigure`` on Gloo (torch 2.14 or newer), as a script has to use it.
 
 The parent reaps workers, so it learns of a death at once, and writes the new members to the standard input of the
 survivors, as a line ``GENERATION RANK RANK ...``. A collective with a dead neighbour fails. Other survivors would wait for
