@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, table, write_json
-from peers.driver import POLL_S, Diaries, Job, Line, Torchft, Torchrun, commits, missing, variable
+from peers.driver import POLL_S, Diaries, Job, Line, Torchft, Torchrun, commits, missing
 
 SYSTEMS = ("holdfast", "torchft", "torchft-tuned", "torchrun")
 RESPAWN = "holdfast-respawn"
@@ -249,9 +249,12 @@ class Holdfast(Job):
             self._launcher = subprocess.Popen(command, env=env, stdout=log, stderr=log)
 
     def tend(self) -> None:
-        """Find the origin of the records' clock."""
-        if not self.diaries.origin_s and (living := self.alive()):
-            self.diaries.origin_s = float(variable(next(iter(living.values())), "HOLDFAST_ORIGIN_S") or 0)
+        """Find the origin of the records' clock, which the launcher writes down."""
+        if self.diaries.origin_s:
+            return
+        for path in self.folder.glob("holdfast-*/job.json"):
+            with contextlib.suppress(ValueError):  # it is just being written
+                self.diaries.origin_s = float(json.loads(path.read_text())["origin_s"])
 
     def is_over(self) -> bool:
         """Return whether the launcher has ended."""
