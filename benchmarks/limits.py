@@ -1,11 +1,10 @@
 """What bounds other benchmarks: starts of bare processes, and moving bytes between two hosts with slow links.
 
-    python benchmarks/limits.py processes [--rounds 11] [--tiny] [--json FILE]
+    python benchmarks/limits.py processes [--rounds 7] [--names "the interpreter" "import torch"] [--json FILE]
     python benchmarks/limits.py wire [--rate 1gbit] [--megabytes 34] [--rounds 7] [--json FILE]
 
 processes   From the start of a process to its end: the interpreter, imports and ``--help`` of Holdfast and of the peers,
-            in turns and in a different order each time. Peers that are not installed are left out; ``--tiny`` measures
-            only the interpreter and ``import holdfast``
+            in turns and in a different order each time. Peers that are not installed are left out
 wire        Two hosts, which are network namespaces with shaped links as in ``hosts.py``, send each other so many bytes at
             the same time over TCP; from the first byte until both have everything. Needs root, ``ip`` and ``tc``
 """
@@ -20,6 +19,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 from common import PEERS_PYTHON, ROOT, spread, table, write_json
 
@@ -33,30 +34,20 @@ LIMIT_S = 120.0
 # Processes
 
 
-def commands(*, tiny: bool) -> dict[str, list[str]]:
-    """Return the command of each process."""
-    own = {
-        "the interpreter": [sys.executable, "-c", "pass"],
-        "import holdfast": [sys.executable, "-c", "import holdfast"],
-    }
-    if tiny:
-        return own
-    own |= {
-        "holdfast --help": [sys.executable, "-m", "holdfast", "--help"],
-        "import torch": [sys.executable, "-c", "import torch"],
-        "torchrun --help": [sys.executable, "-m", "torch.distributed.run", "--help"],
-    }
-    ray = ROOT / ".venv-peers-ray" / "bin" / "ray"
-    if PEERS_PYTHON.exists():
-        own["import torchft"] = [str(PEERS_PYTHON), "-c", "import torchft"]
-    if ray.exists():
-        own["ray --help"] = [str(ray), "--help"]
-    return own
+COMMANDS = {
+    "the interpreter": [sys.executable, "-c", "pass"],
+    "import holdfast": [sys.executable, "-c", "import holdfast"],
+    "holdfast --help": [sys.executable, "-m", "holdfast", "--help"],
+    "import torch": [sys.executable, "-c", "import torch"],
+    "torchrun --help": [sys.executable, "-m", "torch.distributed.run", "--help"],
+    "import torchft": [str(PEERS_PYTHON), "-c", "import torchft"],
+    "ray --help": [str(ROOT / ".venv-peers-ray" / "bin" / "ray"), "--help"],
+}
 
 
-def time_processes(rounds: int, *, tiny: bool) -> dict[str, list[float]]:
+def time_processes(rounds: int, names: Sequence[str]) -> dict[str, list[float]]:
     """Return how long each process takes, in seconds, in turns."""
-    words = commands(tiny=tiny)
+    words = {name: COMMANDS[name] for name in names if Path(COMMANDS[name][0]).exists()}
     found: dict[str, list[float]] = {name: [] for name in words}
     rng = random.Random(0)
     for number in range(rounds + 1):  # the first one reads files, and may write compiled files
@@ -153,14 +144,14 @@ def main() -> None:
     """Measure one of them, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("processes", "wire"))
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--tiny", action="store_true", help="processes: only the first two")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--names", nargs="+", choices=[*COMMANDS], default=[*COMMANDS], help="processes: which")
     parser.add_argument("--rate", default="1gbit", help="wire: of each link, as tc takes it")
     parser.add_argument("--megabytes", type=float, default=34, help="wire: sent in each direction")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     if options.part == "processes":
-        values, unit = time_processes(options.rounds, tiny=options.tiny), "s"
+        values, unit = time_processes(options.rounds, options.names), "s"
     else:
         size_bytes = int(options.megabytes * 1e6)
         values, unit = {"wire": time_wire(options.rate, size_bytes, options.rounds)}, "ms"
