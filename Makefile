@@ -3,8 +3,6 @@
 VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
-PEERS  := .venv-peers
-PEERS_READY := $(PEERS)/.ready
 # The torch of .venv and of the peers. Holdfast itself takes any from 2.9 on; make test-torch tries another one.
 TORCH := 2.13.0
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
@@ -12,8 +10,6 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 
 # One thread per worker: several workers share few cores, and the number of threads may change the bits.
 export OMP_NUM_THREADS := 1
-
-BENCHMARKS := sum step_time hosts memory split protection slices eager guard certificate batched recovery rejoin goodput scale membership checkpoint checkpoint_reads checkpoint_incremental running injection start_job
 
 # What another torch could break: the fabrics and the backend, the bits, and what is read of torch itself.
 TORCH_TESTS := tests/contract/test_communicator.py tests/contract/test_torch_backend.py \
@@ -26,6 +22,11 @@ FRAMEWORKS := accelerate==1.15.0 transformers==5.24.0 lightning==2.6.6 datasets=
 
 # The newest that the trainer for Ray was tried with.
 RAY := 2.60.0
+
+# What the benchmarks compare with: the newest of these ranges is installed, and shown in the table.
+PEERS := 'torchft>=0.2,<0.3' 'orbax-checkpoint>=0.12.8,<0.13' 'torch-checkpointing>=0.1.1,<0.2'
+PEER_TORCH := 'torch>=2.14.1,<2.16'
+PEER_RAY := 'ray[train]>=2.60,<3'
 
 # Drives the browser in the tests of the dashboard's page; the browser itself comes from the system.
 PLAYWRIGHT := 1.65.2
@@ -103,13 +104,17 @@ chaos-20: $(READY)  ## Twenty minutes of random faults over both fabrics
 proof: $(READY)  ## Eleven faults, one worker of twelve left, the same bits to the last step: two minutes
 	$(PY) -m pytest -v -m soak tests/chaos/test_certificate.py
 
-bench: $(READY) bench-peers  ## The benchmarks, beside DDP, torchft, DCP, Orbax and torch_checkpointing, as tables
-	@failed=0; for name in $(BENCHMARKS); do echo; $(PY) benchmarks/$$name.py || failed=1; done; exit $$failed
+bench: $(READY) bench-peers  ## One table beside DDP, torchft, Ray Train, DCP, Orbax: below an hour, resumes; ONLY=step,load or LONG=1
+	$(PY) benchmarks/table.py $(if $(ONLY),--only $(ONLY)) $(if $(LONG),--long)
 
 bench-sinks: .venv-loggers/.ready  ## What a step takes with all sinks of records on, beside none: three minutes
 	.venv-loggers/bin/python benchmarks/sinks.py
 
-bench-peers: $(PEERS_READY)  ## Create .venv-peers with what the benchmarks compare with (safe to repeat)
+bench-peers: $(READY)  ## Create .venv-peers* with what the benchmarks compare with (safe to repeat): 9 GB, most of it torch for CUDA
+	@for name in .venv-peers .venv-peers-torch .venv-peers-ray; do \
+		$(MAKE) --no-print-directory $$name/.ready || \
+			echo "$$name could not be made, for the reason above; the table goes on without it and says so" >&2; \
+	done
 
 study-peers: $(READY)  ## Create .venv-study-* with the frameworks of the studies (safe to repeat)
 	@failed=0; for name in $(STUDY_PEERS); do \
@@ -124,10 +129,15 @@ clean:  ## Remove results and caches; .venv and .venv-peers stay
 # The pip that comes with Python 3.11 cannot read a dependency group, so it is told what stands in it.
 DEV := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"], sep="\n")
 
-# The peers stay out of the project's dependencies, and Holdfast out of theirs; torch is the same.
-$(PEERS_READY): Makefile pyproject.toml | $(READY)
-	test -x $(PEERS)/bin/python || $(PY) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) torchft==0.2.0 orbax-checkpoint==0.12.8 torch-checkpointing==0.1.1 numpy
+# The peers stay out of the project's dependencies, and Holdfast out of theirs. torch is the same, but for what needs a
+# newer one: `_reconfigure` came with 2.14.
+.venv-peers/.ready: PEER := torch==$(TORCH) $(PEERS)
+.venv-peers-torch/.ready: PEER := $(PEER_TORCH)
+.venv-peers-ray/.ready: PEER := torch==$(TORCH) $(PEER_RAY)
+
+.venv-peers/.ready .venv-peers-torch/.ready .venv-peers-ray/.ready: Makefile pyproject.toml | $(READY)
+	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade $(PEER) numpy
 	@touch $@
 
 .venv-study-tensorflow/.ready: FIRST := tensorflow-cpu==2.21.0

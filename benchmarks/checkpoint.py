@@ -112,7 +112,7 @@ class Ways:
         for name, way in self._ways("save", *names).items():
             if not self.saved(name).exists():
                 way(self.saved(name))
-        return {
+        return {"copy": lambda _: self._bench.copy()} | {
             name: lambda _, name=name, way=way: way(self.saved(name))
             for name, way in self._ways("load", *names).items()
         }

@@ -89,13 +89,14 @@ def machine() -> dict[str, Any]:
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "cores": os.cpu_count(),
         "machine": platform.machine(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "python": platform.python_version(),
         **versions,
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Return the name of the processor."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()

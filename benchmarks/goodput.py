@@ -8,6 +8,7 @@ receives SIGKILL. A sample of a committed step is useful, and counted once. Syst
 holdfast         ``rollback``, run here without ``--spares`` and ``--respawn``, so failed workers are not replaced: the
                  survivors continue, and when none is left the launcher starts one new worker from the newest checkpoint
                  (every ten steps)
+holdfast-respawn the same over Gloo with ``--respawn``: each failed worker is replaced; measured if it is named
 torchft          this benchmark restarts a killed replica immediately, and it joins; the lighthouse is at defaults
 torchft-tuned    the same, with ``--heartbeat_timeout_ms 500`` and ``--join_timeout_ms`` from ``--join-timeout-ms``
 torchrun         all workers are restarted; the steps since the newest checkpoint (every ten) are recomputed
@@ -34,9 +35,11 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, table, write_json
-from peers.driver import POLL_S, Diaries, Job, Line, Torchft, Torchrun, commits, missing, variable
+from peers.driver import POLL_S, Diaries, Job, Line, Torchft, Torchrun, commits, missing
 
 SYSTEMS = ("holdfast", "torchft", "torchft-tuned", "torchrun")
+RESPAWN = "holdfast-respawn"
+HOLDFAST = ("holdfast", RESPAWN)
 CALM_S = 8.0
 """How long to measure the rate without kills, in seconds."""
 WARM_STEPS = 30
@@ -44,7 +47,7 @@ BATCH = 128
 HEARTBEAT_TIMEOUT_MS = 500
 GLOO_TIMEOUT_S = 5.0
 CHECKPOINT_EVERY = 10
-SCRIPT = ROOT / "src" / "holdfast" / "workloads" / "train.py"
+SCRIPT = ROOT / "src" / "holdfast_lab" / "workloads" / "train.py"
 
 Result = dict[str, Any]
 
@@ -91,11 +94,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    if odd := set(options.systems) - set(SYSTEMS):
-        parser.error(f"--systems must be of {', '.join(SYSTEMS)}, got {', '.join(sorted(odd))}")
-    if missing() and set(options.systems) != {"holdfast"}:
+    if odd := set(options.systems) - {*SYSTEMS, RESPAWN}:
+        parser.error(f"--systems must be of {', '.join([*SYSTEMS, RESPAWN])}, got {', '.join(sorted(odd))}")
+    if missing() and set(options.systems) - set(HOLDFAST):
         print(missing(), file=sys.stderr)
-        options.systems = [system for system in options.systems if system == "holdfast"]
+        options.systems = [system for system in options.systems if system in HOLDFAST]
     return options
 
 
@@ -117,7 +120,7 @@ def schedule(mtbf_s: float, wall_s: float, seed: int) -> list[tuple[float, int]]
 def measure(system: str, options: argparse.Namespace, wall_s: float, kills: Iterable[tuple[float, int]]) -> Result:
     """Train for a while under kills and return the result."""
     with make_job(system, options) as job:
-        full = WARM_STEPS * (1 if system == "holdfast" else options.workers)
+        full = WARM_STEPS * (1 if system in HOLDFAST else options.workers)
         job.wait_for(
             "training with all workers",
             lambda lines: sum(line["workers"] == options.workers for line in commits(lines)) >= full,
@@ -142,6 +145,8 @@ def make_job(system: str, options: argparse.Namespace) -> Job:
     """Return the system's job, not yet started."""
     if system == "holdfast":
         return Holdfast(options.workers)
+    if system == RESPAWN:
+        return Holdfast(options.workers, ("--fabric", "gloo", "--respawn"))
     if system == "torchrun":
         return Torchrun(options.workers, orders=False)
     tuned = {"heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS, "join_timeout_ms": options.join_timeout_ms}
@@ -244,9 +249,12 @@ class Holdfast(Job):
             self._launcher = subprocess.Popen(command, env=env, stdout=log, stderr=log)
 
     def tend(self) -> None:
-        """Find the origin of the records' clock."""
-        if not self.diaries.origin_s and (living := self.alive()):
-            self.diaries.origin_s = float(variable(next(iter(living.values())), "HOLDFAST_ORIGIN_S") or 0)
+        """Find the origin of the records' clock, which the launcher writes down."""
+        if self.diaries.origin_s:
+            return
+        for path in self.folder.glob("holdfast-*/job.json"):
+            with contextlib.suppress(ValueError):  # it is just being written
+                self.diaries.origin_s = float(json.loads(path.read_text())["origin_s"])
 
     def is_over(self) -> bool:
         """Return whether the launcher has ended."""

@@ -13,6 +13,7 @@ by value       The same loop as short as possible: no log, one seed; collects th
                flip looks the data set up, reads one value by h5py, flips a bit of its text, writes it by h5py
 by tensor      What a script with numpy would do: reads every data set in which something is to be flipped
                whole, flips, and writes it whole
+pwrite         The limit: as many reads and writes of four bytes at random places of the file, nothing else
 command        ``holdfast inject FILE --flips N --in-place --record`` from the start of its process to its end
 script         The injector of 2022 from the start of its process to its end
 live           ``draw`` and ``apply`` on a float32 array in memory, one thread
@@ -126,6 +127,18 @@ def by_tensor(path: Path, flips: int, seed: int) -> None:
                 file[name][...] = values
 
 
+def bare(path: Path, flips: int, seed: int) -> None:
+    """Read and write four bytes at random places: what the kernel takes for as many changes."""
+    rng, size = random.Random(seed), path.stat().st_size
+    number = os.open(path, os.O_RDWR)
+    try:
+        for _ in range(flips):
+            at = rng.randrange(size // 2, size - 4)  # behind the header, so that the file stays one
+            os.pwrite(number, os.pread(number, 4, at), at)
+    finally:
+        os.close(number)
+
+
 class Memory:
     """An array as :class:`~holdfast.faults.alteration.Values`."""
 
@@ -160,7 +173,7 @@ def measure_files(args: argparse.Namespace, folder: str) -> tuple[Times, Times]:
     path.read_bytes()  # into the page cache
     ways: dict[str, Callable[[Path, int, int], None]] = {
         "holdfast": by_holdfast, "with a record": with_a_record, "injector": by_injector, "by value": by_value,
-        "by tensor": by_tensor, "command": by_command, "script": by_script,
+        "by tensor": by_tensor, "pwrite": bare, "command": by_command, "script": by_script,
     }  # fmt: skip
     seconds: Times = {name: [] for name in ways}
     cpu: Times = {name: [] for name in ways}

@@ -5,6 +5,7 @@
 =========  =========================================================================================================
 system     what runs
 =========  =========================================================================================================
+alone      the plain loop, without communication: the limit; measured if it is named
 ddp        DistributedDataParallel on Gloo; several slices are accumulated under ``no_sync``
 ddp-views  the same with ``gradient_as_bucket_view=True``
 shared     ``holdfast.Session`` in ``--order tree``, on one host; the result of the all-reduce is shared by all workers
@@ -39,6 +40,7 @@ from common import table, write_json
 from torch import nn
 
 SYSTEMS = ("ddp", "ddp-views", "shared", "messages")
+ALONE = "alone"
 WIDTH, LAYERS, STEPS = 2048, 6, 4
 JOB_S = 600.0
 """Time limit of a job, in seconds."""
@@ -59,6 +61,24 @@ def pss_bytes() -> int:
     found = re.search(r"^Pss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) << 10
+
+
+def train_alone(slices: int, data: torch.Tensor) -> dict[str, float]:
+    """Train without communication; return what the process has grown by."""
+    torch.distributed.init_process_group("gloo")  # the same libraries as for DDP, and a barrier
+    torch.distributed.barrier()
+    before = pss_bytes()
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for _ in range(slices):
+            F.mse_loss(model(data[:1]), data[:1]).backward()
+        optimizer.step()
+    torch.distributed.barrier()
+    after = pss_bytes()
+    torch.distributed.barrier()
+    return {"bytes": after - before}
 
 
 def train_ddp(slices: int, data: torch.Tensor, *, views: bool) -> dict[str, float]:
@@ -112,7 +132,12 @@ def work(system: str, slices: int, folder: Path) -> None:
     optimizer = torch.optim.Adam(layer.parameters())
     F.mse_loss(layer(data[:1]), data[:1, :4]).backward()
     optimizer.step()  # torch imports much for its first step
-    found = train_ddp(slices, data, views=system == "ddp-views") if "ddp" in system else train_holdfast(slices, data)
+    if system == ALONE:
+        found = train_alone(slices, data)
+    else:
+        found = (
+            train_ddp(slices, data, views=system == "ddp-views") if "ddp" in system else train_holdfast(slices, data)
+        )
     (folder / f"{os.getpid()}.json").write_text(json.dumps(found))
 
 
@@ -126,7 +151,7 @@ def measure(system: str, slices: int, workers: int) -> dict[str, float]:
         folder = Path(name)
         own = [__file__, "--work", system, "--slices", str(slices), "--folder", name]
         env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-        if "ddp" in system:
+        if "ddp" in system or system == ALONE:
             command = ["torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", *own]
         else:
             command = ["holdfast", "run", "-n", str(workers), "--fabric", "gloo", "--no-preload", *own]
@@ -146,11 +171,11 @@ def measure(system: str, slices: int, workers: int) -> dict[str, float]:
 def main() -> None:
     """Measure all systems, and print a table."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
+    parser.add_argument("--systems", nargs="+", choices=(*SYSTEMS, ALONE), default=SYSTEMS)
     parser.add_argument("--slices", nargs="+", type=int, default=[1, 2, 8], help="slices of each worker")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--json", help="write the results to this file")
-    parser.add_argument("--work", choices=SYSTEMS, help=argparse.SUPPRESS)
+    parser.add_argument("--work", choices=(*SYSTEMS, ALONE), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work:

@@ -11,6 +11,8 @@ holdfast          ``holdfast.Session``, started by ``holdfast run``
 holdfast-prepare  a plain loop over objects of ``holdfast.prepare``, started by ``holdfast run``
 holdfast-ddp      the script of ddp-gloo with ``init_process_group("holdfast")``, started by ``holdfast run``
 torchft           torchft's DistributedDataParallel, Optimizer and Manager on Gloo, with its lighthouse, at its defaults
+ddp-accumulate    ddp-gloo in the slices of ``--slices``: micro-batches, all but the last under ``no_sync``
+holdfast-slices   holdfast in these slices, by ``step.compute``
 ================  =================================================================================================
 
 All jobs of a table are started first and then take turns: in each of ``--rounds`` rounds every system trains a block
@@ -46,6 +48,8 @@ from common import PEERS_PYTHON, ratio, spread, table, write_json
 from models import JOBS, loss_of, make_model, make_optimizer
 
 SYSTEMS = ("alone", "ddp-gloo", "holdfast", "holdfast-prepare", "holdfast-ddp", "torchft")
+SLICED = ("ddp-accumulate", "holdfast-slices")
+"""Systems that are measured only if they are named; they take ``--slices``."""
 BASE = "ddp-gloo"
 """The baseline."""
 START_S = 180.0
@@ -109,15 +113,23 @@ class Training:
         self.optimizer = make_optimizer(name, self.model)
         self._start = self._sample()
 
-    def loop(self, turns: Turns, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Train by the usual torch loop."""
+    def loop(
+        self,
+        turns: Turns,
+        rank: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        backward: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+    ) -> None:
+        """Train by the usual torch loop; ``backward`` computes the gradients, by default in one pass."""
+        compute = backward or (lambda x, y: loss_of(model, x, y).backward())
         step = 0
         while turns.again():
             at = (step * self.workers + rank) * self.job.samples % len(self.dataset)
             index = torch.arange(at, at + self.job.samples)
             x, y = (tensor[index] for tensor in self.dataset.tensors)
             optimizer.zero_grad()
-            loss_of(model, x, y).backward()
+            compute(x, y)
             optimizer.step()
             step += 1
 
@@ -142,6 +154,8 @@ def work(system: str, name: str, workers: int, text: Path | None) -> None:
         "holdfast-prepare": work_prepare,
         "holdfast-ddp": lambda *job: work_ddp(*job, backend="holdfast"),
         "torchft": work_torchft,
+        "ddp-accumulate": work_accumulate,
+        "holdfast-slices": work_slices,
     }[system](training, turns)
     turns.tell("done")
 
@@ -166,6 +180,44 @@ def work_ddp(training: Training, turns: Turns, *, backend: str, rounds: bool = F
         model.register_comm_hook(None, fp16_compress_hook)
     training.loop(turns, dist.get_rank(), model, training.optimizer)
     dist.destroy_process_group()
+
+
+def work_accumulate(training: Training, turns: Turns) -> None:
+    """Train with DistributedDataParallel, the worker's samples in as many micro-batches as it has slices."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(training.model)
+    mine = int(os.environ["BENCHMARK_SLICES"]) // training.workers
+
+    def backward(x: torch.Tensor, y: torch.Tensor) -> None:
+        parts = [*zip(x.chunk(mine), y.chunk(mine), strict=True)]
+        with model.no_sync():
+            for part in parts[:-1]:
+                (loss_of(model, *part) / mine).backward()
+        (loss_of(model, *parts[-1]) / mine).backward()
+
+    training.loop(turns, dist.get_rank(), model, training.optimizer, backward)
+    dist.destroy_process_group()
+
+
+def work_slices(training: Training, turns: Turns) -> None:
+    """Train with a session whose mini-batch is cut into slices."""
+    import torch.nn.functional as F
+
+    import holdfast
+
+    def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output.flatten(0, -2), y.flatten())
+
+    model = training.model
+    session = holdfast.Session(model, training.optimizer, slices=int(os.environ["BENCHMARK_SLICES"]))
+    batch_size = training.job.samples * training.workers
+    for step in session.steps(training.dataset, batch_size, epochs=100_000, shuffle=False):
+        if not turns.again():
+            step.stop()
+        step.compute(model, loss)
 
 
 def work_holdfast(training: Training, turns: Turns) -> None:
@@ -509,12 +561,18 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=[*JOBS], default=[*JOBS])
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
+    parser.add_argument("--systems", nargs="+", choices=[*SYSTEMS, *SLICED], default=[*SYSTEMS])
+    parser.add_argument("--slices", type=int, default=8, help="slices of a step for ddp-accumulate and holdfast-slices")
     parser.add_argument("--rounds", type=int, default=5, help="number of blocks of each system")
     parser.add_argument("--steps", type=int, help="steps measured in a block; default: by model")
     parser.add_argument("--data", type=Path, metavar="FILE", help="a text for the transformer; default: made-up words")
     parser.add_argument("--json", metavar="FILE")
-    return parser.parse_args()
+    options = parser.parse_args()
+    uneven = [str(workers) for workers in options.workers if options.slices % workers]
+    if uneven and set(options.systems) & set(SLICED):
+        parser.error(f"--slices must be a multiple of the workers ({', '.join(uneven)}), got {options.slices}")
+    os.environ["BENCHMARK_SLICES"] = str(options.slices)
+    return options
 
 
 def main() -> int:

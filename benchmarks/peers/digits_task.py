@@ -98,8 +98,15 @@ def make_data() -> TensorDataset:
 
 
 def make_model() -> nn.Sequential:
-    """Return the CNN of ``holdfast_lab.workloads`` for 8x8 images: 55,114 parameters."""
+    """Return the CNN of ``holdfast_lab.workloads`` for 8x8 images: 55,114 parameters.
+
+    With PEER_STATE_BYTES: an MLP that has so many bytes together with its momentum.
+    """
     torch.manual_seed(0)
+    if state_bytes := int(os.environ.get("PEER_STATE_BYTES", "0")):
+        width = max(1, round((state_bytes / 8 / 4) ** 0.5))
+        layers = [nn.Linear(64, width), *(nn.Linear(width, width) for _ in range(4)), nn.Linear(width, 10)]
+        return nn.Sequential(nn.Flatten(), *layers)
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.BatchNorm2d(16),

@@ -260,10 +260,13 @@ class TorchCheckpointing(Store):
     def _manager(self, *, background: bool) -> Any:
         if background not in self._managers:
             from torch_checkpointing import CheckpointManager
+            from torch_checkpointing.checkpoint_writer import CheckpointWriterConfig
             from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
             from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-            save = AsyncCheckpointSaverConfig() if background else SyncCheckpointSaverConfig()
+            writer = CheckpointWriterConfig(file_write_max_threads=os.cpu_count() or 1)
+            make = AsyncCheckpointSaverConfig if background else SyncCheckpointSaverConfig
+            save = make(writer_config=writer)
             storage = LocalFileSystemStorageConfig(use_direct_io=False)  # unaligned writes of 0.1.1 fail on ext4
             self._managers[background] = CheckpointManager(CheckpointManager.Config(save=save, storage_config=storage))
         return self._managers[background]
@@ -277,10 +280,10 @@ STORES: dict[str, Callable[[], Store]] = {
     "dcp": Dcp,
     "dcp, process": lambda: Dcp(process=True),
     "orbax": Orbax,
-    "torch_checkpointing": TorchCheckpointing,
+    "torch-checkpointing": TorchCheckpointing,
 }
 
-PEERS = {"orbax": "orbax.checkpoint", "torch_checkpointing": "torch_checkpointing"}
+PEERS = {"orbax": "orbax.checkpoint", "torch-checkpointing": "torch_checkpointing"}
 """Stores of the environment of the peers, and what they import."""
 
 

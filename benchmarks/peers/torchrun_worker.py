@@ -36,7 +36,8 @@ def main() -> None:
 
 def train(rank: int, diary: Diary, death: Death) -> None:
     """Resume from the newest checkpoint."""
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():  # Ray Train has done it
+        dist.init_process_group("gloo")
     data, model = make_data(), make_model()
     optimizer = make_optimizer(model)
     step = load(model, optimizer)

@@ -1,0 +1,72 @@
+"""The environments of the peers, and which versions of them are installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from common import PEERS_PYTHON, ROOT
+
+from rows.row import Peer, Row
+
+PYTHONS = {
+    "own": Path(sys.executable),
+    "peers": PEERS_PYTHON,
+    "torch": ROOT / ".venv-peers-torch" / "bin" / "python",
+    "ray": ROOT / ".venv-peers-ray" / "bin" / "python",
+}
+"""Python of each environment: Holdfast's own, and those that ``make bench-peers`` makes."""
+_ASK = """
+import importlib.metadata, json, sys
+def version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+print(json.dumps({name: version(name) for name in sys.argv[1:]}))
+"""
+ASK_S = 60.0
+
+
+def version_of(peer: Peer) -> str:
+    """Return the installed version of a peer, "" if it is not installed or has none."""
+    if not peer.package:
+        return ""
+    return _versions(peer.environment).get(peer.package, "")
+
+
+def why_missing(peer: Peer) -> str:
+    """Return why a peer cannot run here, in one line; "" if it can."""
+    if not PYTHONS[peer.environment].exists():
+        return f"{PYTHONS[peer.environment].parents[1].name} is missing: run make bench-peers"
+    if peer.package and not version_of(peer):
+        return f"{peer.package} is not in {PYTHONS[peer.environment].parents[1].name}: run make bench-peers"
+    return ""
+
+
+def versions_for(row: Row) -> dict[str, str]:
+    """Return the versions of all peers of a row; a result counts for these only."""
+    return {key: version_of(peer) for key, peer in row.peers.items()}
+
+
+@cache
+def _versions(environment: str) -> dict[str, str]:
+    from rows.catalogue import ROWS
+
+    packages = sorted(_packages(environment, ROWS))
+    if not PYTHONS[environment].exists():
+        return {}
+    asked = [str(PYTHONS[environment]), "-c", _ASK, *packages]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=ASK_S, check=False)
+    found: dict[str, str] = json.loads(done.stdout) if done.returncode == 0 else {}
+    return found
+
+
+def _packages(environment: str, rows: Iterable[Row]) -> set[str]:
+    return {
+        peer.package for row in rows for peer in row.peers.values() if peer.environment == environment and peer.package
+    }
