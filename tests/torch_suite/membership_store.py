@@ -4,6 +4,7 @@
 the rank and the pid. It ends with its input.
 """
 
+import contextlib
 import os
 import select
 import sys
@@ -14,10 +15,8 @@ from holdfast.membership import Hub, open_store
 
 def report_end(url: str, token: str, rank: str, pid: int) -> None:
     """Wait for the end of a process, and tell the other ranks of its job."""
-    try:
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
         select.select([os.pidfd_open(pid)], [], [])
-    except ProcessLookupError:  # it has ended already
-        pass
     store = open_store(url, token)
     store.put(f"dead/{rank}", "its process has ended")
     store.close()

@@ -86,7 +86,7 @@ def _processes(backend: str, tests: list[str], limit_s: float, folder: str) -> I
         command = [*mpirun_command(RANKS), *command]
         env |= _shared_by_ranks(folder)
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=open("/tmp/edges/ulfm.err","a"), text=True, bufsize=1, env=env
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1, env=env
     ) as process:
         try:
             yield process

@@ -47,6 +47,7 @@ MAY_IMPORT = {
     "notice": set(),
     "temporary": set(),
     "slurm": set(),
+    "phases": set(),
     "torch_private": set(),
     "events": {"records", "recovery.messages"},
     "clock": {"errors"},
@@ -58,6 +59,7 @@ MAY_IMPORT = {
     "comm": {
         "errors",
         "device_errors",
+        "phases",
         "registered",
         "recovery.messages",
         "clock",
@@ -79,6 +81,7 @@ MAY_IMPORT = {
     "doctor": {"errors", "torch_private", "data", "models", "state", "session"},
     "distributed": {
         "errors",
+        "phases",
         "integrations.discovery",
         "on_import",
         "events",
@@ -119,6 +122,7 @@ MAY_IMPORT = {
     "loggers": {"errors", "clock", "records", "report"},
     "launch": {
         "errors",
+        "phases",
         "device_errors",
         "comm.fabrics",
         "recovery",
@@ -193,6 +197,7 @@ WITHOUT_TORCH = (
     "checkpoint.interval",
     "temporary",
     "slurm",
+    "phases",
     "comm.launchers",
     "config",
     "records",

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Self
 
+from holdfast.phases import Phase
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_GRACE_S = 2.0
+_GRACE_S = Phase.TEAR_DOWN.value.fixed_s
 """Time that mpirun may take to clean up after a SIGTERM."""
 _CHILDREN_END_S = 1.0
 """Time to wait for killed children to end: blocked I/O may keep one alive forever."""
