@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -263,7 +264,9 @@ def start(
 def end(
     processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[WatchedWorker], forked_by: int | None = None
 ) -> None:
-    """Kill the processes from :func:`start`, the workers below them, and their children; returns once all ended.
+    """Kill the processes from :func:`start`, the workers below them, and their children.
+
+    Returns once all have ended, or a second after the last SIGKILL: blocked I/O may keep a process alive forever.
 
     Watchers and workers that have not recorded themselves, and are not in ``pairs``, are found below ``processes``, and
     below the fork server ``forked_by``, which goes on.
@@ -281,9 +284,13 @@ def end(
         if process.poll() is None:
             process.terminate()
             process.send_signal(signal.SIGCONT)  # a stopped process does not handle the signal before
+    ends_s = time.monotonic() + _GRACE_S
     for process in processes:
         try:
-            process.wait(_GRACE_S)
+            process.wait(max(0.0, ends_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-        process.wait()
+    ends_s = time.monotonic() + _CHILDREN_END_S
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, ends_s - time.monotonic()))
