@@ -134,7 +134,10 @@ class HangDetector:
 
     def _limit_s(self, position: BeaconPosition) -> float:
         times = max(_PHASE_TIMES[position.phase], 1.0 if position.applied else _NEW_TIMES)
-        return times * max(self.timeout_s, _TIMES * self._longest_segment_s)
+        longest_s = _TIMES * self._longest_segment_s
+        if position.phase in _OUTSIDE:  # the time of a step says nothing about the script's own code
+            return max(times * self.timeout_s, longest_s)
+        return times * max(self.timeout_s, longest_s)
 
     @staticmethod
     def _longest_wait_s(
