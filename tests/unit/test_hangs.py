@@ -303,7 +303,7 @@ def test_a_newcomer_that_waits_to_be_let_in_keeps_nobody_from_evaluating():
 def test_what_is_no_step_may_take_much_longer(phase, times):
     job = Job().train()
     for rank in (0, 2):
-        job.put(rank, "gate" if phase == "script" else phase, waits=True)
+        job.put(rank, phase, waits=True)
     job.put(1, phase)
 
     job.pass_time(times * TIMEOUT_S)
@@ -314,7 +314,7 @@ def test_what_is_no_step_may_take_much_longer(phase, times):
 
 
 @pytest.mark.parametrize("phase", ["forward", "script"])
-def test_a_spare_that_waits_for_its_turn_makes_no_worker_stuck(phase):
+def test_a_newcomer_that_waits_to_be_admitted_makes_no_worker_stuck(phase):
     job = Job().train()
     job.put(0, "start", waits=True)
     job.put(1, phase)

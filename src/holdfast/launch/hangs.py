@@ -28,10 +28,11 @@ _LOOKS_WITHIN_S = 0.1
 _IN_STEP = Phase.TRAINING.value.beacon
 _PHASE_TIMES = times_of("--hang-timeout")
 """Factor on the limit in each phase: loading state and writing to storage may be slow."""
-_OUTSIDE = (*Phase.LOADING.value.beacon, *Phase.SCRIPT.value.beacon)
-"""Phases outside training, in which a worker may wait that no other one has to join: a spare, for instance."""
+_LOADING = Phase.LOADING.value.beacon
+"""A newcomer waits in this phase, too, while the others train, and none of them keeps it waiting."""
+_OUTSIDE = (*_LOADING, *Phase.SCRIPT.value.beacon)
 
-_UNEVEN = (*Phase.LOADING.value.beacon, *Phase.FINALIZING.value.beacon)
+_UNEVEN = (*_LOADING, *Phase.FINALIZING.value.beacon)
 """Phases in which libraries may hold the GIL for long, as they load or free what they hold."""
 
 
@@ -94,14 +95,12 @@ class HangDetector:
         watched = {rank: position for rank, position in positions.items() if rank not in self._given_up}
         stretches = {rank: self._segment_s(rank, position, now_s) for rank, position in watched.items()}
         silent = [stuck for rank, p in watched.items() if (stuck := self._check_pulse(rank, p, now_s)) is not None]
-        longest_s = self._longest_wait_s(watched, stretches, _PHASE_TIMES.keys() - {*_OUTSIDE})
-        loading_s = max(longest_s, self._longest_wait_s(watched, stretches, Phase.LOADING.value.beacon))
+        longest_s = self._longest_wait_s(watched, stretches, _PHASE_TIMES.keys() - {*_LOADING})
+        loading_s = max(longest_s, self._longest_wait_s(watched, stretches, _LOADING))
         self.keep_us_waiting = longest_s > max(self.timeout_s, _TIMES * self._longest_segment_s)
         if elsewhere:
             longest_s = loading_s = math.inf
-        waited = {
-            rank: loading_s if p.phase in Phase.LOADING.value.beacon else longest_s for rank, p in watched.items()
-        }
+        waited = {rank: loading_s if p.phase in _LOADING else longest_s for rank, p in watched.items()}
         found = silent or [s for r, p in watched.items() if (s := self._check_worker(r, p, stretches[r], waited[r]))]
         self._given_up.update(stuck.rank for stuck in found)
         return found
@@ -164,7 +163,7 @@ class HangDetector:
 
 def _where(position: BeaconPosition) -> str:
     """Return where a worker is, in words."""
-    if position.phase in Phase.LOADING.value.beacon:
+    if position.phase in _LOADING:
         return "while it loads"
     if position.phase in Phase.SCRIPT.value.beacon:
         return "in the script, outside training"
