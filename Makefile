@@ -40,7 +40,7 @@ LOGGERS := tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 opentelemetry
 STUDY_PEERS := tensorflow orbax
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs readme test test-torch integrations torch-suite ray loggers browser pictures check golden chaos chaos-20 proof bench bench-sinks bench-peers study-peers clean
+.PHONY: help setup demo docs readme test test-torch integrations torch-suite nightly ray loggers browser pictures check golden chaos chaos-20 proof bench bench-sinks bench-peers study-peers clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,8 +61,10 @@ test-torch:  ## Contract, backend and exactness with another torch: make test-to
 integrations: .venv-integrations/.ready  ## The frameworks that Holdfast works with, as published, in an environment of their own
 	.venv-integrations/bin/python -m pytest -n 3 --dist load $(if $(ONLY),-m $(ONLY)) tests/integrations
 
-torch-suite: $(READY)  ## PyTorch's own tests of torch.distributed, on Gloo and on this backend: minutes
+torch-suite: $(READY)  ## PyTorch's own tests of torch.distributed, on Gloo and on this backend over both fabrics: minutes
 	$(PY) tests/torch_suite
+
+nightly: torch-suite chaos-20  ## What is too long for every change: PyTorch's own tests, twenty minutes of random faults
 
 ray: .venv-ray/.ready  ## The trainer for Ray, on a cluster of four nodes on this machine: minutes
 	.venv-ray/bin/python -m pytest -m "not soak" tests/integrations/test_ray.py tests/integrations/test_ray_docs.py

@@ -21,6 +21,7 @@ from holdfast.cli.run import OPTIONS
 from holdfast.config import Settings
 from holdfast.monitor.metrics import METRICS
 from holdfast.options import DeclaredOption, fields_of, variable
+from holdfast.phases import Phase
 from holdfast.records.encoding import RECORDS
 from holdfast.report.goodput import CAUSES
 
@@ -96,6 +97,12 @@ def exit_codes() -> str:
     return table(("error", "code", "meaning"), sorted(rows, key=lambda row: (row[1], row[0])))
 
 
+def phases() -> str:
+    """Return a row for each phase of a job: what watches it, its limit, and what happens at its end."""
+    rows = [(p.value.name, p.value.owner, p.value.limit, p.value.clock, p.value.at_end) for p in Phase]
+    return table(("phase", "watched by", "limit", "counted while", "then"), rows)
+
+
 EVIDENCE = ("benchmark", "command", "card", "cards", "driver", "torch", "commit", "date")
 """What each result of a GPU must say: a text, except for ``cards``, their number."""
 
@@ -130,6 +137,7 @@ GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "fields of records": ("records.md", records),
     "causes of badput": ("report.md", causes),
     "metrics": ("metrics.md", metrics),
+    "phases of a job": ("phases.md", phases),
     "exit codes of errors": ("exit-codes.md", exit_codes),
     "results on GPUs": ("gpu-evidence.md", gpu_evidence),
 }

@@ -14,6 +14,7 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -82,11 +83,18 @@ def is_missing(path: Path) -> bool:
     return False
 
 
-def sweep(prefix: str, parent: Path) -> None:
-    """Remove the folders in ``parent`` that :meth:`TemporaryFolder.make` created and that no running process uses."""
+def sweep(prefix: str, parent: Path, before: Callable[[Path], None] = lambda path: None) -> None:
+    """Remove the folders in ``parent`` that :meth:`TemporaryFolder.make` created and that no running process uses.
+
+    Args:
+        prefix: Of their names.
+        parent: Where they are.
+        before: Called with each folder before it is removed, to remove what belongs to it elsewhere.
+    """
     for path in parent.glob(f"{prefix}*"):
         lock = _lock_abandoned(path)
         if lock is not None:
+            before(path)
             shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
 

@@ -3,6 +3,7 @@
 import pytest
 
 from holdfast.launch.starting import WARN_AFTER_S, StartupMonitor, StartupStatus
+from holdfast.phases import Phase
 
 LIMIT_S = 20.0
 ABSENT = StartupStatus()
@@ -37,11 +38,27 @@ def of_kind(found, kind):
     return [one for one in found if one[1] == kind]
 
 
-def test_a_missing_pulse_alone_is_no_sign_of_a_stuck_worker():
+def test_a_missing_pulse_alone_is_for_long_no_sign_of_a_stuck_worker():
     """An import that takes minutes keeps Python's lock."""
     silent = StartupStatus("launch", pulse=1, beats=1)
+    limit_s = Phase.SILENT_IMPORT.limit_s({"--start-timeout": LIMIT_S})
 
-    assert look_until(1000, {0: silent, 1: silent}) == []
+    assert look_until(limit_s, {0: silent, 1: silent}) == []
+    found = look_until(limit_s + 1, {0: silent, 1: prepares})
+    assert [one[:3] for one in found] == [(limit_s + 1, "stuck", 0)]
+    assert "without a sign of life" in found[0][3]
+
+
+def test_without_a_heartbeat_that_could_be_missing_an_import_has_no_limit():
+    assert look_until(1000, {0: StartupStatus("launch", beats=1), 1: prepares}) == []
+
+
+def test_a_worker_that_is_not_connected_as_the_others_are_is_given_up():
+    connected = StartupStatus("start", pulse=1, beats=3, waits=True)
+    found = look_until(60, {0: connected, 1: WAITS, 2: connected})
+
+    assert [one[:3] for one in of_kind(found, "stuck")] == [(LIMIT_S + 1, "stuck", 1)]
+    assert of_kind(found, "lost") == []
 
 
 @pytest.mark.parametrize("sign", [ABSENT, STOPPED], ids=["never started", "stopped"])

@@ -179,3 +179,33 @@ def test_the_group_of_a_shared_directory_does_not_keep_folders_from_being_remove
     sweep("holdfast-", tmp_path)
 
     assert names(tmp_path) == []
+
+
+RUN_IN_A_SHARED_FOLDER = """
+import sys, time
+from pathlib import Path
+from holdfast.launch.run_paths import RunPaths
+print(RunPaths.make(None, Path(sys.argv[1])).run_dir, flush=True)
+time.sleep(120)
+"""
+
+
+def test_the_next_start_removes_the_run_directory_of_a_killed_launcher_from_a_shared_folder_and_no_other(
+    tmp_path, monkeypatch
+):
+    shared, temporary = tmp_path / "shared", tmp_path / "tmp"
+    shared.mkdir()
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    killed, (its_dir,) = start(RUN_IN_A_SHARED_FOLDER, shared)
+    alive, (kept,) = start(RUN_IN_A_SHARED_FOLDER, shared)
+    (shared / "checkpoint").mkdir()
+    end(killed)
+    assert os.path.isdir(its_dir)
+
+    subprocess.run([sys.executable, "-c", SWEEP, str(temporary)], check=True, timeout=30)
+
+    try:
+        assert sorted(path.name for path in shared.iterdir()) == sorted([os.path.basename(kept), "checkpoint"])
+    finally:
+        end(alive)

@@ -46,9 +46,11 @@ from holdfast.comm.storeless_agreement import Messages, StorelessAgreement
 from holdfast.comm.waiting import waiting
 from holdfast.errors import PeerFailed, StoreLost
 from holdfast.membership import Roster, StateRequests, Store
+from holdfast.phases import Phase
 from holdfast.recovery.messages import Note, Progress
 from holdfast.torch_private import gather_flat
 
+_GROUP_S = Phase.GROUP.value.fixed_s
 _PATIENCE_ALONE_S = 5.0
 _NEW_WAIT_S = 1.0
 """A worker that has not polled for longer than this was not waiting."""
@@ -70,7 +72,7 @@ class C10dCommunicator(SingleRankCommunicator):
     """
 
     def __init__(
-        self, store: Store, rank: int, first_members: Sequence[int] | None, *, timeout_s: float = 60.0
+        self, store: Store, rank: int, first_members: Sequence[int] | None, *, timeout_s: float = _GROUP_S
     ) -> None:
         self._store = store
         self._roster = Roster(store, rank, first_members)

@@ -39,6 +39,7 @@ from holdfast.distributed.work import PendingWork
 from holdfast.engine import exits
 from holdfast.engine.regroup import pass_gate, regroup
 from holdfast.errors import ConfigError, HoldfastError, PeerFailed, RanksLost, ScriptError
+from holdfast.phases import Phase
 from holdfast.records.beacon import end_notes, publish_connecting
 
 _LOOK_EVERY_S = 0.05
@@ -47,7 +48,7 @@ _POLL_S = 5e-5
 """Interval at which it polls messages in flight."""
 _ATTEMPTS = 4
 """A collective that fails this often although no rank failed has another cause."""
-_START_WITHIN_S = 120.0
+_START_WITHIN_S = Phase.TORCH_GROUP.value.fixed_s
 _SIGNATURE_BYTES = 256
 _WATCH_EVERY_S = 0.5
 
@@ -117,7 +118,8 @@ class CommThread:
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="holdfast-dist", daemon=True).start()
         threading.Thread(target=self._complete_futures, name="holdfast-dist-watch", daemon=True).start()
-        self.call(self._connect, limit_s=None if waits else _START_WITHIN_S)
+        is_watched = bool(Settings.from_env().run_dir)  # by a launcher, which ends the ranks that are missing
+        self.call(self._connect, limit_s=None if waits or is_watched else _START_WITHIN_S)
 
     def _connect(self) -> None:
         publish_connecting()

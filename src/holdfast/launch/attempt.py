@@ -32,8 +32,8 @@ from holdfast.records.types import Record, WorkerEnded
 from holdfast.report.event_lines import cause_of_death
 
 _MEMORY_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
-_SESSION_VARIABLE = "PRTE_MCA_prte_tmpdir_base"
-"""Sets where mpirun creates its session directory, which remains if mpirun is killed."""
+_SESSION_VARIABLE = "PRTE_MCA_prte_local_tmpdir_base"
+"""Sets where mpirun creates its session directory on this machine, which remains if mpirun is killed."""
 _PORT_LOOKS = 8
 """Consecutive checks of mpirun's ports that find nothing to close; mpirun accepts waiting connections one by one."""
 _NESTED = ("PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PRTE_")
@@ -292,8 +292,8 @@ def common_environment(paths: RunPaths) -> dict[str, str]:
     if paths.memory_dir is not None:
         for name in _MEMORY_VARIABLES:
             env.setdefault(name, str(paths.memory_dir))
-    if not paths.is_shared:  # files of one machine do not belong in a shared directory
-        env[_SESSION_VARIABLE] = str(paths.run_dir)
+    if paths.own:  # not the run directory, which machines may share
+        env[_SESSION_VARIABLE] = str(paths.own[0].path)
     return env | {LOG_DIR: str(paths.log_dir), LAUNCHER: str(Process.of(os.getpid()))}
 
 

@@ -5,17 +5,18 @@ that holds the GIL, has no pulse. And each worker publishes its position, and wh
 worker that makes no progress and does not wait, while another worker waits, is considered hung.
 
 Operations that are slow by nature are not hangs. The longest one observed that ended without intervention raises the
-limit; the limit is higher until a worker has applied its first step (loading a library holds the GIL, too), in recovery
-and for checkpoints, where no earlier duration is comparable. Workers that are outside training, or marked busy, are
-ignored. If no worker waits, as when all evaluate, only the pulse counts.
+limit; the limit is higher until a worker has applied its first step (loading a library holds the GIL, too), and outside
+steps, where no earlier duration is comparable: :mod:`holdfast.phases`. Workers that are marked busy are ignored. If no
+worker waits, as when all evaluate, only the pulse counts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from holdfast.phases import Phase, times_of
 from holdfast.records.beacon import UNCONNECTED, BeaconPosition
 
 _TIMES = 3.0
@@ -24,9 +25,15 @@ _NEW_TIMES = 10.0
 """Factor on the limit for a worker's first step, which may compile and load data, and of the pulse before it."""
 _LOOKS_WITHIN_S = 0.1
 """A launcher that has not checked for this long, or half the timeout, may have been suspended with the machine."""
-_IN_STEP = ("forward", "backward", "allreduce", "optimizer")
-_PHASE_TIMES = dict.fromkeys(_IN_STEP, 1.0) | {"recovery": 10.0, "gate": 10.0, "checkpoint": 30.0}
-"""Factor on the limit in each phase of training: loading state and writing to storage may be slow."""
+_IN_STEP = Phase.TRAINING.value.beacon
+_PHASE_TIMES = times_of("--hang-timeout")
+"""Factor on the limit in each phase: loading state and writing to storage may be slow."""
+_LOADING = Phase.LOADING.value.beacon
+"""A newcomer waits in this phase, too, while the others train, and none of them keeps it waiting."""
+_OUTSIDE = (*_LOADING, *Phase.SCRIPT.value.beacon)
+
+_UNEVEN = (*_LOADING, *Phase.FINALIZING.value.beacon)
+"""Phases in which libraries may hold the GIL for long, as they load or free what they hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +95,13 @@ class HangDetector:
         watched = {rank: position for rank, position in positions.items() if rank not in self._given_up}
         stretches = {rank: self._segment_s(rank, position, now_s) for rank, position in watched.items()}
         silent = [stuck for rank, p in watched.items() if (stuck := self._check_pulse(rank, p, now_s)) is not None]
-        longest_s = self._longest_wait_s(watched, stretches)
+        longest_s = self._longest_wait_s(watched, stretches, _PHASE_TIMES.keys() - {*_LOADING})
+        loading_s = max(longest_s, self._longest_wait_s(watched, stretches, _LOADING))
         self.keep_us_waiting = longest_s > max(self.timeout_s, _TIMES * self._longest_segment_s)
         if elsewhere:
-            longest_s = math.inf
-        found = silent or [s for r, p in watched.items() if (s := self._check_worker(r, p, stretches[r], longest_s))]
+            longest_s = loading_s = math.inf
+        waited = {rank: loading_s if p.phase in _LOADING else longest_s for rank, p in watched.items()}
+        found = silent or [s for r, p in watched.items() if (s := self._check_worker(r, p, stretches[r], waited[r]))]
         self._given_up.update(stuck.rank for stuck in found)
         return found
 
@@ -104,7 +113,7 @@ class HangDetector:
                 self._longest_silence_s = max(self._longest_silence_s, silent_s)
             self._pulses[rank] = _Sight(position, now_s)
             return None
-        times = _NEW_TIMES if position.phase == "start" else 1.0 if position.applied else _TIMES
+        times = _NEW_TIMES if position.phase in _UNEVEN else 1.0 if position.applied else _TIMES
         limit_s = times * max(self.timeout_s, _TIMES * self._longest_silence_s)
         if not position.pulse or position.phase in UNCONNECTED or silent_s <= limit_s:
             return None
@@ -124,12 +133,17 @@ class HangDetector:
 
     def _limit_s(self, position: BeaconPosition) -> float:
         times = max(_PHASE_TIMES[position.phase], 1.0 if position.applied else _NEW_TIMES)
-        return times * max(self.timeout_s, _TIMES * self._longest_segment_s)
+        longest_s = _TIMES * self._longest_segment_s
+        if position.phase in _OUTSIDE:  # the time of a step says nothing about the script's own code
+            return max(times * self.timeout_s, longest_s)
+        return times * max(self.timeout_s, longest_s)
 
     @staticmethod
-    def _longest_wait_s(positions: Mapping[int, BeaconPosition], stretches: Mapping[int, float]) -> float:
-        """Return the longest time that a worker has waited in training."""
-        waits = (stretches[r] for r, p in positions.items() if p.waits and p.phase in _PHASE_TIMES)
+    def _longest_wait_s(
+        positions: Mapping[int, BeaconPosition], stretches: Mapping[int, float], phases: Collection[str]
+    ) -> float:
+        """Return the longest time that a worker has waited in some phases."""
+        waits = (stretches[r] for r, p in positions.items() if p.waits and p.phase in phases)
         return max(waits, default=0.0)
 
     def _check_worker(
@@ -141,7 +155,16 @@ class HangDetector:
         if stretch_s <= limit_s or longest_wait_s <= limit_s:
             return None
         why = (
-            f"no progress for {stretch_s:.1f} s in {position.phase} of step {position.step}, while other workers wait for it; the "
+            f"no progress for {stretch_s:.1f} s {_where(position)}, while other workers wait for it; the "
             f"longest so far took {self._longest_segment_s:.1f} s. If this is expected, use: with session.busy()"
         )
         return StuckWorker(rank, stretch_s, why)
+
+
+def _where(position: BeaconPosition) -> str:
+    """Return where a worker is, in words."""
+    if position.phase in _LOADING:
+        return "while it loads"
+    if position.phase in Phase.SCRIPT.value.beacon:
+        return "in the script, outside training"
+    return f"in {position.phase} of step {position.step}"

@@ -13,6 +13,7 @@ from holdfast.launch.control import append
 from holdfast.launch.debugging import OFF, LastStacks
 from holdfast.launch.hangs import HangDetector, StuckWorker
 from holdfast.launch.nodes import NodeGroup
+from holdfast.launch.processes import WatchedWorker, this_node
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.starting import StartupFinding, StartupMonitor, StartupStatus
 from holdfast.launch.stragglers import StragglerDetector
@@ -122,7 +123,7 @@ class HealthMonitor:
             self._run.view.print_line(found.warning)
         for stuck in found.stuck:
             pair = attempt.pair(stuck.rank)
-            self._note_fenced(stuck, -1, "" if pair is None else self._stacks.take(stuck.rank, pair.worker))
+            self._note_fenced(stuck, -1, pair)
         unknown = [stuck for stuck in found.stuck if not attempt.fence(stuck.rank)]  # over Gloo there is none
         if found.lost or unknown:
             why = found.lost or f"rank {unknown[0].rank} {unknown[0].reason}"
@@ -147,13 +148,22 @@ class HealthMonitor:
                 pair.watcher.send(signal.SIGCONT)  # a stopped watcher could not record the end of its worker
             if pair is None or not pair.worker.is_alive():
                 continue
-            self._note_fenced(stuck, positions[stuck.rank].step, self._stacks.take(stuck.rank, pair.worker))
+            self._note_fenced(stuck, positions[stuck.rank].step, pair)
             pair.worker.send(signal.SIGKILL)
 
-    def _note_fenced(self, stuck: StuckWorker, step: int, stack: str) -> None:
+    def _note_fenced(self, stuck: StuckWorker, step: int, pair: WatchedWorker | None) -> None:
+        stack = "" if pair is None else self._stacks.take(stuck.rank, pair.worker)
         where = innermost(stack, str(self._run.job.script))
         reason = f"{stuck.reason}; it was in {where}" if where else stuck.reason
+        reason += self._on_node(pair)
         self._bus.note(WorkerFenced(rank=stuck.rank, step=step, silent_s=stuck.silent_s, reason=reason, stack=stack))
+
+    def _on_node(self, pair: WatchedWorker | None) -> str:
+        """Return on which machine a worker is, in words, if the job has several."""
+        job = self._run.job
+        if job.nnodes > 1:
+            return f"; on node {job.node_rank}, {this_node()}"
+        return f"; on {pair.node}" if job.hosts and pair is not None and pair.node else ""
 
     def _check_stragglers(self, attempt: JobAttempt, positions: Mapping[int, BeaconPosition], now_s: float) -> None:
         policy = self._run.job.stragglers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -13,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Self
 
+from holdfast.phases import Phase
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_GRACE_S = 2.0
+_GRACE_S = Phase.TEAR_DOWN.value.fixed_s
 """Time that mpirun may take to clean up after a SIGTERM."""
 _CHILDREN_END_S = 1.0
 """Time to wait for killed children to end: blocked I/O may keep one alive forever."""
@@ -261,7 +264,9 @@ def start(
 def end(
     processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[WatchedWorker], forked_by: int | None = None
 ) -> None:
-    """Kill the processes from :func:`start`, the workers below them, and their children; returns once all ended.
+    """Kill the processes from :func:`start`, the workers below them, and their children.
+
+    Returns once all have ended, or a second after the last SIGKILL: blocked I/O may keep a process alive forever.
 
     Watchers and workers that have not recorded themselves, and are not in ``pairs``, are found below ``processes``, and
     below the fork server ``forked_by``, which goes on.
@@ -279,9 +284,13 @@ def end(
         if process.poll() is None:
             process.terminate()
             process.send_signal(signal.SIGCONT)  # a stopped process does not handle the signal before
+    ends_s = time.monotonic() + _GRACE_S
     for process in processes:
         try:
-            process.wait(_GRACE_S)
+            process.wait(max(0.0, ends_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-        process.wait()
+    ends_s = time.monotonic() + _CHILDREN_END_S
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, ends_s - time.monotonic()))

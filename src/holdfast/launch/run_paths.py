@@ -50,12 +50,12 @@ class RunPaths:
         with contextlib.ExitStack() as undo:
             own = []
             for parent in (temporary, *([memory] if usable else [])):
-                sweep(_PREFIX, parent)
+                sweep(_PREFIX, parent, _remove_shared)
                 own.append(_make(parent))
                 undo.callback(own[-1].remove)
             run_dir = own[0].path
-            if shared is not None:  # not swept: only the launcher's machine knows whether it is alive
-                run_dir = Path(tempfile.mkdtemp(prefix=f".holdfast-run-{this_node()}-", dir=shared))
+            if shared is not None:  # swept by its link alone: only the launcher's machine knows whether it is in use
+                run_dir = Path(tempfile.mkdtemp(prefix=_shared_prefix(), dir=shared))
                 undo.callback(shutil.rmtree, run_dir)
                 (own[0].path / SHARED).symlink_to(run_dir)
             log_dir = (log_dir or run_dir / "logs").absolute()
@@ -88,6 +88,19 @@ class RunPaths:
             shutil.rmtree(self.run_dir, ignore_errors=True)
         for folder in self.own:
             folder.remove()
+
+
+def _shared_prefix() -> str:
+    return f".holdfast-run-{this_node()}-"
+
+
+def _remove_shared(abandoned: Path) -> None:
+    """Remove the run directory on a shared file system to which an abandoned folder links."""
+    link = abandoned / SHARED
+    with contextlib.suppress(OSError):  # there is no link
+        target = link.readlink()
+        if target.name.startswith(_shared_prefix()):
+            shutil.rmtree(target, ignore_errors=True)
 
 
 def _make(parent: Path) -> TemporaryFolder:

@@ -2,15 +2,18 @@
 
 A worker has arrived once it requests to be connected to the others. Before, it runs imports and the script's
 preparations, which may be slow by nature: the limit is the timeout, or three times the slowest arrival so far. A worker
-that has not arrived by then is hung if its process is stopped or missing, or if another worker has waited that long.
+that has not arrived by then is hung if its process is stopped or missing, or if another worker has waited that long. One
+that has asked to be connected, and is not, is hung if others are connected and wait: :mod:`holdfast.phases`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from holdfast.launch.hangs import StuckWorker
+from holdfast.phases import Phase
 from holdfast.records.beacon import UNCONNECTED
 
 _TIMES = 3.0
@@ -116,7 +119,12 @@ class StartupMonitor:
         lost = ""
         is_blamed = bool(late) or not self._given_up.isdisjoint(unconnected)  # or its end is not recorded yet
         if not (has_begun or is_blamed) and self._all_wait(unconnected, now_s):
-            lost = f"the workers were not connected within {self.timeout_s:g} s, although all of them had requested it"
+            if len(unconnected) < len(signs):
+                stuck = [self._unconnected(rank, now_s) for rank in unconnected]
+            else:
+                lost = (
+                    f"the workers were not connected within {self.timeout_s:g} s, although all of them had requested it"
+                )
         self._given_up.update(found.rank for found in stuck)
         warning = "" if waited_s < WARN_AFTER_S and self._are_preparing(unconnected) else self._warning(late, now_s)
         return StartupFinding(stuck, lost, "" if has_begun else warning)
@@ -162,13 +170,22 @@ class StartupMonitor:
     def _stuck(self, rank: int, now_s: float, waited_s: float) -> StuckWorker | None:
         seen = self._seen[rank]
         taken_s, silent_s = now_s - seen.began_s, now_s - seen.alive_s
-        # A long import holds the GIL, so a missing pulse alone does not show that a process is hung.
-        if silent_s > self.limit_s and (seen.sign.is_stopped or not seen.sign.phase):
-            return StuckWorker(rank, silent_s, f"{self._state(seen.sign)} for {silent_s:.1f} s while the job starts")
+        # A long import holds the GIL, so a missing pulse alone does not soon show that a process is hung.
+        shows_none = seen.sign.is_stopped or not seen.sign.phase
+        times = 1.0 if shows_none else Phase.SILENT_IMPORT.value.times if seen.sign.pulse else math.inf
+        if silent_s > times * self.limit_s:
+            how = "for" if shows_none else "without a sign of life for"
+            return StuckWorker(rank, silent_s, f"{self._state(seen.sign)} {how} {silent_s:.1f} s while the job starts")
         if taken_s > self.limit_s and waited_s > self.limit_s:
             what = f"{self._state(seen.sign)} {taken_s:.1f} s after its start, and other workers wait for it"
             return StuckWorker(rank, taken_s, f"{what}; if this is expected, raise --start-timeout")
         return None
+
+    def _unconnected(self, rank: int, now_s: float) -> StuckWorker:
+        waited_s = now_s - self._seen[rank].moved_s
+        return StuckWorker(
+            rank, waited_s, f"is not connected {waited_s:.1f} s after it requested it, and the others are"
+        )
 
     def _all_wait(self, unconnected: Sequence[int], now_s: float) -> bool:
         """Return whether there are unconnected workers, and all of them have waited for longer than the timeout."""

@@ -61,7 +61,7 @@ def _phase(sign: StartupStatus, script: str, connecting: str) -> str:
             return "preparing the first step"
         case "checkpoint":
             return "saving a checkpoint"
-        case "gate":
+        case "gate" | "exit":
             return "ending"
         case _:
             return "the first step"

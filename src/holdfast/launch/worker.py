@@ -39,7 +39,8 @@ from holdfast.launch.worker_context import (
     read_our_clock,
     worker_name,
 )
-from holdfast.records.beacon import show_life
+from holdfast.phases import Phase
+from holdfast.records.beacon import publish_exit, show_life
 from holdfast.records.paths import beacon_path, stop_path
 from holdfast.records.types import DeviceLost, ScriptFailed
 
@@ -322,12 +323,34 @@ def _line_in(frames: TracebackType | None, script: Path) -> str:
 
 def _leave(exit_code: int) -> NoReturn:
     """Exit immediately: MPI_Finalize, which a normal exit runs, can hang forever once a worker has failed."""
+    _exit_in_time(exit_code)
     try:
         atexit._run_exitfuncs()  # exit handlers of the script; logging's flush is among them
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
         os._exit(exit_code)
+
+
+def _exit_in_time(exit_code: int) -> None:
+    """Show that the script has ended, and exit from a thread if its exit handlers do not: the job waits for that."""
+    publish_exit()
+    limit_s = 0.0
+    with contextlib.suppress(ConfigError):  # reported already
+        limit_s = Phase.FINALIZING.limit_s({"--hang-timeout": worker_name()[0].hang_timeout_s})
+    if not limit_s:
+        return
+
+    def give_up() -> None:
+        sys.stderr.write(
+            f"holdfast: exit handlers have not ended within {limit_s:g} s; the process ends without them\n"
+        )
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+    timer = threading.Timer(limit_s, give_up)
+    timer.daemon = True
+    timer.start()
 
 
 if __name__ == "__main__":

@@ -36,9 +36,11 @@ PHASES = (
     "script",
     "launch",
     "connect",
+    "exit",
 )
 """Phases of a worker. ``launch``: it imports and runs the script, before the rendezvous. ``connect``: it waits in the
-rendezvous. ``start``: it is connected. ``script``: outside the training loop, between two loops or after the last."""
+rendezvous. ``start``: it is connected. ``script``: outside the training loop, between two loops or after the last.
+``exit``: the script has ended, and its exit handlers run."""
 
 
 UNCONNECTED = ("launch", "connect")
@@ -131,6 +133,12 @@ class Beacon:
     def peer_locks(cls, run_dir: Path) -> PeerLocks:
         """Return the life locks of the workers of a run."""
         return PeerLocks(lambda rank: beacon_path(run_dir, rank), cls._LOCK_AT, cls._PID_AT)
+
+    def _publish_exit(self) -> None:
+        """Publish that the script has ended, after the step that was published last; unless it was never connected."""
+        _, step, _, phase, *_ = self._HEAD.unpack_from(self._map, 0)
+        if PHASES[phase] not in UNCONNECTED:
+            self.mark("exit", step)
 
     @property
     def has_applied(self) -> bool:
@@ -243,6 +251,12 @@ def publish_connecting() -> None:
     """Mark in the beacon, if there is one, that this process waits in the rendezvous."""
     for beacon in _of_process.values():
         beacon.mark("connect", -1)
+
+
+def publish_exit() -> None:
+    """Mark in the beacon, if there is one, that the script of this process has ended, if it was connected before."""
+    for beacon in _of_process.values():
+        beacon._publish_exit()
 
 
 def connected_beacon(run_dir: Path, rank: int) -> Beacon:

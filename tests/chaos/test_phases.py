@@ -1,0 +1,96 @@
+"""A worker freezes in each phase of a job, by a signal or in a sleep: the job goes on within the limit of the phase."""
+
+import functools
+import itertools
+from pathlib import Path
+
+import pytest
+import train_frozen
+from jobs import exit_codes, run_report
+
+from holdfast.phases import Phase
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(240)]
+
+SCRIPT = Path(__file__).parents[1] / "support" / "train_frozen.py"
+HANG_S, START_S = 0.5, 5.0
+LIMITS = {"--hang-timeout": HANG_S, "--start-timeout": START_S}
+SLOWER, LATE_S = 4.0, 60.0
+"""What a busy machine may add to a limit, which rises to three times what other workers took."""
+expected_hash = functools.cache(lambda: train_frozen.train(fabric="virtual"))
+
+FROZEN = {
+    Phase.IMPORTS: "imports",
+    Phase.CONNECTING: "connect",
+    Phase.LOADING: "start",
+    Phase.TRAINING: "allreduce",
+    Phase.RECOVERY: "recovery",
+    Phase.SCRIPT: "evaluation",
+    Phase.SAVING: "checkpoint",
+    Phase.GATE: "gate",
+}
+"""Where the script freezes, for each phase in which a worker that freezes is ended from outside."""
+QUICK = "gloo", Phase.GATE, "sleep"
+"""The case of every run of the tests."""
+
+
+def run(tmp_path, fabric, *frozen):
+    """Run the script with workers that freeze; return the report."""
+    words = [word for each in frozen for word in ("--freeze", each)]
+    options = [word for option in LIMITS.items() for word in option]
+    kill = ("--inject", "kill:rank=2,step=3,phase=allreduce") if any(":recovery:" in each for each in frozen) else ()
+    saves = ("--checkpoint-dir", tmp_path / "saved", "--checkpoint-every", 2)
+    report = run_report(
+        tmp_path, "-n", 3, "--fabric", fabric, *options, *kill, *saves, SCRIPT, "--notes", tmp_path, *words, timeout=220
+    )
+    assert report["replicas"]["state_sha256"] == expected_hash()
+    for each in frozen:
+        rank, phase, _ = each.split(":")
+        assert (tmp_path / f"frozen-{rank}-{phase}").exists(), "it has frozen there"
+    return report
+
+
+def fenced(report):
+    return [event for event in report["_events"] if event["event"] == "WorkerFenced"]
+
+
+CASES = [
+    pytest.param(fabric, phase, how, id=f"{phase.name}-{how}-{fabric}", marks=() if each == QUICK else pytest.mark.soak)
+    for each in itertools.product(("gloo", "ulfm"), FROZEN, ("stop", "sleep"))
+    for fabric, phase, how in [each]
+    if each != ("ulfm", Phase.CONNECTING, "sleep")  # over Open MPI that is no different from waiting: see below
+]
+
+
+@pytest.mark.parametrize(("fabric", "phase", "how"), CASES)
+def test_a_worker_that_freezes_in_a_phase_is_ended_within_its_limit(fabric, phase, how, tmp_path):
+    report = run(tmp_path, fabric, f"1:{FROZEN[phase]}:{how}")
+
+    found = next(each for each in fenced(report) if each["rank"] == 1)  # a busy machine may stop others for as long
+    assert found["silent_s"] <= SLOWER * phase.limit_s(LIMITS) + LATE_S
+    assert exit_codes(report)[1] == -9
+    assert exit_codes(report)[0] == 0
+
+
+@pytest.mark.soak
+def test_workers_of_which_none_is_connected_are_started_again(tmp_path):
+    report = run(tmp_path, "ulfm", "1:connect:sleep")
+
+    (restart,) = [event for event in report["_events"] if event["event"] == "JobRestarted"]
+    assert "not connected within" in restart["reason"]
+    assert fenced(report) == []
+
+
+def test_exit_handlers_that_do_not_end_are_left(tmp_path):
+    report = run(tmp_path, "gloo", "1:exit:sleep")
+
+    assert exit_codes(report) == {0: 0, 1: 0, 2: 0}
+    assert fenced(report) == []
+    assert f"exit handlers have not ended within {Phase.FINALIZING.limit_s(LIMITS):g} s" in report["_stdout"]
+
+
+def test_every_phase_of_a_worker_is_frozen_here_or_above():
+    """Process start: test_start.py. The launchers' rendezvous: test_nodes.py. Groups: test_net_faults.py."""
+    elsewhere = {Phase.PROCESS_START, Phase.LAUNCHERS, Phase.GROUP, Phase.TORCH_GROUP}
+    others = {Phase.SILENT_IMPORT, Phase.FINALIZING, Phase.TEAR_DOWN}
+    assert FROZEN.keys() | elsewhere | others == set(Phase)
