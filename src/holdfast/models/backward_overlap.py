@@ -31,7 +31,6 @@ from holdfast.models.gradients import SliceGradients
 from holdfast.models.part import ModelPart
 from holdfast.models.reducer import ReducedBucket
 from holdfast.recovery.registry import strategy_class
-from holdfast.torch_private import version_of
 
 Reduce = Callable[[int], ReducedBucket]
 """All-reduces a bucket; called in another thread."""
@@ -79,7 +78,7 @@ class BackwardOverlap:
         self._buckets = part.buckets
         assert isinstance(job.comm, ThreadChange), why_never(job, part)
         self._thread = AllReduceThread(job.comm)
-        self._buckets.tells = self._note
+        self._buckets.has_versions = True
         self._why_off = ""
         self._has_looked = False
         self._watches = self._begins = False
@@ -114,10 +113,12 @@ class BackwardOverlap:
         self._changed = self._changed or bool(self._versions)  # the slice is computed once more
         self._terms, self._reduce = terms, reduce
         self._missing = [set(range(len(layout.places))) for layout in self._buckets.layouts[:-1]]
+        self._buckets.tells = self._note  # gradients are told of in this pass alone
+        self._buckets.aim(terms)
         try:
             yield
         finally:
-            self._missing, self._reduce = [], None
+            self._missing, self._reduce, self._buckets.tells = [], None, None
 
     def _note(self, bucket: int, i: int) -> None:
         """Note that a gradient is complete; begin the buckets that are, in order."""
@@ -131,7 +132,7 @@ class BackwardOverlap:
     def _begin(self, bucket: int) -> None:
         assert self._terms is not None
         assert self._reduce is not None
-        self._versions.append([version_of(view) for view in self._terms.views[bucket]])
+        self._versions.append(self._terms.versions(bucket))
         if self._begins and not self._changed:
             self._buckets.note_presence(self._terms, bucket)
             reduce = self._reduce

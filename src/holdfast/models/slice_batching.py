@@ -168,7 +168,7 @@ class SliceBatching:
         sizes = [slice_.samples for slice_ in slices]
         if [len(slice_.inputs[0]) for slice_ in slices] != sizes:
             raise CannotSplitError("the model's input does not have one row per sample")
-        if any(map(_has_hooks, self._part.buckets.parameters)):
+        if any(_has_hooks(parameter, self._part.buckets.num_hooks) for parameter in self._part.buckets.parameters):
             raise CannotSplitError("a parameter has a hook")
         with _Watch(self._layers, sum(sizes)) as recorder, _script():
             outputs = forward(torch.cat([slice_.inputs[0] for slice_ in slices]))
@@ -305,10 +305,10 @@ def _layers_of(model: nn.Module) -> dict[nn.Module, Own]:
     return layers
 
 
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has gradient hooks besides those of the buckets."""
+def _has_hooks(parameter: nn.Parameter, ours: int) -> bool:
+    """Return whether a parameter has gradient hooks besides the ``ours`` of the buckets."""
     on_the_way, accumulated = gradient_hooks(parameter)
-    return on_the_way > 0 or accumulated > 1
+    return on_the_way > 0 or accumulated > ours
 
 
 def _of_linear(layer: nn.Module, given: torch.Tensor, back: torch.Tensor, into: Into) -> None:

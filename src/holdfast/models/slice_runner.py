@@ -47,7 +47,6 @@ class SliceRunner(Runner):
         self._overlap = self._make_overlap()
         self._last = -1
         self._planned: tuple[dict[int, int], RowPlan] = ({}, SINGLE_ROWS)
-        self._adds_later = False
 
     def _make_overlap(self) -> BackwardOverlap | None:
         """Return what overlaps all-reduces with the backward pass; None if nothing can."""
@@ -115,17 +114,17 @@ class SliceRunner(Runner):
 
     def _overlapping(self, batch: MiniBatch, number: int, *, is_only: bool) -> AbstractContextManager[None]:
         """Return the context for the backward pass of a slice: the last one begins all-reduces."""
-        if self._overlap is None or number != self._last or not is_only or self._adds_later:
+        if self._overlap is None or number != self._last or not is_only or self._part.gradients.adds_later:
             return nullcontext()
         gradients = self._part.gradients
         owners, (rows, added) = self._owners(batch), gradients.rows_after(number)
 
         def reduce(bucket: int) -> ReducedBucket:
             if added:
-                self._part.buckets.add_up_bucket(bucket, added)
+                self._part.buckets.add_up(added, [bucket])
             return self._reduce(batch, bucket, owners, rows)
 
-        return self._overlap.watching(gradients.next_terms(self._room), reduce)
+        return self._overlap.watching(gradients.current, reduce)
 
     def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
         """Move the gradients of the slice into its terms, and add these to those of other slices as planned."""
@@ -133,7 +132,7 @@ class SliceRunner(Runner):
         self._part.gradients.end_slice(number, metrics, len(batch.slices[number]), begun)
         self._watched.close()
         self._end(batch, number, metrics)
-        if not self._adds_later:
+        if not self._part.gradients.adds_later:
             self._part.gradients.add_up(number, begun)
 
     def log_media(self, batch: MiniBatch, number: int, name: str, media: Image | Histogram) -> None:
@@ -192,10 +191,10 @@ class SliceRunner(Runner):
         try:
             with self._tried_at_once(batch, numbers, forward, loss) as done:
                 yield done
-            if self._adds_later:
+            if self._part.gradients.adds_later:
                 self._part.gradients.add_up_all(numbers)
         finally:
-            self._moves_inputs = self._adds_later = False
+            self._moves_inputs = self._part.gradients.adds_later = False
 
     @contextlib.contextmanager
     def _tried_at_once(
@@ -207,7 +206,7 @@ class SliceRunner(Runner):
         tried = self._at_once.tried([len(batch.slices[number]) for number in numbers])
         is_known = tried.is_over
         slices = [] if tried.why_not else self._load(batch, numbers)
-        self._adds_later = bool(slices)  # each slice then has a row of its own until all are computed
+        self._part.gradients.adds_later = bool(slices)
         is_made = bool(slices) and self._at_once.compute(tried, slices, forward, loss)
         if is_made and is_known:
             self._loaded = {}

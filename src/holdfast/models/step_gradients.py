@@ -24,6 +24,11 @@ class StepGradients:
     def __init__(self, buckets: BucketLayout, rows: list[SliceGradients]) -> None:
         self._buckets = buckets
         self._rows = rows
+        self._apart: SliceGradients | None = None
+        self.current: SliceGradients
+        """The terms of the slice that is being computed."""
+        self.adds_later = False
+        """Whether all slices are computed before the first addition, each in a row of its own."""
         self.plan: RowPlan = SINGLE_ROWS
         """Which slices share a row; set before the first slice."""
         self.num_slices = 0
@@ -43,7 +48,16 @@ class StepGradients:
         """Rewind to the beginning of the step; the next gradients belong to slice ``number``."""
         self._buckets.buffers.rewind()
         self._buckets.clear()
-        self._buckets.aim(self.next_terms(room), is_summed=number in self.plan.first_of)
+        self.current = self._terms_of(number, room)
+        self._buckets.aim(self.current, is_summed=number in self.plan.first_of)
+
+    def _terms_of(self, number: int, room: Room) -> SliceGradients:
+        """Return the terms of the next slice: a row, unless it will be added to the newest row when it is complete."""
+        if self.adds_later or not self.plan.additions.get(number):
+            return self.next_terms(room)
+        self._apart = self._apart or self._buckets.terms_apart()
+        self._apart.let_go()
+        return self._apart
 
     def next_terms(self, room: Room) -> SliceGradients:
         """Return the memory for the terms of the next local slice."""
@@ -56,13 +70,12 @@ class StepGradients:
         return self._rows[number]
 
     def end_slice(self, number: int, metrics: Mapping[str, torch.Tensor | float], samples: int, begun: int = 0) -> None:
-        """Move gradients, buffers and metrics of the slice into its terms, the newest row; see :meth:`add_up`.
+        """Move gradients, buffers and metrics of the slice into its terms; see :meth:`add_up`.
 
         The all-reduces of the first ``begun`` buckets have begun.
         """
-        terms = self._rows[len(self.terms)]
-        self._buckets.put(terms, metrics, samples, begun)
-        self.note(number, terms)
+        self._buckets.put(self.current, metrics, samples, begun)
+        self.note(number, self.current)
 
     def note(self, number: int, terms: SliceGradients) -> None:
         """Keep the complete terms of a slice."""
@@ -83,7 +96,7 @@ class StepGradients:
     def rows_after(self, number: int) -> tuple[list[int], list[SliceGradients]]:
         """Return what slice ``number``, which is being computed, will end with: the rows left, and those to add up first."""
         times = self.plan.additions.get(number, 0)
-        rows = {**self.terms, number: self._rows[len(self.terms)]}
+        rows = {**self.terms, number: self.current}
         return list(rows)[: len(rows) - times], list(rows.values())[-1 - times :] if times else []
 
     def add_up(self, number: int, begun: int = 0) -> None:
@@ -93,9 +106,11 @@ class StepGradients:
         """
         times = self.plan.additions.get(number, 0)
         if times:
-            self._buckets.add_up(list(self.terms.values())[-1 - times :], begun)
+            self._buckets.add_up(list(self.terms.values())[-1 - times :], range(begun, len(self._buckets)))
             for _ in range(times):
                 self.terms.popitem()
+            if self._apart is not None and not begun:  # else a thread may still be about to add it
+                self._apart.let_go()
         if number in self.plan.last:
             self._buckets.restart_copies(next(reversed(self.terms.values())))
 
