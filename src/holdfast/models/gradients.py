@@ -239,33 +239,18 @@ class BucketLayout:
     def add_up(self, rows: Sequence[SliceGradients], buckets: Iterable[int]) -> None:
         """Add some buckets of rows into the first of them, from the last to the first: ``a + (b + c)``.
 
-        The last may have no row: it is then added to the one before.
+        The last may be a slice without a row.
         """
-        rows, last = (rows, None) if rows[-1].has_row else (rows[:-1], rows[-1])
         for bucket in buckets:
-            if last is not None:
-                self._add_apart(bucket, rows[-1], last)
-            if len(rows) > 1:
-                self._add_rows(bucket, rows)
-
-    def _add_apart(self, bucket: int, row: SliceGradients, slice_: SliceGradients) -> None:
-        """Add a bucket of a slice that has no row. It has a tensor for each gradient that it computed, and no other."""
-        into, values = [row.tails[bucket]], [slice_.tails[bucket]]
-        for view, gradient in zip(row.views[bucket], slice_.views[bucket], strict=True):
-            if gradient is not NO_GRADIENT:  # else it is -0.0, which changes nothing
-                into.append(view)
-                values.append(gradient)
-        add_each(into, values)
-
-    def _add_rows(self, bucket: int, rows: Sequence[SliceGradients]) -> None:
-        layout = self.layouts[bucket]
-        # All rows of a tile are added while it is in the cache. On a device, tiles would only cost more calls.
-        size = TILE if layout.device.type == "cpu" else max(1, layout.length)
-        for first, *others in zip(*(row.flat[bucket].split(size) for row in rows), strict=True):
-            total = others.pop()
-            while others:
-                total = others.pop() + total
-            first.add_(total)
+            stacks = [[row.flat[bucket] for row in rows]] if rows[-1].has_row else _stacks(bucket, rows)
+            if len(rows) == 2:
+                pairs = [stack for stack in stacks if len(stack) == 2]
+                add_each([first for first, _ in pairs], [second for _, second in pairs])
+                continue
+            # All rows of a tile are added while it is in the cache. On a device, tiles would only cost more calls.
+            size = TILE if self.layouts[bucket].device.type == "cpu" else max(1, self.layouts[bucket].length)
+            for stack in stacks:
+                _add_stack(stack, size)
 
     @torch.no_grad()
     def move(self, source: SliceGradients, to: SliceGradients) -> None:
@@ -380,6 +365,28 @@ class BucketLayout:
         self._target = None
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def _stacks(bucket: int, rows: Sequence[SliceGradients]) -> list[list[torch.Tensor]]:
+    """Return what is added up of a bucket whose last slice has no row: for each gradient its tensor in each row."""
+    stacks = [[row.tails[bucket] for row in rows]]
+    for stack in zip(*(row.views[bucket] for row in rows), strict=True):
+        without = stack[-1] is NO_GRADIENT  # it is -0.0, which changes nothing
+        stacks.append(list(stack[:-1] if without else stack))
+    return stacks
+
+
+def _add_stack(stack: Sequence[torch.Tensor], size: int) -> None:
+    """Add tensors of one shape into the first of them, from the last to the first, in tiles of ``size`` numbers."""
+    tiles: Iterable[Sequence[torch.Tensor]] = [stack]
+    if stack[0].numel() > size and all(tensor.is_contiguous() for tensor in stack):
+        tiles = zip(*(tensor.view(-1).split(size) for tensor in stack), strict=True)
+    for first, *others in tiles:
+        if others:
+            total = others.pop()
+            while others:
+                total = others.pop() + total
+            first.add_(total)
 
 
 def _check_dense(place: Place, gradient: torch.Tensor) -> None:
