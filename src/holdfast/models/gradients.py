@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from holdfast.comm import SlotSpan
 from holdfast.comm.allreduce.checksums import TILE
 from holdfast.errors import ConfigError, ScriptError
-from holdfast.models.bucket_layout import Bucket, Place, lay_out
+from holdfast.models.bucket_layout import Place, lay_out
 from holdfast.models.buffers import StepBuffers
 from holdfast.torch_private import add_each, copy_each, version_of
 

@@ -12,22 +12,20 @@ Slices that an owner may add locally without changing a bit are sent as their su
 process sends its own rows only: after the loss of one of N workers the vectors sent grow by 1/N, and only at the worker
 that took over its slice.
 
-Received parts lie in one buffer that all spans use in turn, of the size of the longest. It belongs to one generation:
-an operation that was abandoned after a failure may still write there, and nowhere else.
+Received parts lie in one buffer that all spans use in turn (:mod:`~holdfast.comm.allreduce.message_memory`).
 """
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from holdfast.comm.allreduce.adding import MeanDivisor, TiledSum, addable
-from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, ignore_corruption, num_tiles
-from holdfast.comm.allreduce.shm import LEFT_OUT, Slots, SlotSpan, aligned
+from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, ignore_corruption
+from holdfast.comm.allreduce.message_memory import MessageMemory
+from holdfast.comm.allreduce.shm import LEFT_OUT, Slots, SlotSpan
 from holdfast.comm.base import Collectives
 
 _MOST_KEPT = 512
@@ -79,8 +77,8 @@ class AllToAllReduce:
         self._me = comm.processes.index(comm.local_ranks)
         self._is_connected = False
         self._result: torch.Tensor | None = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._plans: dict[tuple[SlotSpan, str, bool], _Plan] = {}
+        self._memory = MessageMemory(terms[0].device, self._plans.clear)
 
     def __call__(
         self,
@@ -115,7 +113,7 @@ class AllToAllReduce:
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """The memory of this path besides the terms, bytes."""
-        return tuple(memory for memory in (self._buffer, self._result) if memory is not None)
+        return tuple(memory for memory in (self._memory.buffer, self._result) if memory is not None)
 
     def _result_memory(self) -> torch.Tensor:
         if self._result is None:
@@ -140,12 +138,10 @@ class AllToAllReduce:
         terms = {n: span.vector(self._terms[slot]) for slot, n in enumerate(slots[self._me]) if n != LEFT_OUT}
         taken = [(i, group[0]) for i in others for group in rows[i]]
         sent = [(i, group) for i in others for group in rows[self._me]]
-        vectors = self._divide(
-            span,
-            [mine.stop - mine.start for _ in taken]
-            + [parts[i].stop - parts[i].start for i, group in sent if len(group) > 1]
-            + [span.length] * (not self.keeps_terms),
-        )
+        lengths = [mine.stop - mine.start for _ in taken]
+        lengths += [parts[i].stop - parts[i].start for i, group in sent if len(group) > 1]
+        lengths += [span.length] * (not self.keeps_terms)
+        vectors = self._memory.divide(span, [(length,) for length in lengths])
         received = [(i, n, next(vectors)) for i, n in taken]
         meeting = [(n, term[mine]) for n, term in terms.items()] + [(n, part) for _, n, part in received]
         sums = [
@@ -167,20 +163,6 @@ class AllToAllReduce:
             [*_messages((i, result[mine]) for i in others)],
             [*_messages((i, result[parts[i]]) for i in others)],
         )
-
-    def _divide(self, span: SlotSpan, lengths: Sequence[int]) -> Iterator[ChecksummedVector]:
-        """Return an iterator over vectors like those of ``span`` in the buffer, which grows if it is too small."""
-        numbers = [aligned(length * span.dtype.itemsize) for length in lengths]
-        checksums = [8 * num_tiles(length, span.tile) * span.checked for length in lengths]
-        ends = list(itertools.accumulate(map(operator.add, numbers, map(aligned, checksums))))
-        if ends and ends[-1] > self._buffer.numel():
-            self._plans.clear()  # they use the old memory
-            self._buffer = torch.zeros(ends[-1], dtype=torch.uint8, device=self._terms[0].device)
-        buffer = self._buffer
-        for length, start, at, size in zip(lengths, [0, *ends], numbers, checksums, strict=False):
-            vector = buffer[start : start + length * span.dtype.itemsize].view(span.dtype)
-            sealed = buffer[start + at : start + at + size].view(torch.int64) if span.checked else None
-            yield ChecksummedVector(vector, sealed, span.tile)
 
     def _tokens(self, parts: Sequence[slice], rows: Sequence[Sequence[object]], *, gives: bool) -> _Messages:
         """Return messages of a byte from the processes that would send nothing otherwise.

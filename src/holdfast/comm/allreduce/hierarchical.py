@@ -20,6 +20,8 @@ With ``H`` hosts and vectors of ``B`` bytes a host sends ``g * B * (H - 1) / H``
 number of groups that it holds, and ``B * (H - 1) / H`` of results: ``1.75 * B`` for 8 hosts whose slices form one
 group each. After a loss only the hosts that then hold more groups send more.
 
+Sums lie in one buffer that all spans use in turn (:mod:`~holdfast.comm.allreduce.message_memory`).
+
 Correctness after failures and late wake-ups rests on the same rules as in :mod:`~holdfast.comm.allreduce.shm`: one
 writer per share, terms that no other process writes, new memory in every generation.
 """
@@ -36,6 +38,7 @@ import torch
 from holdfast.comm.allreduce.adding import MeanDivisor, TiledSum, groups
 from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, ignore_corruption, num_tiles
 from holdfast.comm.allreduce.host_barrier import HostBarrier
+from holdfast.comm.allreduce.message_memory import MessageMemory
 from holdfast.comm.allreduce.mover import Mover, RoundMover
 from holdfast.comm.allreduce.shm import LEFT_OUT, MAX_INTEGERS, HostMemory, Slots, SlotSpan
 from holdfast.comm.base import Collectives, Round
@@ -112,6 +115,7 @@ class HierarchicalReduce:
         self._mover = mover
         self._most_rounds = mover.most_rounds if isinstance(mover, RoundMover) else 1
         self._plans: dict[SlotSpan, _Plan] = {}
+        self._sums = MessageMemory("cpu", self._plans.clear)
 
     def __call__(
         self,
@@ -161,6 +165,11 @@ class HierarchicalReduce:
         """The memory of the results as this process writes it, bytes; None if they lie in no memory of their own."""
         return self._memory.result
 
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """The memory of this path besides terms and result, bytes."""
+        return (self._sums.buffer,)
+
     def result(self, span: SlotSpan) -> torch.Tensor:
         """Return the last result; it is complete once *any* worker, on any host, has completed the all-reduce."""
         return span.of(self._memory.given)
@@ -187,12 +196,14 @@ class HierarchicalReduce:
         }
         cut = list(pieces(self._hosts, span.length, span.line))
         rounds = [_Round() for _ in range(self._num_rounds(span, cut))]
-        parts = ((n, part) for piece in cut for n, part in enumerate(piece.divided(len(rounds), span.line)))
+        mine = [piece for piece in cut if piece.workers[host] == self._me]
+        parts = [(n, part) for piece in mine for n, part in enumerate(piece.divided(len(rounds), span.line))]
+        sums = self._sums.divide(span, [shape for _, piece in parts for shape in _sums_of(piece, host, of_host)])
         for number, piece in parts:
-            if piece.workers[host] == self._me and piece.finisher == host:
-                self._finish(rounds[number], span, piece, terms, of_host)
-            elif piece.workers[host] == self._me:
-                self._reduce_host(rounds[number], span, piece, terms, of_host[host])
+            if piece.finisher == host:
+                self._finish(rounds[number], span, piece, terms, of_host, sums)
+            else:
+                self._reduce_host(rounds[number], span, piece, terms, of_host[host], sums)
         return _Plan(slots, rounds, [part.messages() for part in rounds])
 
     def _num_rounds(self, span: SlotSpan, cut: Sequence[ReducePiece]) -> int:
@@ -200,13 +211,21 @@ class HierarchicalReduce:
         largest = max((piece.part.stop - piece.part.start for piece in cut), default=0)
         return max(1, min(self._most_rounds, largest * span.dtype.itemsize // ROUND_BYTES))
 
-    def _reduce_host(self, plan: _Round, span: SlotSpan, piece: ReducePiece, terms: _Terms, mine: list[_Group]) -> None:
+    def _reduce_host(
+        self,
+        plan: _Round,
+        span: SlotSpan,
+        piece: ReducePiece,
+        terms: _Terms,
+        mine: list[_Group],
+        vectors: Iterator[ChecksummedVector],
+    ) -> None:
         """Add the groups of this host, send the sums to the worker that finishes the piece, and receive the result."""
         peer, part = piece.workers[piece.finisher], piece.part
-        if len(mine) == 1 and len(mine[0]) == 1:  # nothing to add: it is sent from where it is, as the only row
+        if _is_one_slice(mine):  # nothing to add: it is sent from where it is, as the only row
             plan.give_sums += [(peer, message[None]) for message in terms[mine[0][0]][part].messages()]
         elif mine:
-            sums = _rows(mine, span, part)
+            sums = next(vectors)
             for i, group in enumerate(mine):
                 group_terms = [(n, terms[n][part]) for n in group]
                 plan.own.append(TiledSum(group_terms, _row(sums, i), part.start, ORDER_BETWEEN_HOSTS))
@@ -221,7 +240,8 @@ class HierarchicalReduce:
         span: SlotSpan,
         piece: ReducePiece,
         terms: dict[int, ChecksummedVector],
-        of_host: list[list[tuple[int, ...]]],
+        of_host: list[list[_Group]],
+        vectors: Iterator[ChecksummedVector],
     ) -> None:
         """Receive the sums of other hosts, add them and the slices of this one, and send the result to all hosts."""
         meeting = [(n, term[piece.part]) for n, term in terms.items()]
@@ -232,7 +252,7 @@ class HierarchicalReduce:
             if host == piece.finisher:
                 continue
             if theirs:
-                sums = _rows(theirs, span, piece.part)
+                sums = next(vectors)
                 plan.take_sums += [(peer, message) for message in sums.messages()]
                 # A group's sum takes the place of one of its slices: no other slice is added before it is complete.
                 meeting += [(group[0], _row(sums, i)) for i, group in enumerate(theirs)]
@@ -240,11 +260,20 @@ class HierarchicalReduce:
         plan.finish.append(TiledSum(meeting, out, piece.part.start, ORDER_BETWEEN_HOSTS))
 
 
-def _rows(of: Sequence[object], span: SlotSpan, part: slice) -> ChecksummedVector:
-    """Return zeroed memory for one row of numbers per element of ``of``, and for their checksums."""
-    length = part.stop - part.start
-    checksums = torch.zeros(len(of), num_tiles(length, span.tile), dtype=torch.int64) if span.checked else None
-    return ChecksummedVector(torch.zeros(len(of), length, dtype=span.dtype), checksums, span.tile)
+def _is_one_slice(mine: list[_Group]) -> bool:
+    return len(mine) == 1 and len(mine[0]) == 1
+
+
+def _sums_of(piece: ReducePiece, host: int, of_host: list[list[_Group]]) -> Iterator[tuple[int, int]]:
+    """Yield the rows and their length of the sums that a worker of ``host`` receives for a piece, or else sends."""
+    length = piece.part.stop - piece.part.start
+    if piece.finisher != host:
+        if of_host[host] and not _is_one_slice(of_host[host]):
+            yield len(of_host[host]), length
+        return
+    for other, theirs in enumerate(of_host):
+        if other != host and theirs:
+            yield len(theirs), length
 
 
 def _row(rows: ChecksummedVector, i: int) -> ChecksummedVector:
