@@ -253,11 +253,10 @@ class BucketLayout:
                 _add_stack(stack, size)
 
     @torch.no_grad()
-    def move(self, source: SliceGradients, to: SliceGradients) -> None:
-        """Copy a complete row to another one."""
-        for given, taken in zip(source.flat, to.flat, strict=True):
-            taken.copy_(given)
-        self.restart_copies(to)
+    def move(self, source: SliceGradients, to: SliceGradients, buckets: Iterable[int]) -> None:
+        """Copy some buckets of a complete row to another one."""
+        for bucket in buckets:
+            to.flat[bucket].copy_(source.flat[bucket])
 
     def named(self, terms: SliceGradients) -> dict[str, torch.Tensor]:
         """Return the gradients of a slice by parameter name; what is altered there is altered in ``terms``."""

@@ -23,7 +23,7 @@ from holdfast.models.loss import Forward, Loss, checked, on_device
 from holdfast.models.part import ModelPart
 from holdfast.models.reducer import BucketReducer, ReducedBucket
 from holdfast.models.runner import Runner, StepContext
-from holdfast.models.slice_batching import Slice, SliceBatching, has_bits
+from holdfast.models.slice_batching import BatchingTrial, Slice, SliceBatching, has_bits
 from holdfast.models.trainable import Trainable
 from holdfast.recovery.registry import strategy_class
 from holdfast.session.media import Histogram, Image
@@ -46,6 +46,7 @@ class SliceRunner(Runner):
         self._watched = NOT_WATCHED
         self._overlap = self._make_overlap()
         self._last = -1
+        self._begun = 0
         self._planned: tuple[dict[int, int], RowPlan] = ({}, SINGLE_ROWS)
 
     def _make_overlap(self) -> BackwardOverlap | None:
@@ -192,7 +193,7 @@ class SliceRunner(Runner):
             with self._tried_at_once(batch, numbers, forward, loss) as done:
                 yield done
             if self._part.gradients.adds_later:
-                self._part.gradients.add_up_all(numbers)
+                self._part.gradients.add_up_all(numbers, self._begun)
         finally:
             self._moves_inputs = self._part.gradients.adds_later = False
 
@@ -207,7 +208,7 @@ class SliceRunner(Runner):
         is_known = tried.is_over
         slices = [] if tried.why_not else self._load(batch, numbers)
         self._part.gradients.adds_later = bool(slices)
-        is_made = bool(slices) and self._at_once.compute(tried, slices, forward, loss)
+        is_made = bool(slices) and self._compute_at_once(batch, tried, slices, forward, loss)
         if is_made and is_known:
             self._loaded = {}
             for slice_ in slices:
@@ -224,6 +225,27 @@ class SliceRunner(Runner):
         if tried.is_over and tried.told != tried.why_not:
             tried.told = tried.why_not
             self._context.log.slices_tried(tried)
+
+    def _compute_at_once(
+        self, batch: MiniBatch, tried: BatchingTrial, slices: Sequence[Slice], forward: Forward, loss: Loss
+    ) -> bool:
+        """Compute slices in one pass, and begin the all-reduces of their buckets once the outcome of the trials is known."""
+        gradients, overlap = self._part.gradients, self._overlap
+        self._begun = 0
+        if overlap is None or not tried.is_over or slices[-1].number != self._last:
+            return self._at_once.compute(tried, slices, forward, loss)
+        owners, later = self._owners(batch), gradients.plan_later({each.number: each.terms for each in slices})
+
+        def reduce(bucket: int) -> ReducedBucket:
+            gradients.add_later(later, [bucket])
+            return self._reduce(batch, bucket, owners, list(later.terms))
+
+        with overlap.watching_batch([each.terms for each in slices], reduce) as written:
+            is_made = self._at_once.compute(tried, slices, forward, loss, written, lambda: overlap.num_begun)
+        self._begun = overlap.num_begun
+        if not is_made:
+            overlap.note_failed_batch()
+        return is_made
 
     def _may_go_at_once(self, batch: MiniBatch, numbers: Sequence[int]) -> bool:
         """Return whether no planned fault affects a single slice."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -13,6 +14,15 @@ from holdfast.models.gradients import MAX_METRICS, BucketLayout, SliceGradients
 
 Room = Callable[[int], torch.Tensor]
 """Returns the memory of the first, second, ... local slice of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaterAdditions:
+    """What is left to do with rows: those to add up, then those to move, and the rows that are left."""
+
+    terms: Mapping[int, SliceGradients]
+    additions: Sequence[Sequence[SliceGradients]]
+    moves: Sequence[tuple[SliceGradients, SliceGradients]]
 
 
 class StepGradients:
@@ -114,16 +124,39 @@ class StepGradients:
         if number in self.plan.last:
             self._buckets.restart_copies(next(reversed(self.terms.values())))
 
-    def add_up_all(self, numbers: Sequence[int]) -> None:
-        """Add the rows of slices that were all computed before the first addition, in rows of their own."""
-        terms, self.terms = self.terms, {n: row for n, row in self.terms.items() if n not in numbers}
-        for number in numbers:
-            self.terms[number] = terms[number]
-            self.add_up(number)
-        for place, (number, row) in enumerate(self.terms.items()):
-            if row.row != place:  # other workers expect the rows one after another
-                self._buckets.move(row, self._rows[place])
-                self.terms[number] = self._rows[place]
+    def plan_later(self, computed: Mapping[int, SliceGradients]) -> LaterAdditions:
+        """Return what is left to do once all ``computed`` slices are in rows of their own, the last ones of the step."""
+        terms = {n: row for n, row in self.terms.items() if n not in computed}
+        additions = []
+        for number, row in computed.items():
+            terms[number] = row
+            if times := self.plan.additions.get(number, 0):
+                additions.append(list(terms.values())[-1 - times :])
+                for _ in range(times):
+                    terms.popitem()
+        # Other workers expect the rows one after another.
+        moves = [(row, self._rows[place]) for place, row in enumerate(terms.values()) if row.row != place]
+        return LaterAdditions(dict(zip(terms, self._rows, strict=False)), additions, moves)
+
+    def add_later(self, later: LaterAdditions, buckets: Sequence[int]) -> None:
+        """Carry out ``later`` for some buckets."""
+        for rows in later.additions:
+            self._buckets.add_up(rows, buckets)
+        for source, to in later.moves:
+            self._buckets.move(source, to, buckets)
+
+    def add_up_all(self, numbers: Sequence[int], begun: int = 0) -> None:
+        """Add the rows of slices that were all computed before the first addition, in rows of their own.
+
+        The all-reduces of the first ``begun`` buckets have begun, and do so themselves.
+        """
+        later = self.plan_later({number: self.terms[number] for number in numbers})
+        self.add_later(later, range(begun, len(self._buckets)))
+        moved = [to for _, to in later.moves]
+        self.terms = dict(later.terms)
+        for number, row in self.terms.items():
+            if number in self.plan.first_of or any(row is to for to in moved):
+                self._buckets.restart_copies(row)
 
     def given(self) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
         """Yield for each computed slice the data that reveals a wrong one: its first bucket, and its metrics."""
