@@ -242,6 +242,21 @@ def test_where_it_cannot_be_nothing_is_begun_early_and_a_request_is_answered(cou
     assert ("--overlap on has no effect" in said and why in said) == (arguments["overlap"] == "on"), said
 
 
+def test_gradients_are_told_of_only_where_they_are_watched(monkeypatch):
+    told, note = [], BackwardOverlap._note
+    monkeypatch.setattr(BackwardOverlap, "_note", lambda overlap, *place: told.append(place) or note(overlap, *place))
+
+    train("mlp", "adam", workers=2, comm=Movable(2), overlap="off")
+    assert told == [], "nothing to watch for"
+
+    train("mlp", "adam", workers=2, comm=Movable(2))
+    watched = len(told)  # in the first step, when the transport is not known; then shared memory does not pay
+    assert watched == 4, "four gradients of the last slice"
+
+    trained()
+    assert len(told) - watched == 4 * reference.STEPS, "of one slice of each step, and of no other"
+
+
 def test_shared_memory_alone_begins_nothing_early_unless_asked(counts):
     assert train("mlp", "adam", workers=2, comm=Movable(2))[1] == reference.train("mlp", "adam")
 
