@@ -78,7 +78,8 @@ def test_the_table_in_the_docs_has_these_figures(counted):
     expected = []
     for slices in (1, 2, 8):
         by_case = {
-            (order, rank): sum(line["memory"][what] for what in ("parameters", "optimizer", "rows", "gradients")) / NUMBERS
+            (order, rank): sum(line["memory"][what] for what in ("parameters", "optimizer", "rows", "gradients"))
+            / NUMBERS
             for (order, of_all, _, rank), line in counted.items()
             if of_all == slices * WORKERS
         }
