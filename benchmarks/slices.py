@@ -10,7 +10,11 @@ bit-identical to it:
 - ``vmap``: ``torch.func.vmap`` of the gradient, over the slices;
 - ``graph``: one forward pass over all samples, and a backward pass for each slice's loss.
 
-    python benchmarks/slices.py [--blocks N] [--models digits mlp cnn transformer]
+With ``--any-order`` only the exact addition is measured: eight slices beside the same eight backward passes that autograd
+accumulates in one gradient, in the same session, as a single slice. That is addition in any order: a worker's samples
+are then one term, whatever their number, so the result depends on which worker has them.
+
+    python benchmarks/slices.py [--blocks N] [--models digits mlp cnn transformer] [--any-order]
 
 Times are processor time; ratios are taken within a block, with the 95 % interval of the median by bootstrap.
 """
@@ -38,6 +42,8 @@ from holdfast.models.slice_batching import TRIALS
 Gradients = list[list[torch.Tensor]]
 """For each slice, the gradient of each parameter."""
 COUNTS = (1, 2, 4, 8, 16)
+EIGHT = 8
+"""Slices of a worker where orders are compared."""
 DIGITS = "digits"
 """A network of 26 thousand parameters for images of 8 x 8 numbers, whose cost is in calls and not in arithmetic."""
 SAMPLES = 128
@@ -100,15 +106,22 @@ class Training:
         slices: Slices of each step.
         computes: Whether ``step.compute`` is used instead of a loop.
         folder: Folder for the records.
+        order: The order of addition.
+        passes: Backward passes of each slice.
     """
 
-    def __init__(self, name: str, slices: int, folder: Path, *, computes: bool) -> None:
+    def __init__(
+        self, name: str, slices: int, folder: Path, *, computes: bool, order: str = "auto", passes: int = 1
+    ) -> None:
         self.model = model_of(name)
-        self._computes, self._records = computes, folder / f"{name}-{slices}-{computes}"
+        self._computes, self._passes = computes, passes
+        self._records = folder / f"{name}-{slices}-{computes}-{order}-{passes}"
         self._records.mkdir()
         x, y = samples_of(name)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        session = holdfast.Session(self.model, optimizer, slices=slices, workers=1, run_dir=str(self._records))
+        session = holdfast.Session(
+            self.model, optimizer, slices=slices, workers=1, order=order, run_dir=str(self._records)
+        )
         self._steps = session.steps(TensorDataset(x, y), len(x), 1 << 20, shuffle=False)
 
     def advance(self, steps: int) -> float:
@@ -120,7 +133,10 @@ class Training:
                 step.compute(self.model, mean_loss)
                 continue
             for x, y in step:
-                step.backward(mean_loss(self.model(x), y))
+                *others, last = zip(x.chunk(self._passes), y.chunk(self._passes), strict=True)
+                for xs, ys in others:
+                    (mean_loss(self.model(xs), ys) * len(ys)).backward()
+                step.backward(mean_loss(self.model(last[0]), last[1]) * (len(last[1]) / len(y)))
         return (time.process_time() - begun_s) / steps
 
     def why_not(self) -> str:
@@ -200,6 +216,28 @@ def measure(name: str, counts: list[int], blocks: int, folder: Path) -> None:
         one.close()
 
 
+def measure_any_order(name: str, blocks: int, folder: Path) -> None:
+    """Print the times of exact addition, to those of addition in any order."""
+    made: dict[str, Training] = {"any order": Training(name, 1, folder, computes=False, passes=EIGHT)}
+    for order in ("fold", "tree"):
+        made[f"loop, {order}"] = Training(name, EIGHT, folder, computes=False, order=order)
+        made[f"step.compute, {order}"] = Training(name, EIGHT, folder, computes=True, order=order)
+    each_s = min(one.advance(TRIALS + 2) for one in made.values())
+    times: dict[str, list[float]] = {way: [] for way in made}
+    for _ in range(blocks):
+        for way in random.sample(list(made), len(made)):
+            times[way].append(made[way].advance(max(2, round(STEP_S / each_s))))
+    for way, taken_s in times.items():
+        how = f"; {made[way].why_not() or 'batched'}" if "compute" in way else ""
+        print(
+            f"{name}, {EIGHT} slices, {way}: {statistics.median(taken_s) * 1e3:.2f} ms,"
+            f" to any order {against(taken_s, times['any order'])}{how}",
+            flush=True,
+        )
+    for one in made.values():
+        one.close()
+
+
 def main() -> None:
     """Print the bits and the times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -208,9 +246,14 @@ def main() -> None:
     )
     names = [DIGITS, "mlp", "cnn", "transformer"]
     parser.add_argument("--models", nargs="+", default=names, choices=names)
+    parser.add_argument("--any-order", action="store_true", help="compare with addition in any order, and nothing else")
     given = parser.parse_args()
     torch.set_num_threads(1)
     for name in given.models:
+        if given.any_order:
+            with tempfile.TemporaryDirectory() as folder:
+                measure_any_order(name, given.blocks, Path(folder))
+            continue
         counts = [slices for slices in COUNTS if slices <= len(samples_of(name)[0])]
         for slices in counts[1:]:
             other_ways(name, slices)

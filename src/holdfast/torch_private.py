@@ -25,6 +25,7 @@ __all__ = [
     "OBJECT_BROADCAST",
     "OBJECT_GATHERS",
     "TRIED",
+    "add_each",
     "begin_event",
     "buffers_of",
     "check_version",
@@ -90,6 +91,11 @@ def _minor(version: str) -> tuple[int, ...]:
 def version_of(tensor: torch.Tensor) -> int:
     """Return the version counter of a tensor: how many times it was modified in place."""
     return tensor._version
+
+
+def add_each(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Add each value to its tensor, all in one call."""
+    torch._foreach_add_(into, values)
 
 
 def copy_each(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:

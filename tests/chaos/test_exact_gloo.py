@@ -5,6 +5,7 @@ from exact import SCRIPT, check_decided_again, check_forward_lost_one_slice, che
 from jobs import assert_landed, exit_codes, run_report
 
 pytestmark = pytest.mark.chaos
+MESSAGES = {"HOLDFAST_SHARED_BYTES": "0"}
 
 
 def run(tmp_path, *words, kills=(), **expected):
@@ -29,6 +30,20 @@ def test_killed_workers_change_no_bit(tmp_path, model, optimizer, killed, kills)
     assert [f["injected"] for f in report["failures"]] == [True] * len(killed)
     check_decided_again(report)
     assert report["restarts"] == 0
+
+
+@pytest.mark.parametrize("path", ["messages", pytest.param("shared", marks=pytest.mark.soak)])
+def test_a_worker_of_many_slices_that_dies_among_them_changes_no_bit(tmp_path, path):
+    """Rank 1 dies in its backward pass; the survivor's slices are other groups than before."""
+    script = ("--order", "tree", SCRIPT, "mlp", "adam", "--slices", 8)
+    kills = ["rank=1,step=5,phase=backward"]
+
+    calm = run(tmp_path / "calm", "-n", 1, *script)
+    report = run(tmp_path / "killed", "-n", 2, *script, kills=kills, env=MESSAGES if path == "messages" else {})
+
+    assert_landed(report, 1)
+    check_nothing_lost(report, calm["replicas"]["state_sha256"], [0])
+    assert calm["replicas"]["state_sha256"] != reference_hash("mlp", "adam", (), 8), "the order shows"
 
 
 def test_without_recovery_a_kill_ends_the_job(tmp_path):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import holdfast
+from holdfast.models import gradients as layout
 from holdfast.models.memory import memory_in_use
 
 WIDTH = 256
@@ -44,11 +45,14 @@ def train(order, slices, path):
     )
     x = torch.zeros(3 * slices, WIDTH)
     for step in session.steps(TensorDataset(x, x), slices, 1):
+        gradients = 0
         for given, _ in step:
             step.backward(F.mse_loss(model(given), given))
+            if step.number == 2:
+                part, adds = session._trainable.whole, session._job.loops.sum
+                gradients = memory_in_use(part, adds)["gradients"]  # of the last slice
         if step.number == 2:
-            part, adds = session._trainable.whole, session._job.loops.sum
-            found = memory_in_use(part, adds)
+            found = memory_in_use(part, adds) | {"gradients": gradients}
             after = {address: size for address, size in all_storages().items() if before.get(address) != size}
             case = {"case": [order, slices, path], "rank": session.rank, "row": part.size_bytes}
             data = x.nbytes * (x.nbytes > 4096)
@@ -58,5 +62,6 @@ def train(order, slices, path):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    layout.SMALL_BYTES = 0  # gradients are moved one by one, as those of a large model
     for order, slices, path in zip(*[iter(sys.argv[1:])] * 3, strict=True):
         train(order, int(slices), path)

@@ -16,8 +16,9 @@ from holdfast.comm import VirtualCommunicator
 from holdfast.comm.reduce_thread import AllReduceThread
 from holdfast.comm.waiting import waiting
 from holdfast.errors import PeerFailed
+from holdfast.models import slice_batching
 from holdfast.models.backward_overlap import BackwardOverlap
-from holdfast.models.slice_batching import TRIALS
+from holdfast.models.slice_batching import TRIALS, SliceBatching
 
 DEADLINE_S = 20
 
@@ -151,6 +152,55 @@ def test_the_bits_are_those_of_the_reference(counts, model, compute):
     assert counts["early"] >= reference.STEPS - 1 - tried, "the first step only looks"
 
 
+@pytest.mark.parametrize("order", ["fold", "tree"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_slices_of_one_pass_are_all_reduced_while_it_writes_gradients(monkeypatch, counts, workers, order):
+    monkeypatch.setattr(slice_batching, "WORTH", 1e9)  # however long it takes
+    begun, batched = [], SliceBatching.compute
+
+    def compute(batching, tried, slices, *others):
+        is_made = batched(batching, tried, slices, *others)
+        begun.append(others[-1]() if len(others) == 4 else 0)
+        return is_made
+
+    monkeypatch.setattr(SliceBatching, "compute", compute)
+    arguments = {"order": order, "slices": 4, "compute": True}
+
+    early = trained(reference.ROWS, workers=workers, **arguments)
+    late = train(reference.ROWS, "adam", comm=Movable(workers), workers=workers, overlap="off", **arguments)[1]
+
+    assert early == late
+    assert begun[:TRIALS] == [0] * TRIALS
+    assert max(begun) > 0, "the bits of this processor's kernels differ, or nothing was begun"
+    assert counts["early"] == sum(begun)
+
+
+def test_a_pass_that_fails_after_something_was_begun_costs_the_step_and_no_bit(monkeypatch):
+    monkeypatch.setattr(slice_batching, "WORTH", 1e9)
+    of_linear, note_failed = slice_batching.GRADIENTS[nn.Linear], BackwardOverlap.note_failed_batch
+    first, begun = [], []
+
+    def run_out(layer, *others):
+        if layer.in_features == 64:  # the layer whose gradients are written last
+            first.append(layer)
+            if len(first) == 4 * (TRIALS + 2):
+                raise RuntimeError("no memory")
+        of_linear(layer, *others)
+
+    def note(overlap):
+        begun.append(overlap.num_begun)
+        note_failed(overlap)
+
+    monkeypatch.setitem(slice_batching.GRADIENTS, nn.Linear, run_out)
+    monkeypatch.setattr(BackwardOverlap, "note_failed_batch", note)
+    arguments = {"workers": 2, "slices": 4, "compute": True}
+
+    assert trained(reference.ROWS, **arguments) == reference.train(reference.ROWS, "adam")
+
+    assert len(begun) == 1
+    assert begun[0] > 0, "nothing was begun in the pass that failed"
+
+
 def test_no_thread_outlives_its_loop():
     before = threading.active_count()
 
@@ -190,6 +240,21 @@ def test_where_it_cannot_be_nothing_is_begun_early_and_a_request_is_answered(cou
     assert counts["early"] == 0
     said = capsys.readouterr().err
     assert ("--overlap on has no effect" in said and why in said) == (arguments["overlap"] == "on"), said
+
+
+def test_gradients_are_told_of_only_where_they_are_watched(monkeypatch):
+    told, note = [], BackwardOverlap._note
+    monkeypatch.setattr(BackwardOverlap, "_note", lambda overlap, *place: told.append(place) or note(overlap, *place))
+
+    train("mlp", "adam", workers=2, comm=Movable(2), overlap="off")
+    assert told == [], "nothing to watch for"
+
+    train("mlp", "adam", workers=2, comm=Movable(2))
+    watched = len(told)  # in the first step, when the transport is not known; then shared memory does not pay
+    assert watched == 4, "four gradients of the last slice"
+
+    trained()
+    assert len(told) - watched == 4 * reference.STEPS, "of one slice of each step, and of no other"
 
 
 def test_shared_memory_alone_begins_nothing_early_unless_asked(counts):

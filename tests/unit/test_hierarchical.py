@@ -379,3 +379,32 @@ def test_which_process_has_which_slice_is_computed_once_for_all_buckets_of_a_ste
     owners[5] = 7
     add(spans[0], owners, rows=list(range(128)))
     assert owners.count == 2, "changed owners are seen"
+
+
+# -- memory
+
+
+@pytest.mark.parametrize("hosts", [2, 8])
+@pytest.mark.parametrize("slices", [1, 2])
+def test_the_sums_of_all_spans_lie_in_one_buffer_in_turn(hosts, slices):
+    lengths = [1600, 800, 3200, 16]
+    spans = [SlotSpan(0, length, SUM_TYPE) for length in lengths]
+    fabric, results = Fabric(range(hosts)), [torch.zeros(4 * 3200, dtype=torch.uint8) for _ in range(hosts)]
+    slots = [list(range(slices * host, slices * (host + 1))) for host in range(hosts)]
+    terms = {n: torch.randn(3200, generator=torch.Generator().manual_seed(n)) for n in range(slices * hosts)}
+
+    def work(comm):
+        mine = [terms[n].clone().view(torch.uint8) for n in slots[comm.me]]
+        reach = [mine if process == comm.me else [] for process in range(hosts)]
+        memory = HostMemory(reach, results[comm.me], results[comm.me], fabric.words[comm.me], range(hosts))
+        add = HierarchicalReduce(comm, range(hosts), memory, FabricMover(comm))
+        for _ in range(2):
+            for span in spans:
+                expected = torch.empty(span.length)
+                adding.tree([(n, term[: span.length]) for n, term in terms.items()], expected)
+                assert torch.equal(add(span, slots, "tree", None, lambda: None), expected)
+        return [buffer.numel() for buffer in add.buffers]
+
+    received = (hosts - 1) * 4 * 3200 // hosts
+    sent = received if slices > 1 else 0  # a single slice is sent from where it is
+    assert fabric.run(work) == [[received + sent]] * hosts

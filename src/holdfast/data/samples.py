@@ -24,7 +24,7 @@ def fetch(dataset: Any, ids: Ids, collate: Any) -> Any:
     """
     if collate is None and type(dataset) is TensorDataset:  # a subclass may override []
         index = torch.from_numpy(ids)
-        return tuple(tensor[index] for tensor in dataset.tensors)
+        return tuple(tensor.index_select(0, index) for tensor in dataset.tensors)
     many = getattr(dataset, "__getitems__", None)
     samples = many(ids.tolist()) if many is not None else [dataset[i] for i in ids.tolist()]
     return (collate or default_collate)(samples)

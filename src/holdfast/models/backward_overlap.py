@@ -13,13 +13,16 @@ early, because the order of the buckets is the same; each decides for itself, an
 
 A begun all-reduce reads gradients. If one of them changes afterwards (the script clips the gradients of a slice, a second
 backward pass adds to them, the slice is computed again for want of memory), all workers must discard the step. So the
-first step of a training loop only *looks* whether that happens, and if so the overlap stays off.
+first step of a training loop only *looks* whether that happens, and if so the overlap stays off. Where all slices are
+computed in one pass (``step.compute``), no script runs after its first gradient, and nothing has to be looked at.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import nn
 
 from holdfast.comm import OrderedAllReduce
 from holdfast.comm.base import ThreadChange
@@ -31,7 +34,6 @@ from holdfast.models.gradients import SliceGradients
 from holdfast.models.part import ModelPart
 from holdfast.models.reducer import ReducedBucket
 from holdfast.recovery.registry import strategy_class
-from holdfast.torch_private import version_of
 
 Reduce = Callable[[int], ReducedBucket]
 """All-reduces a bucket; called in another thread."""
@@ -79,12 +81,12 @@ class BackwardOverlap:
         self._buckets = part.buckets
         assert isinstance(job.comm, ThreadChange), why_never(job, part)
         self._thread = AllReduceThread(job.comm)
-        self._buckets.tells = self._note
+        self._buckets.has_versions = True
         self._why_off = ""
         self._has_looked = False
         self._watches = self._begins = False
         self._reduce: Reduce | None = None
-        self._terms: SliceGradients | None = None
+        self._terms: Sequence[SliceGradients] = ()
         self._missing: list[set[int]] = []
         self._versions: list[list[int]] = []
         self._changed = False
@@ -96,7 +98,7 @@ class BackwardOverlap:
 
     def begin_step(self) -> None:
         """Begin an attempt at a step, when nothing is under way."""
-        self._versions, self._changed = [], False
+        self._versions, self._changed, self._terms = [], False, ()
         is_known = self._total.is_set_up
         self._watches = (
             not self._why_off
@@ -112,12 +114,48 @@ class BackwardOverlap:
             yield
             return
         self._changed = self._changed or bool(self._versions)  # the slice is computed once more
-        self._terms, self._reduce = terms, reduce
+        self._terms, self._reduce = [terms], reduce
         self._missing = [set(range(len(layout.places))) for layout in self._buckets.layouts[:-1]]
+        self._buckets.tells = self._note  # gradients are told of in this pass alone
+        self._buckets.aim(terms)
         try:
             yield
         finally:
-            self._missing, self._reduce = [], None
+            self._missing, self._reduce, self._buckets.tells = [], None, None
+
+    @contextlib.contextmanager
+    def watching_batch(
+        self, terms: Sequence[SliceGradients], reduce: Reduce
+    ) -> Iterator[Callable[[nn.Parameter], None] | None]:
+        """Within this context all slices of the step are computed in one pass.
+
+        Yields what is to be called with each parameter whose gradients are in all ``terms``; None if nothing can begin.
+        No script runs in this pass after the first gradient, so none has to be looked at first.
+        """
+        if not self._watches or not self._total.is_set_up:
+            yield None
+            return
+        self._terms, self._reduce, self._begins = terms, reduce, True
+        self._missing = [set(range(len(layout.places))) for layout in self._buckets.layouts[:-1]]
+        places = {
+            p.parameter: (b, i) for b, layout in enumerate(self._buckets.layouts) for i, p in enumerate(layout.places)
+        }
+        try:
+            yield lambda parameter: self._note(*places[parameter])
+        except BaseException:
+            self._changed = True
+            raise
+        finally:
+            self._missing, self._reduce, self._terms = [], None, ()
+
+    @property
+    def num_begun(self) -> int:
+        """Number of buckets that are begun, and not counted."""
+        return self._thread.num_begun
+
+    def note_failed_batch(self) -> None:
+        """Note that the pass over all slices is not valid: what it has begun fails the step."""
+        self._changed = self._changed or bool(self._versions)
 
     def _note(self, bucket: int, i: int) -> None:
         """Note that a gradient is complete; begin the buckets that are, in order."""
@@ -129,18 +167,18 @@ class BackwardOverlap:
                 self._begin(len(self._versions))
 
     def _begin(self, bucket: int) -> None:
-        assert self._terms is not None
         assert self._reduce is not None
-        self._versions.append([version_of(view) for view in self._terms.views[bucket]])
+        self._versions.append(self._terms[-1].versions(bucket))
         if self._begins and not self._changed:
-            self._buckets.note_presence(self._terms, bucket)
+            for terms in self._terms:
+                self._buckets.note_presence(terms, bucket)
             reduce = self._reduce
             self._thread.begin(lambda: reduce(bucket))
 
     def end_slice(self) -> int:
         """Return how many buckets are begun at the end of the last slice, before its gradients are collected."""
-        terms, self._terms = self._terms, None
-        if terms is not None:
+        watched, self._terms = self._terms, ()
+        for terms in watched:
             self._changed = self._changed or any(
                 self._buckets.has_changed(terms, bucket, versions) for bucket, versions in enumerate(self._versions)
             )

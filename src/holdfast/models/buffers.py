@@ -84,7 +84,7 @@ class StepBuffers:
             buffer if buffer.is_floating_point() else buffer.long() - start.long()
             for buffer, start in zip(buffers, self._start, strict=True)
         )
-        torch.cat([value.detach().flatten().to(into.device) for value in values], out=into)
+        torch.cat([_flat(value, into.device) for value in values], out=into)
 
     def set_mean(self, figures: torch.Tensor, in_host: torch.Tensor, num_slices: int) -> None:
         """Set the buffers from the sum over ``num_slices`` slices, which ``in_host`` holds in host memory."""
@@ -120,6 +120,13 @@ def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     """Copy each value into its tensor, in one call, because separate calls would take longer than the copies."""
     if into:
         copy_each(into, values)
+
+
+def _flat(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a flat tensor on ``device``, without a call of torch where it is one: a call costs more than the copy."""
+    value = value.detach() if value.requires_grad else value
+    value = value if value.dim() == 1 else value.flatten()
+    return value if value.device == device else value.to(device)
 
 
 def _advanced(start: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ are a bucket by themselves, which is not rounded.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -19,64 +19,56 @@ from torch.utils.hooks import RemovableHandle
 
 from holdfast.comm import SlotSpan
 from holdfast.comm.allreduce.checksums import TILE
-from holdfast.comm.allreduce.shm import ALIGN
 from holdfast.errors import ConfigError, ScriptError
+from holdfast.models.bucket_layout import Place, lay_out
 from holdfast.models.buffers import StepBuffers
-from holdfast.torch_private import version_of
+from holdfast.torch_private import add_each, copy_each, version_of
 
 MAX_METRICS = 16
 """Maximum number of metrics that a script may log in a step, including the loss."""
 
+SMALL_BYTES = 4 << 20
+"""The gradients of a smaller model stay in the cache until the slice ends, and are then copied in one call."""
+
+NO_ROW = -1
+NO_GRADIENT = torch.empty(0)
+"""In place of the gradient of a parameter that a slice has none for."""
 _NOTHING = -0.0
-_NOWHERE = SlotSpan(0, 0, torch.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The location of a parameter in its bucket."""
-
-    parameter: nn.Parameter
-    name: str
-    start: int
-    numel: int
-    presence: int
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """The layout of one flat vector: gradients, presences, and in the last bucket the figures."""
-
-    places: tuple[_Place, ...]
-    length: int
-    figures_at: int
-    dtype: torch.dtype
-    device: torch.device
-    span: SlotSpan = _NOWHERE  # in the memory of a slice
-
-    @property
-    def may_be_rounded(self) -> bool:
-        """Whether an order that rounds to bfloat16 applies to this bucket, of which figures are never a part then."""
-        return self.dtype == torch.float32 and bool(self.places)
-
-    @property
-    def gradients_end(self) -> int:
-        """End of the gradients, and start of the presences."""
-        return self.places[-1].start + self.places[-1].numel if self.places else 0
 
 
 @dataclass(frozen=True, slots=True)
 class SliceGradients:
-    """The contribution of one slice, or the sum of several: a flat vector per bucket, and views for each gradient.
+    """The contribution of one slice, or the sum of several.
 
     Args:
-        row: Number of its memory; see :meth:`OrderedAllReduce.room`.
+        flat: Its vector in each bucket; none if it has no row.
+        views: Its gradients in each bucket. Those of a slice without a row are the tensors that autograd has made, as
+            soon as they are known, or :data:`NO_GRADIENT`.
+        tails: The presences and figures in each bucket.
+        row: Number of its memory, see :meth:`OrderedAllReduce.room`; :data:`NO_ROW` if it will be added to another
+            one as soon as it is complete.
         begun: The version of each gradient in the buckets of which the copy to the host has begun, by bucket.
     """
 
     flat: list[torch.Tensor]
     views: list[list[torch.Tensor]]
+    tails: list[torch.Tensor]
     row: int = 0
     begun: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def has_row(self) -> bool:
+        """Whether it lies in the memory of the all-reduce."""
+        return self.row != NO_ROW
+
+    def versions(self, bucket: int) -> list[int]:
+        """Return the version of each gradient of a bucket."""
+        return [version_of(view) for view in self.views[bucket]]
+
+    def let_go(self) -> None:
+        """Free the gradients of a slice without a row."""
+        for views in self.views:
+            views[:] = [NO_GRADIENT] * len(views)
 
 
 class BucketLayout:
@@ -94,21 +86,12 @@ class BucketLayout:
     ) -> None:
         self.buffers = StepBuffers(model)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        groups = _group(named[::-1], bucket_bytes)
+        if len(devices := {str(p.device) for _, p in named}) > 1:
+            raise ConfigError(f"all parameters must be on one device, got {', '.join(sorted(devices))}")
         figures = 2 * MAX_METRICS + self.buffers.numel
-        dtype = self.buffers.dtype
-        device = named[-1][1].device if named else torch.device("cpu")
-        layouts = [_lay_out(group) for group in groups]
-        if layouts and layouts[-1].dtype == dtype and not figures_apart:
-            last = layouts.pop()
-            layouts.append(Bucket(last.places, last.length + figures, last.length, dtype, last.device))
-        else:  # for instance if they need another dtype than the gradients of the last bucket
-            layouts.append(Bucket((), figures, 0, dtype, device))
-        if len({b.device for b in layouts}) > 1:
-            raise ConfigError(
-                f"all parameters must be on one device, got {', '.join(sorted({str(b.device) for b in layouts}))}"
-            )
-        self.layouts: tuple[Bucket, ...] = _place(layouts, checked=checked)
+        self.layouts = lay_out(
+            named[::-1], figures, self.buffers.dtype, bucket_bytes, checked=checked, figures_apart=figures_apart
+        )
         self.size_bytes = self.layouts[-1].span.end
         self.parameters: tuple[nn.Parameter, ...] = tuple(p for _, p in named)
         self._hooks: list[RemovableHandle] = []
@@ -117,10 +100,12 @@ class BucketLayout:
         self.copies: Callable[[SlotSpan, int], None] | None = None
         """Starts the copy of a bucket to the host, given its row, as soon as a slice is complete there; None on the CPU."""
         self.tells: Callable[[int, int], None] | None = None
-        """Called with each gradient that has been moved into its term, as its bucket and place; None if it is not needed."""
+        """Called with each gradient that is complete, as its bucket and place; None while that is not needed."""
+        self.has_versions = False
+        """Whether each gradient has a version of its own, instead of one for all of the memory of a row."""
         self.copied: list[torch.Tensor] = []
         """Memory for gradients that may be modified, by bucket; empty until it is needed."""
-        self._given: list[tuple[int, list[torch.Tensor]]] = [(-1, [])] * len(layouts)
+        self._given: list[tuple[int, list[torch.Tensor]]] = [(-1, [])] * len(self.layouts)
 
     def __len__(self) -> int:
         """Return the number of buckets."""
@@ -129,42 +114,57 @@ class BucketLayout:
     def terms_in(self, memory: torch.Tensor, row: int = 0) -> SliceGradients:
         """Return the views in ``memory`` (``size_bytes`` bytes), that of the ``row``-th slice, for its terms."""
         flat = [b.span.of(memory) for b in self.layouts]
-        views = [_views(b, term) for b, term in zip(self.layouts, flat, strict=True)]
-        if self.copies or self.tells:  # each with a version of its own, instead of one for all of the memory
+        views = [bucket.views(term) for bucket, term in zip(self.layouts, flat, strict=True)]
+        if self.copies is not None or self.has_versions:
             views = [[view.data for view in some] for some in views]
-        return SliceGradients(flat, views, row)
+        tails = [term[bucket.gradients_end :] for bucket, term in zip(self.layouts, flat, strict=True)]
+        return SliceGradients(flat, views, tails, row)
+
+    def terms_apart(self) -> SliceGradients:
+        """Return the terms of a slice that has no row: its gradients stay in the tensors that autograd makes."""
+        tails = [
+            torch.zeros(bucket.length - bucket.gradients_end, dtype=bucket.dtype, device=bucket.device)
+            for bucket in self.layouts
+        ]
+        return SliceGradients([], [[NO_GRADIENT] * len(bucket.places) for bucket in self.layouts], tails, NO_ROW)
+
+    @property
+    def num_hooks(self) -> int:
+        """Number of hooks that each parameter has from here."""
+        return int(bool(self._hooks))
 
     def aim(self, terms: SliceGradients, *, is_summed: bool = False) -> None:
-        """From now on, move each gradient into ``terms`` as soon as the backward pass has finished it.
+        """From now on, the gradients of the backward pass belong to ``terms``.
 
-        The gradient then *is* a view of the term. Its original memory is freed immediately, so the next gradient reuses
-        it from the cache; if all were kept until the end of the pass, each page would cost a page fault.
+        Those of a large model are moved into its row one by one, as soon as they are complete: the original memory is
+        freed immediately, so the next gradient reuses it from the cache, and takes no memory of its own. The others
+        are kept by autograd until the slice ends.
         If it ``is_summed`` with other slices before the all-reduce, it is not copied to the host.
         """
-        if not self._hooks:
-            for bucket, places in enumerate(layout.places for layout in self.layouts):
-                take = self._take_and_copy if self.copies else self._take_and_tell if self.tells else self._take
-                for i, place in enumerate(places):
+        moves = terms.has_row and (self.copies is not None or self.size_bytes > SMALL_BYTES)
+        self._target = terms if moves or self.tells is not None else None
+        if self._target is not None and not self._hooks:
+            for bucket, layout in enumerate(self.layouts):
+                take = self._take if self.copies is None else self._take_and_copy
+                for i, place in enumerate(layout.places):
                     hook = functools.partial(take, bucket, i)
                     self._hooks.append(place.parameter.register_post_accumulate_grad_hook(hook))
-        self._target = terms
         if self.copies is not None:
             terms.begun.clear()
             begins = () if is_summed else self.layouts[:-1]
             self._incomplete = [set(range(len(layout.places))) for layout in begins]
 
     def _take(self, bucket: int, i: int, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        if self._target is None or gradient is None or gradient.is_sparse:
+        target, gradient = self._target, parameter.grad
+        if target is None or gradient is None or gradient.is_sparse:
             return
-        view = self._target.views[bucket][i]
-        if gradient is not view:
+        view = target.views[bucket][i]
+        if not target.has_row:
+            target.views[bucket][i] = gradient
+        elif gradient is not view:
             # Detached, for create_graph; torch.no_grad() for each parameter would take three times as long.
             parameter.grad = view.copy_(gradient.detach())
-
-    def _take_and_tell(self, bucket: int, i: int, parameter: torch.Tensor) -> None:
-        self._take(bucket, i, parameter)
-        if self._target is not None and self.tells is not None and parameter.grad is self._target.views[bucket][i]:
+        if self.tells is not None:
             self.tells(bucket, i)
 
     def _take_and_copy(self, bucket: int, i: int, parameter: torch.Tensor) -> None:
@@ -178,7 +178,7 @@ class BucketLayout:
 
     def _start_copy(self, bucket: int, terms: SliceGradients) -> None:
         assert self.copies is not None
-        terms.begun[bucket] = [version_of(view) for view in terms.views[bucket]]
+        terms.begun[bucket] = terms.versions(bucket)
         self.copies(self.layouts[bucket].span, terms.row)
 
     def start_copies(self, terms: SliceGradients) -> None:
@@ -188,8 +188,8 @@ class BucketLayout:
         """
         if self.copies is None:
             return
-        for bucket, views in enumerate(terms.views):
-            if terms.begun.get(bucket) != [version_of(view) for view in views] or bucket == len(self) - 1:
+        for bucket in range(len(self)):
+            if terms.begun.get(bucket) != terms.versions(bucket) or bucket == len(self) - 1:
                 self._start_copy(bucket, terms)
 
     def restart_copies(self, terms: SliceGradients) -> None:
@@ -199,16 +199,12 @@ class BucketLayout:
 
     def note_presence(self, terms: SliceGradients, bucket: int) -> None:
         """Note in a term that the slice has all gradients of a bucket."""
-        layout = self.layouts[bucket]
-        terms.flat[bucket][layout.gradients_end : layout.figures_at] = 1.0
+        terms.tails[bucket][: len(self.layouts[bucket].places)] = 1.0
 
     def has_changed(self, terms: SliceGradients, bucket: int, versions: Sequence[int]) -> bool:
         """Return whether a gradient of a bucket is another tensor than its term, or another version of it, by now."""
-        places, views = self.layouts[bucket].places, terms.views[bucket]
-        return any(
-            place.parameter.grad is not view or version_of(view) != version
-            for place, view, version in zip(places, views, versions, strict=True)
-        )
+        pairs = zip(self.layouts[bucket].places, terms.views[bucket], strict=True)
+        return any(place.parameter.grad is not view for place, view in pairs) or terms.versions(bucket) != versions
 
     def collect(self, terms: SliceGradients, begun: int = 0) -> None:
         """Check that all gradients of a slice are in ``terms`` and dense, and remove them from the parameters.
@@ -216,17 +212,26 @@ class BucketLayout:
         The all-reduces of the first ``begun`` buckets have begun: their terms are complete, and must not be written.
         """
         self._target = None
+        into: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
         for i, bucket in enumerate(self.layouts[begun:], begun):
             self.note_presence(terms, i)
-            term, views = terms.flat[i], terms.views[i]
-            for place, view in zip(bucket.places, views, strict=True):
+            tail, views = terms.tails[i], terms.views[i]
+            for number, (place, view) in enumerate(zip(bucket.places, views, strict=True)):
                 gradient = place.parameter.grad
                 if gradient is None:
-                    view.fill_(_NOTHING)
-                    term[place.presence] = _NOTHING
+                    tail[number] = _NOTHING
                 elif gradient is not view:
                     _check_dense(place, gradient)
-                    view.copy_(gradient.detach())
+                if not terms.has_row:
+                    views[number] = NO_GRADIENT if gradient is None else gradient.detach()
+                elif gradient is None:
+                    view.fill_(_NOTHING)
+                elif gradient is not view:
+                    into.append(view)
+                    values.append(gradient.detach())
+        if into:
+            copy_each(into, values)
         self.clear()
 
     def put(
@@ -234,36 +239,40 @@ class BucketLayout:
     ) -> None:
         """Complete ``terms`` with a slice's gradients, buffers and metrics; see :meth:`collect`, :meth:`put_figures`."""
         self.collect(terms, begun)
-        self.put_figures(terms.flat[-1], metrics, samples)
-
-    def add_up(self, rows: Sequence[SliceGradients], begun: int = 0) -> None:
-        """Add rows into the first of them, from the last to the first: ``a + (b + c)``; not the first ``begun`` buckets."""
-        for bucket in range(begun, len(self)):
-            self.add_up_bucket(bucket, rows)
+        self.put_figures(terms, metrics, samples)
 
     @torch.no_grad()
-    def add_up_bucket(self, bucket: int, rows: Sequence[SliceGradients]) -> None:
-        """Do so with a bucket; see :meth:`add_up`."""
-        layout = self.layouts[bucket]
-        # All rows of a tile are added while it is in the cache. On a device, tiles would only cost more calls.
-        size = TILE if layout.device.type == "cpu" else max(1, layout.length)
-        for first, *others in zip(*(row.flat[bucket].split(size) for row in rows), strict=True):
-            total = others.pop()
-            while others:
-                total = others.pop() + total
-            first.add_(total)
+    def add_up(self, rows: Sequence[SliceGradients], buckets: Iterable[int]) -> None:
+        """Add some buckets of rows into the first of them, from the last to the first: ``a + (b + c)``.
+
+        The last may be a slice without a row.
+        """
+        for bucket in buckets:
+            stacks = [[row.flat[bucket] for row in rows]] if rows[-1].has_row else _stacks(bucket, rows)
+            if len(rows) == 2:
+                pairs = [stack for stack in stacks if len(stack) == 2]
+                add_each([first for first, _ in pairs], [second for _, second in pairs])
+                continue
+            # All rows of a tile are added while it is in the cache. On a device, tiles would only cost more calls.
+            size = TILE if self.layouts[bucket].device.type == "cpu" else max(1, self.layouts[bucket].length)
+            for stack in stacks:
+                _add_stack(stack, size)
 
     @torch.no_grad()
-    def move(self, source: SliceGradients, to: SliceGradients) -> None:
-        """Copy a complete row to another one."""
-        for given, taken in zip(source.flat, to.flat, strict=True):
-            taken.copy_(given)
-        self.restart_copies(to)
+    def move(self, source: SliceGradients, to: SliceGradients, buckets: Iterable[int]) -> None:
+        """Copy some buckets of a complete row to another one."""
+        for bucket in buckets:
+            to.flat[bucket].copy_(source.flat[bucket])
 
     def named(self, terms: SliceGradients) -> dict[str, torch.Tensor]:
-        """Return views of the gradients of a slice by parameter name."""
-        places = (place for bucket in self.layouts for place in bucket.places)
-        return {p.name: view for p, view in zip(places, (v for views in terms.views for v in views), strict=True)}
+        """Return the gradients of a slice by parameter name; what is altered there is altered in ``terms``."""
+        found: dict[str, torch.Tensor] = {}
+        for bucket, views in zip(self.layouts, terms.views, strict=True):
+            for i, place in enumerate(bucket.places):
+                if views[i] is NO_GRADIENT:
+                    views[i] = torch.full_like(place.parameter, _NOTHING, requires_grad=False)
+                found[place.name] = views[i]
+        return found
 
     def by_parameter(self, terms: SliceGradients) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Yield the parameters, each with the view for its gradient."""
@@ -271,13 +280,13 @@ class BucketLayout:
             for place, view in zip(bucket.places, views, strict=True):
                 yield place.parameter, view
 
-    def put_figures(self, term: torch.Tensor, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
+    def put_figures(self, terms: SliceGradients, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
         """Append a slice's metrics, at most :data:`MAX_METRICS` means over samples, and buffers to its last bucket."""
         if len(metrics) > MAX_METRICS:
             raise ScriptError(
                 f"at most {MAX_METRICS} metrics can be logged in a step, got {len(metrics)}: {', '.join(metrics)}"
             )
-        figures = term[self.layouts[-1].figures_at :]
+        figures = terms.tails[-1][len(self.layouts[-1].places) :]
         figures[: 2 * MAX_METRICS].fill_(_NOTHING)
         for i, name in enumerate(_slots(metrics)):
             figures[2 * i] = metrics[name] * samples
@@ -341,7 +350,7 @@ class BucketLayout:
     def _views_of(self, i: int, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return views of the gradients in bucket ``i``, renewed when the result has moved to other memory."""
         if self._given[i][0] != flat.data_ptr():
-            self._given[i] = (flat.data_ptr(), _views(self.layouts[i], flat))
+            self._given[i] = (flat.data_ptr(), self.layouts[i].views(flat))
         return self._given[i][1]
 
     def set_buffers(self, result: torch.Tensor, in_host: torch.Tensor, num_slices: int) -> None:
@@ -363,11 +372,29 @@ class BucketLayout:
             parameter.grad = None
 
 
-def _views(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
-    return [flat[p.start : p.start + p.numel].view(p.parameter.shape) for p in bucket.places]
+def _stacks(bucket: int, rows: Sequence[SliceGradients]) -> list[list[torch.Tensor]]:
+    """Return what is added up of a bucket whose last slice has no row: for each gradient its tensor in each row."""
+    stacks = [[row.tails[bucket] for row in rows]]
+    for stack in zip(*(row.views[bucket] for row in rows), strict=True):
+        without = stack[-1] is NO_GRADIENT  # it is -0.0, which changes nothing
+        stacks.append(list(stack[:-1] if without else stack))
+    return stacks
 
 
-def _check_dense(place: _Place, gradient: torch.Tensor) -> None:
+def _add_stack(stack: Sequence[torch.Tensor], size: int) -> None:
+    """Add tensors of one shape into the first of them, from the last to the first, in tiles of ``size`` numbers."""
+    tiles: Iterable[Sequence[torch.Tensor]] = [stack]
+    if stack[0].numel() > size and all(tensor.is_contiguous() for tensor in stack):
+        tiles = zip(*(tensor.view(-1).split(size) for tensor in stack), strict=True)
+    for first, *others in tiles:
+        if others:
+            total = others.pop()
+            while others:
+                total = others.pop() + total
+            first.add_(total)
+
+
+def _check_dense(place: Place, gradient: torch.Tensor) -> None:
     if gradient.is_sparse:
         raise ScriptError(
             f"the gradient of {place.name} is sparse; only dense gradients can be all-reduced: use sparse=False"
@@ -377,45 +404,3 @@ def _check_dense(place: _Place, gradient: torch.Tensor) -> None:
 def _slots(names: Mapping[str, object]) -> list[str]:
     """Return the order of the metrics: the loss, which every worker knows, then the others by name."""
     return ["loss", *sorted(name for name in names if name != "loss")]
-
-
-def _place(layouts: Sequence[Bucket], *, checked: bool) -> tuple[Bucket, ...]:
-    """Place the buckets one after another in the memory of a slice."""
-    placed: list[Bucket] = []
-    for bucket in layouts:
-        span = SlotSpan(placed[-1].span.end if placed else 0, bucket.length, bucket.dtype, checked)
-        placed.append(replace(bucket, span=span))
-    return tuple(placed)
-
-
-def _group(named: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:
-    groups: list[list[tuple[str, nn.Parameter]]] = []
-    room, kind = 0, None
-    for name, parameter in named:
-        size = parameter.numel() * parameter.element_size()
-        this_kind = (parameter.dtype, parameter.device)
-        if not groups or this_kind != kind or size > room:
-            groups.append([])
-            room, kind = max(bucket_bytes, size), this_kind
-        groups[-1].append((name, parameter))
-        room -= size
-    return groups
-
-
-def _lay_out(group: Sequence[tuple[str, nn.Parameter]]) -> Bucket:
-    """Return a bucket of these parameters. On a device each gradient is aligned, for optimizers that load vectors.
-
-    In host memory that would only move the numbers among which a planned flip of a message chooses.
-    """
-    dtype, device = group[0][1].dtype, group[0][1].device
-    line = 1 if device.type == "cpu" else ALIGN // dtype.itemsize
-    starts, end = [], 0
-    for _, parameter in group:
-        starts.append(-(-end // line) * line)
-        end = starts[-1] + parameter.numel()
-    places = tuple(
-        _Place(parameter, name, start, parameter.numel(), end + i)
-        for i, ((name, parameter), start) in enumerate(zip(group, starts, strict=True))
-    )
-    length = end + len(group)
-    return Bucket(places, length, length, dtype, device)

@@ -21,6 +21,7 @@ def memory_in_use(part: ModelPart, adds: OrderedAllReduce) -> dict[str, int]:
     buffers        its buffers, such as running means, and their copies from the beginning of the step
     optimizer      the optimizer's state
     rows           the terms of the all-reduce: the gradients of slices, or of sums of slices
+    gradients      those of the slice that is being computed, as far as they are in no row
     result         the result of the all-reduce; in shared memory one for all workers of a host
     messages       what the all-reduce receives and sends
     copies         gradients that the optimizer, clipping or a scaler may modify
@@ -34,6 +35,7 @@ def memory_in_use(part: ModelPart, adds: OrderedAllReduce) -> dict[str, int]:
         "buffers": [*part.model.buffers(), *(tensor for _, tensor in part.buckets.buffers.initial())],
         "optimizer": _tensors(part.optimizer.state),
         "rows": room["terms"],
+        "gradients": [p.grad for p in part.buckets.parameters if p.grad is not None],
         "result": room["result"],
         "messages": room["messages"],
         "copies": part.buckets.copied,

@@ -46,6 +46,8 @@ WORTH = 0.9
 
 Own = tuple[nn.Parameter, nn.Parameter | None]
 """Weight and bias of a layer."""
+Written = Callable[[nn.Parameter], None]
+"""Called with a parameter whose gradients are known."""
 Into = Mapping[nn.Parameter, torch.Tensor]
 """Destination of each parameter's gradient."""
 
@@ -125,17 +127,36 @@ class SliceBatching:
             self._tried[key] = BatchingTrial(tuple(sizes), why_not=self._why_not)
         return self._tried[key]
 
-    def compute(self, tried: BatchingTrial, slices: Sequence[Slice], forward: Forward, loss: Loss) -> bool:
-        """Compute slices and write their terms; return whether it worked. If not, ``tried`` has the reason."""
+    def compute(
+        self,
+        tried: BatchingTrial,
+        slices: Sequence[Slice],
+        forward: Forward,
+        loss: Loss,
+        written: Written | None = None,
+        num_begun: Callable[[], int] = lambda: 0,
+    ) -> bool:
+        """Compute slices and write their terms; return whether it worked. If not, ``tried`` has the reason.
+
+        Args:
+            tried: The trials of slices of these sizes.
+            slices: The slices.
+            forward: The model, or a function that calls it.
+            loss: The loss of a slice.
+            written: Called with each parameter whose gradients are in the terms of all slices.
+            num_begun: Returns how many buckets are then begun: nothing more is written to these.
+        """
         look = self._torch_states if tried.is_over else generator_states
         drawn = look()
         try:
             tried.take_shapes([slice_.inputs for slice_ in slices])
             begun_s = self.now_s(tried)
-            self._compute(slices, forward, loss)
-            self.took_s = self.now_s(tried) - begun_s
+            recorder, gradients = self._compute(slices, forward, loss)
             if look() != drawn:
-                tried.why_not = "the model draws random numbers, which differ between slices"
+                raise CannotSplitError("the model draws random numbers, which differ between slices")
+            self._write(slices, recorder, gradients, written)
+            self._put(slices, num_begun())
+            self.took_s = self.now_s(tried) - begun_s
         except CannotSplitError as error:
             tried.why_not = str(error)
         return not tried.why_not
@@ -164,11 +185,12 @@ class SliceBatching:
         if {getattr(node, "variable", None) for node in ways} != self._trained:
             raise CannotSplitError("the parameters that enter the loss are not the ones that were trainable at first")
 
-    def _compute(self, slices: Sequence[Slice], forward: Forward, loss: Loss) -> None:
+    def _compute(self, slices: Sequence[Slice], forward: Forward, loss: Loss) -> tuple[_Watch, Sequence[torch.Tensor]]:
+        """Compute the figures of slices; return the inputs of the layers, and the gradients of their outputs."""
         sizes = [slice_.samples for slice_ in slices]
         if [len(slice_.inputs[0]) for slice_ in slices] != sizes:
             raise CannotSplitError("the model's input does not have one row per sample")
-        if any(map(_has_hooks, self._part.buckets.parameters)):
+        if any(_has_hooks(parameter, self._part.buckets.num_hooks) for parameter in self._part.buckets.parameters):
             raise CannotSplitError("a parameter has a hook")
         with _Watch(self._layers, sum(sizes)) as recorder, _script():
             outputs = forward(torch.cat([slice_.inputs[0] for slice_ in slices]))
@@ -187,16 +209,28 @@ class SliceBatching:
             )
         if any(gradient is None for gradient in gradients):
             raise CannotSplitError("the output of a layer does not enter the loss, or is modified in place")
+        return recorder, gradients
+
+    def _write(
+        self, slices: Sequence[Slice], recorder: _Watch, gradients: Sequence[torch.Tensor], written: Written | None
+    ) -> None:
+        """Write the gradients of the parameters, those of the last layer first, as the buckets have them."""
+        sizes = [slice_.samples for slice_ in slices]
         places = [dict(self._part.buckets.by_parameter(slice_.terms)) for slice_ in slices]
         with torch.no_grad(), _script():
-            for layer, gradient in zip(self._layers, gradients, strict=True):
+            for layer, gradient in zip(reversed(self._layers), reversed(gradients), strict=True):
                 given = recorder.given[layer].split(sizes)
                 for part, back, into in zip(given, gradient.split(sizes), places, strict=True):
                     GRADIENTS[type(layer)](layer, part, back, into)
-        for slice_, into in zip(slices, places, strict=True):
-            for parameter, written in into.items():
-                parameter.grad = written
-            self._part.buckets.put(slice_.terms, slice_.figures, slice_.samples)
+                for parameter in _own_of(layer) if written is not None else ():
+                    if written is not None and parameter is not None and parameter.requires_grad:
+                        written(parameter)
+
+    def _put(self, slices: Sequence[Slice], begun: int) -> None:
+        for slice_ in slices:
+            for parameter, gradient in self._part.buckets.by_parameter(slice_.terms):
+                parameter.grad = gradient
+            self._part.buckets.put(slice_.terms, slice_.figures, slice_.samples, begun)
 
 
 def _own_of(layer: nn.Module) -> Own:
@@ -305,10 +339,10 @@ def _layers_of(model: nn.Module) -> dict[nn.Module, Own]:
     return layers
 
 
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has gradient hooks besides those of the buckets."""
+def _has_hooks(parameter: nn.Parameter, ours: int) -> bool:
+    """Return whether a parameter has gradient hooks besides the ``ours`` of the buckets."""
     on_the_way, accumulated = gradient_hooks(parameter)
-    return on_the_way > 0 or accumulated > 1
+    return on_the_way > 0 or accumulated > ours
 
 
 def _of_linear(layer: nn.Module, given: torch.Tensor, back: torch.Tensor, into: Into) -> None:

@@ -23,7 +23,7 @@ from holdfast.models.loss import Forward, Loss, checked, on_device
 from holdfast.models.part import ModelPart
 from holdfast.models.reducer import BucketReducer, ReducedBucket
 from holdfast.models.runner import Runner, StepContext
-from holdfast.models.slice_batching import Slice, SliceBatching, has_bits
+from holdfast.models.slice_batching import BatchingTrial, Slice, SliceBatching, has_bits
 from holdfast.models.trainable import Trainable
 from holdfast.recovery.registry import strategy_class
 from holdfast.session.media import Histogram, Image
@@ -46,8 +46,8 @@ class SliceRunner(Runner):
         self._watched = NOT_WATCHED
         self._overlap = self._make_overlap()
         self._last = -1
+        self._begun = 0
         self._planned: tuple[dict[int, int], RowPlan] = ({}, SINGLE_ROWS)
-        self._adds_later = False
 
     def _make_overlap(self) -> BackwardOverlap | None:
         """Return what overlaps all-reduces with the backward pass; None if nothing can."""
@@ -115,17 +115,17 @@ class SliceRunner(Runner):
 
     def _overlapping(self, batch: MiniBatch, number: int, *, is_only: bool) -> AbstractContextManager[None]:
         """Return the context for the backward pass of a slice: the last one begins all-reduces."""
-        if self._overlap is None or number != self._last or not is_only or self._adds_later:
+        if self._overlap is None or number != self._last or not is_only or self._part.gradients.adds_later:
             return nullcontext()
         gradients = self._part.gradients
         owners, (rows, added) = self._owners(batch), gradients.rows_after(number)
 
         def reduce(bucket: int) -> ReducedBucket:
             if added:
-                self._part.buckets.add_up_bucket(bucket, added)
+                self._part.buckets.add_up(added, [bucket])
             return self._reduce(batch, bucket, owners, rows)
 
-        return self._overlap.watching(gradients.next_terms(self._room), reduce)
+        return self._overlap.watching(gradients.current, reduce)
 
     def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
         """Move the gradients of the slice into its terms, and add these to those of other slices as planned."""
@@ -133,7 +133,7 @@ class SliceRunner(Runner):
         self._part.gradients.end_slice(number, metrics, len(batch.slices[number]), begun)
         self._watched.close()
         self._end(batch, number, metrics)
-        if not self._adds_later:
+        if not self._part.gradients.adds_later:
             self._part.gradients.add_up(number, begun)
 
     def log_media(self, batch: MiniBatch, number: int, name: str, media: Image | Histogram) -> None:
@@ -192,10 +192,10 @@ class SliceRunner(Runner):
         try:
             with self._tried_at_once(batch, numbers, forward, loss) as done:
                 yield done
-            if self._adds_later:
-                self._part.gradients.add_up_all(numbers)
+            if self._part.gradients.adds_later:
+                self._part.gradients.add_up_all(numbers, self._begun)
         finally:
-            self._moves_inputs = self._adds_later = False
+            self._moves_inputs = self._part.gradients.adds_later = False
 
     @contextlib.contextmanager
     def _tried_at_once(
@@ -207,8 +207,8 @@ class SliceRunner(Runner):
         tried = self._at_once.tried([len(batch.slices[number]) for number in numbers])
         is_known = tried.is_over
         slices = [] if tried.why_not else self._load(batch, numbers)
-        self._adds_later = bool(slices)  # each slice then has a row of its own until all are computed
-        is_made = bool(slices) and self._at_once.compute(tried, slices, forward, loss)
+        self._part.gradients.adds_later = bool(slices)
+        is_made = bool(slices) and self._compute_at_once(batch, tried, slices, forward, loss)
         if is_made and is_known:
             self._loaded = {}
             for slice_ in slices:
@@ -225,6 +225,27 @@ class SliceRunner(Runner):
         if tried.is_over and tried.told != tried.why_not:
             tried.told = tried.why_not
             self._context.log.slices_tried(tried)
+
+    def _compute_at_once(
+        self, batch: MiniBatch, tried: BatchingTrial, slices: Sequence[Slice], forward: Forward, loss: Loss
+    ) -> bool:
+        """Compute slices in one pass, and begin the all-reduces of their buckets once the outcome of the trials is known."""
+        gradients, overlap = self._part.gradients, self._overlap
+        self._begun = 0
+        if overlap is None or not tried.is_over or slices[-1].number != self._last:
+            return self._at_once.compute(tried, slices, forward, loss)
+        owners, later = self._owners(batch), gradients.plan_later({each.number: each.terms for each in slices})
+
+        def reduce(bucket: int) -> ReducedBucket:
+            gradients.add_later(later, [bucket])
+            return self._reduce(batch, bucket, owners, list(later.terms))
+
+        with overlap.watching_batch([each.terms for each in slices], reduce) as written:
+            is_made = self._at_once.compute(tried, slices, forward, loss, written, lambda: overlap.num_begun)
+        self._begun = overlap.num_begun
+        if not is_made:
+            overlap.note_failed_batch()
+        return is_made
 
     def _may_go_at_once(self, batch: MiniBatch, numbers: Sequence[int]) -> bool:
         """Return whether no planned fault affects a single slice."""

@@ -190,7 +190,7 @@ class StageExecutor:
         else:
             self._send(batch, number, part, part + 1, output.detach(), back=False)
         terms = stage.gradients.next_terms(self._sum_of(part).room)
-        stage.buckets.put_figures(terms.flat[-1], metrics, samples)
+        stage.buckets.put_figures(terms, metrics, samples)
         stage.gradients.terms[number] = terms
         self._work.passed[number, part] = _Passed(given, output, terms)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +16,15 @@ Room = Callable[[int], torch.Tensor]
 """Returns the memory of the first, second, ... local slice of a step."""
 
 
+@dataclass(frozen=True, slots=True)
+class LaterAdditions:
+    """What is left to do with rows: those to add up, then those to move, and the rows that are left."""
+
+    terms: Mapping[int, SliceGradients]
+    additions: Sequence[Sequence[SliceGradients]]
+    moves: Sequence[tuple[SliceGradients, SliceGradients]]
+
+
 class StepGradients:
     """The results of one step so far. Each step has its own object: rolling back a step means to drop it.
 
@@ -24,6 +34,11 @@ class StepGradients:
     def __init__(self, buckets: BucketLayout, rows: list[SliceGradients]) -> None:
         self._buckets = buckets
         self._rows = rows
+        self._apart: SliceGradients | None = None
+        self.current: SliceGradients
+        """The terms of the slice that is being computed."""
+        self.adds_later = False
+        """Whether all slices are computed before the first addition, each in a row of its own."""
         self.plan: RowPlan = SINGLE_ROWS
         """Which slices share a row; set before the first slice."""
         self.num_slices = 0
@@ -43,7 +58,16 @@ class StepGradients:
         """Rewind to the beginning of the step; the next gradients belong to slice ``number``."""
         self._buckets.buffers.rewind()
         self._buckets.clear()
-        self._buckets.aim(self.next_terms(room), is_summed=number in self.plan.first_of)
+        self.current = self._terms_of(number, room)
+        self._buckets.aim(self.current, is_summed=number in self.plan.first_of)
+
+    def _terms_of(self, number: int, room: Room) -> SliceGradients:
+        """Return the terms of the next slice: a row, unless it will be added to the newest row when it is complete."""
+        if self.adds_later or not self.plan.additions.get(number):
+            return self.next_terms(room)
+        self._apart = self._apart or self._buckets.terms_apart()
+        self._apart.let_go()
+        return self._apart
 
     def next_terms(self, room: Room) -> SliceGradients:
         """Return the memory for the terms of the next local slice."""
@@ -56,13 +80,12 @@ class StepGradients:
         return self._rows[number]
 
     def end_slice(self, number: int, metrics: Mapping[str, torch.Tensor | float], samples: int, begun: int = 0) -> None:
-        """Move gradients, buffers and metrics of the slice into its terms, the newest row; see :meth:`add_up`.
+        """Move gradients, buffers and metrics of the slice into its terms; see :meth:`add_up`.
 
         The all-reduces of the first ``begun`` buckets have begun.
         """
-        terms = self._rows[len(self.terms)]
-        self._buckets.put(terms, metrics, samples, begun)
-        self.note(number, terms)
+        self._buckets.put(self.current, metrics, samples, begun)
+        self.note(number, self.current)
 
     def note(self, number: int, terms: SliceGradients) -> None:
         """Keep the complete terms of a slice."""
@@ -83,7 +106,7 @@ class StepGradients:
     def rows_after(self, number: int) -> tuple[list[int], list[SliceGradients]]:
         """Return what slice ``number``, which is being computed, will end with: the rows left, and those to add up first."""
         times = self.plan.additions.get(number, 0)
-        rows = {**self.terms, number: self._rows[len(self.terms)]}
+        rows = {**self.terms, number: self.current}
         return list(rows)[: len(rows) - times], list(rows.values())[-1 - times :] if times else []
 
     def add_up(self, number: int, begun: int = 0) -> None:
@@ -93,22 +116,47 @@ class StepGradients:
         """
         times = self.plan.additions.get(number, 0)
         if times:
-            self._buckets.add_up(list(self.terms.values())[-1 - times :], begun)
+            self._buckets.add_up(list(self.terms.values())[-1 - times :], range(begun, len(self._buckets)))
             for _ in range(times):
                 self.terms.popitem()
+            if self._apart is not None and not begun:  # else a thread may still be about to add it
+                self._apart.let_go()
         if number in self.plan.last:
             self._buckets.restart_copies(next(reversed(self.terms.values())))
 
-    def add_up_all(self, numbers: Sequence[int]) -> None:
-        """Add the rows of slices that were all computed before the first addition, in rows of their own."""
-        terms, self.terms = self.terms, {n: row for n, row in self.terms.items() if n not in numbers}
-        for number in numbers:
-            self.terms[number] = terms[number]
-            self.add_up(number)
-        for place, (number, row) in enumerate(self.terms.items()):
-            if row.row != place:  # other workers expect the rows one after another
-                self._buckets.move(row, self._rows[place])
-                self.terms[number] = self._rows[place]
+    def plan_later(self, computed: Mapping[int, SliceGradients]) -> LaterAdditions:
+        """Return what is left to do once all ``computed`` slices are in rows of their own, the last ones of the step."""
+        terms = {n: row for n, row in self.terms.items() if n not in computed}
+        additions = []
+        for number, row in computed.items():
+            terms[number] = row
+            if times := self.plan.additions.get(number, 0):
+                additions.append(list(terms.values())[-1 - times :])
+                for _ in range(times):
+                    terms.popitem()
+        # Other workers expect the rows one after another.
+        moves = [(row, self._rows[place]) for place, row in enumerate(terms.values()) if row.row != place]
+        return LaterAdditions(dict(zip(terms, self._rows, strict=False)), additions, moves)
+
+    def add_later(self, later: LaterAdditions, buckets: Sequence[int]) -> None:
+        """Carry out ``later`` for some buckets."""
+        for rows in later.additions:
+            self._buckets.add_up(rows, buckets)
+        for source, to in later.moves:
+            self._buckets.move(source, to, buckets)
+
+    def add_up_all(self, numbers: Sequence[int], begun: int = 0) -> None:
+        """Add the rows of slices that were all computed before the first addition, in rows of their own.
+
+        The all-reduces of the first ``begun`` buckets have begun, and do so themselves.
+        """
+        later = self.plan_later({number: self.terms[number] for number in numbers})
+        self.add_later(later, range(begun, len(self._buckets)))
+        moved = [to for _, to in later.moves]
+        self.terms = dict(later.terms)
+        for number, row in self.terms.items():
+            if number in self.plan.first_of or any(row is to for to in moved):
+                self._buckets.restart_copies(row)
 
     def given(self) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
         """Yield for each computed slice the data that reveals a wrong one: its first bucket, and its metrics."""

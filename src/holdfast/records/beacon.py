@@ -112,6 +112,7 @@ class Beacon:
         self._in_vain = 0
         self._computed_s: deque[float] = deque(maxlen=_COMPUTED_STEPS)
         self._pid = os.getpid()
+        self._marked: Any = ()
 
     def mark(self, phase: str, step: int, slice_: int = -1, samples: Any = ()) -> None:
         """Publish the phase of this worker."""
@@ -120,8 +121,9 @@ class Beacon:
             self._applied += 1
             self.publish_recovered(in_vain=False)
         count = min(len(samples), self.MAX_SAMPLES)
-        if count:
+        if count and samples is not self._marked:
             struct.pack_into(f"<{count}q", self._map, self._HEAD.size, *samples[:count])
+            self._marked = samples
         place = (self._beats, step, slice_, PHASES.index(phase), self._pid, self._applied, count)
         self._HEAD.pack_into(self._map, 0, *place)
 

@@ -15,14 +15,11 @@ sends much more than another (:mod:`~holdfast.comm.allreduce.parts`).
 In the orders that round to bfloat16 (:mod:`holdfast.orders`), units and results are sent in 16 bits, and only sums of
 parts of a unit in 32.
 
-Received parts lie in one buffer that all spans use in turn, of the size of the longest. It belongs to one generation:
-an operation that was abandoned after a failure may still write there, and nowhere else.
+Received parts lie in one buffer that all spans use in turn (:mod:`~holdfast.comm.allreduce.message_memory`).
 """
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,9 +27,10 @@ from typing import NamedTuple
 import torch
 
 from holdfast.comm.allreduce.adding import MeanDivisor, TiledSum, addable
-from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, ignore_corruption, num_tiles
+from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, ignore_corruption
+from holdfast.comm.allreduce.message_memory import MessageMemory
 from holdfast.comm.allreduce.parts import BALANCED_BYTES, Division, divide
-from holdfast.comm.allreduce.shm import LEFT_OUT, Slots, SlotSpan, aligned
+from holdfast.comm.allreduce.shm import LEFT_OUT, Slots, SlotSpan
 from holdfast.comm.base import Collectives
 from holdfast.orders import base_of, is_rounded, unit_of
 
@@ -99,8 +97,8 @@ class AllToAllReduce:
         self._me = comm.processes.index(comm.local_ranks)
         self._is_connected = False
         self._result: torch.Tensor | None = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._plans: dict[tuple[SlotSpan, str, bool], _Plan] = {}
+        self._memory = MessageMemory(terms[0].device, self._plans.clear)
 
     def __call__(
         self,
@@ -138,7 +136,7 @@ class AllToAllReduce:
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """The memory of this path besides the terms, bytes."""
-        return tuple(memory for memory in (self._buffer, self._result) if memory is not None)
+        return tuple(memory for memory in (self._memory.buffer, self._result) if memory is not None)
 
     def _result_memory(self) -> torch.Tensor:
         if self._result is None:
@@ -168,12 +166,10 @@ class AllToAllReduce:
         sent = [(i, row) for i in others for row in rows[self._me]]
         added = [(i, row) for i, row in sent if row.is_made(span.dtype)]
         is_apart = not self.keeps_terms or is_rounded(order)
-        vectors = self._divide(
-            span,
-            [(mine.stop - mine.start, row.dtype) for _, row in taken]
-            + [(parts[i].stop - parts[i].start, row.dtype) for i, row in added]
-            + [(span.length, result_type)] * is_apart,
-        )
+        lengths = [(mine.stop - mine.start, row.dtype) for _, row in taken]
+        lengths += [(parts[i].stop - parts[i].start, row.dtype) for i, row in added]
+        lengths += [(span.length, result_type)] * is_apart
+        vectors = self._memory.divide(span, [((length,), dtype) for length, dtype in lengths])
         received = [(i, row.slices[0], next(vectors)) for i, row in taken]
         meeting = [(n, term[mine]) for n, term in terms.items()] + [(n, part) for _, n, part in received]
         meeting.sort(key=lambda term: term[0])
@@ -211,20 +207,6 @@ class AllToAllReduce:
             return list(_messages((i, result[piece]) for i, piece in pieces))
 
         return messages(give), messages(take), bool(relays), messages(passed), messages(later)
-
-    def _divide(self, span: SlotSpan, kinds: Sequence[tuple[int, torch.dtype]]) -> Iterator[ChecksummedVector]:
-        """Return an iterator over vectors of these lengths and types in the buffer, which grows if it is too small."""
-        numbers = [aligned(length * dtype.itemsize) for length, dtype in kinds]
-        checksums = [8 * num_tiles(length, span.tile) * span.checked for length, _ in kinds]
-        ends = list(itertools.accumulate(map(operator.add, numbers, map(aligned, checksums))))
-        if ends and ends[-1] > self._buffer.numel():
-            self._plans.clear()  # they use the old memory
-            self._buffer = torch.zeros(ends[-1], dtype=torch.uint8, device=self._terms[0].device)
-        buffer = self._buffer
-        for (length, dtype), start, at, size in zip(kinds, [0, *ends], numbers, checksums, strict=False):
-            vector = buffer[start : start + length * dtype.itemsize].view(dtype)
-            sealed = buffer[start + at : start + at + size].view(torch.int64) if span.checked else None
-            yield ChecksummedVector(vector, sealed, span.tile)
 
     def _tokens(self, parts: Sequence[slice], rows: Sequence[Sequence[object]], *, gives: bool) -> _Messages:
         """Return messages of a byte from the processes that would send nothing otherwise.

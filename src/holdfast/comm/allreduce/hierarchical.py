@@ -21,12 +21,15 @@ number of groups that it holds, and ``B * (H - 1) / H`` of results: ``1.75 * B``
 group each. After a loss only the hosts that then hold more groups send more. Where the order rounds units to bfloat16,
 the sums of whole units and the results are sent in 16 bits.
 
+Sums lie in one buffer that all spans use in turn (:mod:`~holdfast.comm.allreduce.message_memory`).
+
 Correctness after failures and late wake-ups rests on the same rules as in :mod:`~holdfast.comm.allreduce.shm`: one
 writer per share, terms that no other process writes, new memory in every generation.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -38,6 +41,7 @@ from holdfast.comm.allreduce.adding import MeanDivisor, TiledSum, addable
 from holdfast.comm.allreduce.alltoall import Row, row_type
 from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, ignore_corruption, num_tiles
 from holdfast.comm.allreduce.host_barrier import HostBarrier
+from holdfast.comm.allreduce.message_memory import Block, MessageMemory
 from holdfast.comm.allreduce.mover import Mover, RoundMover
 from holdfast.comm.allreduce.shm import LEFT_OUT, MAX_INTEGERS, HostMemory, Slots, SlotSpan
 from holdfast.comm.base import Collectives, Round
@@ -127,6 +131,7 @@ class HierarchicalReduce:
         self._mover = mover
         self._most_rounds = mover.most_rounds if isinstance(mover, RoundMover) else 1
         self._plans: dict[tuple[SlotSpan, str], _Plan] = {}
+        self._buffer = MessageMemory("cpu", self._plans.clear)
 
     def __call__(
         self,
@@ -178,6 +183,11 @@ class HierarchicalReduce:
         """The memory of the results as this process writes it, bytes; None if they lie in no memory of their own."""
         return self._memory.result
 
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """The memory of this path besides terms and result, bytes."""
+        return (self._buffer.buffer,)
+
     def result(self, span: SlotSpan) -> torch.Tensor:
         """Return the last result; it is complete once *any* worker, on any host, has completed the all-reduce."""
         return span.of(self._memory.given)
@@ -195,12 +205,14 @@ class HierarchicalReduce:
         sums = self._sums(span, slots, order)
         cut = list(pieces(self._hosts, span.length, span.line))
         rounds = [_Round() for _ in range(self._num_rounds(span, cut))]
-        parts = ((n, part) for piece in cut for n, part in enumerate(piece.divided(len(rounds), span.line)))
+        mine = [piece for piece in cut if piece.workers[host] == self._me]
+        parts = [(n, part) for piece in mine for n, part in enumerate(piece.divided(len(rounds), span.line))]
+        vectors = self._buffer.divide(span, [block for _, piece in parts for block in _blocks(piece, host, sums)])
         for number, piece in parts:
-            if piece.workers[host] == self._me and piece.finisher == host:
-                self._finish(rounds[number], piece, sums)
-            elif piece.workers[host] == self._me:
-                self._reduce_host(rounds[number], piece, sums)
+            if piece.finisher == host:
+                self._finish(rounds[number], piece, sums, vectors)
+            else:
+                self._reduce_host(rounds[number], piece, sums, vectors)
         return _Plan(slots, rounds, [part.messages() for part in rounds])
 
     def _sums(self, span: SlotSpan, slots: Slots, order: str) -> _Sums:
@@ -222,16 +234,15 @@ class HierarchicalReduce:
         largest = max((piece.part.stop - piece.part.start for piece in cut), default=0)
         return max(1, min(self._most_rounds, largest * span.dtype.itemsize // ROUND_BYTES))
 
-    def _reduce_host(self, plan: _Round, piece: ReducePiece, sums: _Sums) -> None:
+    def _reduce_host(self, plan: _Round, piece: ReducePiece, sums: _Sums, vectors: Iterator[ChecksummedVector]) -> None:
         """Add the groups of this host, send the sums to the worker that finishes the piece, and receive the result."""
         span, _, terms, rows = sums
         mine = rows[self._hosts[self._me]]
         peer, part = piece.workers[piece.finisher], piece.part
-        if len(mine) == 1 and len(mine[0].slices) == 1 and mine[0].dtype == span.dtype:
-            # Nothing to add: it is sent from where it is, as the only row.
+        if _is_one_slice(mine, span):  # nothing to add: it is sent from where it is, as the only row
             plan.give_sums += [(peer, message[None]) for message in terms[mine[0].slices[0]][part].messages()]
         else:
-            received, messages = _memory_of(mine, span, part)
+            received, messages = _divided(mine, vectors)
             for (slices, _), out in zip(mine, received, strict=True):
                 group_terms = [(n, terms[n][part]) for n in slices]
                 plan.own.append(TiledSum(group_terms, out, part.start, ORDER_BETWEEN_HOSTS))
@@ -240,7 +251,7 @@ class HierarchicalReduce:
         plan.take_results += [(peer, message) for message in result.messages()]
         plan.taken.append(result)
 
-    def _finish(self, plan: _Round, piece: ReducePiece, sums: _Sums) -> None:
+    def _finish(self, plan: _Round, piece: ReducePiece, sums: _Sums, vectors: Iterator[ChecksummedVector]) -> None:
         """Receive the sums of other hosts, add them and the slices of this one, and send the result to all hosts."""
         meeting = [(n, term[piece.part]) for n, term in sums.terms.items()]
         out = self._result(plan, piece, sums)
@@ -249,7 +260,7 @@ class HierarchicalReduce:
         for host, (peer, theirs) in enumerate(zip(piece.workers, sums.rows, strict=True)):
             if host == piece.finisher:
                 continue
-            received, messages = _memory_of(theirs, sums.span, piece.part)
+            received, messages = _divided(theirs, vectors)
             plan.take_sums += [(peer, message) for message in messages]
             # A group's sum takes the place of one of its slices: no other slice is added before it is complete.
             meeting += [(row.slices[0], vector) for row, vector in zip(theirs, received, strict=True)]
@@ -270,15 +281,29 @@ class HierarchicalReduce:
         return ChecksummedVector(numbers, torch.zeros(tiles, dtype=torch.int64) if span.checked else None, span.tile)
 
 
-def _memory_of(rows: Sequence[Row], span: SlotSpan, part: slice) -> tuple[list[ChecksummedVector], list[torch.Tensor]]:
-    """Return zeroed memory for a part of each row, and the messages that carry it: those of a type are one message."""
-    length = part.stop - part.start
+def _is_one_slice(mine: Sequence[Row], span: SlotSpan) -> bool:
+    return len(mine) == 1 and len(mine[0].slices) == 1 and mine[0].dtype == span.dtype
+
+
+def _blocks(piece: ReducePiece, host: int, sums: _Sums) -> Iterator[Block]:
+    """Yield the memory of the sums that a worker of ``host`` receives for a piece, or else sends: a block for each type."""
+    mine = sums.rows[host]
+    others = [rows for other, rows in enumerate(sums.rows) if other != host]
+    moved = others if piece.finisher == host else [] if _is_one_slice(mine, sums.span) else [mine]
+    for rows in moved:
+        for dtype, count in Counter(row.dtype for row in rows).items():
+            yield (count, piece.part.stop - piece.part.start), dtype
+
+
+def _divided(
+    rows: Sequence[Row], blocks: Iterator[ChecksummedVector]
+) -> tuple[list[ChecksummedVector], list[torch.Tensor]]:
+    """Take the blocks of some rows; return the memory of each row, and the messages that carry the blocks."""
     vectors: dict[Row, ChecksummedVector] = {}
     messages: list[torch.Tensor] = []
     for dtype in dict.fromkeys(row.dtype for row in rows):
+        block = next(blocks)
         alike = [row for row in rows if row.dtype == dtype]
-        checksums = torch.zeros(len(alike), num_tiles(length, span.tile), dtype=torch.int64) if span.checked else None
-        block = ChecksummedVector(torch.zeros(len(alike), length, dtype=dtype), checksums, span.tile)
         vectors |= {row: _row(block, i) for i, row in enumerate(alike)}
         messages += block.messages()
     return [vectors[row] for row in rows], messages

@@ -187,7 +187,7 @@ class OrderedAllReduce:
         """Return this process's memory by purpose: ``terms``, ``result``, which its host may share, and ``messages``."""
         path = self._taken or self._path
         result = None if path is None else path.result_memory
-        messages = path.buffers if isinstance(path, AllToAllReduce) else ()
+        messages = path.buffers if isinstance(path, AllToAllReduce | HierarchicalReduce) else ()
         return {"terms": list(self._room), "result": [] if result is None else [result], "messages": list(messages)}
 
     # -- setup
