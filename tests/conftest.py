@@ -23,6 +23,7 @@ settings.load_profile("any-machine")
 
 LONG = (
     # What takes longest, where a contract test or a neighbour shows the same in less.
+    "chaos/test_wire.py::test_killed_workers_change_no_bit[tree-bf16-2]",
     "chaos/test_children.py::test_children_die_with_workers_whose_launcher_is_killed[gloo]",
     "chaos/test_foreign_launchers.py::test_processes_of_torchrun_end_with_the_bits_of_holdfast_run[4]",
     "chaos/test_foreign_launchers.py::test_tasks_of_srun_join_where_their_step_begins_and_end_with_the_first_that_fails",
