@@ -88,17 +88,23 @@ def _core_of_end(pid: int) -> int | None:
     """Return the core on which a process ends, and keep it there; -1 if it has ended, None if it has not begun to.
 
     Asked only where its lock says that it has: a second witness, should the process have overwritten its own lock, or
-    have replaced its program (``exec``), which also releases it.
+    have replaced its program (``exec``), which also releases it. The last thread to end frees the memory.
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        state, *fields = stat[stat.rindex(")") + 2 :].split()
-        if state in "ZX":
-            return -1
-        if not int(fields[_FLAGS]) & _IS_EXITING:
-            return None
-        core = int(fields[_CORE])
-        os.sched_setaffinity(pid, {core})
-    except OSError:  # it has ended meanwhile
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
         return -1
-    return core
+    for thread in threads:
+        try:
+            stat = Path(f"/proc/{pid}/task/{thread}/stat").read_text()
+            state, *fields = stat[stat.rindex(")") + 2 :].split()
+            if state in "ZX":
+                continue
+            if not int(fields[_FLAGS]) & _IS_EXITING:
+                return None
+            core = int(fields[_CORE])
+            os.sched_setaffinity(int(thread), {core})
+        except OSError:  # it has ended meanwhile
+            continue
+        return core
+    return -1
