@@ -7,8 +7,8 @@ system keeps a file until its last name is removed.
 
 - **The newest two share nothing.** A checkpoint shares files with the last but one, never with the last. So damage of a
   file leaves one of the newest two intact, as if both were full.
-- **Old files do not pile up.** A writer shares at most :data:`_MOST_FILES` files, with at most half as many unused bytes
-  as it saves, and goes back to a full checkpoint over at most :data:`_FULL_EVERY` others.
+- **Old files do not pile up.** A writer shares at most :data:`_MOST_FILES` files, with at most as many unused bytes as
+  it saves, and goes back to a full checkpoint over at most :data:`_FULL_EVERY` others.
 - **Training that changes everything pays nothing.** Tensors that changed everywhere are not compared for the next
   :data:`_REST` checkpoints.
 
@@ -118,7 +118,7 @@ class BlockReuse:
                     if place is not None:
                         in_use[place[0]] += (end - start) * _row_bytes(box)
         names: dict[str, str] = {}
-        room_bytes = content.size_bytes // 2
+        room_bytes = content.size_bytes
         for file, used_bytes in in_use.most_common(_MOST_FILES):
             unused_bytes, name = base.sizes[file] - used_bytes, f"kept-{content.part:05d}-{len(names)}"
             if unused_bytes <= room_bytes and storage.link(f"{base.folder}/{file}", f"{folder}/{name}"):
