@@ -34,7 +34,7 @@ class Price(NamedTuple):
     weight: int
 
 
-class Decision(NamedTuple):
+class DecisionColumn(NamedTuple):
     """A column of :class:`~holdfast_lab.simulate.decision_table.DecisionTable`; ``undo`` etc. are durations of stages."""
 
     undo: int
@@ -104,7 +104,7 @@ class Parameters(NamedTuple):
     split: bool
     eager: bool
     prices: Sequence[Price]
-    decisions: Sequence[Decision]
+    decisions: Sequence[DecisionColumn]
 
 
 class Calendar(NamedTuple):
@@ -164,7 +164,9 @@ def _prices(scenario: Scenario) -> Any:
 def _decisions(scenario: Scenario) -> Any:
     table = decision_table(scenario)
     stages = {stage.name.lower(): table.takes[stage] for stage in RecoveryStage if stage is not RecoveryStage.REGROUP}
-    return _records(Decision, **stages, **{name: getattr(table, name) for name in Decision._fields[len(stages) :]})
+    return _records(
+        DecisionColumn, **stages, **{name: getattr(table, name) for name in DecisionColumn._fields[len(stages) :]}
+    )
 
 
 def calendar(outages: Outages, spawn: int, total: int) -> Calendar:
