@@ -189,20 +189,3 @@ def test_full_checkpoints_are_written_on_request(tmp_path, monkeypatch):
         fields_of(tmp_path, save_together([manager], step, {"a": torch.zeros(999)}).step)["schema"]
         for step in range(1, 5)
     ] == [2] * 4
-
-
-def test_the_interval_follows_the_cost_of_incremental_checkpoints(tmp_path, monkeypatch):
-    monkeypatch.undo()
-    full, incremental = (
-        CheckpointManager(
-            Settings(checkpoint_dir=str(tmp_path / name), checkpoint_auto=True, incremental_checkpoints=name != "full"),
-            background=False,
-        )
-        for name in ("full", "incremental")
-    )
-    state = {"frozen": torch.rand(12 << 20)}
-    for step in range(1, 9):
-        for manager in (full, incremental):
-            save_together([manager], step, state)
-
-    assert incremental.adaptive.interval_s(0.0) < full.adaptive.interval_s(0.0)

@@ -225,7 +225,6 @@ def test_a_pass_that_makes_a_graph_gives_the_same_gradients():
             for x, y in step:
                 half = F.cross_entropy(model(x), y) * len(x) / 2
                 half.backward(create_graph=makes_graph)
-                assert not model.weight.grad.requires_grad
                 step.backward(F.cross_entropy(model(x), y) / 2)
         trained.append(weights(model))
 
