@@ -118,10 +118,10 @@ def _kill() -> Row:
 def _join() -> Row:
     return Row(
         "join", "how long a newcomer holds 3 workers, 100 MB of state", "ms",
-        (("rejoin.py", "--kills", "6"), ("rejoin_peers.py", "--kills", "6")), readers.join,
+        (("rejoin.py", "--kinds", "follows", "--kills", "6"), ("rejoin_peers.py", "--kills", "6")), readers.join,
         {"torchft": Peer("torchft", "peers", "torchft", "heartbeat timeout 500 ms, join timeout 200 ms")},
         (
-            ("rejoin.py", "--kills", "1", "--megabytes", "1", "--workers", "2"),
+            ("rejoin.py", "--kinds", "whole", "--kills", "1", "--megabytes", "1", "--workers", "2"),
             ("rejoin_peers.py", "--kills", "1", "--megabytes", "1", "--systems", "none"),
         ),
         limit="one copy of the state", limit_s=180,
