@@ -13,17 +13,21 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.clock import SystemClock
 from holdfast.comm.memory import as_bytes
 from holdfast.config import Settings
+from holdfast.errors import StoreLost
 from holdfast.membership import Hub, StateRequests, open_store
 from holdfast.membership.acts import encode_members
 from holdfast.membership.state_requests import StateRequest
 from holdfast.models.optimizers import options_of, set_options
+from holdfast.models.overlap import OverlapCost
 from holdfast.models.training_state import clone
 from holdfast.state.admission import Admission
-from holdfast.state.catch_up import Follower, can_catch_up, tensors_of
+from holdfast.state.catch_up import CatchUp, Follower, can_catch_up, tensors_of
 from holdfast.state.live_bytes import LiveBytes
-from holdfast.state.streams import StateStreams
+from holdfast.state.stream_wire import receive_body, receive_header
+from holdfast.state.streams import StateStream, StateStreams
 
 LIMIT_S = 30.0
 
@@ -158,7 +162,7 @@ class Requests:
     own_address = "127.0.0.1"
 
     def __init__(self):
-        self.new, self.address = [StateRequest(newcomer=3, giver=0, loop=0, number=0)], ""
+        self.new, self.address, self.known_dead = [StateRequest(newcomer=3, giver=0, loop=0, number=0)], "", set()
 
     def take_new(self, _):
         new, self.new = self.new, []
@@ -166,6 +170,9 @@ class Requests:
 
     def answer(self, _, address):
         self.address = address
+
+    def dead(self):
+        return self.known_dead
 
 
 @contextlib.contextmanager
@@ -256,6 +263,77 @@ def test_a_stream_sends_nothing_without_the_secret(monkeypatch):
         here.streams.end((3,))
         wait_until(lambda: not here.follower.is_running)
         assert here.follower.is_complete
+
+
+def test_what_waits_to_be_sent_is_counted_after_the_body():
+    """While the large state is on its way, three steps follow."""
+    stream = StateStream("127.0.0.1", 1 << 30)
+    state = LiveBytes([torch.zeros(32 << 20, dtype=torch.uint8)])
+    stream.send({"step": 5}, state)
+    host, port, secret = stream.address.split(" ")
+    with socket.create_connection((host, int(port)), LIMIT_S) as connection:
+        connection.sendall(bytes.fromhex(secret))
+        assert receive_header(connection) == {"step": 5}
+        for number in range(5, 8):
+            stream.send({"step": number}, LiveBytes(()))
+        receive_body(connection, [torch.empty(state.size_bytes, dtype=torch.uint8)])
+        said = [receive_header(connection) for _ in range(7)]
+    stream.hang_up()
+
+    assert [header["behind"] for header in said if "behind" in header][::3] == [3, 0]
+    assert [header["step"] for header in said if "step" in header] == [5, 6, 7]
+
+
+def test_a_newcomer_is_current_only_once_it_has_repeated_what_came_while_it_loaded(monkeypatch):
+    with streaming(monkeypatch) as here:
+        may_load, was_current = threading.Event(), []
+        load, repeat = here.model.load_state_dict, here.model.repeat_step
+
+        def load_late(*state, **options):
+            assert may_load.wait(LIMIT_S)
+            load(*state, **options)
+
+        def repeat_noted(*results):
+            was_current.append(here.follower.is_current)
+            repeat(*results)
+
+        here.model.load_state_dict, here.model.repeat_step = load_late, repeat_noted
+        here.train()
+        wait_until(lambda: not any(stream._messages.qsize() for stream in here.streams._streams.values()))
+        may_load.set()
+        wait_until(lambda: here.follower.is_current)
+
+        assert was_current == [False] * 6
+
+
+# -- a newcomer
+
+
+class Answers:
+    """A store in which the members answer a newcomer as the test says."""
+
+    def __init__(self, members, answer=""):
+        self.members, self.answer, self.is_withdrawn = members, answer, False
+
+    def living_members(self):
+        return self.members
+
+    def ask(self, _):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def can_give(self, _):
+        return True
+
+    def withdraw(self):
+        self.is_withdrawn = True
+
+
+def newcomer(answers, joins=lambda _: True):
+    comm = SimpleNamespace(state_requests=answers, local_ranks=(3,), join=joins)
+    job = SimpleNamespace(comm=comm, clock=SystemClock(), loop=0)
+    return job, CatchUp(job, make("sgd")[1]._trainable)
 
 
 # -- requests

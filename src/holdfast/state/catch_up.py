@@ -26,7 +26,7 @@ from holdfast.models.optimizers import set_options
 from holdfast.models.part import ModelPart
 from holdfast.models.trainable import Trainable
 from holdfast.records.types import CaughtUp
-from holdfast.state.stream_wire import hang_up, receive_body, receive_header
+from holdfast.state.stream_wire import hang_up, has_more, receive_body, receive_header
 from holdfast.state.transfer import room_for
 
 _MOST_REQUESTS = 3
@@ -233,7 +233,7 @@ class Follower:
         self.received_bytes += sum(map(len, packed.pieces))
         self._model.load_state_dict(unflatten(tensors, header["state"]["skeleton"]), keeps=True)
         self.first_step = header["step"]
-        self._note(header)
+        self._note(connection)
 
     def _repeat(self, connection: socket.socket) -> bool:
         """Repeat the next step; return False if there is none, because this newcomer is being admitted."""
@@ -250,11 +250,12 @@ class Follower:
         self._model.repeat_step(self._results, header["slices"])
         self.received_bytes += sum(header["sizes"])
         self.steps += 1
-        self._note(header)
+        self._note(connection)
         return True
 
-    def _note(self, header: dict[str, Any]) -> None:
-        if not header["behind"]:
+    def _note(self, connection: socket.socket) -> None:
+        """Read what follows each body, the number of messages that waited then; more may have come since."""
+        if not receive_header(connection)["behind"] and not has_more(connection):
             self.is_current = True
             self._news.set()
 

@@ -6,6 +6,7 @@ The bytes carry no digests: when a newcomer is admitted, everything that it has 
 from __future__ import annotations
 
 import json
+import select
 import socket
 import struct
 from collections.abc import Iterable
@@ -46,6 +47,13 @@ def receive_body(connection: socket.socket, tensors: Iterable[torch.Tensor]) -> 
     """Receive the bytes of a message into tensors of bytes; raise ``OSError`` if the connection has ended."""
     for tensor in tensors:
         _receive(connection, tensor.numpy())
+
+
+def has_more(connection: socket.socket) -> bool:
+    """Return whether something can be received at once, or the connection has ended."""
+    look = select.poll()
+    look.register(connection, select.POLLIN)
+    return bool(look.poll(0))
 
 
 def _receive(connection: socket.socket, room: Any) -> Any:

@@ -163,8 +163,9 @@ class StateStream:
             ):  # a newcomer that ends tells its launcher
                 while (message := self._messages.get()) is not None and not self.is_over:
                     header, body = message
-                    send_message(connection, header | {"behind": self._messages.qsize()}, body)
+                    send_message(connection, header, body)
                     self._sent_bytes += body.size_bytes
+                    send_message(connection, {"behind": self._messages.qsize()}, LiveBytes(()))  # since the body began
         finally:
             self.is_over = True
 
@@ -176,6 +177,7 @@ class StateStream:
             while not self._knows_secret(connection):
                 connection.close()
                 connection, _ = listener.accept()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the newcomer waits for what follows a body
         self._socket = connection
         if self.is_over:
             hang_up(connection)
