@@ -135,6 +135,24 @@ def test_a_step_that_is_repeated_gives_the_bits_of_the_step(kind, start, monkeyp
             assert all(torch.equal(got[path], tensor) for path, tensor in tensors_of(thing).items()), name
 
 
+def test_a_step_is_repeated_also_once_the_loop_of_a_newcomer_has_begun(monkeypatch):
+    """From then on it updates buckets early in its own steps."""
+    start, steps = [], []
+
+    def note(session, _):
+        model = session._trainable.whole
+        steps.append(([s.clone() for s in model.gradients.sums], list(model.gradients.summed_slices)))
+
+    trained = train("early", monkeypatch, lambda session: start.append(clone(session._trainable.state_dict())), note)
+    repeated = make("early")[1]._trainable
+    repeated.load_state_dict(start[7])
+    repeated.overlap_optimizer(SystemClock(), OverlapCost(), beside=False)
+    repeated.repeat_step(*steps[7])
+
+    pairs = zip(trained.model.parameters(), repeated.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
 def test_one_wrong_bit_in_a_gradient_gives_other_bits(monkeypatch):
     """The tests above would see it."""
     start, sums = [], []
