@@ -283,6 +283,24 @@ def test_a_stream_sends_nothing_without_the_secret(monkeypatch):
         assert here.follower.is_complete
 
 
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [("socket.create_server", OSError(24, "no more files")), ("threading.Thread", RuntimeError("none"))],
+)
+def test_a_member_that_cannot_open_a_stream_says_so_and_trains_on(monkeypatch, call, error):
+    def fail(*_, **__):
+        raise error
+
+    with streaming(monkeypatch) as here:
+        here.follow = lambda *_: SimpleNamespace(stop=lambda: None)
+        here.requests.address = "none yet"
+        monkeypatch.setattr(f"holdfast.state.streams.{call}", fail)
+        trained = here.train()
+        assert here.requests.address == ""
+        assert here.streams._streams == {}
+        assert all(p.isfinite().all() for p in trained.model.parameters())
+
+
 def test_what_waits_to_be_sent_is_counted_after_the_body():
     """While the large state is on its way, three steps follow."""
     stream = StateStream("127.0.0.1", 1 << 30)

@@ -68,7 +68,7 @@ class StateRequests:
         return new
 
     def answer(self, request: StateRequest, address: str) -> None:
-        """Tell the newcomer where the state is."""
+        """Tell the newcomer where the state is; "" if this worker cannot send it."""
         self._store.put(f"state-at/{request.newcomer}", json.dumps([request.number, address]))
 
     # -- a newcomer
@@ -85,7 +85,7 @@ class StateRequests:
         return tuple(rank for rank in members if rank not in dead)
 
     def ask(self, request: StateRequest) -> str:
-        """Ask for the state; return the address where it is, "" if the member cannot send it any more.
+        """Ask for the state; return the address where it is, "" if the member cannot send it.
 
         Raises:
             StoreLost: if the store is lost.

@@ -184,7 +184,7 @@ class ModelPart:
         for result, numbers in zip(results, slices, strict=True):
             self.gradients.add_sum(result, numbers)
         self.gradients.set_buffers()
-        ModelPart._update(self)  # a replica that updates buckets early, once they are all-reduced, has updated none here
+        ModelPart._update(self)  # not early, as a replica may in steps of its own
         self._drop_step()
         self._update_average()
 

@@ -103,7 +103,7 @@ class CatchUp:
         self._request = request
         address = self._requests.ask(request)
         if not address:
-            self._why = f"worker {request.giver} has ended"
+            self._why = f"worker {request.giver} could not send its state, or has ended"
             return False
         self._follower = follower = Follower(self._model, address)
         while not follower.is_current and follower.is_running:

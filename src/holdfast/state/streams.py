@@ -68,7 +68,11 @@ class StateStreams:
         state = LiveBytes(packed.share(0, 1))
         if job.settings.update == "eager":
             state.settle()  # buckets are updated before the step is committed
-        stream = StateStream(requests.own_address, round(_MOST_WAITING * state.size_bytes))
+        try:
+            stream = StateStream(requests.own_address, round(_MOST_WAITING * state.size_bytes))
+        except (OSError, RuntimeError):  # no port, file or thread is left: another member may send
+            requests.answer(request, "")
+            return
         stream.send({"step": job.step, "state": said}, state)
         self._streams[request.newcomer] = stream
         requests.answer(request, stream.address)
