@@ -372,6 +372,18 @@ def newcomer(answers, joins=lambda _: True):
     return job, CatchUp(job, make("sgd")[1]._trainable)
 
 
+@pytest.mark.parametrize(
+    ("members", "why"),
+    [((), "no member of the job was alive"), ((0, 2), "worker 2 could not send its state, or has ended")],
+)
+def test_a_newcomer_that_received_nothing_says_why(members, why):
+    _, catch_up = newcomer(Answers(members))
+    catch_up.run()
+
+    assert catch_up.record(0).why == why
+    assert catch_up.record(0).steps == 0
+
+
 # -- requests
 
 

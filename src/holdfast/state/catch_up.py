@@ -91,6 +91,7 @@ class CatchUp:
             for number in range(_MOST_REQUESTS):
                 members = self._requests.living_members()
                 if not members:
+                    self._why = self._why or "no member of the job was alive"
                     break
                 request = StateRequest(rank, members[(rank + number) % len(members)], self._job.loop, number)
                 if self._has_caught_up(request):
