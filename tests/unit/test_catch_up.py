@@ -283,6 +283,23 @@ def test_a_stream_sends_nothing_without_the_secret(monkeypatch):
         assert here.follower.is_complete
 
 
+def refuses(address):
+    host, port, _ = address.split(" ")
+    try:
+        socket.create_connection((host, int(port)), LIMIT_S).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_a_stream_to_a_newcomer_that_died_before_it_connected_holds_nothing(monkeypatch):
+    with streaming(monkeypatch) as here:
+        here.follow = lambda *_: here.requests.known_dead.add(3) or SimpleNamespace(stop=lambda: None)
+        here.train()
+        assert here.streams._streams == {}
+        wait_until(lambda: refuses(here.requests.address))
+
+
 @pytest.mark.parametrize(
     ("call", "error"),
     [("socket.create_server", OSError(24, "no more files")), ("threading.Thread", RuntimeError("none"))],

@@ -52,6 +52,10 @@ class StateRequests:
         """The address of this machine at which the other workers reach it."""
         return self._store.own_address
 
+    def dead(self) -> set[int]:
+        """Return the workers that are known to be dead; needs no message."""
+        return set(map(int, self._store.under("dead/")))
+
     # -- a member
 
     def take_new(self, loop: int) -> list[StateRequest]:
@@ -61,7 +65,7 @@ class StateRequests:
             return []
         self._looked_at = version
         requests = [StateRequest(**json.loads(text)) for text in self._store.under("state-for/").values()]
-        dead = self._dead()
+        dead = self.dead()
         mine = [r for r in requests if r.giver == self._rank and r.loop == loop and r.newcomer not in dead]
         new = [request for request in mine if request not in self._taken]
         self._taken.update(new)
@@ -80,7 +84,7 @@ class StateRequests:
             for key, text in self._store.under("g/").items()
             if key.endswith("/members")
         }
-        dead = self._dead()
+        dead = self.dead()
         members = decode_members(generations[max(generations)]) if generations else ()
         return tuple(rank for rank in members if rank not in dead)
 
@@ -103,9 +107,6 @@ class StateRequests:
     def can_give(self, request: StateRequest) -> bool:
         """Return whether the member that was asked is alive, and the training loop goes on."""
         return request.giver in self.living_members() and int(self._store.get("loop") or 0) <= request.loop
-
-    def _dead(self) -> set[int]:
-        return set(map(int, self._store.under("dead/")))
 
     def withdraw(self) -> None:
         """Remove the request of this worker, and its answer."""

@@ -51,12 +51,16 @@ class StateStreams:
 
     def before_step(self) -> None:
         """Begin the streams that were asked for since the last step. The results of that step are about to be reused."""
+        requests = self._job.comm.state_requests
+        assert requests is not None
+        dead = requests.dead() if self._streams else set()
         for newcomer, stream in list(self._streams.items()):
+            if newcomer in dead:
+                stream.hang_up()  # its thread may still wait for the newcomer to connect
             stream.settle()
             if stream.is_over:
                 del self._streams[newcomer]
-        assert self._job.comm.state_requests is not None
-        for request in self._job.comm.state_requests.take_new(self._job.loop):
+        for request in requests.take_new(self._job.loop):
             self._begin(request)
 
     def _begin(self, request: StateRequest) -> None:
