@@ -24,7 +24,7 @@ from holdfast.models.optimizers import options_of, set_options
 from holdfast.models.overlap import OverlapCost
 from holdfast.models.training_state import clone
 from holdfast.state.admission import Admission
-from holdfast.state.catch_up import CatchUp, Follower, can_catch_up, tensors_of
+from holdfast.state.catch_up import CatchUp, Follower, can_catch_up, join_training, tensors_of
 from holdfast.state.live_bytes import LiveBytes
 from holdfast.state.stream_wire import receive_body, receive_header
 from holdfast.state.streams import StateStream, StateStreams
@@ -399,6 +399,39 @@ def test_a_newcomer_that_received_nothing_says_why(members, why):
 
     assert catch_up.record(0).why == why
     assert catch_up.record(0).steps == 0
+
+
+def refused(_):
+    return False
+
+
+def without_store(_):
+    raise StoreLost("the store is lost")
+
+
+@pytest.mark.parametrize("joins", [refused, without_store])
+def test_a_newcomer_that_is_not_admitted_leaves_the_model_alone(monkeypatch, joins):
+    with streaming(monkeypatch) as here:
+        here.train()
+        job, catch_up = newcomer(Answers((0,)), joins)
+        catch_up._follower = here.follower
+        assert here.follower.is_running
+        with contextlib.suppress(StoreLost):
+            assert not join_training(job, catch_up)
+
+        assert not here.follower.is_running
+
+
+def test_a_newcomer_that_loses_the_store_while_it_catches_up_leaves_the_model_alone():
+    stream = StateStream("127.0.0.1", 1 << 20)
+    answers = Answers((0,), stream.address)
+    answers.can_give = without_store
+    _, catch_up = newcomer(answers)
+    with pytest.raises(StoreLost):
+        catch_up.run()
+
+    assert not catch_up._follower.is_running
+    stream.hang_up()
 
 
 # -- requests

@@ -33,7 +33,7 @@ from holdfast.session.models import Pipeline, Sharded
 from holdfast.session.opened import OpenedLoop, choose_job_slices, plan_of
 from holdfast.session.reinit_context import application, note_session, take_over
 from holdfast.session.step import Step
-from holdfast.state.catch_up import catch_up_first
+from holdfast.state.catch_up import catch_up_first, join_training
 from holdfast.state.platform_check import compare_with_others, platform_of_worker, promise_line
 
 _sessions: list[Session] = []
@@ -241,7 +241,7 @@ class Session:
         if is_newcomer:
             compare_with_others(job)
         catch_up = catch_up_first(job, self._trainable, pauses=pauses) if is_newcomer else None
-        if is_newcomer and not job.comm.join(job.loop):
+        if is_newcomer and not join_training(job, catch_up):
             job.loops.end(plan.epochs)
             return
         self._training = True

@@ -62,6 +62,23 @@ def catch_up_first(job: JobContext, trainable: Trainable, *, pauses: bool) -> Ca
     return catch_up
 
 
+def join_training(job: JobContext, catch_up: CatchUp | None) -> bool:
+    """Wait to be admitted, also without having caught up; return False if the training loop is over.
+
+    Unless this worker is admitted, nothing uses its model any more afterwards.
+
+    Raises:
+        StoreLost: if the membership store is lost.
+    """
+    has_joined = False
+    try:
+        has_joined = job.comm.join(job.loop)
+    finally:
+        if not has_joined and catch_up is not None:
+            catch_up.close()
+    return has_joined
+
+
 class CatchUp:
     """Brings the model of this newcomer up to date.
 
@@ -86,6 +103,18 @@ class CatchUp:
         Raises:
             StoreLost: if the membership store is lost.
         """
+        try:
+            self._ask_members()
+        except BaseException:  # also one by which the script ends
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Follow the training no more: when this returns, no thread uses the model."""
+        if self._follower is not None:
+            self._follower.stop()
+
+    def _ask_members(self) -> None:
         rank = self._job.comm.local_ranks[0]
         with waiting:
             for number in range(_MOST_REQUESTS):
