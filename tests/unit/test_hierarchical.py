@@ -17,7 +17,7 @@ from holdfast.comm.allreduce import adding, chain, hierarchical
 from holdfast.comm.allreduce.chain import ChainReduce, is_shorter, visits_of
 from holdfast.comm.allreduce.hierarchical import HierarchicalReduce, pieces, rails
 from holdfast.comm.allreduce.mover import FabricMover
-from holdfast.comm.allreduce.shm import HostMemory
+from holdfast.comm.allreduce.shm import HostMemory, aligned
 from holdfast.errors import PeerFailed, ScriptError
 from holdfast.orders import is_rounded
 
@@ -385,8 +385,8 @@ def test_which_process_has_which_slice_is_computed_once_for_all_buckets_of_a_ste
 
 
 @pytest.mark.parametrize("hosts", [2, 8])
-@pytest.mark.parametrize("slices", [1, 2])
-def test_the_sums_of_all_spans_lie_in_one_buffer_in_turn(hosts, slices):
+@pytest.mark.parametrize(("slices", "order"), [(1, "tree"), (2, "tree"), (1, "tree-bf16-1")])
+def test_the_sums_of_all_spans_lie_in_one_buffer_in_turn(hosts, slices, order):
     lengths = [1600, 800, 3200, 16]
     spans = [SlotSpan(0, length, SUM_TYPE) for length in lengths]
     fabric, results = Fabric(range(hosts)), [torch.zeros(4 * 3200, dtype=torch.uint8) for _ in range(hosts)]
@@ -401,10 +401,13 @@ def test_the_sums_of_all_spans_lie_in_one_buffer_in_turn(hosts, slices):
         for _ in range(2):
             for span in spans:
                 expected = torch.empty(span.length)
-                adding.tree([(n, term[: span.length]) for n, term in terms.items()], expected)
-                assert torch.equal(add(span, slots, "tree", None, lambda: None), expected)
+                adding.ORDERS[order]([(n, term[: span.length]) for n, term in terms.items()], expected)
+                expected = expected.bfloat16().float() if is_rounded(order) else expected
+                assert torch.equal(add(span, slots, order, None, lambda: None), expected)
         return [buffer.numel() for buffer in add.buffers]
 
-    received = (hosts - 1) * 4 * 3200 // hosts
-    sent = received if slices > 1 else 0  # a single slice is sent from where it is
-    assert fabric.run(work) == [[received + sent]] * hosts
+    chunk = aligned((2 if is_rounded(order) else 4) * 3200 // hosts)
+    received = (hosts - 1) * chunk
+    sent = received if slices > 1 or is_rounded(order) else 0  # a single slice is sent from where it is
+    packed = hosts * chunk if is_rounded(order) else 0
+    assert fabric.run(work) == [[received + sent + packed]] * hosts
