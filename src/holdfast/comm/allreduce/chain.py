@@ -12,6 +12,9 @@ adds them to it. So a host sends one vector for all of its slices instead of eac
 A host whose slices are not consecutive is visited several times. The vector is divided into pieces as in
 :mod:`~holdfast.comm.allreduce.hierarchical`. Each piece makes one hop in each turn, one turn after the piece before it, so
 all links are busy at a time. A host sends at most one vector for each visit, and one of the result.
+
+Running sums lie in one buffer that all spans use in turn (:mod:`~holdfast.comm.allreduce.message_memory`). A host adds
+its slices to a received sum in place, unless it is the last: then they are added into the result.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import torch
 from holdfast.comm.allreduce.adding import MeanDivisor, TiledSum
 from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, ignore_corruption, num_tiles
 from holdfast.comm.allreduce.hierarchical import HierarchicalReduce, ReducePiece, pieces
+from holdfast.comm.allreduce.message_memory import MessageMemory
 from holdfast.comm.allreduce.mover import Mover
 from holdfast.comm.allreduce.shm import LEFT_OUT, HostMemory, Slots, SlotSpan
 from holdfast.comm.base import Collectives
@@ -87,6 +91,7 @@ class ChainReduce(HierarchicalReduce):
     def __init__(self, comm: Collectives, hosts: Sequence[int], memory: HostMemory, mover: Mover) -> None:
         super().__init__(comm, hosts, memory, mover)
         self._chains: dict[SlotSpan, _Plan] = {}
+        self._buffer = MessageMemory("cpu", self._chains.clear)
 
     def __call__(
         self,
@@ -101,7 +106,8 @@ class ChainReduce(HierarchicalReduce):
         assert order == self.order, order
         known = self._chains.get(span)
         if known is None or (known.slots is not slots and known.slots != slots):
-            known = self._chains[span] = _Planner(self._me, self._hosts, self._memory, span, slots).plan()
+            planner = _Planner(self._me, self._hosts, self._memory, span, slots)
+            known = self._chains[span] = planner.plan(self._buffer)
         self.check_same(span)  # A: all terms are there
         midway()
         for turn in known.turns:
@@ -134,10 +140,15 @@ class _Planner:
         self._span, self._slots = span, slots
         self._turns: dict[int, _Turn] = {}
         self._taken: list[ChecksummedVector] = []
+        self._vectors: Iterator[ChecksummedVector] = iter(())
 
-    def plan(self) -> _Plan:
+    def plan(self, buffer: MessageMemory) -> _Plan:
         """Return the plan. The ``n``-th piece of a share makes its first hop in turn ``n``."""
-        for number, piece in self._pieces():
+        numbered = list(self._pieces())
+        held = range(_num_held(self._host, self._visits))
+        lengths = [piece.part.stop - piece.part.start for _, piece in numbered for _ in held]
+        self._vectors = buffer.divide(self._span, [((length,), self._span.dtype) for length in lengths])
+        for number, piece in numbered:
             self._follow(number, piece)
         turns = [self._turns.get(n, _Turn()) for n in range(max(self._turns, default=-1) + 1)]
         return _Plan(self._slots, turns, self._taken)
@@ -163,7 +174,7 @@ class _Planner:
             if following is not None and is_mine:
                 self._send(turn, piece.workers[following.host], prefix)
             elif following is not None and following.host == self._host:
-                prefix = self._receive(turn, piece.workers[visit.host], piece, self._vector(piece))
+                prefix = self._receive(turn, piece.workers[visit.host], next(self._vectors))
         self._pass_on(number + last, piece, prefix)
 
     def _pass_on(self, turn: int, piece: ReducePiece, result: ChecksummedVector | None) -> None:
@@ -174,7 +185,7 @@ class _Planner:
             if source == self._host:
                 self._send(turn + hop, piece.workers[to], result)
             elif to == self._host:
-                result = self._receive(turn + hop, piece.workers[source], piece, self._result(piece))
+                result = self._receive(turn + hop, piece.workers[source], self._result(piece))
                 self._taken.append(result)
 
     def _add(
@@ -186,7 +197,8 @@ class _Planner:
             terms.insert(0, (self._visits[0].slices[0], prefix))
         if len(terms) == 1 and not is_last:
             return terms[0][1]  # sent from where it is
-        out = self._result(piece) if is_last else self._vector(piece)
+        # A tile of a received sum is verified before it is overwritten.
+        out = self._result(piece) if is_last else prefix or next(self._vectors)
         self._turn(turn).additions.append(_Addition(TiledSum(terms, out, piece.part.start, ORDER_IN_CHAIN), is_last))
         return out
 
@@ -197,20 +209,24 @@ class _Planner:
         assert vector is not None
         self._turn(turn).give += [(to, message) for message in vector.messages()]
 
-    def _receive(self, turn: int, source: int, piece: ReducePiece, into: ChecksummedVector) -> ChecksummedVector:
+    def _receive(self, turn: int, source: int, into: ChecksummedVector) -> ChecksummedVector:
         self._turn(turn).take += [(source, message) for message in into.messages()]
         return into
 
-    def _vector(self, piece: ReducePiece) -> ChecksummedVector:
-        return self._checked(torch.empty(piece.part.stop - piece.part.start, dtype=self._span.dtype))
-
     def _result(self, piece: ReducePiece) -> ChecksummedVector:
-        return self._checked(self._span.of(self._memory.result)[piece.part])
-
-    def _checked(self, numbers: torch.Tensor) -> ChecksummedVector:
+        numbers = self._span.of(self._memory.result)[piece.part]
         tiles = num_tiles(len(numbers), self._span.tile)
         checksums = torch.zeros(tiles, dtype=torch.int64) if self._span.checked else None
         return ChecksummedVector(numbers, checksums, self._span.tile)
+
+
+def _num_held(host: int, visits: Sequence[Visit]) -> int:
+    """Return how many running sums of a piece a host has memory for: one for each visit.
+
+    The first visit needs none if it sends a slice from where it is, or is also the last.
+    """
+    adds_first = len(visits) > 1 and len(visits[0].slices) > 1
+    return sum(at > 0 or adds_first for at, visit in enumerate(visits) if visit.host == host)
 
 
 def is_shorter(hosts: Sequence[int]) -> bool:

@@ -21,7 +21,7 @@ number of groups that it holds, and ``B * (H - 1) / H`` of results: ``1.75 * B``
 group each. After a loss only the hosts that then hold more groups send more. Where the order rounds units to bfloat16,
 the sums of whole units and the results are sent in 16 bits.
 
-Sums lie in one buffer that all spans use in turn (:mod:`~holdfast.comm.allreduce.message_memory`).
+Sums, and results in 16 bits, lie in one buffer that all spans use in turn (:mod:`~holdfast.comm.allreduce.message_memory`).
 
 Correctness after failures and late wake-ups rests on the same rules as in :mod:`~holdfast.comm.allreduce.shm`: one
 writer per share, terms that no other process writes, new memory in every generation.
@@ -237,6 +237,7 @@ class HierarchicalReduce:
     def _reduce_host(self, plan: _Round, piece: ReducePiece, sums: _Sums, vectors: Iterator[ChecksummedVector]) -> None:
         """Add the groups of this host, send the sums to the worker that finishes the piece, and receive the result."""
         span, _, terms, rows = sums
+        result = self._result(plan, piece, sums, vectors)
         mine = rows[self._hosts[self._me]]
         peer, part = piece.workers[piece.finisher], piece.part
         if _is_one_slice(mine, span):  # nothing to add: it is sent from where it is, as the only row
@@ -247,14 +248,13 @@ class HierarchicalReduce:
                 group_terms = [(n, terms[n][part]) for n in slices]
                 plan.own.append(TiledSum(group_terms, out, part.start, ORDER_BETWEEN_HOSTS))
             plan.give_sums += [(peer, message) for message in messages]
-        result = self._result(plan, piece, sums)
         plan.take_results += [(peer, message) for message in result.messages()]
         plan.taken.append(result)
 
     def _finish(self, plan: _Round, piece: ReducePiece, sums: _Sums, vectors: Iterator[ChecksummedVector]) -> None:
         """Receive the sums of other hosts, add them and the slices of this one, and send the result to all hosts."""
         meeting = [(n, term[piece.part]) for n, term in sums.terms.items()]
-        out = self._result(plan, piece, sums)
+        out = self._result(plan, piece, sums, vectors)
         others = [worker for host, worker in enumerate(piece.workers) if host != piece.finisher]
         plan.give_results += [(others, message) for message in out.messages()]
         for host, (peer, theirs) in enumerate(zip(piece.workers, sums.rows, strict=True)):
@@ -267,18 +267,20 @@ class HierarchicalReduce:
         meeting.sort(key=lambda term: term[0])
         plan.finish.append(TiledSum(meeting, out, piece.part.start, sums.order))
 
-    def _result(self, plan: _Round, piece: ReducePiece, sums: _Sums) -> ChecksummedVector:
+    def _result(
+        self, plan: _Round, piece: ReducePiece, sums: _Sums, vectors: Iterator[ChecksummedVector]
+    ) -> ChecksummedVector:
         """Return a part of the result as it is sent to other hosts, with memory for its checksums.
 
         It is the memory of the result, or has 16 bits and is copied there at the end.
         """
         span, result = sums.span, sums.span.of(self._memory.result)[piece.part]
-        numbers = result
         if is_rounded(sums.order):
-            numbers = torch.zeros(len(result), dtype=torch.bfloat16)
-            plan.unpacked.append((numbers, result))
+            packed = next(vectors)
+            plan.unpacked.append((packed.numbers, result))
+            return packed
         tiles = num_tiles(len(result), span.tile)
-        return ChecksummedVector(numbers, torch.zeros(tiles, dtype=torch.int64) if span.checked else None, span.tile)
+        return ChecksummedVector(result, torch.zeros(tiles, dtype=torch.int64) if span.checked else None, span.tile)
 
 
 def _is_one_slice(mine: Sequence[Row], span: SlotSpan) -> bool:
@@ -286,13 +288,19 @@ def _is_one_slice(mine: Sequence[Row], span: SlotSpan) -> bool:
 
 
 def _blocks(piece: ReducePiece, host: int, sums: _Sums) -> Iterator[Block]:
-    """Yield the memory of the sums that a worker of ``host`` receives for a piece, or else sends: a block for each type."""
+    """Yield the memory that a worker of ``host`` needs for a piece, in the order in which it is taken.
+
+    It is that of the result, if that has 16 bits, and of the sums that it receives, or else sends: a block for each type.
+    """
+    length = piece.part.stop - piece.part.start
+    if is_rounded(sums.order):
+        yield (length,), torch.bfloat16
     mine = sums.rows[host]
     others = [rows for other, rows in enumerate(sums.rows) if other != host]
     moved = others if piece.finisher == host else [] if _is_one_slice(mine, sums.span) else [mine]
     for rows in moved:
         for dtype, count in Counter(row.dtype for row in rows).items():
-            yield (count, piece.part.stop - piece.part.start), dtype
+            yield (count, length), dtype
 
 
 def _divided(

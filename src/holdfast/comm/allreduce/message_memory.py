@@ -19,7 +19,8 @@ class MessageMemory:
     """A buffer as large as the longest span needs. It belongs to one generation.
 
     All-reduces run one at a time, and each ends when its messages have arrived, so the next one may use the same memory.
-    An operation that was abandoned after a failure may still write there, and nowhere else.
+    An operation that was abandoned after a failure may still write there, or into the result: both belong to its
+    generation. No message is received into a term.
 
     Args:
         device: Device of the messages.
