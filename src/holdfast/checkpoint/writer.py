@@ -15,6 +15,7 @@ the loop.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -27,7 +28,9 @@ from holdfast.checkpoint.reuse import BlockReuse
 from holdfast.checkpoint.save import PendingCheckpoint, SavedCheckpoint
 from holdfast.checkpoint.snapshot import SnapshotBuffer, in_host_memory
 from holdfast.checkpoint.write_plan import WritePlan
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, HoldfastError
+
+logger = logging.getLogger(__name__)
 
 _LIMIT_S = 600.0
 """Time limit for the storage to take a checkpoint."""
@@ -231,7 +234,12 @@ class CheckpointWriter:
         job.written_s = time.monotonic() - start_s
         if job.pending is not None and self._reuse is not None:
             # Now, because in the background this thread has nothing to do until the step is durable.
-            self._reuse.remember(job.pending.manifest, job.content)
+            try:
+                self._reuse.remember(job.pending.manifest, job.content)
+            except (MemoryError, OSError, RuntimeError, HoldfastError) as error:  # torch and threading raise RuntimeError
+                self._reuse = BlockReuse()
+                why = f"{type(error).__name__}: {error}"
+                logger.warning("the blocks of checkpoint %d were not remembered, the next one is full: %s", job.step, why)
 
     def _complete(self, job: _Job) -> None:
         start_s = time.monotonic()
