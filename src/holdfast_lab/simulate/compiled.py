@@ -94,7 +94,8 @@ def compiled() -> _Run | None:
         text = "the simulator runs as plain Python, about 40 times slower than compiled by numba"
         warnings.warn(f"{text}: {why}; pip install 'holdfast[lab]'", RuntimeWarning, stacklevel=2)
         return None
-    if numba.config.DISABLE_JIT:  # then njit returns the function as it is, which takes other arguments
+    config: Any = numba.config  # its fields are made at run time
+    if config.DISABLE_JIT:  # then njit returns the function as it is, which takes other arguments
         return None
     for module in (training, history):
         for one in list(vars(module).values()):
