@@ -133,6 +133,18 @@ def test_a_storage_without_links_gets_full_checkpoints(tmp_path):
     assert chain.store.storage.asked == 1, "it is not asked again for a while"
 
 
+def test_nothing_is_compared_for_an_object_store(tmp_path, monkeypatch):
+    class ObjectStore(open_storage(tmp_path).__class__):
+        has_links = False
+
+    monkeypatch.setattr(reuses, "_digest_all", no_memory)
+    chain = Chain(tmp_path, ObjectStore)
+    sizes = [chain.save().new_bytes for _ in range(4)]
+
+    assert max(sizes) - min(sizes) < 100
+    assert not open_storage("memory://run").has_links
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_a_checkpoint_that_cannot_be_remembered_is_complete_and_the_next_ones_are_full(
     tmp_path, monkeypatch, caplog, background
