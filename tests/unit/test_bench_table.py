@@ -15,10 +15,13 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # behind everything else: names of benchmarks are common ones
 
+import rejoin  # noqa: E402
 from common import ratio  # noqa: E402
 from rows import catalogue, machine, readers, text  # noqa: E402
 from rows.results import Result, Results  # noqa: E402
 from rows.row import FEWEST_VALUES, Measured, Peer, Row, compare, share_of_limit  # noqa: E402
+
+from holdfast.records import CaughtUp  # noqa: E402
 
 # Recorded on a virtual machine of two cores, ten seconds apart: idle, then one core taken by a loop.
 IDLE = (
@@ -439,3 +442,24 @@ def test_names_of_rows_are_distinct_and_their_scripts_exist():
             assert commands
             assert all((BENCHMARKS / command[0]).is_file() for command in commands), row.name
         assert set(row.why) <= set(row.peers)
+
+
+def test_a_newcomer_that_did_not_catch_up_is_not_measured_as_one_that_did():
+    up = CaughtUp(rank=3, step=9, giver=0, first_step=6, steps=3, received_bytes=1, sent_bytes=1, seconds=1.0)
+
+    rejoin.check_caught_up([up])
+    for records, why in (
+        ([], "there is no record CaughtUp"),
+        ([up, dataclasses.replace(up, why="too slow")], "too slow"),
+    ):
+        with pytest.raises(RuntimeError, match=f"the newcomer did not catch up: {why}"):
+            rejoin.check_caught_up(records)
+
+
+def test_the_longest_time_between_steps_counts_while_a_newcomer_follows_and_joins():
+    times = dict(enumerate((0.0, 1.0, 2.0, 5.0, 6.0, 10.0, 11.0)))
+    done = {step: (t_s, 3) for step, t_s in times.items()}
+
+    assert rejoin.longest_ms(done, range(2, 5)) == 3000
+    assert rejoin.longest_ms(done, range(2, 7)) == 4000
+    assert rejoin.longest_ms(done, range(4, 5)) == 0
