@@ -7,7 +7,6 @@ passes its options), then the defaults below.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from holdfast.errors import ConfigError
 from holdfast.options import check, choices, losses_of, option, parse, variable
 from holdfast.orders import LISTED_ORDERS, UNITS, base_of, is_rounded
 from holdfast.recovery.registry import strategy_class
+from holdfast.setting_checks import check_mirrors, check_timeouts
 
 FIRM = "HOLDFAST_FIRM"
 """If this variable is 1, arguments of the session in the script are ignored: the run is a replay."""
@@ -28,13 +28,6 @@ RESPAWNS = "HOLDFAST_RESPAWNS"
 
 MOST_WORKERS = 1 << 16
 """Maximum number of workers and spares of a job; few enough to list one by one."""
-
-_LONGEST_HANG_S = 1e9
-"""The longest supported timeout of a thread's sleep."""
-_SHORTEST_HANG_S = 0.1
-"""A beacon pulses ten times a second: with a shorter limit, a worker would seem hung between two pulses."""
-_SHORTEST_START_S = 1.0
-"""Python alone takes a tenth of a second to start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,19 +417,8 @@ class Settings:
             raise ConfigError(
                 f"keep_last must be at least 2, or 0 to keep all, got {self.keep_last}: the newest may be damaged"
             )
-        if self.hang_timeout_s != 0 and not _SHORTEST_HANG_S <= self.hang_timeout_s < math.inf:
-            raise ConfigError(
-                f"hang_timeout_s must be at least {_SHORTEST_HANG_S:g} seconds and finite, or 0 for never, got {self.hang_timeout_s:g}"
-            )
-        if self.hang_timeout_s > _LONGEST_HANG_S:
-            raise ConfigError(
-                f"hang_timeout_s must be at most {_LONGEST_HANG_S:g} seconds, or 0 for never, got {self.hang_timeout_s:g}"
-            )
-        if self.start_timeout_s != 0 and not _SHORTEST_START_S <= self.start_timeout_s <= _LONGEST_HANG_S:
-            raise ConfigError(
-                f"start_timeout_s must be from {_SHORTEST_START_S:g} to {_LONGEST_HANG_S:g} seconds, or 0 for never, got {self.start_timeout_s:g}"
-            )
-        self._check_mirrors()
+        check_timeouts(self.hang_timeout_s, self.start_timeout_s)
+        check_mirrors(self.mirror_fraction, self.mirror_every, self.strategy)
         if self.between_hosts == "nccl" and base_of(self.order) != "tree":
             raise ConfigError(
                 f"between_hosts nccl needs order tree, got {self.order}: only then do hosts exchange sums"
@@ -458,17 +440,6 @@ class Settings:
     def rounds(self) -> bool:
         """Whether float32 gradients are rounded to bfloat16 on the wire."""
         return self.wire == "bf16" or is_rounded(self.order)
-
-    def _check_mirrors(self) -> None:
-        if not 0 < self.mirror_fraction <= 1 or round(self.mirror_fraction * self.mirror_every) < 1:
-            raise ConfigError(
-                f"mirror_fraction must be above 0, at most 1, and at least one step of mirror_every ({self.mirror_every}), "
-                f"got {self.mirror_fraction:g}"
-            )
-        if self.mirror_every > 1 and not strategy_class(self.strategy).restores_parts:
-            raise ConfigError(
-                f"mirror_every above 1 needs strategy partial, got {self.strategy}: an outdated copy cannot restore the same bits"
-            )
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None, **overrides: Any) -> Self:
