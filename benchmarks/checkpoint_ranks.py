@@ -55,7 +55,7 @@ def _round_of_ranks(name: str, ranks: Sequence[Elsewhere], folder: Path, share_b
     places = [folder / f"rank-{number}" for number in range(len(ranks))]
     folder.mkdir()
 
-    def everyone(do: str) -> list[float]:
+    def ask_all(do: str) -> list[float]:
         with ThreadPoolExecutor(len(ranks)) as pool:
             asked = [
                 pool.submit(rank.ask, do, store=name, folder=str(place))
@@ -63,9 +63,9 @@ def _round_of_ranks(name: str, ranks: Sequence[Elsewhere], folder: Path, share_b
             ]
             return [each.result()["held_s"] for each in asked]
 
-    writes = everyone("save")
+    writes = ask_all("save")
     evict(folder)
-    reads = everyone("load")
+    reads = ask_all("load")
     shutil.rmtree(folder)
     os.sync()
     return {

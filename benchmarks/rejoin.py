@@ -7,12 +7,14 @@ size together, and a newcomer receives all of it.
 
 spare    it has taken part in every step, so it has the state: from the SIGKILL to the next committed step, and the
          number of steps until then. The step in progress is recomputed.
-whole    a new process is started and joins: from the last step without it to the first with it, less one ordinary step.
+whole    a new process is started and joins. ``join`` is the time from the last step without it to the first with it, less
+         one ordinary step; ``held`` is the longest time between two steps until the second one with it, less the same.
          ``regroup`` is the shrink that admits it, ``transfer`` the state transfer, ``memory`` the setup of shared
          memory for the next all-reduce. Its start-up time is not included: the other workers train meanwhile.
          ``without`` is the median step without the dead worker.
-follows  the same, but it follows the training before it joins, and only what differs is transferred. ``following`` is the
-         longest step meanwhile; it is part of ``without``.
+follows  the same, but it follows the training before it joins, and only what differs is transferred. ``held`` begins with
+         the first step that it follows. ``following`` is the longest step meanwhile; it is part of ``without``. A newcomer
+         that does not catch up ends the measurement.
 
 Loopback on few cores says nothing about a cluster: one memory holds as many copies of the model as there are workers.
 """
@@ -106,7 +108,21 @@ def run_once(kind: str, workers: int, megabytes: int, seed: int) -> Row:
         if outcome.exit_code:
             raise RuntimeError(f"the job failed: {outcome.message}\n{outcome.traceback}")
         parts = [json.loads(line) for file in Path(folder).iterdir() for line in file.read_text().splitlines()]
+    if kind == "follows":
+        check_caught_up(outcome.records)
     return (row_of_spare if spares else row_of_fresh)(outcome.records, parts, victim)
+
+
+def check_caught_up(records: Any) -> None:
+    """Check that newcomers followed the training before they joined.
+
+    Raises:
+        RuntimeError: if none did, or one joined in another way: what is measured would be something else.
+    """
+    ups = [r for r in records if type(r).__name__ == "CaughtUp"]
+    why = [up.why for up in ups if up.why]
+    if why or not ups:
+        raise RuntimeError(f"the newcomer did not catch up: {why[0] if why else 'there is no record CaughtUp'}")
 
 
 def committed(records: Any) -> dict[int, tuple[float, int]]:
@@ -117,6 +133,11 @@ def committed(records: Any) -> dict[int, tuple[float, int]]:
 def step_ms(done: dict[int, tuple[float, int]], steps: range) -> float:
     """Return the median time of these steps."""
     return 1e3 * statistics.median(done[b][0] - done[a][0] for a, b in itertools.pairwise(steps))
+
+
+def longest_ms(done: dict[int, tuple[float, int]], steps: range) -> float:
+    """Return the longest time between two of these steps; 0 if there is only one."""
+    return 1e3 * max((done[b][0] - done[a][0] for a, b in itertools.pairwise(steps)), default=0.0)
 
 
 def row_of_spare(records: Any, _: Any, victim: int) -> Row:
@@ -142,26 +163,29 @@ def row_of_fresh(records: Any, parts: list[dict[str, Any]], _: int) -> Row:
         )
 
     following: Row = {}
+    since = first - 1
     for up in (r for r in records if type(r).__name__ == "CaughtUp"):
-        while_following = itertools.pairwise(range(max(up.first_step, KILL_AT + 1) - 1, first))
+        since = max(up.first_step, KILL_AT + 1) - 1
         following = {
-            "following_ms": max(1e3 * (done[b][0] - done[a][0]) for a, b in while_following),
+            "following_ms": longest_ms(done, range(since, first)),
             "repeated_steps": up.steps,
             "sent_MB": up.sent_bytes / 1e6,
         }
     if first > KILL_AT + 1:
         following["without_ms"] = step_ms(done, range(KILL_AT, first))
     moved = longest("transfer")
+    join_ms = longest_ms(done, range(first - 1, first + 1)) - usual
     size = max(part["bytes"] for part in parts)
     return {
-        "held_ms": 1e3 * (done[first][0] - done[first - 1][0]) - usual,
+        "held_ms": longest_ms(done, range(since, first + 2)) - usual,
+        "join_ms": join_ms,
         "recovered_held_ms": 1e3 * max(r.held_s for r in joined),
         "regroup_ms": longest("regroup"),
         "transfer_ms": moved,
         "transfer_MB_per_s": size / 1e3 / moved,
         "memory_ms": longest("memory"),
         "step_ms": usual,
-        "held_steps": (1e3 * (done[first][0] - done[first - 1][0]) - usual) / usual,
+        "join_steps": join_ms / usual,
         **following,
     }
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from common import ROOT
 from rows.catalogue import ROWS
-from rows.environments import version_of, versions_for, why_missing
+from rows.environments import versions_for, why_missing
 from rows.machine import judge, kernel_threads_s, ticks_now, watch_before
 from rows.process import RowFailed, adopt_orphans, children_s, run_commands
 from rows.results import Result, Results, as_dict, folder_of
@@ -59,12 +59,16 @@ def main() -> int:
         measure_all(options.only, options.size, results, again=options.again)
     except KeyboardInterrupt:
         print("interrupted; the next run resumes\n", file=sys.stderr)
-    founds = by_row(
-        options.only, {row.name: found for row in options.only if (found := results.read(row.name, options.size))}
-    )
-    print(page(founds, version_of, why_missing, markdown=options.markdown))
+    founds = by_row(options.only, read_all(options.only, options.size, results))
+    print(page(founds, why_missing, markdown=options.markdown))
     print(f"\nresults and output of each row: {results.folder}")
     return int(any(found.result is None or bool(found.result.failed) for found in founds))
+
+
+def read_all(rows: Sequence[Row], size: str, results: Results) -> dict[str, Result]:
+    """Return the results by row, but for those of other commands or versions than now."""
+    found = [(row, results.read(row.name, size)) for row in rows]
+    return {row.name: each for row, each in found if each and each.is_of(row, size, versions_for(row))}
 
 
 def measure_all(rows: Sequence[Row], size: str, results: Results, *, again: bool) -> None:
@@ -82,8 +86,8 @@ def measure_all(rows: Sequence[Row], size: str, results: Results, *, again: bool
 
 
 def measure_apart(row: Row, size: str, results: Results) -> Result:
-    """Measure a row in a process of its own and return its result."""
-    results.path(row.name, size).unlink(missing_ok=True)
+    """Measure a row in a process of its own and return its result, which replaces an earlier one at the end."""
+    before_ns = results.written_ns(row.name, size)
     command = [sys.executable, __file__, "--measure", "--only", row.name, "--out", str(results.folder)]
     process = subprocess.Popen([*command, *([f"--{size}"] if size != "usual" else [])])
     try:
@@ -98,7 +102,7 @@ def measure_apart(row: Row, size: str, results: Results) -> Result:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-    done = results.read(row.name, size)
+    done = results.read(row.name, size) if results.written_ns(row.name, size) != before_ns else None
     if done is None:
         why = f"its process ended with {process.returncode} and left no result"
         done = Result(**_about(row, size), failed=why)
@@ -116,11 +120,11 @@ def measure(row: Row, size: str, results: Results) -> int:
     about = _about(row, size)
     try:
         values = as_dict(row.read(run_commands(row.commands_of(size), folder, deadline(row, size))))
-    except (RowFailed, KeyError, ValueError, IndexError) as error:
+    except Exception as error:
         why = (
             str(error)
             if isinstance(error, RowFailed)
-            else f"there is no {error} in what its scripts wrote; {folder}/output.log has their output"
+            else f"{type(error).__name__} at what its scripts wrote: {error}; {folder}/output.log has their output"
         )
         results.write(Result(**about, failed=why, seconds=time.monotonic() - begun_s))
         return 1

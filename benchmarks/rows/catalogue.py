@@ -121,7 +121,7 @@ def _join() -> Row:
         (("rejoin.py", "--kinds", "follows", "--kills", "6"), ("rejoin_peers.py", "--kills", "6")), readers.join,
         {"torchft": Peer("torchft", "peers", "torchft", "heartbeat timeout 500 ms, join timeout 200 ms")},
         (
-            ("rejoin.py", "--kinds", "whole", "--kills", "1", "--megabytes", "1", "--workers", "2"),
+            ("rejoin.py", "--kinds", "follows", "--kills", "1", "--megabytes", "1", "--workers", "2"),
             ("rejoin_peers.py", "--kills", "1", "--megabytes", "1", "--systems", "none"),
         ),
         limit="one copy of the state", limit_s=180,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import platform
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -30,6 +33,8 @@ def version(name):
 print(json.dumps({name: version(name) for name in sys.argv[1:]}))
 """
 ASK_S = 60.0
+OWN = ("torch", "numpy", "numba", "h5py")
+"""Packages that Holdfast's own figures depend on."""
 
 
 def version_of(peer: Peer) -> str:
@@ -49,8 +54,17 @@ def why_missing(peer: Peer) -> str:
 
 
 def versions_for(row: Row) -> dict[str, str]:
-    """Return the versions of all peers of a row; a result counts for these only."""
-    return {key: version_of(peer) for key, peer in row.peers.items()}
+    """Return the versions of all peers of a row, and of what Holdfast itself runs on; a result counts for these only."""
+    return {key: version_of(peer) for key, peer in row.peers.items()} | _own_versions()
+
+
+@cache
+def _own_versions() -> dict[str, str]:
+    installed = dict.fromkeys(OWN, "")
+    for name in OWN:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
+    return {f"own {name}": version for name, version in {"python": platform.python_version(), **installed}.items()}
 
 
 @cache

@@ -29,7 +29,7 @@ class Result:
         row: Its name.
         size: ``tiny``, ``usual`` or ``long``.
         commands: The commands that ran.
-        versions: The versions of the peers.
+        versions: The versions of the peers, by their keys, and of what Holdfast ran on, as ``own torch``.
         date: The day, in UTC.
         seconds: How long it took.
         failed: Why it has no values, "" if it has.
@@ -58,11 +58,14 @@ class Result:
         """Its values."""
         return Measured(self.ours, self.peers, self.limit, self.paired)
 
-    def counts_for(self, row: Row, size: str, versions: dict[str, str]) -> bool:
-        """Return whether the row need not be measured again: same commands, same peers, a machine that was not busy."""
+    def is_of(self, row: Row, size: str, versions: dict[str, str]) -> bool:
+        """Return whether this is the row as it is now: same commands, same versions."""
         commands = [list(command) for command in row.commands_of(size)]
-        same = (self.size, self.commands, self.versions) == (size, commands, versions)
-        return same and not self.failed and not self.busy
+        return (self.size, self.commands, self.versions) == (size, commands, versions)
+
+    def counts_for(self, row: Row, size: str, versions: dict[str, str]) -> bool:
+        """Return whether the row need not be measured again: it is the same, and the machine was not busy."""
+        return self.is_of(row, size, versions) and not self.failed and not self.busy
 
 
 class Results:
@@ -85,6 +88,13 @@ class Results:
             return Result(**json.loads(self.path(row, size).read_text()))
         except (OSError, ValueError, TypeError):  # cut short, or of another version of this program: measured again
             return None
+
+    def written_ns(self, row: str, size: str) -> int:
+        """Return when the result of a row was written, in nanoseconds; 0 if there is none."""
+        try:
+            return self.path(row, size).stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
 
     def write(self, result: Result) -> None:
         """Write the result of a row: complete, or not at all."""

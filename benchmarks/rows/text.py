@@ -15,7 +15,6 @@ HEAD = ("what", "Holdfast", "best peer", "limit", "near it", "to the peer (95 %)
 PEERS_HEAD = ("row", "peer", "settings", "median", "Holdfast to it")
 NOT_EXPLAINED = "not explained"
 
-VersionOf = Callable[[Peer], str]
 Missing = Callable[[Peer], str]
 
 
@@ -37,22 +36,22 @@ class Found:
         return compare(self.row, self.result.measured) if self.result and not self.result.failed else []
 
 
-def page(founds: Sequence[Found], version_of: VersionOf, why_missing: Missing, *, markdown: bool = False) -> str:
+def page(founds: Sequence[Found], why_missing: Missing, *, markdown: bool = False) -> str:
     """Return everything that a run has to say: the table, what is not below 1, what is missing, what was tried."""
     title = "Holdfast beside the best peer; below 1 it is better"
-    rows = [cells(found, version_of) for found in founds]
+    rows = [cells(found) for found in founds]
     parts = [table(title, HEAD, rows) if markdown else aligned(title, HEAD, rows)]
     parts += _listed("Not below 1:", not_below(founds))
     parts += _listed("Without a result:", without_result(founds))
     parts += _listed("Peers that did not run:", absent(founds, why_missing))
-    tried = [*peers_tried(founds, version_of)]
+    tried = [*peers_tried(founds)]
     if tried:
         title = "Peers and their settings"
         parts.append(table(title, PEERS_HEAD, tried) if markdown else aligned(title, PEERS_HEAD, tried))
     return "\n\n".join(parts)
 
 
-def cells(found: Found, version_of: VersionOf) -> list[str]:
+def cells(found: Found) -> list[str]:
     """Return the cells of a row."""
     row, result = found.row, found.result
     if result is None:
@@ -67,7 +66,7 @@ def cells(found: Found, version_of: VersionOf) -> list[str]:
         why = "no peer does this" if not row.peers else "no peer ran"
         return [row.what, ours, why, limit, near, _remark(result) or "-"]
     best = found.against[0]
-    return [row.what, ours, _named(row, best, version_of), limit, near, compared(result, best)]
+    return [row.what, ours, _named(row, best, result), limit, near, compared(result, best)]
 
 
 def compared(result: Result, against: Against) -> str:
@@ -119,7 +118,7 @@ def absent(founds: Sequence[Found], why_missing: Missing) -> Iterator[str]:
                 yield f"{found.row.name}, {peer.label}: {why_missing(peer) or 'it failed; the output of the row says why'}"
 
 
-def peers_tried(founds: Sequence[Found], version_of: VersionOf) -> Iterator[list[str]]:
+def peers_tried(founds: Sequence[Found]) -> Iterator[list[str]]:
     """Yield the cells of each peer that ran."""
     for found in founds:
         for against in found.against:
@@ -127,7 +126,8 @@ def peers_tried(founds: Sequence[Found], version_of: VersionOf) -> Iterator[list
             peer = found.row.peers[against.peer]
             median = f"{number(against.median)} {found.row.unit}"
             yield [
-                found.row.name, _with_version(peer, version_of), peer.settings, median, compared(found.result, against)
+                found.row.name, _with_version(found.row, against, found.result), peer.settings, median,
+                compared(found.result, against),
             ]  # fmt: skip
 
 
@@ -149,12 +149,12 @@ def number(value: float) -> str:
     return f"{value:,.{max(0, 3 - digits)}f}" if abs(value) >= 0.01 else f"{value:.2g}"
 
 
-def _named(row: Row, against: Against, version_of: VersionOf) -> str:
-    return f"{number(against.median)} {row.unit}, {_with_version(row.peers[against.peer], version_of)}"
+def _named(row: Row, against: Against, result: Result) -> str:
+    return f"{number(against.median)} {row.unit}, {_with_version(row, against, result)}"
 
 
-def _with_version(peer: Peer, version_of: VersionOf) -> str:
-    version = version_of(peer)
+def _with_version(row: Row, against: Against, result: Result) -> str:
+    peer, version = row.peers[against.peer], result.versions.get(against.peer, "")
     package = "torch " if peer.package == "torch" and peer.label not in ("import torch",) else ""
     return f"{peer.label} ({package}{version})" if version else peer.label
 

@@ -7,44 +7,18 @@ passes its options), then the defaults below.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from holdfast.comm.fabrics.registry import BUILT_IN as FABRICS_BUILT_IN
+from holdfast import setting_choices
 from holdfast.comm.fabrics.registry import make_fabric
-from holdfast.comm.launchers import own_group
 from holdfast.errors import ConfigError
 from holdfast.options import check, choices, losses_of, option, parse, variable
 from holdfast.orders import LISTED_ORDERS, UNITS, base_of, is_rounded
-from holdfast.orders import ORDERS as NAMED_ORDERS
-from holdfast.recovery.registry import BUILT_IN, strategy_class
-
-FABRICS = tuple(FABRICS_BUILT_IN)
-CHECKPOINT_FORMATS = ("safetensors", "hdf5", "npz", "dcp")
-STRATEGIES = tuple(BUILT_IN)
-EMPTY_SEATS = ("fill", "raise")
-REINIT_FROM = ("own", "root", "checkpoint")
-MIRROR_CHOICES = ("priority", "round-robin", "random")
-MIRROR_DISTANCES = ("euclidean", "scaled")
-MIRROR_PREDICTORS = ("last", "line", "calibrated")
-MIRROR_CODECS = ("exact", "int8")
-MIRROR_OPTIMIZERS = ("saved", "reset", "kept")
-AUTO = "auto"
-ORDERS = (AUTO, *NAMED_ORDERS)
-WIRES = ("fp32", "bf16")
-BETWEEN_HOSTS = ("fabric", "nccl")
-OVERLAPS = ("auto", "on", "off")
-SPLITS = ("slices", "even")
-BATCHES = ("global", "local")
-RESCALES = ("survivors", "original")
-UPDATES = ("lazy", "eager")
-GUARDS = ("stop", "warn", "heal", "off")
-KINDS = ("same", "any")
-
-POLICIES = ("ignore", "warn", "rebalance", "replace")
+from holdfast.recovery.registry import strategy_class
+from holdfast.setting_checks import check_mirrors, check_timeouts
 
 FIRM = "HOLDFAST_FIRM"
 """If this variable is 1, arguments of the session in the script are ignored: the run is a replay."""
@@ -54,13 +28,6 @@ RESPAWNS = "HOLDFAST_RESPAWNS"
 
 MOST_WORKERS = 1 << 16
 """Maximum number of workers and spares of a job; few enough to list one by one."""
-
-_LONGEST_HANG_S = 1e9
-"""The longest supported timeout of a thread's sleep."""
-_SHORTEST_HANG_S = 0.1
-"""A beacon pulses ten times a second: with a shorter limit, a worker would seem hung between two pulses."""
-_SHORTEST_START_S = 1.0
-"""Python alone takes a tenth of a second to start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +53,7 @@ class Settings:
         usual="`ulfm`",
         group="Workers",
         is_basic=True,
-        choices=("", *FABRICS),
+        choices=("", *setting_choices.FABRICS),
         is_open=True,
     )
     spares: int = option(
@@ -121,7 +88,7 @@ class Settings:
         manual="how survivors recover from a failure; `restart` needs `--checkpoint-dir`, `reinit` a script that ends with `holdfast.reinit(main)`, `partial` a pipeline or sharded model",
         group="Recovery",
         is_basic=True,
-        choices=STRATEGIES,
+        choices=setting_choices.STRATEGIES,
         is_open=True,
     )
     empty_seats: str = option(
@@ -129,21 +96,21 @@ class Settings:
         help="torch.distributed: gathers of metrics take a survivor's value for a failed rank, or raise RanksLost.",
         manual="`torch.distributed` scripts: while the seat of a failed rank is empty, a gather of metrics takes the value of the lowest surviving rank for it, which the report records; or it raises `RanksLost`. Gathers of parameter shards always raise: [own-script-with-torch-distributed.md](../how-to/own-script-with-torch-distributed.md#empty-seats)",
         group="Recovery",
-        choices=EMPTY_SEATS,
+        choices=setting_choices.EMPTY_SEATS,
     )
     reinit_from: str = option(
         "own",
         help="State from which --strategy reinit resumes.",
         manual="state from which `reinit` resumes: a snapshot that each survivor takes at the failure; a snapshot of the lowest surviving rank, sent to the others; or the newest checkpoint, the only choice for pipeline and sharded models",
         group="Recovery",
-        choices=REINIT_FROM,
+        choices=setting_choices.REINIT_FROM,
     )
     order: str = option(
-        AUTO,
+        setting_choices.AUTO,
         help="Order in which the gradients of slices are added; auto: tree if the run begins on several hosts, else fold.",
         manual="order in which the gradients of slices are added: `fold` ((0+1)+2)+3, or `tree` (0+1)+(2+3); `-wide`: 16-bit gradients are added in float32, and rounded once; `auto`: [`tree` if the run begins with workers on several hosts, else `fold`](../explanation/all-reduce.md#which-order); the others are those of `--wire bf16`",
         group="Mini-batches and gradient reduction",
-        choices=(AUTO, *LISTED_ORDERS),
+        choices=(setting_choices.AUTO, *LISTED_ORDERS),
         is_open=True,  # N is any of the units
     )
     wire: str = option(
@@ -151,28 +118,28 @@ class Settings:
         help="Type in which float32 gradients travel between workers; bf16 halves the bytes, and has bits of its own.",
         manual="type in which float32 gradients travel between workers. `bf16` halves the bytes: gradients and their mean are rounded to bfloat16 at fixed places, and added in float32. The bits are others than those of `fp32`, but as independent of failures: [all-reduce.md](../explanation/all-reduce.md#gradients-in-16-bits-on-the-wire)",
         group="Mini-batches and gradient reduction",
-        choices=WIRES,
+        choices=setting_choices.WIRES,
     )
     split: str = option(
         "slices",
         help="After a failure, reassign whole slices, or split the mini-batch evenly again.",
         manual="after a failure: survivors take over whole slices, and results stay bit-identical; or the mini-batch is split evenly again, and they do not",
         group="Mini-batches and gradient reduction",
-        choices=SPLITS,
+        choices=setting_choices.SPLITS,
     )
     batch: str = option(
         "global",
         help="After a failure, keep the mini-batch size of the job, or that of each worker.",
         manual="after a failure: the mini-batch keeps its size; or each worker's share does, and the mini-batch shrinks",
         group="Mini-batches and gradient reduction",
-        choices=BATCHES,
+        choices=setting_choices.BATCHES,
     )
     rescale: str = option(
         "survivors",
         help="Divide an incomplete all-reduce by its samples, or by those of the full mini-batch.",
         manual="divisor of an all-reduce that lacks samples: the samples that it contains, or those of the full mini-batch",
         group="Mini-batches and gradient reduction",
-        choices=RESCALES,
+        choices=setting_choices.RESCALES,
     )
     update: str = option(
         "lazy",
@@ -181,7 +148,7 @@ class Settings:
         usual="off",
         group="Mini-batches and gradient reduction",
         switch="--overlap-optimizer",
-        choices=UPDATES,
+        choices=setting_choices.UPDATES,
     )
     guard: str = option(
         "stop",
@@ -189,7 +156,7 @@ class Settings:
         manual="`stop`: abort when replicas differ. `warn`: log and continue. `heal`: roll back to the last verified in-memory snapshot and replay. `off`: do not compare. `warn` and `heal` also check for values far out of range: [guard-against-corruption.md](../how-to/guard-against-corruption.md)",
         group="Verification and silent data corruption",
         is_basic=True,
-        choices=GUARDS,
+        choices=setting_choices.GUARDS,
     )
     guard_sums: bool = option(
         False,
@@ -205,7 +172,7 @@ class Settings:
         usual="off",
         group="Verification and silent data corruption",
         switch="--no-require-same-platform",
-        choices=KINDS,
+        choices=setting_choices.KINDS,
     )
     certificate: bool = option(
         True,
@@ -245,35 +212,35 @@ class Settings:
         help="Which blocks to send: those that changed most, all in turn, or random ones.",
         manual="which blocks to send: those farthest from the values they would be restored to, all in turn, or random ones",
         group="Pipeline and sharded models",
-        choices=MIRROR_CHOICES,
+        choices=setting_choices.MIRROR_CHOICES,
     )
     mirror_distance: str = option(
         "euclidean",
         help="What change is measured on: parameters, or optimizer state as well.",
         manual="distance of a block: over its parameters; or also over the optimizer state that is saved, each scaled by the root mean square of the values sent",
         group="Pipeline and sharded models",
-        choices=MIRROR_DISTANCES,
+        choices=setting_choices.MIRROR_DISTANCES,
     )
     mirror_predictor: str = option(
         "last",
         help="Predict a lost block: last value, linear extrapolation, or a calibrated one.",
         manual="value to restore a lost block to: the last value sent; linear extrapolation of the last two; or extrapolation by the fraction that has fitted this part: [partial-recovery.md](../explanation/partial-recovery.md#which-options-to-choose)",
         group="Pipeline and sharded models",
-        choices=MIRROR_PREDICTORS,
+        choices=setting_choices.MIRROR_PREDICTORS,
     )
     mirror_codec: str = option(
         "exact",
         help="Send values exactly, or as one-byte differences.",
         manual="encoding of blocks: exact, or one-byte differences, so that four times as many blocks fit into the same bytes",
         group="Pipeline and sharded models",
-        choices=MIRROR_CODECS,
+        choices=setting_choices.MIRROR_CODECS,
     )
     mirror_optimizer: str = option(
         "saved",
         help="Optimizer state of a lost part: restored with its blocks, reset, or kept current.",
         manual="optimizer state of a lost part: sent and restored with its blocks; reset; or sent in full at every step, and thus restored as it was at the failure",
         group="Pipeline and sharded models",
-        choices=MIRROR_OPTIMIZERS,
+        choices=setting_choices.MIRROR_OPTIMIZERS,
     )
     min_workers: int = option(
         1,
@@ -318,14 +285,14 @@ class Settings:
         help="What carries gradients between hosts; nccl has never run.",
         manual="what carries gradients between hosts: messages of the fabric; or NCCL, for models on GPUs and with `--order tree`, which [has never run](../how-to/gpus.md#nccl-between-hosts)",
         group="Mini-batches and gradient reduction",
-        choices=BETWEEN_HOSTS,
+        choices=setting_choices.BETWEEN_HOSTS,
     )
     overlap: str = option(
         "auto",
         help="Begin all-reduces during the backward pass: where they send messages, everywhere, or never.",
         manual="begin the all-reduce of a bucket during the backward pass, as soon as its gradients are complete: where all-reduces send messages; also through shared memory; or never. The bits are the same: [all-reduce.md](../explanation/all-reduce.md#overlap-with-the-backward-pass)",
         group="Mini-batches and gradient reduction",
-        choices=OVERLAPS,
+        choices=setting_choices.OVERLAPS,
     )
     checkpoint_dir: str = option(
         "",
@@ -354,7 +321,7 @@ class Settings:
         help="File format of new checkpoints.",
         manual="file format of new checkpoints; every format can be read",
         group="Checkpoints",
-        choices=CHECKPOINT_FORMATS,
+        choices=setting_choices.CHECKPOINT_FORMATS,
     )
     incremental_checkpoints: bool = option(
         True,
@@ -439,9 +406,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.order not in ORDERS:
+        if self.order not in setting_choices.ORDERS:
             raise ConfigError(
-                f"order must be one of {', '.join((AUTO, *LISTED_ORDERS))} (N: a power of two, at most {UNITS[-1]}), got {self.order!r}"
+                f"order must be one of {', '.join((setting_choices.AUTO, *LISTED_ORDERS))} (N: a power of two, at most {UNITS[-1]}), got {self.order!r}"
             )
         strategy_class(self.strategy)  # raises if the name is unknown
         if self.fabric:
@@ -450,19 +417,8 @@ class Settings:
             raise ConfigError(
                 f"keep_last must be at least 2, or 0 to keep all, got {self.keep_last}: the newest may be damaged"
             )
-        if self.hang_timeout_s != 0 and not _SHORTEST_HANG_S <= self.hang_timeout_s < math.inf:
-            raise ConfigError(
-                f"hang_timeout_s must be at least {_SHORTEST_HANG_S:g} seconds and finite, or 0 for never, got {self.hang_timeout_s:g}"
-            )
-        if self.hang_timeout_s > _LONGEST_HANG_S:
-            raise ConfigError(
-                f"hang_timeout_s must be at most {_LONGEST_HANG_S:g} seconds, or 0 for never, got {self.hang_timeout_s:g}"
-            )
-        if self.start_timeout_s != 0 and not _SHORTEST_START_S <= self.start_timeout_s <= _LONGEST_HANG_S:
-            raise ConfigError(
-                f"start_timeout_s must be from {_SHORTEST_START_S:g} to {_LONGEST_HANG_S:g} seconds, or 0 for never, got {self.start_timeout_s:g}"
-            )
-        self._check_mirrors()
+        check_timeouts(self.hang_timeout_s, self.start_timeout_s)
+        check_mirrors(self.mirror_fraction, self.mirror_every, self.strategy)
         if self.between_hosts == "nccl" and base_of(self.order) != "tree":
             raise ConfigError(
                 f"between_hosts nccl needs order tree, got {self.order}: only then do hosts exchange sums"
@@ -484,17 +440,6 @@ class Settings:
     def rounds(self) -> bool:
         """Whether float32 gradients are rounded to bfloat16 on the wire."""
         return self.wire == "bf16" or is_rounded(self.order)
-
-    def _check_mirrors(self) -> None:
-        if not 0 < self.mirror_fraction <= 1 or round(self.mirror_fraction * self.mirror_every) < 1:
-            raise ConfigError(
-                f"mirror_fraction must be above 0, at most 1, and at least one step of mirror_every ({self.mirror_every}), "
-                f"got {self.mirror_fraction:g}"
-            )
-        if self.mirror_every > 1 and not strategy_class(self.strategy).restores_parts:
-            raise ConfigError(
-                f"mirror_every above 1 needs strategy partial, got {self.strategy}: an outdated copy cannot restore the same bits"
-            )
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None, **overrides: Any) -> Self:
@@ -543,34 +488,4 @@ class Settings:
         return min((limit for limit in (self.hang_timeout_s, self.start_timeout_s) if limit), default=0.0) / 10
 
 
-def debug_wanted(env: Mapping[str, str] | None = None) -> bool:
-    """Return whether ``HOLDFAST_DEBUG`` asks that ranks compare the collectives that they call, before each.
-
-    Raises:
-        ConfigError: if it is neither 0 nor 1.
-    """
-    text = (os.environ if env is None else env).get("HOLDFAST_DEBUG", "")
-    return bool(parse("HOLDFAST_DEBUG", text, default=False))
-
-
 _CHOICES = choices(Settings)
-
-
-def mpi_rank() -> int:
-    """Return the rank that mpirun assigned to this process, 0 without mpirun."""
-    return next((int(os.environ[name]) for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK") if name in os.environ), 0)
-
-
-def rank_at_start(settings: Settings) -> int:
-    """Return the rank of this worker before it is connected, 0 without a launcher."""
-    if settings.rank >= 0:
-        return settings.rank
-    if not settings.fabric and (group := own_group()) is not None:
-        return group.rank
-    index = mpi_rank()
-    return int(settings.ranks.split(",")[index]) if settings.ranks else index
-
-
-def leads_at_start(settings: Settings) -> bool:
-    """Return whether this worker has the lowest rank that the job is started with, which need not be 0 after a restart."""
-    return rank_at_start(settings) == (min(map(int, settings.ranks.split(","))) if settings.ranks else 0)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import main
-from holdfast.config import MIRROR_CODECS, MIRROR_PREDICTORS, Settings
+from holdfast.config import Settings
 from holdfast.errors import ConfigError
+from holdfast.setting_choices import MIRROR_CODECS, MIRROR_PREDICTORS
 from holdfast_lab.studies import rehearsal
 from holdfast_lab.studies.rehearsal import Rehearsal, rehearse
 

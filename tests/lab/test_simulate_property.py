@@ -187,3 +187,22 @@ def test_without_numba_it_says_so_once_and_gives_the_same(monkeypatch):
     assert len(warned) == 1
     assert found.ideal_ns.tolist() == expected.ideal_ns.tolist()
     assert found.failures.sum() > 0
+
+
+def test_with_the_compiler_of_numba_switched_off_it_gives_the_same(monkeypatch):
+    numba = pytest.importorskip("numba")
+    scenario = Scenario(
+        Cluster(workers=8),
+        SimulatedJob(horizon_s=1e4, save_every=7),
+        Costs(slice_s=1, sum_s=1),
+        Failures((Source("worker", Exponential(3000.0), Constant(100.0)),)),
+    )
+    expected = monte_carlo(scenario, 3)
+    monkeypatch.setattr(compiled, "PLAIN_OUTAGES", 0)
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    compiled.compiled.cache_clear()
+
+    found = monte_carlo(scenario, 3)
+
+    compiled.compiled.cache_clear()
+    assert found.ideal_ns.tolist() == expected.ideal_ns.tolist()

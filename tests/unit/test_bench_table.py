@@ -15,10 +15,14 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # behind everything else: names of benchmarks are common ones
 
+import rejoin  # noqa: E402
+import table as bench  # noqa: E402
 from common import ratio  # noqa: E402
-from rows import catalogue, machine, readers, text  # noqa: E402
+from rows import catalogue, environments, machine, readers, text  # noqa: E402
 from rows.results import Result, Results  # noqa: E402
 from rows.row import FEWEST_VALUES, Measured, Peer, Row, compare, share_of_limit  # noqa: E402
+
+from holdfast.records.types.workers import CaughtUp  # noqa: E402
 
 # Recorded on a virtual machine of two cores, ten seconds apart: idle, then one core taken by a loop.
 IDLE = (
@@ -33,6 +37,7 @@ ROW = Row(
     {"slow": Peer("Slow", package="", settings="defaults"), "fast": Peer("Fast", package="")}, (("a.py", "--tiny"),),
     limit="nothing", why={"fast": "it does not add in order"},
 )  # fmt: skip
+VERSIONS = {"slow": "1.0", "fast": "1.0", "own torch": "2.8"}
 OURS = [10.0, 10.1, 9.9, 10.2, 9.8, 10.0, 10.1]
 
 
@@ -43,7 +48,7 @@ def result(**changes: object) -> Result:
         "step-toy",
         "usual",
         [["a.py"]],
-        {"slow": "1"},
+        VERSIONS,
         "2030-01-31",
         ours=OURS,
         peers=peers,
@@ -56,7 +61,7 @@ def result(**changes: object) -> Result:
 def whole_page(*results: Result | None, row: Row = ROW) -> str:
     """Return the page of such rows."""
     founds = [text.Found(row, one) for one in results]
-    return text.page(founds, version_of=lambda _: "1.0", why_missing=lambda _: "run make bench-peers")
+    return text.page(founds, why_missing=lambda _: "run make bench-peers")
 
 
 # -- the machine
@@ -202,7 +207,7 @@ def test_a_peer_that_did_not_run_is_listed():
 
 
 def test_the_table_for_the_documentation_is_markdown():
-    page = text.page([text.Found(ROW, result())], lambda _: "1.0", lambda _: "", markdown=True)
+    page = text.page([text.Found(ROW, result())], lambda _: "", markdown=True)
 
     assert "| step of a toy |  10.0 ms | 5.00 ms, Fast (1.0) | 5.00 ms |     50% |   2.00 (2.00-2.00) |" in page
 
@@ -225,17 +230,17 @@ def test_a_result_is_kept_and_read_again(tmp_path):
 
     assert results.read("step-toy", "usual") == result()
     assert results.read("step-toy", "long") is None
-    assert result().counts_for(ROW, "usual", {"slow": "1"})
+    assert result().counts_for(ROW, "usual", VERSIONS)
 
 
 @pytest.mark.parametrize(
     ("changes", "size", "versions"),
     [
-        ({"busy": "31% used by others"}, "usual", {"slow": "1"}),
-        ({"failed": "no result"}, "usual", {"slow": "1"}),
-        ({"commands": [["b.py"]]}, "usual", {"slow": "1"}),
-        ({}, "tiny", {"slow": "1"}),
-        ({}, "usual", {"slow": "2"}),
+        ({"busy": "31% used by others"}, "usual", VERSIONS),
+        ({"failed": "no result"}, "usual", VERSIONS),
+        ({"commands": [["b.py"]]}, "usual", VERSIONS),
+        ({}, "tiny", VERSIONS),
+        ({}, "usual", {**VERSIONS, "own torch": "2.9"}),
     ],
 )
 def test_what_does_not_count_is_measured_again(changes, size, versions):
@@ -247,6 +252,62 @@ def test_a_file_that_was_cut_short_is_no_result(tmp_path):
     results.path("step-toy", "usual").write_text('{"row": "step-t')
 
     assert results.read("step-toy", "usual") is None
+
+
+def test_what_is_of_other_versions_is_not_shown(tmp_path):
+    (row,) = [row for row in catalogue.ROWS if row.name == "simulate"]
+    results = Results(tmp_path)
+    now = environments.versions_for(row)
+    commands = [list(command) for command in row.commands_of("usual")]
+    assert now["own torch"]
+    results.write(result(row=row.name, commands=commands, versions=now, busy="31% used by others"))
+    assert list(bench.read_all([row], "usual", results)) == ["simulate"]
+
+    results.write(result(row=row.name, commands=commands, versions={**now, "own torch": "0.1"}))
+
+    assert bench.read_all([row], "usual", results) == {}
+
+
+def test_what_a_reader_does_not_understand_is_named_with_its_kind(tmp_path, monkeypatch):
+    row = dataclasses.replace(ROW, read=lambda contents: Measured(contents[0]["ours"] + 1))
+    monkeypatch.setattr(bench, "run_commands", lambda *_: [{"ours": None}])
+    monkeypatch.setattr(bench, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(bench, "watch_before", lambda: None)
+
+    assert bench.measure(row, "usual", Results(tmp_path)) == 1
+
+    assert (
+        Results(tmp_path).read(ROW.name, "usual").failed.startswith("TypeError at what its scripts wrote: unsupported")
+    )
+
+
+def test_an_earlier_result_stays_until_there_is_another_and_is_not_taken_for_it(tmp_path, monkeypatch):
+    results = Results(tmp_path)
+    results.write(result())
+
+    def begin(command):
+        assert results.read(ROW.name, "usual") == result()
+        return Ended()
+
+    monkeypatch.setattr(bench.subprocess, "Popen", begin)
+    done = bench.measure_apart(ROW, "usual", results)
+
+    assert done.failed == "its process ended with -9 and left no result"
+    assert results.read(ROW.name, "usual") == done
+
+
+class Ended:
+    """A process that was killed."""
+
+    returncode = -9
+
+    def wait(self, _: float) -> int:
+        """Return at once."""
+        return self.returncode
+
+    def poll(self) -> int:
+        """Return how it ended."""
+        return self.returncode
 
 
 # -- the command
@@ -439,3 +500,24 @@ def test_names_of_rows_are_distinct_and_their_scripts_exist():
             assert commands
             assert all((BENCHMARKS / command[0]).is_file() for command in commands), row.name
         assert set(row.why) <= set(row.peers)
+
+
+def test_a_newcomer_that_did_not_catch_up_is_not_measured_as_one_that_did():
+    up = CaughtUp(rank=3, step=9, giver=0, first_step=6, steps=3, received_bytes=1, sent_bytes=1, seconds=1.0)
+
+    rejoin.check_caught_up([up])
+    for records, why in (
+        ([], "there is no record CaughtUp"),
+        ([up, dataclasses.replace(up, why="too slow")], "too slow"),
+    ):
+        with pytest.raises(RuntimeError, match=f"the newcomer did not catch up: {why}"):
+            rejoin.check_caught_up(records)
+
+
+def test_the_longest_time_between_steps_counts_while_a_newcomer_follows_and_joins():
+    times = dict(enumerate((0.0, 1.0, 2.0, 5.0, 6.0, 10.0, 11.0)))
+    done = {step: (t_s, 3) for step, t_s in times.items()}
+
+    assert rejoin.longest_ms(done, range(2, 5)) == 3000
+    assert rejoin.longest_ms(done, range(2, 7)) == 4000
+    assert rejoin.longest_ms(done, range(4, 5)) == 0

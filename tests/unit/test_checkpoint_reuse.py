@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from checkpoint_bytes import data_dir, fields_of, flip, seal, step_dir
-from checkpoint_chain import Chain, files_of, small_blocks
+from checkpoint_chain import Chain, copy_of, files_of, small_blocks
 
 from holdfast.checkpoint import find_damage, load, read_manifest, steps, take, verify
 from holdfast.checkpoint import reuse as reuses
@@ -131,6 +131,54 @@ def test_a_storage_without_links_gets_full_checkpoints(tmp_path):
     assert max(sizes) - min(sizes) < 100
     assert chain.check() == []
     assert chain.store.storage.asked == 1, "it is not asked again for a while"
+
+
+def test_nothing_is_compared_for_an_object_store(tmp_path, monkeypatch):
+    class ObjectStore(open_storage(tmp_path).__class__):
+        has_links = False
+
+    monkeypatch.setattr(reuses, "_digest_all", no_memory)
+    chain = Chain(tmp_path, ObjectStore)
+    sizes = [chain.save().new_bytes for _ in range(4)]
+
+    assert max(sizes) - min(sizes) < 100
+    assert not open_storage("memory://run").has_links
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_checkpoint_that_cannot_be_remembered_is_complete_and_the_next_ones_are_full(
+    tmp_path, monkeypatch, caplog, background
+):
+    chain = Chain(tmp_path)
+    chain.writer = CheckpointWriter(chain.store, background=background, incremental=True)
+    save_all(chain, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(reuses, "_digest_all", no_memory)
+        patch.setattr(reuses.BlockReuse, "plan", lambda *_: None)
+        (third,) = save_all(chain, 1)
+    rest = save_all(chain, 3)
+    chain.writer.close(5)
+
+    assert third.error is None
+    assert [each.saved.new_bytes > 6000 for each in rest] == [True, True, False]
+    assert "the blocks of checkpoint 3 were not remembered, the next one is full: MemoryError: no room" in caplog.text
+    assert chain.check() == []
+
+
+def save_all(chain, number):
+    """Save this many checkpoints and return their outcomes."""
+    for _ in range(number):
+        chain.step += 1
+        chain.saved[chain.step] = copy_of(chain.state)
+        chain.writer.begin(chain.step, take(chain.state), {})
+        chain.writer.commit(0)
+        chain.writer.wait()
+    return chain.writer.poll()
+
+
+def no_memory(_):
+    """Fail as a digest does without memory."""
+    raise MemoryError("no room")
 
 
 @pytest.mark.parametrize("format", ["npz", "hdf5"])

@@ -178,6 +178,28 @@ def test_the_help_and_the_version_load_no_command():
     assert "  debug-bundle  Collect what helps" in done.stdout
 
 
+@pytest.mark.parametrize("word", ["--help", "--version"])
+@pytest.mark.parametrize(
+    ("to", "said"),
+    [("/dev/full", "error: cannot write to stdout: No space left on device; send it elsewhere\n"), ("", "")],
+)
+def test_an_answer_that_stdout_does_not_take_gives_no_traceback(word, to, said):
+    if to:
+        stdout = os.open(to, os.O_WRONLY)
+    else:  # a pipe that nothing reads
+        reads, stdout = os.pipe()
+        os.close(reads)
+    command = [sys.executable, "-m", "holdfast", word]
+    environment = os.environ | {"COLUMNS": "80"}
+
+    done = subprocess.run(
+        command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+
+    os.close(stdout)
+    assert (done.returncode, done.stderr) == (1, said)
+
+
 def test_in_a_narrow_terminal_the_help_fits(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "60")
 

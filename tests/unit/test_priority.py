@@ -12,8 +12,8 @@ from holdfast.checkpoint import priority_codec as running_codec
 from holdfast.checkpoint.priority import DISTANCES, PREDICTORS, PriorityPolicy, RunningCheckpoint
 from holdfast.checkpoint.priority_choice import CHOICES, highest
 from holdfast.checkpoint.priority_codec import CODECS
-from holdfast.config import MIRROR_CHOICES, MIRROR_CODECS, MIRROR_DISTANCES, MIRROR_PREDICTORS
 from holdfast.errors import ConfigError
+from holdfast.setting_choices import MIRROR_CHOICES, MIRROR_CODECS, MIRROR_DISTANCES, MIRROR_PREDICTORS
 
 FRACTIONS = [1, 1 / 2, 1 / 4, 1 / 8]
 EVERY = 16

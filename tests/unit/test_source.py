@@ -27,6 +27,7 @@ from torch.utils.data import (
 )
 
 import holdfast
+from holdfast.data.samples import fetch
 from holdfast.errors import ConfigError, ScriptError
 
 SAMPLES, BATCH = 50, 8
@@ -352,3 +353,14 @@ def test_a_tensor_dataset_keeps_its_fast_way():
     data = TensorDataset(torch.arange(float(SAMPLES)), torch.arange(SAMPLES))
 
     assert train(DataLoader(data, BATCH, shuffle=True)) == train(data, BATCH)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.int64, torch.bfloat16, torch.bool])
+def test_a_tensor_dataset_of_any_type_is_indexed(dtype):
+    numbers = torch.arange(SAMPLES).to(dtype)
+    ids = np.array([3, 0, 3, 49])
+
+    (found,) = fetch(TensorDataset(numbers), ids, None)
+
+    assert found.dtype == dtype
+    assert found.tolist() == numbers[ids].tolist()

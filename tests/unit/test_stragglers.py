@@ -9,9 +9,9 @@ import random
 
 import pytest
 
-from holdfast.config import POLICIES
 from holdfast.launch.stragglers import StragglerDetector
 from holdfast.records.beacon import Beacon, BeaconPosition
+from holdfast.setting_choices import POLICIES
 
 STEPS = 300
 

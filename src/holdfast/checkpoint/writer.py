@@ -15,6 +15,7 @@ the loop.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -27,7 +28,12 @@ from holdfast.checkpoint.reuse import BlockReuse
 from holdfast.checkpoint.save import PendingCheckpoint, SavedCheckpoint
 from holdfast.checkpoint.snapshot import SnapshotBuffer, in_host_memory
 from holdfast.checkpoint.write_plan import WritePlan
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, HoldfastError
+
+logger = logging.getLogger(__name__)
+
+_NOT_REMEMBERED = (MemoryError, OSError, RuntimeError, HoldfastError)
+"""Errors after which a complete checkpoint cannot be shared; without memory or threads, torch and Python raise RuntimeError."""
 
 _LIMIT_S = 600.0
 """Time limit for the storage to take a checkpoint."""
@@ -70,7 +76,7 @@ class CheckpointWriter:
     """Writes checkpoints one after another, and calls ``after_commit`` when one is complete.
 
     With ``background`` it does so in a thread, otherwise before :meth:`begin` and :meth:`commit` return. If it is
-    ``incremental``, blocks that an earlier checkpoint of this writer holds are not written again.
+    ``incremental`` and the storage has links, blocks that an earlier checkpoint of this writer holds are not written again.
     """
 
     def __init__(
@@ -84,7 +90,7 @@ class CheckpointWriter:
         self._checkpoints = checkpoints
         self._background = background
         self._after_commit = after_commit
-        self._reuse = BlockReuse() if incremental else None
+        self._reuse = BlockReuse() if incremental and checkpoints.storage.has_links else None
         self._snapshot = SnapshotBuffer()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -231,7 +237,12 @@ class CheckpointWriter:
         job.written_s = time.monotonic() - start_s
         if job.pending is not None and self._reuse is not None:
             # Now, because in the background this thread has nothing to do until the step is durable.
-            self._reuse.remember(job.pending.manifest, job.content)
+            try:
+                self._reuse.remember(job.pending.manifest, job.content)
+            except _NOT_REMEMBERED as error:
+                self._reuse = BlockReuse()
+                text = "the blocks of checkpoint %d were not remembered, the next one is full: %s: %s"
+                logger.warning(text, job.step, type(error).__name__, error)
 
     def _complete(self, job: _Job) -> None:
         start_s = time.monotonic()

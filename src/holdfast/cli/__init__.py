@@ -26,16 +26,26 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     if words[:1] == ["--version"] or words[:2] == ["--debug", "--version"]:
         from holdfast import __version__
 
-        print(__version__)
-        sys.exit(0)
+        _answer(__version__)
     if words == ["--help"] and _columns() >= 80:
         from holdfast.cli.help_text import HELP
 
-        print(HELP)
-        sys.exit(0)
+        _answer(HELP)
     from holdfast.cli.app import main as run_command
 
     run_command(words)
+
+
+def _answer(text: str) -> NoReturn:
+    """Print the text and exit: 0, or 1 if stdout does not take it."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes what is left when it ends
+        if not isinstance(error, BrokenPipeError):
+            print(f"error: cannot write to stdout: {error.strerror}; send it elsewhere", file=sys.stderr)
+        sys.exit(1)
+    sys.exit(0)
 
 
 def _columns() -> int:

@@ -14,8 +14,8 @@ import xxhash
 from torch.distributed import ProcessGroup, Work
 
 from holdfast import notice
-from holdfast.config import debug_wanted
 from holdfast.distributed.comm_thread import P2PTransfer, get_engine
+from holdfast.distributed.debug_mode import debug_wanted
 from holdfast.distributed.group_base import Tensors, nothing
 from holdfast.distributed.members import WORLD
 from holdfast.distributed.monitored import wait_for_all

@@ -89,7 +89,8 @@ def _first_ranks(settings: Settings) -> list[str]:
 
 def _is_newcomer() -> bool:
     """Return whether this worker has no rank yet: a spare, or one that was started in place of a failed one."""
-    from holdfast.config import Settings, rank_at_start
+    from holdfast.config import Settings
+    from holdfast.start_rank import rank_at_start
 
     settings = Settings.from_env()
     rank = rank_at_start(settings)
@@ -103,8 +104,8 @@ def _alone() -> Any:
     import torch.distributed as dist
 
     from holdfast import notice
-    from holdfast.config import debug_wanted
     from holdfast.distributed.comm_thread import get_engine
+    from holdfast.distributed.debug_mode import debug_wanted
 
     notice.decline()
     engine = get_engine(debug=debug_wanted(), waits=True)

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from holdfast.checkpoint.writer import WriteResult
 from holdfast.comm.launchers import chosen
-from holdfast.config import AUTO
 from holdfast.data.ledger import SampleCounts
 from holdfast.data.plan import MiniBatch, SamplePlan
 from holdfast.engine.context import JobContext, RebuildInfo, RecoveryContext
@@ -33,6 +32,7 @@ from holdfast.records.types import (
     StateHashed,
     StepCommitted,
 )
+from holdfast.setting_choices import AUTO
 
 _WRONG = {
     "replicas": "replicas differ",

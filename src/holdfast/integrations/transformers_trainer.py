@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_callback import EarlyStoppingCallback
 
 from holdfast.comm.launchers import chosen
-from holdfast.config import Settings, leads_at_start, rank_at_start
+from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.integrations import transformers_checks as checks
 from holdfast.integrations.transformers_files import kept_state, read_job
@@ -35,6 +35,7 @@ from holdfast.integrations.transformers_saving import SavingTrainer
 from holdfast.session.prepared_loop import PreparedLoop, SliceLoss
 from holdfast.session.prepared_objects import PreparedOptimizer
 from holdfast.session.session import Session
+from holdfast.start_rank import leads_at_start, rank_at_start
 
 _FLOPS, _TOKENS = "flops", "tokens"
 _FIGURES = (_FLOPS, _TOKENS)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from holdfast.comm.fabrics.base import Fabric
 from holdfast.comm.fabrics.registry import DEFAULT, make_fabric
-from holdfast.config import MOST_WORKERS, POLICIES, Settings
+from holdfast.config import MOST_WORKERS, Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.target import MODULE
 from holdfast.options import option
 from holdfast.recovery.registry import strategy_class
+from holdfast.setting_choices import POLICIES
 
 if TYPE_CHECKING:
     from holdfast.launch.hostlist import Host

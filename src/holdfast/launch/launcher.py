@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Self
 
 from holdfast.clock import SystemClock
-from holdfast.config import AUTO, Settings
+from holdfast.config import Settings
 from holdfast.errors import StoreLost
 from holdfast.faults.plan import FaultPlan
 from holdfast.launch.attempt import AttemptFiles, JobAttempt, common_environment
@@ -38,6 +38,7 @@ from holdfast.loggers.leftovers import Leftovers
 from holdfast.records.files import read_run
 from holdfast.records.queued import QueuedSink, SinkCount, close_all
 from holdfast.records.types import JobRestarted, RunStarted
+from holdfast.setting_choices import AUTO
 
 if TYPE_CHECKING:
     from holdfast.launch.dashboard import Dashboard

@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from holdfast.config import Settings, mpi_rank
+from holdfast.config import Settings
 from holdfast.debug.handlers import handlers_path, serve_handlers
 from holdfast.debug.stacks import stack_path, write_stacks_on_signal
 from holdfast.errors import ConfigError, HoldfastError, InternalError, ScriptError
@@ -43,6 +43,7 @@ from holdfast.phases import Phase
 from holdfast.records.beacon import publish_exit, show_life
 from holdfast.records.paths import beacon_path, stop_path
 from holdfast.records.types import DeviceLost, ScriptFailed
+from holdfast.start_rank import mpi_rank
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -86,13 +86,16 @@ class _Rows(dict[int, _Row], Generic[_Row]):
 
 @cache
 def compiled() -> _Run | None:
-    """Return what runs one history compiled; None without numba."""
+    """Return what runs one history compiled; None without numba, or with ``NUMBA_DISABLE_JIT=1``."""
     try:
         import numba
         from numba.extending import register_jitable
     except ImportError as why:
         text = "the simulator runs as plain Python, about 40 times slower than compiled by numba"
         warnings.warn(f"{text}: {why}; pip install 'holdfast[lab]'", RuntimeWarning, stacklevel=2)
+        return None
+    config: Any = numba.config  # its fields are made at run time
+    if config.DISABLE_JIT:  # then njit returns the function as it is, which takes other arguments
         return None
     for module in (training, history):
         for one in list(vars(module).values()):

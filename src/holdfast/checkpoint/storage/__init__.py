@@ -48,6 +48,8 @@ class Storage(Protocol):
 
     url: str
     """Its directory or URL, for messages."""
+    has_links: bool
+    """Whether :meth:`link` may succeed; if not, blocks are not compared with those of earlier checkpoints."""
 
     def names(self, folder: str) -> list[str]:
         """Return the names in a folder, sorted; an empty list if the folder does not exist."""

@@ -30,7 +30,7 @@ class CountedStorage:
 
     def __init__(self, storage: Storage, count: Callable[[int], None]) -> None:
         self.inner, self._count = storage, count
-        self.url = storage.url
+        self.url, self.has_links = storage.url, storage.has_links
 
     def names(self, folder: str) -> list[str]:
         """Return the names in a folder."""

@@ -31,6 +31,8 @@ _ADVICE = {
 class LocalStorage:
     """See :class:`~holdfast.checkpoint.storage.Storage`; the first save creates the directory ``root``."""
 
+    has_links = True
+
     def __init__(self, root: Path) -> None:
         self.url = str(root)
         self._root = root.absolute()  # a script may change the working directory while a checkpoint is written

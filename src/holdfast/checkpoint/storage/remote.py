@@ -49,6 +49,8 @@ class RemoteStorage:
         ConfigError: if its scheme is unknown, or needs a package that is not installed.
     """
 
+    has_links = False
+
     def __init__(self, url: str) -> None:
         self.url = _without_password(url.rstrip("/"))
         self._objects = _open(url)
