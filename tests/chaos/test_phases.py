@@ -34,14 +34,18 @@ QUICK = "gloo", Phase.GATE, "sleep"
 """The case of every run of the tests."""
 
 
-def run(tmp_path, fabric, *frozen):
+def run(tmp_path, fabric, *frozen, exit_code=0):
     """Run the script with workers that freeze; return the report."""
     words = [word for each in frozen for word in ("--freeze", each)]
     options = [word for option in LIMITS.items() for word in option]
     kill = ("--inject", "kill:rank=2,step=3,phase=allreduce") if any(":recovery:" in each for each in frozen) else ()
     saves = ("--checkpoint-dir", tmp_path / "saved", "--checkpoint-every", 2)
     report = run_report(
-        tmp_path, "-n", 3, "--fabric", fabric, *options, *kill, *saves, SCRIPT, "--notes", tmp_path, *words, timeout=220
+        tmp_path,
+        *("-n", 3, "--fabric", fabric, *options, *kill, *saves),
+        *(SCRIPT, "--notes", tmp_path, *words),
+        exit_code=exit_code,
+        timeout=220,
     )
     assert report["replicas"]["state_sha256"] == expected_hash()
     for each in frozen:
@@ -83,7 +87,7 @@ def test_workers_of_which_none_is_connected_are_started_again(tmp_path):
 
 @pytest.mark.soak  # the same without a job: tests/unit/test_exit_handlers.py
 def test_exit_handlers_that_do_not_end_are_left(tmp_path):
-    report = run(tmp_path, "gloo", "1:exit:sleep")
+    report = run(tmp_path, "gloo", "1:exit:sleep", exit_code=1)  # what they were to do is not done
 
     assert exit_codes(report) == {0: 0, 1: 1, 2: 0}
     assert fenced(report) == []
