@@ -2,11 +2,15 @@
 
 import functools
 import itertools
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import train_frozen
-from jobs import exit_codes, run_report
+from clusters import free_port
+from jobs import clean_env, exit_codes, run_report
 
 from holdfast.phases import Phase
 
@@ -92,6 +96,29 @@ def test_exit_handlers_that_do_not_end_are_left(tmp_path):
     assert exit_codes(report) == {0: 0, 1: 1, 2: 0}
     assert fenced(report) == []
     assert f"exit handlers have not ended within {Phase.FINALIZING.limit_s(LIMITS):g} s" in report["_stdout"]
+
+
+@pytest.mark.soak
+def test_a_worker_that_hangs_while_it_loads_alone_on_its_node_is_ended_for_the_other_node(tmp_path):
+    url = f"holdfast://127.0.0.1:{free_port()}"
+    launchers = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "holdfast", "run", "--fabric", "gloo", "-n", "1", "--nnodes", "2"),
+                *("--node-rank", str(node), "--rdzv", url, "--hang-timeout", str(HANG_S)),
+                *("--report", tmp_path / str(node), SCRIPT, "--notes", tmp_path, "--freeze", "1:start:sleep"),
+            ],
+            env=clean_env(),
+        )
+        for node in range(2)
+    ]
+
+    assert [launcher.wait(timeout=220) for launcher in launchers] == [0, 0]
+
+    assert (tmp_path / "frozen-1-start").exists(), "it has frozen there"
+    events = [json.loads(line) for line in (tmp_path / "1" / "events.jsonl").read_text().splitlines()]
+    assert [event["rank"] for event in events if event["event"] == "WorkerFenced"] == [1]
+    assert {event["rank"]: event["exit_code"] for event in events if event["event"] == "WorkerEnded"} == {0: 0, 1: -9}
 
 
 def test_every_phase_of_a_worker_is_frozen_here_or_above():
