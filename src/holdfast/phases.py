@@ -164,9 +164,9 @@ class Phase(Enum):
         name="finalizing: exit handlers, once the script has ended",
         owner="each worker",
         option="--hang-timeout",
-        times=10.0,
-        clock="from the end of the script",
-        at_end="the worker exits, with one line",
+        times=_SCRIPT_TIMES,
+        clock="from the end of the script; not inside `session.busy()`",
+        at_end="the worker exits with one line, and with exit code 1 if the script had succeeded",
         beacon=("exit",),
     )
     TEAR_DOWN = PhaseRule(

@@ -2,11 +2,15 @@
 
 import functools
 import itertools
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import train_frozen
-from jobs import exit_codes, run_report
+from clusters import free_port
+from jobs import clean_env, exit_codes, run_report
 
 from holdfast.phases import Phase
 
@@ -34,14 +38,18 @@ QUICK = "gloo", Phase.GATE, "sleep"
 """The case of every run of the tests."""
 
 
-def run(tmp_path, fabric, *frozen):
+def run(tmp_path, fabric, *frozen, exit_code=0):
     """Run the script with workers that freeze; return the report."""
     words = [word for each in frozen for word in ("--freeze", each)]
     options = [word for option in LIMITS.items() for word in option]
     kill = ("--inject", "kill:rank=2,step=3,phase=allreduce") if any(":recovery:" in each for each in frozen) else ()
     saves = ("--checkpoint-dir", tmp_path / "saved", "--checkpoint-every", 2)
     report = run_report(
-        tmp_path, "-n", 3, "--fabric", fabric, *options, *kill, *saves, SCRIPT, "--notes", tmp_path, *words, timeout=220
+        tmp_path,
+        *("-n", 3, "--fabric", fabric, *options, *kill, *saves),
+        *(SCRIPT, "--notes", tmp_path, *words),
+        exit_code=exit_code,
+        timeout=220,
     )
     assert report["replicas"]["state_sha256"] == expected_hash()
     for each in frozen:
@@ -81,12 +89,36 @@ def test_workers_of_which_none_is_connected_are_started_again(tmp_path):
     assert fenced(report) == []
 
 
+@pytest.mark.soak  # the same without a job: tests/unit/test_exit_handlers.py
 def test_exit_handlers_that_do_not_end_are_left(tmp_path):
-    report = run(tmp_path, "gloo", "1:exit:sleep")
+    report = run(tmp_path, "gloo", "1:exit:sleep", exit_code=1)  # what they were to do is not done
 
-    assert exit_codes(report) == {0: 0, 1: 0, 2: 0}
+    assert exit_codes(report) == {0: 0, 1: 1, 2: 0}
     assert fenced(report) == []
     assert f"exit handlers have not ended within {Phase.FINALIZING.limit_s(LIMITS):g} s" in report["_stdout"]
+
+
+@pytest.mark.soak
+def test_a_worker_that_hangs_while_it_loads_alone_on_its_node_is_ended_for_the_other_node(tmp_path):
+    url = f"holdfast://127.0.0.1:{free_port()}"
+    launchers = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "holdfast", "run", "--fabric", "gloo", "-n", "1", "--nnodes", "2"),
+                *("--node-rank", str(node), "--rdzv", url, "--hang-timeout", str(HANG_S)),
+                *("--report", tmp_path / str(node), SCRIPT, "--notes", tmp_path, "--freeze", "1:start:sleep"),
+            ],
+            env=clean_env(),
+        )
+        for node in range(2)
+    ]
+
+    assert [launcher.wait(timeout=220) for launcher in launchers] == [0, 0]
+
+    assert (tmp_path / "frozen-1-start").exists(), "it has frozen there"
+    events = [json.loads(line) for line in (tmp_path / "1" / "events.jsonl").read_text().splitlines()]
+    assert [event["rank"] for event in events if event["event"] == "WorkerFenced"] == [1]
+    assert {event["rank"]: event["exit_code"] for event in events if event["event"] == "WorkerEnded"} == {0: 0, 1: -9}
 
 
 def test_every_phase_of_a_worker_is_frozen_here_or_above():

@@ -23,6 +23,7 @@ class Job:
         self.stopped = {}
         self.places = {rank: {"phase": "forward", "step": 0, "beats": 1, "applied": 0} for rank in range(workers)}
         self.given_up = {}
+        self.told = {}
 
     def put(self, rank, phase, step=5, **more):
         """Move a worker: it has said where it is."""
@@ -37,7 +38,7 @@ class Job:
 
     def look(self):
         positions = {rank: self.position(rank) for rank in self.places}
-        for stuck in self.hangs.poll(positions, self.now_s):
+        for stuck in self.hangs.poll(positions, self.now_s, **self.told):
             assert stuck.rank not in self.given_up, "each is named once"
             self.given_up[stuck.rank] = stuck
         self.pulse += 1
@@ -379,6 +380,79 @@ def test_whoever_is_kept_waiting_on_another_node_counts_too():
     (stuck,) = job.hangs.poll({0: job.position(0)}, job.now_s + 1, elsewhere=True)
 
     assert stuck.rank == 0
+
+
+@pytest.mark.parametrize("flag", ["load_elsewhere", "elsewhere"])
+def test_a_worker_that_loads_is_given_up_for_others_on_another_node(flag):
+    there, here = Job(workers=1), Job(workers=1)
+    there.put(0, "start", -1, waits=True)
+    here.put(0, "start", -1)
+
+    there.pass_time(TIMEOUT_S + 2)
+    assert there.hangs.load_too_long, "it tells the other launchers"
+    assert not there.hangs.keep_us_waiting, "this would blame workers that train"
+    here.pass_time(100 * TIMEOUT_S)
+    assert here.given_up == {}
+    here.told[flag] = True
+    here.pass_time(60 * TIMEOUT_S)
+    assert here.given_up == {}
+    here.pass_time(3)
+
+    assert list(here.given_up) == [0]
+
+
+def test_waits_of_other_nodes_do_not_add_up_against_a_newcomer_that_loads():
+    job = Job().train()
+    job.put(3, "start", -1)
+    for is_waiting in (True, False) * 20:
+        job.told = {"newcomers": {3}, "elsewhere": is_waiting}
+        for rank in range(3):
+            job.put(rank, "forward")
+        job.pass_time(TIMEOUT_S - 2)
+    job.told["elsewhere"] = True
+    for rank in range(3):
+        job.put(rank, "allreduce", waits=True)
+
+    job.pass_time(59 * TIMEOUT_S)
+    assert job.given_up == {}
+    job.pass_time(2 * TIMEOUT_S)
+
+    assert list(job.given_up) == [3], "one wait as long as its limit does"
+
+
+@pytest.mark.parametrize("newcomers", [{3, 4}, set()])
+def test_a_newcomer_that_waits_makes_no_other_newcomer_that_loads_stuck(newcomers):
+    job = Job().train()
+    job.told["newcomers"] = newcomers
+    job.put(3, "start", -1, waits=True)
+    job.put(4, "start", -1)
+    for rank in range(3):
+        job.put(rank, "forward")
+
+    job.pass_time(70 * TIMEOUT_S)
+
+    assert list(job.given_up) == ([] if newcomers else [4])
+    assert job.hangs.load_too_long == (not newcomers)
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [
+        ("exit", "in exit handlers, after the script, while other workers wait for it. If this is expected"),
+        ("gate", "in gate of step 5, while other workers wait for it"),
+        ("forward", "in forward of step 5, while other workers wait for it; the longest so far took 1.0 s. If"),
+    ],
+)
+def test_the_reason_says_what_holds_in_the_phase(phase, words):
+    job = Job().train()
+    for rank in (0, 2):
+        job.put(rank, "allreduce", waits=True)
+    job.put(1, phase)
+
+    job.pass_time(70 * TIMEOUT_S)
+
+    assert words in job.given_up[1].reason
+    assert ("busy" in job.given_up[1].reason) == (phase != "gate")
 
 
 def test_a_node_says_that_its_workers_are_kept_waiting():

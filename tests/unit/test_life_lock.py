@@ -1,18 +1,21 @@
 """The kernel's note that a process is ending: never of a process that goes on, whatever becomes of it."""
 
 import mmap
+import os
 import signal
 import struct
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from holdfast.comm.pmix import report_ended
+from holdfast.records import life_lock
 from holdfast.records.beacon import Beacon
-from holdfast.records.life_lock import hold_life_lock
+from holdfast.records.life_lock import LOCK_BYTES, hold_life_lock
 from holdfast.records.paths import beacon_path
 
 WORKER = """
@@ -155,3 +158,48 @@ def test_a_thread_that_may_end_before_its_process_takes_no_lock():
 
 def test_a_process_without_mpi_can_tell_it_nothing():
     assert report_ended(1) is False
+
+
+def test_a_mapped_lock_keeps_no_file_descriptor(tmp_path):
+    locks = Beacon.peer_locks(tmp_path)
+    with Worker(tmp_path, 0):
+        before = os.listdir("/proc/self/fd")
+
+        assert locks.on_this_host([0, 1]) == [0]
+
+        assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_lock_of_another_host_is_neither_mapped_nor_read_again(tmp_path):
+    with Worker(tmp_path, 0) as killed, Worker(tmp_path, 1):
+        beacon = beacon_path(tmp_path, 0)
+        with beacon.open("r+b") as file:  # as its process would have written it elsewhere, in a shared folder
+            file.seek(Beacon._LOCK_AT + LOCK_BYTES - 8)
+            file.write(b"elsewher")
+        locks = Beacon.peer_locks(tmp_path)
+
+        assert locks.on_this_host([0, 1]) == [1]
+        killed.process.kill()
+        killed.process.wait()
+        maps = Path("/proc/self/maps").read_text()
+
+        assert not has_ended(locks, 0)
+        assert str(beacon_path(tmp_path, 1)) in maps
+        assert str(beacon) not in maps
+
+
+def test_a_process_that_may_not_be_kept_on_its_core_ends_nevertheless(tmp_path, monkeypatch):
+    stat = tmp_path / "proc" / "stat"
+    fields = ["S", *["0"] * 50]
+    fields[1 + 5], fields[1 + 35] = str(0x4), "7"
+    stat.parent.mkdir()
+    stat.write_text(f"1 (python) {' '.join(fields)}")
+
+    def denied(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(life_lock, "Path", lambda _: stat)
+    monkeypatch.setattr(os, "listdir", lambda _: ["1"])
+    monkeypatch.setattr(os, "sched_setaffinity", denied)
+
+    assert life_lock._core_of_end(1) == 7

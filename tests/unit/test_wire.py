@@ -175,6 +175,10 @@ def test_a_state_of_another_wire_is_refused():
         order_of_checkpoint(of(), "tree-bf16-4")
     with pytest.raises(ConfigError, match=r"job with wire=fp32 \(order=fold\): leave out --wire bf16"):
         choose_order(of("fold", wire="bf16"))
+    with pytest.raises(ConfigError, match=r"job with wire=fp32 \(order=fold\): leave out --order fold-bf16$"):
+        order_of_checkpoint(of(order="fold-bf16"), "fold")
+    with pytest.raises(ConfigError, match=r"leave out --order fold-bf16 and --wire bf16$"):
+        order_of_checkpoint(of(order="fold-bf16", wire="bf16"), "fold")
     with pytest.raises(ConfigError, match="made with order=tree-bf16-4, but this run has order=tree-bf16-2"):
         order_of_checkpoint(of(order="tree-bf16-2"), "tree-bf16-4")
     with pytest.raises(ConfigError, match="order tree-wide is for those that have 16 bits"):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 from holdfast.comm.base import Communicator, MessageCommunicator
-from holdfast.comm.fabrics.base import Endpoint
+from holdfast.comm.fabrics.base import EndNotes, Endpoint
 from holdfast.comm.fabrics.registry import DEFAULT, make_fabric
 from holdfast.comm.launchers import chosen, others_started
 from holdfast.errors import ConfigError
-
-CoreOfEnd = Callable[[int], int | None] | None
 
 
 def connect(
@@ -22,7 +19,7 @@ def connect(
     rank: int = -1,
     store: str = "",
     token: str = "",
-    core_of_end: CoreOfEnd = None,
+    end_notes: EndNotes | None = None,
 ) -> Communicator:
     """Return the communicator of this process.
 
@@ -34,14 +31,14 @@ def connect(
         rank: This worker's rank; required by ``gloo``.
         store: URL of the membership store; required by ``gloo``.
         token: Access token of the store.
-        core_of_end: Returns whether and where a worker ends; see :class:`~holdfast.comm.fabrics.base.Endpoint`.
+        end_notes: Says whether and where a worker ends; see :class:`~holdfast.comm.fabrics.base.Endpoint`.
 
     Raises:
         ConfigError: if the fabric cannot work here; or if none was given, and another launcher started this process as
             one of several. Each would train alone, and all would save to the same place.
     """
     name = chosen(fabric)
-    endpoint = _endpoint(workers, ranks, rank, store, token, core_of_end)
+    endpoint = _endpoint(workers, ranks, rank, store, token, end_notes)
     if not fabric and name == "virtual" and (said := others_started(os.environ)):
         raise ConfigError(said)
     return make_fabric(name).connect(endpoint)
@@ -55,7 +52,7 @@ def connect_messages(
     rank: int = -1,
     store: str = "",
     token: str = "",
-    core_of_end: CoreOfEnd = None,
+    end_notes: EndNotes | None = None,
 ) -> MessageCommunicator:
     """Return the communicator of this process for the ``torch.distributed`` backend.
 
@@ -64,11 +61,11 @@ def connect_messages(
     Raises:
         ConfigError: if the fabric cannot work here, or has no such communicator.
     """
-    return make_fabric(fabric or DEFAULT).connect_messages(_endpoint(workers, ranks, rank, store, token, core_of_end))
+    return make_fabric(fabric or DEFAULT).connect_messages(_endpoint(workers, ranks, rank, store, token, end_notes))
 
 
-def _endpoint(workers: int, ranks: str, rank: int, store: str, token: str, core_of_end: CoreOfEnd) -> Endpoint:
+def _endpoint(workers: int, ranks: str, rank: int, store: str, token: str, end_notes: EndNotes | None) -> Endpoint:
     numbers = [int(number) for number in ranks.split(",")] if ranks else None
     if numbers is not None and numbers != sorted(set(numbers)):
         raise ConfigError(f"ranks must be ascending, each once, got {ranks}")
-    return Endpoint(workers=workers, ranks=numbers, rank=rank, store=store, token=token, core_of_end=core_of_end)
+    return Endpoint(workers=workers, ranks=numbers, rank=rank, store=store, token=token, end_notes=end_notes)

@@ -36,6 +36,8 @@ from holdfast.recovery.messages import Note, Progress
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from holdfast.comm.fabrics.base import EndNotes
+
 _SECOND_DEATH_WITHIN_S = 0.5
 _QUIET_S = 0.03
 """Failures a few milliseconds apart can crash ``MPI_Comm_shrink``; a pause before a second prevents most crashes."""
@@ -73,7 +75,7 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
 
     Args:
         ranks: Their ranks, ascending; None: 0, 1, 2, ...
-        core_of_end: Returns whether and where the process of a rank ends, before MPI knows; see :class:`Endpoint`.
+        end_notes: Says whether and where a process of this host ends, before MPI knows; see :class:`Endpoint`.
 
     Raises:
         ConfigError: if this process was not started by mpirun with fault tolerance, or mpi4py is missing.
@@ -83,9 +85,7 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
     members: tuple[int, ...] = ()
     generation: int = 0
 
-    def __init__(
-        self, ranks: Sequence[int] | None = None, core_of_end: Callable[[int], int | None] | None = None
-    ) -> None:
+    def __init__(self, ranks: Sequence[int] | None = None, end_notes: EndNotes | None = None) -> None:
         self._mpi = _load_mpi()
         self._mpi.COMM_WORLD.Set_errhandler(self._mpi.ERRORS_RETURN)
         try:
@@ -98,8 +98,9 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
             raise ConfigError(f"got {len(world)} ranks {world} for {self._comm.size} MPI processes: give each one")
         self._world = self.members = world
         self._be(world[self._comm.rank])
-        self._core_of_end = core_of_end
-        self._reported: set[int] = {self._me}  # MPI was told that they have ended, or need not be
+        self._end_notes = end_notes
+        others = [rank for rank in world if rank != self._me]
+        self._peers = [] if end_notes is None else end_notes.on_this_host(others)  # MPI was not told of their end
         self._busy_cores = BusyCores()
         self._shrunk_s = -_SECOND_DEATH_WITHIN_S
         self._abandoned: list[Message] = []  # MPI may still use their memory
@@ -188,18 +189,18 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
     def _report_ended(self) -> bool:
         """Tell MPI which members have ended, before mpirun does: agree and shrink wait until it knows.
 
-        Only MPI's own errors begin a recovery, so a notice that MPI does not confirm changes nothing.
+        A notice makes MPI itself report a failure, so it must be true. The member is a process of this host, in whose life
+        lock the kernel has noted its end, and ``/proc`` says the same.
 
         Returns:
             Whether MPI was told of any.
         """
-        if self._core_of_end is None:
+        if self._end_notes is None:
             return False
-        unknown = [rank for rank in self.members if rank not in self._reported]
-        cores = {rank: core for rank in unknown if (core := self._core_of_end(rank)) is not None}
+        cores = {rank: core for rank in self._peers if (core := self._end_notes.core_of_end(rank)) is not None}
         if not cores:
             return False
-        self._reported.update(cores)
+        self._peers = [rank for rank in self._peers if rank not in cores]
         self._busy_cores.note((core for core in cores.values() if core >= 0), len(self.members))
         told = [report_ended(self._world.index(rank)) for rank in cores]
         return any(told)
@@ -246,6 +247,7 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
         self._posted.clear()
         self._comm = comm
         self.members = members
+        self._peers = [rank for rank in self._peers if rank in members]
         self.generation += 1
         self._shrunk_s = time.monotonic()
         return True

@@ -141,7 +141,7 @@ class CommThread:
             rank=its.rank,
             store=its.store,
             token=its.token,
-            core_of_end=end_notes(its.run_dir),
+            end_notes=end_notes(its.run_dir),
         )
         first = tuple(map(int, its.ranks.split(","))) if its.ranks else base.members
         self.world = SeatedCommunicator(base, first[: len(first) - its.spares])

@@ -29,11 +29,13 @@ _IN_STEP = Phase.TRAINING.value.beacon
 _PHASE_TIMES = times_of("--hang-timeout")
 """Factor on the limit in each phase: loading state and writing to storage may be slow."""
 _LOADING = Phase.LOADING.value.beacon
-"""A newcomer waits in this phase, too, while the others train, and none of them keeps it waiting."""
+"""A newcomer waits in this phase, too, while the others train, and no other worker keeps it waiting."""
 _OUTSIDE = (*_LOADING, *Phase.SCRIPT.value.beacon)
 
-_UNEVEN = (*_LOADING, *Phase.FINALIZING.value.beacon)
-"""Phases in which libraries may hold the GIL for long, as they load or free what they hold."""
+_EXITING = Phase.FINALIZING.value.beacon
+_UNEVEN = (*_LOADING, *_EXITING)
+"""Phases in which libraries may hold the GIL for long, as they load or free what they hold. The script's own code between
+two loops is not among them: a stopped process is found there as soon as in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +65,19 @@ class HangDetector:
     _longest_silence_s: float = 0.0
     _longest_segment_s: float = 0.0
     _looked_s: float | None = None
+    _elsewhere_since_s: float | None = None
     _given_up: set[int] = field(default_factory=set)
     keep_us_waiting: bool = field(default=False, init=False)
     """Whether a worker of this node has waited so long that, as far as is known here, others are hung."""
+    load_too_long: bool = field(default=False, init=False)
+    """The same of a worker that has loaded, and waits for others that may still load."""
 
     def begin(self) -> None:
         """Reset for a start of the job."""
         self._pulses.clear()
         self._workers.clear()
         self._given_up.clear()
-        self._looked_s = None
+        self._looked_s = self._elsewhere_since_s = None
 
     @property
     def poll_every_s(self) -> float:
@@ -80,30 +85,57 @@ class HangDetector:
         return self.timeout_s / 10
 
     def poll(
-        self, positions: Mapping[int, BeaconPosition], now_s: float, *, elsewhere: bool = False
+        self,
+        positions: Mapping[int, BeaconPosition],
+        now_s: float,
+        *,
+        newcomers: Collection[int] = (),
+        elsewhere: bool = False,
+        load_elsewhere: bool = False,
     ) -> list[StuckWorker]:
         """Return the workers of this node to kill, among those that have published a position; each is reported once.
 
-        ``elsewhere``: a worker on another node is kept waiting.
+        Args:
+            positions: The positions of the workers of this node.
+            now_s: Time on the launcher's clock.
+            newcomers: Workers that were not admitted yet: that they wait is no reason to kill another one.
+            elsewhere: A worker on another node is kept waiting.
+            load_elsewhere: A worker on another node has loaded, and is kept waiting by others that may still load.
         """
         if not self.timeout_s:
             return []
         if self._looked_s is not None and now_s - self._looked_s > max(self.timeout_s / 2, _LOOKS_WITHIN_S):
             self._pulses.clear()  # this launcher was suspended, and perhaps the whole machine
             self._workers.clear()
+            self._elsewhere_since_s = None
         self._looked_s = now_s
         watched = {rank: position for rank, position in positions.items() if rank not in self._given_up}
         stretches = {rank: self._segment_s(rank, position, now_s) for rank, position in watched.items()}
         silent = [stuck for rank, p in watched.items() if (stuck := self._check_pulse(rank, p, now_s)) is not None]
         longest_s = self._longest_wait_s(watched, stretches, _PHASE_TIMES.keys() - {*_LOADING})
-        loading_s = max(longest_s, self._longest_wait_s(watched, stretches, _LOADING))
-        self.keep_us_waiting = longest_s > max(self.timeout_s, _TIMES * self._longest_segment_s)
+        members = {rank: position for rank, position in watched.items() if rank not in newcomers}
+        loaded_s = self._longest_wait_s(members, stretches, _LOADING)
+        limit_s = max(self.timeout_s, _TIMES * self._longest_segment_s)
+        self.keep_us_waiting, self.load_too_long = longest_s > limit_s, loaded_s > limit_s
+        loading_s = max(longest_s, loaded_s, self._wait_elsewhere_s(now_s, elsewhere or load_elsewhere))
         if elsewhere:
-            longest_s = loading_s = math.inf
+            longest_s = math.inf
         waited = {rank: loading_s if p.phase in _LOADING else longest_s for rank, p in watched.items()}
         found = silent or [s for r, p in watched.items() if (s := self._check_worker(r, p, stretches[r], waited[r]))]
         self._given_up.update(stuck.rank for stuck in found)
         return found
+
+    def _wait_elsewhere_s(self, now_s: float, is_waiting: bool) -> float:
+        """Return for how long workers on other nodes have been kept waiting, as far as this launcher has seen it.
+
+        It must last as long as a wait on this node: one that is short is no reason to kill a newcomer that still loads.
+        """
+        if not is_waiting:
+            self._elsewhere_since_s = None
+            return 0.0
+        if self._elsewhere_since_s is None:
+            self._elsewhere_since_s = now_s
+        return now_s - self._elsewhere_since_s
 
     def _check_pulse(self, rank: int, position: BeaconPosition, now_s: float) -> StuckWorker | None:
         seen = self._pulses.setdefault(rank, _Sight(position, now_s))
@@ -154,10 +186,11 @@ class HangDetector:
         limit_s = self._limit_s(position)
         if stretch_s <= limit_s or longest_wait_s <= limit_s:
             return None
-        why = (
-            f"no progress for {stretch_s:.1f} s {_where(position)}, while other workers wait for it; the "
-            f"longest so far took {self._longest_segment_s:.1f} s. If this is expected, use: with session.busy()"
-        )
+        why = f"no progress for {stretch_s:.1f} s {_where(position)}, while other workers wait for it"
+        if position.phase in _IN_STEP:
+            why += f"; the longest so far took {self._longest_segment_s:.1f} s"
+        if position.phase in (*_IN_STEP, *_OUTSIDE, *_EXITING):  # where the script's own code may run
+            why += ". If this is expected, use: with session.busy()"
         return StuckWorker(rank, stretch_s, why)
 
 
@@ -167,4 +200,6 @@ def _where(position: BeaconPosition) -> str:
         return "while it loads"
     if position.phase in Phase.SCRIPT.value.beacon:
         return "in the script, outside training"
-    return f"in {position.phase} of step {position.step}"
+    if position.phase in _EXITING:
+        return "in exit handlers, after the script"
+    return f"in {position.phase} of step {position.step}" if position.step >= 0 else f"in {position.phase}"

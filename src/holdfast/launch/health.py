@@ -84,6 +84,7 @@ class HealthMonitor:
         if (others := self._run.others) is not None:
             with contextlib.suppress(StoreLost):  # detected at the next check
                 others.post("waits", true=self._hangs.keep_us_waiting)
+                others.post("loads", true=self._hangs.load_too_long)
                 others.post("stalls", true=self._run.state.stand_still(living, now_s))
 
     def _note_untold_ends(self, attempt: JobAttempt, watched: Set[int], now_s: float) -> None:
@@ -141,8 +142,14 @@ class HealthMonitor:
 
     def _end_stuck(self, attempt: JobAttempt, positions: Mapping[int, BeaconPosition], now_s: float) -> None:
         nodes = self._run.nodes
-        elsewhere = nodes is not None and nodes.any_posted("waits")
-        for stuck in self._hangs.poll(positions, now_s, elsewhere=elsewhere):
+        stuck_workers = self._hangs.poll(
+            positions,
+            now_s,
+            newcomers=self._run.state.waiting,
+            elsewhere=nodes is not None and nodes.any_posted("waits"),
+            load_elsewhere=nodes is not None and nodes.any_posted("loads"),
+        )
+        for stuck in stuck_workers:
             pair = attempt.pair(stuck.rank)
             if pair is not None:
                 pair.watcher.send(signal.SIGCONT)  # a stopped watcher could not record the end of its worker

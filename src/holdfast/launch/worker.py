@@ -40,7 +40,7 @@ from holdfast.launch.worker_context import (
     worker_name,
 )
 from holdfast.phases import Phase
-from holdfast.records.beacon import publish_exit, show_life
+from holdfast.records.beacon import is_busy, publish_exit, show_life
 from holdfast.records.paths import beacon_path, stop_path
 from holdfast.records.types import DeviceLost, ScriptFailed
 from holdfast.start_rank import mpi_rank
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 _WRONG_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EINVAL)
 """Errors of the system that are due to what the script asked for."""
 _WAKE_S = 1.0
-"""Interval at which a worker resumes its watcher after the launcher is gone."""
+"""Interval at which a worker resumes its watcher after the launcher is gone, or checks whether exit handlers are busy."""
 
 
 def main() -> NoReturn:
@@ -339,19 +339,34 @@ def _exit_in_time(exit_code: int) -> None:
     limit_s = 0.0
     with contextlib.suppress(ConfigError):  # reported already
         limit_s = Phase.FINALIZING.limit_s({"--hang-timeout": worker_name()[0].hang_timeout_s})
-    if not limit_s:
-        return
-
-    def give_up() -> None:
-        sys.stderr.write(
-            f"holdfast: exit handlers have not ended within {limit_s:g} s; the process ends without them\n"
+    if limit_s:
+        # what the handlers were to do is not done, so a script that had succeeded has failed
+        line = f"holdfast: exit handlers have not ended within {limit_s:g} s; the process ends without them\n"
+        ending = threading.Thread(
+            target=_end_after, args=(limit_s, line, exit_code or 1), name="holdfast-exit", daemon=True
         )
-        sys.stderr.flush()
+        ending.start()
+
+
+def _end_after(limit_s: float, line: str, exit_code: int) -> None:
+    """End this process with a line, once ``limit_s`` seconds have passed in which it was not busy."""
+    left_s, before_s = limit_s, time.monotonic()
+    while left_s > 0:
+        time.sleep(min(left_s, _WAKE_S))
+        now_s = time.monotonic()
+        left_s -= 0.0 if is_busy() else now_s - before_s
+        before_s = now_s
+    try:
+        _write_at_once(line)
+    finally:
         os._exit(exit_code)
 
-    timer = threading.Timer(limit_s, give_up)
-    timer.daemon = True
-    timer.start()
+
+def _write_at_once(line: str) -> None:
+    """Write to stderr without waiting: its lock may be held by a thread that hangs, and a pipe may be full."""
+    with contextlib.suppress(OSError):
+        fd = os.open("/proc/self/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        os.write(fd, line.encode())
 
 
 if __name__ == "__main__":

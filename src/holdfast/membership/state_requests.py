@@ -1,6 +1,7 @@
 """How a newcomer asks a member for its state before it is admitted, and learns where the member sends it.
 
 ===========================  ============================================================
+Key                          Value
 ===========================  ============================================================
 ``state-for/RANK``           JSON, by the newcomer: its :class:`StateRequest`
 ``state-at/RANK``            JSON, by the member that it asked: number of the request, address

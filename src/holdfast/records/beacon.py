@@ -8,7 +8,6 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -147,6 +146,11 @@ class Beacon:
         """Whether this worker has applied a step, or begun to."""
         return self._applied > 0
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether an operation that may take long is announced."""
+        return self._busy > 0
+
     def pulse(self) -> None:
         """Increment the pulse, which shows that the interpreter runs."""
         self._pulses += 1
@@ -261,6 +265,11 @@ def publish_exit() -> None:
         beacon._publish_exit()
 
 
+def is_busy() -> bool:
+    """Return whether this process has announced an operation that may take long."""
+    return any(beacon.is_busy for beacon in _of_process.values())
+
+
 def connected_beacon(run_dir: Path, rank: int) -> Beacon:
     """Return the beacon of a connected worker: the one that :func:`show_life` made, or a new one."""
     path = beacon_path(run_dir, rank)
@@ -269,9 +278,9 @@ def connected_beacon(run_dir: Path, rank: int) -> Beacon:
     return beacon
 
 
-def end_notes(run_dir: str) -> Callable[[int], int | None] | None:
-    """Return a function that returns whether and where a worker ends (:meth:`PeerLocks.core_of_end`), if there is a run."""
-    return Beacon.peer_locks(Path(run_dir)).core_of_end if run_dir else None
+def end_notes(run_dir: str) -> PeerLocks | None:
+    """Return what says whether and where the workers of a run end, if there is a run."""
+    return Beacon.peer_locks(Path(run_dir)) if run_dir else None
 
 
 class NoBeacon:

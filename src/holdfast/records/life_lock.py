@@ -7,24 +7,32 @@ descriptor of its watcher, the closed sockets.
 
 Other processes only read the word, and no process writes the bit, so it cannot be set too early: a process that is
 stopped, slow or unreachable still holds its lock.
+
+Each lock says on which host it was taken. Elsewhere its word means nothing, though a shared folder may show the file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
+import hashlib
 import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 LOCK_BYTES = 64
-"""Bytes reserved for the mutex; glibc takes 40 or 48."""
+"""Bytes reserved for the mutex; glibc takes 40 or 48, the host of its process the last 8."""
+
+_MUTEX_BYTES = 56
 
 _OWNER_DIED = 0x40000000
 """Set by the kernel in the word; see futex(2), under robust futexes."""
-_WORD, _PID = struct.Struct("<I"), struct.Struct("<q")
+_HOST = struct.Struct("<Q")
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _ATTRIBUTES_BYTES = 64
 _IS_EXITING = 0x4
 """In the flags of ``/proc/PID/stat``: the process has begun to end (PF_EXITING in the kernel)."""
@@ -48,12 +56,27 @@ def hold_life_lock(memory: mmap.mmap, at: int) -> None:
     library.pthread_mutexattr_setrobust(attributes, 1)
     if library.pthread_mutex_init(place, attributes) == 0:
         library.pthread_mutex_lock(place)
+        _HOST.pack_into(memory, at + _MUTEX_BYTES, _this_host())
         # Never unmapped, not even when the interpreter ends: the C library links the locks of a thread to each other.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 
 
+@functools.cache
+def _this_host() -> int:
+    """Return a number equal on processes that see each other's process IDs, those of this boot and PID namespace.
+
+    0 if that is not known.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        named = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return 0
+    return int.from_bytes(hashlib.blake2b(named.encode(), digest_size=_HOST.size).digest(), "little") | 1
+
+
 class PeerLocks:
-    """The life locks of other processes, in files that they have mapped.
+    """The life locks of other processes of this host, in files that they have mapped.
 
     Args:
         path_of: Returns the file of a rank. It is read first when the worker is connected, so it exists, or never will.
@@ -65,23 +88,47 @@ class PeerLocks:
         self._path_of = path_of
         self._at = at
         self._pid_at = pid_at
-        self._maps: dict[int, mmap.mmap | None] = {}
+        self._addresses: dict[int, int] = {}
+
+    def on_this_host(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of ``ranks`` whose end can be seen here: they hold a lock, and run on this host."""
+        for rank in ranks:
+            if rank not in self._addresses:
+                self._addresses[rank] = self._map(rank)
+        return [rank for rank in ranks if self._addresses[rank]]
 
     def core_of_end(self, rank: int) -> int | None:
-        """Return None while the process of ``rank`` goes on; else the core that frees its memory, -1 once that is done."""
-        if rank not in self._maps:
-            self._maps[rank] = self._map(rank)
-        memory = self._maps[rank]
-        if memory is None or not _WORD.unpack_from(memory, self._at)[0] & _OWNER_DIED:
-            return None
-        return _core_of_end(_PID.unpack_from(memory, self._pid_at)[0])
+        """Return None while the process of ``rank`` goes on; else the core that frees its memory, -1 once that is done.
 
-    def _map(self, rank: int) -> mmap.mmap | None:
-        try:
-            with self._path_of(rank).open("rb") as file:
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError):  # it has none, or an empty one
+        None, too, if its end cannot be seen here.
+        """
+        if not self.on_this_host([rank]):
             return None
+        address = self._addresses[rank]
+        if not ctypes.c_uint32.from_address(address + self._at).value & _OWNER_DIED:
+            return None
+        return _core_of_end(ctypes.c_int64.from_address(address + self._pid_at).value)
+
+    def _map(self, rank: int) -> int:
+        """Return the address of a file, mapped for as long as this process lives; 0 if it has no lock of this host."""
+        try:
+            with self._path_of(rank).open("rb", buffering=0) as file:
+                host = os.pread(file.fileno(), _HOST.size, self._at + _MUTEX_BYTES)
+                is_here = _this_host() != 0 and host == _HOST.pack(_this_host())
+                return _map_for_life(file.fileno(), self._at + LOCK_BYTES) if is_here else 0
+        except OSError:  # it has none
+            return 0
+
+
+def _map_for_life(fd: int, size_bytes: int) -> int:
+    """Map a file for reading and return the address; Python's ``mmap`` would keep a file descriptor for each."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    address: int | None = library.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    if address is None or address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), "cannot map a life lock")
+    return address
 
 
 def _core_of_end(pid: int) -> int | None:
@@ -102,9 +149,10 @@ def _core_of_end(pid: int) -> int | None:
                 continue
             if not int(fields[_FLAGS]) & _IS_EXITING:
                 return None
-            core = int(fields[_CORE])
-            os.sched_setaffinity(int(thread), {core})
         except OSError:  # it has ended meanwhile
             continue
+        core = int(fields[_CORE])
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or may not be kept there
+            os.sched_setaffinity(int(thread), {core})
         return core
     return -1

@@ -70,7 +70,7 @@ def connect_job(settings: Settings, given_comm: Communicator | None, at_exit: Ca
         rank=settings.rank,
         store=settings.store,
         token=settings.token,
-        core_of_end=end_notes(settings.run_dir),
+        end_notes=end_notes(settings.run_dir),
     )
     job = _make_job(settings, comm)
     if joined is not None:

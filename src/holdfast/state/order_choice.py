@@ -85,8 +85,15 @@ def order_of_checkpoint(job: JobContext, theirs: str) -> str:
 def _check_wire(job: JobContext, theirs: str) -> None:
     """Raise ``ConfigError`` unless an order rounds what this job's settings round."""
     if is_rounded(theirs) != job.settings.rounds:
-        wire, advice = ("bf16", "give") if is_rounded(theirs) else ("fp32", "leave out")
-        raise ConfigError(f"the state is of a job with wire={wire} (order={theirs}): {advice} --wire bf16")
+        wire, advice = ("bf16", "give --wire bf16") if is_rounded(theirs) else ("fp32", _without_rounding(job.settings))
+        raise ConfigError(f"the state is of a job with wire={wire} (order={theirs}): {advice}")
+
+
+def _without_rounding(settings: Settings) -> str:
+    """Return which options to leave out so that nothing is rounded."""
+    order = [f"--order {settings.order}"] if is_rounded(settings.order) else []
+    wire = ["--wire bf16"] if settings.wire == "bf16" else []
+    return f"leave out {' and '.join(order + wire)}"
 
 
 def _unit(job: JobContext) -> int:

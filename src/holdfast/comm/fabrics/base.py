@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
     from holdfast.comm.base import Communicator, MessageCommunicator
+
+
+class EndNotes(Protocol):
+    """What shows the end of a worker before its fabric does, such as :class:`~holdfast.records.life_lock.PeerLocks`."""
+
+    def on_this_host(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of ``ranks`` whose end it can show."""
+
+    def core_of_end(self, rank: int) -> int | None:
+        """Return None while a process goes on; the core on which it ends, as soon as it has begun to; -1 after that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +33,8 @@ class Endpoint:
         rank: This worker's rank, if the launcher sets it; -1 if not.
         store: URL of the membership store; "" if there is none.
         token: Access token of the store.
-        core_of_end: Returns None while the process of a rank goes on; the core on which it ends, as soon as it has
-            begun to; -1 once it has ended. A fabric may use it to detect failures earlier. None: nothing is known.
+        end_notes: Says whether and where workers of this host end. A fabric may use it to detect failures earlier. None:
+            nothing is known.
     """
 
     workers: int
@@ -32,7 +42,7 @@ class Endpoint:
     rank: int = -1
     store: str = ""
     token: str = ""
-    core_of_end: Callable[[int], int | None] | None = None
+    end_notes: EndNotes | None = None
 
 
 class Fabric(ABC):

@@ -51,13 +51,13 @@ class UlfmFabric(Fabric):
         """Return the communicator of a process that mpirun started."""
         from holdfast.comm.ulfm import UlfmCommunicator
 
-        return UlfmCommunicator(endpoint.ranks, endpoint.core_of_end)
+        return UlfmCommunicator(endpoint.ranks, endpoint.end_notes)
 
     def connect_messages(self, endpoint: Endpoint) -> MessageCommunicator:
         """Return the communicator of a process that mpirun started."""
         from holdfast.comm.ulfm import UlfmCommunicator
 
-        return UlfmCommunicator(endpoint.ranks, endpoint.core_of_end)
+        return UlfmCommunicator(endpoint.ranks, endpoint.end_notes)
 
 
 def mpirun_command(num_workers: int, hosts: Sequence[str] | None = None) -> list[str]:

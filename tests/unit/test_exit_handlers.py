@@ -1,0 +1,76 @@
+"""A script's exit handlers that do not end: the process exits all the same, and never as a success."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from holdfast.phases import Phase
+
+HANG_S = 0.02
+LIMIT_S = Phase.FINALIZING.limit_s({"--hang-timeout": HANG_S})
+DEADLINE_S = 60.0
+SCRIPT = """
+import atexit, os, sys, threading, time
+from pathlib import Path
+from types import SimpleNamespace
+from holdfast.launch import worker
+from holdfast.records.beacon import show_life, _of_process
+show_life(Path(sys.argv[1]), 0.0)
+(beacon,) = _of_process.values()
+worker.worker_name = lambda: (SimpleNamespace(hang_timeout_s={hang_s}), 0)  # shorter than settings allow
+def handler():
+    {handler}
+atexit.register(handler)
+worker._leave({code})
+"""
+HOLDS_STDERR = "sys.stderr = type('Held', (), {'write': lambda *_: time.sleep(600)})(); time.sleep(600)"
+
+
+def words(tmp_path, handler, code=0):
+    return [sys.executable, "-c", SCRIPT.format(handler=handler, code=code, hang_s=HANG_S), tmp_path / "beacon"]
+
+
+def leave(tmp_path, handler, code=0):
+    """Let a process leave with an exit handler; return its exit code, stderr and how long that took."""
+    began_s = time.monotonic()
+    done = subprocess.run(words(tmp_path, handler, code), stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S)
+    return done.returncode, done.stderr, time.monotonic() - began_s
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 1), (2, 2)])
+@pytest.mark.parametrize("handler", ["time.sleep(600)", HOLDS_STDERR], ids=["sleeps", "holds-stderr"])
+def test_handlers_that_are_cut_off_are_no_success(tmp_path, handler, code, expected):
+    ended, said, _ = leave(tmp_path, handler, code)
+
+    assert ended == expected
+    assert said == f"holdfast: exit handlers have not ended within {LIMIT_S:g} s; the process ends without them\n"
+
+
+def test_handlers_that_end_change_nothing(tmp_path):
+    assert leave(tmp_path, "pass")[:2] == (0, "")
+
+
+def test_handlers_that_are_busy_may_take_longer(tmp_path):
+    busy = f"beacon.publish_busy(busy=True); time.sleep({3 * LIMIT_S}); beacon.publish_busy(busy=False)"
+    ended, said, took_s = leave(tmp_path, busy)
+
+    assert (ended, said) == (0, "")
+    assert took_s > 3 * LIMIT_S
+
+
+def test_a_full_pipe_for_stderr_keeps_no_process(tmp_path):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+
+    assert subprocess.run(words(tmp_path, "time.sleep(600)"), stderr=writer, timeout=DEADLINE_S).returncode == 1
+
+    os.close(reader)
+    os.close(writer)
