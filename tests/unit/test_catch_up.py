@@ -24,7 +24,7 @@ from holdfast.models.optimizers import options_of, set_options
 from holdfast.models.overlap import OverlapCost
 from holdfast.models.training_state import clone
 from holdfast.state.admission import Admission
-from holdfast.state.catch_up import CatchUp, Follower, can_catch_up, join_training, tensors_of
+from holdfast.state.catch_up import EarlyTransfer, Follower, can_catch_up, join_training, tensors_of
 from holdfast.state.live_bytes import LiveBytes
 from holdfast.state.stream_wire import receive_body, receive_header
 from holdfast.state.streams import StateStream, StateStreams
@@ -386,7 +386,7 @@ class Answers:
 def newcomer(answers, joins=lambda _: True):
     comm = SimpleNamespace(state_requests=answers, local_ranks=(3,), join=joins)
     job = SimpleNamespace(comm=comm, clock=SystemClock(), loop=0)
-    return job, CatchUp(job, make("sgd")[1]._trainable)
+    return job, EarlyTransfer(job, make("sgd")[1]._trainable)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from checkpoint_bytes import data_dir, every_dtype, fields_of, same, save_parts,
 from holdfast.checkpoint import FORMATS, load, newest_intact, verify, write_tensors
 from holdfast.checkpoint.blocks import BLOCK_BYTES
 from holdfast.checkpoint.format import DTYPES
-from holdfast.checkpoint.manifest import SCHEMA
+from holdfast.checkpoint.manifest import SCHEMA, SCHEMA_SHARED
 from holdfast.faults import points
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "checkpoint-format.md").read_text()
@@ -127,5 +127,5 @@ def test_the_page_names_what_there_is(tmp_path):
         assert all(f"`{name}`" in PAGE or f'"{name}"' in PAGE for name in members)
     for name in fields["tensors"]["bool"]["pieces"][0]:
         assert f"\n| `{name}` |" in PAGE
-    assert f"# The checkpoint format, version {SCHEMA}" in PAGE
+    assert f"# The checkpoint format, versions {SCHEMA} and {SCHEMA_SHARED}" in PAGE
     assert f"2^{BLOCK_BYTES.bit_length() - 1} bytes" in PAGE

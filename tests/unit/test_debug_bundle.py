@@ -270,7 +270,7 @@ def test_the_file_of_stacks_exists_only_once_the_signal_no_longer_kills(tmp_path
 def test_a_start_of_the_job_removes_the_files_of_stacks_of_earlier_starts(tmp_path, monkeypatch):
     monkeypatch.setattr("holdfast.launch.attempt.start", lambda *_: SimpleNamespace(poll=lambda: 0, wait=lambda _: 0))
     job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
-    paths = SimpleNamespace(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None, locks=(), is_shared=False)
+    paths = SimpleNamespace(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None, locks=(), is_shared=False, own=None)
     for rank in (0, 1):
         stacks.stack_path(tmp_path, rank).touch()
 

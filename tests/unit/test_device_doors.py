@@ -195,6 +195,7 @@ def test_every_public_name_is_walked_or_has_a_reason(module):
 INTERNAL = {
     f"holdfast.{room}"
     for room in (
+        "cli",
         "comm",
         "comm.allreduce.ordered",
         "faults.plan",

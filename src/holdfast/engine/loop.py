@@ -61,7 +61,7 @@ from holdfast.recovery.messages import (
 from holdfast.recovery.protocol import ProtocolState
 from holdfast.session.step import Step
 from holdfast.state.admission import Admission
-from holdfast.state.catch_up import CatchUp
+from holdfast.state.catch_up import EarlyTransfer
 from holdfast.state.restorer import StateRestorer
 from holdfast.state.store_loss import launcher_died, turn
 
@@ -97,7 +97,7 @@ class TrainingLoop:
         *,
         is_newcomer: bool = False,
         pauses: bool = False,
-        catch_up: CatchUp | None = None,
+        catch_up: EarlyTransfer | None = None,
     ) -> None:
         self._job = job
         self._pauses = pauses

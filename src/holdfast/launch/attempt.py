@@ -34,6 +34,8 @@ from holdfast.report.event_lines import cause_of_death
 _MEMORY_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
 _SESSION_VARIABLE = "PRTE_MCA_prte_local_tmpdir_base"
 """Sets where mpirun creates its session directory on this machine, which remains if mpirun is killed."""
+_TELL_S = 0.5
+"""How long a watcher may take to record that its worker has ended, before it is killed with the job."""
 _PORT_LOOKS = 8
 """Consecutive checks of mpirun's ports that find nothing to close; mpirun accepts waiting connections one by one."""
 _NESTED = ("PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PRTE_")
@@ -217,8 +219,22 @@ class JobAttempt:
 
     def end(self) -> None:
         """Kill every process that still runs."""
+        self._hear_watchers()
         forked_by = None if self._fork_server is None else self._fork_server.process.pid
         (end if self._hosts is None else self._hosts.end)(self._started, self.pairs(), forked_by)
+
+    def _hear_watchers(self) -> None:
+        """Wait briefly for what watchers are about to record: survivors can know of a death, and fail, before they do."""
+        ends_s = time.monotonic() + _TELL_S
+        while time.monotonic() < ends_s and any(map(self._is_untold, self.processes)):
+            time.sleep(0.002)
+
+    def _is_untold(self, rank: int) -> bool:
+        pair = self._pair_here(rank)
+        if pair is None or not pair.watcher.is_alive() or not pair.worker.is_ending():
+            return False
+        path = records_path(self._run_dir, f"watch-{rank}")
+        return not path.exists() or WorkerEnded.__name__.encode() not in path.read_bytes()
 
 
 def _living(started: subprocess.Popen[bytes]) -> list[Process]:

@@ -24,6 +24,10 @@ _CHILDREN_END_S = 1.0
 """Time to wait for killed children to end: blocked I/O may keep one alive forever."""
 
 
+_IS_EXITING = 0x4
+"""Flag ``PF_EXITING`` of a process, in the kernel's ``sched.h``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Process:
     """A process; its start time, in clock ticks, distinguishes it from a later process with the same PID."""
@@ -52,6 +56,11 @@ class Process:
     def is_alive(self) -> bool:
         """Return whether the process runs, or could run."""
         return Process.of(self.pid) == self
+
+    def is_ending(self) -> bool:
+        """Return whether the process has ended, or the kernel has begun to end it."""
+        state, fields = _stat_of(self.pid)
+        return state in "ZX" or int(fields[18]) != self.started or bool(int(fields[5]) & _IS_EXITING)
 
     def is_stopped(self) -> bool:
         """Return whether the process is stopped by a signal or a debugger."""
@@ -85,12 +94,18 @@ class Process:
 
 def _state_of(pid: int) -> tuple[str, int]:
     """Return the state of a process, as in ``/proc/PID/stat``, and its start time; "X" if there is none."""
+    state, fields = _stat_of(pid)
+    return state, int(fields[18]) if fields else -1
+
+
+def _stat_of(pid: int) -> tuple[str, list[str]]:
+    """Return the state of a process, and the fields behind it; "X" and none if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return "X", -1
+        return "X", []
     state, *fields = stat[stat.rindex(")") + 2 :].split()  # the process name before it may contain spaces
-    return state, int(fields[18])
+    return state, fields
 
 
 @dataclass(frozen=True, slots=True)

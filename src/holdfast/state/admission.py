@@ -8,7 +8,7 @@ from holdfast.data.plan import MiniBatch
 from holdfast.engine.context import JobContext
 from holdfast.models.trainable import Trainable
 from holdfast.records.types import CaughtUp
-from holdfast.state.catch_up import CatchUp, can_catch_up, tensors_of
+from holdfast.state.catch_up import EarlyTransfer, can_catch_up, tensors_of
 from holdfast.state.difference import receive_difference, send_difference
 from holdfast.state.streams import StateStreams
 from holdfast.state.transfer import receive_state, send_state
@@ -24,7 +24,7 @@ class Admission:
         pauses: The script runs the optimizer itself.
     """
 
-    def __init__(self, job: JobContext, trainable: Trainable, catch_up: CatchUp | None, *, pauses: bool) -> None:
+    def __init__(self, job: JobContext, trainable: Trainable, catch_up: EarlyTransfer | None, *, pauses: bool) -> None:
         self._job = job
         self._catch_up = catch_up
         self._streams: StateStreams | None = None

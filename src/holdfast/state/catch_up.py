@@ -48,7 +48,7 @@ def can_catch_up(job: JobContext, trainable: Trainable, *, pauses: bool) -> bool
     return has_requests and 0 <= least <= trainable.size_bytes and trainable.device.type == "cpu"
 
 
-def catch_up_first(job: JobContext, trainable: Trainable, *, pauses: bool) -> CatchUp | None:
+def catch_up_first(job: JobContext, trainable: Trainable, *, pauses: bool) -> EarlyTransfer | None:
     """As a newcomer, follow the training before joining it; return None where that is not possible.
 
     Raises:
@@ -57,12 +57,12 @@ def catch_up_first(job: JobContext, trainable: Trainable, *, pauses: bool) -> Ca
     if not can_catch_up(job, trainable, pauses=pauses):
         return None
     assert trainable.whole is not None
-    catch_up = CatchUp(job, trainable.whole)
+    catch_up = EarlyTransfer(job, trainable.whole)
     catch_up.run()
     return catch_up
 
 
-def join_training(job: JobContext, catch_up: CatchUp | None) -> bool:
+def join_training(job: JobContext, catch_up: EarlyTransfer | None) -> bool:
     """Wait to be admitted, also without having caught up; return False if the training loop is over.
 
     Unless this worker is admitted, nothing uses its model any more afterwards.
@@ -79,7 +79,7 @@ def join_training(job: JobContext, catch_up: CatchUp | None) -> bool:
     return has_joined
 
 
-class CatchUp:
+class EarlyTransfer:
     """Brings the model of this newcomer up to date.
 
     Args:

@@ -20,7 +20,7 @@ _WORTHWHILE = 0.95
 """Largest ratio of the bytes of the busiest process with balanced and with even parts, for a relay to be made."""
 
 
-class Relay(NamedTuple):
+class RelayedPiece(NamedTuple):
     """A piece of the result that process ``source`` sends to ``by`` alone, which sends it to the others."""
 
     source: int
@@ -32,7 +32,7 @@ class Division(NamedTuple):
     """The part of each process, ascending; parts may be empty. The results of some are relayed."""
 
     parts: list[slice]
-    relays: list[Relay]
+    relays: list[RelayedPiece]
 
 
 def divide(length: int, line: int, loads: Sequence[float], *, balanced: bool = True) -> Division:
@@ -52,7 +52,7 @@ def divide(length: int, line: int, loads: Sequence[float], *, balanced: bool = T
     parts = [slice(start, stop) for start, stop in pairwise(cuts)]
     lights = _lights(loads)
     relays = [
-        Relay(source, by, piece)
+        RelayedPiece(source, by, piece)
         for source in range(len(loads))
         if source not in lights and len(loads) > 2
         for by, piece in zip(lights, _even(parts[source].start, parts[source].stop, len(lights), line), strict=True)
