@@ -47,6 +47,7 @@ from holdfast.launch.node_health import NodeCheck
 from holdfast.launch.rendezvous import LauncherInfo, Rendezvous
 from holdfast.membership import Store
 from holdfast.membership.relay import Relay
+from holdfast.membership.store import derive_key
 from holdfast.records.beacon import BeaconPosition
 from holdfast.records.encoding import record_from_dict, record_to_dict
 from holdfast.records.types import Record
@@ -154,11 +155,18 @@ class NodeGroup(Rendezvous):
         if self._job.nnodes == 1:
             return self.url(number), self.token
         assert self._members is not None
-        job, token = str(number), secrets.token_hex(16)
+        job, token = str(number), self._workers_token(number)
         self._relay = Relay(
             self._members, job, token, node=str(self._me), ranks=lambda: self._own, lease_s=self._lease_s
         )
         return f"holdfast://{self._relay.address}/{job}", token
+
+    def _workers_token(self, number: int) -> str:
+        """Return the token of the workers of a start, the same on all nodes: they prove to each other that they know it."""
+        if not self.token:
+            self.store.create("secret", json.dumps(secrets.token_hex(16)))
+        token = self.token or self.read("secret")
+        return derive_key(token, f"workers of run {self._run}, start {number}").hex()
 
     def _has_begun(self, node: int) -> bool:
         """Return whether the job began with this node: an unfit one stays out, and one that is missing may come later."""

@@ -15,8 +15,8 @@ import torch
 
 from holdfast.state.live_bytes import LiveBytes
 
-SECRET_BYTES = 16
-"""A connection begins with the secret of the process that listens."""
+PROOF_BYTES = 32
+"""A connection begins with a proof that the newcomer knows the token: a key derived from it and the name of the stream."""
 _LENGTH = struct.Struct("!Q")
 _CHUNK_BYTES = 1 << 20
 """Bytes that are copied and sent at a time: few enough to stay in the cache."""
