@@ -30,8 +30,10 @@ def test_other_users_can_read_nothing_of_a_running_job(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "-m", "holdfast", "run", "--fabric", "gloo", "-n", "2", "--log-dir", logs]
-        + ["--inject", "kill:rank=1,step=2", script, temporary, logs],
+        [
+            *(sys.executable, "-m", "holdfast", "run", "--fabric", "gloo", "-n", "2", "--log-dir", logs),
+            *("--inject", "kill:rank=1,step=2", script, temporary, logs),
+        ],
         env=clean_env(TMPDIR=str(temporary)),
         capture_output=True,
         text=True,
