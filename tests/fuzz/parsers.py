@@ -33,6 +33,10 @@ from holdfast.records.encoding import record_to_dict
 from holdfast.records.files import load_events, parse_record
 from holdfast.records.types import StepCommitted, WorkerEnded
 from holdfast.state.stream_wire import receive_header
+from holdfast_lab.simulate import (
+    schema,  # noqa: F401 - so that it is instrumented
+    toml,
+)
 
 TOKEN = "a token"  # noqa: S105
 SCENARIOS = Path(__file__).parents[2] / "examples" / "scenarios"
@@ -49,7 +53,7 @@ class Parser:
 @functools.cache
 def folder() -> Path:
     """A folder of this process, in memory where there is one; removed at the end."""
-    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
+    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     made = tempfile.TemporaryDirectory(dir=parent, prefix="fuzz-")
     _folders.append(made)
     return Path(made.name)
@@ -159,14 +163,12 @@ def read_fault_plan(data: bytes) -> bool:
 
 def read_scenario(data: bytes) -> bool:
     """A scenario of the simulator."""
-    from holdfast_lab.simulate.toml import read_scenario as read
-
     path = folder() / "scenario.toml"
     path.write_bytes(data)
     if not (outages := folder() / "outages.csv").exists():
         outages.write_bytes((SCENARIOS / "outages.csv").read_bytes())
     with contextlib.suppress(ConfigError):
-        read(path)
+        toml.read_scenario(path)
         return True
     return False
 

@@ -4,6 +4,7 @@ import random
 import warnings
 
 import pytest
+
 from fuzz.parsers import PARSERS
 
 ROUNDS = 150
