@@ -24,6 +24,7 @@ A store may outlive the job (etcd): the keys of one run have its number as a pre
 ``asked/N``              JSON: the N-th change requested of the running job
 ``leave/RANK``           a worker is asked to leave
 ``stop``                 the whole job must save and stop
+``secret``               JSON: without a token, what the tokens of all nodes' workers are derived from
 
 A node that is cut off cannot continue beside the others. Its workers complete no all-reduce without them, and it kills
 its workers before the others may restart the job, :data:`FENCE_LEASES` leases after they lost a node at the earliest.
