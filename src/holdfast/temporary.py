@@ -51,6 +51,7 @@ class TemporaryFolder:
             fcntl.flock(lock, fcntl.LOCK_SH)
         folder = cls(path, lock)
         try:
+            (path / MARKER).touch(mode=0o600)
             (path / MARKER).write_text(json.dumps(_this_process()))
         except OSError:
             folder.remove()

@@ -84,6 +84,8 @@ def test_a_node_that_loses_only_its_way_to_the_store_is_done_without_and_stops_n
         way.close()
 
         assert codes == {0: 0, 1: 0, 2: 1}, cluster.said()
+        assert b"a secret" not in way.seen, "the token went over the network"
+        assert b'"proof"' in way.seen, "the handshakes of this launcher have been recorded"
         for launcher in (first, second):
             report = cluster.report(launcher)
             assert_complete(report)

@@ -2,12 +2,12 @@
 
 import contextlib
 import json
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from etcd import Cluster
 from rosters import Seen, check, draw_parts, play
+from strangers import connect
 
 from holdfast.errors import StoreLost
 from holdfast.membership import Hub, HubStore, Roster, open_store
@@ -186,12 +186,10 @@ def test_workers_of_a_node_lose_the_store_with_its_relay_and_others_keep_theirs(
     ],
 )
 def test_what_a_relay_does_not_serve_ends_the_connection(on_hub, job, request_):
-    hello = dump({"hello": 3, "token": TOKEN, "job": job})
-    with socket.create_connection(("127.0.0.1", on_hub.relays["a"].port), timeout=WAIT_S) as connection:
-        connection.sendall(hello + (b"" if request_ is None else dump({"id": 1, **request_})))
-        answer = b""
-        while data := connection.recv(1 << 16):
-            answer += data
+    with connect(on_hub.relays["a"], TOKEN, {"job": job}) as stranger:
+        if request_ is not None:
+            stranger.send(dump({"id": 1, **request_}))
+        answer = stranger.read_to_end()
 
     assert b'"id": 1' not in answer
     store = on_hub.open("a")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,11 @@ def test_brackets_without_end_in_a_run_are_refused_in_one_line(tmp_path, name, s
     assert says in str(refused.value)
     assert "nested too deep" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
+    from holdfast_lab.simulate.reading import open_text
+
+    os.mkfifo(tmp_path / "trace.csv")
+    with pytest.raises(ConfigError, match=r"trace\.csv cannot be read: it is no file"):
+        open_text(tmp_path / "trace.csv")

@@ -50,6 +50,8 @@ class Way:
         host, _, port = there.rpartition(":")
         self._there = (host, int(port))
         self._is_lost = False
+        self.seen = bytearray()
+        """All bytes of both directions."""
         self._open = [socket.create_server(("127.0.0.1", 0))]
         self.url = f"{kind}://127.0.0.1:{self._open[0].getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -83,6 +85,7 @@ class Way:
     def _carry(self, source, target):
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
+                self.seen += data
                 if not self._is_lost:
                     target.sendall(data)
             if not self._is_lost:

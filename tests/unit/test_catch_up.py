@@ -20,6 +20,7 @@ from holdfast.errors import StoreLost
 from holdfast.membership import Hub, StateRequests, open_store
 from holdfast.membership.acts import encode_members
 from holdfast.membership.state_requests import StateRequest
+from holdfast.membership.store import derive_key
 from holdfast.models.optimizers import options_of, set_options
 from holdfast.models.overlap import OverlapCost
 from holdfast.models.training_state import clone
@@ -187,7 +188,11 @@ class Requests:
         return new
 
     def answer(self, _, address):
-        self.address = address
+        host, port, name = address.split(" ")
+        self.address = f"{host} {port} {self.proof_for(name).hex()}"
+
+    def proof_for(self, name):
+        return derive_key("a token", name)
 
     def dead(self):
         return self.known_dead
@@ -263,14 +268,14 @@ def test_a_stranger_and_a_newcomer_that_is_too_slow_hold_nothing(monkeypatch):
             socket.create_connection((host, int(port)), LIMIT_S)
 
 
-def test_a_stream_sends_nothing_without_the_secret(monkeypatch):
+def test_a_stream_sends_nothing_without_the_proof(monkeypatch):
     with streaming(monkeypatch) as here:
         stranger = []
 
         def stranger_first(model, address):
             host, port, _ = address.split(" ")
             connection = socket.create_connection((host, int(port)), LIMIT_S)
-            connection.sendall(bytes(16))
+            connection.sendall(bytes(32))
             stranger.append(connection)
             return Follower(model, address)
 
@@ -466,9 +471,10 @@ def test_a_request_is_taken_once_by_the_member_that_is_asked_and_answered(stores
     assert mine.take_new(0) == [request]
     assert mine.take_new(0) == []
     mine.answer(StateRequest(newcomer=3, giver=2, loop=0, number=0), "too late")
-    mine.answer(request, "where")
+    mine.answer(request, "127.0.0.1 7 name")
     thread.join(LIMIT_S)
-    assert answers == ["where"]
+    assert answers == [f"127.0.0.1 7 {mine.proof_for('name').hex()}"]
+    assert mine.proof_for("name") != mine.proof_for("another")
 
 
 @pytest.mark.parametrize(

@@ -371,3 +371,10 @@ def test_names_of_runs_are_safe_in_an_address():
 )
 def test_what_is_this_machine(host, is_local):
     assert is_loopback(host) is is_local
+
+
+def test_a_path_without_a_slash_is_answered_like_any_other_that_is_not_there(tmp_path):
+    with serving(tmp_path) as server, socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+        client.sendall(b"GET nothing HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        answer = client.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 404 ")

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hmac
 import os
 import socket
 import threading
@@ -15,8 +16,14 @@ from holdfast.comm.dissemination import tree_neighbors
 from holdfast.comm.links import Links
 from holdfast.comm.small_reduce import maximum_over
 from holdfast.errors import InternalError, PeerFailed
+from holdfast.membership.store import derive_key
 
 DEADLINE_S = 30.0
+TOKEN = "a token"  # noqa: S105
+
+
+def key_for(purpose):
+    return derive_key(TOKEN, purpose)
 
 
 @pytest.fixture
@@ -28,7 +35,7 @@ def make_links():
         links = {}
         for rank in ranks:
             events.append(os.eventfd(0, os.EFD_NONBLOCK))
-            links[rank] = Links(rank, "127.0.0.1", events[-1], timeout_s)
+            links[rank] = Links(rank, "127.0.0.1", events[-1], timeout_s, key_for)
         made.extend(links.values())
         for each in links.values():
             each.meet({rank: other.own_address for rank, other in links.items()})
@@ -193,18 +200,49 @@ def test_a_rank_that_is_no_longer_a_member_is_disconnected(make_links):
         links[2].exchange([], [0], 0, until())
 
 
-def test_a_stranger_is_not_heard(make_links):
+def hello_of(links, token, rank):
+    """Return what begins a connection to ``links``, of a process with this token."""
+    once, name = os.urandom(16), links.own_address.split(" ")[2]
+    key = derive_key(token, f"link to {name}")
+    return once + rank.to_bytes(4, "big") + hmac.digest(key, once + rank.to_bytes(4, "big"), "sha256")
+
+
+@pytest.mark.parametrize("stranger_says", ["nothing", "a wrong token", "another rank"])
+def test_a_stranger_is_not_heard(stranger_says, make_links):
     links = make_links(0, 1)
-    host, port, secret = links[0].own_address.split(" ")
+    hello = {
+        "nothing": bytes(52),
+        "a wrong token": hello_of(links[0], "guess", 1),
+        "another rank": hello_of(links[0], TOKEN, 3)[:16] + (1).to_bytes(4, "big") + hello_of(links[0], TOKEN, 3)[20:],
+    }[stranger_says]
+    host, port, _ = links[0].own_address.split(" ")
     with socket.create_connection((host, int(port))) as stranger:
-        stranger.sendall(bytes(len(secret) // 2) + (1).to_bytes(4, "big") + bytes(16))
+        stranger.sendall(hello + bytes(16))
         links[1].post(0, b"a member", 0)
 
         assert links[0].exchange([], [1], 0, until()) == [b"a member"]
         stranger.settimeout(DEADLINE_S)
         with pytest.raises(PeerFailed, match="too long"):
             links[0].exchange([], [1], 0, until(0.1))
-        assert stranger.recv(1) == b""
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+
+
+def test_a_recorded_beginning_of_a_connection_counts_once(make_links):
+    links = make_links(0, 1)
+    host, port, _ = links[0].own_address.split(" ")
+    hello = hello_of(links[0], TOKEN, 1)
+    message = (1).to_bytes(4, "big") + (0).to_bytes(4, "big") + (0).to_bytes(8, "big") + (1).to_bytes(8, "big") + b"x"
+    with socket.create_connection((host, int(port))) as first, socket.create_connection((host, int(port))) as again:
+        first.sendall(hello + message)
+        assert links[0].exchange([], [1], 0, until()) == [b"x"]
+        again.sendall(hello + message)
+        with pytest.raises(PeerFailed, match="too long"):
+            links[0].exchange([], [1], 0, until(0.1))
+        again.settimeout(DEADLINE_S)
+        with contextlib.suppress(ConnectionResetError):
+            assert again.recv(1) == b""
+        assert [each.rank for each in links[0]._connections.values()] == [1]
 
 
 def test_messages_with_another_tag_wait(make_links):
@@ -218,9 +256,9 @@ def test_messages_with_another_tag_wait(make_links):
 
 def test_the_interface_in_the_environment_takes_precedence(make_links, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
-    with_interface = Links(0, "192.0.2.1", os.eventfd(0), 5.0)
+    with_interface = Links(0, "192.0.2.1", os.eventfd(0), 5.0, key_for)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none-such")
-    without = Links(0, "127.0.0.2", os.eventfd(0), 5.0)
+    without = Links(0, "127.0.0.2", os.eventfd(0), 5.0, key_for)
 
     assert with_interface.own_address.startswith("127.0.0.1 ")
     assert without.own_address.startswith("127.0.0.2 ")
@@ -310,7 +348,7 @@ def test_of_a_stranger_no_more_than_an_introduction_is_read(make_links):
         assert stranger.send(bytes(1 << 20)) > 20
         links[1].post(0, b"more", 0)
         assert links[0].exchange([], [1], 0, until()) == [b"more"]
-        assert len(unknown.incoming) <= 20
+        assert len(unknown.incoming) <= 52
         assert unknown not in links[0]._connections.values()
 
 

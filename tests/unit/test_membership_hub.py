@@ -13,16 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from jobs import clean_env
+from strangers import connect
 
 from holdfast.errors import ConfigError, StoreLost
 from holdfast.membership import Hub, HubStore
 from holdfast.membership.server import RateLimitedLog
 from holdfast.membership.store import LEASE_S, SilenceTimer, beat_s, patience_s
+from holdfast.membership.wire import HELLO as HELLO_VERSION
 from holdfast.membership.wire import MAX_HELLO_BYTES, MAX_LINE_BYTES, LineSplitter, dump, parse
 
 TOKEN = "secret"  # noqa: S105
 WAIT_S = 60
-HELLO = dump({"hello": 3, "token": TOKEN, "job": "j"})
+HELLO = dump({"hello": HELLO_VERSION, "nonce": "0" * 32})
 
 
 @pytest.fixture
@@ -126,23 +128,33 @@ def test_a_wrong_token_is_refused_and_logged(hub, caplog):
 @pytest.mark.parametrize(
     "hello",
     [
-        {"hello": 1, "token": TOKEN, "job": "j"},
-        {"hello": 3, "token": None, "job": "j"},
-        {"hello": 3, "token": [TOKEN], "job": "j"},
-        {"hello": 3, "token": "\ud800", "job": "j"},
-        {"hello": 3, "token": TOKEN, "job": 5},
-        {"hello": 3, "token": TOKEN},
-        {"token": TOKEN},
+        {"hello": 3, "token": TOKEN, "job": "j"},
+        {"hello": [4], "nonce": "0" * 32},
+        {"hello": 4, "nonce": None},
+        {"hello": 4, "nonce": ["0" * 32]},
+        {"hello": 4, "nonce": "0" * 31},
+        {"hello": 4, "nonce": "0" * 34},
+        {"hello": 4, "nonce": "\ud800" * 32},
+        {"hello": 4},
+        {"nonce": "0" * 32},
         {},
     ],
 )
 def test_who_does_not_greet_as_agreed_gets_nothing(hub, store, hello):
     store.put("key", "value")
 
-    assert b"value" not in (send(hub, dump(hello)) or b"")
+    for proof in (
+        {"proof": ""},
+        {"proof": "\ud800"},
+        {"proof": "0" * 64},
+        {"proof": None},
+        {"token": TOKEN},
+        {"job": "j"},
+    ):
+        assert b"value" not in (send(hub, dump(hello), dump(proof)) or b"")
 
 
-REFUSALS = [dump({"refused": why}) for why in ("an unknown greeting", "a wrong token")]
+REFUSAL = dump({"refused": "an unknown greeting (no client)"})
 NONSENSE = {
     "nothing": b"",
     "a line end": b"\n",
@@ -182,9 +194,11 @@ REQUESTS = {
 @pytest.mark.parametrize("name", [*NONSENSE, *(f"after hello: {name}" for name in REQUESTS)])
 def test_nonsense_ends_its_own_connection_only(hub, store, name):
     if name.startswith("after hello: "):
-        send(hub, HELLO, REQUESTS[name.removeprefix("after hello: ")])
+        with connect(hub, TOKEN, {"job": "j"}) as stranger:
+            stranger.send(REQUESTS[name.removeprefix("after hello: ")])
+            stranger.read_to_end()
     else:
-        assert send(hub, NONSENSE[name]) in (None, b"", *REFUSALS)
+        assert send(hub, NONSENSE[name]) in (None, b"", REFUSAL)
 
     store.put("key", "value")
     assert store.get("key") == "value"
@@ -196,10 +210,16 @@ def test_random_bytes_end_their_own_connection_only(hub, store, seed):
     rng = random.Random(seed)
     good = dump({"id": 1, "op": "put", "key": "k", "value": "v", "leased": True})
     for _ in range(25):
-        data = bytearray(HELLO + good * 3)
+        data = bytearray((HELLO if rng.randrange(2) else b"") + good * 3)
         for _ in range(rng.randrange(1, 6)):
             data[rng.randrange(len(data))] = rng.randrange(256)
-        send(hub, bytes(data[: rng.randrange(1, len(data) + 1)]), rng.randbytes(rng.randrange(2000)))
+        data = data[: rng.randrange(1, len(data) + 1)] + rng.randbytes(rng.randrange(2000))
+        if data.startswith(b'{"hello"'):
+            send(hub, bytes(data))
+        else:
+            with connect(hub, TOKEN, {"job": "j"}) as stranger:
+                stranger.send(bytes(data))  # with MACs, so that the bytes reach the parser of requests
+                stranger.read_to_end()
 
     store.put("key", "value")
     assert store.get("key") == "value"
@@ -226,7 +246,7 @@ def test_strangers_that_say_nothing_make_room_for_those_that_come_later_the_olde
 
 
 def test_of_strangers_that_come_again_and_again_the_first_is_named_and_the_rest_counted(hub, store, caplog):
-    wrong, nonsense = dump({"hello": 3, "token": "guess", "job": "j"}), b"GET / HTTP/1.1\r\n\r\n"
+    wrong, nonsense = HELLO + dump({"proof": "guess"}), b"GET / HTTP/1.1\r\n\r\n"
     for turn in range(60):
         send(hub, wrong if turn % 2 else nonsense)
     store.put("key", "value")
@@ -263,9 +283,8 @@ def test_strangers_are_counted_once_a_minute(caplog):
 
 def test_a_client_that_does_not_read_is_cut_off_and_others_go_on(hub, store, caplog, monkeypatch):
     monkeypatch.setattr("holdfast.membership.server._MAX_BACKLOG_BYTES", 4 << 20)
-    with socket.create_connection(("127.0.0.1", hub.port)) as deaf:
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        deaf.sendall(HELLO)
+    with connect(hub, TOKEN, {"job": "j"}) as deaf:
+        deaf.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         for turn in range(20):
             store.put("key", str(turn) * (1 << 19))
 
@@ -448,7 +467,9 @@ def test_a_client_that_is_answered_with_nonsense_takes_the_store_for_lost(answer
 
         with ThreadPoolExecutor(1) as pool:
             pool.submit(serve)
-            with pytest.raises(StoreLost, match=r"invalid message|closed the connection|reset"):
+            with pytest.raises(
+                (StoreLost, ConfigError), match=r"invalid message|closed the connection|reset|does not answer"
+            ):
                 HubStore(f"127.0.0.1:{server.getsockname()[1]}", TOKEN)
 
 

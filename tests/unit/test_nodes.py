@@ -544,3 +544,14 @@ def test_several_nodes_need_the_gloo_fabric(make_job):
     with pytest.raises(ConfigError, match="--nnodes and --rdzv need --fabric gloo, got ulfm"):
         check_nodes(other)
     check_nodes(job)
+
+
+@pytest.mark.parametrize("token", ["right", ""])
+def test_workers_of_all_nodes_share_a_token_that_is_not_that_of_the_job(meet, token):
+    groups = meet(2, token=token)
+
+    tokens = {group.begin(0).token for group in groups}
+
+    assert len(tokens) == 1
+    assert token not in tokens
+    assert groups[0]._workers_token(1) not in tokens

@@ -8,9 +8,10 @@ import threading
 import pytest
 
 from holdfast.membership import Hub, HubStore
+from holdfast.membership.authentication import LineAuthenticator
 from holdfast.membership.client import _read_items
 from holdfast.membership.scope import StoreScope
-from holdfast.membership.wire import dump
+from holdfast.membership.wire import MAX_LINE_BYTES, LineSplitter, dump
 
 DEADLINE_S = 30.0
 
@@ -64,12 +65,13 @@ def test_what_is_posted_as_new_leaves_the_first_value(store):
 
 def test_keys_that_are_removed_while_a_client_reads_the_first_ones_are_gone():
     hub, client = socket.socketpair()
+    theirs, ours = (LineAuthenticator("secret", ("00" * 16, "11" * 16), is_client=end) for end in (False, True))
     with hub, client:
         client.settimeout(DEADLINE_S)
         for key, value in (("says/2/a", "1"), ("says/3/a", "1"), ("b", "1"), ("says/2/", None), ("b", None)):
-            hub.sendall(dump({"key": key, "value": value}))
-        hub.sendall(dump({"id": 0, "done": True}))
+            hub.sendall(theirs.sign(dump({"key": key, "value": value})))
+        hub.sendall(theirs.sign(dump({"id": 0, "done": True})))
 
-        items, _, _ = _read_items(client, lambda greeting: None)
+        items, _ = _read_items(client, ours, LineSplitter(MAX_LINE_BYTES), [], lambda greeting: None)
 
     assert items == {"says/3/a": "1"}

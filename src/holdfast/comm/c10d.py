@@ -393,7 +393,7 @@ class C10dCommunicator(SingleRankCommunicator):
         wake_fd, address = self._store.signal_fd, self._store.own_address
         with self._making_lock:
             if self._links is None:
-                self._links = Links(self._me, address, wake_fd, self._timeout_s)
+                self._links = Links(self._me, address, wake_fd, self._timeout_s, self._store.key_for)
                 self._links.begin(self.generation, self.members)
             if self._has_told or generation != self.generation:
                 return

@@ -5,8 +5,10 @@ mostly consist of, while an agreement on a few integers needs only a few peers o
 calling thread waits for its sockets and for changes of the membership store at the same time. Connections outlive a
 generation. Each message names its own, so what was sent in an earlier one, which a failure has ended, is dropped.
 
-A connection begins with the secret of the process that accepts it, which its peers read in the store. The process that
-opened it sends on it, and so does the other one, unless it has opened one itself at the same moment.
+A connection begins with a proof that the process that opened it knows the token of the store: a MAC, whose key follows
+from the token and from a name of the accepting process that its peers read in the store. The proof is of use once. The
+process that opened the connection sends on it, and so does the other one, unless it has opened one itself at the same
+moment. What follows has no MACs, as on the connections of Gloo.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from holdfast.errors import PeerFailed
 _HEAD = struct.Struct("!IIQQ")
 """Of a message: its generation, its tag, the number of messages sent to this peer before in this generation, and the
 number of its bytes."""
-_SECRET_BYTES = 16
-_HELLO = struct.Struct(f"!{_SECRET_BYTES}sI")
-"""Of a connection: the secret of the process that accepts it, and the rank of the one that opened it."""
+_NAME_BYTES = 16
+_HELLO = struct.Struct("!16sI32s")
+"""Of a connection: random bytes, the rank of the process that opened it, and the MAC of both."""
 
 _LOOK_S = 0.05
 """Longest time between two checks for failures while the store does not change, seconds."""
@@ -69,9 +71,12 @@ class Links:
             ``GLOO_SOCKET_IFNAME`` takes precedence.
         wake_fd: Becomes readable when ``check`` has something new to look at; emptied here.
         timeout_s: Time within which a peer must accept a connection, and one that opens a connection introduce itself.
+        key_for: Returns the key that follows from a text and from the token, which all members know.
     """
 
-    def __init__(self, rank: int, address: str, wake_fd: int, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, address: str, wake_fd: int, timeout_s: float, key_for: Callable[[str], bytes]
+    ) -> None:
         self._rank = rank
         self._generation = 0
         self._timeout_s = timeout_s
@@ -80,7 +85,11 @@ class Links:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         self._listener = socket.create_server((self._host, 0), family=family, backlog=_WAITING_CONNECTIONS)
         self._listener.setblocking(False)
-        self._secret = secrets.token_bytes(_SECRET_BYTES)
+        self._name = secrets.token_hex(_NAME_BYTES)
+        self._key_for = key_for
+        self._key = self._key_of(self._name)
+        self._used: set[bytes] = set()
+        """The random bytes of the connections that members have opened: no proof counts twice."""
         self._peers: dict[int, tuple[str, int, bytes]] = {}
         self._connections: dict[int, _Connection] = {}
         self._way_to: dict[int, _Connection] = {}
@@ -101,8 +110,11 @@ class Links:
 
     @property
     def own_address(self) -> str:
-        """What peers need to connect to this process: host, port and secret."""
-        return f"{self._host} {self._listener.getsockname()[1]} {self._secret.hex()}"
+        """What peers need to connect to this process, besides the token: host, port and a name, which is no secret."""
+        return f"{self._host} {self._listener.getsockname()[1]} {self._name}"
+
+    def _key_of(self, name: str) -> bytes:
+        return self._key_for(f"link to {name}")
 
     @property
     def are_of_one_machine(self) -> bool:
@@ -112,8 +124,8 @@ class Links:
     def meet(self, addresses: Mapping[int, str]) -> None:
         """Set the :attr:`own_address` of each member."""
         for rank, text in addresses.items():
-            host, port, secret = text.split(" ")
-            self._peers[rank] = host, int(port), bytes.fromhex(secret)
+            host, port, name = text.split(" ")
+            self._peers[rank] = host, int(port), self._key_of(name)
 
     def know(self, members: Iterable[int]) -> bool:
         """Return whether the addresses of all of these have been set."""
@@ -251,7 +263,7 @@ class Links:
         self._poll.register(connection.socket, select.EPOLLIN | select.EPOLLOUT * is_connecting)
 
     def _open(self, rank: int) -> _Connection:
-        host, port, secret = self._peers[rank]
+        host, port, key = self._peers[rank]
         its_socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         its_socket.settimeout(_CONNECT_S)
         until_s = 0.0
@@ -264,7 +276,8 @@ class Links:
             self._gone[rank] = error.strerror or str(error)
             raise self._failed(rank) from error
         connection = self._way_to[rank] = _Connection(its_socket, rank, until_s)
-        connection.outgoing += _HELLO.pack(secret, self._rank)
+        once = secrets.token_bytes(_NAME_BYTES)
+        connection.outgoing += _HELLO.pack(once, self._rank, _proof(key, once, self._rank))
         self._add(connection)
         return connection
 
@@ -320,10 +333,11 @@ class Links:
         """Read the beginning of a connection; return whether a member has opened it."""
         if len(connection.incoming) < _HELLO.size:
             return False
-        secret, rank = _HELLO.unpack_from(connection.incoming)
-        if not hmac.compare_digest(secret, self._secret):
+        once, rank, proof = _HELLO.unpack_from(connection.incoming)
+        if not hmac.compare_digest(proof, _proof(self._key, once, rank)) or once in self._used:
             self._end(connection, "it was opened by a stranger")
             return False
+        self._used.add(once)
         del connection.incoming[: _HELLO.size]
         connection.rank, connection.until_s = rank, 0.0
         self._way_to.setdefault(rank, connection)
@@ -346,6 +360,10 @@ class Links:
             del self._way_to[rank]
         if rank >= 0:
             self._gone.setdefault(rank, why)
+
+
+def _proof(key: bytes, once: bytes, rank: int) -> bytes:
+    return hmac.digest(key, once + rank.to_bytes(4, "big"), "sha256")
 
 
 def _hang_up(its_socket: socket.socket) -> None:

@@ -47,6 +47,7 @@ def write_stacks_on_signal(path: Path) -> None:
     """Register this process to write the stacks of all its threads to ``path`` on :data:`SIGNAL`; does nothing if it cannot."""
     draft = path.with_suffix(".draft")
     with suppress(OSError):
+        draft.touch(mode=0o600)
         file = draft.open("w")
         _open.append(file)  # faulthandler keeps only its descriptor
         faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)

@@ -144,6 +144,7 @@ class PlannedFaults(Injector):
 def ask_launcher(request: Path, step: int) -> None:
     """Ask the launcher by the file ``request`` to strike this node, and wait until it has removed the file."""
     draft = request.with_suffix(".draft")
+    draft.touch(mode=0o600)
     draft.write_text(str(step))
     draft.replace(request)
     ends_s = time.monotonic() + _ANSWER_S

@@ -104,6 +104,7 @@ def announce(run_dir: Path, job: Job, origin_s: float = 0.0, log_dir: Path | Non
     """Publish the job of this launcher, so that commands can find it; return the published description."""
     running = dataclasses.replace(RunningJob.of(job, origin_s), run_dir=run_dir, log_dir=str(log_dir or ""))
     draft = run_dir / f"{_ABOUT}.draft"
+    draft.touch(mode=0o600)
     draft.write_text(json.dumps(dataclasses.asdict(running) | {"run_dir": ""}))
     draft.replace(run_dir / _ABOUT)
     return running
@@ -167,6 +168,7 @@ def note_wait(run_dir: Path, text: str) -> None:
     """Publish what this launcher's job waits for; "" once it trains."""
     with contextlib.suppress(OSError):  # only shown
         draft = run_dir / f"{_WAITS_FOR}.draft"
+        draft.touch(mode=0o600)
         draft.write_text(text)
         draft.replace(run_dir / _WAITS_FOR)
 

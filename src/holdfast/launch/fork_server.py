@@ -67,6 +67,7 @@ class ForkServer:
         listener = _listen(self._path)
         self._importing, ready = os.pipe()
         ours = listener.fileno(), ready
+        log.touch(mode=0o600)
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "holdfast.launch.fork_server", *map(str, ours), str(os.getpid()), *words],
@@ -112,6 +113,7 @@ def _listen(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        os.fchmod(listener.fileno(), 0o600)  # Linux gives the file of the socket this mode, whatever the umask is
         listener.bind(f"/proc/self/fd/{folder}/{path.name}")  # a path may be longer than an address
         listener.listen(1024)  # starters wait here while torch is imported
     except OSError:

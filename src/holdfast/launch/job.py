@@ -362,7 +362,7 @@ def check(job: Job) -> None:
     check_plan(job)
     for folder, flag in ((job.report_dir, "--report"), (job.log_dir, "--log-dir")):
         if folder is not None:
-            check_writable(folder, flag)
+            check_writable(folder, flag, mode=0o700 if flag == "--log-dir" else 0o777)
     job.fabric.check_installed()
 
 
@@ -432,10 +432,10 @@ def check_plan(job: Job) -> None:
         FaultPlan.from_json(job.settings.faults).check(workers, nodes=job.nnodes)
 
 
-def check_writable(folder: Path, option: str) -> None:
-    """Raise a ConfigError that begins with ``option``, if no file can be written in ``folder``."""
+def check_writable(folder: Path, option: str, *, mode: int = 0o777) -> None:
+    """Raise a ConfigError that begins with ``option``, if no file can be written in ``folder``, made with ``mode``."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=mode, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

@@ -102,9 +102,9 @@ def open_loggers(
         _check_new(job, targets)
     is_first, shows_media = job.node_rank == 0, any(target.kind != "otel" for target in targets)
     if shows_media and is_first:
-        media_dir(run_dir).mkdir(exist_ok=True)
+        media_dir(run_dir).mkdir(mode=0o700, exist_ok=True)
     elif shows_media:
-        media_elsewhere_path(run_dir).touch()
+        media_elsewhere_path(run_dir).touch(mode=0o600)
     if not targets or not is_first:
         return []
     from holdfast.loggers.media import MediaFiles

@@ -24,6 +24,7 @@ A store may outlive the job (etcd): the keys of one run have its number as a pre
 ``asked/N``              JSON: the N-th change requested of the running job
 ``leave/RANK``           a worker is asked to leave
 ``stop``                 the whole job must save and stop
+``secret``               JSON: without a token, what the tokens of all nodes' workers are derived from
 
 A node that is cut off cannot continue beside the others. Its workers complete no all-reduce without them, and it kills
 its workers before the others may restart the job, :data:`FENCE_LEASES` leases after they lost a node at the earliest.
@@ -47,6 +48,7 @@ from holdfast.launch.node_health import NodeCheck
 from holdfast.launch.rendezvous import LauncherInfo, Rendezvous
 from holdfast.membership import Store
 from holdfast.membership.relay import Relay
+from holdfast.membership.store import derive_key
 from holdfast.records.beacon import BeaconPosition
 from holdfast.records.encoding import record_from_dict, record_to_dict
 from holdfast.records.types import Record
@@ -154,11 +156,18 @@ class NodeGroup(Rendezvous):
         if self._job.nnodes == 1:
             return self.url(number), self.token
         assert self._members is not None
-        job, token = str(number), secrets.token_hex(16)
+        job, token = str(number), self._workers_token(number)
         self._relay = Relay(
             self._members, job, token, node=str(self._me), ranks=lambda: self._own, lease_s=self._lease_s
         )
         return f"holdfast://{self._relay.address}/{job}", token
+
+    def _workers_token(self, number: int) -> str:
+        """Return the token of the workers of a start, the same on all nodes: they prove to each other that they know it."""
+        if not self.token:
+            self.store.create("secret", json.dumps(secrets.token_hex(16)))
+        token = self.token or self.read("secret")
+        return derive_key(token, f"workers of run {self._run}, start {number}").hex()
 
     def _has_begun(self, node: int) -> bool:
         """Return whether the job began with this node: an unfit one stays out, and one that is missing may come later."""

@@ -129,6 +129,7 @@ class WatchedWorker:
     def note(self, path: Path) -> None:
         """Write the pair to a file, atomically."""
         draft = path.with_suffix(f".{os.getpid()}.draft")  # worker and watcher both write it: either may be stopped
+        draft.touch(mode=0o600)
         draft.write_text(f"{self.worker}\n{self.watcher}\n{self.node}")
         draft.replace(path)
 
@@ -264,6 +265,7 @@ def start(
     It inherits the descriptors ``files``. It does not die with this process: the workers' watchers detect the death of
     the launcher, and make the workers save and exit.
     """
+    log.touch(mode=0o600)
     with log.open("ab") as output:
         return subprocess.Popen(
             command,

@@ -59,7 +59,7 @@ class RunPaths:
                 undo.callback(shutil.rmtree, run_dir)
                 (own[0].path / SHARED).symlink_to(run_dir)
             log_dir = (log_dir or run_dir / "logs").absolute()
-            log_dir.mkdir(parents=True, exist_ok=True)
+            log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             undo.pop_all()
         memory_dir = own[1].path if usable else None
         return cls(

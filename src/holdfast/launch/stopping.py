@@ -81,7 +81,7 @@ class StopProcedure:
             what = "the ranks receive SIGTERM"
         self._run.view.print_line(f"stopping: {what}, within {grace_s:g} s (Ctrl-C to stop immediately)")
         if all_stop:
-            stop_path(self._run.paths.run_dir).touch()
+            stop_path(self._run.paths.run_dir).touch(mode=0o600)
         self._reach(attempt)
 
     def timed_out(self) -> Verdict | None:
@@ -138,7 +138,7 @@ class StopProcedure:
         if self._lost_store_by_s is None:
             grace_s, what = run.job.grace_s, "the workers finish their step and save"
             if self._is_needed():
-                stop_path(run.paths.run_dir).touch()
+                stop_path(run.paths.run_dir).touch(mode=0o600)
                 self._reach(attempt)
             else:
                 what += " if no node reaches the store, and are killed otherwise"

@@ -177,8 +177,8 @@ def _request_stop(pid: int, settings: Settings) -> None:
     """Ask the worker ``pid``, whose launcher is gone, to save and stop: with all workers, or to leave the job."""
     run_dir = Path(settings.run_dir)
     if os.environ.get(ALL_STOP) == "1" and settings.run_dir and run_dir.is_dir():
-        stop_path(run_dir).touch()
-        launcher_lost_path(run_dir).touch()
+        stop_path(run_dir).touch(mode=0o600)
+        launcher_lost_path(run_dir).touch(mode=0o600)
     os.kill(pid, signal.SIGTERM)
 
 

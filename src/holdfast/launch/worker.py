@@ -170,7 +170,7 @@ def _redirect_output(rank: int) -> None:
     folder = os.environ.get(LOG_DIR)
     if not folder:
         return
-    log = os.open(Path(folder, f"rank-{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(Path(folder, f"rank-{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

@@ -53,6 +53,7 @@ def mark_run(run_dir: Path, job: str, epoch_s: float) -> RunRecords:
     """
     if job:
         with contextlib.suppress(OSError):  # as long as this launcher lives, nothing reads it
+            (run_dir / _MARK).touch(mode=0o600)
             (run_dir / _MARK).write_text(json.dumps({"job": job, "epoch_s": epoch_s}))
     return RunRecords(run_dir=run_dir, epoch_s=epoch_s)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.errors import ConfigError, StoreLost
+from holdfast.membership.authentication import ClientHandshake, LineAuthenticator, Refused
 from holdfast.membership.store import (
     LEASE_S,
     SilenceTimer,
@@ -23,7 +24,7 @@ from holdfast.membership.store import (
     remove,
     search_s,
 )
-from holdfast.membership.wire import BEAT, EXPIRED, HELLO, MAX_LINE_BYTES, NOT_LEADING, LineSplitter, dump, parse
+from holdfast.membership.wire import BEAT, MAX_HELLO_BYTES, MAX_LINE_BYTES, NOT_LEADING, LineSplitter, dump, parse
 
 _MAX_READ = 1 << 16
 _LOOK_S = 0.05
@@ -32,10 +33,6 @@ _LOOK_S = 0.05
 
 _TRY_BEATS = 0.9
 """How long one of several hubs may take to accept a connection: less than the search takes for a suspension."""
-
-
-class _Refused(Exception):
-    """The hub refused the connection, for the reason in the message."""
 
 
 class HubStore(Store):
@@ -59,7 +56,10 @@ class HubStore(Store):
         self._address = address
         self._places = [_split(each) for each in address.split(",")]
         self._place = 0
-        self._hello = {"hello": HELLO, "token": token, "job": job, "session": secrets.token_hex(8)}
+        self._token = token
+        self._hello: dict[str, Any] = {"job": job, "session": secrets.token_hex(8)}
+        self._rest = b""
+        """What the connection has not taken of a heartbeat."""
         self._asking, self._sending = threading.Lock(), threading.Lock()
         self._request_number = 0
         self._unanswered: tuple[int, bytes] | None = None
@@ -143,7 +143,8 @@ class HubStore(Store):
         if self._lost:
             raise StoreLost(self._lost)
         try:
-            self._socket.sendall(line)
+            rest, self._rest = self._rest, b""
+            self._socket.sendall(rest + self._keys.sign(line))
         except OSError as error:
             if len(self._places) == 1:
                 self._lose(error.strerror or error)
@@ -175,10 +176,8 @@ class HubStore(Store):
         try:
             while not self._try_all(lambda: time.monotonic() > ends_s):
                 time.sleep(_LOOK_S)
-        except _Refused as error:
-            raise ConfigError(
-                f"the store at {self._address} refused the connection for {error}: --rdzv-token (HOLDFAST_TOKEN) must be the token of its launcher"
-            ) from error
+        except Refused as error:
+            raise ConfigError(f"the store at {self._address} {error}") from error
 
     def _try_all(self, is_late: Callable[[], bool]) -> bool:
         """Connect to the hub that leads; return whether there is one. Raise ``StoreLost`` if it is too late to try again."""
@@ -203,27 +202,29 @@ class HubStore(Store):
             raise StoreLost(f"there is no store at {where}: {error.strerror or error}") from error
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(dump(self._hello))
-            items, self._lines, self._read = _read_items(connection, self._take_greeting)
+            handshake = ClientHandshake(self._token, self._hello)
+            keys, lines, read = _shake_hands(connection, handshake, timeout_s)
+            items, self._read = _read_items(connection, keys, lines, read, self._take_greeting)
+            self._lines = lines
             connection.settimeout(None)
         except BaseException as error:
             connection.close()
-            if isinstance(error, (_Refused, StoreLost)):
+            if isinstance(error, (Refused, StoreLost)):
                 raise
             if isinstance(error, (OSError, ValueError, KeyError)):
                 raise StoreLost(f"the connection to the store at {where} is lost: {_why(error)}") from error
             raise
-        self._adopt(connection, items)
+        self._adopt(connection, keys, items)
         self._silence.broken(began_s)
         self._search.broken(began_s)
         self._beat_is_answered = True
 
-    def _adopt(self, connection: socket.socket, items: dict[str, str]) -> None:
+    def _adopt(self, connection: socket.socket, keys: LineAuthenticator, items: dict[str, str]) -> None:
         """Take a new connection: replace the local copy, and repeat the request that was not answered."""
         is_first = "again" not in self._hello
         self._hello["again"] = True
         if is_first:
-            self._socket = connection
+            self._socket, self._keys = connection, keys
             super().__init__()  # from here on, a fork closes open sockets
         with self._changed:
             for gone in self._items.keys() - items.keys():
@@ -235,9 +236,9 @@ class HubStore(Store):
             return
         with self._sending:
             self._socket.close()
-            self._socket = connection
+            self._socket, self._keys, self._rest = connection, keys, b""
             if self._unanswered is not None:
-                connection.sendall(self._unanswered[1])
+                connection.sendall(keys.sign(self._unanswered[1]))
 
     def _take_greeting(self, message: dict[str, Any]) -> None:
         self._route = message.get("address", "")
@@ -265,7 +266,7 @@ class HubStore(Store):
             try:
                 if self._try_all(self._search.is_too_long):
                     return True
-            except (_Refused, StoreLost, OSError):
+            except (Refused, StoreLost, OSError):
                 return False
             time.sleep(_LOOK_S)
         return False
@@ -298,14 +299,16 @@ class HubStore(Store):
             return
         if self._sending.acquire(blocking=False):  # otherwise another thread is sending
             try:
-                self._socket.send(BEAT, socket.MSG_DONTWAIT)
+                self._rest = self._rest or self._keys.sign(BEAT)
+                self._rest = self._rest[self._socket.send(self._rest, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
-                return  # the hub does not read
+                return  # the hub does not read; the rest is sent first next time
             finally:
                 self._sending.release()
             self._beaten_s, self._beat_is_answered = now_s, False
 
     def _receive(self, line: bytes) -> None:
+        line = self._keys.verify(line)
         if not line:
             self._silence.broken(self._beaten_s)  # not the current time: the hub counts from when it got the heartbeat
             self._search.broken(self._beaten_s)
@@ -335,27 +338,53 @@ class HubStore(Store):
         self._asking, self._sending = threading.Lock(), threading.Lock()
 
 
-def _read_items(
-    connection: socket.socket, take_greeting: Callable[[dict[str, Any]], None]
-) -> tuple[dict[str, str], LineSplitter, list[bytes]]:
-    """Return all keys that a hub sends at the beginning, and what it has sent after them."""
-    lines, items = LineSplitter(2 * MAX_LINE_BYTES), dict[str, str]()
-    while data := connection.recv(_MAX_READ):
+def _shake_hands(
+    connection: socket.socket, handshake: ClientHandshake, timeout_s: float
+) -> tuple[LineAuthenticator, LineSplitter, list[bytes]]:
+    """Prove the knowledge of the token to a hub, and let it prove its own; also return what it has sent after that."""
+    ends_s = time.monotonic() + timeout_s
+    connection.sendall(handshake.greeting)
+    lines = LineSplitter(MAX_HELLO_BYTES)
+    while data := connection.recv(MAX_HELLO_BYTES):
         read = lines.feed(data)
         for number, line in enumerate(read):
-            message = parse(line)
-            if "refused" in message and message["refused"] in (NOT_LEADING, EXPIRED):
-                raise StoreLost(message["refused"]) if message["refused"] == NOT_LEADING else _Refused(EXPIRED)
+            connection.sendall(handshake.take(line))
+            if handshake.done is not None:
+                lines.limit_bytes = 2 * MAX_LINE_BYTES
+                return handshake.done, lines, read[number + 1 :]
+        if time.monotonic() > ends_s:
+            raise TimeoutError("the handshake took too long")
+    raise ConnectionResetError("it closed the connection")
+
+
+def _read_items(
+    connection: socket.socket,
+    keys: LineAuthenticator,
+    lines: LineSplitter,
+    read: list[bytes],
+    take_greeting: Callable[[dict[str, Any]], None],
+) -> tuple[dict[str, str], list[bytes]]:
+    """Return all keys that a hub sends at the beginning, and what it has sent after them, beginning with ``read``."""
+    items = dict[str, str]()
+    while True:
+        for number, line in enumerate(read):
+            message = parse(keys.verify(line))
             if "refused" in message:
-                raise _Refused(message["refused"])
+                raise StoreLost(NOT_LEADING) if message["refused"] == NOT_LEADING else Refused(_refusal(message))
             if "key" not in message:
                 take_greeting(message)
-                return items, lines, read[number + 1 :]
+                return items, read[number + 1 :]
             if message["value"] is None:
                 remove(items, message["key"])
             else:
                 items[message["key"]] = message["value"]
-    raise ConnectionResetError("it closed the connection")
+        if not (data := connection.recv(_MAX_READ)):
+            raise ConnectionResetError("it closed the connection")
+        read = lines.feed(data)
+
+
+def _refusal(message: dict[str, Any]) -> str:
+    return f"refused the connection: {message['refused']}"
 
 
 def _why(error: Exception) -> str:

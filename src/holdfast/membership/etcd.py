@@ -64,6 +64,7 @@ class EtcdStore(Store):
         self._prefix = f"holdfast/{job}/"
         self._lease_s = lease_s
         self._cluster = EtcdCluster(where, token, min(gateway.ANSWER_S, patience_s(lease_s) / 3))
+        self._token = token
         self._me, self._numbers = secrets.token_hex(4), itertools.count()
         self._lease = ""
         self._revision = 0

@@ -2,8 +2,8 @@
 
 It keeps everything in memory for the lifetime of the launcher. The hubs of several launchers form a cluster, in which
 each change is on a quorum of them before it is acknowledged, and another hub takes over when the leading one is lost:
-:mod:`holdfast.membership.peers`. Clients must know the token, and invalid bytes only close their own connection.
-Nothing is encrypted: use a trusted network.
+:mod:`holdfast.membership.peers`. Clients must prove that they know the token, each line has a MAC, and invalid bytes only close their own connection.
+Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from holdfast.membership.acts import vote_key
 from holdfast.membership.hub_state import Applied, HubState, Operation
 from holdfast.membership.peers import MAX_PEER_LINE_BYTES, HubCluster
-from holdfast.membership.server import Client, Incoming, LineServer, answer_to, check_request
+from holdfast.membership.server import Client, Incoming, LineServer, Outgoing, answer_to, check_request
 from holdfast.membership.store import LEASE_S, SilenceTimer
 from holdfast.membership.wire import BEAT, EXPIRED, MAX_LINE_BYTES, NOT_LEADING, dump, parse
 
@@ -40,8 +40,8 @@ _LOOKS = 10
 class _Client(Client):
     """A connection of a client, and its session, which outlives a hub."""
 
-    def __init__(self, writer: asyncio.StreamWriter, job: str, session: str, *, is_numbered: bool) -> None:
-        super().__init__(writer, job)
+    def __init__(self, outgoing: Outgoing, job: str, session: str, *, is_numbered: bool) -> None:
+        super().__init__(outgoing, job)
         self.session = session
         self.is_numbered = is_numbered
         """Whether it numbers its requests, so that it may repeat one."""
@@ -51,7 +51,7 @@ class Hub(LineServer):
     """A store hosted by this process, as a context.
 
     Args:
-        token: Token that clients must send.
+        token: Token that clients must know.
         host: Address to listen on.
         port: Port to listen on; 0 for any free one.
         lease_s: A client without a heartbeat for this long loses its leased keys.
@@ -111,35 +111,35 @@ class Hub(LineServer):
 
     # -- connections
 
-    async def _serve_line(self, hello: dict[str, Any], incoming: Incoming, writer: asyncio.StreamWriter) -> None:
+    async def _serve_line(self, hello: dict[str, Any], incoming: Incoming, outgoing: Outgoing) -> None:
         if "peer" in hello:
-            await self._serve_peer(str(hello["peer"]), incoming, writer)
-        elif (client := await self._admit(hello, writer)) is not None:
+            await self._serve_peer(str(hello["peer"]), incoming, outgoing)
+        elif (client := await self._admit(hello, outgoing)) is not None:
             try:
-                await self._serve_client(client, incoming, writer)
+                await self._serve_client(client, incoming, outgoing)
             finally:
                 self._part(client)
 
-    async def _serve_peer(self, hub: str, incoming: Incoming, writer: asyncio.StreamWriter) -> None:
+    async def _serve_peer(self, hub: str, incoming: Incoming, outgoing: Outgoing) -> None:
         """Answer another hub of the cluster."""
         consensus = self._cluster.consensus
         incoming.lines.limit_bytes = MAX_PEER_LINE_BYTES
-        writer.write(dump({"peer": consensus.me, "is_new": consensus.is_new}))
+        outgoing.write(dump({"peer": consensus.me, "is_new": consensus.is_new}))
         try:
             while (line := await incoming.next()) is not None:
-                writer.write(dump(self._cluster.receive(hub, parse(line))))
-                await writer.drain()
+                outgoing.write(dump(self._cluster.receive(hub, parse(line))))
+                await outgoing.drain()
         finally:
             self._cluster.disconnected(hub)
 
-    async def _serve_client(self, client: _Client, incoming: Incoming, writer: asyncio.StreamWriter) -> None:
+    async def _serve_client(self, client: _Client, incoming: Incoming, outgoing: Outgoing) -> None:
         incoming.lines.limit_bytes = MAX_LINE_BYTES
-        await self._tell_all(client, writer)
+        await self._tell_all(client, outgoing)
         while (line := await incoming.next()) is not None:
             if (silence := self._silences.get(client.session)) is not None:
                 silence.broken(time.monotonic())
             self._answer(client, line)
-            await writer.drain()
+            await outgoing.drain()
 
     def _part(self, client: _Client) -> None:
         clients = self._clients.setdefault(client.job, set())
@@ -151,17 +151,17 @@ class Hub(LineServer):
         else:
             self._end_session(client.session, forget=True)
 
-    async def _admit(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> _Client | None:
+    async def _admit(self, hello: dict[str, Any], outgoing: Outgoing) -> _Client | None:
         """Return a client once a quorum knows its session; None if another hub leads, or the session has expired."""
         consensus, session, job = self._cluster.consensus, hello.get("session"), hello["job"]
         is_known = session in consensus.state.sessions
         if not consensus.has_contact():
-            writer.write(dump({"refused": NOT_LEADING, "leader": self._cluster.leader_address}))
+            outgoing.write(dump({"refused": NOT_LEADING, "leader": self._cluster.leader_address}))
             return None
         if hello.get("again") and not is_known:
-            writer.write(dump({"refused": EXPIRED}))
+            outgoing.write(dump({"refused": EXPIRED}))
             return None
-        client = _Client(writer, job, str(session or secrets.token_hex(8)), is_numbered=session is not None)
+        client = _Client(outgoing, job, str(session or secrets.token_hex(8)), is_numbered=session is not None)
         if not is_known:
             opened = self._loop.create_future()
             consensus.append(
@@ -175,14 +175,14 @@ class Hub(LineServer):
     def _new_silence(self, at_most_s: float = math.inf) -> SilenceTimer:
         return SilenceTimer(min(self._lease_s, at_most_s), self._lease_s / _LOOKS)
 
-    async def _tell_all(self, client: _Client, writer: asyncio.StreamWriter) -> None:
+    async def _tell_all(self, client: _Client, outgoing: Outgoing) -> None:
         """Send all keys to a new client, which also receives changes in the meantime."""
         items = self._cluster.consensus.state.jobs[client.job]
         self._clients.setdefault(client.job, set()).add(client)
         for key in list(items):
             if key in items and vote_key(key) is None:
                 client.send(dump({"key": key, "value": items[key]}))
-                await writer.drain()
+                await outgoing.drain()
         client.send(dump({"id": 0, "done": True, "lease_s": self._lease_s}))
 
     # -- the cluster

@@ -15,10 +15,11 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
+from holdfast.membership.authentication import ClientHandshake, LineAuthenticator
 from holdfast.membership.consensus import Consensus, PeerMessage
 from holdfast.membership.hub_state import Applied, Operation
 from holdfast.membership.store import SilenceTimer
-from holdfast.membership.wire import HELLO, LineSplitter, dump, parse
+from holdfast.membership.wire import MAX_HELLO_BYTES, LineSplitter, dump, parse
 
 _FRESH = 0.3
 """Share of a lease: a leader is alive that was heard within this time."""
@@ -52,13 +53,14 @@ class PeerLink:
         self._cluster = cluster
         self.writer: asyncio.StreamWriter | None = None
         """The connection, once the hub there has answered."""
+        self._keys: LineAuthenticator | None = None
         self._since_s = 0.0
 
     def send(self, message: PeerMessage) -> None:
         """Send a message, unless there is no connection."""
-        if self.writer is None or self.writer.transport.is_closing():
+        if self.writer is None or self._keys is None or self.writer.transport.is_closing():
             return
-        self.writer.write(dump(message))
+        self.writer.write(self._keys.sign(dump(message)))
         if self.writer.transport.get_write_buffer_size() > _MAX_BACKLOG_BYTES:
             self.writer.transport.abort()
 
@@ -90,21 +92,30 @@ class PeerLink:
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        writer.write(dump({"hello": HELLO, "token": self._cluster.token, "peer": self._cluster.consensus.me}))
-        lines = LineSplitter(MAX_PEER_LINE_BYTES)
+        handshake = ClientHandshake(self._cluster.token, {"peer": self._cluster.consensus.me})
+        self._keys = None
+        writer.write(handshake.greeting)
+        lines = LineSplitter(MAX_HELLO_BYTES)
         while True:
             async with asyncio.timeout(None if self.peer else self._cluster.lease_s / 2):
                 data = await reader.read(_MAX_READ)
             if not data:
                 return
             for line in lines.feed(data):
-                message = parse(line)
-                if self.peer:
-                    self._cluster.take_answer(self.peer, message)
-                else:
-                    self.peer, self.is_new, self.writer = message["peer"], message["is_new"], writer
-                    self._since_s = time.monotonic()
-                    self._cluster.linked(self)
+                if self._keys is not None:
+                    self._take(parse(self._keys.verify(line)), writer)
+                    continue
+                writer.write(handshake.take(line))
+                if (keys := handshake.done) is not None:
+                    self._keys, lines.limit_bytes = keys, MAX_PEER_LINE_BYTES
+
+    def _take(self, message: PeerMessage, writer: asyncio.StreamWriter) -> None:
+        if self.peer:
+            self._cluster.take_answer(self.peer, message)
+            return
+        self.peer, self.is_new, self.writer = message["peer"], message["is_new"], writer
+        self._since_s = time.monotonic()
+        self._cluster.linked(self)
 
 
 class HubCluster:

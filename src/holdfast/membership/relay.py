@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast.errors import StoreLost
 from holdfast.membership.acts import NodeVotes, Tally, vote_key
-from holdfast.membership.server import Client, Incoming, LineServer, answer_to, check_request
+from holdfast.membership.server import Client, Incoming, LineServer, Outgoing, answer_to, check_request
 from holdfast.membership.store import LEASE_S, Store, remove
 from holdfast.membership.wire import BEAT, MAX_LINE_BYTES, dump, parse
 
@@ -28,7 +28,7 @@ class Relay(LineServer):
     Args:
         store: The job's store; it stays open when the relay is closed.
         job: Name of the job that workers ask for.
-        token: Token that workers must send.
+        token: Token that workers must know.
         node: Name of this node, unique in the job.
         ranks: Returns the workers of this node, whenever it is called.
         lease_s: From it follows how often workers send heartbeats, and when they consider the relay lost.
@@ -99,11 +99,11 @@ class Relay(LineServer):
 
     # -- from the workers
 
-    async def _serve_line(self, hello: dict[str, Any], incoming: Incoming, writer: asyncio.StreamWriter) -> None:
+    async def _serve_line(self, hello: dict[str, Any], incoming: Incoming, outgoing: Outgoing) -> None:
         if hello.get("job") != self._job:
             raise ValueError(f"this relay serves the job {self._job!r}, not {hello.get('job')!r:.80}")
         incoming.lines.limit_bytes = MAX_LINE_BYTES
-        client = Client(writer, self._job)
+        client = Client(outgoing, self._job)
         for key, value in self._items.items():
             client.send(dump({"key": key, "value": value}))
         client.send(dump(self._greeting))
@@ -111,7 +111,7 @@ class Relay(LineServer):
         try:
             while (line := await incoming.next()) is not None:
                 client.send(self._answer(client, line))
-                await writer.drain()
+                await outgoing.drain()
         finally:
             self._clients.discard(client)
 

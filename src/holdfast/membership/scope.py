@@ -38,6 +38,10 @@ class StoreScope(Store):
         """See :attr:`Store.counts_votes`."""
         return self._store.counts_votes
 
+    def key_for(self, purpose: str) -> bytes:
+        """See :meth:`Store.key_for`."""
+        return self._store.key_for(self._prefix + purpose)
+
     @property
     def own_address(self) -> str:
         """See :attr:`Store.own_address`."""

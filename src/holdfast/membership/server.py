@@ -1,26 +1,33 @@
 """A server of stores: accepts connections that know the token, and keeps those that do not from harming others.
 
-Clients send lines, see :mod:`holdfast.membership.wire`. Invalid bytes only close their own connection.
+Clients send lines, see :mod:`holdfast.membership.wire`, and prove that they know the token, see
+:mod:`holdfast.membership.authentication`. Invalid bytes only close their own connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 from holdfast.errors import ConfigError
 from holdfast.membership.acts import check_vote
+from holdfast.membership.authentication import (
+    WRONG_TOKEN,
+    LineAuthenticator,
+    Refused,
+    check_greeting,
+    new_nonce,
+)
 from holdfast.membership.store import MAX_KEY_BYTES, MAX_VALUE_BYTES
-from holdfast.membership.wire import HELLO, MAX_HELLO_BYTES, LineSplitter, dump, parse
+from holdfast.membership.wire import MAX_HELLO_BYTES, LineSplitter, dump, parse
 
 logger = logging.getLogger("holdfast.membership.hub")
 
@@ -28,7 +35,7 @@ _HELLO_S = 10.0
 _CLOSE_S = 1.0
 _MAX_READ = 1 << 16
 _MAX_STRANGERS = 256
-"""Maximum number of connections that have not sent the token; one more replaces the oldest."""
+"""Maximum number of connections in the handshake; one more replaces the oldest of the address that has the most."""
 _SAY_EVERY_S = 60.0
 _MAX_BACKLOG_BYTES = 64 << 20
 """A client with a larger backlog does not read any more."""
@@ -63,49 +70,70 @@ class RateLimitedLog:
 
 
 class Incoming:
-    """The lines that a connection receives."""
+    """The lines that a connection receives; those after the handshake without their MACs."""
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
         self._reader = reader
         self._ready: deque[bytes] = deque()
         self.lines = LineSplitter(MAX_HELLO_BYTES)
+        self.keys: LineAuthenticator | None = None
 
     async def next(self) -> bytes | None:
-        """Return the next line, None at the end."""
+        """Return the next line, None at the end; raise ``ValueError`` if its MAC is wrong."""
         while not self._ready:
             if not (data := await self._reader.read(_MAX_READ)):
                 return None
             self._ready.extend(self.lines.feed(data))
-        return self._ready.popleft()
+        line = self._ready.popleft()
+        return line if self.keys is None else self.keys.verify(line)
+
+
+class Outgoing:
+    """The lines that a connection sends; those after the handshake with their MACs."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self.keys: LineAuthenticator | None = None
+        self.transport = writer.transport
+        self.peer: Any = writer.get_extra_info("peername")
+        """Address of the other end; None if it has ended already."""
+
+    def write(self, line: bytes) -> None:
+        """Send a line."""
+        self._writer.write(line if self.keys is None else self.keys.sign(line))
+
+    async def drain(self) -> None:
+        """Wait until the other end has read enough."""
+        await self._writer.drain()
 
 
 class Client:
     """A connection of a client, and the job whose keys it sees."""
 
-    def __init__(self, writer: asyncio.StreamWriter, job: str) -> None:
-        self._writer = writer
+    def __init__(self, outgoing: Outgoing, job: str) -> None:
+        self._outgoing = outgoing
         self.job = job
 
     def send(self, line: bytes) -> None:
         """Send a line, none if it is empty; a client that does not read is disconnected."""
-        transport = self._writer.transport
+        transport = self._outgoing.transport
         if not line or transport.is_closing():
             return
-        self._writer.write(line)
+        self._outgoing.write(line)
         if transport.get_write_buffer_size() > _MAX_BACKLOG_BYTES:
-            logger.warning("hub: %s does not read and was disconnected", self._writer.get_extra_info("peername"))
+            logger.warning("hub: %s does not read and was disconnected", self._outgoing.peer)
             transport.abort()
 
     def abort(self) -> None:
         """End the connection."""
-        self._writer.transport.abort()
+        self._outgoing.transport.abort()
 
 
 class LineServer(ABC):
     """A thread that serves clients until it is closed, as a context.
 
     Args:
-        token: Token that clients must send.
+        token: Token that clients must know.
         host: Address to listen on.
         port: Port to listen on; 0 for any free one.
 
@@ -115,7 +143,7 @@ class LineServer(ABC):
 
     def __init__(self, token: str, host: str, port: int) -> None:
         self._token = token
-        self._strangers: dict[asyncio.StreamWriter, None] = {}
+        self._strangers: dict[Outgoing, None] = {}
         self._seldom = RateLimitedLog()
         self._serving: set[asyncio.Task[None]] = set()
         self._connections: set[asyncio.StreamWriter] = set()
@@ -154,8 +182,8 @@ class LineServer(ABC):
     # -- what the servers differ in
 
     @abstractmethod
-    async def _serve_line(self, hello: dict[str, Any], incoming: Incoming, writer: asyncio.StreamWriter) -> None:
-        """Serve a connection whose first line is ``hello``, with the token, until it ends."""
+    async def _serve_line(self, hello: dict[str, Any], incoming: Incoming, outgoing: Outgoing) -> None:
+        """Serve a connection whose first line after the handshake is ``hello``, until it ends."""
 
     def _other_writers(self) -> Iterable[asyncio.StreamWriter]:
         """Return the connections that this server has made to others."""
@@ -209,53 +237,66 @@ class LineServer(ABC):
         task.add_done_callback(part)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = writer.get_extra_info("peername")
-        incoming = Incoming(reader)
-        is_stranger = True
+        incoming, outgoing = Incoming(reader), Outgoing(writer)
+        peer = outgoing.peer
         try:
-            if (line := await self._first(incoming, writer)) is None:
-                return
-            hello = parse(line)
-            if why := self._why_refused(hello):
-                self._seldom.write(f"{peer} was refused: {why}")
-                writer.write(dump({"refused": why}))
-            else:
-                is_stranger = False
-                await self._serve_line(hello, incoming, writer)
-        except (OSError, TimeoutError) as error:  # the client is gone, or never sent the token
+            if (hello := await self._admit_stranger(incoming, outgoing)) is not None:
+                await self._serve_line(hello, incoming, outgoing)
+        except Refused as refused:
+            self._seldom.write(f"{peer} was refused: {refused}")
+            outgoing.write(dump({"refused": str(refused)}))
+        except (OSError, TimeoutError) as error:  # the client is gone, or never proved that it knows the token
             logger.debug("hub: %s is gone: %r", peer, error)
         except Exception as error:  # the hub must survive whatever a client sends
             self._seldom.write(f"{peer} sent an invalid message and was disconnected: {str(error)[:200]!r}")
-            if not is_stranger:
-                writer.write(dump({"refused": f"an invalid message: {str(error)[:200]}"}))
+            if outgoing.keys is not None:
+                outgoing.write(dump({"refused": f"an invalid message: {str(error)[:200]}"}))
         finally:
             writer.close()
 
-    async def _first(self, incoming: Incoming, writer: asyncio.StreamWriter) -> bytes | None:
-        """Return the first line of a connection, None if there is none."""
-        if len(self._strangers) >= _MAX_STRANGERS:  # a client that knows the token sends it immediately
-            oldest = next(iter(self._strangers))
-            self._seldom.write(
-                f"{oldest.get_extra_info('peername')} was disconnected: {_MAX_STRANGERS} newer connections have not sent the token either"
-            )
-            del self._strangers[oldest]
-            oldest.transport.abort()
-        self._strangers[writer] = None
+    async def _admit_stranger(self, incoming: Incoming, outgoing: Outgoing) -> dict[str, Any] | None:
+        """Return what a client that knows the token says first, None if the connection ends before."""
+        if len(self._strangers) >= _MAX_STRANGERS:
+            self._drop_stranger()
+        self._strangers[outgoing] = None
         try:
             async with asyncio.timeout(_HELLO_S):
-                return await incoming.next()
+                if not await self._shake_hands(incoming, outgoing) or (line := await incoming.next()) is None:
+                    return None
         finally:
-            self._strangers.pop(writer, None)
+            self._strangers.pop(outgoing, None)
+        hello = parse(line)
+        if "peer" not in hello and type(hello.get("job")) is not str:
+            raise ValueError("a client must name its job")
+        return hello
 
-    def _why_refused(self, hello: dict[str, Any]) -> str:
-        """Return why a connection is refused at once, or ""."""
-        token = hello.get("token")
-        if hello.get("hello") != HELLO:
-            return "an unknown greeting"
-        known = type(token) is str and hmac.compare_digest(token.encode(), self._token.encode())
-        if not known or ("peer" not in hello and type(hello.get("job")) is not str):
-            return "a wrong token"
-        return ""
+    def _drop_stranger(self) -> None:
+        """End one handshake, of the address that has begun the most: a flood from there harms no other address."""
+        hosts = {each: each.peer[0] if each.peer else "" for each in self._strangers}
+        ((most, _),) = Counter(hosts.values()).most_common(1)
+        oldest = next(each for each, host in hosts.items() if host == most)
+        self._seldom.write(
+            f"{oldest.peer} was disconnected: {_MAX_STRANGERS} connections have not proved that they know the token either"
+        )
+        del self._strangers[oldest]
+        oldest.transport.abort()
+
+    async def _shake_hands(self, incoming: Incoming, outgoing: Outgoing) -> bool:
+        """Let both ends prove that they know the token; return False if the connection ends before."""
+        if (line := await incoming.next()) is None:
+            return False
+        greeting = parse(line)
+        check_greeting(greeting)
+        nonce = new_nonce()
+        keys = LineAuthenticator(self._token, (greeting["nonce"], nonce), is_client=False)
+        outgoing.write(dump({"nonce": nonce}))
+        if (line := await incoming.next()) is None:
+            return False
+        if not keys.is_proof(parse(line).get("proof")):
+            raise Refused(WRONG_TOKEN)
+        outgoing.write(dump({"proof": keys.proof}))
+        incoming.keys = outgoing.keys = keys
+        return True
 
     def _note_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log in one line what asyncio would print with a traceback."""

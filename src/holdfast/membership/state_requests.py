@@ -57,6 +57,10 @@ class StateRequests:
         """Return the workers that are known to be dead; needs no message."""
         return set(map(int, self._store.under("dead/")))
 
+    def proof_for(self, stream: str) -> bytes:
+        """Return what proves to the sender of a stream that this worker knows the token; it is of use once."""
+        return self._store.key_for(f"stream of state {stream}")
+
     # -- a member
 
     def take_new(self, loop: int) -> list[StateRequest]:
@@ -90,7 +94,7 @@ class StateRequests:
         return tuple(rank for rank in members if rank not in dead)
 
     def ask(self, request: StateRequest) -> str:
-        """Ask for the state; return the address where it is, "" if the member cannot send it.
+        """Ask for the state; return host, port and proof with which it is to be had, "" if the member cannot send it.
 
         Raises:
             StoreLost: if the store is lost.
@@ -100,10 +104,14 @@ class StateRequests:
         def answered() -> str | None:
             number, address = json.loads(self._store.get(f"state-at/{self._rank}") or '[-1, ""]')
             if number == request.number:
-                return str(address)
+                return self._with_proof(str(address))
             return None if self.can_give(request) else ""
 
         return self._store.wait(answered) or ""
+
+    def _with_proof(self, address: str) -> str:
+        host, port, stream = address.split(" ")
+        return f"{host} {port} {self.proof_for(stream).hex()}"
 
     def can_give(self, request: StateRequest) -> bool:
         """Return whether the member that was asked is alive, and the training loop goes on."""

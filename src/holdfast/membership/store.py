@@ -7,6 +7,7 @@ create a key, exactly one succeeds, and all read its value. All clients are noti
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import socket
 import threading
@@ -50,6 +51,11 @@ def search_s(lease_s: float) -> float:
 Listener = Callable[[str, str | None], None]
 """Receives every change: a key and its value; None if the key was removed, or all keys under it if it ends in ``/``; the
 key "" once the store is lost."""
+
+
+def derive_key(token: str, purpose: str) -> bytes:
+    """Return a key for one purpose; the token does not follow from it."""
+    return hmac.digest(token.encode("utf-8", "surrogatepass"), purpose.encode(), "sha256")
 
 
 class Store(ABC):
@@ -96,6 +102,12 @@ class Store(ABC):
     def counts_votes(self) -> bool:
         """Whether the store decides acts itself (:class:`~holdfast.membership.acts.Tally`)."""
         return False
+
+    _token = ""
+
+    def key_for(self, purpose: str) -> bytes:
+        """Return a key that all clients with this token derive alike, and that is never sent; without a token it is no secret."""
+        return derive_key(self._token, purpose)
 
     @property
     @abstractmethod

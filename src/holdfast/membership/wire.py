@@ -1,18 +1,20 @@
 r"""Protocol of the hub and its clients: one JSON object per line.
 
 ===========  ====================================================================
-client       ``{"hello": 3, "token": ..., "job": ...}`` first, then requests; with ``session``, a name of its own, it
-\            may repeat its last request at another hub of a cluster, where ``again`` says that it comes back
+client       first the handshake of :mod:`holdfast.membership.authentication`; all that follows, in both directions,
+\            has a MAC in front of each line, which is left out here
+\            ``{"job": ...}``, then requests; with ``session``, a name of its own, it may repeat its last request at
+\            another hub of a cluster, where ``again`` says that it comes back
 \            ``{"id": n, "op": "put" | "create" | "delete", "key": ..., "value": ..., "leased": ...}``;
 \            without ``id`` there is no answer
 \            an empty line as a heartbeat
 hub          ``{"key": ..., "value": ... | null}`` for every change, all keys first; null removes the key, or all keys
 \            that begin with it if it ends in ``/``
-\            ``{"id": n, "done": ...}`` in answer to a request, 0 to the hello, with ``lease_s``, and with
+\            ``{"id": n, "done": ...}`` in answer to a request, 0 to the first line, with ``lease_s``, and with
 \            ``address`` where this is not the address of the client's end: its machine's towards the other nodes
 \            ``{"refused": ...}``, then it closes the connection; with ``leader``, the address of the hub that may lead
 \            an empty line in answer to a heartbeat
-another hub  ``{"hello": 3, "token": ..., "peer": NAME}``, answered by ``{"peer": NAME, "is_new": ...}``; then messages of
+another hub  the handshake, then ``{"peer": NAME}``, answered by ``{"peer": NAME, "is_new": ...}``; then messages of
 \            :mod:`holdfast.membership.consensus`, and an answer to each
 ===========  ====================================================================
 """
@@ -24,11 +26,11 @@ from typing import Any
 
 from holdfast.membership.store import MAX_VALUE_BYTES
 
-HELLO = 3
+HELLO = 4
 """Version of this protocol."""
 
 MAX_HELLO_BYTES = 4096
-"""Maximum length of a line from a client that has not sent the token."""
+"""Maximum length of a line from a client that has not proved that it knows the token."""
 
 MAX_LINE_BYTES = 8 * MAX_VALUE_BYTES
 """Maximum length of any other line; JSON may need six bytes for a character."""

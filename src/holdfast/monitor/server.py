@@ -219,7 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             asked = urllib.parse.urlsplit(self.path)
             self._check_origin(is_page=asked.path == "/")
-            make(asked.path.split("/")[1:], dict(urllib.parse.parse_qsl(asked.query)))
+            make(asked.path.removeprefix("/").split("/"), dict(urllib.parse.parse_qsl(asked.query)))
         except _Answer as answer:
             if self.command == "POST":
                 self.close_connection = True  # its body may be unread

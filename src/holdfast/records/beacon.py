@@ -100,6 +100,7 @@ class Beacon:
 
     def __init__(self, path: Path) -> None:
         draft = path.with_suffix(".draft")
+        draft.touch(mode=0o600)
         draft.write_bytes(bytes(self._SIZE))
         with draft.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), self._SIZE)

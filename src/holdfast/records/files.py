@@ -54,7 +54,7 @@ class FileRecorder:
         self._warned = False
         self._torn = False
         try:
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"cannot write records to {path}: {error.strerror}") from error
         self._reserved = self._size = os.fstat(self._file).st_size

@@ -143,6 +143,7 @@ def _by_rows(given: torch.Tensor, layout: str | None) -> torch.Tensor:
 
 def _write_whole(file: Path, data: bytes) -> None:
     try:
+        file.touch(mode=0o600)
         file.write_bytes(data)
     except OSError:
         file.unlink(missing_ok=True)  # no record refers to it, so no logger would remove it

@@ -184,7 +184,7 @@ class Follower:
 
     Args:
         model: The replicated model with its optimizer; nothing else uses it until :attr:`is_running` is False.
-        address: Address of the stream.
+        address: Host and port of the stream, and the proof with which to begin.
     """
 
     def __init__(self, model: ModelPart, address: str) -> None:
@@ -246,13 +246,13 @@ class Follower:
             self._news.set()
 
     def _connected(self) -> socket.socket:
-        host, port, secret = self._address.split(" ")
+        host, port, proof = self._address.split(" ")
         connection = socket.create_connection((host, int(port)), _CONNECT_S)
         connection.settimeout(None)  # a step may take long; :meth:`stop` ends the wait
         self._socket = connection
         if self._is_stopped:
             hang_up(connection)
-        connection.sendall(bytes.fromhex(secret))
+        connection.sendall(bytes.fromhex(proof))
         return connection
 
     def _load(self, connection: socket.socket) -> None:

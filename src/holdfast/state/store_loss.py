@@ -34,6 +34,8 @@ def launcher_died(run_dir: str) -> bool:
 @contextlib.contextmanager
 def turn(run_dir: str) -> Iterator[None]:
     """Hold an exclusive lock; a worker that dies releases it."""
-    with launcher_lost_path(Path(run_dir)).open("ab") as file:
+    path = launcher_lost_path(Path(run_dir))
+    path.touch(mode=0o600)
+    with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -16,8 +16,8 @@ import torch
 
 from holdfast.state.live_bytes import LiveBytes
 
-SECRET_BYTES = 16
-"""A connection begins with the secret of the process that listens."""
+PROOF_BYTES = 32
+"""A connection begins with a proof that the newcomer knows the token: a key derived from it and the name of the stream."""
 _LENGTH = struct.Struct("!Q")
 _CHUNK_BYTES = 1 << 20
 """Bytes that are copied and sent at a time: few enough to stay in the cache."""
@@ -35,11 +35,16 @@ def send_message(connection: socket.socket, header: dict[str, Any], body: LiveBy
 
 
 def receive_header(connection: socket.socket) -> dict[str, Any]:
-    """Return the header of the next message; raise ``OSError`` if the connection has ended."""
+    """Return the header of the next message; raise ``OSError`` if the connection has ended, or this is no stream of state."""
     (length,) = _LENGTH.unpack(_receive(connection, bytearray(_LENGTH.size)))
     if length > _MOST_HEADER_BYTES:
         raise ConnectionError(f"a header of {length} bytes is not one of a stream of state")
-    header: dict[str, Any] = json.loads(_receive(connection, bytearray(length)))
+    try:
+        header = json.loads(_receive(connection, bytearray(length)))
+    except (ValueError, RecursionError) as error:
+        raise ConnectionError(f"a header of a stream of state is not JSON: {error}") from error
+    if type(header) is not dict:
+        raise ConnectionError(f"a header of a stream of state is not an object, but {header!r:.60}")
     return header
 
 

@@ -17,6 +17,7 @@ import queue
 import secrets
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from holdfast.comm.memory import as_bytes
@@ -26,7 +27,7 @@ from holdfast.membership.state_requests import StateRequest
 from holdfast.models.optimizers import options_of
 from holdfast.models.part import ModelPart
 from holdfast.state.live_bytes import LiveBytes
-from holdfast.state.stream_wire import SECRET_BYTES, hang_up, send_message
+from holdfast.state.stream_wire import PROOF_BYTES, hang_up, send_message
 from holdfast.state.transfer import pack_state
 
 _CONNECT_S = 30.0
@@ -73,7 +74,7 @@ class StateStreams:
         if job.settings.update == "eager":
             state.settle()  # buckets are updated before the step is committed
         try:
-            stream = StateStream(requests.own_address, round(_MOST_WAITING * state.size_bytes))
+            stream = StateStream(requests.own_address, requests.proof_for, round(_MOST_WAITING * state.size_bytes))
         except (OSError, RuntimeError):  # no port, file or thread is left: another member may send
             requests.answer(request, "")
             return
@@ -116,10 +117,11 @@ class StateStream:
 
     Args:
         host: Address at which the newcomer reaches this worker.
+        proof_for: Returns what the newcomer sends first, for the name of the stream.
         most_bytes: The stream ends when more than this waits to be sent.
     """
 
-    def __init__(self, host: str, most_bytes: int) -> None:
+    def __init__(self, host: str, proof_for: Callable[[str], bytes], most_bytes: int) -> None:
         self.is_over = False
         self._most_bytes = most_bytes
         self._handed_bytes = self._sent_bytes = 0  # each written by one thread only
@@ -127,9 +129,10 @@ class StateStream:
         self._newest: LiveBytes | None = None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family)
-        self._secret = secrets.token_bytes(SECRET_BYTES)
-        self.address = f"{host} {self._socket.getsockname()[1]} {self._secret.hex()}"
-        """What the newcomer needs to connect: host, port and secret."""
+        name = secrets.token_hex(16)
+        self._proof = proof_for(name)
+        self.address = f"{host} {self._socket.getsockname()[1]} {name}"
+        """What the newcomer needs to connect, besides the token: host, port and the name of the stream, which is no secret."""
         self._thread = threading.Thread(target=self._run, name="holdfast-state", daemon=True)
         self._thread.start()
 
@@ -182,7 +185,7 @@ class StateStream:
         with self._socket as listener:
             listener.settimeout(_CONNECT_S)
             connection, _ = listener.accept()
-            while not self._knows_secret(connection):
+            while not self._knows_token(connection):
                 connection.close()
                 connection, _ = listener.accept()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the newcomer waits for what follows a body
@@ -191,10 +194,10 @@ class StateStream:
             hang_up(connection)
         return connection
 
-    def _knows_secret(self, connection: socket.socket) -> bool:
+    def _knows_token(self, connection: socket.socket) -> bool:
         connection.settimeout(_CONNECT_S)
         try:
-            said = connection.recv(SECRET_BYTES, socket.MSG_WAITALL)
+            said = connection.recv(PROOF_BYTES, socket.MSG_WAITALL)
         except OSError:
             return False
-        return hmac.compare_digest(said, self._secret)
+        return hmac.compare_digest(said, self._proof)

@@ -98,8 +98,10 @@ def open_text(path: Path) -> io.TextIOBase:
     """Return the content of a file, decompressed.
 
     Raises:
-        ConfigError: if it is missing or damaged.
+        ConfigError: if it is missing or damaged, or no file but a pipe or a device, which may never end.
     """
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} cannot be read: it is no file")
     try:
         data = path.read_bytes()
         if path.suffix == ".gz":
