@@ -21,7 +21,7 @@ from holdfast.checkpoint.files.safetensors import read_header
 from holdfast.comm.links import Links
 from holdfast.errors import CheckpointError, ConfigError, PeerFailed
 from holdfast.faults.plan import Fault, FaultPlan
-from holdfast.membership.authentication import ClientHandshake, LineAuthenticator, Refused, check_greeting
+from holdfast.membership.authentication import ClientHandshake, HandshakeRefused, LineAuthenticator, check_greeting
 from holdfast.membership.server import check_request
 from holdfast.membership.store import derive_key
 from holdfast.membership.wire import MAX_HELLO_BYTES, LineSplitter, dump, parse
@@ -67,7 +67,7 @@ def read_hub_lines(data: bytes) -> None:
     lines = LineSplitter(MAX_HELLO_BYTES)
     with contextlib.suppress(ValueError):
         for line in lines.feed(data[: len(data) // 2]) + lines.feed(data[len(data) // 2 :]):
-            with contextlib.suppress(ValueError, Refused):
+            with contextlib.suppress(ValueError, HandshakeRefused):
                 check_greeting(parse(line))
             with contextlib.suppress(ValueError, KeyError):
                 check_request(parse(line))
@@ -82,7 +82,7 @@ def read_hub_lines(data: bytes) -> None:
 def read_handshake(data: bytes) -> None:
     """What a program that pretends to be a hub answers to a client."""
     handshake = ClientHandshake(TOKEN, {"job": ""})
-    with contextlib.suppress(ValueError, Refused):
+    with contextlib.suppress(ValueError, HandshakeRefused):
         for line in data.split(b"\n"):
             handshake.take(line)
     assert handshake.done is None

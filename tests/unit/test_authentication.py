@@ -11,7 +11,7 @@ from strangers import connect
 from holdfast.errors import ConfigError, StoreLost
 from holdfast.membership import Hub, HubStore
 from holdfast.membership import server as hub_server
-from holdfast.membership.authentication import ClientHandshake, LineAuthenticator, Refused
+from holdfast.membership.authentication import ClientHandshake, HandshakeRefused, LineAuthenticator
 from holdfast.membership.wire import HELLO, MAX_HELLO_BYTES, dump, parse
 
 TOKEN = "a secret of this test"  # noqa: S105
@@ -247,5 +247,5 @@ def test_a_token_need_not_be_text():
 
 @pytest.mark.parametrize("nonce", [None, "", "00", "zz" * 16, "00" * 17, ["00" * 16]])
 def test_a_hub_cannot_choose_a_weak_nonce(nonce):
-    with pytest.raises(Refused):
+    with pytest.raises(HandshakeRefused):
         ClientHandshake(TOKEN, {}).take(dump({"nonce": nonce}))

@@ -175,6 +175,16 @@ def test_one_wrong_bit_in_a_gradient_gives_other_bits(monkeypatch):
 # -- a stream
 
 
+def proof_for(name):
+    return derive_key("a token", name)
+
+
+def with_proof(address):
+    """The address of a stream with what a newcomer that knows the token sends."""
+    host, port, name = address.split(" ")
+    return f"{host} {port} {proof_for(name).hex()}"
+
+
 class Requests:
     """Requests that come from the test."""
 
@@ -188,11 +198,10 @@ class Requests:
         return new
 
     def answer(self, _, address):
-        host, port, name = address.split(" ")
-        self.address = f"{host} {port} {self.proof_for(name).hex()}"
+        self.address = address and with_proof(address)
 
     def proof_for(self, name):
-        return derive_key("a token", name)
+        return proof_for(name)
 
     def dead(self):
         return self.known_dead
@@ -257,7 +266,7 @@ def test_a_follower_whose_stream_ends_says_why(monkeypatch):
 
 
 def test_a_stranger_and_a_newcomer_that_is_too_slow_hold_nothing(monkeypatch):
-    """The stranger connects first, without the secret; then nothing reads."""
+    """The stranger connects first, without the proof; then nothing reads."""
     with streaming(monkeypatch) as here:
         here.follow = lambda *_: SimpleNamespace(stop=lambda: None)
         monkeypatch.setattr("holdfast.state.streams._MOST_WAITING", 1.5)
@@ -325,12 +334,12 @@ def test_a_member_that_cannot_open_a_stream_says_so_and_trains_on(monkeypatch, c
 
 def test_what_waits_to_be_sent_is_counted_after_the_body():
     """While the large state is on its way, three steps follow."""
-    stream = StateStream("127.0.0.1", 1 << 30)
+    stream = StateStream("127.0.0.1", proof_for, 1 << 30)
     state = LiveBytes([torch.zeros(32 << 20, dtype=torch.uint8)])
     stream.send({"step": 5}, state)
-    host, port, secret = stream.address.split(" ")
+    host, port, proof = with_proof(stream.address).split(" ")
     with socket.create_connection((host, int(port)), LIMIT_S) as connection:
-        connection.sendall(bytes.fromhex(secret))
+        connection.sendall(bytes.fromhex(proof))
         assert receive_header(connection) == {"step": 5}
         for number in range(5, 8):
             stream.send({"step": number}, LiveBytes(()))
@@ -428,8 +437,8 @@ def test_a_newcomer_that_is_not_admitted_leaves_the_model_alone(monkeypatch, joi
 
 
 def test_a_newcomer_that_loses_the_store_while_it_catches_up_leaves_the_model_alone():
-    stream = StateStream("127.0.0.1", 1 << 20)
-    answers = Answers((0,), stream.address)
+    stream = StateStream("127.0.0.1", proof_for, 1 << 20)
+    answers = Answers((0,), with_proof(stream.address))
     answers.can_give = without_store
     _, catch_up = newcomer(answers)
     with pytest.raises(StoreLost):

@@ -35,7 +35,7 @@ _OTHER_VERSION = "an unknown greeting"
 """Why a hub of any version refuses a client of another one."""
 
 
-class Refused(ConnectionError):
+class HandshakeRefused(ConnectionError):
     """The two ends of a connection do not belong together; the message continues "the store at ADDRESS"."""
 
 
@@ -84,15 +84,15 @@ def new_nonce() -> str:
 
 
 def check_greeting(greeting: dict[str, Any]) -> None:
-    """Raise :class:`Refused` if this is not the first line of a client of this version."""
+    """Raise :class:`HandshakeRefused` if this is not the first line of a client of this version."""
     version = greeting.get("hello")
     if version != HELLO:
         known = (
             f"protocol {version}, here {HELLO}: another version of Holdfast" if type(version) is int else "no client"
         )
-        raise Refused(f"{_OTHER_VERSION} ({known})")
+        raise HandshakeRefused(f"{_OTHER_VERSION} ({known})")
     if not is_nonce(greeting.get("nonce")):
-        raise Refused(_OTHER_VERSION)
+        raise HandshakeRefused(_OTHER_VERSION)
 
 
 def is_nonce(text: object) -> bool:
@@ -121,19 +121,19 @@ class ClientHandshake:
         """Take a line of the hub, and return what to send next.
 
         Raises:
-            Refused: if the hub refuses this client, or does not know the token.
+            HandshakeRefused: if the hub refuses this client, or does not know the token.
             ValueError: if this is not a line of a handshake.
         """
         message = parse(line)
         if "refused" in message:
-            raise Refused(_explain(str(message["refused"])))
+            raise HandshakeRefused(_explain(str(message["refused"])))
         if self._keys is None:
             if not is_nonce(message.get("nonce")):
-                raise Refused(f"{_NOT_A_HUB} of protocol {HELLO}; {_SAME_VERSION}")
+                raise HandshakeRefused(f"{_NOT_A_HUB} of protocol {HELLO}; {_SAME_VERSION}")
             self._keys = LineAuthenticator(self._token, (self._nonce, message["nonce"]), is_client=True)
             return dump({"proof": self._keys.proof}) + self._keys.sign(dump(self._hello))
         if not self._keys.is_proof(message.get("proof")):
-            raise Refused("has not proved that it knows the token: another program may be listening there")
+            raise HandshakeRefused("has not proved that it knows the token: another program may be listening there")
         self.done = self._keys
         return b""
 

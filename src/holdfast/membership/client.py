@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.errors import ConfigError, StoreLost
-from holdfast.membership.authentication import ClientHandshake, LineAuthenticator, Refused
+from holdfast.membership.authentication import ClientHandshake, HandshakeRefused, LineAuthenticator
 from holdfast.membership.store import (
     LEASE_S,
     SilenceTimer,
@@ -176,7 +176,7 @@ class HubStore(Store):
         try:
             while not self._try_all(lambda: time.monotonic() > ends_s):
                 time.sleep(_LOOK_S)
-        except Refused as error:
+        except HandshakeRefused as error:
             raise ConfigError(f"the store at {self._address} {error}") from error
 
     def _try_all(self, is_late: Callable[[], bool]) -> bool:
@@ -209,7 +209,7 @@ class HubStore(Store):
             connection.settimeout(None)
         except BaseException as error:
             connection.close()
-            if isinstance(error, (Refused, StoreLost)):
+            if isinstance(error, (HandshakeRefused, StoreLost)):
                 raise
             if isinstance(error, (OSError, ValueError, KeyError)):
                 raise StoreLost(f"the connection to the store at {where} is lost: {_why(error)}") from error
@@ -266,7 +266,7 @@ class HubStore(Store):
             try:
                 if self._try_all(self._search.is_too_long):
                     return True
-            except (Refused, StoreLost, OSError):
+            except (HandshakeRefused, StoreLost, OSError):
                 return False
             time.sleep(_LOOK_S)
         return False
@@ -370,7 +370,9 @@ def _read_items(
         for number, line in enumerate(read):
             message = parse(keys.verify(line))
             if "refused" in message:
-                raise StoreLost(NOT_LEADING) if message["refused"] == NOT_LEADING else Refused(_refusal(message))
+                raise (
+                    StoreLost(NOT_LEADING) if message["refused"] == NOT_LEADING else HandshakeRefused(_refusal(message))
+                )
             if "key" not in message:
                 take_greeting(message)
                 return items, read[number + 1 :]

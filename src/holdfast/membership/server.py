@@ -21,8 +21,8 @@ from holdfast.errors import ConfigError
 from holdfast.membership.acts import check_vote
 from holdfast.membership.authentication import (
     WRONG_TOKEN,
+    HandshakeRefused,
     LineAuthenticator,
-    Refused,
     check_greeting,
     new_nonce,
 )
@@ -242,7 +242,7 @@ class LineServer(ABC):
         try:
             if (hello := await self._admit_stranger(incoming, outgoing)) is not None:
                 await self._serve_line(hello, incoming, outgoing)
-        except Refused as refused:
+        except HandshakeRefused as refused:
             self._seldom.write(f"{peer} was refused: {refused}")
             outgoing.write(dump({"refused": str(refused)}))
         except (OSError, TimeoutError) as error:  # the client is gone, or never proved that it knows the token
@@ -293,7 +293,7 @@ class LineServer(ABC):
         if (line := await incoming.next()) is None:
             return False
         if not keys.is_proof(parse(line).get("proof")):
-            raise Refused(WRONG_TOKEN)
+            raise HandshakeRefused(WRONG_TOKEN)
         outgoing.write(dump({"proof": keys.proof}))
         incoming.keys = outgoing.keys = keys
         return True
