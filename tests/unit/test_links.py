@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import hmac
 import os
 import socket
 import threading
@@ -16,6 +15,7 @@ from holdfast.comm.dissemination import tree_neighbors
 from holdfast.comm.links import Links
 from holdfast.comm.small_reduce import maximum_over
 from holdfast.errors import InternalError, PeerFailed
+from holdfast.membership.keyed_hash import keyed_hash
 from holdfast.membership.store import derive_key
 
 DEADLINE_S = 30.0
@@ -204,7 +204,7 @@ def hello_of(links, token, rank):
     """Return what begins a connection to ``links``, of a process with this token."""
     once, name = os.urandom(16), links.own_address.split(" ")[2]
     key = derive_key(token, f"link to {name}")
-    return once + rank.to_bytes(4, "big") + hmac.digest(key, once + rank.to_bytes(4, "big"), "sha256")
+    return once + rank.to_bytes(4, "big") + keyed_hash(key, once + rank.to_bytes(4, "big"))
 
 
 @pytest.mark.parametrize("stranger_says", ["nothing", "a wrong token", "another rank"])

@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import PeerFailed
+from holdfast.membership.keyed_hash import keyed_hash
 
 _HEAD = struct.Struct("!IIQQ")
 """Of a message: its generation, its tag, the number of messages sent to this peer before in this generation, and the
@@ -363,7 +364,7 @@ class Links:
 
 
 def _proof(key: bytes, once: bytes, rank: int) -> bytes:
-    return hmac.digest(key, once + rank.to_bytes(4, "big"), "sha256")
+    return keyed_hash(key, once + rank.to_bytes(4, "big"))
 
 
 def _hang_up(its_socket: socket.socket) -> None:

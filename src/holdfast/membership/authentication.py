@@ -11,7 +11,7 @@ hub      ``{"proof": ...}``: another one
 
 The client proves it first, so that a stranger who connects gets nothing to guess tokens with. Each line that follows
 begins with its MAC. Its key depends on both nonces and on the direction, and the MAC covers the number of the line: a
-line that was changed, repeated, left out or moved ends the connection. All MACs are HMAC-SHA256.
+line that was changed, repeated, left out or moved ends the connection. All MACs are keyed BLAKE2s.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import re
 import secrets
 from typing import Any
 
+from holdfast.membership.keyed_hash import keyed_hash
 from holdfast.membership.wire import HELLO, dump, parse
 
 _NONCE_BYTES = 16
@@ -51,7 +52,9 @@ class LineAuthenticator:
     def __init__(self, token: str, nonces: tuple[str, str], *, is_client: bool) -> None:
         secret = token.encode("utf-8", "surrogatepass")
         both = b"".join(bytes.fromhex(nonce) for nonce in nonces)
-        keys = [_mac(secret, purpose + both) for purpose in (b"proof of client", b"proof of hub", b"client", b"hub")]
+        keys = [
+            keyed_hash(secret, purpose + both) for purpose in (b"proof of client", b"proof of hub", b"client", b"hub")
+        ]
         mine, other = (0, 1) if is_client else (1, 0)
         self.proof = keys[mine].hex()
         """What proves to the other end that this one knows the token."""
@@ -65,13 +68,13 @@ class LineAuthenticator:
 
     def sign(self, line: bytes) -> bytes:
         """Return a line with its MAC in front; it must be the next one that is sent."""
-        mac = _mac(self._send_key, self._sent.to_bytes(8, "big") + line[:-1])[:_MAC_BYTES]
+        mac = keyed_hash(self._send_key, self._sent.to_bytes(8, "big") + line[:-1])[:_MAC_BYTES]
         self._sent += 1
         return mac.hex().encode() + line
 
     def verify(self, line: bytes) -> bytes:
         """Return the next received line without its MAC; raise ``ValueError`` if the MAC is wrong."""
-        mac = _mac(self._receive_key, self._received.to_bytes(8, "big") + line[MAC_DIGITS:])[:_MAC_BYTES]
+        mac = keyed_hash(self._receive_key, self._received.to_bytes(8, "big") + line[MAC_DIGITS:])[:_MAC_BYTES]
         if not hmac.compare_digest(mac.hex().encode(), line[:MAC_DIGITS]):
             raise ValueError("a line was changed, repeated or left out on its way, or was inserted by another program")
         self._received += 1
@@ -147,7 +150,3 @@ def _explain(refusal: str) -> str:
     if refusal.startswith(_OTHER_VERSION):
         return f"belongs to another version of Holdfast than this one, whose protocol is {HELLO}: {_SAME_VERSION}"
     return f"refused the connection for {refusal:.200}: --rdzv-token (HOLDFAST_TOKEN) must be the token of its launcher"
-
-
-def _mac(key: bytes, data: bytes) -> bytes:
-    return hmac.digest(key, data, "sha256")

@@ -7,7 +7,6 @@ create a key, exactly one succeeds, and all read its value. All clients are noti
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import socket
 import threading
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from holdfast.errors import ConfigError, StoreLost
+from holdfast.membership.keyed_hash import keyed_hash
 
 _Found = TypeVar("_Found")
 _Value = TypeVar("_Value")
@@ -55,7 +55,7 @@ key "" once the store is lost."""
 
 def derive_key(token: str, purpose: str) -> bytes:
     """Return a key for one purpose; the token does not follow from it."""
-    return hmac.digest(token.encode("utf-8", "surrogatepass"), purpose.encode(), "sha256")
+    return keyed_hash(token.encode("utf-8", "surrogatepass"), purpose.encode())
 
 
 class Store(ABC):
