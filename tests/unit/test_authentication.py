@@ -2,8 +2,6 @@
 
 import contextlib
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -251,24 +249,3 @@ def test_a_token_need_not_be_text():
 def test_a_hub_cannot_choose_a_weak_nonce(nonce):
     with pytest.raises(HandshakeRefused):
         ClientHandshake(TOKEN, {}).take(dump({"nonce": nonce}))
-
-
-def test_a_process_that_was_forked_while_a_thread_signs_can_sign(tmp_path):
-    """OpenSSL's locks would be inherited as they are: then the child waits forever, within some hundred forks."""
-    script = tmp_path / "forks.py"
-    script.write_text(
-        "import os, threading\n"
-        "from holdfast.membership.keyed_hash import keyed_hash\n"
-        "def sign():\n"
-        "    while True:\n"
-        "        keyed_hash(b'key', bytes(100))\n"
-        "for _ in range(2):\n"
-        "    threading.Thread(target=sign, daemon=True).start()\n"
-        "for _ in range(200):\n"
-        "    child = os.fork()\n"
-        "    if child == 0:\n"
-        "        os._exit(len(keyed_hash(b'key', b'')) != 32)\n"
-        "    assert os.waitpid(child, 0)[1] == 0\n"
-    )
-
-    subprocess.run([sys.executable, "-W", "ignore", script], check=True, timeout=60)
