@@ -82,6 +82,10 @@ class BackwardOverlap:
         assert isinstance(job.comm, ThreadChange), why_never(job, part)
         self._thread = AllReduceThread(job.comm)
         self._buckets.has_versions = True
+        self._places = {
+            p.parameter: (b, i) for b, layout in enumerate(self._buckets.layouts) for i, p in enumerate(layout.places)
+        }
+        """The bucket of each parameter, and its place there."""
         self._why_off = ""
         self._has_looked = False
         self._watches = self._begins = False
@@ -137,11 +141,8 @@ class BackwardOverlap:
             return
         self._terms, self._reduce, self._begins = terms, reduce, True
         self._missing = [set(range(len(layout.places))) for layout in self._buckets.layouts[:-1]]
-        places = {
-            p.parameter: (b, i) for b, layout in enumerate(self._buckets.layouts) for i, p in enumerate(layout.places)
-        }
         try:
-            yield lambda parameter: self._note(*places[parameter])
+            yield lambda parameter: self._note(*self._places[parameter])
         except BaseException:
             self._changed = True
             raise

@@ -222,9 +222,10 @@ class SliceBatching:
                 given = recorder.given[layer].split(sizes)
                 for part, back, into in zip(given, gradient.split(sizes), places, strict=True):
                     GRADIENTS[type(layer)](layer, part, back, into)
-                for parameter in _own_of(layer) if written is not None else ():
-                    if written is not None and parameter is not None and parameter.requires_grad:
-                        written(parameter)
+                if written is not None:
+                    for parameter in _own_of(layer):
+                        if parameter is not None and parameter.requires_grad:
+                            written(parameter)
 
     def _put(self, slices: Sequence[Slice], begun: int) -> None:
         for slice_ in slices:
