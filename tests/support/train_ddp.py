@@ -6,6 +6,7 @@ Each rank writes its final weights. :func:`by_hand` computes the same in one pro
 import argparse
 import copy
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -95,6 +96,15 @@ def backward(loss, depth=0):
         return
     with torch.enable_grad():
         Deeper.apply(torch.ones(1, requires_grad=True), depth, [loss]).backward()
+
+
+def frames_below_a_deep_hook():
+    """The Python frames that called the hook of a gradient, so deep in backward passes: None where autograd's own thread did."""
+    frames = []
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_post_accumulate_grad_hook(lambda _: frames.append(sys._getframe().f_back))
+    backward(weight.sum(), DEEP)
+    return [frame and frame.f_code.co_name for frame in frames]
 
 
 def train(*, naps, depth=0):
