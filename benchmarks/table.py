@@ -31,7 +31,7 @@ from common import ROOT
 from rows.catalogue import ROWS
 from rows.environments import versions_for, why_missing
 from rows.machine import judge, kernel_threads_s, ticks_now, watch_before
-from rows.process import RowFailed, adopt_orphans, children_s, run_commands
+from rows.process import RowFailed, SampledTime, adopt_orphans, children_s, run_commands
 from rows.results import Result, Results, as_dict, folder_of
 from rows.row import Row
 from rows.text import by_row, page
@@ -117,9 +117,9 @@ def measure(row: Row, size: str, results: Results) -> int:
     before = watch_before()
     first, own_s, kernel_s = ticks_now(), children_s() + time.process_time(), kernel_threads_s()
     folder = results.folder / f"{row.name}-{size}"
-    about = _about(row, size)
+    about, sampled = _about(row, size), SampledTime()
     try:
-        values = as_dict(row.read(run_commands(row.commands_of(size), folder, deadline(row, size))))
+        values = as_dict(row.read(run_commands(row.commands_of(size), folder, deadline(row, size), sampled)))
     except Exception as error:
         why = (
             str(error)
@@ -128,7 +128,7 @@ def measure(row: Row, size: str, results: Results) -> int:
         )
         results.write(Result(**about, failed=why, seconds=time.monotonic() - begun_s))
         return 1
-    own_s = children_s() + time.process_time() - own_s
+    own_s = max(children_s() + time.process_time() - own_s, sampled.seconds())
     watched = judge(before, (first, ticks_now()), own_s, kernel_threads_s() - kernel_s)
     results.write(Result(**about, busy=watched.busy(), seconds=time.monotonic() - begun_s, **values))
     return 0

@@ -19,6 +19,8 @@ HERE = Path(__file__).resolve().parents[1]
 END_S = 15.0
 """How long a command may take to end once it was interrupted, in seconds; namespaces and folders are removed then."""
 POLL_S = 0.05
+SAMPLE_S = 1.0
+"""How often the processor time of living descendants is read, in seconds: a scan of ``/proc``, some 3 ms."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -32,18 +34,43 @@ def adopt_orphans() -> None:
 
 
 def children_s() -> float:
-    """Return the processor time of all descendants that have ended, in seconds."""
+    """Return the processor time of all descendants that have ended and were waited for, in seconds."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
-def run_commands(commands: Sequence[Sequence[str]], folder: Path, limit_s: float) -> list[dict[str, Any]]:
+class SampledTime:
+    """The processor time of all descendants of this process, sampled while they live.
+
+    The kernel adds the time of a process to that of its parent only when the parent waits for it. Daemons that ignore
+    ``SIGCHLD``, as Ray's do, lose the time of their workers so; it would count as the work of others.
+    """
+
+    def __init__(self) -> None:
+        self._ticks: dict[tuple[int, int], int] = {}  # by process id and start, since ids are used again
+
+    def sample(self) -> None:
+        """Read what each living descendant has used so far."""
+        stats = _read_stats()
+        for pid in _below(os.getpid(), {pid: int(fields[1]) for pid, fields in stats.items()}):
+            fields = stats[pid]
+            self._ticks[pid, int(fields[19])] = int(fields[11]) + int(fields[12])
+
+    def seconds(self) -> float:
+        """Return the processor time of all descendants as last seen, in seconds."""
+        return sum(self._ticks.values()) / os.sysconf("SC_CLK_TCK")
+
+
+def run_commands(
+    commands: Sequence[Sequence[str]], folder: Path, limit_s: float, sampled: SampledTime
+) -> list[dict[str, Any]]:
     """Run scripts of ``benchmarks/`` one after another; return what each wrote with ``--json``.
 
     Args:
         commands: The scripts with their options.
         folder: Receives their output, ``output.log``, and their results.
         limit_s: Deadline of all of them together, in seconds.
+        sampled: Receives the processor time of their processes.
 
     Raises:
         RowFailed: if one gives no result, or not in time.
@@ -55,7 +82,7 @@ def run_commands(commands: Sequence[Sequence[str]], folder: Path, limit_s: float
         for number, (script, *options) in enumerate(commands):
             result = folder / f"{number}.json"
             result.unlink(missing_ok=True)
-            code = _run([str(HERE / script), *options, "--json", str(result)], log, end_s)
+            code = _run([str(HERE / script), *options, "--json", str(result)], log, end_s, sampled)
             if code is None:
                 raise RowFailed(f"{script} had not ended after {limit_s:g} s")
             if not result.exists():
@@ -64,15 +91,16 @@ def run_commands(commands: Sequence[Sequence[str]], folder: Path, limit_s: float
     return found
 
 
-def _run(words: list[str], log: IO[str], end_s: float) -> int | None:
+def _run(words: list[str], log: IO[str], end_s: float, sampled: SampledTime) -> int | None:
     """Return the exit code of a Python script, None if it had to be ended."""
     # A session of its own, so that ^C on the terminal reaches it through this process only.
     process = subprocess.Popen([sys.executable, *words], stdout=log, stderr=log, start_new_session=True)
     code: int | None = None
     try:
-        code = process.wait(max(0.1, end_s - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        pass
+        while code is None and (left_s := end_s - time.monotonic()) > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(min(SAMPLE_S, left_s))
+            sampled.sample()
     finally:
         if code is None:
             process.send_signal(signal.SIGINT)  # Python's `finally` removes what it has made
@@ -106,12 +134,20 @@ def _collect() -> None:
 
 def _descendants(root: int) -> set[int]:
     """Return the processes below ``root`` that have not ended."""
-    parents: dict[int, int] = {}
+    return _below(root, {pid: int(fields[1]) for pid, fields in _read_stats().items() if fields[0] != "Z"})
+
+
+def _read_stats() -> dict[int, list[str]]:
+    """Return by process what ``/proc/PID/stat`` says from the third field on, which is the state."""
+    stats: dict[int, list[str]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            if state != "Z":
-                parents[int(path.parent.name)] = int(parent)
+            stats[int(path.parent.name)] = path.read_text().rpartition(")")[2].split()
+    return stats
+
+
+def _below(root: int, parents: dict[int, int]) -> set[int]:
+    """Return the processes below ``root``, given the parent of each process."""
     found: set[int] = set()
     grown = {root}
     while grown:

@@ -373,7 +373,7 @@ from rows import process
 process.HERE, script = Path(sys.argv[1]), sys.argv[2]
 process.adopt_orphans()
 try:
-    process.run_commands([(script,)], process.HERE / "found", 2.0)
+    process.run_commands([(script,)], process.HERE / "found", 2.0, process.SampledTime())
 except process.RowFailed as failure:
     print(failure)
 """
@@ -521,3 +521,35 @@ def test_the_longest_time_between_steps_counts_while_a_newcomer_follows_and_join
     assert rejoin.longest_ms(done, range(2, 5)) == 3000
     assert rejoin.longest_ms(done, range(2, 7)) == 4000
     assert rejoin.longest_ms(done, range(4, 5)) == 0
+
+
+BURNS = """
+import os, signal, subprocess, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+subprocess.run([sys.executable, "-c", "import time\\nwhile time.process_time() < 1.0: pass"])
+"""
+COUNT_ONE = """
+import sys
+from pathlib import Path
+from rows import process
+process.HERE, process.SAMPLE_S = Path(sys.argv[1]), 0.05
+process.adopt_orphans()
+sampled = process.SampledTime()
+try:
+    process.run_commands([("burns.py",)], process.HERE / "found", 30.0, sampled)
+except process.RowFailed:
+    print(process.children_s(), sampled.seconds())
+"""
+
+
+def test_the_time_of_a_process_that_no_parent_waited_for_is_counted(tmp_path):
+    (tmp_path / "burns.py").write_text(BURNS)
+
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT_ONE, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True,
+        env=os.environ | {"PYTHONPATH": str(BENCHMARKS)},
+    )  # fmt: skip
+    waited_for_s, sampled_s = map(float, done.stdout.split())
+
+    assert waited_for_s < 0.8, "the kernel has counted it, so there is nothing to sample"
+    assert 0.8 < sampled_s < 2.0
