@@ -196,13 +196,22 @@ class Launcher:
         self._files.follow(own, own[:1] if self._job.is_virtual else own)
         job, settings, all_stop = self._watched_job(), self._settings(start), self._decides_for_all()
         self._attempt = attempt = JobAttempt(
-            job, settings, own, self._paths, all_stop=all_stop, hosts=self._hosts, fork_server=self._fork_server
+            job,
+            settings,
+            own,
+            self._paths,
+            all_stop=all_stop,
+            hosts=self._hosts,
+            fork_server=self._fork_server,
+            report_killed=None if self._nodes is None else self._nodes.death_reporter(),
         )
         verdict = None
         while verdict is None:
             running = self._is_running(attempt)  # before reading: a process that has ended has written all records
             self._bus.read(attempt)
-            self._state.connect(rank for rank in self._state.unconnected() if attempt.is_connected(rank))
+            connected = [rank for rank in self._state.unconnected() if attempt.is_connected(rank)]
+            self._state.connect(connected)
+            attempt.watch_connected(connected)
             verdict = self._lost_folder()
             if verdict is None:
                 self._act(attempt)
