@@ -65,8 +65,7 @@ def hold_life_lock(memory: mmap.mmap, at: int) -> None:
 def wait_for_end(path: Path, at: int) -> bool:
     """Block until the process that holds the lock at ``at`` in a file begins to end.
 
-    The calling thread must end next. The kernel gives it the lock, which takes the mark away; as this thread ends with the
-    lock, the kernel sets the mark again.
+    The calling thread then holds the lock, without the mark, and must end soon: the kernel sets the mark again as it does.
 
     Returns:
         Whether a process of this host held the lock. If not, this returns at once.
