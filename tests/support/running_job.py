@@ -14,11 +14,11 @@ DEADLINE_S = 120.0
 
 
 class Running:
-    """A job that is under way, and its processes."""
+    """A job that is under way, and its processes; ``launcher`` is what Python runs instead of the ``holdfast`` command."""
 
-    def __init__(self, folder, *options):
+    def __init__(self, folder, *options, launcher=("-m", "holdfast")):
         self.folder = folder
-        command = [sys.executable, "-m", "holdfast", "run", "--report", folder / "report", *options]
+        command = [sys.executable, *launcher, "run", "--report", folder / "report", *options]
         env = clean_env(TMPDIR=str(folder))
         self.job = subprocess.Popen(
             [*map(str, command)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -4,13 +4,13 @@ import mmap
 import os
 import signal
 import struct
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from lock_holders import LockHolder as Worker
+from lock_holders import wait_for
 
 from holdfast.comm.pmix import report_ended
 from holdfast.records import life_lock
@@ -18,49 +18,9 @@ from holdfast.records.beacon import Beacon
 from holdfast.records.life_lock import LOCK_BYTES, hold_life_lock
 from holdfast.records.paths import beacon_path
 
-WORKER = """
-import os, sys, time
-from pathlib import Path
-from holdfast.records.beacon import show_life
-show_life(Path(sys.argv[1]), 0.0)
-{then}
-print("ready", flush=True)
-sys.stdin.readline()
-{last}
-"""
-DEADLINE_S = 20.0
-
-
-class Worker:
-    """A process that holds its life lock."""
-
-    def __init__(self, folder, rank, then="", last="time.sleep(60)"):
-        script = WORKER.format(then=then, last=last)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", script, str(beacon_path(folder, rank))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout.readline() == "ready\n"
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.communicate()
-
 
 def has_ended(locks, rank):
     return locks.core_of_end(rank) is not None
-
-
-def wait_for(is_so):
-    ends_s = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < ends_s
-        time.sleep(0.001)
 
 
 def test_a_killed_process_has_ended_before_anything_waits_for_it(tmp_path):

@@ -351,6 +351,22 @@ def test_workers_of_the_last_start_are_no_newcomers_of_this_one(meet):
     assert until(lambda: first.poll().newcomers) == (5,)
 
 
+def test_a_death_that_is_reported_late_does_not_reach_the_workers_of_the_next_start(meet):
+    (only,) = meet(1)
+    only.begin(0)
+    report = only.death_reporter()
+    report(1, "killed by SIGKILL")
+    assert only._members.under("dead/") == {"1": "killed by SIGKILL"}
+
+    only.agree_on_restart(1, (0, 1))
+    only.begin(1)
+    report(0, "killed by SIGKILL")
+
+    assert only._members.under("dead/") == {}
+    only.death_reporter()(0, "killed by SIGSEGV")
+    assert only._members.under("dead/") == {"0": "killed by SIGSEGV"}
+
+
 def test_nobody_starts_again_before_a_lost_node_has_surely_ended_its_workers(meet):
     first, second = meet(2)
     for launcher in (first, second):

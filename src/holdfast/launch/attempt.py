@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from holdfast.config import RESPAWNS, Settings
@@ -18,6 +18,7 @@ from holdfast.launch.fork_protocol import FORK_SERVER
 from holdfast.launch.fork_server import ForkServer
 from holdfast.launch.gpus import for_workers
 from holdfast.launch.job import Job
+from holdfast.launch.killed_workers import KilledWorkers
 from holdfast.launch.mpi_hosts import MpiHosts
 from holdfast.launch.ports import shut_ports
 from holdfast.launch.processes import Process, WatchedWorker, end, pair_path, start, this_node
@@ -53,6 +54,8 @@ class JobAttempt:
         all_stop: Whether all workers of the job stop when this launcher dies, or only its own.
         hosts: Hosts that mpirun uses; None for this machine only.
         fork_server: Forks the workers of this machine; None: each starts and imports torch on its own.
+        report_killed: Called in another thread with the rank of a worker that was killed, and the cause of its death,
+            earlier than its record is read; None: that is of no use.
     """
 
     def __init__(
@@ -65,8 +68,10 @@ class JobAttempt:
         all_stop: bool = True,
         hosts: MpiHosts | None = None,
         fork_server: ForkServer | None = None,
+        report_killed: Callable[[int, str], None] | None = None,
     ) -> None:
         self._run_dir = run_dir = paths.run_dir
+        self._killed = None if report_killed is None else KilledWorkers(run_dir, report_killed)
         self._hosts = hosts
         self._fork_server = fork_server
         self.processes = tuple(ranks[:1] if job.is_virtual else ranks)
@@ -129,6 +134,12 @@ class JobAttempt:
         """Return whether a worker of this launcher is connected to the other workers."""
         position = self.position(rank)
         return position is not None and position.phase not in UNCONNECTED
+
+    def watch_connected(self, ranks: Iterable[int]) -> None:
+        """From now on report it at once if one of these workers, which are connected, is killed."""
+        for rank in ranks:
+            if self._killed is not None and (pair := self._pair_here(rank)) is not None:
+                self._killed.watch(rank, pair.worker)
 
     def sign(self, rank: int, position: BeaconPosition | None) -> StartupStatus:
         """Return what is observed of a worker that may not have begun yet; ``position`` is its current position."""
@@ -219,6 +230,8 @@ class JobAttempt:
 
     def end(self) -> None:
         """Kill every process that still runs."""
+        if self._killed is not None:
+            self._killed.close()
         self._hear_watchers()
         forked_by = None if self._fork_server is None else self._fork_server.process.pid
         (end if self._hosts is None else self._hosts.end)(self._started, self.pairs(), forked_by)

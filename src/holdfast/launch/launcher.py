@@ -194,15 +194,14 @@ class Launcher:
         self._health.begin()
         self._elastic.begin(start)
         self._files.follow(own, own[:1] if self._job.is_virtual else own)
-        job, settings, all_stop = self._watched_job(), self._settings(start), self._decides_for_all()
-        self._attempt = attempt = JobAttempt(
-            job, settings, own, self._paths, all_stop=all_stop, hosts=self._hosts, fork_server=self._fork_server
-        )
+        self._attempt = attempt = self._start(start)
         verdict = None
         while verdict is None:
             running = self._is_running(attempt)  # before reading: a process that has ended has written all records
             self._bus.read(attempt)
-            self._state.connect(rank for rank in self._state.unconnected() if attempt.is_connected(rank))
+            connected = [rank for rank in self._state.unconnected() if attempt.is_connected(rank)]
+            self._state.connect(connected)
+            attempt.watch_connected(connected)
             verdict = self._lost_folder()
             if verdict is None:
                 self._act(attempt)
@@ -219,6 +218,18 @@ class Launcher:
         attempt.end()
         self._bus.read(attempt, last=True)
         return verdict if self._hosts is None else self._check_hosts(self._hosts, attempt, verdict)
+
+    def _start(self, start: JobStart) -> JobAttempt:
+        return JobAttempt(
+            self._watched_job(),
+            self._settings(start),
+            start.own,
+            self._paths,
+            all_stop=self._decides_for_all(),
+            hosts=self._hosts,
+            fork_server=self._fork_server,
+            report_killed=None if self._nodes is None else self._nodes.death_reporter(),
+        )
 
     def _act(self, attempt: JobAttempt) -> None:
         """Act on requests, faults and findings while the job runs."""

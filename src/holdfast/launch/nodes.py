@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import json
 import secrets
 import time
@@ -274,8 +275,12 @@ class NodeGroup(Rendezvous):
     def died(self, rank: int, why: str) -> None:
         """Notify the workers that ``rank`` has failed."""
         if self._members is not None:
-            with contextlib.suppress(StoreLost):  # then no worker continues
-                self._members.put(f"dead/{rank}", why)
+            _report_death(self._members, rank, why)
+
+    def death_reporter(self) -> Callable[[int, str], None]:
+        """Return :meth:`died` for this start only, for any thread: a late report does not reach the workers of the next."""
+        assert self._members is not None, "no start has begun"
+        return functools.partial(_report_death, self._members)
 
     def ended(self, rank: int) -> None:
         """Record for launchers that come late that a worker has ended."""
@@ -344,6 +349,11 @@ class NodeGroup(Rendezvous):
         for rank in told:
             self.store.delete(f"leave/{rank}")
         return told
+
+
+def _report_death(members: Store, rank: int, why: str) -> None:
+    with contextlib.suppress(StoreLost):  # then no worker continues
+        members.put(f"dead/{rank}", why)
 
 
 _SLOTS = 4096

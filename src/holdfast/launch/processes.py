@@ -60,7 +60,24 @@ class Process:
     def is_ending(self) -> bool:
         """Return whether the process has ended, or the kernel has begun to end it."""
         state, fields = _stat_of(self.pid)
-        return state in "ZX" or int(fields[18]) != self.started or bool(int(fields[5]) & _IS_EXITING)
+        return _is_over(state, fields) or int(fields[18]) != self.started
+
+    def signal_of_end(self) -> int | None:
+        """Return the signal that ends the process, as soon as no thread of it runs any more; None before.
+
+        0 if it ends with an exit code, or if that is not known: it is gone already, or the system does not tell.
+        """
+        try:
+            threads = os.listdir(f"/proc/{self.pid}/task")
+        except OSError:
+            return 0
+        if not all(_is_over(*_stat_of(f"{self.pid}/task/{thread}")) for thread in threads):
+            return None
+        _, fields = _stat_of(self.pid)
+        if not fields or int(fields[18]) != self.started:
+            return 0
+        status = int(fields[48])
+        return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
     def is_stopped(self) -> bool:
         """Return whether the process is stopped by a signal or a debugger."""
@@ -98,8 +115,13 @@ def _state_of(pid: int) -> tuple[str, int]:
     return state, int(fields[18]) if fields else -1
 
 
-def _stat_of(pid: int) -> tuple[str, list[str]]:
-    """Return the state of a process, and the fields behind it; "X" and none if there is no such process."""
+def _is_over(state: str, fields: list[str]) -> bool:
+    """Return whether a process or thread has ended, or the kernel has begun to end it: none of its own code runs then."""
+    return state in "ZX" or bool(int(fields[5]) & _IS_EXITING)
+
+
+def _stat_of(pid: int | str) -> tuple[str, list[str]]:
+    """Return the state of a process or ``PID/task/THREAD``, and the fields behind it; "X" and none if there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

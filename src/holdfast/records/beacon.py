@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from holdfast.records.activity import current_activity
-from holdfast.records.life_lock import LOCK_BYTES, PeerLocks, hold_life_lock
+from holdfast.records.life_lock import LOCK_BYTES, PeerLocks, hold_life_lock, wait_for_end
 from holdfast.records.paths import beacon_path
 
 _COMPUTED_STEPS = 15
@@ -135,6 +135,11 @@ class Beacon:
     def peer_locks(cls, run_dir: Path) -> PeerLocks:
         """Return the life locks of the workers of a run."""
         return PeerLocks(lambda rank: beacon_path(run_dir, rank), cls._LOCK_AT, cls._PID_AT)
+
+    @classmethod
+    def wait_for_end(cls, path: Path) -> bool:
+        """Block until the worker that writes ``path`` begins to end; see :func:`~holdfast.records.life_lock.wait_for_end`."""
+        return wait_for_end(path, cls._LOCK_AT)
 
     def _publish_exit(self) -> None:
         """Publish that the script has ended, after the step that was published last; unless it was never connected."""

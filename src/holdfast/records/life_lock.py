@@ -5,8 +5,8 @@ reason, the kernel sets a bit in the mutex. It does so before it frees the memor
 for a process that has imported torch. Everything else that shows the end comes after that: the exit status, the PID file
 descriptor of its watcher, the closed sockets.
 
-Other processes only read the word, and no process writes the bit, so it cannot be set too early: a process that is
-stopped, slow or unreachable still holds its lock.
+Other processes read the word, or wait for the lock. No process writes the bit, so it cannot be set too early: a process
+that is stopped, slow or unreachable still holds its lock.
 
 Each lock says on which host it was taken. Elsewhere its word means nothing, though a shared folder may show the file.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import hashlib
 import mmap
@@ -59,6 +60,27 @@ def hold_life_lock(memory: mmap.mmap, at: int) -> None:
         _HOST.pack_into(memory, at + _MUTEX_BYTES, _this_host())
         # Never unmapped, not even when the interpreter ends: the C library links the locks of a thread to each other.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+
+
+def wait_for_end(path: Path, at: int) -> bool:
+    """Block until the process that holds the lock at ``at`` in a file begins to end.
+
+    The calling thread then holds the lock, without the mark, and must end soon: the kernel sets the mark again as it does.
+
+    Returns:
+        Whether a process of this host held the lock. If not, this returns at once.
+    """
+    try:
+        with path.open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), at + LOCK_BYTES)
+    except (OSError, ValueError):  # there is no such file, or it is too short
+        return False
+    if _this_host() == 0 or _HOST.unpack_from(memory, at + _MUTEX_BYTES)[0] != _this_host():
+        return False
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # the C library links the lock to this thread
+    place = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory, at)))
+    code: int = ctypes.CDLL(None).pthread_mutex_lock(place)
+    return code == errno.EOWNERDEAD
 
 
 @functools.cache

@@ -1,0 +1,57 @@
+"""Reports workers that were killed, before the kernel has freed their memory.
+
+To free the memory of a process that has imported torch takes the kernel milliseconds. Only then its watcher is woken, which
+records how it ended, and the launcher reads records every now and then. The survivors could have recovered by then.
+
+The life lock of a worker (:mod:`~holdfast.records.life_lock`) wakes a thread here as soon as its main thread ends. The lock
+alone says too little: it is also released by a worker that replaces its program, or ends in order. So the kernel must say
+of the same process that none of its threads runs any more, and that a signal ends it. All other ends are left to the
+record of the watcher, which follows in any case.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.launch.processes import Process
+from holdfast.records.beacon import Beacon
+from holdfast.records.paths import beacon_path
+from holdfast.report.event_lines import cause_of_death
+
+_LAST_THREAD_S = 0.1
+"""Time within which the other threads of a killed worker end, too: they must be given a core for it."""
+_LOOK_S = 2e-4
+
+
+class KilledWorkers:
+    """Waits for the workers of this machine, each in a thread of its own, which costs nothing while they live.
+
+    Args:
+        run_dir: Directory of the run.
+        report: Called in that thread with rank and cause of death, at most once for each worker.
+    """
+
+    def __init__(self, run_dir: Path, report: Callable[[int, str], None]) -> None:
+        self._run_dir = run_dir
+        self._report = report
+        self._is_closed = False
+
+    def watch(self, rank: int, worker: Process) -> None:
+        """From now on report the death of a worker, whose beacon exists."""
+        threading.Thread(target=self._wait, args=(rank, worker), name=f"holdfast-end-{rank}", daemon=True).start()
+
+    def close(self) -> None:
+        """Report nothing more: later deaths are the launcher's doing."""
+        self._is_closed = True
+
+    def _wait(self, rank: int, worker: Process) -> None:
+        if not Beacon.wait_for_end(beacon_path(self._run_dir, rank)):
+            return
+        ends_s = time.monotonic() + _LAST_THREAD_S
+        while (number := worker.signal_of_end()) is None and time.monotonic() < ends_s:
+            time.sleep(_LOOK_S)
+        if number and not self._is_closed:
+            self._report(rank, cause_of_death(-number))

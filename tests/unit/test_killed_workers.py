@@ -1,0 +1,152 @@
+"""Workers that a signal ends are reported at once; all other ends, and what only looks like one, are not."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from lock_holders import LockHolder, wait_for
+
+from holdfast.launch.killed_workers import KilledWorkers
+from holdfast.launch.processes import Process
+from holdfast.records.beacon import Beacon
+from holdfast.records.paths import beacon_path
+
+SURELY_S = 0.3
+"""More than a report takes."""
+
+
+class Reports(dict):
+    """The reported ranks, and why they died."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.watched = KilledWorkers(folder, self.__setitem__)
+
+    def watch(self, rank, holder):
+        self.watched.watch(rank, Process.of(holder.process.pid))
+
+
+@pytest.fixture
+def reports(tmp_path):
+    return Reports(tmp_path)
+
+
+def go_on(holder):
+    """Let a process do what it does last."""
+    holder.process.stdin.write("\n")
+    holder.process.stdin.flush()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_killed_worker_is_reported_before_anything_waits_for_it_and_no_other(tmp_path, reports, number):
+    with LockHolder(tmp_path, 0) as killed, LockHolder(tmp_path, 1) as other:
+        reports.watch(0, killed)
+        reports.watch(1, other)
+
+        killed.process.send_signal(number)
+
+        wait_for(lambda: reports)
+        assert reports == {0: f"killed by {signal.Signals(number).name}"}
+        assert killed.process.wait() == -number
+
+
+def test_threads_that_have_not_ended_yet_are_waited_for(tmp_path, reports):
+    many = "import threading\nfor _ in range(20): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    with LockHolder(tmp_path, 0, many) as killed:
+        reports.watch(0, killed)
+
+        killed.process.kill()
+
+        wait_for(lambda: reports)
+        assert reports == {0: "killed by SIGKILL"}
+
+
+@pytest.mark.parametrize("last", ["sys.exit(0)", "os._exit(3)", "raise OSError"])
+def test_a_worker_that_exits_is_left_to_the_record_of_its_watcher(tmp_path, reports, last):
+    with LockHolder(tmp_path, 0, last=f"sys.stderr.close()\n{last}") as exits:
+        reports.watch(0, exits)
+
+        go_on(exits)
+        exits.process.wait()
+        time.sleep(SURELY_S)
+
+    assert reports == {}
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        pytest.param('os.execv("/bin/sleep", ["sleep", "60"])', id="it has replaced its program"),
+        pytest.param("os.kill(os.getpid(), 19)", id="it is stopped"),
+        pytest.param("os.fork() or os.abort()\ntime.sleep(60)", id="a child of it was killed"),
+    ],
+)
+def test_a_worker_that_goes_on_is_not_reported(tmp_path, reports, last):
+    with LockHolder(tmp_path, 0, last=last) as alive:
+        reports.watch(0, alive)
+
+        go_on(alive)
+        time.sleep(SURELY_S)
+
+        assert reports == {}
+
+
+def test_another_process_that_has_got_the_same_pid_since_is_not_taken_for_it(tmp_path, reports):
+    with LockHolder(tmp_path, 0) as killed:
+        reports.watched.watch(0, Process(killed.process.pid, 1))  # as if it had started at another time
+
+        killed.process.kill()
+        time.sleep(SURELY_S)
+
+    assert reports == {}
+
+
+def test_a_worker_without_a_lock_is_left_to_its_watcher(tmp_path, reports):
+    Beacon(beacon_path(tmp_path, 0)).mark("forward", 1)
+    with LockHolder(tmp_path, 1) as killed:
+        for rank in (0, 2):  # one has a beacon, but no lock; the other has nothing
+            reports.watch(rank, killed)
+
+        killed.process.kill()
+        time.sleep(SURELY_S)
+
+    assert reports == {}
+
+
+def test_what_the_launcher_kills_at_the_end_is_not_reported(tmp_path, reports):
+    with LockHolder(tmp_path, 0) as killed:
+        reports.watch(0, killed)
+        reports.watched.close()
+
+        killed.process.kill()
+        killed.process.wait()
+        time.sleep(SURELY_S)
+
+    assert reports == {}
+
+
+def test_the_mark_is_there_again_once_the_waiting_thread_has_ended(tmp_path, reports):
+    locks = Beacon.peer_locks(tmp_path)
+    with LockHolder(tmp_path, 0) as killed:
+        reports.watch(0, killed)
+
+        killed.process.kill()
+
+        wait_for(lambda: reports and locks.core_of_end(0) is not None)
+
+
+def test_the_signal_of_an_end_is_known_once_no_thread_runs_and_as_long_as_there_is_the_process():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = Process.of(child.pid)
+    assert process.signal_of_end() is None
+
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+
+    assert process.signal_of_end() == signal.SIGKILL
+    assert Process(child.pid, process.started + 1).signal_of_end() == 0
+    child.wait()
+    assert process.signal_of_end() == 0
