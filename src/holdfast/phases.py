@@ -61,6 +61,14 @@ class Phase(Enum):
         clock="without a sign of life",
         at_end=_WITHOUT,
     )
+    FORK = PhaseRule(
+        name="start of a worker by the fork server",
+        owner=_LAUNCHER,
+        option="--start-timeout",
+        times=0.5,
+        clock="the fork server is stopped",
+        at_end="the fork server is ended; each worker imports torch itself",
+    )
     IMPORTS = PhaseRule(
         name="imports, and what the script prepares",
         owner=_LAUNCHER,
@@ -105,7 +113,14 @@ class Phase(Enum):
         owner="each rank that no launcher watches",
         fixed_s=120.0,
         clock="not all ranks are connected",
-        at_end="`init_process_group` raises an error",
+        at_end="`init_process_group` raises an error; if `MPI_Init` waits, the process prints its stacks and exits",
+    )
+    JOINING = PhaseRule(
+        name="rendezvous of processes that torchrun, srun or another launcher but mpirun started",
+        owner="each process",
+        fixed_s=300.0,
+        clock="not all processes are there",
+        at_end="`Session` raises an error that names the missing ranks",
     )
     LOADING = PhaseRule(
         name="loading: the state, the first samples",
