@@ -29,6 +29,7 @@ FROZEN = {
     Phase.LOADING: "start",
     Phase.TRAINING: "allreduce",
     Phase.RECOVERY: "recovery",
+    Phase.GROUP: "group",
     Phase.SCRIPT: "evaluation",
     Phase.SAVING: "checkpoint",
     Phase.GATE: "gate",
@@ -42,7 +43,9 @@ def run(tmp_path, fabric, *frozen, exit_code=0):
     """Run the script with workers that freeze; return the report."""
     words = [word for each in frozen for word in ("--freeze", each)]
     options = [word for option in LIMITS.items() for word in option]
-    kill = ("--inject", "kill:rank=2,step=3,phase=allreduce") if any(":recovery:" in each for each in frozen) else ()
+    is_after_failure = any(name in each for each in frozen for name in (":recovery:", ":group:"))
+    kill = ("--inject", "kill:rank=2,step=3,phase=allreduce") if is_after_failure else ()
+    words += ["--messages"] if any(":group:" in each for each in frozen) else []
     saves = ("--checkpoint-dir", tmp_path / "saved", "--checkpoint-every", 2)
     report = run_report(
         tmp_path,
@@ -99,6 +102,17 @@ def test_exit_handlers_that_do_not_end_are_left(tmp_path):
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("fabric", ["gloo", "ulfm"])
+def test_a_worker_that_is_stopped_in_its_exit_handlers_is_ended(tmp_path, fabric):
+    report = run(tmp_path, fabric, "1:exit:stop")
+
+    (found,) = fenced(report)
+    assert found["rank"] == 1
+    assert "no heartbeat" in found["reason"]
+    assert exit_codes(report) == {0: 0, 1: -9, 2: 0}
+
+
+@pytest.mark.soak
 def test_a_worker_that_hangs_while_it_loads_alone_on_its_node_is_ended_for_the_other_node(tmp_path):
     url = f"holdfast://127.0.0.1:{free_port()}"
     launchers = [
@@ -122,7 +136,7 @@ def test_a_worker_that_hangs_while_it_loads_alone_on_its_node_is_ended_for_the_o
 
 
 def test_every_phase_of_a_worker_is_frozen_here_or_above():
-    """Process start: test_start.py. The launchers' rendezvous: test_nodes.py. Groups: test_net_faults.py."""
-    elsewhere = {Phase.PROCESS_START, Phase.LAUNCHERS, Phase.GROUP, Phase.TORCH_GROUP}
-    others = {Phase.SILENT_IMPORT, Phase.FINALIZING, Phase.TEAR_DOWN}
-    assert FROZEN.keys() | elsewhere | others == set(Phase)
+    """The others: test_frozen.py."""
+    start = {Phase.PROCESS_START, Phase.FORK, Phase.SILENT_IMPORT}
+    elsewhere = {Phase.LAUNCHERS, Phase.TORCH_GROUP, Phase.JOINING, Phase.TEAR_DOWN}
+    assert FROZEN.keys() | start | elsewhere | {Phase.FINALIZING} == set(Phase)
