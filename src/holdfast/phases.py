@@ -54,6 +54,13 @@ _OTHERS_WAIT = "no progress, while another worker waits"
 class Phase(Enum):
     """The phases of a job, in their order; each has one :class:`PhaseRule`, its value."""
 
+    NODE_CHECK = PhaseRule(
+        name="checks of a node, `--health-check`",
+        owner=_LAUNCHER,
+        fixed_s=20.0,
+        clock="a check has taken longer than its own limit",
+        at_end="the node is unfit: the job begins without it, or ends with an error if it is the only one",
+    )
     PROCESS_START = PhaseRule(
         name="process start",
         owner=_LAUNCHER,
@@ -104,9 +111,9 @@ class Phase(Enum):
     GROUP = PhaseRule(
         name="group building",
         owner="each worker",
-        fixed_s=60.0,
+        fixed_s=45.0,  # less than the default of --stall-timeout, which starts the whole job again
         clock="a member that is alive cannot be connected with",
-        at_end="the member counts as failed, and the group is built again",
+        at_end="the group is built again, without the members that have failed meanwhile",
     )
     TORCH_GROUP = PhaseRule(
         name="group building of `init_process_group`",
@@ -183,6 +190,13 @@ class Phase(Enum):
         clock="from the end of the script; not inside `session.busy()`",
         at_end="the worker exits with one line, and with exit code 1 if the script had succeeded",
         beacon=("exit",),
+    )
+    STOPPING = PhaseRule(
+        name="a stop on request: the step in progress, and saving",
+        owner="the launcher; each watcher, if the launcher has died",
+        option="--grace",
+        clock="the workers were asked to stop",
+        at_end="SIGKILL; the job can be resumed from its newest checkpoint",
     )
     TEAR_DOWN = PhaseRule(
         name="the launcher's tear-down",

@@ -163,7 +163,7 @@ if os.environ["RANK"] == "1":
         time.sleep(0.01)
 sys.path.insert(0, {folder!r})
 sys.argv = [{script!r}, "mlp", "sgd"]
-runpy.run_path({script!r}, run_name="__main__")
+runpy.run_path({script!r}, run_name="__main__")  # needs torch, so workers are forked
 """
 
 
@@ -181,7 +181,9 @@ def in_connect(temporary, rank):
 def test_a_worker_that_is_stopped_inside_mpi_init_is_ended(tmp_path, start):
     """In the second start as well, in which workers replace those of the first one. Over Gloo: test_phases.py."""
     note, script = tmp_path / "note", tmp_path / "waits.py"
-    script.write_text(WAITS_ONCE.format(note=note, folder=str(SUPPORT), script=str(SUPPORT / "train_reference.py")))
+    script.write_text(
+        WAITS_ONCE.format(note=str(note), folder=str(SUPPORT), script=str(SUPPORT / "train_reference.py"))
+    )
     (tmp_path / "t").mkdir()
     words = ("-n", 3, "--fabric", "ulfm", "--start-timeout", START_S, "--no-page", "--report", tmp_path / "r", script)
     job = subprocess.Popen(
@@ -287,7 +289,7 @@ def last_line(cluster, node):
 
 @pytest.mark.soak
 def test_a_launcher_that_is_stopped_after_it_joined_is_named_by_the_others(tmp_path):
-    with launchers(tmp_path, 3) as cluster:
+    with launchers(tmp_path, 3, "--rdzv-timeout", 3 * RDZV_S) as cluster:
         cluster.start(0)
         stopped = cluster.start(1)
         until(lambda: has_joined(cluster, 1), "node 1")
@@ -296,8 +298,8 @@ def test_a_launcher_that_is_stopped_after_it_joined_is_named_by_the_others(tmp_p
         cluster.start(2)
 
         assert cluster.wait(0, 2) == {0: 1, 2: 1}
-        for node in (0, 2):
-            assert re.search(rf"error: node .*\b1\b.* did not join within {RDZV_S} s", cluster.output(node))
+        assert f"error: node 1 did not join within {3 * RDZV_S} s (--rdzv-timeout)" in cluster.output(0)
+        assert re.search("error: .*node 1 did not join|error: .*for node 0, whose launcher hosts it", cluster.output(2))
         stopped.send_signal(signal.SIGCONT)
         assert cluster.wait(1) == {1: 1}
         assert [left_of(launcher) for launcher in cluster.launchers.values()] == [[]] * 3
@@ -386,7 +388,7 @@ dist.init_process_group("holdfast")
 def test_without_a_launcher_ranks_of_init_process_group_do_not_wait_for_one_that_is_missing(tmp_path):
     script = tmp_path / "alone.py"
     script.write_text(
-        "import os, time\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n    time.sleep(60)\n"
+        "import os, time\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n    time.sleep(20)\n    raise SystemExit\n"
         + INIT_ALONE.format(limit_s=4)
     )
     done = subprocess.run(

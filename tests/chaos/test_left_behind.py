@@ -90,9 +90,16 @@ def check_nothing_is_left(job, strangers):
     assert all(path.is_dir() for path in strangers)
 
 
-@pytest.mark.parametrize("fabric", ["gloo", pytest.param("ulfm", marks=pytest.mark.soak)])
-def test_all_processes_of_a_job_are_killed_at_once(tmp_path, strangers, fabric):
-    with StartingJob(tmp_path, fabric, workers=2) as job:
+@pytest.mark.parametrize(
+    ("fabric", "options"),
+    [
+        ("gloo", ("--no-preload",)),
+        pytest.param("gloo", (), marks=pytest.mark.soak),
+        pytest.param("ulfm", (), marks=pytest.mark.soak),
+    ],
+)
+def test_all_processes_of_a_job_are_killed_at_once(tmp_path, strangers, fabric, options):
+    with StartingJob(tmp_path, fabric, *options, workers=2) as job:
         job.until(lambda: list(job.temporary.glob("holdfast-*/process-1")))
         every = [Process.of(job.process.pid), *descendants_of(job.process.pid)]
         every += [found(kind, fabric, job.process.pid) for kind in ("worker", "watcher")]

@@ -70,6 +70,7 @@ CASES = [
     for each in itertools.product(("gloo", "ulfm"), FROZEN, ("stop", "sleep"))
     for fabric, phase, how in [each]
     if each != ("ulfm", Phase.CONNECTING, "sleep")  # over Open MPI that is no different from waiting: see below
+    and each != ("gloo", Phase.GROUP, "sleep")  # where only the thread hangs that connects: see below
 ]
 
 
@@ -81,6 +82,17 @@ def test_a_worker_that_freezes_in_a_phase_is_ended_within_its_limit(fabric, phas
     assert found["silent_s"] <= SLOWER * phase.limit_s(LIMITS) + LATE_S
     assert exit_codes(report)[1] == -9
     assert exit_codes(report)[0] == 0
+
+
+@pytest.mark.soak
+def test_a_group_that_one_of_its_members_does_not_finish_building_is_built_again(tmp_path):
+    report = run(tmp_path, "gloo", "1:group:sleep")
+
+    assert fenced(report) == []
+    assert report["restarts"] == 0
+    assert exit_codes(report) == {0: 0, 1: 0, 2: -9}
+    recovered = [event["t_s"] for event in report["_events"] if event["event"] == "Recovered" and event["rank"] == 0]
+    assert recovered[-1] - recovered[0] >= Phase.GROUP.value.fixed_s
 
 
 @pytest.mark.soak
@@ -136,7 +148,8 @@ def test_a_worker_that_hangs_while_it_loads_alone_on_its_node_is_ended_for_the_o
 
 
 def test_every_phase_of_a_worker_is_frozen_here_or_above():
-    """The others: test_frozen.py."""
+    """The checks of a node: test_launch_node_health.py. The others: test_frozen.py."""
     start = {Phase.PROCESS_START, Phase.FORK, Phase.SILENT_IMPORT}
-    elsewhere = {Phase.LAUNCHERS, Phase.TORCH_GROUP, Phase.JOINING, Phase.TEAR_DOWN}
-    assert FROZEN.keys() | start | elsewhere | {Phase.FINALIZING} == set(Phase)
+    groups = {Phase.LAUNCHERS, Phase.TORCH_GROUP, Phase.JOINING}
+    ends = {Phase.FINALIZING, Phase.STOPPING, Phase.TEAR_DOWN}
+    assert FROZEN.keys() | {Phase.NODE_CHECK} | start | groups | ends == set(Phase)
