@@ -54,12 +54,27 @@ _OTHERS_WAIT = "no progress, while another worker waits"
 class Phase(Enum):
     """The phases of a job, in their order; each has one :class:`PhaseRule`, its value."""
 
+    NODE_CHECK = PhaseRule(
+        name="checks of a node, `--health-check`",
+        owner=_LAUNCHER,
+        fixed_s=20.0,
+        clock="a check has taken longer than its own limit",
+        at_end="the node is unfit: the job begins without it, or ends with an error if it is the only one",
+    )
     PROCESS_START = PhaseRule(
         name="process start",
         owner=_LAUNCHER,
         option="--start-timeout",
         clock="without a sign of life",
         at_end=_WITHOUT,
+    )
+    FORK = PhaseRule(
+        name="start of a worker by the fork server",
+        owner=_LAUNCHER,
+        option="--start-timeout",
+        times=0.5,
+        clock="the fork server is stopped",
+        at_end="the fork server is ended; each worker imports torch itself",
     )
     IMPORTS = PhaseRule(
         name="imports, and what the script prepares",
@@ -96,16 +111,23 @@ class Phase(Enum):
     GROUP = PhaseRule(
         name="group building",
         owner="each worker",
-        fixed_s=60.0,
+        fixed_s=45.0,  # less than the default of --stall-timeout, which starts the whole job again
         clock="a member that is alive cannot be connected with",
-        at_end="the member counts as failed, and the group is built again",
+        at_end="the group is built again, without the members that have failed meanwhile",
     )
     TORCH_GROUP = PhaseRule(
         name="group building of `init_process_group`",
         owner="each rank that no launcher watches",
         fixed_s=120.0,
         clock="not all ranks are connected",
-        at_end="`init_process_group` raises an error",
+        at_end="`init_process_group` raises an error; if `MPI_Init` waits, the process prints its stacks and exits",
+    )
+    JOINING = PhaseRule(
+        name="rendezvous of processes that torchrun, srun or another launcher but mpirun started",
+        owner="each process",
+        fixed_s=300.0,
+        clock="not all processes are there",
+        at_end="`Session` raises an error that names the missing ranks",
     )
     LOADING = PhaseRule(
         name="loading: the state, the first samples",
@@ -168,6 +190,13 @@ class Phase(Enum):
         clock="from the end of the script; not inside `session.busy()`",
         at_end="the worker exits with one line, and with exit code 1 if the script had succeeded",
         beacon=("exit",),
+    )
+    STOPPING = PhaseRule(
+        name="a stop on request: the step in progress, and saving",
+        owner="the launcher; each watcher, if the launcher has died",
+        option="--grace",
+        clock="the workers were asked to stop",
+        at_end="SIGKILL; the job can be resumed from its newest checkpoint",
     )
     TEAR_DOWN = PhaseRule(
         name="the launcher's tear-down",

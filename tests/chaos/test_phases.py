@@ -29,6 +29,7 @@ FROZEN = {
     Phase.LOADING: "start",
     Phase.TRAINING: "allreduce",
     Phase.RECOVERY: "recovery",
+    Phase.GROUP: "group",
     Phase.SCRIPT: "evaluation",
     Phase.SAVING: "checkpoint",
     Phase.GATE: "gate",
@@ -42,7 +43,9 @@ def run(tmp_path, fabric, *frozen, exit_code=0):
     """Run the script with workers that freeze; return the report."""
     words = [word for each in frozen for word in ("--freeze", each)]
     options = [word for option in LIMITS.items() for word in option]
-    kill = ("--inject", "kill:rank=2,step=3,phase=allreduce") if any(":recovery:" in each for each in frozen) else ()
+    is_after_failure = any(name in each for each in frozen for name in (":recovery:", ":group:"))
+    kill = ("--inject", "kill:rank=2,step=3,phase=allreduce") if is_after_failure else ()
+    words += ["--messages"] if any(":group:" in each for each in frozen) else []
     saves = ("--checkpoint-dir", tmp_path / "saved", "--checkpoint-every", 2)
     report = run_report(
         tmp_path,
@@ -67,6 +70,7 @@ CASES = [
     for each in itertools.product(("gloo", "ulfm"), FROZEN, ("stop", "sleep"))
     for fabric, phase, how in [each]
     if each != ("ulfm", Phase.CONNECTING, "sleep")  # over Open MPI that is no different from waiting: see below
+    and each != ("gloo", Phase.GROUP, "sleep")  # where only the thread hangs that connects: see below
 ]
 
 
@@ -78,6 +82,17 @@ def test_a_worker_that_freezes_in_a_phase_is_ended_within_its_limit(fabric, phas
     assert found["silent_s"] <= SLOWER * phase.limit_s(LIMITS) + LATE_S
     assert exit_codes(report)[1] == -9
     assert exit_codes(report)[0] == 0
+
+
+@pytest.mark.soak
+def test_a_group_that_one_of_its_members_does_not_finish_building_is_built_again(tmp_path):
+    report = run(tmp_path, "gloo", "1:group:sleep")
+
+    assert fenced(report) == []
+    assert report["restarts"] == 0
+    assert exit_codes(report) == {0: 0, 1: 0, 2: -9}
+    recovered = [event["t_s"] for event in report["_events"] if event["event"] == "Recovered" and event["rank"] == 0]
+    assert recovered[-1] - recovered[0] >= Phase.GROUP.value.fixed_s
 
 
 @pytest.mark.soak
@@ -96,6 +111,17 @@ def test_exit_handlers_that_do_not_end_are_left(tmp_path):
     assert exit_codes(report) == {0: 0, 1: 1, 2: 0}
     assert fenced(report) == []
     assert f"exit handlers have not ended within {Phase.FINALIZING.limit_s(LIMITS):g} s" in report["_stdout"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fabric", ["gloo", "ulfm"])
+def test_a_worker_that_is_stopped_in_its_exit_handlers_is_ended(tmp_path, fabric):
+    report = run(tmp_path, fabric, "1:exit:stop")
+
+    (found,) = fenced(report)
+    assert found["rank"] == 1
+    assert "no heartbeat" in found["reason"]
+    assert exit_codes(report) == {0: 0, 1: -9, 2: 0}
 
 
 @pytest.mark.soak
@@ -122,7 +148,8 @@ def test_a_worker_that_hangs_while_it_loads_alone_on_its_node_is_ended_for_the_o
 
 
 def test_every_phase_of_a_worker_is_frozen_here_or_above():
-    """Process start: test_start.py. The launchers' rendezvous: test_nodes.py. Groups: test_net_faults.py."""
-    elsewhere = {Phase.PROCESS_START, Phase.LAUNCHERS, Phase.GROUP, Phase.TORCH_GROUP}
-    others = {Phase.SILENT_IMPORT, Phase.FINALIZING, Phase.TEAR_DOWN}
-    assert FROZEN.keys() | elsewhere | others == set(Phase)
+    """The checks of a node: test_launch_node_health.py. The others: test_frozen.py."""
+    start = {Phase.PROCESS_START, Phase.FORK, Phase.SILENT_IMPORT}
+    groups = {Phase.LAUNCHERS, Phase.TORCH_GROUP, Phase.JOINING}
+    ends = {Phase.FINALIZING, Phase.STOPPING, Phase.TEAR_DOWN}
+    assert FROZEN.keys() | {Phase.NODE_CHECK} | start | groups | ends == set(Phase)

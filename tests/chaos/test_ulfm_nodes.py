@@ -144,6 +144,44 @@ def test_where_a_daemon_does_not_come_up_the_job_is_started_again(machines, tmp_
         assert again["reason"] == "no worker began: one of mpirun's daemons failed to report back"
 
 
+def freeze_agent(machines, command, once):
+    """Let the agent freeze at the first command that matches a pattern of the shell."""
+    words = machines.agent.read_text().splitlines()
+    words.insert(1, f'case "$*" in {command}) [ -e "{once}" ] || {{ touch "{once}"; kill -STOP $$; }};; esac')
+    machines.agent.write_text("\n".join(words))
+
+
+def agents_left(machines):
+    """Processes of the agent that have not ended."""
+    found = (path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists())
+    return [words for words in found if str(machines.agent).encode() in words]
+
+
+@pytest.mark.soak
+def test_where_the_agent_of_a_host_is_frozen_when_its_daemon_starts_the_job_is_started_again(machines, tmp_path):
+    freeze_agent(machines, "*prted*", tmp_path / "once")
+    with Run(machines, tmp_path, "--start-timeout", 8) as run:
+        assert run.wait() == 0, run.said()
+
+        assert (tmp_path / "once").exists()
+        report = run.report()
+        assert_complete(report)
+        (again,) = of_kind(report, "JobRestarted")
+        assert "has not started for" in again["reason"]
+        assert agents_left(machines) == []
+
+
+@pytest.mark.soak
+def test_where_the_agent_of_a_host_is_frozen_from_the_start_the_host_is_named(machines, tmp_path):
+    freeze_agent(machines, f'"{machines.hosts.address(2)} "*', tmp_path / "once")
+    with Run(machines, tmp_path) as run:
+        code = run.wait()
+
+        assert (tmp_path / "once").exists()
+        assert f"{machines.hosts.address(2)} did not answer within 4 s" in run.said(), (code, run.said())
+        assert agents_left(machines) == []
+
+
 @pytest.mark.soak
 def test_a_worker_of_another_host_that_hangs_is_ended_there(machines, tmp_path):
     with Run(machines, tmp_path, "--inject", "hang:rank=3,step=6", "--hang-timeout", 3) as run:

@@ -106,11 +106,16 @@ def find(plan, launcher):
         return Process.of(mpiruns[0]) if mpiruns else None
     if plan.target == "fork server":
         return next((Process.of(pid) for pid in below if b"holdfast.launch.fork_server" in words_of(pid)), None)
-    starters = [pid for parent in mpiruns for pid in children_of(parent)] if plan.fabric == "ulfm" else below
-    for starter in starters:
-        if rank_of(starter) == plan.rank:
-            return watched(launcher, starter, plan)
-    return None
+    starter = starter_of(launcher, plan.fabric, plan.rank)
+    return None if starter is None else watched(launcher, starter, plan)
+
+
+def starter_of(launcher, fabric, rank):
+    """The process that mpirun or the launcher started for a rank, None if it does not exist yet."""
+    below = children_of(launcher)
+    if fabric == "ulfm":
+        below = [pid for mpirun in below if name_of(mpirun) in ("mpirun", "prterun") for pid in children_of(mpirun)]
+    return next((pid for pid in below if rank_of(pid) == rank), None)
 
 
 def watched(launcher, starter, plan):
@@ -130,16 +135,16 @@ def words_of(pid):
 
 
 class StartingJob:
-    """A job of three workers that is being started."""
+    """A job that is being started."""
 
-    def __init__(self, folder, fabric, *options, script=()):
+    def __init__(self, folder, fabric, *options, script=(), workers=WORKERS):
         self.folder = folder
         self.report = folder / "report"
         self.temporary = folder / "t"
-        self.temporary.mkdir()
-        words = ("run", "-n", 3, "--fabric", fabric, "--no-page", "--report", self.report, *options, SCRIPT, *script)
+        self.temporary.mkdir(exist_ok=True)
+        words = ("run", "-n", workers, "--fabric", fabric, "--no-page", "--report", self.report)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast", *map(str, words)],
+            [sys.executable, "-m", "holdfast", *map(str, (*words, *options, SCRIPT, *script))],
             env=clean_env(TMPDIR=str(self.temporary)),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -168,6 +173,7 @@ class StartingJob:
         self.said, _ = self.process.communicate(timeout=DEADLINE_S)
         assert processes_in(self.temporary) == []
         assert files_in(self.temporary) == []
+        assert list(Path("/dev/shm").glob(f"holdfast-{self.process.pid}-*")) == []
         return [json.loads(line) for line in (self.report / "events.jsonl").read_text().splitlines()]
 
     def check_bits(self):

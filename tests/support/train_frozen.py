@@ -1,11 +1,13 @@
 """Training in two loops, in which chosen workers freeze in a phase, once: ``train_frozen.py [--freeze RANK:PHASE:HOW]...``.
 
-PHASE is a phase of the beacon, ``imports``, ``evaluation`` or ``exit``. HOW is ``stop``, by a signal, or ``sleep``.
+PHASE is a phase of the beacon, ``imports``, ``group``, ``evaluation`` or ``exit``. ``group`` is the first building of a group
+after a failure: MPI's shrink, or where Gloo connects the members. HOW is ``stop``, by a signal, or ``sleep``.
 Each worker counts only in the first start of a job, which ``--notes`` tells from later ones.
 """
 
 import argparse
 import atexit
+import functools
 import os
 import signal
 import sys
@@ -41,11 +43,35 @@ def freeze_in_phases(options):
 
     def mark_and_freeze(self, phase, step, *more):
         mark(self, phase, step, *more)
+        if phase == "recovery":
+            freeze_in_group_building(options)
         is_due = step >= 2 or phase in ("connect", "start", "gate", "recovery", "script")
         if is_due and (how := freezes_in(phase, options)):
             freeze(how)
 
     Beacon.mark = mark_and_freeze
+
+
+def freeze_in_group_building(options):
+    """Freeze in the next building of a group; called once the fabric's module is loaded."""
+    if ulfm := sys.modules.get("holdfast.comm.ulfm"):
+        freeze_before(ulfm.UlfmCommunicator, "shrink", options)
+    if c10d := sys.modules.get("holdfast.comm.c10d"):
+        freeze_before(c10d, "make_gloo", options)
+
+
+def freeze_before(holder, name, options):
+    """Replace a function by one that may freeze first."""
+    build = getattr(holder, name)
+
+    @functools.wraps(build)
+    def freeze_and_build(*words, **named):
+        if how := freezes_in("group", options):
+            freeze(how)
+        return build(*words, **named)
+
+    if not hasattr(build, "__wrapped__"):
+        setattr(holder, name, freeze_and_build)
 
 
 def train(between=lambda: None, **session_arguments):
@@ -77,6 +103,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--freeze", action="append", default=[], metavar="RANK:PHASE:HOW")
     parser.add_argument("--notes", type=Path, default=Path(), help="folder in which each freeze is noted")
+    parser.add_argument("--messages", action="store_true", help="exchange gradients by messages, not in shared memory")
     options = parser.parse_args()
     if how := freezes_in("imports", options):
         freeze(how)
@@ -86,7 +113,7 @@ def main():
         if how := freezes_in("evaluation", options):
             freeze(how)
 
-    train(evaluate)
+    train(evaluate, **({"shared_bytes": 0} if options.messages else {}))
     if how := freezes_in("exit", options):
         atexit.register(freeze, how)
 

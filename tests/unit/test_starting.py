@@ -127,6 +127,23 @@ def test_the_limit_follows_what_the_slowest_arrival_took():
     assert of_kind(look_until(280, {0: WAITS, 1: prepares}, starting), "stuck")
 
 
+def test_a_stopped_worker_gets_no_more_time_because_others_were_slow():
+    starting = StartupMonitor(LIMIT_S, "train.py")
+    look_until(60, {0: lambda now_s: WAITS if now_s >= 50 else prepares(now_s)}, starting)
+    starting.begin()
+
+    (found,) = of_kind(look_until(60, {0: prepares, 1: STOPPED}, starting), "stuck")
+    assert found[:3] == (LIMIT_S + 1, "stuck", 1)
+
+
+def test_a_worker_that_is_stopped_for_a_moment_in_a_long_import_is_left_alone():
+    """As by a tool that reads its stack."""
+    stopped, silent = STOPPED, StartupStatus("launch", pulse=1, beats=1)
+
+    found = look_until(100, {0: lambda now_s: stopped if now_s == 90 else silent, 1: prepares})
+    assert of_kind(found, "stuck") == []
+
+
 def test_a_start_in_which_all_wait_to_be_connected_is_lost():
     found = look_until(40, {0: WAITS, 1: WAITS})
 

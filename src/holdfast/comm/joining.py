@@ -37,8 +37,9 @@ from typing import Any
 from holdfast.comm.launchers import ON_DEATH, LaunchedGroup
 from holdfast.errors import ConfigError, ScriptError, StoreLost
 from holdfast.membership import Hub, Store, open_store
+from holdfast.phases import Phase
 
-START_S = 300.0
+START_S = Phase.JOINING.value.fixed_s
 """How long processes wait for each other at the start."""
 LEASE_S = 30.0
 """A process that is silent for this long has failed: its machine is lost, or it is stopped."""
@@ -182,7 +183,9 @@ class JoinedGroup:
             return "127.0.0.1"
         if self.group.rank:
             return _route_to(self.group.host)
-        return _route_to(self._read("last").decode())  # this machine's own name may mean a loopback address
+        return _route_to(
+            self._read("last", self.group.size - 1).decode()
+        )  # this machine's own name may mean a loopback address
 
     def _enter(self) -> Store:
         """Connect to the hub; the published one may be that of an earlier start, which rank 0 is about to replace."""
@@ -201,13 +204,16 @@ class JoinedGroup:
         """Return where the membership store is."""
         return HubAddress(*json.loads(self._read("hub")))
 
-    def _read(self, name: str) -> bytes:
+    def _read(self, name: str, rank: int = 0) -> bytes:
+        """Return what a rank has published."""
         left_s = max(1.0, self._ends_s - time.monotonic())
         try:
             self._rendezvous.wait([self._key(name)], timedelta(seconds=left_s))
             return bytes(self._rendezvous.get(self._key(name)))
         except RuntimeError as error:
-            raise StoreLost(f"the processes of {self.group.launcher} did not meet within {START_S:g} s") from error
+            raise StoreLost(
+                f"rank {rank} did not join the others of {self.group.launcher} within {START_S:g} s"
+            ) from error
 
     def _key(self, name: str) -> str:
         return f"holdfast/{self.group.job}/{self.group.size}/{self.group.attempt}/{name}"

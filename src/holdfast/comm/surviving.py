@@ -76,7 +76,7 @@ class SurvivingGroup(JoinedGroup):
         return None
 
     def _places(self) -> list[str]:
-        return [self._read(f"hub/{rank}").decode() for rank in range(self._num_hosts)]
+        return [self._read(f"hub/{rank}", rank).decode() for rank in range(self._num_hosts)]
 
     def _find(self) -> HubAddress:
         """Return where the hubs are."""

@@ -49,6 +49,7 @@ _POLL_S = 5e-5
 _ATTEMPTS = 4
 """A collective that fails this often although no rank failed has another cause."""
 _START_WITHIN_S = Phase.TORCH_GROUP.value.fixed_s
+_LATE = "the communication thread did not answer"
 _SIGNATURE_BYTES = 256
 _WATCH_EVERY_S = 0.5
 
@@ -118,8 +119,9 @@ class CommThread:
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="holdfast-dist", daemon=True).start()
         threading.Thread(target=self._complete_futures, name="holdfast-dist-watch", daemon=True).start()
-        is_watched = bool(Settings.from_env().run_dir)  # by a launcher, which ends the ranks that are missing
-        self.call(self._connect, limit_s=None if waits or is_watched else _START_WITHIN_S)
+        limit_s = None if waits or Settings.from_env().run_dir else _START_WITHIN_S  # a launcher ends missing ranks
+        with exits.stacks_and_exit_after(limit_s and limit_s + 1):
+            self.call(self._connect, limit_s, "init_process_group has not connected all ranks")
 
     def _connect(self) -> None:
         publish_connecting()
@@ -220,12 +222,11 @@ class CommThread:
                 self.meeting.stay_outside()
             self.call(self._pass_gate, limit_s=None)
 
-    def call(self, do: Callable[[], None], limit_s: float | None = _START_WITHIN_S) -> None:
-        """Run ``do`` in the communication thread, after everything that was submitted before; raise what it raises."""
-        order = _Order(do)
-        self._inbox.put(order)
+    def call(self, do: Callable[[], None], limit_s: float | None = _START_WITHIN_S, late: str = _LATE) -> None:
+        """Run ``do`` in the communication thread, after what was submitted before; raise what it raises, or ``late``."""
+        self._inbox.put(order := _Order(do))
         if not order.done.wait(limit_s):
-            raise HoldfastError(f"the communication thread did not answer within {limit_s:g} s")
+            raise HoldfastError(f"{late} within {limit_s:g} s")
         if order.error is not None:
             raise order.error
 

@@ -8,11 +8,13 @@ survive, so it ends the job. ``MPI_Abort`` cannot be used: with fault tolerance 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import faulthandler
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -39,6 +41,22 @@ def leave_quietly() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+@contextlib.contextmanager
+def stacks_and_exit_after(limit_s: float | None) -> Iterator[None]:
+    """Print all stacks and exit with 1 if the block takes longer than ``limit_s``; None for no limit.
+
+    This works while a call into C keeps Python's lock, as ``MPI_Init`` does: no thread could raise then.
+    """
+    if limit_s is None:
+        yield
+        return
+    faulthandler.dump_traceback_later(limit_s, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def end_job() -> NoReturn:

@@ -73,7 +73,7 @@ class JobAttempt:
         self._run_dir = run_dir = paths.run_dir
         self._killed = None if report_killed is None else KilledWorkers(run_dir, report_killed)
         self._hosts = hosts
-        self._fork_server = fork_server
+        self.fork_server = fork_server
         self.processes = tuple(ranks[:1] if job.is_virtual else ranks)
         for rank in ranks:
             for stale in (beacon_path(run_dir, rank), pair_path(run_dir, rank), stack_path(run_dir, rank)):
@@ -149,7 +149,7 @@ class JobAttempt:
         elif rank in self._watchers and self.pair(rank) is None:
             processes = _living(self._watchers[rank])
         is_stopped = any(process.is_stopped() for process in processes)
-        if pair is None and self._fork_server is not None and self._fork_server.is_importing():
+        if pair is None and self.fork_server is not None and self.fork_server.is_importing():
             pulse = time.monotonic_ns()
             return StartupStatus("launch", pulse=pulse, is_stopped=is_stopped, doing="importing torch")
         if position is None:
@@ -233,7 +233,8 @@ class JobAttempt:
         if self._killed is not None:
             self._killed.close()
         self._hear_watchers()
-        forked_by = None if self._fork_server is None else self._fork_server.process.pid
+        server = None if self.fork_server is None else self.fork_server.process
+        forked_by = server.pid if server is not None and server.poll() is None else None
         (end if self._hosts is None else self._hosts.end)(self._started, self.pairs(), forked_by)
 
     def _hear_watchers(self) -> None:

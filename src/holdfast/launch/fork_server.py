@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from holdfast.launch.fork_protocol import FORK_SERVER, GO, READY, peer, surroundings
-from holdfast.launch.processes import die_with_parent
+from holdfast.launch.processes import Process, die_with_parent
 
 _SOCKET = "fork-server"
 _REQUEST_S = 10.0
@@ -80,6 +80,7 @@ class ForkServer:
             )
         listener.close()
         os.close(ready)
+        self._stopped_since_s: float | None = None
 
     @property
     def variables(self) -> Mapping[str, str]:
@@ -95,10 +96,24 @@ class ForkServer:
         """Return whether it is not ready yet, so that starters wait for it."""
         return not select.select([self._importing], [], [], 0.0)[0]  # it closes the other end, or ends
 
-    def close(self) -> None:
-        """End the server. The workers that it forked go on."""
+    def stopped_s(self, now_s: float) -> float:
+        """Return for how many seconds a signal has stopped the server, as far as earlier calls have seen it."""
+        process = Process.of(self._process.pid)
+        if process is None or not process.is_stopped():
+            self._stopped_since_s = None
+            return 0.0
+        if self._stopped_since_s is None:
+            self._stopped_since_s = now_s
+        return now_s - self._stopped_since_s
+
+    def kill(self) -> None:
+        """End the process. Starters that wait for it, and later ones, start their workers without it."""
         self._process.kill()
         self._process.wait()
+
+    def close(self) -> None:
+        """End the server. The workers that it forked go on."""
+        self.kill()
         os.close(self._importing)
         self._path.unlink(missing_ok=True)
 

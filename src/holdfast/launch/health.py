@@ -18,6 +18,7 @@ from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.starting import StartupFinding, StartupMonitor, StartupStatus
 from holdfast.launch.stragglers import StragglerDetector
 from holdfast.launch.waiting_for import what_workers_wait_for
+from holdfast.phases import Phase
 from holdfast.records.beacon import UNCONNECTED, BeaconPosition
 from holdfast.records.paths import requests_path
 from holdfast.records.types import StragglerSeen, WorkerFenced
@@ -65,6 +66,7 @@ class HealthMonitor:
         positions = {rank: p for rank in watched if (p := attempt.position(rank)) is not None}
         self._run.state.observe(positions, now_s)
         signs = self._startup_signs(attempt, watched, positions)
+        self._check_fork_server(attempt, now_s)
         self._check_startup(attempt, signs, now_s)
         self._end_stuck(attempt, positions, now_s)
         self._print_progress(living, now_s)
@@ -129,6 +131,18 @@ class HealthMonitor:
         if found.lost or unknown:
             why = found.lost or f"rank {unknown[0].rank} {unknown[0].reason}"
             state.give_up("mpirun is stopped" if attempt.is_mpirun_stopped() else why)
+
+    def _check_fork_server(self, attempt: JobAttempt, now_s: float) -> None:
+        """End a fork server that is stopped: workers that are being started would wait for it."""
+        server, settings = attempt.fork_server, self._run.job.settings
+        limit_s = Phase.FORK.limit_s({"--start-timeout": settings.start_timeout_s})
+        if server is None or not limit_s or (stopped_s := server.stopped_s(now_s)) <= limit_s:
+            return
+        server.kill()
+        where = f" on node {self._run.job.node_rank}, {this_node()}" if self._run.job.nnodes > 1 else ""
+        self._run.view.print_line(
+            f"the fork server{where} is stopped for {stopped_s:.1f} s and was ended; workers now import torch themselves"
+        )
 
     def _waits_for(self, living: Sequence[int], signs: Mapping[int, StartupStatus]) -> str:
         """Return which workers of this node the first step waits for, in words; newcomers are not waited for."""

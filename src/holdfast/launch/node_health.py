@@ -22,8 +22,9 @@ from holdfast.launch import node_probe
 from holdfast.launch.clock_offset import ClockServer, measure_offset
 from holdfast.launch.job import Job
 from holdfast.membership import Store
+from holdfast.phases import Phase
 
-_MARGIN_S = 20.0
+_MARGIN_S = Phase.NODE_CHECK.value.fixed_s
 """A check may end this long after its limit, because the process that makes it has to start."""
 _CLOCK_S = 1.0
 """How long to wait for another node's time."""

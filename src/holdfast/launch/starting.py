@@ -2,8 +2,8 @@
 
 A worker has arrived once it requests to be connected to the others. Before, it runs imports and the script's
 preparations, which may be slow by nature: the limit is the timeout, or three times the slowest arrival so far. A worker
-that has not arrived by then is hung if its process is stopped or missing, or if another worker has waited that long. One
-that has asked to be connected, and is not, is hung if others are connected and wait: :mod:`holdfast.phases`.
+that has not arrived by then is hung if its process is missing, or if another worker has waited that long. A process that
+a signal stops is not slow, and is hung after the timeout itself. A worker that has asked to be connected, and is not, is hung if others are connected and wait: :mod:`holdfast.phases`.
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ class StartupStatus:
 
 @dataclass(slots=True)
 class _Sight:
-    """The last observation of a worker; when it was first observed, last made progress, began to wait, or was alive."""
+    """The last observation of a worker; when it was first observed, last made progress, was alive, or was not stopped."""
 
     sign: StartupStatus
     began_s: float
     moved_s: float
     alive_s: float
+    running_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,7 @@ class StartupMonitor:
                 seen.began_s += gap_s
                 seen.moved_s += gap_s
                 seen.alive_s += gap_s
+                seen.running_s += gap_s
             self._quiet_since_s += gap_s
             if self._elsewhere_since_s is not None:
                 self._elsewhere_since_s += gap_s
@@ -145,12 +147,14 @@ class StartupMonitor:
     def _note(self, rank: int, sign: StartupStatus, now_s: float) -> None:
         seen = self._seen.get(rank)
         if seen is None:
-            self._seen[rank] = _Sight(sign, now_s, now_s, now_s)
+            self._seen[rank] = _Sight(sign, now_s, now_s, now_s, now_s)
             self._quiet_since_s = now_s
             return
         before, seen.sign = seen.sign, sign
         if before.pulse != sign.pulse:
             seen.alive_s = now_s
+        if not sign.is_stopped:
+            seen.running_s = now_s
         if replace(before, pulse=sign.pulse, is_stopped=sign.is_stopped) != sign:
             seen.moved_s = seen.alive_s = self._quiet_since_s = now_s
         if before.is_late and not sign.is_late:
@@ -169,12 +173,15 @@ class StartupMonitor:
 
     def _stuck(self, rank: int, now_s: float, waited_s: float) -> StuckWorker | None:
         seen = self._seen[rank]
+        if seen.sign.is_stopped:  # it is not slow: what other workers took is no measure
+            stopped_s = now_s - seen.running_s
+            why = f"is stopped for {stopped_s:.1f} s while the job starts"
+            return StuckWorker(rank, stopped_s, why) if stopped_s > self.timeout_s else None
         taken_s, silent_s = now_s - seen.began_s, now_s - seen.alive_s
         # A long import holds the GIL, so a missing pulse alone does not soon show that a process is hung.
-        shows_none = seen.sign.is_stopped or not seen.sign.phase
-        times = 1.0 if shows_none else Phase.SILENT_IMPORT.value.times if seen.sign.pulse else math.inf
+        times = 1.0 if not seen.sign.phase else Phase.SILENT_IMPORT.value.times if seen.sign.pulse else math.inf
         if silent_s > times * self.limit_s:
-            how = "for" if shows_none else "without a sign of life for"
+            how = "without a sign of life for" if seen.sign.phase else "for"
             return StuckWorker(rank, silent_s, f"{self._state(seen.sign)} {how} {silent_s:.1f} s while the job starts")
         if taken_s > self.limit_s and waited_s > self.limit_s:
             what = f"{self._state(seen.sign)} {taken_s:.1f} s after its start, and other workers wait for it"
