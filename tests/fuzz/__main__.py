@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 INSTRUMENTED = ("holdfast", "holdfast_lab", "json.decoder", "http.server", "tomllib", "zipfile", "csv")
 TALLY = "tally.jsonl"
+_INTERRUPTED = 72
+"""Exit code of libFuzzer."""
 
 
 def fuzz(name: str, seconds: int, out: Path) -> None:
@@ -43,7 +45,13 @@ def run(name: str, seconds: int, out: Path) -> bool:
     log, began_s = out / f"{name}.log", time.monotonic()
     with log.open("w") as file:
         command = [sys.executable, str(Path(__file__).parent), name, "--here", "--seconds", str(seconds)]
-        ended = subprocess.run([*command, "--out", str(out)], stdout=file, stderr=file, check=False).returncode
+        with subprocess.Popen([*command, "--out", str(out)], stdout=file, stderr=file) as child:
+            try:
+                ended = child.wait()
+            except KeyboardInterrupt:  # it was interrupted, too, and counts what it did
+                ended = child.wait()
+                if ended == _INTERRUPTED:
+                    ended = 0
     said = log.read_text(errors="replace")
     counted = re.search(r"stat::number_of_executed_units:\s*(\d+)", said)
     line = {"parser": name, "seconds": round(time.monotonic() - began_s), "calls": int(counted[1]) if counted else 0}
