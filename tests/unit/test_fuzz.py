@@ -6,8 +6,9 @@ import warnings
 import pytest
 
 from fuzz.found import FOUND
-from fuzz.parsers import PARSERS
+from fuzz.parsers import all_parsers
 
+PARSERS = all_parsers()
 ROUNDS = 150
 INTERESTING = (
     b"",
